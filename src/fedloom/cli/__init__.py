@@ -1,0 +1,13 @@
+"""The command line: ``fedloom run FILE.toml`` and what goes with it. Only the commands that need torch import it."""
+
+from __future__ import annotations
+
+from fedloom.cli import facts, runs
+from fedloom.cli._app import app
+
+__all__ = ["app", "facts", "main", "runs"]
+
+
+def main() -> None:
+    """Entry point of the command ``fedloom``."""
+    app()

@@ -1,0 +1,32 @@
+"""What every command shares: the application, the form of errors, and common arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedloom.errors import FedloomError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Federated learning for clients that differ: compare personalised, fair, robust and sparse methods.",
+)
+
+FileArgument = Annotated[Path, typer.Argument(help="experiment file (TOML)", show_default=False)]
+DataDir = Annotated[Path | None, typer.Option(help="folder of data sets; else the environment variable FEDLOOM_DATA")]
+
+
+@contextmanager
+def errors() -> Iterator[None]:
+    """An expected error is a sentence on standard error and an exit code: 2 for what was asked, 1 for what happened."""
+    try:
+        yield
+    except FedloomError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None

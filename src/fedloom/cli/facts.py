@@ -1,0 +1,64 @@
+"""What there is: ``fedloom list``, ``describe``, ``schema`` and ``data``."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from fedloom.cli._app import DataDir, app, errors
+
+
+@app.command(name="list")
+def list_command() -> None:
+    """List the methods, with one line each.
+
+    Example: fedloom list
+    """
+    from fedloom.experiment.cards import families
+
+    for family, methods in families().items():
+        typer.echo(family)
+        for name, line in methods:
+            typer.echo(f"  {name:<22}{line}")
+
+
+@app.command()
+def describe(name: Annotated[str, typer.Argument(help="a method, see 'fedloom list'", show_default=False)]) -> None:
+    """Print a method's card: problem, reference, symbols, traffic, deviations, when to use it; and its options.
+
+    Example: fedloom describe flame
+    """
+    with errors():
+        from fedloom.experiment.cards import card
+
+        typer.echo(card(name))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of experiment files, so that editors can complete them.
+
+    Example: fedloom schema > fedloom.schema.json
+    """
+    from fedloom.experiment import json_schema
+
+    typer.echo(json_schema())
+
+
+@app.command()
+def data(
+    name: Annotated[str, typer.Argument(help="a data set's name, or a path", show_default=False)],
+    data_dir: DataDir = None,
+) -> None:
+    """Print counts, shapes, classes and the checksum of a data set.
+
+    Example: fedloom data mnist --data-dir ~/data
+    """
+    with errors():
+        from fedloom.data import load
+
+        facts: dict[str, Any] = load(name, data_dir).describe()
+        for key, value in facts.items():
+            typer.echo(f"{key:<10} {json.dumps(value) if isinstance(value, dict) else value}")

@@ -1,0 +1,71 @@
+"""``fedloom run`` and ``fedloom report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedloom.cli._app import DataDir, FileArgument, app, errors
+from fedloom.errors import ConfigError
+
+
+@app.command()
+def run(
+    file: FileArgument,
+    out: Annotated[Path | None, typer.Option(help="run directory; runs/<name of the file> by default")] = None,
+    workers: Annotated[str | None, typer.Option(help="processes, or 'auto'; replaces [engine] workers")] = None,
+    data_dir: DataDir = None,
+    force: Annotated[bool, typer.Option("--force", help="forget what the run directory holds and start anew")] = False,
+) -> None:
+    """Run all methods and seeds of an experiment; run again to resume.
+
+    Example: fedloom run examples/quickstart.toml --out runs/quickstart --workers 2
+    """
+    with errors():
+        count: int | str | None = workers
+        if workers is not None and workers != "auto":
+            if not workers.isdigit() or int(workers) < 1:
+                raise ConfigError(f"--workers must be a number from 1 or 'auto', got {workers!r}")
+            count = int(workers)
+        from fedloom.experiment import Plan, read
+        from fedloom.progress import shown
+
+        plan = Plan(read(file, workers=count), out or Path("runs") / file.stem, data_dir, force=force)
+        with shown(plan) as tell:
+            outcomes = plan.run(tell)
+    _print_table(plan.out)
+    for outcome in outcomes:
+        if outcome.status != "done":
+            typer.echo(f"{outcome.label}, seed {outcome.seed}: {outcome.reason}", err=True)
+    typer.echo(f"report: {plan.out / 'report.html'}")
+    if any(o.status == "interrupted" for o in outcomes):
+        raise typer.Exit(130)
+    if any(o.status != "done" for o in outcomes):
+        raise typer.Exit(1)
+
+
+def _print_table(out: Path) -> None:
+    from fedloom import report
+    from fedloom.progress import print_table
+
+    if (out / "metrics.parquet").exists():
+        print_table(report.result_table(out))
+
+
+@app.command(name="report")
+def report_command(
+    runs: Annotated[list[Path], typer.Argument(help="run directories", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(help="HTML file; report.html of the first run directory by default")
+    ] = None,
+) -> None:
+    """Write one offline HTML report of one or several run directories.
+
+    Example: fedloom report runs/a runs/b --out comparison.html
+    """
+    with errors():
+        from fedloom import report
+
+        typer.echo(f"report: {report.write(runs, out or runs[0] / 'report.html')}")
