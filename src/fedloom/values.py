@@ -1,13 +1,16 @@
-"""Value: the frozen, validated base of everything that an experiment can choose."""
+"""Value: the frozen, validated base of everything that can be chosen, and the way to it from a table of a TOML file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
 
-from fedloom.errors import unknown
+from fedloom.errors import ConfigError, nearest, unknown
 
 T = TypeVar("T")
 
@@ -39,3 +42,71 @@ def choose(what: str, registry: Mapping[str, T], name: object, where: str = "") 
     if isinstance(name, str) and name in registry:
         return registry[name]
     raise unknown(what, name, registry, where)
+
+
+def make(make_value: Callable[..., T], options: Mapping[str, Any], where: str, fields: Mapping[str, Any]) -> T:
+    """``make_value(**options)``; what pydantic refuses becomes a sentence.
+
+    Args:
+        make_value: a value's class, or a preset.
+        options: the keys of the table.
+        where: file and table, for the message.
+        fields: the keys that are allowed.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or a value out of range.
+    """
+    for key in options:
+        if key not in fields:
+            raise unknown("key", key, fields, where)
+    try:
+        return make_value(**options)
+    except ValidationError as error:
+        raise ConfigError("; ".join(_sentence(e, where, fields) for e in error.errors())) from None
+
+
+def fields_of(value: Any) -> Mapping[str, Any]:
+    """The fields of a value's class, or the options of a preset."""
+    found: Mapping[str, Any] = value.model_fields if hasattr(value, "model_fields") else value.options
+    return found
+
+
+def table(options: Any, where: str) -> dict[str, Any]:
+    """A TOML table.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(options, dict):
+        raise ConfigError(f"{where}: must be a table, got {options!r}")
+    return options
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """The document of a TOML file.
+
+    Args:
+        path: the file.
+        what: what it is called in messages, e.g. ``"experiment file"``.
+
+    Raises:
+        ConfigError: it is missing, unreadable or not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_bytes().decode())
+    except OSError as error:
+        raise ConfigError(f"cannot read the {what} {path}: {error.strerror}; give the path of a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not a TOML file: {error}") from None
+
+
+def _sentence(error: ErrorDetails, where: str, fields: Mapping[str, Any]) -> str:
+    place = ".".join(str(part) for part in error["loc"] if not str(part).startswith("function-"))
+    key = str(error["loc"][0]) if error["loc"] else ""
+    description = getattr(fields.get(key), "description", None)
+    hint = f" ({key}: {description})" if description else ""
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        return f"{where}: unknown key {place!r}; {nearest(place, fields)}"
+    got = "" if error["type"] in ("missing", "value_error") else f", got {error['input']!r}"
+    return f"{where}: {place + ': ' if place else ''}{message[:1].lower()}{message[1:]}{got}{hint}"

@@ -6,8 +6,7 @@ import inspect
 from typing import Any
 
 from fedloom.algorithms import REGISTRY, Algorithm, Preset
-from fedloom.experiment.tables import fields_of
-from fedloom.values import choose
+from fedloom.values import choose, fields_of
 
 
 def families() -> dict[str, list[tuple[str, str]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +15,14 @@ from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source
 from fedloom.data.sources import source as source_of
 from fedloom.errors import ConfigError, DataError, unknown
-from fedloom.experiment.tables import dump, fields_of, make, make_kind, table
+from fedloom.experiment.tables import dump, make_kind
 from fedloom.local import Local
 from fedloom.models import MODELS, PAPERS, Augment, ModelSpec, spec_of
 from fedloom.rows.aggregate import AGGREGATORS, Aggregator
 from fedloom.rows.attacks import ATTACKS, Attack
 from fedloom.rows.channel import CHANNELS, Channel
 from fedloom.running.settings import Engine, Evaluate
-from fedloom.values import Value
+from fedloom.values import Value, fields_of, make, read_toml, table
 
 T = TypeVar("T")
 OVERRIDES = ("local", "sampler", "weigher", "aggregator", "channel", "rounds")
@@ -117,16 +116,7 @@ def read(path: Path, **engine: Any) -> Experiment:
     Raises:
         ConfigError: the file is missing, not TOML, or says what cannot be.
     """
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the experiment file {path}: {error.strerror}; give the path of a TOML file"
-        ) from None
-    try:
-        document = tomllib.loads(text.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a TOML file: {error}") from None
+    document = read_toml(path, "experiment file")
     given = {k: v for k, v in engine.items() if v is not None}
     return parse({**document, "engine": {**table(document.get("engine", {}), f"{path}: [engine]"), **given}}, str(path))
 
