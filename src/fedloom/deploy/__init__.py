@@ -1,0 +1,1 @@
+"""Real sites over TLS, on Flower: the algorithms that were simulated, unchanged."""

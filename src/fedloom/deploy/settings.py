@@ -1,0 +1,206 @@
+"""What a deployed server and a deployed site are told: two small TOML files, as frozen values.
+
+Both name the same experiment file (one method, one seed) and carry its SHA-256, so that two sides can tell whether they
+mean the same experiment before anything is trained. Paths in a file are relative to the folder of that file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import tomli_w
+from pydantic import AfterValidator, BaseModel, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+
+from fedloom.errors import ConfigError
+from fedloom.values import Value, fields_of, make, read_toml
+
+SITE_KEY = "site"
+"""Key of a SuperNode's node configuration: path of the site's TOML file."""
+
+SERVER_KEY = "server"
+"""Key of the run configuration: path of the server's TOML file."""
+
+V = TypeVar("V", bound=Value)
+
+
+def _public_key(text: str) -> str:
+    """A public key in OpenSSH form, without its comment."""
+    kind, _, rest = text.strip().partition(" ")
+    if kind not in ("ssh-ed25519", "ecdsa-sha2-nistp384") or not rest:
+        raise ValueError(f"must be a public key as one OpenSSH line (ecdsa-sha2-nistp384 or ssh-ed25519), got {text!r}")
+    return f"{kind} {rest.split()[0]}"
+
+
+PublicKey = Annotated[str, AfterValidator(_public_key)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class Schema(Value):
+    """What one sample looks like to the model; the same at every site."""
+
+    task: Literal["classification", "binary", "regression"] = Field(description="what is predicted")
+    shape: tuple[PositiveInt, ...] = Field(description="shape of one sample, after the source prepared it")
+    outputs: int = Field(ge=1, description="outputs of the model: classes, 1 for binary, numbers of a regression")
+    classes: tuple[str, ...] = Field((), description="names of the classes in label order; none for a regression")
+
+
+class Shared(Value):
+    """What the server and every site must agree on."""
+
+    name: Name = Field(description="name of the experiment")
+    experiment: Path = Field(description="the experiment file: one method, one seed")
+    fingerprint: Digest = Field(description="SHA-256 of the experiment file")
+    clients: int = Field(ge=1, description="sites of the experiment, taking part or not")
+    samples: Schema = Field(description="what one sample looks like")
+
+
+class Site(Shared):
+    """One site: its data, its state, its keys, and where the server is."""
+
+    site: Name = Field(description="name of the site")
+    client: int = Field(ge=0, description="number of this site, from 0")
+    data: dict[str, Any] = Field(description="where the samples are: source and its options, as in an experiment file")
+    share: Literal["all", "partition"] = Field(
+        "all", description="all: every sample of the source is this site's; partition: this client's share of the cut"
+    )
+    state: Path = Field(Path("state"), description="folder of models and state, which never leave the site")
+    server: str = Field(pattern=r"^[^\s/]+:\d+$", description="address of the server, host:port")
+    ca: Path = Field(Path("ca.crt"), description="certificate of the authority that signed the server's certificate")
+    node_key: Path = Field(Path("node-key"), description="private key of the connection (ECDSA P-384, OpenSSH form)")
+    signing_key: Path = Field(Path("signing-key"), description="private key of the replies (Ed25519, OpenSSH form)")
+    port: Port = Field(9094, description="port on loopback that the site's own processes use among themselves")
+    threads: int = Field(1, ge=1, description="threads of local training")
+    free_disk: int = Field(1024, ge=0, description="megabytes that must be free where the state is")
+    message_limit: int = Field(1 << 30, ge=1, description="most bytes of arrays that the site reads from one message")
+
+    @field_validator("data")
+    @classmethod
+    def _names_source(cls, data: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(data.get("source"), str):
+            raise ValueError("needs source, a data set's name or a path")
+        return data
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Site:
+        if self.client >= self.clients:
+            raise ValueError(f"client must be within 0..{self.clients - 1}, got {self.client}")
+        return self
+
+
+class Member(Value):
+    """A site as the server knows it."""
+
+    site: Name = Field(description="name of the site")
+    client: int = Field(ge=0, description="number of the site, from 0")
+    node_key: PublicKey = Field(description="public key of its connection")
+    signing_key: PublicKey = Field(description="public key of its replies")
+
+
+class Server(Shared):
+    """The server: who takes part, how long a round waits, what is accepted, where files lie."""
+
+    sites: tuple[Member, ...] = Field(min_length=1, description="the sites that may take part")
+    quorum: int = Field(ge=1, description="accepted replies that a round needs")
+    deadline: PositiveFloat = Field(600.0, description="seconds after which a round closes if the quorum is there")
+    ttl: PositiveFloat = Field(1200.0, description="seconds that a message lives; a round never waits longer")
+    patience: PositiveFloat = Field(600.0, description="seconds to wait for a quorum of sites to be there")
+    norm_bound: PositiveFloat | None = Field(
+        None, description="longest difference accepted from a site (L2); none: any"
+    )
+    examples_limit: int = Field(100_000_000, ge=1, description="most training samples that a site may claim")
+    message_limit: int = Field(1 << 30, ge=1, description="most bytes of arrays in one reply")
+    body_limit: int = Field(
+        16 << 20, ge=6 << 20, description="most bytes of one HTTP request; a part of a message has 5 MB"
+    )
+    address: str = Field(
+        "127.0.0.1", description="address the server listens on; loopback, when a gate stands before it"
+    )
+    port: Port = Field(18000, description="port the server listens on")
+    public: str = Field("", description="host:port of the gate that sites connect to; empty: the server itself")
+    ca: Path = Field(Path("ca.crt"), description="certificate of the authority")
+    certificate: Path = Field(Path("server.crt"), description="certificate of the server")
+    key: Path = Field(Path("server.key"), description="private key of the certificate")
+    secret: Path = Field(Path("superexec.secret"), description="32 random bytes that the server's own processes share")
+    database: Path = Field(Path("state/superlink.db"), description="Flower's database: messages under way, known nodes")
+    checkpoints: Path = Field(Path("state/checkpoints"), description="folder of the checkpoints")
+    audit: Path = Field(Path("state/audit.jsonl"), description="log of every reply: accepted, or why not")
+    results: Path = Field(Path("results"), description="folder of metrics and of the global model")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Server:
+        for what in ("site", "client", "node_key", "signing_key"):
+            values = [getattr(member, what) for member in self.sites]
+            twice = [v for v in values if values.count(v) > 1]
+            if twice:
+                raise ValueError(f"sites: every {what} once, got {twice[0]!r} twice")
+        if max(member.client for member in self.sites) >= self.clients:
+            raise ValueError(f"sites: every client must be within 0..{self.clients - 1}")
+        if self.quorum > len(self.sites):
+            raise ValueError(f"quorum must be at most the {len(self.sites)} sites, got {self.quorum}")
+        if self.ttl < self.deadline:
+            raise ValueError(f"ttl ({self.ttl} s) must be at least the deadline ({self.deadline} s)")
+        return self
+
+
+def read_site(path: Path) -> Site:
+    """A site's TOML file; paths come back absolute.
+
+    Raises:
+        ConfigError: the file is missing or says what cannot be.
+    """
+    return _read(Site, path, "site file")
+
+
+def read_server(path: Path) -> Server:
+    """A server's TOML file; paths come back absolute.
+
+    Raises:
+        ConfigError: the file is missing or says what cannot be.
+    """
+    return _read(Server, path, "server file")
+
+
+def text_of(value: Value) -> str:
+    """A value as the text of a TOML file; reading it back gives the same value."""
+    return tomli_w.dumps(_plain(value))
+
+
+def fingerprint(experiment: Path) -> str:
+    """SHA-256 of an experiment file.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return hashlib.sha256(experiment.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"cannot read the experiment file {experiment}: {error.strerror}") from None
+
+
+def check_fingerprint(shared: Shared) -> None:
+    """Refuse an experiment file other than the one that was agreed on.
+
+    Raises:
+        ConfigError: the digests differ; both are named.
+    """
+    got = fingerprint(shared.experiment)
+    if got != shared.fingerprint:
+        raise ConfigError(
+            f"{shared.experiment} is not the experiment file that was agreed on: its SHA-256 is {got[:16]}..., agreed "
+            f"was {shared.fingerprint[:16]}...; get the file from the server again"
+        )
+
+
+def _read(kind: type[V], path: Path, what: str) -> V:
+    value = make(kind, read_toml(path, what), str(path), fields_of(kind))
+    folder = path.parent.resolve()
+    paths = {name: folder / v for name in kind.model_fields if isinstance(v := getattr(value, name), Path)}
+    return value.model_copy(update=paths)
+
+
+def _plain(value: BaseModel) -> dict[str, Any]:
+    return value.model_dump(mode="json", exclude_none=True)
