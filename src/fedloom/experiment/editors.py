@@ -11,6 +11,7 @@ from fedloom.choose import SAMPLERS, WEIGHERS
 from fedloom.data.partition import PARTITIONS
 from fedloom.data.sources import SOURCES
 from fedloom.experiment.schema import Head
+from fedloom.experiment.tuning import Tune
 from fedloom.local import Local
 from fedloom.models import MODELS, PAPERS, Augment
 from fedloom.rows.aggregate import AGGREGATORS
@@ -70,6 +71,7 @@ def json_schema() -> str:
             "augment": one(Augment),
             "evaluate": one(Evaluate),
             "engine": one(Engine),
+            "tune": one(Tune),
             "method": {"type": "array", "minItems": 1, "items": method},
             **overrides,
         },

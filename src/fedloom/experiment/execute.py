@@ -118,24 +118,7 @@ class Plan:
             report.write([self.out], self.out / "report.html")
 
     def _settings(self, method: Method, seed: int) -> dict[str, Any]:
-        experiment = self.experiment
-        return {
-            "algorithm": method.composition,
-            "fed": self.federations[seed],
-            "model": experiment.model,
-            "rounds": method.rounds,
-            "seed": seed,
-            "local": method.local,
-            "sampler": method.sampler,
-            "weigher": method.weigher,
-            "aggregator": method.aggregator,
-            "augment": experiment.augment,
-            "attack": experiment.attack,
-            "channel": method.channel,
-            "weights": experiment.head.weights,
-            "evaluate": experiment.evaluate,
-            "engine": experiment.engine,
-        }
+        return self.experiment.arguments(method, self.federations[seed], seed)
 
     def _processes(self) -> int:
         """Runs at a time: more than one where cohorts are small."""

@@ -11,11 +11,13 @@ from pydantic import Field, NonNegativeInt, field_validator
 
 from fedloom.algorithms import REGISTRY, Composition
 from fedloom.choose import SAMPLERS, WEIGHERS, Sampler, Weigher
+from fedloom.data.federation import Federation
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source
 from fedloom.data.sources import source as source_of
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.experiment.tables import dump, make_kind
+from fedloom.experiment.tuning import Tune
 from fedloom.local import Local
 from fedloom.models import MODELS, PAPERS, Augment, ModelSpec, spec_of
 from fedloom.rows.aggregate import AGGREGATORS, Aggregator
@@ -93,7 +95,28 @@ class Experiment:
     attack: Attack | None
     evaluate: Evaluate
     engine: Engine
+    tune: Tune
     methods: tuple[Method, ...]
+
+    def arguments(self, method: Method, fed: Federation, seed: int) -> dict[str, Any]:
+        """What `simulate` takes for one run of a method."""
+        return {
+            "algorithm": method.composition,
+            "fed": fed,
+            "model": self.model,
+            "rounds": method.rounds,
+            "seed": seed,
+            "local": method.local,
+            "sampler": method.sampler,
+            "weigher": method.weigher,
+            "aggregator": method.aggregator,
+            "augment": self.augment,
+            "attack": self.attack,
+            "channel": method.channel,
+            "weights": self.head.weights,
+            "evaluate": self.evaluate,
+            "engine": self.engine,
+        }
 
     def settings(self) -> dict[str, Any]:
         """The whole experiment as a TOML document, defaults filled in."""
@@ -121,7 +144,7 @@ def read(path: Path, **engine: Any) -> Experiment:
     return parse({**document, "engine": {**table(document.get("engine", {}), f"{path}: [engine]"), **given}}, str(path))
 
 
-TABLES = ("data", "partition", "model", "augment", *OVERRIDES[:-1], "attack", "evaluate", "engine")
+TABLES = ("data", "partition", "model", "augment", *OVERRIDES[:-1], "attack", "evaluate", "engine", "tune")
 
 
 def parse(document: Mapping[str, Any], where: str = "experiment") -> Experiment:
@@ -156,6 +179,7 @@ def parse(document: Mapping[str, Any], where: str = "experiment") -> Experiment:
         attack=_optional("attack", ATTACKS, tables["attack"], f"{where}: [attack]"),
         evaluate=make(Evaluate, tables["evaluate"], f"{where}: [evaluate]", Evaluate.model_fields),
         engine=make(Engine, tables["engine"], f"{where}: [engine]", Engine.model_fields),
+        tune=make(Tune, tables["tune"], f"{where}: [tune]", Tune.model_fields),
         methods=tuple(
             _method(table(m, f"{where}: [[method]] {k}"), tables, head.rounds, where, f"{where}: [[method]] {k}")
             for k, m in enumerate(methods, 1)

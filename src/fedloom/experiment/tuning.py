@@ -1,0 +1,64 @@
+"""The table [tune] of an experiment file: how the settings of its methods are chosen on validation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, model_validator
+
+from fedloom.values import Value
+
+Scalar = bool | int | float | str
+
+
+class Range(Value):
+    """An interval; of whole numbers where both ends are."""
+
+    low: int | float = Field(description="smallest value")
+    high: int | float = Field(description="largest value")
+    log: bool = Field(False, description="even in the logarithm")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Range:
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+            raise ValueError(f"low must be below high, got {self.low} and {self.high}")
+        if self.log and self.low <= 0:
+            raise ValueError(f"a logarithmic range needs low > 0, got {self.low}")
+        return self
+
+
+Dimension = Range | tuple[Scalar, ...]
+"""Where a setting is looked for: a range, or a list of choices; an empty list leaves the setting alone."""
+Space = Mapping[str, Dimension]
+"""Settings of a method, as ``mu`` or ``local.lr``, and where they are looked for."""
+
+
+class Tune(Value):
+    """How hyper-parameters are looked for: the same number of trials and the same work for every method."""
+
+    trials: int = Field(20, ge=1, description="settings tried per method")
+    rounds: int | None = Field(
+        None,
+        ge=1,
+        description="work of a trial, in rounds of plain local training; the experiment's if not given",
+    )
+    seeds: tuple[NonNegativeInt, ...] = Field(
+        (), description="a trial's score is the mean over these seeds; the first of the experiment when empty"
+    )
+    metric: str | None = Field(
+        None, description="validation metric, mean over clients; the first of accuracy, auroc, r2, loss if not given"
+    )
+    model: Literal["auto", "global", "personal", "hybrid"] = Field(
+        "auto", description="the model that is scored; auto is the personal one where the method has it"
+    )
+    prune: bool = Field(True, description="stop a trial that is below the median of the earlier ones at the same point")
+    startup: int = Field(5, ge=1, description="trials that run to their end before any is stopped")
+    equal_work: bool = Field(
+        True, description="give each method in the tuned file the rounds that cost what `rounds` of plain training cost"
+    )
+    seed: NonNegativeInt = Field(0, description="of the search itself")
+    space: dict[str, dict[str, Dimension]] = Field(
+        {}, description="per method (label or algorithm; all for every one): setting = [choices] or {low, high, log}"
+    )
