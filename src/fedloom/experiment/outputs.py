@@ -119,7 +119,8 @@ def write_summary(
             "counts": [fed.class_counts().tolist() for fed in feds],
             "classes": list(feds[0].data.classes),
             "clients": list(feds[0].names),
-            "skew": feds[0].skew(),
+            "skew": [fed.skew() for fed in feds],
+            "groups": [fed.groups.tolist() if fed.groups is not None else [] for fed in feds],
         },
         "select_on": experiment.evaluate.select_on,
         "warnings": list(dict.fromkeys([*notes, *more])),
@@ -135,7 +136,8 @@ def _run(outcome: Outcome) -> dict[str, Any]:
         return {**base, "rounds": 0}
     job = result.job
     engine = {"oracle": job.oracle.name, "chunk": job.chunk, "device": str(job.oracle.device)}
-    return {**base, "rounds": result.rounds, **engine, "parameters": job.oracle.layout.d}
+    more = {"parameters": job.oracle.layout.d, "attackers": job.attackers.tolist()}
+    return {**base, "rounds": result.rounds, **engine, **more}
 
 
 def _timings(result: Result) -> pa.Table:

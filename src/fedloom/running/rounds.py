@@ -249,7 +249,10 @@ def _record_extras(job: Job, state: State) -> None:
     if noise is not None:
         state.records.total(state.round, "", "", "epsilon", spent(noise, job.sampler, state.uploads, state.round))
     labels = getattr(state.weigher, "labels", None)
-    if labels is not None and job.judge.groups is not None and bool((labels >= 0).any()):
+    if labels is None or not bool((labels >= 0).any()):
+        return
+    state.records.clients(state.round, "", "", "cluster", labels.cpu())
+    if job.judge.groups is not None:
         seen = (labels[state.cohort] >= 0).nonzero()[:, 0]
         ids = state.cohort[seen].sort().values
         nmi = metrics.mutual_information(job.judge.groups[ids].cpu().numpy(), labels[ids].cpu().numpy())
