@@ -64,6 +64,7 @@ class Site(Shared):
     site: Name = Field(description="name of the site")
     client: int = Field(ge=0, description="number of this site, from 0")
     data: dict[str, Any] = Field(description="where the samples are: source and its options, as in an experiment file")
+    data_dir: Path | None = Field(None, description="folder of data sets, where the source is one of fedloom's by name")
     share: Literal["all", "partition"] = Field(
         "all", description="all: every sample of the source is this site's; partition: this client's share of the cut"
     )

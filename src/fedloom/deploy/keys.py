@@ -1,0 +1,129 @@
+"""Keys and certificates of a deployment: its own authority, the server's certificate, two key pairs per site."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Literal, NamedTuple
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedloom.errors import ConfigError
+
+BACKDATE = timedelta(hours=1)
+"""Certificates are valid from this long before they are made: clocks differ."""
+
+
+class Pair(NamedTuple):
+    """A private key as an OpenSSH file, and its public key as one OpenSSH line."""
+
+    private: bytes
+    public: str
+
+
+class Authority(NamedTuple):
+    """A certificate authority of one deployment."""
+
+    key: ec.EllipticCurvePrivateKey
+    certificate: x509.Certificate
+
+    def pem(self) -> bytes:
+        """The certificate, which everybody has."""
+        return self.certificate.public_bytes(Encoding.PEM)
+
+
+class ServerCertificate(NamedTuple):
+    """A certificate and its private key, both PEM."""
+
+    certificate: bytes
+    key: bytes
+
+
+def key_pair(kind: Literal["connection", "signing"]) -> Pair:
+    """A new key pair of a site: ECDSA P-384 for its connection, as Flower asks for, or Ed25519 for its replies."""
+    key = ec.generate_private_key(ec.SECP384R1()) if kind == "connection" else ed25519.Ed25519PrivateKey.generate()
+    return Pair(
+        key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()),
+        key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode(),
+    )
+
+
+def authority(name: str, days: int, now: datetime | None = None) -> Authority:
+    """A new authority, which may sign servers only, for ``days`` days from ``now``."""
+    key = ec.generate_private_key(ec.SECP384R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{name} authority"[:64])])
+    usage = x509.KeyUsage(
+        digital_signature=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=True,
+        crl_sign=True,
+        encipher_only=False,
+        decipher_only=False,
+    )
+    certificate = (
+        _builder(subject, subject, key, days, now)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .sign(key, hashes.SHA384())
+    )
+    return Authority(key, certificate)
+
+
+def server_certificate(
+    ca: Authority, names: Sequence[str], days: int, now: datetime | None = None
+) -> ServerCertificate:
+    """A certificate of the server for host names and IP addresses.
+
+    Raises:
+        ConfigError: no name is given.
+    """
+    if not names:
+        raise ConfigError("a server certificate needs at least one host name or IP address")
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
+    certificate = (
+        _builder(subject, ca.certificate.subject, key, days, now)
+        .add_extension(x509.SubjectAlternativeName([_general(name) for name in dict.fromkeys(names)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(ca.key.public_key()),
+            critical=False,
+        )
+        .sign(ca.key, hashes.SHA384())
+    )
+    return ServerCertificate(
+        certificate.public_bytes(Encoding.PEM),
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+    )
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: int, now: datetime | None
+) -> x509.CertificateBuilder:
+    start = now or datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start - BACKDATE)
+        .not_valid_after(start + timedelta(days=days))
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _general(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
