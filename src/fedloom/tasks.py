@@ -80,8 +80,7 @@ class Classification(Value):
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
         """Gradient: softmax(z) - e_y."""
         label = y.unsqueeze(-1)
-        p = (output - output.amax(-1, keepdim=True)).exp_()  # torch's softmax is three times slower on few classes
-        p.div_(p.sum(-1, keepdim=True))
+        p = output.mT.contiguous().softmax(-2).mT  # on few classes ten times faster than over the last dimension
         return p.scatter_add_(-1, label, output.new_full((), -1.0).expand(label.shape))
 
     def predict(self, output: Tensor) -> Tensor:

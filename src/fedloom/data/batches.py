@@ -32,10 +32,9 @@ def plan(size: int, batch_size: int | None, steps: int, gen: torch.Generator) ->
     per_epoch = math.ceil(size / batch_size)
     epochs = math.ceil(steps / per_epoch)
     slots = per_epoch * batch_size
-    if slots == size:
-        out = torch.empty(epochs, slots, dtype=torch.int64)
-    else:
-        out = torch.full((epochs, slots), -1, dtype=torch.int64)
+    if epochs == 1 and slots == size:
+        return torch.randperm(size, generator=gen).view(per_epoch, batch_size)[:steps]
+    out = torch.full((epochs, slots), -1, dtype=torch.int64)
     for row in out:
-        row[:size] = torch.randperm(size, generator=gen)
+        torch.randperm(size, generator=gen, out=row[:size])
     return out.view(epochs * per_epoch, batch_size)[:steps]

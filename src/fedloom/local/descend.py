@@ -76,7 +76,7 @@ def descend(
     whole = local.clip is None and mask is None
     in_place = whole and not local.momentum
     if in_place and steady is not None:
-        steady = rate * steady
+        steady = -rate * steady
     rows = _Rows(
         w.clone(memory_format=torch.contiguous_format),
         torch.zeros_like(w, memory_format=torch.contiguous_format) if local.momentum else None,
@@ -89,9 +89,7 @@ def descend(
     def step(rows: _Rows, work: Work, batch: Batch) -> _Rows:
         w, factor = rows.w, pulled if rows.pulled is None else rows.pulled
         if in_place:
-            work.addgrad_(w, w, batch, 1 - rate * factor, -rate)
-            if rows.steady is not None:
-                w.sub_(rows.steady)
+            work.addgrad_(w, w, batch, 1 - rate * factor, -rate, rows.steady)
         else:
             w.sub_(direction(rows, work, batch, factor), alpha=rate)
         if prox is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -40,17 +41,21 @@ class Batch(NamedTuple):
 
     Attributes:
         position: ``[m, b]`` in 0..n_i-1, or -1; samples before the padding.
+        where: ``[m, b]`` what `Oracle.locate` makes of the positions.
         count: ``[m, 1]`` samples in the batch of each client.
         ids: ``[m]`` client ids.
         draw: names further draws for this batch, dropout masks for one.
         total: ``[m, 1]`` divisor of the sum of sample losses: ``count``, or the client's size for a piece of its data.
+        full: no client's batch is padded.
     """
 
     position: Tensor
+    where: Tensor
     count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
     ids: Tensor
     draw: Draw
     total: Tensor
+    full: bool
 
 
 class Plan(NamedTuple):
@@ -58,15 +63,19 @@ class Plan(NamedTuple):
 
     Attributes:
         position: ``[steps, m, b]``.
+        where: ``[steps, m, b]`` what `Oracle.locate` makes of the positions.
         count: ``[steps, m, 1]`` samples in each batch.
         width: the longest batch of every step.
+        narrowest: no batch of the step is shorter.
         ids: ``[m]`` client ids.
         draw: what names draws, but for the step.
     """
 
     position: Tensor
+    where: Tensor
     count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
     width: list[int]
+    narrowest: list[int]
     ids: Tensor
     draw: Draw
 
@@ -74,27 +83,42 @@ class Plan(NamedTuple):
         """The plan of some of the clients."""
         ids = self.ids[which]
         draw = self.draw._replace(ids=tuple(ids.tolist()))
-        return self._replace(position=self.position[:, which], count=self.count[:, which], ids=ids, draw=draw)
+        position, where, count = self.position[:, which], self.where[:, which], self.count[:, which]
+        return self._replace(position=position, where=where, count=count, ids=ids, draw=draw)
 
     def batch(self, k: int) -> Batch:
         """The batch of every client in step ``k``, as narrow as its longest."""
-        count = self.count[k]
-        return Batch(self.position[k, :, : self.width[k]], count, self.ids, self.draw._replace(k=k), count)
+        count, width = self.count[k], self.width[k]
+        position, where = self.position[k, :, :width], self.where[k, :, :width]
+        return Batch(position, where, count, self.ids, self.draw._replace(k=k), count, self.narrowest[k] == width)
 
 
 def make_plan(
-    ids: Tensor, sizes: Tensor, steps: Tensor, batch_size: int | None, seed: int, round: int, stream: Purpose
+    ids: Tensor,
+    sizes: Tensor,
+    steps: Tensor,
+    batch_size: int | None,
+    seed: int,
+    round: int,
+    stream: Purpose,
+    locate: Callable[[Tensor, Tensor], Tensor],
 ) -> Plan:
     """Draw the batches of every client of a chunk for one stream of a round; ``batch_size`` None is the full batch."""
     names: list[int] = ids.tolist()
     longest, width = max(steps.tolist(), default=0), max(sizes.tolist(), default=0)
     if batch_size is not None:
         width = min(batch_size, width)
-    position = torch.full((longest, len(names), width), -1, dtype=torch.long)
-    for row, (i, size, count) in enumerate(zip(names, sizes.tolist(), steps.tolist(), strict=True)):
-        if count:
-            drawn = plan_client(size, batch_size, count, generator(seed, round, i, stream))
-            position[:count, row, : drawn.shape[1]] = drawn[:, :width]
+    drawn = [
+        plan_client(size, batch_size, count, generator(seed, round, i, stream))
+        for i, size, count in zip(names, sizes.tolist(), steps.tolist(), strict=True)
+    ]
+    if len({d.shape for d in drawn}) == 1:
+        position = torch.stack(drawn, 1)[..., :width]
+    else:
+        position = torch.full((longest, len(names), width), -1)
+        for row, d in enumerate(drawn):
+            position[: len(d), row, : d.shape[1]] = d[:, :width]
     samples = (position >= 0).sum(2, keepdim=True)
-    widest = samples.amax((1, 2)).tolist() if samples.numel() else []
-    return Plan(position, samples, widest, ids, Draw(seed, round, tuple(names), stream, 0))
+    bounds = [samples.amax((1, 2)).tolist(), samples.amin((1, 2)).tolist()] if samples.numel() else [[], []]
+    draw = Draw(seed, round, tuple(names), stream, 0)
+    return Plan(position, locate(ids, position), samples, *bounds, ids, draw)

@@ -101,10 +101,18 @@ class Work:
             g.mul_((self.local.clip / norm).clamp(max=1.0))
         return g
 
-    def addgrad_(self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float) -> None:
-        """``out <- beta out + alpha gradient of the mean batch loss at w``, counted as samples backward."""
+    def addgrad_(
+        self,
+        out: Tensor,
+        w: Tensor,
+        batch: Batch,
+        beta: float | Tensor,
+        alpha: float,
+        steady: Tensor | None = None,
+    ) -> None:
+        """``out <- beta out + alpha gradient of the mean batch loss at w + steady``, counted as samples backward."""
         self.counts.backward.index_add_(0, self.slots, batch.count[:, 0])
-        self.oracle.addgrad_(out, w, batch, beta, alpha)
+        self.oracle.addgrad_(out, w, batch, beta, alpha, steady)
 
     def full_grad(self, w: Tensor) -> Tensor:
         """Gradient of f_i over the whole training part at ``w``, weight decay included, ``[m, d]``."""
@@ -151,8 +159,8 @@ class Work:
         steps = self.steps[:, 0].clamp(min=1)
         plan = self.plan(stream, steps)
         rows = torch.arange(self.m)
-        count = plan.count[steps - 1, rows]
-        return Batch(plan.position[steps - 1, rows], count, self.ids, plan.draw, count)
+        position, where, count = (t[steps - 1, rows] for t in (plan.position, plan.where, plan.count))
+        return Batch(position, where, count, self.ids, plan.draw, count, int(count.min()) == position.shape[1])
 
     def rng(self, purpose: Purpose) -> list[torch.Generator]:
         """One generator per client for a draw of this round."""
@@ -161,7 +169,7 @@ class Work:
     def plan(self, stream: Purpose, steps: Tensor) -> Plan:
         """The batches of a stream: ``steps`` ``[m]`` of them for each client."""
         size = None if self.local.batch_size == "full" else self.local.batch_size
-        return make_plan(self.ids, self.sizes[:, 0], steps, size, self.seed, self.round, stream)
+        return make_plan(self.ids, self.sizes[:, 0], steps, size, self.seed, self.round, stream, self.oracle.locate)
 
     def idle(self) -> Work:
         """The same clients, none of which takes a step."""
@@ -188,5 +196,6 @@ class Work:
             position = torch.where(position < self.sizes, position, -1)
             count = (position >= 0).sum(1, keepdim=True)
             draw = Draw(self.seed, self.round, tuple(self.ids.tolist()), PASS, start)
-            pieces.append(Batch(position, count, self.ids, draw, self.sizes))
+            where, full = self.oracle.locate(self.ids, position), int(count.min()) == position.shape[1]
+            pieces.append(Batch(position, where, count, self.ids, draw, self.sizes, full))
         return pieces

@@ -219,12 +219,11 @@ class Sampled(Quadratic):
         there = (batch.position >= 0)[:, :, None]
         return torch.where(there, self.offset[batch.ids[:, None], batch.position.clamp(min=0)], 0.0), there
 
-    def addgrad_(self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float) -> None:
-        """``out <- beta out + alpha`` times the mean of A_i (w - c_i - o_is) over the samples of the batch."""
+    def _gradient_of(self, w: Tensor, batch: Batch) -> Tensor:
+        """Mean of A_i (w - c_i - o_is) over the samples of the batch."""
         mean = self._offsets(batch)[0].sum(1) / batch.total
-        share = batch.count / batch.total
-        g = share * self._gradient(w, batch.ids) - torch.einsum("mij,mj->mi", self.hessian[batch.ids], mean)
-        out.copy_(alpha * g if isinstance(beta, int | float) and beta == 0 else beta * out + alpha * g)
+        share = batch.count.to(w) / batch.total
+        return share * self._gradient(w, batch.ids) - torch.einsum("mij,mj->mi", self.hessian[batch.ids], mean)
 
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
         """Mean loss of the samples of the batch, ``[m, 1]``."""

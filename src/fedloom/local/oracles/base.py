@@ -33,9 +33,21 @@ class Oracle(ABC):
     def sizes(self, ids: Tensor) -> Tensor:
         """Training samples ``[m]`` of the clients ``ids``."""
 
+    def locate(self, ids: Tensor, position: Tensor) -> Tensor:
+        """What the oracle needs to find the samples at ``position`` ``[..., m, b]`` of the clients ``ids`` ``[m]``."""
+        return position
+
     @abstractmethod
-    def addgrad_(self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float) -> None:
-        """``out <- beta out + alpha grad``, the gradient of the mean loss of ``batch`` at ``w``.
+    def addgrad_(
+        self,
+        out: Tensor,
+        w: Tensor,
+        batch: Batch,
+        beta: float | Tensor,
+        alpha: float,
+        steady: Tensor | None = None,
+    ) -> None:
+        """``out <- beta out + alpha grad + steady``, the gradient of the mean loss of ``batch`` at ``w``.
 
         Args:
             out: ``[m, d]``, written in place; may be ``w`` itself (a step of SGD in one pass).
@@ -43,6 +55,7 @@ class Oracle(ABC):
             batch: one batch per row.
             beta: a number, or ``[m, 1]``; 0 ignores what ``out`` held.
             alpha: factor of the gradient.
+            steady: ``[m, d]``, or None for zero.
         """
 
     @abstractmethod

@@ -6,6 +6,7 @@ batched matrix product per layer.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -86,14 +87,19 @@ class Fused(Network):
             if isinstance(layer, nn.ReLU | nn.ELU | nn.SiLU):
                 layer.inplace = False
         self.chain = chain
+        self._parts = {name: [f"{name}.{part}" for part, _ in layer.named_parameters()] for name, layer in chain}
+        self._latest: tuple[weakref.ref[Tensor], dict[str, Tensor]] | None = None
         self.first = next(k for k, (_, layer) in enumerate(chain) if isinstance(layer, nn.Linear))
 
-    def addgrad_(self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float) -> None:
+    def addgrad_(
+        self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None
+    ) -> None:
         """One forward and backward pass; the weight gradient is added by the product itself."""
         data = Samples(self.fed, batch, self.dtype, self.augment)
         masks = self._masks(batch, data.counts)
-        views = self.layout.tree(w)
+        views = self._views(w)
         targets = views if out is w else self.layout.tree(out)
+        added = {} if steady is None else self.layout.tree(steady)
         values = self._forward(views, masks, data.x)
         delta = self.task.dloss(values[-1], data.y).mul_(data.weight.unsqueeze(-1))
         for k in range(len(self.chain) - 1, self.first - 1, -1):
@@ -103,11 +109,19 @@ class Fused(Network):
                 _add_product_(targets[f"{name}.weight"], delta.transpose(1, 2), values[k], beta, alpha)
                 if layer.bias is not None:
                     scale_(targets[f"{name}.bias"], beta).add_(delta.sum(1), alpha=alpha)
+                for part in self._parts[name] if added else ():
+                    targets[part].add_(added[part])
                 delta = below
             elif isinstance(layer, Dropout):
                 delta = delta * masks[name].flatten(2) if name in masks else delta
             else:
                 delta = BACKWARD[type(layer)](layer, delta, values[k], values[k + 1])
+
+    def _views(self, w: Tensor) -> dict[str, Tensor]:
+        """The parameters of ``w`` by layer; those of the last ``w`` are kept, as steps of SGD change it in place."""
+        if self._latest is None or self._latest[0]() is not w:
+            self._latest = weakref.ref(w), self.layout.tree(w)
+        return self._latest[1]
 
     def _forward(self, views: dict[str, Tensor], masks: dict[str, Tensor], x: Tensor) -> list[Tensor]:
         """The input of every step of the chain, and the outputs of the last, each ``[m, b, .]``."""

@@ -32,7 +32,9 @@ class Looped(Network):
         self.draws = draws_itself(self.module, fed)
         self.memory_format = self._memory_format()
 
-    def addgrad_(self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float) -> None:
+    def addgrad_(
+        self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None
+    ) -> None:
         """A forward and backward pass for every client in turn."""
         data = Samples(self.fed, batch, self.dtype, self.augment)
         self.module.train()
@@ -53,6 +55,8 @@ class Looped(Network):
             grads = torch.autograd.grad(outputs, self.parameters, slope, allow_unused=True, materialize_grads=True)
             scale_(out[i : i + 1], factor)
             torch._foreach_add_(views if out is w else self.views(out[i]), grads, alpha=alpha)
+        if steady is not None:
+            out.add_(steady)
 
     def _memory_format(self) -> torch.memory_format:
         """Channels last for images, which is faster on a CPU, if the module can take them so."""

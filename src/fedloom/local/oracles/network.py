@@ -42,15 +42,11 @@ class Samples:
     """
 
     def __init__(self, fed: Federation, batch: Batch, dtype: torch.dtype, augment: Augment | None = None) -> None:
-        index, offsets = fed.parts["train"]
-        position = batch.position.to(index.device)
         self.counts: list[int] = batch.count[:, 0].tolist()
-        self.weight = batch.total.to(index.device, dtype).reciprocal()
-        if min(self.counts) < position.shape[1]:
-            self.weight = self.weight * (position >= 0)
-            position = position.clamp(min=0)
-        where = index[offsets[batch.ids][:, None] + position]
-        self.x, self.y = fed.fetch(where), fed.targets(where)
+        self.weight = batch.total.to(fed.device, dtype).reciprocal()
+        if not batch.full:
+            self.weight = self.weight * (batch.position >= 0).to(fed.device)
+        self.x, self.y = fed.fetch(batch.where), fed.targets(batch.where)
         if augment is not None and batch.draw.stream != PASS:
             self.x = augment.apply(self.x, self._decisions(augment, batch))
 
@@ -96,6 +92,12 @@ class Network(Oracle):
     def sizes(self, ids: Tensor) -> Tensor:
         """Samples in the training parts of the clients."""
         return self._train_sizes[ids]
+
+    def locate(self, ids: Tensor, position: Tensor) -> Tensor:
+        """Places in the data set ``[..., m, b]``; of some sample of the client where there is padding."""
+        index, offsets = self.fed.parts["train"]
+        start: Tensor = offsets[ids.to(index.device)][:, None]
+        return index[start + position.to(index.device).clamp(min=0)]
 
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
         """Weighted sum of the sample losses, every module in evaluation mode, ``[m, 1]``."""

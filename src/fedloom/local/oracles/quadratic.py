@@ -50,10 +50,18 @@ class Quadratic(Oracle):
     def _gradient(self, w: Tensor, ids: Tensor) -> Tensor:
         return torch.einsum("mij,mj->mi", self.hessian[ids], w - self.minimiser[ids])
 
-    def addgrad_(self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float) -> None:
-        """``out <- beta out + alpha A_i (w - c_i)``, scaled by the share of the data in a piece of a pass."""
-        g = self._gradient(w, batch.ids) * (batch.count.to(w) / batch.total)
+    def _gradient_of(self, w: Tensor, batch: Batch) -> Tensor:
+        """A_i (w - c_i), scaled by the share of the data in a piece of a pass."""
+        return self._gradient(w, batch.ids) * (batch.count.to(w) / batch.total)
+
+    def addgrad_(
+        self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None
+    ) -> None:
+        """``out <- beta out + alpha gradient + steady``."""
+        g = self._gradient_of(w, batch)
         out.copy_(alpha * g if isinstance(beta, int | float) and beta == 0 else beta * out + alpha * g)
+        if steady is not None:
+            out.add_(steady)
 
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
         """f_i(w), ``[m, 1]``."""

@@ -20,7 +20,9 @@ class Stacked(Network):
 
     name: ClassVar[str] = "stacked"
 
-    def addgrad_(self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float) -> None:
+    def addgrad_(
+        self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None
+    ) -> None:
         """One pass over all clients of the chunk.
 
         Raises:
@@ -40,6 +42,8 @@ class Stacked(Network):
         grads = torch.autograd.grad(outputs, list(leaves.values()), slope, allow_unused=True, materialize_grads=True)
         for target, g in zip(self.layout.tree(out).values(), grads, strict=True):
             scale_(target, beta).add_(g, alpha=alpha)
+        if steady is not None:
+            out.add_(steady)
 
     def _forward(self, parameters: dict[str, Tensor], masks: dict[str, Tensor], x: Tensor) -> Tensor:
         return functional_call(self.module, {**parameters, **masks}, (x,))  # type: ignore[no-any-return]
