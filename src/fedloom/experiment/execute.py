@@ -63,8 +63,8 @@ class Plan:
             _clear(out)
         make_folder(out)
 
-    def run(self, tell: Tell = lambda *_: None) -> list[Outcome]:
-        """Do what is missing, and write every file of the run directory.
+    def run(self, tell: Tell = lambda *_: None, *, page: bool = True) -> list[Outcome]:
+        """Do what is missing, and write every file of the run directory, the report if ``page``.
 
         Raises:
             CheckpointError: a disk that is full or refuses; what was finished is kept.
@@ -78,6 +78,8 @@ class Plan:
                 outcomes.append(self._run_one(method, seed, tell, alone=processes == 1, advance=not interrupted))
                 interrupted |= outcomes[-1].status == "interrupted"
             self._write(outcomes)
+            if page and any(o.result is not None for o in outcomes):
+                report.write([self.out], self.out / "report.html")
         return outcomes
 
     def _run_one(self, method: Method, seed: int, tell: Tell, *, alone: bool, advance: bool = True) -> Outcome:
@@ -114,8 +116,6 @@ class Plan:
         write_tables(self.out, outcomes)
         more = write_inspection(self.out, self.experiment.evaluate, outcomes)
         write_summary(self.out, self.experiment, outcomes, self.federations, more)
-        if any(o.result is not None for o in outcomes):
-            report.write([self.out], self.out / "report.html")
 
     def _settings(self, method: Method, seed: int) -> dict[str, Any]:
         return self.experiment.arguments(method, self.federations[seed], seed)

@@ -156,7 +156,7 @@ def winner(criterion: Criterion, rows: list[Row]) -> Winner:
         return Winner(criterion, best, provisional=provisional)
     leads = {i: _leads(fair[best], fair[i], sign) for i in order[1:]}
     tested = any(len(lead) >= 2 for lead in leads.values())
-    clear = _holm({i: _p(lead) for i, lead in leads.items()})
+    clear = holm({i: paired_p(lead) for i, lead in leads.items()})
     nearest = leads[order[1]]
     return Winner(
         criterion,
@@ -175,7 +175,7 @@ def _leads(best: Estimate, other: Estimate, sign: int) -> list[float]:
     return [sign * (best.finite[seed] - other.finite[seed]) for seed in sorted(common)]
 
 
-def _p(leads: list[float]) -> float:
+def paired_p(leads: list[float]) -> float:
     """Two-sided p of the paired t test; 1 with fewer than two seeds."""
     if len(leads) < 2:
         return 1.0
@@ -184,7 +184,7 @@ def _p(leads: list[float]) -> float:
     return float(stats.ttest_1samp(leads, 0.0).pvalue)
 
 
-def _holm(p: dict[int, float]) -> dict[int, bool]:
+def holm(p: dict[int, float]) -> dict[int, bool]:
     """Which hypotheses Holm's step-down procedure rejects at `LEVEL`."""
     order = sorted(p, key=lambda i: p[i])
     rejected = dict.fromkeys(p, False)
