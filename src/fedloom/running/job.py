@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import Algorithm, Kept, upload_fields, upload_type
+from fedloom.algorithms import Algorithm, Kept, primary_field, upload_fields, upload_type
 from fedloom.algorithms._base import Sent, encodings
 from fedloom.choose import Sampler, Weigher
 from fedloom.data.federation import Federation
@@ -24,6 +24,26 @@ from fedloom.rows.fields import Field
 from fedloom.rows.wire import Codec
 from fedloom.running.settings import Engine, Evaluate
 from fedloom.running.store import Store
+
+
+class Letter(NamedTuple):
+    """A message and how it is written.
+
+    Attributes:
+        codec: writes it.
+        values: the fields, ``[m, .]``, or ``[.]`` where all clients get the same.
+        ranks: of matrices, where they are known.
+    """
+
+    codec: Codec
+    values: Mapping[str, Tensor]
+    ranks: Mapping[str, Any] = {}
+
+    def bytes(self) -> tuple[Tensor, Tensor]:
+        """Its length per client, ``[m]`` or ``[1]``, and as the papers count; nothing to send is no message."""
+        if not self.values:
+            return torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+        return self.codec.length(self.values, self.ranks), self.codec.paper_bytes(self.values, self.ranks)
 
 
 @dataclass(frozen=True)
@@ -120,6 +140,16 @@ class Job:
         """Attackers read the models of the honest clients."""
         return isinstance(self.attack, Forgery) and self.attack.sees_honest
 
+    @property
+    def asks(self) -> bool:
+        """Clients answer questions about the model that they trained."""
+        return self.weigher.probes or self.sampler.learns
+
+    @cached_property
+    def watched(self) -> str:
+        """The upload field that the server's side looks at as a model; empty if it looks at none."""
+        return primary_field(type(self.algorithm)) if self.asks or self.sees_honest else ""
+
     @cached_property
     def malicious(self) -> Tensor:
         """``[n]`` clients that attack."""
@@ -204,48 +234,49 @@ class Job:
 
     def bytes_down(self, message: Any, server: Any) -> tuple[Tensor, Tensor]:
         """Bytes of a download per client, ``[m]`` or ``[1]``: as the codec writes it, and as the papers count."""
+        return self.letter_down(message, server).bytes()
+
+    def bytes_up(self, message: Any) -> tuple[Tensor, Tensor]:
+        """Bytes of an upload per client, counted like a download."""
+        return self.letter_up(message).bytes()
+
+    def letter_down(self, message: Any, server: Any) -> Letter:
+        """How a download is written."""
         ranks = {
             name: dict(zip(self.oracle.layout.matrix_shapes, getattr(server, s.ranks).tolist(), strict=True))
             for name, s in self.sent["down"].items()
             if s.ranks is not None and s.encoding == "lowrank"
         }
-        return self._bytes("down", message, self.down_masks, ranks)
+        values = message._asdict()
+        return Letter(self._codec("down", values, self.down_masks), values, ranks)
 
-    def bytes_up(self, message: Any) -> tuple[Tensor, Tensor]:
-        """Bytes of an upload per client, counted like a download."""
+    def letter_up(self, message: Any) -> Letter:
+        """How an upload is written: what passes the channel as one field, if there is a channel."""
         if self.channel is None or not message:
-            return self._bytes("up", message, self.masks, {})
+            values = message._asdict()
+            return Letter(self._codec("up", values, self.masks), values)
         update = self.update(message)
         values = {n: v for n, v in message._asdict().items() if n not in self.through_channel} | {"update": update}
         fields = {n: Field((v.shape[1],), v.dtype) for n, v in values.items()}
-        codec = Codec(self.oracle.layout, {**fields, "update": self.channel.field(update.shape[1], update.dtype)})
-        return codec.length(values), codec.paper_bytes(values)
+        fields["update"] = self.channel.field(update.shape[1], update.dtype)
+        return Letter(Codec(self.oracle.layout, fields), values)
 
-    def _bytes(
-        self, which: str, message: Any, masks: Mapping[str, Tensor], ranks: Mapping[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        values = dict(zip(message._fields, message, strict=True))
-        if not values:
-            return torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+    def _codec(self, which: str, values: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Codec:
         key = (which, *((v.shape[-1], v.dtype) for v in values.values()))
         if key not in self._codecs:
-            self._codecs[key] = self._codec(values, self.sent[which], masks)
-        codec = self._codecs[key]
-        return codec.length(values, ranks), codec.paper_bytes(values, ranks)
-
-    def _codec(self, values: Mapping[str, Tensor], sent: Mapping[str, Sent], masks: Mapping[str, Tensor]) -> Codec:
-        layout = self.oracle.layout
-        fields = {
-            name: Field(
-                (value.shape[-1],),
-                value.dtype,
-                sent[name].encoding,
-                mask=masks.get(name),
-                layout=layout if sent[name].encoding == "lowrank" else None,
-            )
-            for name, value in values.items()
-        }
-        return Codec(layout, fields)
+            layout, sent = self.oracle.layout, self.sent[which]
+            fields = {
+                name: Field(
+                    (value.shape[-1],),
+                    value.dtype,
+                    sent[name].encoding,
+                    mask=masks.get(name),
+                    layout=layout if sent[name].encoding == "lowrank" else None,
+                )
+                for name, value in values.items()
+            }
+            self._codecs[key] = Codec(layout, fields)
+        return self._codecs[key]
 
 
 def channel_fields(algorithm: type[Algorithm], channel: Channel | None) -> list[str]:

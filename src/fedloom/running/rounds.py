@@ -177,6 +177,18 @@ def evaluate(job: Job, pool: Pool, state: State) -> Scores:
     Raises:
         RunStopped: a model's training loss is not finite.
     """
+    scores, t = scores_of(job, pool, state), state.round
+    record(job, state, scores)
+    for name, figure in diagnose(job, state).items():
+        state.records.total(t, "", "", name, figure)
+    for (model, part), values in scores.items():
+        if part == "train" and not bool(values["loss"].isfinite().all()):
+            raise RunStopped(Stop.DIVERGED, f"round {t}: the training loss of the {model} model is not finite")
+    return scores
+
+
+def scores_of(job: Job, pool: Pool, state: State) -> Scores:
+    """Scores of every model that there is after a round."""
     t, n = state.round, job.judge.n
     shared = job.algorithm.global_model(state.server)
     if shared is not None or job.has_personal:
@@ -192,14 +204,11 @@ def evaluate(job: Job, pool: Pool, state: State) -> Scores:
             scores |= hybrid_scores(scores, job.evaluate.select_on)
     else:
         scores = {}
-    _record(job, state, scores)
-    for (model, part), values in scores.items():
-        if part == "train" and not bool(values["loss"].isfinite().all()):
-            raise RunStopped(Stop.DIVERGED, f"round {t}: the training loss of the {model} model is not finite")
     return scores
 
 
-def _record(job: Job, state: State, scores: Scores) -> None:
+def record(job: Job, state: State, scores: Scores) -> None:
+    """Record the scores of a round, what the clients did so far, and what is left of privacy."""
     records, t = state.records, state.round
     with np.errstate(over="ignore", invalid="ignore"):
         _record_scores(job, state, scores)
@@ -242,9 +251,7 @@ def _record_scores(job: Job, state: State, scores: Scores) -> None:
 
 
 def _record_extras(job: Job, state: State) -> None:
-    """What the method reports of itself, the privacy that is left, and how well planted groups are recovered."""
-    for name, figure in diagnose(job, state).items():
-        state.records.total(state.round, "", "", name, figure)
+    """The privacy that is left, and how well planted groups are recovered."""
     noise = accounted(job.channel)
     if noise is not None:
         state.records.total(state.round, "", "", "epsilon", spent(noise, job.sampler, state.uploads, state.round))

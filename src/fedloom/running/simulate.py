@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -19,7 +19,7 @@ from fedloom.models import Augment, ModelSpec
 from fedloom.rows.aggregate import Aggregator
 from fedloom.rows.attacks import Attack
 from fedloom.rows.channel import Channel
-from fedloom.running.checkpoint import Checkpoints
+from fedloom.running.disk import Disk
 from fedloom.running.evaluation import score
 from fedloom.running.job import Job
 from fedloom.running.parallel import Handler, Pool
@@ -27,7 +27,7 @@ from fedloom.running.result import Result
 from fedloom.running.rounds import evaluate as evaluate_round
 from fedloom.running.rounds import play
 from fedloom.running.settings import Engine, Evaluate
-from fedloom.running.setup import fingerprint, make_job
+from fedloom.running.setup import make_job
 from fedloom.running.signals import interruptible
 from fedloom.running.state import State, initial_state
 from fedloom.running.training import ask, train
@@ -108,7 +108,7 @@ def simulate(
         engine=engine,
         folder=place,
     )
-    disk = _Disk(job, place)
+    disk = Disk(job, place)
     state, stop = disk.resume(initial_state(job, server))
     if not advance or stop not in (None, Stop.INTERRUPTED):
         stop = stop or Stop.INTERRUPTED
@@ -134,45 +134,6 @@ def simulate(
             stop, detail = error.reason, error.detail
     disk.save(state, stop, detail)
     return Result(job, state, stop, detail, disk.seconds)
-
-
-class _Disk:
-    """The run's checkpoints; without a folder, nothing is saved."""
-
-    def __init__(self, job: Job, folder: Path | None) -> None:
-        self._job, self._stores = job, job.stores
-        self._checkpoints = None if folder is None else Checkpoints(folder)
-        self._mark = "" if folder is None else fingerprint(job)
-        self._saved = time.monotonic()
-        self.seconds: list[float] = []
-        self.detail = ""
-
-    def resume(self, start: State) -> tuple[State, Stop | None]:
-        """The newest state, and why the run had stopped there, if it had."""
-        loaded = None if self._checkpoints is None else self._checkpoints.resume(self._mark, self._stores)
-        if loaded is None:
-            return start, None
-        meta = loaded.meta
-        self.seconds, self.detail = meta["seconds"], meta["detail"]
-        state = start.restored(meta["round"], loaded.tensors, meta["notes"] + loaded.warnings)
-        return state, meta["stop"] and Stop[meta["stop"]]
-
-    def save(self, state: State, stop: Stop | None, detail: str = "") -> None:
-        """A checkpoint of the state."""
-        if self._checkpoints is None:
-            return
-        meta: dict[str, Any] = {
-            "round": state.round,
-            "stop": stop and stop.name, "detail": detail, "notes": state.notes, "seconds": self.seconds,
-        }  # fmt: skip
-        newest = max(self._checkpoints.generations(), default=0)
-        self._checkpoints.save(newest + 1, state.tensors(), meta, fingerprint=self._mark, stores=self._stores)
-        self._saved = time.monotonic()
-
-    def save_if_due(self, state: State) -> None:
-        """A checkpoint when the last one is long enough ago."""
-        if time.monotonic() - self._saved >= self._job.engine.checkpoint_every:
-            self.save(state, None)
 
 
 def _pool(job: Job) -> Pool:

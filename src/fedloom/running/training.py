@@ -59,6 +59,28 @@ class Trained(NamedTuple):
     counts: Tensor
 
 
+class Made(NamedTuple):
+    """What the clients of a chunk send, and what they keep once it is accepted.
+
+    Attributes:
+        up: the upload, after the channel.
+        info: answers ``[m, k]`` to the weigher, if it asks.
+        told: what a sampler learns from the clients' reports ``[m, k]``, if they report.
+        model: the primary field as it is sent, absolute ``[m, d]``, if the server's side looks at it.
+        new: the clients' new rows.
+        residue: what the channel has not sent.
+        work: ``[m, 3]`` samples backward and forward, and steps.
+    """
+
+    up: Any
+    info: Tensor | None
+    told: Tensor | None
+    model: Tensor | None
+    new: Any
+    residue: Any
+    work: Tensor
+
+
 class _Sides(NamedTuple):
     """A chunk's clients: what they received, their rows, and the work."""
 
@@ -73,9 +95,24 @@ def train(job: Job, down: Any, server: Any, task: TrainTask) -> Trained:
     Raises:
         ClientError: code of the method failed.
     """
+    received = to_device(rows_of(down, task.place), job.oracle.device)
+    return receive(job, server, task, received, make(job, received, task))
+
+
+def make(job: Job, down: Any, task: TrainTask) -> Made:
+    """What clients do: train, answer, and pass the channel. Nothing is stored.
+
+    Args:
+        job: the run.
+        down: what these clients received.
+        task: who they are.
+
+    Raises:
+        ClientError: code of the method failed.
+    """
     sides = _sides(job, down, task)
     up, new = _client(job, sides, sides.work)
-    return _send(job, server, task, sides, up, new)
+    return _made(job, sides, up, new)
 
 
 def attack(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | None, m: int) -> Trained:
@@ -93,7 +130,7 @@ def attack(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | N
         m: clients of the cohort.
     """
     assert isinstance(job.attack, Forgery)
-    sides = _sides(job, down, task)
+    sides = _sides(job, to_device(rows_of(down, task.place), job.oracle.device), task)
     up, new = _client(job, sides, sides.work.idle())
     own = _client(job, sides, sides.work)[0] if job.attack.trains else up
     name = primary_field(type(job.algorithm))
@@ -104,15 +141,15 @@ def attack(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | N
     source, _, state = job.fields[name].base.partition(".")
     if source == "rows":
         new = new._replace(**{state: forged})
-    return _send(job, server, task, sides, up._replace(**{name: forged - base}), new)
+    made = _made(job, sides, up._replace(**{name: forged - base}), new)
+    return receive(job, server, task, sides.down, made)
 
 
 def _sides(job: Job, down: Any, task: TrainTask) -> _Sides:
-    device = job.oracle.device
-    rows = to_device(job.clients.read(task.ids), device)
-    alpha = job.alpha[task.ids].to(device)
+    rows = to_device(job.clients.read(task.ids), job.oracle.device)
+    alpha = job.alpha[task.ids].to(job.oracle.device)
     work = Work(job.oracle, task.ids, alpha, job.local, seed=job.seed, round=task.round)
-    return _Sides(to_device(rows_of(down, task.place), device), rows, work)
+    return _Sides(down, rows, work)
 
 
 def _client(job: Job, sides: _Sides, work: Work) -> tuple[Any, Any]:
@@ -125,23 +162,37 @@ def _client(job: Job, sides: _Sides, work: Work) -> tuple[Any, Any]:
         raise ClientError("client step", work.round, work.ids.tolist(), cause) from error
 
 
-def _send(job: Job, server: Any, task: TrainTask, sides: _Sides, up: Any, new: Any) -> Trained:
-    """Pass the channel, check, sum up, and commit what is accepted."""
-    ids, work = task.ids, sides.work
+def _made(job: Job, sides: _Sides, up: Any, new: Any) -> Made:
+    """Answer the weigher and the sampler, and pass the channel."""
+    work = sides.work
     up = up._replace(**{name: getattr(up, name) * mask for name, mask in job.masks.items()})
-    model = info = told = None
-    asked = job.weigher.probes or job.sampler.learns
-    name = primary_field(type(job.algorithm)) if asked or job.sees_honest else ""
-    if asked:
+    name = job.watched
+    info = told = model = residue = None
+    if job.asks:
         model = getattr(up, name) + base_of(job.fields[name], sides.down, sides.rows)
         info = job.weigher.probe(sides.down, model, work) if job.weigher.probes else None
         told = job.sampler.report(model, work) if job.sampler.learns else None
-    residue = job.residue.read(ids) if job.channel is not None else None
     if job.channel is not None:
-        up, residue = _through(job, up, residue, work)
+        up, residue = _through(job, up, job.residue.read(work.ids), work)
     if name:
         model = getattr(up, name) + base_of(job.fields[name], sides.down, sides.rows)
-    counts = _counts(job, server, work, sides.down, up, _width(info) + _width(told))
+    done = torch.stack([work.counts.backward, work.counts.forward, work.steps[:, 0]], 1)
+    return Made(up, info, told, model, new, residue, done)
+
+
+def receive(job: Job, server: Any, task: TrainTask, down: Any, made: Made) -> Trained:
+    """What the server's side does with a chunk's uploads: check, sum up, and commit what is accepted.
+
+    Args:
+        job: the run.
+        server: the server's state.
+        task: whose uploads they are.
+        down: what these clients received.
+        made: what they sent; of ``new`` and ``residue`` what is kept on this side.
+    """
+    up, info, told, model, new, residue, work = made
+    ids = task.ids
+    counts = _counts(job, server, work, down, up, _width(info) + _width(told))
     accepted = usable((*up, *new), len(ids), job.engine.norm_bound)
     everyone = bool(accepted.all())
     if not everyone:
@@ -151,7 +202,7 @@ def _send(job: Job, server: Any, task: TrainTask, sides: _Sides, up: Any, new: A
     if job.sees_honest and model is not None:
         tensors["models"] = model
     if job.sampler.learns and model is not None:
-        received = sides.down[0] if everyone else _received(sides.down[0], accepted)
+        received = down[0] if everyone else _received(down[0], accepted)
         tensors["told"] = model - received if told is None else told
     for name, kind in job.fields.items():
         value = getattr(up, name)
@@ -230,11 +281,8 @@ def _width(answer: Tensor | None) -> int:
     return 0 if answer is None else answer.shape[1]
 
 
-def _counts(job: Job, server: Any, work: Work, down: Any, up: Any, answer: int) -> Tensor:
+def _counts(job: Job, server: Any, work: Tensor, down: Any, up: Any, answer: int) -> Tensor:
     up_bytes, up_paper = job.bytes_up(up)
     down_bytes, down_paper = job.bytes_down(down, server)
-    columns = (
-        work.counts.backward, work.counts.forward, work.steps[:, 0], up_bytes + answer * job.oracle.dtype.itemsize,
-        down_bytes, up_paper + 4 * answer, down_paper,
-    )  # fmt: skip
-    return torch.stack([c.expand(work.m) for c in columns], 1)
+    traffic = (up_bytes + answer * job.oracle.dtype.itemsize, down_bytes, up_paper + 4 * answer, down_paper)
+    return torch.cat([work, torch.stack([c.expand(len(work)) for c in traffic], 1)], 1)
