@@ -7,16 +7,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 from pydantic_core import ErrorDetails
 
 from fedloom.errors import ConfigError, nearest, unknown
+from fedloom.imports import find_class, is_path, path_of
 
 T = TypeVar("T")
 
 
 class Value(BaseModel):
-    """A frozen value: unknown fields, wrong types and values out of range are refused when it is made."""
+    """A frozen value: unknown fields, wrong types and values out of range are refused when it is made.
+
+    A class of user code is known by its import path, which is its ``kind`` wherever values are written down.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -32,16 +36,50 @@ class Value(BaseModel):
         fields = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self)(**{**fields, **changes})
 
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        path = path_of(cls)
+        if path is not None and "kind" not in {*vars(cls), *cls.model_fields}:
+            cls.kind = path  # type: ignore[attr-defined]
 
-def choose(what: str, registry: Mapping[str, T], name: object, where: str = "") -> T:
-    """Entry of a registry by name.
+    @model_serializer(mode="wrap")
+    def _with_path(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        path, found = path_of(type(self)), fields(self)
+        return found if path is None else {"kind": path, **{k: v for k, v in found.items() if k != "kind"}}
+
+
+def choose(what: str, registry: Mapping[str, T], name: object, where: str = "", base: type | None = None) -> T:
+    """Entry of a registry by name, or a class of user code by its import path.
+
+    Args:
+        what: what is chosen, for the message.
+        registry: entries by name.
+        name: a key of it, or ``package.module:Class`` where there is a base.
+        where: file and table, for the message.
+        base: what a class of user code must be a subclass of; None: the registry is all there is.
 
     Raises:
-        ConfigError: the name is not registered; the message has the nearest valid one.
+        ConfigError: the name is not registered (the message has the nearest valid one), or the path names no such
+            class.
     """
     if isinstance(name, str) and name in registry:
         return registry[name]
+    if base is not None and isinstance(name, str) and is_path(name):
+        found: T = find_class(name, what, base, where)
+        return found
     raise unknown(what, name, registry, where)
+
+
+def make_kind(
+    what: str, registry: Mapping[str, Any], options: Mapping[str, Any], where: str, default: str = "", *, base: type
+) -> Any:
+    """The value of a table whose ``kind`` chooses the class: a name of the registry, or an import path.
+
+    Raises:
+        ConfigError: see `choose` and `make`.
+    """
+    found = choose(f"{what} kind", registry, options.get("kind", default), where, base)
+    return make(found, {key: v for key, v in options.items() if key != "kind"}, where, fields_of(found))
 
 
 def make(make_value: Callable[..., T], options: Mapping[str, Any], where: str, fields: Mapping[str, Any]) -> T:
@@ -106,7 +144,8 @@ def _sentence(error: ErrorDetails, where: str, fields: Mapping[str, Any]) -> str
     description = getattr(fields.get(key), "description", None)
     hint = f" ({key}: {description})" if description else ""
     message = error["msg"].removeprefix("Value error, ")
+    where = f"{where}: " if where else ""
     if error["type"] == "extra_forbidden":
-        return f"{where}: unknown key {place!r}; {nearest(place, fields)}"
+        return f"{where}unknown key {place!r}; {nearest(place, fields)}"
     got = "" if error["type"] in ("missing", "value_error") else f", got {error['input']!r}"
-    return f"{where}: {place + ': ' if place else ''}{message[:1].lower()}{message[1:]}{got}{hint}"
+    return f"{where}{place + ': ' if place else ''}{message[:1].lower()}{message[1:]}{got}{hint}"

@@ -29,12 +29,12 @@ def text(entry: type[Algorithm] | Preset) -> str:
 
 
 def card(name: str) -> str:
-    """The card of a method with its options, defaults and ranges.
+    """The card of a method, or of a class of user code by its import path, with its options, defaults and ranges.
 
     Raises:
         ConfigError: there is no such method; the message has the nearest name.
     """
-    entry = choose("algorithm", REGISTRY, name)
+    entry = choose("algorithm", REGISTRY, name, base=Algorithm)
     options = [_option(key, field) for key, field in fields_of(entry).items()]
     return "\n".join([text(entry), "", "Options:", *(options or ["    none"])])
 

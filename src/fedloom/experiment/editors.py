@@ -12,6 +12,7 @@ from fedloom.data.partition import PARTITIONS
 from fedloom.data.sources import SOURCES
 from fedloom.experiment.schema import Head
 from fedloom.experiment.tuning import Tune
+from fedloom.imports import PATTERN
 from fedloom.local import Local
 from fedloom.models import MODELS, PAPERS, Augment
 from fedloom.rows.aggregate import AGGREGATORS
@@ -38,6 +39,8 @@ def json_schema() -> str:
             schema = one(value)
             properties = {key: {"const": name}, **schema.get("properties", {}), **more}
             choices.append({**schema, "title": name, "properties": properties, "required": [key]})
+        path = {"type": "string", "pattern": PATTERN, "description": "import path of a class of user code"}
+        choices.append({"type": "object", "title": "user code", "properties": {key: path, **more}, "required": [key]})
         return {"type": "object", "anyOf": choices}
 
     overrides = {

@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, field_validator
 
-from fedloom.algorithms import REGISTRY, Composition
+from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset
 from fedloom.choose import SAMPLERS, WEIGHERS, Sampler, Weigher
 from fedloom.data.federation import Federation
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source
 from fedloom.data.sources import source as source_of
 from fedloom.errors import ConfigError, DataError, unknown
-from fedloom.experiment.tables import dump, make_kind
+from fedloom.experiment.tables import dump
 from fedloom.experiment.tuning import Tune
+from fedloom.imports import find, is_path
 from fedloom.local import Local
-from fedloom.models import MODELS, PAPERS, Augment, ModelSpec, spec_of
+from fedloom.models import MODELS, PAPERS, Augment, Import, ModelSpec, spec_of
 from fedloom.rows.aggregate import AGGREGATORS, Aggregator
 from fedloom.rows.attacks import ATTACKS, Attack
 from fedloom.rows.channel import CHANNELS, Channel
 from fedloom.running.settings import Engine, Evaluate
-from fedloom.values import Value, fields_of, make, read_toml, table
+from fedloom.values import Value, choose, fields_of, make, make_kind, read_toml, table
 
-T = TypeVar("T")
 OVERRIDES = ("local", "sampler", "weigher", "aggregator", "channel", "rounds")
 """Tables that a method may have for itself."""
 
@@ -46,9 +46,14 @@ class Method:
     channel: Channel | None
     rounds: int
 
+    @property
+    def entry(self) -> type[Algorithm] | Preset:
+        """What `algorithm` names: an entry of the registry, or a class of user code."""
+        return choose("algorithm", REGISTRY, self.algorithm, base=Algorithm)
+
     def settings(self) -> dict[str, Any]:
         """The method as a TOML table, defaults filled in."""
-        known = fields_of(REGISTRY[self.algorithm])
+        known = fields_of(self.entry)
         algorithm = {k: v for k, v in dump(self.composition.algorithm).items() if k in known}
         return {
             "algorithm": self.algorithm,
@@ -168,15 +173,18 @@ def parse(document: Mapping[str, Any], where: str = "experiment") -> Experiment:
         raise ConfigError(f'{where}: at least one [[method]] is needed; for example algorithm = "fedavg"')
     plain = {key: document[key] for key in Head.model_fields if key in document}
     head = make(Head, plain, where, Head.model_fields)
+    model = _model(tables["model"], f"{where}: [model]")
     experiment = Experiment(
         head=head,
         source=_source(data, f"{where}: [data]"),
         source_options=data,
-        partition=make_kind("partition", PARTITIONS, tables["partition"], f"{where}: [partition]", "iid"),
-        model=_model(tables["model"], f"{where}: [model]"),
-        model_kind=tables["model"].get("kind", "softmax"),
+        partition=make_kind(
+            "partition", PARTITIONS, tables["partition"], f"{where}: [partition]", "iid", base=Partition
+        ),
+        model=model,
+        model_kind="import" if isinstance(model, Import) else tables["model"].get("kind", "softmax"),
         augment=make(Augment, tables["augment"], f"{where}: [augment]", Augment.model_fields),
-        attack=_optional("attack", ATTACKS, tables["attack"], f"{where}: [attack]"),
+        attack=_optional("attack", ATTACKS, tables["attack"], f"{where}: [attack]", Attack),
         evaluate=make(Evaluate, tables["evaluate"], f"{where}: [evaluate]", Evaluate.model_fields),
         engine=make(Engine, tables["engine"], f"{where}: [engine]", Engine.model_fields),
         tune=make(Tune, tables["tune"], f"{where}: [tune]", Tune.model_fields),
@@ -195,9 +203,9 @@ def parse(document: Mapping[str, Any], where: str = "experiment") -> Experiment:
 def _source(data: Mapping[str, Any], where: str) -> Source:
     options = {k: v for k, v in data.items() if k != "source"}
     name = data["source"]
-    known = fields_of(SOURCES[name]) if name in SOURCES else None
-    if known is not None:
-        return make(SOURCES[name], options, where, known)
+    if name in SOURCES or is_path(name):
+        kind = choose("data set", SOURCES, name, where, Source)
+        return make(kind, options, where, fields_of(kind))
     try:
         found = source_of(name)
     except (ConfigError, DataError) as error:
@@ -208,28 +216,31 @@ def _source(data: Mapping[str, Any], where: str) -> Source:
 def _model(options: Mapping[str, Any], where: str) -> ModelSpec:
     kind = options.get("kind", "softmax")
     rest = {k: v for k, v in options.items() if k != "kind"}
+    if is_path(kind):
+        found = find(kind, "model", where)
+        if not (isinstance(found, type) and issubclass(found, ModelSpec)):
+            return Import(path=kind, options=rest)
+        return make_kind("model", {}, options, where, base=ModelSpec)  # type: ignore[no-any-return]
     if kind not in (*MODELS, *PAPERS):
         raise unknown("model kind", kind, (*MODELS, *PAPERS), where)
     value = type(PAPERS[kind]) if kind in PAPERS else MODELS[kind]
     return make(lambda **given: spec_of(kind, **given), rest, where, fields_of(value))
 
 
-def _optional(what: str, registry: Mapping[str, type[T]], options: Mapping[str, Any], where: str) -> T | None:
+def _optional(what: str, registry: Mapping[str, Any], options: Mapping[str, Any], where: str, base: type) -> Any:
     """The value of a table that may be left out; with ``kind = "none"`` it is as if it was."""
     if not options or options.get("kind") == "none":
         return None
     if "kind" not in options:
         raise ConfigError(f"{where}: kind is missing; allowed: {', '.join(registry)}, none")
-    return make_kind(what, registry, options, where, "none")
+    return make_kind(what, registry, options, where, base=base)
 
 
 def _method(
     options: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]], rounds: int, file: str, where: str
 ) -> Method:
-    name = options.get("algorithm")
-    if name not in REGISTRY:
-        raise unknown("algorithm", name, REGISTRY, where)
-    entry = REGISTRY[name]
+    name: Any = options.get("algorithm")
+    entry = choose("algorithm", REGISTRY, name, where, Algorithm)
     own = {k: v for k, v in options.items() if k not in ("algorithm", "label", *OVERRIDES)}
     made: Any = make(entry, own, where, {**fields_of(entry), **dict.fromkeys(("label", *OVERRIDES))})
     local = {**tables["local"], **table(options.get("local", {}), f"{where}: local")}
@@ -237,22 +248,22 @@ def _method(
         if one in options.get("local", {}) and other not in options["local"]:
             local.pop(other, None)
 
-    def own_kind(what: str, registry: Mapping[str, type[Any]], *, optional: bool = False) -> Any:
+    def own_kind(what: str, registry: Mapping[str, Any], base: type, *, optional: bool = False) -> Any:
         place = f"{where}: {what}" if what in options else f"{file}: [{what}]"
         given = table(options.get(what, tables[what]), place)
-        return (
-            _optional(what, registry, given, place) if optional else make_kind(what, registry, given, place, "uniform")
-        )
+        if optional:
+            return _optional(what, registry, given, place, base)
+        return make_kind(what, registry, given, place, "uniform", base=base)
 
     return Method(
-        label=str(options.get("label", name)),
+        label=str(options.get("label", name.rpartition(":")[2])),
         algorithm=name,
         options=own,
         composition=made if isinstance(made, Composition) else Composition(made),
         local=make(Local, local, f"{where}: local" if "local" in options else f"{file}: [local]", Local.model_fields),
-        sampler=own_kind("sampler", SAMPLERS),
-        weigher=own_kind("weigher", WEIGHERS),
-        aggregator=own_kind("aggregator", AGGREGATORS, optional=True),
-        channel=own_kind("channel", CHANNELS, optional=True),
+        sampler=own_kind("sampler", SAMPLERS, Sampler),
+        weigher=own_kind("weigher", WEIGHERS, Weigher),
+        aggregator=own_kind("aggregator", AGGREGATORS, Aggregator, optional=True),
+        channel=own_kind("channel", CHANNELS, Channel, optional=True),
         rounds=make(Head, {"rounds": options.get("rounds", rounds)}, where, Head.model_fields).rounds,
     )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import torch
 from pydantic import Field
 from torch import nn
 
-from fedloom.errors import ConfigError, nearest
+from fedloom.errors import ConfigError
+from fedloom.imports import PATTERN, find
 from fedloom.models.spec import ModelSpec
 
 
@@ -23,7 +23,7 @@ class Import(ModelSpec):
     `fedloom.models.parts`. Code of the named module is executed.
     """
 
-    path: str = Field(pattern=r"^[\w.]+:[\w.]+$", description="'package.module:Name' of a class or function")
+    path: str = Field(pattern=PATTERN, description="'package.module:Name' of a class or function")
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the call")
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
@@ -40,18 +40,7 @@ class Import(ModelSpec):
         return made
 
     def _find(self) -> Callable[..., Any]:
-        where, _, name = self.path.partition(":")
-        try:
-            found: Any = import_module(where)
-        except ImportError as error:
-            raise ConfigError(
-                f"model {self.path!r}: cannot import {where!r} ({error}); its folder must be installed or on PYTHONPATH"
-            ) from error
-        for part in name.split("."):
-            if not hasattr(found, part):
-                public = [entry for entry in vars(found) if not entry.startswith("_")]
-                raise ConfigError(f"model {self.path!r}: {where!r} has no {part!r}; {nearest(part, public)}")
-            found = getattr(found, part)
+        found = find(self.path, "model")
         if not callable(found):
             raise ConfigError(f"model {self.path!r} must be a class or a function, got {type(found).__name__}")
         return found  # type: ignore[no-any-return]

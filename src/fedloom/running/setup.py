@@ -16,6 +16,7 @@ from fedloom.algorithms import Algorithm, Composition, Kept, Mean, primary_field
 from fedloom.choose import Sampler, Uniform, UniformWeigher, Weigher
 from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError, Refused
+from fedloom.imports import source_of
 from fedloom.local import Ctx, Local, Nothing, Work
 from fedloom.local.oracles import Network, chunk_limit, make_oracle
 from fedloom.models import Augment, ModelSpec, spec_of
@@ -263,6 +264,7 @@ def fingerprint(job: Job, extra: str = "") -> str:
         data.update(job.judge.parts[part].index.cpu().numpy().tobytes())
         data.update(job.judge.parts[part].offsets.cpu().numpy().tobytes())
     engine = job.engine.model_dump(mode="json", exclude={"workers", "checkpoint_every", "store_budget"})
+    chosen = (job.algorithm, job.sampler, job.weigher, job.aggregator, job.attack, job.channel, job.spec)
     text = json.dumps(
         {
             "method": [type(job.algorithm).__qualname__, job.algorithm.model_dump(mode="json")],
@@ -276,6 +278,7 @@ def fingerprint(job: Job, extra: str = "") -> str:
             "engine": [engine, job.oracle.name, job.chunk],
             "run": [job.seed, job.rounds, job.alpha.tolist()],
             "data": [job.judge.data.checksum(), data.hexdigest(), job.fed.n],
+            "user code": [source for value in chosen if (source := source_of(type(value)))],
             "extra": extra,
         },
         sort_keys=True,

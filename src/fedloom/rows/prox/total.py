@@ -17,7 +17,7 @@ from fedloom.rows.prox.nonconvex import MCP, SCAD
 from fedloom.rows.prox.norms import L1, L2, ElasticNet, GroupL1, Linf, SquaredL2
 from fedloom.rows.prox.sets import Affine, Box, HalfSpace, L1Ball, L2Ball, LinfBall, Simplex
 from fedloom.rows.prox.spectral import Nuclear, NuclearBall
-from fedloom.values import Value, choose
+from fedloom.values import Value, make_kind
 
 PARTS: dict[str, type[Value]] = {
     "l1": L1,
@@ -44,7 +44,7 @@ def from_table(registry: Mapping[str, type[Value]]) -> Callable[[Any], Any]:
     """A validator that makes a value of a table {kind, ...fields} and leaves a value as it is."""
 
     def make(given: Any) -> Any:
-        return choose("prox", registry, given.get("kind"))(**given) if isinstance(given, Mapping) else given
+        return make_kind("prox", registry, given, "", base=Value) if isinstance(given, Mapping) else given
 
     return make
 

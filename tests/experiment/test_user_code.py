@@ -1,0 +1,174 @@
+"""Parts of user code in an experiment file: every kind by import path, written down so that it can be read again."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+from typer.testing import CliRunner
+
+from fedloom.cli import app
+from fedloom.errors import ConfigError, FedloomError, RunDirError
+from fedloom.experiment import Experiment, Plan, json_schema, parse
+from fedloom.running.result import Result
+from fedloom.running.simulate import simulate
+from fedloom.testing import check_algorithm
+
+MODULE = "own_parts_of_a_user"
+EVERYTHING = f"""
+name = "own"
+rounds = 2
+[data]
+source = "digits"
+[partition]
+kind = "{MODULE}:Stripes"
+clients = 6
+offset = 1
+[model]
+kind = "{MODULE}:small"
+width = 5
+[sampler]
+kind = "{MODULE}:First"
+clients = 4
+[weigher]
+kind = "{MODULE}:Squares"
+[attack]
+kind = "{MODULE}:Zeros"
+fraction = 0.2
+[[method]]
+algorithm = "{MODULE}:Pulled"
+mu = 0.25
+aggregator = {{ kind = "{MODULE}:Middle" }}
+[[method]]
+algorithm = "fedavg"
+channel = {{ kind = "{MODULE}:Halved", bound = 3.0 }}
+[[method]]
+algorithm = "fedmid"
+regulariser = {{ kind = "{MODULE}:Scaled", c = 0.2 }}
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's module in the current directory, imported anew by every test."""
+    place = tmp_path / f"{MODULE}.py"
+    place.write_text(Path(__file__).with_name("own_parts.py").read_text())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    return place
+
+
+def document(text: str = EVERYTHING, **changes: Any) -> dict[str, Any]:
+    return tomllib.loads(text) | changes
+
+
+def run(experiment: Experiment, **more: Any) -> list[Result]:
+    fed = experiment.partition(experiment.source.load())
+    return [simulate(**experiment.arguments(method, fed, 0), **more) for method in experiment.methods]
+
+
+def test_every_kind_of_part_runs_by_its_import_path() -> None:
+    experiment = parse(document())
+    results = run(experiment)
+    assert [m.label for m in experiment.methods] == ["Pulled", "fedavg", "fedmid"]
+    assert [r.stop.name for r in results] == ["DONE"] * 3
+    job: Any = results[0].job
+    named = (job.algorithm, job.sampler, job.weigher, job.aggregator, job.attack)
+    assert [type(v).__name__ for v in named] == ["Pulled", "First", "Squares", "Middle", "Zeros"]
+    assert job.algorithm.mu == 0.25
+    assert job.fed.partition["kind"] == f"{MODULE}:Stripes"
+    assert job.oracle.layout.shapes[0][0] == 5
+
+
+def test_what_was_resolved_reads_as_the_same_experiment(tmp_path: Path) -> None:
+    experiment = parse(document())
+    written = tomllib.loads(tomli_w.dumps(experiment.settings()))
+    assert parse(written).settings() == experiment.settings()
+    assert written["method"][2]["regulariser"] == {"kind": f"{MODULE}:Scaled", "c": 0.2}
+    shorter = parse(document(method=[written["method"][2]]))
+    Plan(shorter, tmp_path / "out").run()
+    assert [o.status for o in Plan(shorter, tmp_path / "out").run()] == ["done"]
+
+
+def test_a_part_whose_code_has_changed_does_not_go_on_from_another(own_module: Path, tmp_path: Path) -> None:
+    text = document(method=[{"algorithm": "fedavg"}])
+    run(parse(text), folder=tmp_path / "out")
+    run(parse(text), folder=tmp_path / "out")
+    own_module.write_text(own_module.read_text().replace("** 2, state", "** 3, state"))
+    del sys.modules[MODULE]
+    linecache.clearcache()
+    with pytest.raises(RunDirError):
+        run(parse(text), folder=tmp_path / "out")
+
+
+def test_a_user_s_method_obeys_the_laws_and_has_a_card() -> None:
+    found = parse(document()).methods[0].composition.algorithm
+    check_algorithm(found)
+    shown = CliRunner().invoke(app, ["describe", f"{MODULE}:Pulled"])
+    assert shown.exit_code == 0, shown.output
+    assert "mu = 0.5 (>= 0): weight of the pull" in shown.output
+
+
+PLACES = {
+    "algorithm": lambda path: {"method": [{"algorithm": path}]},
+    "partition": lambda path: {"partition": {"kind": path}},
+    "sampler": lambda path: {"sampler": {"kind": path}},
+    "weigher": lambda path: {"weigher": {"kind": path}},
+    "aggregator": lambda path: {"method": [{"algorithm": "fedavg", "aggregator": {"kind": path}}]},
+    "channel": lambda path: {"method": [{"algorithm": "fedavg", "channel": {"kind": path}}]},
+    "attack": lambda path: {"attack": {"kind": path}},
+    "model": lambda path: {"model": {"kind": path}},
+    "data set": lambda path: {"data": {"source": path}},
+    "prox": lambda path: {"method": [{"algorithm": "fedmid", "regulariser": {"kind": path}}]},
+}
+
+
+@pytest.mark.parametrize("what", PLACES)
+def test_errors_are_the_same_everywhere(what: str, tmp_path: Path) -> None:
+    def refused(path: str) -> str:
+        with pytest.raises(FedloomError) as caught:
+            parse(document(**PLACES[what](path)), "own.toml")
+        assert isinstance(caught.value, ConfigError)
+        return str(caught.value)
+
+    missing = refused("no_such_module_here:Thing")
+    assert "cannot import 'no_such_module_here'" in missing
+    assert "PYTHONPATH" in missing
+    assert what in missing
+    assert "own.toml" in missing
+    (tmp_path / "broken_one.py").write_text("1 / 0\n")
+    assert "ZeroDivisionError" in refused("broken_one:Thing")
+    assert "did you mean 'Pulled'" in refused(f"{MODULE}:Puled")
+    if what == "model":
+        return
+    wrong = refused("collections:OrderedDict")
+    assert "must be a subclass of fedloom." in wrong
+    assert "got the class OrderedDict" in wrong
+    assert "got a function" in refused(f"{MODULE}:small")
+
+
+def test_a_method_that_lacks_functions_is_refused_with_their_names() -> None:
+    with pytest.raises(ConfigError, match="lacks client, down, init, server"):
+        parse(document(method=[{"algorithm": f"{MODULE}:Lacking"}]))
+
+
+def test_options_of_a_user_s_class_are_checked_like_any() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'mu'"):
+        parse(document(method=[{"algorithm": f"{MODULE}:Pulled", "mus": 1}]))
+    with pytest.raises(ConfigError, match=r"weight of the pull"):
+        parse(document(method=[{"algorithm": f"{MODULE}:Pulled", "mu": -1.0}]))
+
+
+def test_code_is_not_touched_unless_it_is_named(own_module: Path) -> None:
+    own_module.write_text("raise SystemExit('executed')")
+    parse(document(EVERYTHING.split("[partition]")[0] + '[[method]]\nalgorithm = "fedavg"\n'))
+    assert MODULE not in sys.modules
+
+
+def test_an_editor_accepts_an_import_path() -> None:
+    assert json_schema().count("import path of a class of user code") >= 8
