@@ -1,0 +1,125 @@
+"""Figures of finished runs by name, per seed.
+
+A reference is ``METHOD: MODEL[: FIGURE]``, e.g. ``flame: personal`` or ``fedprox: global: common accuracy``. A model is
+global, personal, hybrid as the run chose it, hybrid-validation (chosen on validation, whatever the run did), or empty
+for work and traffic. A figure is ``[PART ]METRIC[/STATISTIC][@WHEN]``: the part test unless it is train, validation or
+common; WHEN the last round unless it is ``validation`` (the round best on validation), ``mean`` (over the evaluated
+rounds, a measure of speed) or a round's number.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from fedloom.errors import ConfigError
+from fedloom.report.naming import LEADING, metric
+from fedloom.report.numbers import EMPTY, Curve, curve, seeds_of
+from fedloom.report.reading import Key, Run
+
+PARTS = ("train", "validation", "test", "common")
+
+
+class Reference(NamedTuple):
+    """What a number is: variant ("" for each), method, model, figure."""
+
+    variant: str
+    method: str
+    model: str
+    figure: str
+
+    @classmethod
+    def of(cls, text: str, figure: str) -> Reference:
+        """The reference of ``[VARIANT |] METHOD: MODEL[: FIGURE]``.
+
+        Raises:
+            ConfigError: it has another form.
+        """
+        variant, bar, rest = text.rpartition("|")
+        parts = [part.strip() for part in rest.split(":")]
+        if len(parts) not in (2, 3):
+            raise ConfigError(f"a reference is '[VARIANT |] METHOD: MODEL[: FIGURE]', got {text!r}")
+        return cls(variant.strip() if bar else "", parts[0], parts[1], parts[2] if len(parts) == 3 else figure)
+
+    def __str__(self) -> str:
+        """Without the variant, as it is kept in a summary."""
+        return f"{self.method}: {self.model}: {self.figure}"
+
+    def chosen(self) -> Reference | None:
+        """The same at the round chosen on validation; None where the round is named already, or there is no choice."""
+        plain = "@" not in self.figure and self.model and not self.figure.startswith(("validation ", "nmi"))
+        return self._replace(figure=f"{self.figure}@validation") if plain else None
+
+
+def values(run: Run, reference: Reference) -> dict[int, float]:
+    """The figure for every seed; runs that diverged or failed, or did not record it, give nan."""
+    name, _, when = reference.figure.partition("@")
+    found = {}
+    for seed in seeds_of(run, reference.method):
+        ended = {
+            record.status for record in run.summary.runs if (record.method, record.seed) == (reference.method, seed)
+        }
+        points = _curve(run, Key(reference.method, seed, reference.model, "test", name))
+        found[seed] = _at(run, reference, seed, points, when) if ended == {"done"} else math.nan
+    return found
+
+
+def _curve(run: Run, key: Key) -> Curve:
+    words = key.metric.split(" ", 1)
+    if len(words) == 2 and words[0] in PARTS:
+        key = key._replace(part=words[0], metric=words[1])
+    if key.model == "hybrid-validation":
+        return _by_validation(run, key)
+    if "/" not in key.metric:
+        found = curve(run, key, "mean")
+        if len(found.round):
+            return found
+    for place in (key, key._replace(part=""), key._replace(part="", model="")):
+        points = run.totals.get(place)
+        if points is not None:
+            return Curve(points.round, points.value)
+    return EMPTY
+
+
+def _by_validation(run: Run, key: Key) -> Curve:
+    """Mean over clients, each with the global model where that is better on its validation part."""
+    parts = {
+        (model, part): run.series.get(key._replace(model=model, part=part))
+        for model in ("global", "personal")
+        for part in ("validation", key.part)
+    }
+    p, g = parts["personal", key.part], parts["global", key.part]
+    p_val, g_val = parts["personal", "validation"], parts["global", "validation"]
+    if p is None or g is None or p_val is None or g_val is None:
+        return EMPTY
+    sign = 1.0 if metric(key.metric).higher else -1.0
+    chosen = np.where(sign * g_val.value > sign * p_val.value, g.value, p.value)
+    rounds = np.unique(p.round)
+    return Curve(rounds, np.array([np.nanmean(chosen[p.round == r]) for r in rounds]))
+
+
+def _at(run: Run, reference: Reference, seed: int, points: Curve, when: str) -> float:
+    match when:
+        case "":
+            return points.last
+        case "mean":
+            learned = points.value[points.round > 0]
+            return float(learned.mean()) if len(learned) else math.nan
+        case "validation":
+            return points.at(_best_round(run, reference, seed))
+        case _ if when.isdigit():
+            return points.at(int(when))
+    raise ConfigError(f"{reference.figure}: after @ comes validation, mean or a round's number, got {when!r}")
+
+
+def _best_round(run: Run, reference: Reference, seed: int) -> int:
+    """The round with the best validation figure of the model, the earliest of equals; -1 without validation."""
+    for name in LEADING:
+        points = _curve(run, Key(reference.method, seed, reference.model, "validation", name))
+        known = np.isfinite(points.value)
+        if known.any():
+            sign = 1.0 if metric(name).higher else -1.0
+            return int(points.round[np.argmax(np.where(known, sign * points.value, -np.inf))])
+    return -1

@@ -1,0 +1,222 @@
+"""Recipe: a table or figure of a paper as one declarative file, an experiment with what the paper says of its results.
+
+A recipe is an experiment file with more tables:
+
+- ``base = "NAME"``: another recipe that this one changes. Tables are merged key by key; a table that names another
+  ``kind`` or ``source`` takes the place of the base's, and so does everything that is not a table.
+- ``[paper]``: where the numbers come from, and what is claimed of them; see `Paper`.
+- ``[variant.NAME]``: changes of the experiment, one run directory each; ``options.LABEL`` changes one method. Without
+  variants there is one, called ``all``.
+- ``[scale.NAME]``: changes for smoke, laptop or full, on top of a variant's; ``variants`` and ``methods`` leave some
+  out, ``budget`` is in core-minutes, ``says`` is the sentence for the report.
+- ``choose = {KEY = [values]}`` in a ``[[method]]``: values of which one is chosen on validation data; `choices`.
+- ``as_published = true`` in a ``[[method]]``: the variant of the method in its public code; `as_published`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, Literal, get_args
+
+from pydantic import Field, model_validator
+
+from fedloom.errors import ConfigError
+from fedloom.values import Value, choose, make
+
+Scale = Literal["smoke", "laptop", "full"]
+SCALES: tuple[Scale, ...] = get_args(Scale)
+ONLY = "all"
+"""The variant of a recipe without variants."""
+SMOKE = {"data": {"source": "digits"}, "partition": {"min_size": 1}, "rounds": 1, "evaluate": {"every": 1}}
+"""What every recipe is at smoke scale, unless it says otherwise."""
+
+
+class Claim(Value):
+    """An ordering that the paper asserts, between references ``[VARIANT |] METHOD: MODEL[: FIGURE]``.
+
+    Without a variant the claim is judged in every variant that has the methods. Figures: see `figures`.
+    """
+
+    text: str = Field(description="the paper's claim, in its words where they are short")
+    higher: str | None = Field(None, description="what is claimed to be higher; or give lower")
+    lower: str | None = Field(None, description="what is claimed to be lower; or give higher")
+    than: tuple[str, ...] = Field(min_length=1, description="than each of these")
+    margin: float = Field(0.0, ge=0, description="comparable: worse by at most this, in the figure's own unit")
+    construction: bool = Field(False, description="holds by construction, whatever the methods do")
+    variants: tuple[str, ...] = Field((), description="the variants that it is about; all when empty")
+
+    @model_validator(mode="after")
+    def _one_side(self) -> Claim:
+        if (self.higher is None) == (self.lower is None):
+            raise ValueError("give higher or lower, and not both")
+        return self
+
+    @property
+    def subject(self) -> str:
+        """What the claim is about."""
+        return self.higher or self.lower or ""
+
+
+class Unknown(Value):
+    """What a protocol does not say, what was taken, and why."""
+
+    what: str
+    choice: str
+    reason: str
+
+
+class Paper(Value):
+    """What the paper says of the table or figure."""
+
+    title: str = Field(description="paper, and table or figure")
+    protocol: str = Field(description="the protocol, as the paper states it")
+    order: int = Field(description="place among all recipes")
+    figure: str = Field("accuracy", description="figure of a reference that names none")
+    percent: bool = Field(False, description="the cells are printed in percent")
+    seeds: int = Field(1, ge=1, description="repetitions behind a printed cell")
+    columns: dict[str, str] = Field(default_factory=dict, description="title and reference of every column")
+    cells: dict[str, tuple[float | tuple[float, float] | None, ...]] = Field(
+        default_factory=dict, description="by variant, a mean or (mean, standard deviation) per column; [] is none"
+    )
+    claims: tuple[Claim, ...] = ()
+    unknown: tuple[Unknown, ...] = ()
+    reduced: str | None = Field(None, description="how much less data there is than in the protocol, as a factor")
+    tried: tuple[str, ...] = Field((), description="what was tried where a claim does not hold")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_cells(cls, values: Any) -> Any:
+        cells = values.get("cells", {})
+        return {**values, "cells": {v: tuple(None if c == [] else c for c in row) for v, row in cells.items()}}
+
+    @model_validator(mode="after")
+    def _table_fits(self) -> Paper:
+        for variant, row in self.cells.items():
+            if len(row) != len(self.columns):
+                raise ValueError(f"cells of {variant!r}: {len(row)} for {len(self.columns)} columns")
+        return self
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe; `recipes` has all of them."""
+
+    name: str
+    paper: Paper
+    document: dict[str, Any]
+    variants: dict[str, dict[str, Any]]
+    scales: dict[str, dict[str, Any]]
+
+    def budget(self, scale: Scale) -> float | None:
+        """Core-minutes that a scale may take; None where none is stated."""
+        return self.scales.get(scale, {}).get("budget")
+
+    def says(self, scale: Scale) -> str:
+        """How a scale differs from the protocol, for people."""
+        if scale == "smoke":
+            return "handwritten digits in place of the data, one round: shows only that the recipe runs"
+        return str(self.scales.get(scale, {}).get("says", "as in the protocol"))
+
+    def as_the_paper(self, scale: Scale) -> bool:
+        """Whether a scale is the protocol, but for seeds, and for variants or methods left out."""
+        free = {"budget", "says", "seeds", "variants", "methods"}
+        return self.paper.reduced is None and scale != "smoke" and set(self.scales.get(scale, {})) <= free
+
+    def at(self, scale: Scale, seeds: Sequence[int] = (), only: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
+        """The experiment document of every variant, with ``choose`` and ``as_published`` still in the methods.
+
+        Raises:
+            ConfigError: a variant or method that the recipe does not have.
+        """
+        found = {}
+        change = {k: v for k, v in self.scales.get(scale, {}).items() if k not in ("budget", "says")}
+        for variant in change.pop("variants", list(self.variants)[: 1 if scale == "smoke" else None]):
+            own = dict(choose("variant", self.variants, variant, self.name))
+            options = own.pop("options", {})
+            document = merged(self.document, own)
+            document = merged(document, SMOKE) if scale == "smoke" else document
+            document = merged(document, {k: v for k, v in change.items() if k != "methods"})
+            methods = [merged(m, options.get(label_of(m), {})) for m in document["method"]]
+            named = {label_of(m): m for m in methods}
+            wanted = [choose("method", named, label, self.name) for label in only or change.get("methods", named)]
+            seeds_here = list(seeds) or (document["seeds"][:1] if scale == "smoke" else document["seeds"])
+            document |= {"method": wanted, "seeds": seeds_here, "name": f"{self.name}, {variant}"}
+            found[variant] = document
+        return found
+
+
+def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with the keys of ``change``, tables within tables."""
+    result = deepcopy(dict(base))
+    for key, value in change.items():
+        old = result.get(key)
+        if (
+            isinstance(old, dict)
+            and isinstance(value, dict)
+            and not any(value.get(name, old.get(name)) != old.get(name) for name in ("kind", "source") if name in old)
+        ):
+            result[key] = merged(old, value)
+        else:
+            result[key] = deepcopy(value)
+    return result
+
+
+def label_of(method: Mapping[str, Any]) -> str:
+    """How a method of an experiment document is called."""
+    return str(method.get("label", method.get("algorithm")))
+
+
+def names() -> Iterator[str]:
+    """Names of the recipes that the package brings."""
+    for file in files("fedloom.reproduce").joinpath("recipes").iterdir():
+        if file.name.endswith(".toml"):
+            yield file.name.removesuffix(".toml")
+
+
+@cache
+def recipes() -> dict[str, Recipe]:
+    """Every recipe by name, in the order in which they are run."""
+    known = dict.fromkeys(names())
+    found = {name: make_recipe(name, _resolved(name, known)) for name in known}
+    return dict(sorted(found.items(), key=lambda item: (item[1].paper.order, item[0])))
+
+
+def recipe(name: str) -> Recipe:
+    """A recipe by name.
+
+    Raises:
+        ConfigError: there is none; the message has the nearest name.
+    """
+    return choose("recipe", recipes(), name)
+
+
+def _resolved(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """The document of a recipe on top of those that it is based on."""
+    choose("recipe", known, name)
+    text = files("fedloom.reproduce").joinpath("recipes", f"{name}.toml").read_text()
+    document = tomllib.loads(text)
+    base = document.pop("base", None)
+    return document if base is None else merged(_resolved(base, known), document)
+
+
+def make_recipe(name: str, document: Mapping[str, Any]) -> Recipe:
+    """The recipe of a resolved document.
+
+    Raises:
+        ConfigError: [paper] is missing or says what cannot be, or there is an unknown scale.
+    """
+    rest = deepcopy(dict(document))
+    if "paper" not in rest:
+        raise ConfigError(f"recipe {name}: the table [paper] is missing")
+    paper = make(Paper, rest.pop("paper"), f"recipe {name}: [paper]", Paper.model_fields)
+    scales, variants = rest.pop("scale", {}), rest.pop("variant", {}) or {ONLY: {}}
+    for scale in scales:
+        choose("scale", dict.fromkeys(SCALES), scale, f"recipe {name}")
+    for variant in paper.cells:
+        choose("variant", variants, variant, f"recipe {name}: [paper.cells]")
+    return Recipe(name, paper, rest, variants, scales)

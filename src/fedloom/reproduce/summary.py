@@ -1,0 +1,153 @@
+"""Summaries: what a recipe's runs gave, as a small JSON file that is kept with the code; verdicts are made from it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import platform
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedloom.errors import RunDirError
+from fedloom.report.numbers import MODELS, WORK
+from fedloom.report.reading import Run, read_runs
+from fedloom.reproduce.choices import TRIALS, read_choices
+from fedloom.reproduce.figures import Reference, values
+from fedloom.reproduce.recipe import Recipe, Scale, label_of
+from fedloom.running.files import make_folder, write_atomic
+
+DIGITS = 7
+"""Significant digits that are kept."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What was run of a recipe at a scale.
+
+    Attributes:
+        numbers: variant -> reference -> seed -> value; null where a run has no result.
+        minutes: core-minutes of all rounds so far.
+        complete: whether every variant, method and seed has been run.
+        choices: variant -> method -> what was chosen, with the score of every candidate.
+        failures: sentences on runs that diverged or failed.
+    """
+
+    recipe: str
+    scale: Scale
+    command: str
+    date: str
+    machine: str
+    versions: dict[str, str]
+    complete: bool
+    seeds: list[int]
+    rounds: int
+    minutes: float
+    choices: dict[str, Any]
+    failures: list[str]
+    numbers: dict[str, dict[str, dict[str, float | None]]]
+
+
+def summarise(recipe: Recipe, scale: Scale, command: str, documents: Mapping[str, Any], out: Path) -> Summary | None:
+    """The summary of the run directories in ``out``, one per variant; None if nothing has been run."""
+    numbers: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
+    failures: list[str] = []
+    versions: dict[str, str] = {}
+    minutes, missing = 0.0, False
+    for variant, document in documents.items():
+        folder = out / folder_of(variant)
+        if not (folder / "summary.json").exists():
+            missing = True
+            continue
+        run = read_runs([folder])[0]
+        versions = run.options["resolved"]["versions"]
+        numbers[variant] = _numbers(recipe, document, run)
+        minutes += _minutes(run) + sum(_minutes(r) for r in _trials(out / TRIALS / folder.name))
+        known = read_choices(out / TRIALS / folder.name)
+        chosen |= {variant: known} if known else {}
+        wanted = {(label_of(m), seed) for m in document["method"] for seed in document["seeds"]}
+        ended = {(r.method, r.seed): r for r in run.summary.runs if r.status != "interrupted"}
+        missing |= not wanted <= ended.keys()
+        failures += [f"{variant}: {r.method}, seed {r.seed}: {r.reason}" for r in ended.values() if r.status != "done"]
+    if not numbers:
+        return None
+    some = next(iter(documents.values()))
+    return Summary(
+        recipe.name, scale, command, datetime.date.today().isoformat(), machine(), versions, not missing,
+        list(some["seeds"]), some["rounds"], round(minutes, 2), chosen, failures, numbers,
+    )  # fmt: skip
+
+
+def folder_of(variant: str) -> str:
+    """Name of a variant's run directory."""
+    return "".join(c if c.isalnum() or c in "._-" else "-" for c in variant)
+
+
+def machine() -> str:
+    """The processor, for people."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{name}, one thread per process"
+
+
+def write(summary: Summary, folder: Path) -> Path:
+    """``<recipe>@<scale>.json`` in a folder."""
+    make_folder(folder)
+    path = folder / f"{summary.recipe}@{summary.scale}.json"
+    write_atomic(path, (json.dumps(summary.__dict__, indent=1) + "\n").encode())
+    return path
+
+
+def read(folder: Path, recipe: str, scale: Scale) -> Summary | None:
+    """The summary of a recipe at a scale, or None.
+
+    Raises:
+        RunDirError: the file is not a summary.
+    """
+    path = folder / f"{recipe}@{scale}.json"
+    if not path.exists():
+        return None
+    try:
+        return Summary(**json.loads(path.read_text()))
+    except (TypeError, ValueError) as error:
+        raise RunDirError(f"{path} is not a summary: {error}; delete it and run the recipe again") from None
+
+
+def _numbers(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[str, dict[str, float | None]]:
+    found = {}
+    for reference in _wanted(recipe, [label_of(m) for m in document["method"]]):
+        by_seed = values(run, reference)
+        if any(math.isfinite(v) for v in by_seed.values()):
+            found[str(reference)] = {str(s): _short(v) for s, v in sorted(by_seed.items())}
+    return found
+
+
+def _wanted(recipe: Recipe, methods: Iterable[str]) -> list[Reference]:
+    """References of the columns and claims, each at the chosen round too, and the work and traffic of every method."""
+    paper = recipe.paper
+    texts = [*paper.columns.values(), *(t for c in paper.claims for t in (c.subject, *c.than))]
+    methods = list(methods)
+    named = [Reference.of(text, paper.figure)._replace(variant="") for text in texts]
+    named += [Reference("", method, model, paper.figure) for method in methods for model in MODELS]
+    named += [chosen for reference in named if (chosen := reference.chosen())]
+    named += [Reference("", method, "", name) for method in methods for name in WORK]
+    return list(dict.fromkeys(reference for reference in named if reference.method in methods))
+
+
+def _short(value: float) -> float | None:
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+
+
+def _trials(folder: Path) -> list[Run]:
+    found = sorted(file.parent for file in folder.glob("*/summary.json"))
+    return read_runs(found) if found else []
+
+
+def _minutes(run: Run) -> float:
+    return sum(float(points.value.sum()) for points in run.seconds.values()) / 60

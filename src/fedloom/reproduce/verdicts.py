@@ -1,0 +1,59 @@
+"""What the terminal shows of a recipe: ours beside the paper's, the claims, and the list of recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from fedloom.reproduce import judge
+from fedloom.reproduce.page import number, spread
+from fedloom.reproduce.recipe import Recipe
+from fedloom.reproduce.summary import Summary
+
+WIDTH = 160
+
+
+def print_verdicts(recipe: Recipe, summary: Summary) -> None:
+    """Both tables of a recipe on standard output."""
+    compare = recipe.as_the_paper(summary.scale)
+    rows = [
+        (c.variant, c.column, number(c.mean) + spread(c.std), str(c.n), number(c.chosen),
+         "-" if c.paper is None else number(c.paper) + spread(c.paper_std), c.verdict)
+        for c in judge.cells(recipe, summary.numbers, compare=compare)
+    ]  # fmt: skip
+    if rows:
+        _print(("variant", "column", "ours", "seeds", "at validation's round", "paper", "verdict"), rows)
+    claims = [(c.claim.text, c.summary) for c in judge.claims(recipe, summary.numbers)]
+    if claims:
+        _print(("claim", "verdict"), claims)
+    for failure in summary.failures:
+        print_line(f"without a result: {failure}")
+
+
+def print_listing(rows: Sequence[tuple[str, ...]]) -> None:
+    """The list of recipes."""
+    _print(("recipe", "what", "data", "state", "budget", "estimate here"), rows)
+
+
+def print_line(text: str) -> None:
+    """One line on standard output."""
+    _console().print(text, markup=False, highlight=False)
+
+
+def _print(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    _console().print(table, markup=False, highlight=False)
+
+
+def _console() -> Console:
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH
+    return console
