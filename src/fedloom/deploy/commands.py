@@ -61,7 +61,7 @@ def superlink(server: Server, programs: Path = PROGRAMS) -> list[str]:
 
 
 def superexec(server: Server, programs: Path = PROGRAMS) -> list[str]:
-    """The process that runs the server's half of the app; apart from the network process, so that either may restart."""
+    """The process that runs the server's half of the app; apart from `superlink`, so that either may restart."""
     return [
         str(programs / "flower-superexec"),
         *("--runtime-api-address", f"{server.address}:{server.port}"),

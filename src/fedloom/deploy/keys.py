@@ -36,6 +36,10 @@ class Authority(NamedTuple):
         """The certificate, which everybody has."""
         return self.certificate.public_bytes(Encoding.PEM)
 
+    def private(self) -> bytes:
+        """The private key, PEM."""
+        return self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+
 
 class ServerCertificate(NamedTuple):
     """A certificate and its private key, both PEM."""

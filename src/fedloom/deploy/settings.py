@@ -165,6 +165,12 @@ def read_server(path: Path) -> Server:
     return _read(Server, path, "server file")
 
 
+def placed(value: V, folder: Path) -> V:
+    """Settings whose relative paths are taken from ``folder``."""
+    paths = {name: folder / v for name in type(value).model_fields if isinstance(v := getattr(value, name), Path)}
+    return value.model_copy(update=paths)
+
+
 def text_of(value: Value) -> str:
     """A value as the text of a TOML file; reading it back gives the same value."""
     return tomli_w.dumps(_plain(value))
@@ -198,9 +204,7 @@ def check_fingerprint(shared: Shared) -> None:
 
 def _read(kind: type[V], path: Path, what: str) -> V:
     value = make(kind, read_toml(path, what), str(path), fields_of(kind))
-    folder = path.parent.resolve()
-    paths = {name: folder / v for name in kind.model_fields if isinstance(v := getattr(value, name), Path)}
-    return value.model_copy(update=paths)
+    return placed(value, path.parent.resolve())
 
 
 def _plain(value: BaseModel) -> dict[str, Any]:

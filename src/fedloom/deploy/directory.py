@@ -1,0 +1,158 @@
+"""The ready directory of a deployment: everything that the server and every site need, each in a folder of its own."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fedloom.deploy import commands, keys
+from fedloom.deploy.plan import Plan
+from fedloom.deploy.settings import Member, Server, Site, fingerprint, text_of
+from fedloom.deploy.units import (
+    SERVER_WRITES,
+    SITE_WRITES,
+    TEMPLATES,
+    Place,
+    behind,
+    filled,
+    gate,
+    gate_address,
+    server_units,
+    site_unit,
+)
+from fedloom.errors import ConfigError
+
+APP = "app"
+
+
+def write(plan: Plan, out: Path, place: Place) -> None:
+    """Write the directory, as a whole or not at all.
+
+    Raises:
+        ConfigError: there is something at ``out`` already, or a value cannot be.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is there already; its keys are kept: choose another --out, or delete it yourself")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    new = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
+    new.mkdir(mode=0o700)
+    try:
+        _fill(new, plan, place)
+        if out.exists():
+            out.rmdir()
+        new.rename(out)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+
+
+def _fill(folder: Path, plan: Plan, place: Place) -> None:
+    ca = keys.authority(plan.name, place.days)
+    pairs = {site: (keys.key_pair("connection"), keys.key_pair("signing")) for site in plan.sites}
+    members = tuple(
+        Member(site=site, client=k, node_key=node.public, signing_key=signing.public)
+        for k, (site, (node, signing)) in enumerate(pairs.items())
+    )
+    experiment = _write(folder / "server" / "experiment.toml", plan.experiment)
+    shared: dict[str, Any] = {
+        "name": plan.name,
+        "experiment": "experiment.toml",
+        "fingerprint": fingerprint(experiment),
+        "clients": len(plan.sites),
+        "samples": plan.samples,
+    }
+    server = Server(
+        **shared,
+        sites=members,
+        quorum=place.quorum or len(members) // 2 + 1,
+        port=place.port,
+        public=gate_address(place),
+    )
+    _write(folder / "authority" / "ca.key", ca.private(), private=True)
+    _write(folder / "authority" / "ca.crt", ca.pem())
+    _write_server(folder / "server", server, ca, place)
+    for k, (site, (node, signing)) in enumerate(pairs.items()):
+        there = folder / "sites" / site
+        value = Site(
+            **shared,
+            site=site,
+            client=k,
+            data=plan.data,
+            data_dir=plan.data_dir,
+            share=plan.share,
+            server=gate_address(place),
+            port=9094,
+        )
+        _write(there / "experiment.toml", plan.experiment)
+        _write(there / "node-key", node.private, private=True)
+        _write(there / "signing-key", signing.private, private=True)
+        _write(there / "node-key.pub", node.public + "\n")
+        _write(there / "ca.crt", ca.pem())
+        _write(there / "site.toml", text_of(value))
+        _write(there / "fedloom-site.service", site_unit(value, place))
+        for name in SITE_WRITES:
+            (there / name).mkdir(mode=0o700)
+        _write(folder / "server" / "nodes" / f"{site}.pub", node.public + "\n")
+    _write(folder / "README.md", _readme(plan, server, place))
+
+
+def _write_server(folder: Path, server: Server, ca: keys.Authority, place: Place) -> None:
+    certify(folder, ca, place)
+    _write(folder / "ca.crt", ca.pem())
+    _write(folder / "superexec.secret", secrets.token_bytes(32), private=True)
+    _write(folder / "server.toml", text_of(server))
+    _write(folder / "gate.conf", gate(server, place))
+    home = place.home / "server"
+    _write(folder / "flower" / "config.toml", commands.profile(behind(server), home / "ca.crt"))
+    for name, text in server_units(server, place).items():
+        _write(folder / "units" / f"{name}.service", text)
+    write_app(folder / APP)
+    for name in SERVER_WRITES:
+        (folder / name).mkdir(mode=0o700, exist_ok=True)
+
+
+def certify(folder: Path, ca: keys.Authority, place: Place) -> None:
+    """A new certificate of the server, for the gate's host and for loopback."""
+    names = dict.fromkeys((place.host, "localhost", "127.0.0.1", "::1"))
+    certificate = keys.server_certificate(ca, tuple(names), place.days)
+    _write(folder / "server.crt", certificate.certificate)
+    _write(folder / "server.key", certificate.key, private=True)
+
+
+def write_app(folder: Path) -> None:
+    """The app that Flower carries to the sites: two modules that name what is installed there."""
+    for name in ("pyproject.toml", *(f"fedloom_app/{m}.py" for m in ("__init__", "server_app", "client_app"))):
+        _write(folder / name, TEMPLATES.joinpath(APP, *name.split("/")).read_text())
+
+
+def _readme(plan: Plan, server: Server, place: Place) -> str:
+    home = place.home / "server"
+    words = commands.run(home / APP, home / "server.toml", place.programs)
+    return filled(
+        "README.md",
+        name=plan.name,
+        count=len(plan.sites),
+        home=place.home,
+        programs=place.programs,
+        version=version("fedloom"),
+        run=" ".join(f"'{word}'" if '"' in word else word for word in words),
+        behind=behind(server),
+        until=f"{datetime.now(UTC) + timedelta(days=place.days):%Y-%m-%d}",
+    )
+
+
+def _write(path: Path, content: str | bytes, *, private: bool = False) -> Path:
+    """A new file on the disk; a private one only its owner reads."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return path

@@ -1,0 +1,172 @@
+"""A whole deployment on this machine: the server, its sites and a run, over TLS and with node keys, on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import ssl
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from socket import create_connection
+from typing import Any
+
+from fedloom.deploy import commands
+from fedloom.deploy.processes import Process, ProcessError, Processes, check_free, free_ports
+from fedloom.deploy.settings import Server, Site, check_fingerprint, read_server, read_site
+from fedloom.errors import ConfigError
+
+ANSWER = 90.0
+"""Seconds that the server, or a command to it, may take to answer."""
+
+Tell = Callable[[str], None]
+
+
+class Loopback:
+    """The server and the sites of a deployment's directory, on this machine.
+
+    Args:
+        folder: the directory that `fedloom deploy init` wrote.
+        processes: what is started; it ends when that block is left.
+        port: of the server; None: a free one.
+
+    Raises:
+        ConfigError: the directory is not one, a file is not the one agreed on, or the port is in use.
+    """
+
+    def __init__(self, folder: Path, processes: Processes, port: int | None = None) -> None:
+        self.folder, self._processes = folder.resolve(), processes
+        self._server_file = self.folder / "server" / "server.toml"
+        if not self._server_file.exists():
+            raise ConfigError(
+                f"{folder} has no server/server.toml; write it with 'fedloom deploy init EXPERIMENT.toml'"
+            )
+        agreed = read_server(self._server_file)
+        check_fingerprint(agreed)
+        self.sites: dict[str, Site] = {m.site: read_site(self.site_file(m.site)) for m in agreed.sites}
+        for site in self.sites.values():
+            check_fingerprint(site)
+        if port is not None:
+            check_free(port, "--port")
+        self._ports = free_ports(1 + len(self.sites))
+        self.work = self.folder / "local"
+        shutil.rmtree(self.work, ignore_errors=True)
+        self.work.mkdir(mode=0o700)
+        self.server: Server = agreed.model_copy(
+            update={"address": "127.0.0.1", "port": port or self._ports[0], "database": self.work / "superlink.db"}
+        )
+        (self.work / "cli").mkdir()
+        (self.work / "cli" / "config.toml").write_text(commands.profile(self.address, self.server.ca))
+
+    @property
+    def address(self) -> str:
+        """Where the server listens, host:port."""
+        return f"{self.server.address}:{self.server.port}"
+
+    def site_file(self, name: str) -> Path:
+        """The TOML file of a site."""
+        return self.folder / "sites" / name / "site.toml"
+
+    def start_server(self) -> None:
+        """Start the server's two processes and wait until it answers.
+
+        Raises:
+            ProcessError: it ended, or does not answer.
+        """
+        link = self._start("superlink", commands.superlink(self.server))
+        self._await_tls(link)
+        self._start("superexec", [*commands.superexec(self.server), "--parent-pid", str(os.getpid())])
+
+    def register(self, public_key: Path) -> int:
+        """Let the node with this key in; its number."""
+        return int(self.ask(commands.register(public_key))["node-id"])
+
+    def register_all(self) -> dict[str, int]:
+        """Let every site in; their numbers by name."""
+        return {name: self.register(self.folder / "server" / "nodes" / f"{name}.pub") for name in self.sites}
+
+    def start_site(self, name: str, **changes: Any) -> Process:
+        """Start a site's process; it joins by itself. ``changes`` replace some of its settings."""
+        number = list(self.sites).index(name)
+        given = {"server": self.address, "port": self._ports[1 + number], **changes}
+        site = self.sites[name].model_copy(update=given)
+        return self._start(f"site-{name}", commands.supernode(site, self.site_file(name)), site.threads)
+
+    def run(self, tell: Tell, app: Path | None = None) -> None:
+        """Run the experiment to its end.
+
+        Args:
+            tell: called with every line of the server's log.
+            app: folder of the app; None: the directory's.
+
+        Raises:
+            ProcessError: the run failed, or the server ended before it.
+        """
+        serving = list(self._processes.started[:2])
+        command = commands.run(app or self.folder / "server" / "app", self._server_file)
+        stream = self._start("run", command)
+        with stream.log.open() as log:
+            while stream.alive():
+                for process in serving:
+                    process.check()
+                self._pass_on(log.readlines(), tell)
+                time.sleep(0.2)
+            self._pass_on(log.readlines(), tell)
+        if stream.reap() != 0:
+            raise ProcessError(f"the run could not be started or followed; the end of {stream.log}:\n{stream.tail()}")
+        status = self.status()
+        if status != "finished:completed":
+            raise ProcessError(f"the run ended as {status}; the end of {stream.log}:\n{stream.tail()}")
+
+    def status(self) -> str:
+        """How the last run stands, in Flower's words."""
+        runs = self.ask(commands.runs())["runs"]
+        return str(runs[0]["status"]) if runs else "not started"
+
+    def ask(self, command: Sequence[str]) -> dict[str, Any]:
+        """The answer of Flower's command line.
+
+        Raises:
+            ProcessError: it failed or took too long.
+        """
+        environment = {**os.environ, **commands.environment(self.work / "cli")}
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=ANSWER, check=False)
+        except subprocess.TimeoutExpired:
+            raise ProcessError(f"no answer within {ANSWER:.0f} s: {' '.join(command)}") from None
+        start = done.stdout.find("{")
+        answer: dict[str, Any] = json.loads(done.stdout[start:]) if start >= 0 else {}
+        if done.returncode != 0 or not answer.get("success", True):
+            why = answer.get("error-message") or (done.stdout + done.stderr).strip()
+            raise ProcessError(f"{' '.join(command[1:4])}: {why}")
+        return answer
+
+    def _start(self, name: str, command: Sequence[str], threads: int | None = None) -> Process:
+        home = self.work / ("cli" if name == "run" else name)
+        environment = commands.environment(home, threads=threads)
+        return self._processes.start(name, command, environment, self.work / f"{name}.log")
+
+    def _await_tls(self, link: Process) -> None:
+        context = ssl.create_default_context(cafile=self.server.ca)
+        end = time.monotonic() + ANSWER
+        while True:
+            link.check()
+            try:
+                with (
+                    create_connection((self.server.address, self.server.port), timeout=5) as plain,
+                    context.wrap_socket(plain, server_hostname=self.server.address),
+                ):
+                    return
+            except ssl.SSLCertVerificationError as error:
+                raise ProcessError(f"the server's certificate is not valid: {error.verify_message}") from None
+            except OSError as error:
+                if time.monotonic() > end:
+                    raise ProcessError(f"the server does not answer on {self.address}: {error}") from None
+                time.sleep(0.1)
+
+    @staticmethod
+    def _pass_on(lines: Sequence[str], tell: Tell) -> None:
+        for line in lines:
+            tell(line.rstrip("\n"))

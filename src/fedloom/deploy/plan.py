@@ -1,0 +1,125 @@
+"""From an experiment to what is deployed of it: one method, one seed, the names of sites, what a sample looks like."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+
+from fedloom.data.sources import SOURCES
+from fedloom.data.sources._base import ENV
+from fedloom.deploy.local_data import schema_of
+from fedloom.deploy.settings import Schema
+from fedloom.errors import ConfigError, Refused, unknown
+from fedloom.experiment import Experiment, parse
+from fedloom.experiment.schema import Method
+from fedloom.running.setup import make_job
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a deployment is made of.
+
+    name: of the experiment; experiment: text of the experiment file, of one method and one seed; sites: their names, in
+    the order of the clients; samples: what a sample looks like; data: where a site's samples are; data_dir: folder of
+    data sets on this machine; share: see `Site.share`.
+    """
+
+    name: str
+    experiment: str
+    sites: tuple[str, ...]
+    samples: Schema
+    data: dict[str, Any]
+    data_dir: Path | None
+    share: Literal["all", "partition"]
+
+
+def plan(
+    experiment: Experiment,
+    sites: int | None = None,
+    *,
+    method: str | None = None,
+    seed: int | None = None,
+    rounds: int | None = None,
+    data_dir: Path | None = None,
+    own_data: bool = False,
+) -> Plan:
+    """What is deployed of an experiment.
+
+    Args:
+        experiment: the comparison; its data must be there, since it says what a sample looks like.
+        sites: number of sites; None: the clients of the partition.
+        method: label of the method; None: the only one.
+        seed: None: the first.
+        rounds: None: the method's.
+        data_dir: folder of data sets.
+        own_data: every site has data of its own, in place of a share of the experiment's.
+
+    Raises:
+        ConfigError: several methods and none chosen, a number of sites that the partition does not give, or (Refused)
+            what makes no sense at real sites.
+        DataError: the data cannot be read.
+    """
+    chosen = _chosen(experiment, method)
+    if experiment.attack is not None:
+        raise Refused("an attack is for simulation: leave the table [attack] out to deploy this experiment")
+    if chosen.composition.pooled:
+        raise Refused(f"{chosen.label} pools the data of all clients, which real sites do not give; choose another")
+    seed = experiment.head.seeds[0] if seed is None else seed
+    fed = experiment.partition(experiment.source.load(data_dir), seed)
+    make_job(**experiment.arguments(chosen, fed, seed))  # refuses what does not go together
+    if sites is None and own_data:
+        raise ConfigError("with data of their own the number of sites is open: say it with --sites")
+    if sites is not None and sites != fed.n and not own_data:
+        raise ConfigError(
+            f"the partition of {experiment.head.name} gives {fed.n} clients, but {sites} sites were asked for; change "
+            "[partition] or --sites, or say --own-data if every site has data of its own"
+        )
+    if sites is not None and sites < 1:
+        raise ConfigError(f"--sites must be at least 1, got {sites}")
+    settings = chosen.settings()
+    document = {**experiment.settings(), "seeds": [seed], "method": [{**settings, "rounds": rounds or chosen.rounds}]}
+    folder = data_dir or (Path(os.environ[ENV]) if os.environ.get(ENV) else None)
+    return Plan(
+        name=_safe(experiment.head.name),
+        experiment=tomli_w.dumps(parse(document).settings()),
+        sites=_names(range(sites or fed.n) if own_data else fed.names),
+        samples=schema_of(fed.data),
+        data=_absolute(experiment.source_options),
+        data_dir=None if folder is None else folder.resolve(),
+        share="all" if own_data else "partition",
+    )
+
+
+def _chosen(experiment: Experiment, label: str | None) -> Method:
+    labels = {m.label: m for m in experiment.methods}
+    if label is None:
+        if len(labels) > 1:
+            raise ConfigError(f"one method is deployed, the experiment has {', '.join(labels)}; choose with --method")
+        return experiment.methods[0]
+    if label not in labels:
+        raise unknown("method", label, labels, experiment.head.name)
+    return labels[label]
+
+
+def _names(names: Sequence[object]) -> tuple[str, ...]:
+    """Names of clients as names of folders: those of the data, or site-K."""
+    safe = tuple(_safe(str(name)) for name in names)
+    plain = len(set(safe)) < len(safe) or all(name.isdigit() for name in safe)
+    return tuple(f"site-{k}" for k in range(len(safe))) if plain else safe
+
+
+def _safe(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:63] or "x"
+
+
+def _absolute(options: dict[str, Any]) -> dict[str, Any]:
+    """The table [data] with paths that hold from any folder."""
+    keys = ("path",) if options["source"] in SOURCES else ("path", "source")
+    given = {key: Path(options[key]).expanduser() for key in keys if key in options}
+    return {**options, **{key: str(path.resolve()) for key, path in given.items() if path.exists()}}
