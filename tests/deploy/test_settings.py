@@ -28,6 +28,7 @@ def shared(folder):
         "name": "try",
         "experiment": "experiment.toml",
         "fingerprint": fingerprint(experiment),
+        "version": "1.0",
         "clients": 2,
         "samples": Schema(**SCHEMA),
     }

@@ -6,10 +6,10 @@ import os
 import secrets
 import shutil
 from datetime import UTC, datetime, timedelta
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import fedloom
 from fedloom.deploy import commands, keys
 from fedloom.deploy.plan import Plan
 from fedloom.deploy.settings import Member, Server, Site, fingerprint, text_of
@@ -63,6 +63,7 @@ def _fill(folder: Path, plan: Plan, place: Place) -> None:
         "name": plan.name,
         "experiment": "experiment.toml",
         "fingerprint": fingerprint(experiment),
+        "version": fedloom.__version__,
         "clients": len(plan.sites),
         "samples": plan.samples,
     }
@@ -139,7 +140,7 @@ def _readme(plan: Plan, server: Server, place: Place) -> str:
         count=len(plan.sites),
         home=place.home,
         programs=place.programs,
-        version=version("fedloom"),
+        version=fedloom.__version__,
         run=" ".join(f"'{word}'" if '"' in word else word for word in words),
         behind=behind(server),
         until=f"{datetime.now(UTC) + timedelta(days=place.days):%Y-%m-%d}",

@@ -54,6 +54,7 @@ class Shared(Value):
     name: Name = Field(description="name of the experiment")
     experiment: Path = Field(description="the experiment file: one method, one seed")
     fingerprint: Digest = Field(description="SHA-256 of the experiment file")
+    version: str = Field(description="version of fedloom, the same on all machines")
     clients: int = Field(ge=1, description="sites of the experiment, taking part or not")
     samples: Schema = Field(description="what one sample looks like")
 

@@ -1,0 +1,229 @@
+"""Can this site take part? Everything that would stop it later, looked at before it joins; each finding a sentence."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import ssl
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+from http.client import HTTPException, HTTPSConnection
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Literal, NamedTuple
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+
+import fedloom
+from fedloom.deploy.local_data import part_sizes, site_federation
+from fedloom.deploy.processes import check_free
+from fedloom.deploy.settings import Site, check_fingerprint
+from fedloom.errors import FedloomError
+from fedloom.experiment import read
+
+FLOWER = ((1, 41), (1, 43))
+"""First version of Flower that works, and the first that is not known to."""
+AHEAD, BEHIND = timedelta(seconds=5), timedelta(seconds=300)
+"""How far a site's clock may be from the server's: signatures of connections carry the time."""
+SOON = timedelta(days=30)
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at.
+
+    level: ok, note (worth knowing) or refused (the site cannot take part); sentence: what was found.
+    """
+
+    level: Literal["ok", "note", "refused"]
+    sentence: str
+
+
+Check = Callable[[Site], Iterator[Finding]]
+
+
+def check_site(site: Site, *, offline: bool = False) -> Iterator[Finding]:
+    """Everything that must hold before a site joins, in an order in which the first refusal is the one to mend.
+
+    Args:
+        site: its settings.
+        offline: leave the server alone.
+    """
+    checks: tuple[Check, ...] = (_versions, _experiment, _data, _keys, _authority, _disk, _port)
+    for check in checks if offline else (*checks, _server):
+        try:
+            yield from check(site)
+        except FedloomError as error:
+            yield Finding("refused", f"{error}")
+
+
+def _versions(site: Site) -> Iterator[Finding]:
+    if fedloom.__version__ != site.version:
+        yield Finding(
+            "refused", f"fedloom is {fedloom.__version__} here, the experiment runs {site.version}; install that"
+        )
+    try:
+        flower = version("flwr")
+    except PackageNotFoundError:
+        yield Finding("refused", "Flower is not installed; pip install 'fedloom[deploy]'")
+        return
+    low, high = FLOWER
+    known = low <= tuple(int(part) for part in flower.split(".")[:2]) < high
+    if not known:
+        bounds = f"{low[0]}.{low[1]} or newer, below {high[0]}.{high[1]}"
+        yield Finding("refused", f"Flower is {flower} here, fedloom works with {bounds}; install one of these")
+    if known and fedloom.__version__ == site.version:
+        python = ".".join(map(str, sys.version_info[:3]))
+        yield Finding("ok", f"versions: fedloom {fedloom.__version__}, Flower {flower}, Python {python}")
+
+
+def _experiment(site: Site) -> Iterator[Finding]:
+    check_fingerprint(site)
+    yield Finding("ok", f"experiment: {site.name}, SHA-256 {site.fingerprint[:16]}...")
+
+
+def _data(site: Site) -> Iterator[Finding]:
+    fed = site_federation(read(site.experiment), site)
+    train, validation, test = part_sizes(fed, site.client)
+    if train == 0:
+        yield Finding("note", "data: no sample; the site will get models and contribute nothing")
+        return
+    yield Finding("ok", f"data: {train} samples for training, {validation} for validation, {test} for test")
+    if not fed.data.classes:
+        return
+    counts = fed.class_counts("train")[site.client].tolist()
+    lacking = [name for name, count in zip(fed.data.classes, counts, strict=True) if count == 0]
+    if lacking:
+        yield Finding("note", f"labels: no training sample of {', '.join(lacking)}")
+    else:
+        yield Finding("ok", f"labels: all {len(counts)} classes, the rarest with {min(counts)} training samples")
+
+
+def _keys(site: Site) -> Iterator[Finding]:
+    kinds = (
+        (site.node_key, ec.EllipticCurvePrivateKey, "ECDSA P-384"),
+        (site.signing_key, ed25519.Ed25519PrivateKey, "Ed25519"),
+    )
+    fine = True
+    for path, kind, name in kinds:
+        for sentence in _key_faults(path, kind, name):
+            fine = False
+            yield Finding("refused", sentence)
+    if fine:
+        yield Finding("ok", "keys: both are there, and only their owner reads them")
+
+
+def _key_faults(path: Path, kind: type, name: str) -> Iterator[str]:
+    try:
+        mode, data = stat.S_IMODE(path.stat().st_mode), path.read_bytes()
+    except OSError as error:
+        yield f"cannot read the private key {path}: {error.strerror}"
+        return
+    if mode & 0o077:
+        yield f"{path} can be read by others (mode {mode:o}); chmod 600 {path}"
+    try:
+        key = load_ssh_private_key(data, password=None)
+    except (ValueError, TypeError) as error:
+        yield f"{path} is not a private key in OpenSSH form without a passphrase: {str(error).splitlines()[0]}"
+        return
+    if not isinstance(key, kind) or (isinstance(key, ec.EllipticCurvePrivateKey) and key.curve.name != "secp384r1"):
+        yield f"{path} must be an {name} key; make one as the directions of the deployment say"
+
+
+def _authority(site: Site) -> Iterator[Finding]:
+    try:
+        certificate = x509.load_pem_x509_certificate(site.ca.read_bytes())
+    except OSError as error:
+        yield Finding("refused", f"cannot read the authority's certificate {site.ca}: {error.strerror}")
+        return
+    except ValueError:
+        yield Finding("refused", f"{site.ca} is not a certificate in PEM form; get the file from the server again")
+        return
+    yield _dates("the authority's certificate", certificate)
+
+
+def _dates(what: str, certificate: x509.Certificate) -> Finding:
+    now, start, end = datetime.now(UTC), certificate.not_valid_before_utc, certificate.not_valid_after_utc
+    if now > end:
+        return Finding("refused", f"{what} ended on {end:%Y-%m-%d %H:%M} UTC; ask the server for a new one")
+    if now < start:
+        return Finding(
+            "refused", f"{what} is valid from {start:%Y-%m-%d %H:%M} UTC only, here it is {now:%H:%M}; set the clock"
+        )
+    if now > end - SOON:
+        return Finding("note", f"{what} ends soon, on {end:%Y-%m-%d}")
+    return Finding("ok", f"{what} is valid until {end:%Y-%m-%d}")
+
+
+def _disk(site: Site) -> Iterator[Finding]:
+    folder = next(path for path in (site.state, *site.state.parents) if path.exists())
+    try:
+        with NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        yield Finding(
+            "refused", f"nothing can be written in {folder}: {error.strerror}; the site's models are kept there"
+        )
+        return
+    free = shutil.disk_usage(folder).free >> 20
+    if free < site.free_disk:
+        yield Finding("refused", f"{free} MB are free at {folder}, free_disk asks for {site.free_disk} MB; make room")
+    else:
+        yield Finding("ok", f"disk: {free} MB are free at {folder}")
+
+
+def _port(site: Site) -> Iterator[Finding]:
+    check_free(site.port, "port (the site may be running already)")
+    yield Finding("ok", f"port {site.port} on loopback is free")
+
+
+def _server(site: Site) -> Iterator[Finding]:
+    host, _, port = site.server.rpartition(":")
+    try:
+        context = ssl.create_default_context(cafile=os.fspath(site.ca))
+    except OSError:
+        return  # said already, of the authority's certificate
+    yield from _greet(HTTPSConnection(host.strip("[]"), int(port), timeout=10, context=context), site.server)
+
+
+def _greet(connection: HTTPSConnection, address: str) -> Iterator[Finding]:
+    try:
+        connection.connect()
+        socket = connection.sock
+        assert isinstance(socket, ssl.SSLSocket)
+        certificate = x509.load_der_x509_certificate(socket.getpeercert(binary_form=True) or b"")
+        yield _dates(f"the certificate of {address}", certificate)
+        connection.request("GET", "/")
+        date = connection.getresponse().headers["Date"]
+    except ssl.SSLCertVerificationError as error:
+        yield Finding(
+            "refused", f"{address} is not the server of ca.crt: {error.verify_message}; get its ca.crt, or ask"
+        )
+    except (OSError, HTTPException) as error:
+        yield Finding(
+            "refused", f"the server {address} cannot be reached over TLS: {error}; check address and firewall"
+        )
+    else:
+        yield _clock(parsedate_to_datetime(date) if date else None)
+    finally:
+        connection.close()
+
+
+def _clock(server: datetime | None) -> Finding:
+    if server is None:
+        return Finding("note", "clock: the server does not say what time it is")
+    ahead = datetime.now(UTC) - server
+    if ahead > AHEAD + timedelta(seconds=1):  # the header has whole seconds
+        return Finding(
+            "refused", f"the clock is {ahead.total_seconds():.0f} s ahead of the server's, 5 s are allowed; use NTP"
+        )
+    if ahead < -BEHIND:
+        return Finding(
+            "refused", f"the clock is {-ahead.total_seconds():.0f} s behind the server's, 300 s are allowed; use NTP"
+        )
+    return Finding("ok", "clock: that of the server")
