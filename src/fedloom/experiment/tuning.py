@@ -53,7 +53,9 @@ class Tune(Value):
     model: Literal["auto", "global", "personal", "hybrid"] = Field(
         "auto", description="the model that is scored; auto is the personal one where the method has it"
     )
-    prune: bool = Field(True, description="stop a trial that is below the median of the earlier ones at the same point")
+    prune: bool = Field(
+        True, description="stop a trial that is below the median of the complete ones at the same point"
+    )
     startup: int = Field(5, ge=1, description="trials that run to their end before any is stopped")
     equal_work: bool = Field(
         True, description="give each method in the tuned file the rounds that cost what `rounds` of plain training cost"

@@ -1,0 +1,63 @@
+"""``fedloom tune``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedloom.cli._app import DataDir, FileArgument, app, errors
+from fedloom.errors import ConfigError, RunStopped, Stop
+
+if TYPE_CHECKING:
+    from fedloom.tune import Trial
+
+
+@app.command()
+def tune(
+    file: FileArgument,
+    out: Annotated[
+        Path | None, typer.Option(help="directory of the search; runs/<name of the file>-tune by default")
+    ] = None,
+    trials: Annotated[int | None, typer.Option(min=1, help="settings per method; replaces [tune] trials")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="methods at a time; replaces [engine] workers")] = None,
+    data_dir: DataDir = None,
+    force: Annotated[bool, typer.Option("--force", help="forget what the directory holds and start anew")] = False,
+) -> None:
+    """Choose the settings of every method on validation data, with equal trials and equal work; run again to resume.
+
+    Writes tuned.toml, the experiment with what was chosen, and tuning.md, what was tried.
+
+    Example: fedloom tune examples/quickstart.toml --out runs/quickstart-tune --trials 20
+    """
+    with errors():
+        from fedloom.values import read_toml, table
+
+        document = read_toml(file, "experiment file")
+        for name, key, value in (("tune", "trials", trials), ("engine", "workers", workers)):
+            if value is not None:
+                document[name] = {**table(document.get(name, {}), f"{file}: [{name}]"), key: value}
+        try:
+            from fedloom.tune import Tuning
+        except ModuleNotFoundError as error:
+            if error.name != "optuna":
+                raise
+            raise ConfigError("'fedloom tune' needs Optuna; install it with: pip install 'fedloom[tune]'") from None
+        search = Tuning(document, str(file), out or Path("runs") / f"{file.stem}-tune", data_dir, force=force)
+        try:
+            found = search.run(_tell)
+        except RunStopped as stop:
+            if stop.reason is not Stop.INTERRUPTED:
+                raise
+            typer.echo(str(stop), err=True)
+            raise typer.Exit(130) from None
+    for f in found:
+        if f.best is not None:
+            typer.echo(f"{f.study.method.label}: {f.best.setting}, validation {search.goal.metric} {f.best.value:.4f}")
+    typer.echo(f"report: {search.out / 'tuning.md'}\nnext:   fedloom run {search.out / 'tuned.toml'}")
+
+
+def _tell(label: str, trial: Trial) -> None:
+    end = trial.reason if trial.value is None else f"{trial.value:.4f}"
+    typer.echo(f"{label}, trial {trial.number}: {trial.setting}: {trial.state}, {end}")

@@ -1,0 +1,196 @@
+"""One trial: a setting trained for the work that every trial gets, and scored on validation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import optuna
+import torch
+
+from fedloom.data.federation import Federation, Split
+from fedloom.errors import ClientError, ConfigError, RunStopped, Stop
+from fedloom.experiment import Experiment
+from fedloom.experiment.schema import Method
+from fedloom.running.cost import samples_per_round
+from fedloom.running.hybrid import HIGHER
+from fedloom.running.records import Records
+from fedloom.running.settings import Evaluate
+from fedloom.running.setup import make_job
+from fedloom.running.simulate import simulate
+from fedloom.running.state import State
+from fedloom.tune.trials import Trial
+
+POINTS = 5
+"""Points of a trial at which it is compared with earlier ones."""
+PART: Literal["validation"] = "validation"
+
+
+class Interrupted(Exception):
+    """The user asked to stop; the trial at hand is kept as a checkpoint."""
+
+
+class Goal(NamedTuple):
+    """What trials are given and judged by.
+
+    Attributes:
+        rounds: work of a trial, in rounds of plain local training.
+        plain: samples whose gradient such a round takes.
+        metric: name of the validation metric.
+        seeds: the score is the mean over them.
+    """
+
+    rounds: int
+    plain: int
+    metric: str
+    seeds: tuple[int, ...]
+
+    @property
+    def higher(self) -> bool:
+        """More is better."""
+        return self.metric in HIGHER
+
+    @property
+    def samples(self) -> int:
+        """Samples whose gradient a trial takes, over all its seeds."""
+        return self.rounds * self.plain * len(self.seeds)
+
+    def rounds_for(self, cost: int, rounds: int | None = None) -> int:
+        """Rounds of a method, each of which costs ``cost``, nearest to the work of ``rounds`` plain ones."""
+        return max(1, round((rounds or self.rounds) * self.plain / cost)) if cost else rounds or self.rounds
+
+
+def without_test(fed: Federation) -> Federation:
+    """The federation without its test data: no test part, no common test set."""
+    none = torch.zeros(0, dtype=torch.int64)
+    parts = {**fed.parts, "test": Split(none, torch.zeros(fed.n + 1, dtype=torch.int64))}
+    return replace(fed, parts=parts, test=none)
+
+
+def arguments(experiment: Experiment, method: Method, fed: Federation, seed: int) -> dict[str, Any]:
+    """What a trial gives to `simulate`: the method's run, evaluated on validation only, in one process."""
+    evaluate = Evaluate(parts=(PART,), select_on=PART)
+    given = experiment.arguments(method, fed, seed)
+    return {**given, "evaluate": evaluate, "engine": experiment.engine.with_(workers=1)}
+
+
+def judged_model(given: Mapping[str, Any], wanted: str, metric: str | None, label: str) -> tuple[str, str]:
+    """The model and the metric that decide.
+
+    Raises:
+        ConfigError: the method has no such model, or the task no such metric; or the run cannot work.
+    """
+    job, server = make_job(**given)
+    there = ["global"] if job.algorithm.global_model(server) is not None else []
+    there += ["personal"] if job.has_personal else []
+    there += ["hybrid"] if len(there) == 2 else []
+    model = ("personal" if job.has_personal else "global") if wanted == "auto" else wanted
+    if model not in there:
+        raise ConfigError(f"[tune] model is {model!r}, but {label} has: {', '.join(there)}; use model = 'auto'")
+    task, none = job.oracle.task, torch.zeros(0, dtype=torch.int64)
+    names = list(task.metrics(torch.zeros(0, task.outputs), job.judge.targets(none), none, 0))
+    found = next((name for name in (*HIGHER, "loss") if name in names), "loss") if metric is None else metric
+    if found not in (*(n for n in HIGHER if n in names), "loss"):
+        allowed = ", ".join(n for n in (*HIGHER, "loss") if n in names)
+        raise ConfigError(f"[tune] metric is {found!r}; on this data it can be: {allowed}")
+    return model, found
+
+
+def attempt(
+    experiment: Experiment,
+    method: Method,
+    federations: Mapping[int, Federation],
+    goal: Goal,
+    model: str,
+    trial: optuna.Trial,
+    folder: Path,
+) -> Trial:
+    """Train and score a setting.
+
+    Args:
+        experiment: with the setting in its method.
+        method: the one that is tried.
+        federations: without test data, by seed.
+        goal: what every trial gets.
+        model: the one that is scored.
+        trial: what Optuna asked for.
+        folder: for checkpoints; a trial that was stopped goes on from there.
+
+    Raises:
+        Interrupted: the user asked to stop.
+    """
+    runs = {seed: arguments(experiment, method, federations[seed], seed) for seed in goal.seeds}
+    marks: dict[int, float] = {}
+    values: list[float] = []
+    rounds = samples = 0
+    state: Literal["complete", "pruned", "failed"] = "complete"
+    reason = ""
+    try:
+        wanted = goal.rounds_for(samples_per_round(**runs[goal.seeds[0]]))
+        every = -(-wanted // POINTS)
+        evaluate = Evaluate(every=every, parts=(PART,), select_on=PART)
+        for place, seed in enumerate(goal.seeds):
+            watch = _watch(marks, place * POINTS, wanted, every, model, goal, trial)
+            run = {**runs[seed], "rounds": wanted, "evaluate": evaluate}
+            result = simulate(**run, folder=folder / str(seed), progress=[watch])
+            if result.stop is Stop.INTERRUPTED:
+                raise Interrupted
+            rounds, samples = result.rounds, samples + _samples(result.state)
+            if result.stop is not Stop.DONE:
+                raise RunStopped(result.stop, result.detail)
+            values.append(_score(result.state.records, model, goal.metric))
+    except _Hopeless as hopeless:
+        rounds, samples = hopeless.state.round, samples + _samples(hopeless.state)
+        state, reason = "pruned", "below the median of the complete trials at this point"
+    except (RunStopped, ClientError) as error:
+        state, reason = "failed", str(error)
+    return Trial(
+        number=trial.number,
+        params=trial.params,
+        state=state,
+        value=sum(values) / len(values) if state == "complete" else None,
+        marks=marks,
+        rounds=rounds,
+        samples_backward=samples,
+        reason=reason,
+    )
+
+
+class _Hopeless(Exception):
+    """A trial that is stopped early, with the state it had reached."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+
+def _watch(
+    marks: dict[int, float], first: int, rounds: int, every: int, model: str, goal: Goal, trial: optuna.Trial
+) -> Callable[[State], None]:
+    """A callback of `simulate` that notes the metric at the points of a trial, and stops a hopeless one."""
+
+    def tell(state: State) -> None:
+        for record in state.records.items:
+            point = first + record.round // every
+            wanted = (record.model, record.part, record.metric) == (model, PART, f"{goal.metric}/mean")
+            if wanted and 0 < record.round < rounds and point not in marks and math.isfinite(record.values[0]):
+                marks[point] = float(record.values[0])
+                trial.report(marks[point], point)
+                if trial.should_prune():
+                    raise _Hopeless(state)
+
+    return tell
+
+
+def _score(records: Records, model: str, metric: str) -> float:
+    found = records.last(model, PART, f"{metric}/mean")
+    if found is None or not math.isfinite(found[0]):
+        raise RunStopped(Stop.DIVERGED, f"the validation {metric} is not a number")
+    return float(found[0])
+
+
+def _samples(state: State) -> int:
+    found = state.records.last("", "", "samples_backward")
+    return 0 if found is None else int(found[0])

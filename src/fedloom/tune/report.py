@@ -1,0 +1,132 @@
+"""What was tried, for people: ``trials.csv``, ``tuning.md`` and a chart of every trial, ``trials.svg``."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import altair as alt
+
+from fedloom.experiment.tuning import Dimension, Range, Tune
+from fedloom.report.figure import Figure
+from fedloom.report.naming import metric as named
+from fedloom.report.naming import titled
+from fedloom.running.files import write_atomic
+from fedloom.tune.spaces import ALL, defaults
+
+if TYPE_CHECKING:
+    from fedloom.tune.attempt import Goal
+    from fedloom.tune.plan import Found
+    from fedloom.tune.trials import Trial
+
+
+def write_report(out: Path, name: str, tune: Tune, goal: Goal, found: Sequence[Found]) -> None:
+    """Write the three files."""
+    write_atomic(out / "trials.csv", _csv(found).encode())
+    write_atomic(out / "trials.svg", _chart(goal, found).svg().encode())
+    write_atomic(out / "tuning.md", "\n".join(_page(name, tune, goal, found)).encode())
+
+
+def _csv(found: Sequence[Found]) -> str:
+    keys = sorted({key for f in found for key in f.study.space})
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["method", "trial", "state", "value", *keys, "rounds", "samples_backward", "chosen", "reason"])
+    for f in found:
+        for t in f.trials:
+            values = [t.params.get(key, "") for key in keys]
+            chosen = f.best is not None and t.number == f.best.number
+            row = [f.study.method.label, t.number, t.state, "" if t.value is None else repr(t.value), *values]
+            table.writerow([*row, t.rounds, t.samples_backward, int(chosen), t.reason])
+    return text.getvalue()
+
+
+def _page(name: str, tune: Tune, goal: Goal, found: Sequence[Found]) -> list[str]:
+    shown = named(goal.metric)
+    seeds = ", ".join(str(s) for s in goal.seeds)
+    lines = [
+        f"# Tuning of {name}",
+        "",
+        f"Every method had {tune.trials} trials. A trial trains for the work of {goal.rounds} rounds of plain local "
+        f"training per seed ({goal.samples:,} samples_backward over seeds {seeds}), in as many of its own "
+        f"rounds as come nearest. It is scored by the validation {titled(shown)} after its last round, mean over "
+        "clients and seeds. "
+        "The test data were not read.",
+        "",
+        "Trial 0 is the setting of the experiment file, where the search space holds it. "
+        + (
+            f"After {tune.startup} trials, one below the median of the complete ones at the same point is stopped."
+            if tune.prune
+            else "No trial was stopped early."
+        ),
+        "",
+        "![Every trial](trials.svg)",
+        "",
+        "## Chosen",
+        "",
+        f"| method | model | {titled(shown)} | setting | rounds | samples_backward | of the budget | pruned | failed |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for f in found:
+        states = [t.state for t in f.trials]
+        ends = f"{states.count('pruned')} | {states.count('failed')}"
+        if f.best is None:
+            lines.append(f"| {f.study.method.label} | {f.study.model} | - | no trial completed | - | - | - | {ends} |")
+            continue
+        b = f.best
+        share = b.samples_backward / goal.samples
+        lines.append(
+            f"| {f.study.method.label} | {f.study.model} | {_value(b, goal)} | {b.setting} | {b.rounds} | "
+            f"{b.samples_backward:,} | {100 * share:.1f} % | {ends} |"
+        )
+    lines += ["", "## Where was looked", "", "| method | setting | where | from |", "|---|---|---|---|"]
+    for f in found:
+        for key, dimension in f.study.space.items():
+            source = _source(f.study.method.algorithm, f.study.method.label, key, tune)
+            lines.append(f"| {f.study.method.label} | {key} | {_where(dimension)} | {source} |")
+    return [*lines, "", "All trials: [trials.csv](trials.csv). The experiment with what was chosen: `tuned.toml`.", ""]
+
+
+def _chart(goal: Goal, found: Sequence[Found]) -> Figure:
+    rows: list[dict[str, Any]] = [
+        {"method": f.study.method.label, "trial": t.number, "value": value, "state": t.state}
+        for f in found
+        for t in f.trials
+        if (value := t.value if t.value is not None else t.marks.get(max(t.marks, default=-1))) is not None
+    ]
+    shown = named(goal.metric)
+    chart = (
+        alt.Chart(alt.NamedData("rows"))
+        .mark_point(filled=True)
+        .encode(
+            x=alt.X("trial:Q", title="Trial"),
+            y=alt.Y("value:Q", title=f"Validation {shown.title.lower()}", scale=alt.Scale(zero=False)),
+            color=alt.Color("state:N", title=None),
+            shape=alt.Shape("state:N", title=None),
+        )
+        .properties(width=220, height=120)
+        .facet(alt.Facet("method:N", title=None, sort=None), columns=3)
+    )
+    caption = "Every trial's score after its last round; of a stopped one, at the point where it was stopped."
+    return Figure("trials", "tuning", "trials", "Every trial", caption, chart, rows, {}, "facet")
+
+
+def _value(trial: Trial, goal: Goal) -> str:
+    assert trial.value is not None
+    return f"{trial.value * named(goal.metric).scale:.4g}"
+
+
+def _where(dimension: Dimension) -> str:
+    if isinstance(dimension, Range):
+        return f"{dimension.low} to {dimension.high}{', logarithmic' if dimension.log else ''}"
+    return ", ".join(str(value) for value in dimension)
+
+
+def _source(algorithm: str, label: str, key: str, tune: Tune) -> str:
+    if any(key in tune.space.get(name, {}) for name in (ALL, algorithm, label)):
+        return "the experiment file"
+    spaces, sources = defaults()
+    return sources[algorithm if key in spaces.get(algorithm, {}) else ALL]

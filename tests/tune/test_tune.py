@@ -1,0 +1,336 @@
+"""Tuning: equal trials and work for every method, on validation only, and the same after a stop."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import fedloom as fl
+from fedloom.algorithms import REGISTRY
+from fedloom.cli import app
+from fedloom.errors import RunDirError, RunStopped
+from fedloom.experiment import parse
+from fedloom.tune import Trial, Tuning
+from fedloom.tune.spaces import check_values, defaults, own_params, space_of, with_params
+from fedloom.tune.trials import Search
+
+RUNNER = CliRunner()
+SMALL = """
+name = "small"
+rounds = 4
+seeds = [0, 1]
+[data]
+source = "digits"
+[partition]
+kind = "hybrid"
+clients = 6
+labels_per_client = 2
+beta = 0.5
+[local]
+lr = 0.05
+[tune]
+trials = 4
+startup = 2
+[[method]]
+algorithm = "fedavg"
+[[method]]
+algorithm = "fedprox"
+[[method]]
+algorithm = "ditto"
+[[method]]
+algorithm = "flame"
+"""
+TWO = SMALL.replace('[[method]]\nalgorithm = "ditto"\n', "").replace('[[method]]\nalgorithm = "flame"\n', "")
+
+
+def tuning(text: str, out: Path, **more: Any) -> Tuning:
+    return Tuning(tomllib.loads(text), "small.toml", out, **more)
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    names = [*sorted((out / "trials").glob("*.json")), out / "trials.csv", out / "tuned.toml", out / "tuning.md"]
+    return {path.name: path.read_bytes() for path in names}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tune")
+    (folder / "small.toml").write_text(SMALL)
+    result = RUNNER.invoke(app, ["tune", str(folder / "small.toml"), "--out", str(folder / "out")])
+    assert result.exit_code == 0, result.output
+    assert "fedavg, trial 0: local.lr = 0.05: complete" in result.output
+    return folder / "out"
+
+
+def rows(out: Path) -> list[dict[str, str]]:
+    with (out / "trials.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_method_has_the_same_trials_and_the_same_work(finished: Path) -> None:
+    found = rows(finished)
+    for label in ("fedavg", "fedprox", "ditto", "flame"):
+        assert [int(r["trial"]) for r in found if r["method"] == label] == [0, 1, 2, 3]
+    complete = [r for r in found if r["state"] == "complete"]
+    assert len({r["samples_backward"] for r in complete}) == 1
+    rounds = {r["method"]: int(r["rounds"]) for r in complete}
+    assert rounds == {"fedavg": 4, "fedprox": 4, "ditto": 2, "flame": 4}  # Ditto trains two models per round
+
+
+def test_a_stopped_trial_has_done_less_and_was_below_the_median(finished: Path, tmp_path: Path) -> None:
+    text = TWO.replace("trials = 4", "trials = 10").replace("rounds = 4", "rounds = 10")
+    found = tuning(text, tmp_path / "out").run()[0]
+    pruned = [t for t in found.trials if t.state == "pruned"]
+    assert pruned
+    for trial in pruned:
+        point = max(trial.marks)
+        before = [t.marks[point] for t in found.trials[: trial.number] if t.state == "complete"]
+        assert max(trial.marks.values()) < np.median(before)
+        assert trial.samples_backward < found.trials[0].samples_backward
+        assert trial.value is None
+    assert all(t.state == "complete" for t in found.trials[:2])
+
+
+def test_the_tuned_file_is_complete_and_gives_the_score_that_was_found(finished: Path) -> None:
+    document = tomllib.loads((finished / "tuned.toml").read_text())
+    experiment = parse(document, "tuned.toml")
+    assert experiment.head == parse(tomllib.loads(SMALL)).head
+    best = {r["method"]: r for r in rows(finished) if r["chosen"] == "1"}
+    fed = experiment.partition(experiment.source.load(), 0)
+    for method in experiment.methods:
+        row = best[method.label]
+        assert method.local.lr == float(row["local.lr"])
+        assert all(r["value"] <= row["value"] for r in rows(finished) if r["method"] == method.label and r["value"])
+        result = fl.simulate(**experiment.arguments(method, fed, 0))
+        model = "personal" if result.job.has_personal else "global"
+        score = result.final(model, "accuracy", "validation").nanmean()
+        assert float(score) == pytest.approx(float(row["value"]), abs=1e-12)
+
+
+def test_equal_work_of_the_tuned_file(finished: Path) -> None:
+    experiment = parse(tomllib.loads((finished / "tuned.toml").read_text()), "tuned.toml")
+    fed = experiment.partition(experiment.source.load(), 1)
+    work = set()
+    for method in experiment.methods:
+        result = fl.simulate(**experiment.arguments(method, fed, 1))
+        counted = result.state.records.last("", "", "samples_backward")
+        assert counted is not None
+        work.add(counted[0])
+    assert len(work) == 1
+
+
+def test_the_tuned_file_runs(finished: Path, tmp_path: Path) -> None:
+    result = RUNNER.invoke(app, ["run", str(finished / "tuned.toml"), "--out", str(tmp_path / "run")])
+    assert result.exit_code == 0, result.output
+
+
+def test_no_test_data_are_read(tmp_path: Path) -> None:
+    data = fl.load("digits")
+    x, y = data.x.reshape(len(data), -1).numpy().astype(np.float32), data.y.numpy()
+    np.savez(tmp_path / "clean.npz", x=x, y=y)
+    clean = TWO.replace('"digits"', f'"{tmp_path}/clean.npz"')
+    experiment = parse(tomllib.loads(clean))
+    federation = experiment.partition(experiment.source.load(), 0)
+    poisoned = x.copy()
+    poisoned[federation.parts["test"].index.numpy()] = 1e6
+    np.savez(tmp_path / "poisoned.npz", x=poisoned, y=y)
+    bad = TWO.replace('"digits"', f'"{tmp_path}/poisoned.npz"')
+    spoilt = parse(tomllib.loads(bad))
+    result = fl.simulate(**spoilt.arguments(spoilt.methods[0], spoilt.partition(spoilt.source.load(), 0), 0))
+    assert float(result.final("global", "loss").mean()) > 1e3  # a run that reads them shows it
+    values = []
+    for name, text in (("clean", clean), ("poisoned", bad)):
+        search = tuning(text, tmp_path / name)
+        assert all(not len(fed.parts["test"].index) for fed in search.federations.values())
+        search.run()
+        values.append((tmp_path / name / "trials.csv").read_bytes())
+    assert values[0] == values[1]
+
+
+class Killed(Exception):
+    pass
+
+
+def test_stopped_between_trials_and_run_again(finished: Path, tmp_path: Path) -> None:
+    count = 0
+
+    def tell(*_: Any) -> None:
+        nonlocal count
+        count += 1
+        if count in (2, 6, 7):
+            raise Killed
+
+    for _ in range(3):
+        with pytest.raises(Killed):
+            tuning(SMALL, tmp_path / "out").run(tell)
+    tuning(SMALL, tmp_path / "out").run()
+    assert contents(tmp_path / "out") == contents(finished)
+
+
+@pytest.mark.parametrize("crash_at", [60, 200])
+def test_killed_within_a_trial_and_run_again(crash_at: int, finished: Path, tmp_path: Path) -> None:
+    file = tmp_path / "small.toml"
+    file.write_text(SMALL + "[engine]\ncheckpoint_every = 1e-9\n")
+    command = [sys.executable, "-m", "fedloom.cli", "tune", str(file), "--out", str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": "src", "FEDLOOM_CRASH_AT": str(crash_at)}
+    assert subprocess.run(command, env=environment, capture_output=True).returncode == 137
+    assert not (tmp_path / "out" / "tuned.toml").exists()
+    assert RUNNER.invoke(app, command[3:]).exit_code == 0
+    found, whole = contents(tmp_path / "out"), contents(finished)
+    assert found.pop("tuned.toml") != whole.pop("tuned.toml")  # it has [engine]
+    assert found == whole
+
+
+def test_ctrl_c_leaves_a_search_that_goes_on(finished: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunStopped, match="run the same command again"):
+        tuning(SMALL, tmp_path / "out").run(lambda *_: signal.raise_signal(signal.SIGINT))
+    assert not (tmp_path / "out" / "tuned.toml").exists()
+    tuning(SMALL, tmp_path / "out").run()
+    assert contents(tmp_path / "out") == contents(finished)
+
+
+def test_methods_side_by_side_give_the_same(finished: Path, tmp_path: Path) -> None:
+    tuning(SMALL + "[engine]\nworkers = 2\n", tmp_path / "out").run()
+    for name in ("trials.csv", "tuning.md"):
+        assert (tmp_path / "out" / name).read_bytes() == (finished / name).read_bytes()
+
+
+def test_more_trials_and_another_method_keep_what_was_tried(finished: Path, tmp_path: Path) -> None:
+    tuning(TWO.replace("trials = 4", "trials = 2"), tmp_path / "out").run()
+    tuning(SMALL, tmp_path / "out").run()
+    assert contents(tmp_path / "out") == contents(finished)
+
+
+def test_seeds_and_metric(tmp_path: Path) -> None:
+    text = TWO.replace("trials = 4", 'trials = 2\nseeds = [0, 1]\nmetric = "loss"\nmodel = "global"')
+    both = tuning(text, tmp_path / "both").run()[0]
+    single = [
+        tuning(text.replace("seeds = [0, 1]\nm", f"seeds = [{s}]\nm"), tmp_path / str(s)).run()[0] for s in (0, 1)
+    ]
+    first = [f.trials[0].value for f in single]
+    assert both.trials[0].value == pytest.approx(np.mean(np.array(first, float)), abs=1e-12)
+    assert both.best is not None
+    assert both.best.value == min(t.value for t in both.trials if t.value is not None)
+    assert both.trials[0].samples_backward == sum(f.trials[0].samples_backward for f in single)
+
+
+def test_a_space_of_the_file_is_kept_to(tmp_path: Path) -> None:
+    space = '[tune.space.all]\n"local.lr" = [0.01, 0.1]\n[tune.space.fedprox]\nmu = {low = 2.0, high = 3.0}\n'
+    found = tuning(TWO + space, tmp_path / "out").run()
+    for f in found:
+        for trial in f.trials:
+            assert trial.params["local.lr"] in (0.01, 0.1)
+            assert 2.0 <= trial.params.get("mu", 2.5) <= 3.0
+    document = tomllib.loads((tmp_path / "out" / "tuned.toml").read_text())
+    assert 2.0 <= document["method"][1]["mu"] <= 3.0
+    assert "the experiment file" in (tmp_path / "out" / "tuning.md").read_text()
+
+
+def test_diverged_trials_are_kept_as_failed(tmp_path: Path) -> None:
+    text = TWO + '[tune.space.fedprox]\n"local.lr" = [1e25]\n'
+    with pytest.raises(RunStopped, match="no trial of fedprox completed: diverged"):
+        tuning(text, tmp_path / "out").run()
+    assert not (tmp_path / "out" / "tuned.toml").exists()
+    states = {r["method"]: r["state"] for r in rows(tmp_path / "out")}
+    assert states["fedprox"] == "failed"
+
+
+BAD = {
+    "no validation": (("beta = 0.5", "beta = 0.5\nvalidation = 0.0"), "the clients have none"),
+    "key": (("trials = 4", "trails = 4"), "did you mean 'trials'"),
+    "trials": (("trials = 4", "trials = 0"), "greater than or equal to 1"),
+    "method": (("startup = 2", "startup = 2\n[tune.space.fedpox]\nmu = [1.0]"), "did you mean 'fedprox'"),
+    "setting": (("startup = 2", "startup = 2\n[tune.space.fedprox]\nnu = [1.0]"), "unknown setting 'nu'"),
+    "value": (("startup = 2", "startup = 2\n[tune.space.fedprox]\nmu = [-1.0]"), "mu = -1.0 cannot be tried"),
+    "range": (("startup = 2", "startup = 2\n[tune.space.fedprox]\nmu = {low = 2, high = 1}"), "low must be below high"),
+    "logarithm": (
+        ("startup = 2", "startup = 2\n[tune.space.fedprox]\nmu = {low = 0, high = 1, log = true}"),
+        "needs low > 0",
+    ),
+    "empty": (("startup = 2", 'startup = 2\n[tune.space.fedavg]\n"local.lr" = []'), "nothing to look for in fedavg"),
+    "metric": (("startup = 2", 'startup = 2\nmetric = "auroc"'), "it can be: accuracy, loss"),
+    "model": (("startup = 2", 'startup = 2\nmodel = "personal"'), "fedavg has: global"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(BAD))
+def test_bad_input_is_refused_before_any_work(case: str, tmp_path: Path) -> None:
+    (old, new), sentence = BAD[case]
+    file = tmp_path / "bad.toml"
+    file.write_text(SMALL.replace(old, new))
+    result = RUNNER.invoke(app, ["tune", str(file), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2, result.output
+    assert result.output.startswith("error: ")
+    assert sentence in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_search_and_a_foreign_folder_are_refused(finished: Path, tmp_path: Path) -> None:
+    before = contents(finished)
+    with pytest.raises(RunDirError, match=r"another search: method ditto: local.lr was 0.05, now it is 0.1"):
+        tuning(SMALL.replace("lr = 0.05", "lr = 0.1"), finished)
+    with pytest.raises(RunDirError, match=r"tune.rounds was 4, now it is 3"):
+        tuning(SMALL.replace("startup = 2", "startup = 2\nrounds = 3"), finished)
+    assert contents(finished) == before
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(RunDirError, match="holds no search"):
+        tuning(SMALL, tmp_path, force=True)
+    (finished.parent / "copy" / "trials").mkdir(parents=True)
+    (finished.parent / "copy" / "search.toml").write_bytes((finished / "search.toml").read_bytes())
+    (finished.parent / "copy" / "trials" / "fedavg.json").write_text("[{}]")
+    with pytest.raises(RunDirError, match="is damaged"):
+        tuning(SMALL, finished.parent / "copy").run()
+
+
+def test_every_default_space_fits_its_method() -> None:
+    spaces, sources = defaults()
+    assert set(spaces) - {"all"} <= set(REGISTRY)
+    assert all(sources.values())
+    document = {"data": {"source": "digits"}, "method": [{"algorithm": name} for name in REGISTRY]}
+    experiment = parse(document)
+    for place, method in enumerate(experiment.methods):
+        space = space_of(method, experiment.tune, "defaults")
+        assert space
+        check_values(document, place, space, "defaults")
+        own = own_params(method, space)
+        if method.algorithm != "fiaelt":  # its beta follows from the data
+            assert own is not None
+            assert parse(with_params(document, place, own)).methods[place].composition == method.composition
+
+
+def test_a_suggestion_depends_on_what_was_tried_only() -> None:
+    experiment = parse({"data": {"source": "digits"}, "method": [{"algorithm": "fedprox"}]})
+    space = space_of(experiment.methods[0], experiment.tune, "")
+    search = Search(space, True, 0, "fedprox", None, 5)
+    trials: list[Trial] = []
+    for number in range(15):
+        params = search.ask(trials).params
+        assert search.ask(trials).params == params
+        value = -abs(np.log10(params["local.lr"]) + 1)
+        trials.append(Trial(number=number, params=params, state="complete", value=value, rounds=1, samples_backward=1))
+    other = Search(space, True, 1, "fedprox", None, 5).ask([])
+    assert other.params != trials[0].params
+    best = search.best(trials)
+    assert best is not None
+    assert best.value == max(t.value for t in trials if t.value is not None)
+
+
+def test_optuna_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in [n for n in sys.modules if n.startswith("fedloom.tune")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    file = tmp_path / "small.toml"
+    file.write_text(SMALL)
+    result = RUNNER.invoke(app, ["tune", str(file), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    assert "pip install 'fedloom[tune]'" in result.output
