@@ -148,7 +148,7 @@ def test_imports_are_declared(name: str) -> None:
     allowed = core | set(sys.stdlib_module_names) | {"fedloom", *WITH_PYDANTIC}
     assert {name.split(".")[0] for name in imports(tree)} <= allowed | EXTRAS
     at_the_top = ast.Module([n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)], [])
-    if not name.startswith("deploy/"):
+    if not name.startswith(("deploy/", "tune/")):
         assert {name.split(".")[0] for name in imports(at_the_top)} <= allowed, (
             "extras are imported where they are used"
         )
