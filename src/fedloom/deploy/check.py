@@ -73,13 +73,12 @@ def _versions(site: Site) -> Iterator[Finding]:
         yield Finding("refused", "Flower is not installed; pip install 'fedloom[deploy]'")
         return
     low, high = FLOWER
-    known = low <= tuple(int(part) for part in flower.split(".")[:2]) < high
-    if not known:
-        bounds = f"{low[0]}.{low[1]} or newer, below {high[0]}.{high[1]}"
-        yield Finding("refused", f"Flower is {flower} here, fedloom works with {bounds}; install one of these")
-    if known and fedloom.__version__ == site.version:
+    if low <= tuple(int(part) for part in flower.split(".")[:2]) < high:
         python = ".".join(map(str, sys.version_info[:3]))
         yield Finding("ok", f"versions: fedloom {fedloom.__version__}, Flower {flower}, Python {python}")
+    else:
+        bounds = f"{low[0]}.{low[1]} or newer, below {high[0]}.{high[1]}"
+        yield Finding("refused", f"Flower is {flower} here, fedloom works with {bounds}; install one of these")
 
 
 def _experiment(site: Site) -> Iterator[Finding]:

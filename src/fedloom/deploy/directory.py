@@ -28,6 +28,8 @@ from fedloom.deploy.units import (
 from fedloom.errors import ConfigError
 
 APP = "app"
+AUTHORITY_DAYS = 3650
+"""Days that the authority is valid: sites have its certificate, so it should outlive the server's."""
 
 
 def write(plan: Plan, out: Path, place: Place) -> None:
@@ -52,7 +54,7 @@ def write(plan: Plan, out: Path, place: Place) -> None:
 
 
 def _fill(folder: Path, plan: Plan, place: Place) -> None:
-    ca = keys.authority(plan.name, place.days)
+    ca = keys.authority(plan.name, AUTHORITY_DAYS)
     pairs = {site: (keys.key_pair("connection"), keys.key_pair("signing")) for site in plan.sites}
     members = tuple(
         Member(site=site, client=k, node_key=node.public, signing_key=signing.public)
@@ -123,6 +125,30 @@ def certify(folder: Path, ca: keys.Authority, place: Place) -> None:
     certificate = keys.server_certificate(ca, tuple(names), place.days)
     _write(folder / "server.crt", certificate.certificate)
     _write(folder / "server.key", certificate.key, private=True)
+
+
+def renew(folder: Path, host: str, days: int) -> Path:
+    """Another certificate of the server, by the authority of a deployment's directory; its path.
+
+    Raises:
+        ConfigError: the directory holds no authority, or not its key any more.
+    """
+    here = folder / "authority"
+    try:
+        ca = keys.Authority.load((here / "ca.key").read_bytes(), (here / "ca.crt").read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"{here} has no authority ({error.strerror}); put its folder there for this command"
+        ) from None
+    left = (ca.certificate.not_valid_after_utc - datetime.now(UTC)).days
+    if left < days:
+        raise ConfigError(f"the authority's own certificate ends in {left} days, so --days must be at most that")
+    new = folder / "server" / f".new-{secrets.token_hex(4)}"
+    certify(new, ca, Place(host=host, days=days))
+    for path in new.iterdir():
+        path.replace(folder / "server" / path.name)
+    new.rmdir()
+    return folder / "server" / "server.crt"
 
 
 def write_app(folder: Path) -> None:

@@ -10,7 +10,13 @@ from typing import Literal, NamedTuple
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedloom.errors import ConfigError
@@ -31,6 +37,13 @@ class Authority(NamedTuple):
 
     key: ec.EllipticCurvePrivateKey
     certificate: x509.Certificate
+
+    @classmethod
+    def load(cls, key: bytes, certificate: bytes) -> Authority:
+        """The authority of the two PEM files."""
+        private = load_pem_private_key(key, password=None)
+        assert isinstance(private, ec.EllipticCurvePrivateKey)
+        return cls(private, x509.load_pem_x509_certificate(certificate))
 
     def pem(self) -> bytes:
         """The certificate, which everybody has."""

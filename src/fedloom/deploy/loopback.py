@@ -15,11 +15,15 @@ from typing import Any
 
 from fedloom.deploy import commands
 from fedloom.deploy.processes import Process, ProcessError, Processes, check_free, free_ports
-from fedloom.deploy.settings import Server, Site, check_fingerprint, read_server, read_site
+from fedloom.deploy.settings import Server, Site, check_fingerprint, check_version, read_server, read_site
+from fedloom.deploy.table import site_table
 from fedloom.errors import ConfigError
 
 ANSWER = 90.0
 """Seconds that the server, or a command to it, may take to answer."""
+
+SPOKEN = "fedloom: "
+"""How lines of the server's log begin that are meant for people."""
 
 Tell = Callable[[str], None]
 
@@ -44,10 +48,10 @@ class Loopback:
                 f"{folder} has no server/server.toml; write it with 'fedloom deploy init EXPERIMENT.toml'"
             )
         agreed = read_server(self._server_file)
-        check_fingerprint(agreed)
         self.sites: dict[str, Site] = {m.site: read_site(self.site_file(m.site)) for m in agreed.sites}
-        for site in self.sites.values():
-            check_fingerprint(site)
+        for side in (agreed, *self.sites.values()):
+            check_fingerprint(side)
+            check_version(side)
         if port is not None:
             check_free(port, "--port")
         self._ports = free_ports(1 + len(self.sites))
@@ -143,6 +147,10 @@ class Loopback:
             raise ProcessError(f"{' '.join(command[1:4])}: {why}")
         return answer
 
+    def table(self) -> list[dict[str, Any]]:
+        """The last figures of every site; see `site_table`."""
+        return site_table(self.server.results / "metrics.parquet", [m.site for m in self.server.sites])
+
     def _start(self, name: str, command: Sequence[str], threads: int | None = None) -> Process:
         home = self.work / ("cli" if name == "run" else name)
         environment = commands.environment(home, threads=threads)
@@ -170,3 +178,31 @@ class Loopback:
     def _pass_on(lines: Sequence[str], tell: Tell) -> None:
         for line in lines:
             tell(line.rstrip("\n"))
+
+
+def run_all(folder: Path, tell: Tell, port: int | None = None) -> Loopback:
+    """Run a deployment's directory on this machine to the end of its experiment; nothing runs any more afterwards.
+
+    Args:
+        folder: the directory.
+        tell: called with what a person wants to see.
+        port: of the server; None: a free one.
+
+    Raises:
+        ConfigError: the directory is not one, or the port is in use.
+        ProcessError: the server or the run failed.
+    """
+
+    def say(line: str) -> None:
+        if line.startswith(SPOKEN):
+            tell(line.removeprefix(SPOKEN))
+
+    with Processes() as processes:
+        here = Loopback(folder, processes, port)
+        here.start_server()
+        tell(f"the server answers on {here.address}, over TLS")
+        for name, node in here.register_all().items():
+            tell(f"site {name} is node {node}")
+            here.start_site(name)
+        here.run(say)
+    return here

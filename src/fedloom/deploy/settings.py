@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tomli_w
 from pydantic import AfterValidator, BaseModel, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+import fedloom
 from fedloom.errors import ConfigError
 from fedloom.values import Value, fields_of, make, read_toml
 
@@ -164,6 +165,16 @@ def read_server(path: Path) -> Server:
         ConfigError: the file is missing or says what cannot be.
     """
     return _read(Server, path, "server file")
+
+
+def check_version(shared: Shared) -> None:
+    """Refuse another version of fedloom than the one that was agreed on.
+
+    Raises:
+        ConfigError: the versions differ; both are named.
+    """
+    if shared.version != fedloom.__version__:
+        raise ConfigError(f"fedloom is {fedloom.__version__} here, the experiment runs {shared.version}; install that")
 
 
 def placed(value: V, folder: Path) -> V:

@@ -1,0 +1,164 @@
+"""``fedloom deploy``: an experiment at real sites, over TLS, on Flower."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedloom.cli._app import DataDir, FileArgument, app, errors
+
+deploy = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="An experiment at real sites: their data stays there, models travel over TLS, Flower carries them.",
+)
+app.add_typer(deploy, name="deploy")
+
+Directory = Annotated[Path, typer.Argument(help="directory that 'fedloom deploy init' wrote", show_default=False)]
+SiteFolder = Annotated[Path, typer.Argument(help="a site's folder, with its site.toml", show_default=False)]
+
+
+@deploy.command()
+def init(
+    file: FileArgument,
+    sites: Annotated[int | None, typer.Option(help="number of sites; the clients of the partition by default")] = None,
+    out: Annotated[Path | None, typer.Option(help="directory to write; the file's name by default")] = None,
+    method: Annotated[str | None, typer.Option(help="label of the method, if the experiment has several")] = None,
+    rounds: Annotated[int | None, typer.Option(help="communication rounds, if not the experiment's", min=1)] = None,
+    seed: Annotated[int | None, typer.Option(help="the first of the experiment by default", min=0)] = None,
+    host: Annotated[str, typer.Option(help="name or address that sites reach the server by")] = "localhost",
+    gate_port: Annotated[int, typer.Option(help="port that sites reach the server by")] = 8443,
+    port: Annotated[int, typer.Option(help="port of the server on loopback, behind the gate")] = 18000,
+    quorum: Annotated[int | None, typer.Option(help="accepted replies of a round; more than half by default")] = None,
+    home: Annotated[Path, typer.Option(help="folder for server/ and site/ on the machines")] = Path("/srv/fedloom"),
+    programs: Annotated[Path, typer.Option(help="folder of the programs on the machines")] = Path("/opt/fedloom/bin"),
+    days: Annotated[int, typer.Option(help="days that certificates are valid")] = 365,
+    own_data: Annotated[bool, typer.Option("--own-data", help="every site has data of its own, not a share")] = False,
+    data_dir: DataDir = None,
+) -> None:
+    """Write a ready directory: certificates, keys, settings, systemd units, a gate, and the five commands to run it.
+
+    Example: fedloom deploy init examples/hospitals.toml --sites 4 --method flame --rounds 10 --out hospitals
+    """
+    with errors():
+        from fedloom.deploy.directory import write
+        from fedloom.deploy.plan import plan
+        from fedloom.deploy.units import Place
+        from fedloom.experiment import read
+        from fedloom.values import make
+
+        given = {"host": host, "gate_port": gate_port, "port": port, "home": home, "programs": programs, "days": days}
+        place = make(Place, {**given, "quorum": quorum}, "fedloom deploy init", Place.model_fields)
+        choice: dict[str, Any] = {
+            "method": method,
+            "seed": seed,
+            "rounds": rounds,
+            "data_dir": data_dir,
+            "own_data": own_data,
+        }
+        planned = plan(read(file), sites, **choice)
+        folder = out or Path(file.stem)
+        write(planned, folder, place)
+        typer.echo(f"{folder}: a server and {len(planned.sites)} sites ({', '.join(planned.sites)})")
+        typer.echo(f"directions: {folder / 'README.md'}; to try it on this machine: fedloom deploy local {folder}")
+
+
+@deploy.command()
+def check(
+    site: SiteFolder,
+    offline: Annotated[bool, typer.Option("--offline", help="leave the server alone")] = False,
+) -> None:
+    """Look at everything that a site needs before it joins; each finding is a sentence, the exit code 1 if one refuses.
+
+    Example: fedloom deploy check /srv/fedloom/site
+    """
+    with errors():
+        from fedloom.deploy.check import check_site
+        from fedloom.deploy.settings import read_site
+
+        refused = 0
+        for finding in check_site(read_site(site / "site.toml"), offline=offline):
+            typer.echo(f"{finding.level:<8}{finding.sentence}")
+            refused += finding.level == "refused"
+        if refused:
+            typer.echo(f"the site cannot take part: {refused} of the findings must be mended", err=True)
+            raise typer.Exit(1)
+
+
+@deploy.command()
+def local(
+    directory: Directory,
+    port: Annotated[
+        int | None, typer.Option(help="port of the server; a free one by default", min=1, max=65535)
+    ] = None,
+) -> None:
+    """Run a deployment on this machine: the server with TLS and node keys, every site, all rounds; run again to go on.
+
+    Example: fedloom deploy local hospitals
+    """
+    with errors():
+        from fedloom.deploy.loopback import run_all
+
+        try:
+            deployment = run_all(directory, typer.echo, port)
+        except KeyboardInterrupt:
+            typer.echo("interrupted; every process has ended; run the same command again to go on", err=True)
+            raise typer.Exit(130) from None
+        _print_sites(deployment.table(), ("site", "model", "round"))
+        typer.echo(f"results of the server: {deployment.server.results}")
+        for site in deployment.sites.values():
+            typer.echo(f"models of {site.site}: {site.state}")
+
+
+@deploy.command()
+def models(
+    folder: Annotated[Path, typer.Argument(help="a site's folder, or a deployment's directory", show_default=False)],
+    out: Annotated[Path | None, typer.Option(help="folder to export to, one state dict per site")] = None,
+) -> None:
+    """List the models on the disks of sites, and export them as state dicts for the plain PyTorch module.
+
+    Example: fedloom deploy models /srv/fedloom/site --out models
+    """
+    with errors():
+        from fedloom.deploy.models import export, owned
+
+        found = owned(folder)
+        if not found:
+            typer.echo("no model yet: a site has one after the first round that it took part in")
+        for one in found:
+            path = one.model.path if out is None else export(one, out)
+            typer.echo(f"{one.site.site:<16}{one.model.kind:<10}round {one.model.round:<6}{path}")
+
+
+@deploy.command()
+def renew(
+    directory: Directory,
+    host: Annotated[str, typer.Option(help="name or address that sites reach the server by")] = "localhost",
+    days: Annotated[int, typer.Option(help="days that the certificate is valid")] = 365,
+) -> None:
+    """Make another certificate of the server, signed by the same authority; sites need nothing new.
+
+    Example: fedloom deploy renew hospitals --host fl.example.org
+    """
+    with errors():
+        from fedloom.deploy.directory import renew as renew_certificate
+
+        typer.echo(f"copy {renew_certificate(directory, host, days)} and its key to the server, then reload the gate")
+
+
+def _print_sites(rows: Sequence[dict[str, Any]], first: Sequence[str]) -> None:
+    """Rows as a table on standard output; numbers with four digits."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = [*first, *dict.fromkeys(key for row in rows for key in row if key not in first)]
+    shown = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        shown.add_column(column, justify="left" if column in ("site", "model") else "right")
+    for row in rows:
+        shown.add_row(*(f"{v:.4f}" if isinstance(v := row.get(c, ""), float) else str(v) for c in columns))
+    Console().print(shown)

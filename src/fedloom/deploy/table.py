@@ -1,0 +1,31 @@
+"""What a deployed run came to, site by site."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+METRICS = ("accuracy", "auroc", "r2", "mae", "loss")
+"""The figures that a site is shown, where its task has them."""
+
+
+def site_table(metrics: Path, sites: Sequence[str], part: str = "test") -> list[dict[str, Any]]:
+    """The last figures of every site: a row per site and model, with ``site``, ``model``, ``round`` and metrics.
+
+    Args:
+        metrics: a file `metrics.parquet`.
+        sites: names in the order of the clients.
+        part: part of each site's data.
+    """
+    table = pq.read_table(metrics)
+    mask = pc.and_(pc.equal(table["part"], part), pc.is_in(table["metric"], pc.scalar(list(METRICS)).values))
+    rows: dict[tuple[int, str], dict[str, Any]] = {}
+    for r in table.filter(mask).sort_by("round").to_pylist():
+        if 0 <= r["client"] < len(sites):
+            row = rows.setdefault((r["client"], r["model"]), {"site": sites[r["client"]], "model": r["model"]})
+            row["round"], row[r["metric"]] = r["round"], r["value"]
+    return [rows[key] for key in sorted(rows)]
