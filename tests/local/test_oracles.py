@@ -276,8 +276,8 @@ def test_addgrad_scales_and_adds(case: str, beta: float | str) -> None:
         assert room[:, :1].isnan().all()
         assert room[:, -2:].isnan().all()
         inside = problem.start.clone()
-        work.oracle.addgrad_(inside, inside, batch, factor if beta == "rows" else float(beta), -0.3)
-        torch.testing.assert_close(inside, factor * problem.start - 0.3 * g, **TOLERANCE)
+        work.oracle.addgrad_(inside, inside, batch, factor if beta == "rows" else float(beta), -0.3, problem.rows)
+        torch.testing.assert_close(inside, factor * problem.start - 0.3 * g + problem.rows, **TOLERANCE)
 
 
 # ---------------------------------------------------------------------------------------------------- batch statistics

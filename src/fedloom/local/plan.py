@@ -119,6 +119,7 @@ def make_plan(
         for row, d in enumerate(drawn):
             position[: len(d), row, : d.shape[1]] = d[:, :width]
     samples = (position >= 0).sum(2, keepdim=True)
-    bounds = [samples.amax((1, 2)).tolist(), samples.amin((1, 2)).tolist()] if samples.numel() else [[], []]
+    widest: list[int] = samples.amax((1, 2)).tolist() if samples.numel() else []
+    narrowest: list[int] = samples.amin((1, 2)).tolist() if samples.numel() else []
     draw = Draw(seed, round, tuple(names), stream, 0)
-    return Plan(position, locate(ids, position), samples, *bounds, ids, draw)
+    return Plan(position, locate(ids, position), samples, widest, narrowest, ids, draw)
