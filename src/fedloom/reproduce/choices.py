@@ -2,8 +2,8 @@
 
 ``choose = {eta = [0.01, 0.1]}`` in a ``[[method]]`` names the candidates (a key of `local` as ``"local.lr"``); several
 keys make a grid. The score is the last round's validation accuracy (or the first metric that leads a report), the mean
-over the models that the method has. A ``[choose]`` table may shorten the ``rounds`` of these runs. Test data play no
-part.
+over the models that the method has. A ``[choose]`` table may shorten the ``rounds`` of these runs, and ``once = true``
+lets the first variant choose for all. Test data play no part.
 """
 
 from __future__ import annotations
@@ -59,6 +59,11 @@ def trial(document: Mapping[str, Any], method: Mapping[str, Any]) -> dict[str, A
     rest = {k: v for k, v in document.items() if k != "choose"}
     methods = [table | {"label": text} for text, table in candidates(method)]
     return rest | {"method": methods, "seeds": document["seeds"][:1], "rounds": options.get("rounds", rest["rounds"])}
+
+
+def trials_of(document: Mapping[str, Any], variant: str) -> str:
+    """Name of the folder of a variant's trials."""
+    return "once" if document.get("choose", {}).get("once") else variant
 
 
 def best(folder: Path) -> dict[str, Any]:

@@ -1,3 +1,145 @@
-"""How long a recipe takes here: counted steps times measured seconds per step."""
+"""How long a recipe takes here: counted samples of gradients times measured seconds per sample.
+
+Samples: a method's first round is played on a tiny federation and its gradients are counted, which gives gradients per
+training sample and round; the rest is rounds, seeds, participation and the nominal size of the data. Seconds: FedAvg
+takes two steps on random data of the same shape, with the same model, batch size and engine.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from fedloom.algorithms import FedAvg
+from fedloom.choose import Uniform
+from fedloom.data.dataset import Dataset
+from fedloom.data.partition import Iid
+from fedloom.errors import FedloomError
+from fedloom.experiment import Experiment
+from fedloom.experiment.schema import Method
+from fedloom.local import Local
+from fedloom.models import MLP, ModelSpec
+from fedloom.reproduce.choices import candidates, first
+from fedloom.reproduce.execute import experiment
+from fedloom.reproduce.page import last, state
+from fedloom.reproduce.recipe import Recipe, Scale
+from fedloom.reproduce.summary import read
+from fedloom.running.cost import samples_per_round
+from fedloom.running.settings import Evaluate
+from fedloom.running.simulate import simulate
+from fedloom.seeds import generator
+
+
+class Nominal(NamedTuple):
+    """A data set as its paper has it: training and test samples, shape of one, classes, natural clients."""
+
+    train: int
+    test: int
+    shape: tuple[int, ...]
+    classes: int
+    users: int = 0
+
+
+NOMINAL = {
+    "cifar-10": Nominal(50_000, 10_000, (3, 32, 32), 10),
+    "cifar-100": Nominal(50_000, 10_000, (3, 32, 32), 100),
+    "digits": Nominal(1797, 0, (1, 8, 8), 10),
+    "fashion-mnist": Nominal(60_000, 10_000, (1, 28, 28), 10),
+    "femnist": Nominal(14_708, 1685, (1, 28, 28), 62, 105),
+    "medical-mnist": Nominal(58_954, 0, (1, 64, 64), 6),
+    "mnist": Nominal(60_000, 10_000, (1, 28, 28), 10),
+    "synthetic": Nominal(13_500, 1_500, (60,), 10, 30),
+    "tiny-imagenet": Nominal(100_000, 10_000, (3, 64, 64), 200),
+}
+FIXED = ("fiaelt", "fedadmm-inexact")
+"""Methods whose local work does not grow with the client's samples."""
+
+
+def minutes(recipe: Recipe, scale: Scale) -> float:
+    """Estimated core-minutes of a recipe at a scale, what is to be chosen included; evaluation is left out."""
+    total = 0.0
+    for number, document in enumerate(recipe.at(scale).values()):
+        plan = experiment(first(document), recipe.name)
+        data = NOMINAL[document["data"]["source"]]
+        if recipe.paper.samples is not None and scale != "smoke":
+            data = data._replace(train=recipe.paper.samples, test=0)
+        clients, samples = _sizes(document, data)
+        options = document.get("choose", {})
+        for method, table in zip(plan.methods, document["method"], strict=True):
+            gradients = _gradients(method, samples / clients) * _cohort(method, clients)
+            seconds = gradients * _speed(plan, method, data, min(clients, 10), samples / clients)
+            trials = len(candidates(table)) if scale != "smoke" and len(candidates(table)) > 1 else 0
+            trials = 0 if number and options.get("once") else trials
+            rounds = method.rounds * len(plan.head.seeds) + trials * options.get("rounds", method.rounds)
+            total += seconds * rounds
+    return total / 60
+
+
+def _sizes(document: Mapping[str, Any], data: Nominal) -> tuple[int, float]:
+    """Clients, and training samples of all of them."""
+    cut = document["partition"]
+    samples = data.train + (data.test if cut.get("pool") else 0)
+    share = 1 - (cut.get("test", 0.2) if cut.get("test_from", "own") == "own" else 0) - cut.get("validation", 0.1)
+    clients = cut.get("clients") or sum(cut.get("sizes", ())) or data.users
+    if cut["kind"] == "clusters" and cut.get("per_class"):
+        each = cut["per_class"] if isinstance(cut["per_class"], list) else [cut["per_class"]] * len(cut["sizes"])
+        samples = sum(n * c * k for n, c, k in zip(cut["sizes"], cut["classes"], each, strict=True))
+    if cut["kind"] == "few":
+        samples = clients * (math.exp(cut.get("mean", 4.0) + cut.get("std", 1.0) ** 2 / 2) + 5)
+    return clients, min(samples * share, clients * cut.get("keep", math.inf))
+
+
+def _cohort(method: Method, clients: int) -> float:
+    """Clients of a round."""
+    if method.composition.pooled:
+        return clients
+    sampler = method.sampler
+    fixed = getattr(sampler, "clients", None)
+    return float(fixed or clients * getattr(sampler, "fraction", getattr(sampler, "probability", 1.0)))
+
+
+def _gradients(method: Method, samples: float) -> float:
+    """Gradients of samples that one client takes in a round."""
+    size = 20 if method.local.batch_size == "full" else method.local.batch_size
+    local = method.local if method.local.batch_size == "full" else method.local.with_(batch_size=size)
+    try:
+        counted = _counted(method.composition.algorithm, local, 2 * size)
+    except FedloomError:
+        counted = 2 * size * max(1, method.local.epochs)
+    fixed = method.local.steps is not None or method.algorithm in FIXED
+    return counted * (1 if fixed else samples / (2 * size))
+
+
+@cache
+def _counted(algorithm: Any, local: Local, samples: int) -> float:
+    fed = Iid(clients=2, test=0.0, validation=0.0)(_random((4,), 3, 2 * samples), 0)
+    arguments = {"model": MLP(hidden=(3,)), "rounds": 1, "local": local, "sampler": Uniform()}
+    return samples_per_round(algorithm=algorithm, fed=fed, **arguments) / 2
+
+
+@cache
+def _seconds(spec: ModelSpec, shape: tuple[int, ...], classes: int, batch: int, clients: int) -> float:
+    """Seconds per gradient of a sample."""
+    data = _random(shape, classes, clients * 2 * batch)
+    fed = Iid(clients=clients, test=0.0, validation=0.0)(data, 0)
+    local, evaluate = Local(batch_size=batch, lr=1e-4), Evaluate(every=9, parts=("test",))
+    done = simulate(FedAvg(), fed, model=spec, rounds=3, local=local, evaluate=evaluate)
+    return min(done.seconds) / (clients * 2 * batch)
+
+
+def _speed(plan: Experiment, method: Method, data: Nominal, clients: int, samples: float) -> float:
+    batch = int(samples) if method.local.batch_size == "full" else method.local.batch_size
+    heavy = len(data.shape) == 3 and not isinstance(plan.model, MLP) and plan.model_kind != "softmax"
+    return _seconds(plan.model, data.shape, data.classes, max(1, min(batch, int(samples))), 1 if heavy else clients)
+
+
+def _random(shape: tuple[int, ...], classes: int, samples: int) -> Dataset:
+    rng = generator(0, purpose="estimate")
+    x = torch.rand(samples, *shape, generator=rng)
+    names = tuple(str(c) for c in range(classes))
+    return Dataset("random", x, torch.arange(samples) % classes, "classification", names)

@@ -17,7 +17,7 @@ from fedloom.experiment.execute import Tell
 from fedloom.experiment.schema import Method
 from fedloom.reproduce import summary as summaries
 from fedloom.reproduce.as_published import AS_PUBLISHED
-from fedloom.reproduce.choices import TRIALS, best, chosen, first, open_methods, read_choices, trial, write_choices
+from fedloom.reproduce.choices import TRIALS, best, chosen, first, open_methods, read_choices, trial, trials_of, write_choices
 from fedloom.reproduce.recipe import Recipe, Scale, label_of
 from fedloom.reproduce.summary import Summary, folder_of
 from fedloom.running.state import State
@@ -137,7 +137,7 @@ def _variant(
 
     if scale == "smoke":
         return run(first(document), folder)
-    trials = folder.parent / TRIALS / folder.name
+    trials = folder.parent / TRIALS / trials_of(document, folder.name)
     known = read_choices(trials)
     for method in open_methods(document, known):
         place = trials / folder_of(label_of(method))

@@ -3,10 +3,11 @@
 A recipe is an experiment file with more tables:
 
 - ``base = "NAME"``: another recipe that this one changes. Tables are merged key by key; a table that names another
-  ``kind`` or ``source`` takes the place of the base's, and so does everything that is not a table.
+  ``kind`` or ``source`` takes the place of the base's, and so does everything that is not a table. Columns and cells
+  are taken as a whole (new columns leave no old cells), and every recipe has its own ``[scale.laptop]`` or none.
 - ``[paper]``: where the numbers come from, and what is claimed of them; see `Paper`.
 - ``[variant.NAME]``: changes of the experiment, one run directory each; ``options.LABEL`` changes one method. Without
-  variants there is one, called ``all``.
+  variants there is one, called ``all``; ``variants = [...]`` keeps these and leaves out the base's others.
 - ``[scale.NAME]``: changes for smoke, laptop or full, on top of a variant's; ``variants`` and ``methods`` leave some
   out, ``budget`` is in core-minutes, ``says`` is the sentence for the report.
 - ``choose = {KEY = [values]}`` in a ``[[method]]``: values of which one is chosen on validation data; `choices`.
@@ -86,6 +87,7 @@ class Paper(Value):
     claims: tuple[Claim, ...] = ()
     unknown: tuple[Unknown, ...] = ()
     reduced: str | None = Field(None, description="how much less data there is than in the protocol, as a factor")
+    samples: int | None = Field(None, ge=1, description="samples of the reduced data")
     tried: tuple[str, ...] = Field((), description="what was tried where a claim does not hold")
 
     @model_validator(mode="before")
@@ -200,8 +202,14 @@ def _resolved(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
     choose("recipe", known, name)
     text = files("fedloom.reproduce").joinpath("recipes", f"{name}.toml").read_text()
     document = tomllib.loads(text)
-    base = document.pop("base", None)
-    return document if base is None else merged(_resolved(base, known), document)
+    if "base" not in document:
+        return document
+    base = _resolved(document.pop("base"), known)
+    base.get("scale", {}).pop("laptop", None)
+    for table, follows in (("columns", ("columns", "cells")), ("cells", ("cells",))):
+        if table in document.get("paper", {}):
+            base["paper"] |= dict.fromkeys(follows, {})
+    return merged(base, document)
 
 
 def make_recipe(name: str, document: Mapping[str, Any]) -> Recipe:
@@ -215,8 +223,7 @@ def make_recipe(name: str, document: Mapping[str, Any]) -> Recipe:
         raise ConfigError(f"recipe {name}: the table [paper] is missing")
     paper = make(Paper, rest.pop("paper"), f"recipe {name}: [paper]", Paper.model_fields)
     scales, variants = rest.pop("scale", {}), rest.pop("variant", {}) or {ONLY: {}}
+    variants = {v: choose("variant", variants, v, f"recipe {name}") for v in rest.pop("variants", variants)}
     for scale in scales:
         choose("scale", dict.fromkeys(SCALES), scale, f"recipe {name}")
-    for variant in paper.cells:
-        choose("variant", variants, variant, f"recipe {name}: [paper.cells]")
     return Recipe(name, paper, rest, variants, scales)

@@ -14,7 +14,7 @@ from typing import Any
 from fedloom.errors import RunDirError
 from fedloom.report.numbers import MODELS, WORK
 from fedloom.report.reading import Run, read_runs
-from fedloom.reproduce.choices import TRIALS, read_choices
+from fedloom.reproduce.choices import TRIALS, read_choices, trials_of
 from fedloom.reproduce.figures import Reference, values
 from fedloom.reproduce.recipe import Recipe, Scale, label_of
 from fedloom.running.files import make_folder, write_atomic
@@ -65,8 +65,10 @@ def summarise(recipe: Recipe, scale: Scale, command: str, documents: Mapping[str
         run = read_runs([folder])[0]
         versions = run.options["resolved"]["versions"]
         numbers[variant] = _numbers(recipe, document, run)
-        minutes += _minutes(run) + sum(_minutes(r) for r in _trials(out / TRIALS / folder.name))
-        known = read_choices(out / TRIALS / folder.name)
+        trials = trials_of(document, folder.name)
+        shared = trials != folder.name and bool(chosen)
+        minutes += _minutes(run) + (0.0 if shared else sum(_minutes(r) for r in _trials(out / TRIALS / trials)))
+        known = {} if shared else read_choices(out / TRIALS / trials)
         chosen |= {variant: known} if known else {}
         wanted = {(label_of(m), seed) for m in document["method"] for seed in document["seeds"]}
         ended = {(r.method, r.seed): r for r in run.summary.runs if r.status != "interrupted"}
