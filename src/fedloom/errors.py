@@ -5,6 +5,7 @@ FedloomError
 │   ├── Refused                   two valid parts that make no sense together
 │   └── PartitionError            a split that the data cannot give
 ├── DataError (ValueError)        a data file or data set that is missing, damaged or out of range
+│   └── NoSamples                 a data set without a sample
 ├── LayoutError (ValueError)      a vector, state or message of another model
 ├── WireError (ValueError)        bytes that are not a message of this experiment
 ├── RunDirError (ValueError)      a run directory that is missing or belongs to another experiment
@@ -41,6 +42,10 @@ class PartitionError(ConfigError):
 
 class DataError(FedloomError, ValueError):
     """A data file or data set that is missing, damaged or out of range."""
+
+
+class NoSamples(DataError):
+    """A data set without a single sample."""
 
 
 class LayoutError(FedloomError, ValueError):
@@ -86,6 +91,7 @@ class Stop(Enum):
     DIVERGED = "diverged: the loss of the model is not finite or beyond the bound"
     TOO_FEW = "too few clients returned a usable update"
     FAILED = "a client's code failed"
+    BUDGET = "the privacy budget is spent"
 
 
 class RunStopped(FedloomError):

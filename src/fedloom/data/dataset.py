@@ -10,10 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.errors import DataError
+from fedloom.errors import DataError, NoSamples
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from fedloom.data.tables import Fitted
 
 Task = Literal["classification", "binary", "regression"]
 
@@ -53,6 +55,7 @@ class Dataset:
         users: codes [N] where the source comes already split by client.
         user_names: names of the users, in code order.
         prepare: fitted per client when a federation is built; only such data may hold NaN (missing values).
+        fitted: the table that was fitted, and to what, where the features came out of one.
 
     Raises:
         DataError: lengths that disagree, labels outside 0..C-1, values that are not finite, wrong types.
@@ -71,11 +74,12 @@ class Dataset:
     users: Tensor | None = None
     user_names: tuple[str, ...] = ()
     prepare: Prepare | None = None
+    fitted: Fitted | None = None
 
     def __post_init__(self) -> None:
         n = len(self.x)
         if n == 0:
-            raise DataError(f"{self.name}: no samples; a data set needs at least one")
+            raise NoSamples(f"{self.name}: no samples; a data set needs at least one")
         if len(self.y) != n:
             raise DataError(f"{self.name}: {n} samples but {len(self.y)} targets; every sample needs one target")
         self._check_x()

@@ -241,11 +241,11 @@ class Job:
         return self.letter_up(message).bytes()
 
     def letter_down(self, message: Any, server: Any) -> Letter:
-        """How a download is written."""
+        """How a download is written; ``server`` has the ranks of its matrices, which are measured without it."""
         ranks = {
             name: dict(zip(self.oracle.layout.matrix_shapes, getattr(server, s.ranks).tolist(), strict=True))
             for name, s in self.sent["down"].items()
-            if s.ranks is not None and s.encoding == "lowrank"
+            if s.ranks is not None and s.encoding == "lowrank" and server is not None
         }
         values = message._asdict()
         return Letter(self._codec("down", values, self.down_masks), values, ranks)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from fedloom.algorithms._base import Kept, Rows, base_of, primary_field
 from fedloom.errors import ClientError, FedloomError
@@ -99,20 +100,21 @@ def train(job: Job, down: Any, server: Any, task: TrainTask) -> Trained:
     return receive(job, server, task, received, make(job, received, task))
 
 
-def make(job: Job, down: Any, task: TrainTask) -> Made:
+def make(job: Job, down: Any, task: TrainTask, noise: Sequence[Generator] | None = None) -> Made:
     """What clients do: train, answer, and pass the channel. Nothing is stored.
 
     Args:
         job: the run.
         down: what these clients received.
         task: who they are.
+        noise: the clients' generators of what the channel draws; those of the run's seed when None.
 
     Raises:
         ClientError: code of the method failed.
     """
     sides = _sides(job, down, task)
     up, new = _client(job, sides, sides.work)
-    return _made(job, sides, up, new)
+    return _made(job, sides, up, new, noise)
 
 
 def attack(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | None, m: int) -> Trained:
@@ -162,7 +164,7 @@ def _client(job: Job, sides: _Sides, work: Work) -> tuple[Any, Any]:
         raise ClientError("client step", work.round, work.ids.tolist(), cause) from error
 
 
-def _made(job: Job, sides: _Sides, up: Any, new: Any) -> Made:
+def _made(job: Job, sides: _Sides, up: Any, new: Any, noise: Sequence[Generator] | None = None) -> Made:
     """Answer the weigher and the sampler, and pass the channel."""
     work = sides.work
     up = up._replace(**{name: getattr(up, name) * mask for name, mask in job.masks.items()})
@@ -173,11 +175,10 @@ def _made(job: Job, sides: _Sides, up: Any, new: Any) -> Made:
         info = job.weigher.probe(sides.down, model, work) if job.weigher.probes else None
         told = job.sampler.report(model, work) if job.sampler.learns else None
     if job.channel is not None:
-        up, residue = _through(job, up, job.residue.read(work.ids), work)
+        up, residue = _through(job, up, job.residue.read(work.ids), noise or work.rng("channel"))
     if name:
         model = getattr(up, name) + base_of(job.fields[name], sides.down, sides.rows)
-    done = torch.stack([work.counts.backward, work.counts.forward, work.steps[:, 0]], 1)
-    return Made(up, info, told, model, new, residue, done)
+    return Made(up, info, told, model, new, residue, _done(work, work.steps[:, 0]))
 
 
 def receive(job: Job, server: Any, task: TrainTask, down: Any, made: Made) -> Trained:
@@ -223,12 +224,12 @@ def receive(job: Job, server: Any, task: TrainTask, down: Any, made: Made) -> Tr
     return Trained(accepted, tensors, float(task.share.sum()), counts)
 
 
-def _through(job: Job, up: Any, residue: Any, work: Work) -> tuple[Any, Any]:
+def _through(job: Job, up: Any, residue: Any, noise: Sequence[Generator]) -> tuple[Any, Any]:
     """The upload after the channel, which acts on what a client sends, side by side, and the new residue."""
     assert job.channel is not None
     update = job.update(up)
     state = to_device(residue, up[0].device)[0] if residue else None
-    sent, state = job.channel.apply(state, update, work.rng("channel"))
+    sent, state = job.channel.apply(state, update, noise)
     return job.with_update(up, sent), type(residue)(*([] if state is None else [state]))
 
 
@@ -249,13 +250,17 @@ def ask(job: Job, model: Tensor, task: AskTask) -> tuple[Tensor, Tensor]:
     ids, device = task.ids, job.oracle.device
     work = Work(job.oracle, ids, job.alpha[ids].to(device), job.local, seed=job.seed, round=task.round)
     answer = job.sampler.probe(model.to(device), work).cpu()
-    zero, d = torch.zeros_like(work.counts.forward), job.oracle.layout.d
-    item = job.oracle.dtype.itemsize
-    columns = (
-        work.counts.backward, work.counts.forward, zero, zero + answer.shape[1] * item, zero + d * item,
-        zero + 4 * answer.shape[1], zero + 4 * d,
-    )  # fmt: skip
-    return answer, torch.stack(columns, 1)
+    return answer, asked_counts(job, answer, _done(work, torch.zeros_like(ids)))
+
+
+def asked_counts(job: Job, answer: Tensor, work: Tensor) -> Tensor:
+    """What asking cost ``[m, 7]`` (`COUNTS`): the model down, the answer ``[m, k]`` up, and the ``work [m, 3]``."""
+    k, d, item = answer.shape[1], job.oracle.layout.d, job.oracle.dtype.itemsize
+    return torch.cat([work, torch.tensor([k * item, d * item, 4 * k, 4 * d]).expand(len(work), -1)], 1)
+
+
+def _done(work: Work, steps: Tensor) -> Tensor:
+    return torch.stack([work.counts.backward, work.counts.forward, steps], 1)
 
 
 def usable(fields: tuple[Tensor, ...], m: int, bound: float | None) -> Tensor:

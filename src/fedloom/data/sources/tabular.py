@@ -18,7 +18,7 @@ from fedloom.data.dataset import Dataset, Task
 from fedloom.data.sources._base import FileSource, locate
 from fedloom.data.sources.archive import Rows, check_size, entries
 from fedloom.data.tables import Column, Table
-from fedloom.errors import ConfigError, DataError, nearest
+from fedloom.errors import ConfigError, DataError, NoSamples, nearest
 
 BATCH = 4096
 Cells = Sequence[Any]
@@ -175,7 +175,7 @@ def _read(spec: TableSource, name: str, where: str, names: list[str], batches: I
                 label_numbers.room(len(cells))[:] = _numbers(cells, gone, where, column, first)
         first += len(batch[0])
     if x.size == 0:
-        raise DataError(f"{where}: no rows below the header; an empty table")
+        raise NoSamples(f"{where}: no rows below the header; an empty table")
     values = torch.from_numpy(x.done())
     done = {column: codes.done() for column, codes in coded.items()}
     for column in spec.categorical:
@@ -184,8 +184,9 @@ def _read(spec: TableSource, name: str, where: str, names: list[str], batches: I
     flags = values.isnan().any(0).tolist()
     table = Table(
         columns=tuple(
-            Column(name=c, levels=len(done[c][1]) if c in spec.categorical else 0, flag=flag, scale=spec.scale)
+            Column(name=c, levels=len(names), names=names, flag=flag, scale=spec.scale)
             for c, flag in zip(features, flags, strict=True)
+            for names in [done[c][1] if c in spec.categorical else ()]
         )
     )
     y, task, classes = _target(spec, done[label], torch.from_numpy(label_numbers.done()))

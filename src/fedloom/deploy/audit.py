@@ -1,0 +1,42 @@
+"""Audit: an append-only log of every reply, accepted or not and why; one JSON object per line, on disk before use."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fedloom.running.files import append_synced, make_folder
+
+
+class Audit:
+    """A log that is only ever appended to.
+
+    Args:
+        path: the file; created if need be.
+
+    Raises:
+        CheckpointError: (any method) the disk is full or refuses.
+    """
+
+    def __init__(self, path: Path) -> None:
+        make_folder(path.parent)
+        path.touch()
+        self._path = path
+
+    def write(self, what: str, **facts: Any) -> None:
+        """Append one line: the time, what happened, and the facts (plain values; None is left out)."""
+        line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "what": what}
+        line |= {k: v for k, v in facts.items() if v is not None}
+        append_synced(self._path, [json.dumps(line, allow_nan=True).encode() + b"\n"])
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Everything in the log; a line that a crash cut short is left out."""
+        found = []
+        for line in self._path.read_bytes().splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return found

@@ -1,0 +1,208 @@
+"""A site's answers to the server: who it is, its training, its scores; an error is an answer too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from flwr.app import Message, RecordDict
+from torch import Tensor
+
+import fedloom
+from fedloom.data import Federation
+from fedloom.deploy.envelope import ASKED, PROTOCOL, REASON, Kind, Letter, digest_of, seal, unseal
+from fedloom.deploy.forms import Forms
+from fedloom.deploy.identity import sign, signing_key
+from fedloom.deploy.ledger import Ledger
+from fedloom.deploy.local_data import part_sizes, schema_of, site_federation
+from fedloom.deploy.memory import Generation, Memory
+from fedloom.deploy.settings import Site, check_fingerprint
+from fedloom.errors import FedloomError, Refused
+from fedloom.experiment import read
+from fedloom.running.evaluation import Scores, ScoreTask, personal_models, score
+from fedloom.running.job import Job
+from fedloom.running.setup import make_job
+from fedloom.running.training import AskTask, TrainTask, ask, make, usable
+
+
+class Client:
+    """One site.
+
+    Args:
+        site: its settings.
+
+    Raises:
+        ConfigError: the signing key cannot be read.
+    """
+
+    def __init__(self, site: Site) -> None:
+        self.site, self._key = site, signing_key(site.signing_key)
+        self._memory = Memory(site.state, site.fingerprint, site.client)
+
+    def answer(self, message: Message) -> Message:
+        """The signed reply to any message from the server; a refusal says why."""
+        head: dict[str, Any] = {}
+        try:
+            letter = unseal(message, ASKED, {}, self.site.message_limit)
+            head = letter.head
+            self._check(letter)
+            with self._memory.open():
+                more, arrays, metrics = self._act(letter)
+            more |= {"status": "ok", "reason": "; ".join(self._memory.notes)[:REASON]}
+        except Exception as error:  # the server is told, and logs it
+            known = isinstance(error, FedloomError)
+            reason = str(error) if known else f"{type(error).__name__}: {error}"
+            more, arrays, metrics = {"status": "refused", "reason": reason[:REASON]}, [], None
+        self._memory.notes.clear()
+        return Message(self._signed(head, more, arrays, metrics), reply_to=message)
+
+    def _signed(
+        self, asked: dict[str, Any], more: dict[str, Any], arrays: Sequence[bytes], metrics: dict[str, float] | None
+    ) -> RecordDict:
+        head = {
+            "protocol": PROTOCOL,
+            "release": fedloom.__version__,
+            "experiment": self.site.fingerprint,
+            "kind": asked.get("kind", "hello"),
+            "round": asked.get("round", 0),
+            "client": self.site.client,
+            "nonce": asked.get("nonce", b""),
+            "digest": digest_of(arrays),
+            **more,
+        }
+        return seal({**head, "signature": sign(self._key, {**head, "metrics": metrics or {}})}, arrays, metrics)
+
+    def _check(self, letter: Letter) -> None:
+        """Refuse another release or experiment, and what did not arrive as it was sent.
+
+        Raises:
+            Refused: both sides are named.
+        """
+        head, site = letter.head, self.site
+        for what, got, mine in (
+            ("fedloom", head["release"], fedloom.__version__),
+            ("protocol", head["protocol"], PROTOCOL),
+            ("experiment", head["experiment"][:16], site.fingerprint[:16]),
+        ):
+            if got != mine:
+                raise Refused(f"the server's {what} is {str(got)[:60]}, that of site {site.site} is {mine}")
+        if head["client"] not in (-1, site.client):
+            raise Refused(f"the message is for client {head['client']}, site {site.site} is client {site.client}")
+        if head["digest"] != digest_of(letter.arrays):
+            raise Refused("the arrays did not arrive as they were sent")
+
+    def _act(self, letter: Letter) -> tuple[dict[str, Any], list[bytes], dict[str, float] | None]:
+        kind: Kind = letter.head["kind"]
+        torch.set_num_threads(self.site.threads)
+        if kind == "hello":
+            here = schema_of(self.fed.data)
+            said = {
+                "task": here.task,
+                "shape": list(here.shape),
+                "outputs": here.outputs,
+                "classes": list(here.classes),
+            }
+            return said | {"sizes": part_sizes(self.fed, self.site.client)}, [], None
+        samples = {"samples": part_sizes(self.fed, self.site.client)[0]}
+        if kind == "ask":
+            task = AskTask(letter.head["round"], self._ids)
+            answer, counts = ask(self.job, self.forms.read_model(letter.arrays[0]), task)
+            return samples | {"work": counts[0, :3].tolist()}, [self.forms.write_answer(answer)], None
+        job, state = self._seated(letter)
+        if kind == "train":
+            new = self._train(job, state, letter)
+            return {**samples, "work": list(new.reply["work"])}, [bytes(new.tensors["reply"].numpy())], None
+        model, metrics = self._score(job, letter, there=bool(samples["samples"]))
+        return {**samples, "model": model}, [], metrics
+
+    # ---------------------------------------------------------------------------------------------------- inside
+
+    @cached_property
+    def fed(self) -> Federation:
+        """The site's samples, as one client of the federation."""
+        check_fingerprint(self.site)
+        return site_federation(read(self.site.experiment), self.site)
+
+    @cached_property
+    def _run(self) -> tuple[Job, Any]:
+        experiment = read(self.site.experiment, chunk=1, workers=1)
+        return make_job(**experiment.arguments(experiment.methods[0], self.fed, experiment.head.seeds[0]))
+
+    @property
+    def job(self) -> Job:
+        """The run as this site knows it."""
+        return self._run[0]
+
+    @cached_property
+    def forms(self) -> Forms:
+        """How its messages are written."""
+        return Forms(*self._run, self.site.client)
+
+    @property
+    def _ids(self) -> Tensor:
+        return torch.tensor([self.site.client])
+
+    def _seated(self, letter: Letter) -> tuple[Job, Generation | None]:
+        """The run with this site's share and the state that the server names as accepted."""
+        job, ids = self.job, self._ids
+        alpha = torch.full_like(job.alpha, letter.head["weight"])
+        state = self._memory.settle(letter.head["accepted"])
+        for name, store in (("rows", job.clients), ("residue", job.residue)):
+            store.reset()
+            if state is not None:
+                found = state.group(name)
+                store.write(ids, type(store.template)(*[found[f][None] for f in store.template._fields]))
+        return replace(job, alpha=alpha), state
+
+    def _train(self, job: Job, state: Generation | None, letter: Letter) -> Generation:
+        """A round of training; one that was asked for before is answered with what is kept.
+
+        Raises:
+            FedloomError: the training failed, its result is not finite, or the privacy budget is spent.
+        """
+        t, base, digest = letter.head["round"], 0 if state is None else state.round, letter.head["digest"]
+        kept = self._memory.answered(t, base, digest)
+        if kept is not None:
+            return kept
+        down = self.forms.read_down(letter.arrays[0])
+        noise = Ledger(self.site, job).release(t)
+        made = make(job, down, TrainTask(t, torch.tensor([0]), self._ids, torch.ones(1, 1)), noise)
+        if not bool(usable((*made.up, *made.new), 1, None).all()):
+            raise Refused(f"round {t}: the result of the training is not finite")
+        tensors = {f"rows.{name}": value[0] for name, value in made.new._asdict().items()}
+        tensors |= {f"residue.{n}": v[0] for n, v in (made.residue._asdict() if made.residue else {}).items()}
+        tensors["reply"] = torch.frombuffer(bytearray(self.forms.write_up(made)), dtype=torch.uint8)
+        new = Generation(t, base, digest, tensors, {"work": made.work[0].tolist()})
+        self._memory.keep(new)
+        return new
+
+    def _score(self, job: Job, letter: Letter, *, there: bool) -> tuple[str, dict[str, float]]:
+        """Keep the newest model, and score every model on the site's own parts."""
+        t, ids = letter.head["round"], self._ids
+        down, shared = self.forms.read_models(letter.arrays, global_there=letter.head["global"])
+        everyone = None if down is None else _for_all(down, job.n)
+        personal = there and down is not None
+        if personal or shared is not None:
+            row = personal_models(job, everyone, t, ids)[0] if personal else shared
+            assert row is not None
+            kind = "personal" if personal else "global"
+            self._memory.keep_model(row.cpu(), job.oracle.layout.header(), t, kind)
+        else:
+            kind = ""
+        if not there:
+            return kind, {}
+        found: Scores = score(job, everyone, shared, ScoreTask(t, ids, ids, common=False))
+        values = {
+            f"{model}/{part}/{name}": float(value[0])
+            for (model, part), metrics in found.items()
+            for name, value in metrics.items()
+        }
+        return kind, {key: value for key, value in values.items() if value == value}
+
+
+def _for_all(down: Any, n: int) -> Any:
+    """A download of one client in the place of every client's, which is how `score` finds it by the client's number."""
+    return type(down)(*[f.expand(n, -1) if f.dim() > 1 else f for f in down])

@@ -1,0 +1,155 @@
+"""Envelope: a message of Flower with a head of plain values and its arrays, each a message of `fedloom.rows.wire`.
+
+Both ways the head names protocol, release, experiment, kind, round and client, the nonce, and the SHA-256 of the
+arrays. A reply also has a signature over all of it. Nothing here is ever unpickled: the arrays are bytes for the codec.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from fedloom.errors import WireError
+
+PROTOCOL = 1
+Kind = Literal["hello", "ask", "train", "score"]
+TYPES: dict[Kind, str] = {"hello": "query", "ask": "query", "train": "train", "score": "evaluate"}
+"""Flower's message types."""
+
+HEAD, ARRAYS, METRICS = "head", "arrays", "metrics"
+STYPE, DTYPE = "fedloom.wire", "uint8"
+
+COMMON = {
+    "protocol": int, "release": str, "experiment": str, "kind": str, "round": int, "client": int, "nonce": bytes,
+    "digest": str,
+}  # fmt: skip
+ASKED: Mapping[str, Mapping[str, type]] = {
+    "hello": {},
+    "ask": {},
+    "train": {"accepted": int, "weight": float},
+    "score": {"accepted": int, "weight": float, "global": bool},
+}
+"""Further fields of a message from the server."""
+
+REPLIED: Mapping[str, Mapping[str, type]] = {
+    "hello": {"task": str, "shape": list, "outputs": int, "classes": list, "sizes": list},
+    "ask": {"samples": int, "work": list},
+    "train": {"samples": int, "work": list},
+    "score": {"samples": int, "model": str},
+}
+"""Further fields of a site's reply."""
+
+STATUS = {"status": str, "reason": str, "signature": bytes}
+"""And those of every reply."""
+
+REASON = 500
+"""Most characters of a reason."""
+
+
+class Letter(NamedTuple):
+    """What an envelope holds.
+
+    Attributes:
+        head: plain values.
+        arrays: messages of the codec.
+        metrics: numbers by name.
+    """
+
+    head: dict[str, Any]
+    arrays: list[bytes]
+    metrics: dict[str, float]
+
+
+def digest_of(arrays: Sequence[bytes]) -> str:
+    """SHA-256 of the arrays, each with its length, as hexadecimal digits."""
+    digest = hashlib.sha256()
+    for part in arrays:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def seal(
+    head: Mapping[str, Any], arrays: Sequence[bytes] = (), metrics: Mapping[str, float] | None = None
+) -> RecordDict:
+    """The records of a message."""
+    packed = {
+        f"{k}": Array(dtype=DTYPE, shape=(len(part),), stype=STYPE, data=bytes(part)) for k, part in enumerate(arrays)
+    }
+    records: dict[str, Any] = {HEAD: ConfigRecord(dict(head)), ARRAYS: ArrayRecord(array_dict=packed)}
+    if metrics is not None:
+        records[METRICS] = MetricRecord(dict(metrics))
+    return RecordDict(records)
+
+
+def unseal(
+    message: Message, fields: Mapping[str, Mapping[str, type]], status: Mapping[str, type], limit: int
+) -> Letter:
+    """What a message holds, if it is one of these; no array is parsed.
+
+    Args:
+        message: any message with content.
+        fields: the further fields of its head, by kind.
+        status: fields of every head beside the common ones.
+        limit: most bytes of arrays.
+
+    Raises:
+        WireError: records, fields, types or sizes are others; no other error is possible.
+    """
+    content = message.content
+    head, arrays = content.get(HEAD), content.get(ARRAYS)
+    names = {HEAD, ARRAYS} | ({METRICS} if METRICS in content else set())
+    if set(content) != names or not isinstance(head, ConfigRecord) or not isinstance(arrays, ArrayRecord):
+        raise WireError(f"records must be {HEAD} and {ARRAYS}, got {sorted(map(_short, content))[:8]}")
+    return Letter(_head(head, fields, status), _arrays(arrays, limit), _metrics(content))
+
+
+def _head(record: ConfigRecord, fields: Mapping[str, Mapping[str, type]], status: Mapping[str, type]) -> dict[str, Any]:
+    kind = record.get("kind")
+    if not isinstance(kind, str) or kind not in fields:
+        raise WireError(f"unknown kind of message {_short(kind)}")
+    wanted = {**COMMON, **status}
+    refusal = "status" in wanted and record.get("status") != "ok"
+    wanted |= {} if refusal else fields[kind]
+    if set(record) != set(wanted):
+        raise WireError(f"the head must have the fields {sorted(wanted)}, got {sorted(map(_short, record))[:30]}")
+    for name, value in record.items():
+        if type(value) is not wanted[name]:
+            raise WireError(f"{name} must be {wanted[name].__name__}, got {_short(value)}")
+        if isinstance(value, str | bytes | list) and len(value) > 10_000:
+            raise WireError(f"{name} is {len(value)} long")
+    return dict(record)
+
+
+def _arrays(record: ArrayRecord, limit: int) -> list[bytes]:
+    if len(record) > 2 or list(record) != [f"{k}" for k in range(len(record))]:
+        raise WireError(f"arrays must be named 0 and 1, got {[_short(name) for name in list(record)[:8]]}")
+    total = sum(len(array.data) for array in record.values())
+    if total > limit:
+        raise WireError(f"{total} bytes of arrays, at most {limit} are allowed")
+    for name, array in record.items():
+        got = (array.stype, array.dtype, tuple(array.shape))
+        if got != (STYPE, DTYPE, (len(array.data),)):
+            raise WireError(f"array {name} must be {STYPE} {DTYPE} [{len(array.data)}], got {_short(got)}")
+    return [array.data for array in record.values()]
+
+
+def _metrics(content: RecordDict) -> dict[str, float]:
+    """At most 100 numbers, each with a name of a fair length; they may be anything but lists."""
+    record = content.get(METRICS)
+    if record is None:
+        return {}
+    if not isinstance(record, MetricRecord) or len(record) > 100:
+        raise WireError(f"{METRICS} must be at most 100 numbers")
+    for name, value in record.items():
+        if len(name) > 100 or isinstance(value, list):
+            raise WireError(f"{METRICS} must be single numbers with short names, got {_short(name)}")
+    return dict(record)  # type: ignore[arg-type]  # lists were refused
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:60] + "..."

@@ -1,0 +1,74 @@
+"""Who a reply is from: a nonce that only the asked site knows, and a signature with the site's own key."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+
+from fedloom.errors import ConfigError
+
+NONCE = 16
+"""Bytes of a nonce."""
+
+
+def new_nonce() -> bytes:
+    """Random bytes from the operating system."""
+    return secrets.token_bytes(NONCE)
+
+
+def signing_key(path: Path) -> Ed25519PrivateKey:
+    """The private key of a site.
+
+    Raises:
+        ConfigError: the file is missing, or not an Ed25519 key in OpenSSH form.
+    """
+    try:
+        key = load_ssh_private_key(path.read_bytes(), None)
+    except OSError as error:
+        raise ConfigError(f"cannot read the signing key {path}: {error.strerror}") from None
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ConfigError(f"{path} is not a private key in OpenSSH form: {error}") from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise ConfigError(f"{path} is not an Ed25519 key; replies are signed with Ed25519")
+    return key
+
+
+def verifying_key(line: str, site: str) -> Ed25519PublicKey:
+    """The public key of a site, from its OpenSSH line.
+
+    Raises:
+        ConfigError: the line is not an Ed25519 key.
+    """
+    try:
+        key = load_ssh_public_key(line.encode())
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise ConfigError(f"signing_key of {site} is not a public key: {error}") from None
+    if not isinstance(key, Ed25519PublicKey):
+        raise ConfigError(f"signing_key of {site} must be an Ed25519 key (ssh-ed25519 ...)")
+    return key
+
+
+def signed_text(fields: Mapping[str, Any]) -> bytes:
+    """The bytes that are signed: the fields in one canonical form."""
+    return b"fedloom reply\n" + json.dumps(fields, sort_keys=True, default=bytes.hex).encode()
+
+
+def sign(key: Ed25519PrivateKey, fields: Mapping[str, Any]) -> bytes:
+    """The signature of the fields."""
+    return key.sign(signed_text(fields))
+
+
+def is_signed(key: Ed25519PublicKey, fields: Mapping[str, Any], signature: bytes) -> bool:
+    """Whether the owner of the key signed exactly these fields."""
+    try:
+        key.verify(signature, signed_text(fields))
+    except InvalidSignature:
+        return False
+    return True

@@ -1,0 +1,124 @@
+"""The samples of one site, as client i of a federation of n; and that federation as the server sees it, without any."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fedloom.data import PARTS, Dataset, Federation, Split
+from fedloom.data.partition import Iid
+from fedloom.deploy.settings import Schema, Site
+from fedloom.errors import ConfigError, DataError, NoSamples
+from fedloom.experiment import Experiment, parse
+
+CUTS = ("test", "validation", "keep", "folds", "pool")
+"""Fields of a partition that say how one client's samples become its parts."""
+
+
+def site_federation(experiment: Experiment, site: Site) -> Federation:
+    """The site's samples as client ``site.client`` of ``site.clients``; the other clients have none of their own.
+
+    A site whose source has no sample at all gets a federation without samples: it trains nothing, and gets the model.
+
+    Raises:
+        DataError: the data cannot be read, or a sample is not what the experiment says.
+        ConfigError: the source has an option that is not known, or the partition does not give this client.
+    """
+    mine = parse({**experiment.settings(), "data": site.data}, f"{site.site}: the site file")
+    try:
+        data = mine.source.load(site.data_dir)
+    except NoSamples:
+        return federation_of(site.samples, torch.zeros(site.clients, len(PARTS), dtype=torch.long))
+    seed, cut = experiment.head.seeds[0], experiment.partition
+    if site.share == "partition":
+        fed, client = cut(data, seed), site.client
+        if fed.n != site.clients:
+            raise ConfigError(
+                f"{site.site}: the partition gives {fed.n} clients, but the experiment has {site.clients} sites; with "
+                'data of its own, a site says share = "all"'
+            )
+    else:
+        fields = {name: getattr(cut, name) for name in CUTS if name in cut.model_fields_set}
+        fed, client = Iid(clients=1, **fields)(data, seed), 0
+    fed = replace(fed, data=_in_order(fed.data, site.samples.classes))
+    check_schema(site, fed.data)
+    return _seated(fed, client, site.client, site.clients)
+
+
+def federation_of(samples: Schema, sizes: Tensor) -> Federation:
+    """A federation of which only the numbers of samples are known: there is one blank sample, and all are that one.
+
+    Args:
+        samples: what a sample looks like.
+        sizes: ``[n, 3]`` training, validation and test samples of every client; a client without training samples
+            counts as one with a single one.
+    """
+    target = torch.zeros(1, samples.outputs) if samples.task == "regression" else torch.zeros(1, dtype=torch.long)
+    blank = Dataset("blank", torch.zeros(1, *samples.shape), target, samples.task, samples.classes)
+    counts = sizes.clamp(min=torch.tensor([1, 0, 0]))
+    parts = {
+        part: Split(torch.zeros(int(column.sum()), dtype=torch.long), _offsets(column))
+        for part, column in zip(PARTS, counts.T, strict=True)
+    }
+    return Federation(blank, parts, tuple(str(i) for i in range(len(sizes))))
+
+
+def schema_of(data: Dataset) -> Schema:
+    """What one sample of a data set looks like."""
+    return Schema(task=data.task, shape=data.shape, outputs=data.outputs, classes=data.classes)
+
+
+def check_schema(site: Site, data: Dataset) -> None:
+    """Refuse data other than the experiment's.
+
+    Raises:
+        DataError: what the data is, and what the experiment says, are both named.
+    """
+    here = schema_of(data)
+    for name in Schema.model_fields:
+        got, wanted = getattr(here, name), getattr(site.samples, name)
+        if got != wanted:
+            raise DataError(
+                f"{site.site}: {name} of the data is {_text(got)}, that of the experiment {_text(wanted)}; the "
+                "columns, labels and options of the source must be the same at every site"
+            )
+
+
+def part_sizes(fed: Federation, client: int) -> list[int]:
+    """Training, validation and test samples of a client; all 0 at a site without samples."""
+    if fed.data.name == "blank":
+        return [0] * len(PARTS)
+    return [int(fed.sizes(part)[client]) for part in PARTS]
+
+
+def _in_order(data: Dataset, classes: tuple[str, ...]) -> Dataset:
+    """The data with the experiment's class numbers, where its own classes are among them: a site may lack some."""
+    if data.task == "regression" or data.classes == classes or not set(data.classes) <= set(classes):
+        return data
+    place = torch.tensor([classes.index(name) for name in data.classes])
+    return replace(data, y=place[data.y], classes=classes)
+
+
+def _seated(fed: Federation, client: int, seat: int, n: int) -> Federation:
+    """Client ``client`` of a federation as client ``seat`` of n; the others have one sample of it and are not used."""
+    parts: Mapping[str, Split] = {}
+    for part in PARTS:
+        own = fed.indices(part, client)
+        sizes = torch.full((n,), int(part == "train"))
+        sizes[seat] = len(own)
+        filler = fed.indices("train", client)[:1]
+        index = [own if i == seat else filler[: int(sizes[i])] for i in range(n)]
+        parts = {**parts, part: Split(torch.cat(index), _offsets(sizes))}
+    names = tuple(fed.names[client] if i == seat else str(i) for i in range(n))
+    return replace(fed, parts=parts, names=names, test=None, groups=None)
+
+
+def _offsets(sizes: Tensor) -> Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.long), sizes.cumsum(0)])
+
+
+def _text(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)

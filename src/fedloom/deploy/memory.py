@@ -1,0 +1,200 @@
+"""Memory: what a site keeps on its own disk between rounds; every file is written whole, with its checksum.
+
+A generation is the state after one round, with the reply that was sent: ``round-000012.state``. It is pending until
+the server's next message names it as accepted; ``accepted.json`` says which generation that is and which one was
+before, so that the site follows a server that went back by one. A message that asks for a round again gets the reply
+that is kept, so nothing is trained, noised or released twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save
+from torch import Tensor
+
+from fedloom.errors import CheckpointError
+from fedloom.running.checkpoint import save_tensors
+from fedloom.running.files import discard, lock, make_folder, write_atomic
+
+DIGEST = hashlib.sha256().digest_size
+MODEL = "model.safetensors"
+
+
+class Generation(NamedTuple):
+    """A site's state after a round.
+
+    Attributes:
+        round: the round that made it.
+        base: the accepted round that it was made from; 0 is the template.
+        digest: of the download that it was made from.
+        tensors: ``rows.<field>`` and ``residue.<field>`` ``[.]``, and ``reply``, the bytes that were sent.
+        reply: the plain fields of the reply.
+    """
+
+    round: int
+    base: int
+    digest: str
+    tensors: Mapping[str, Tensor]
+    reply: Mapping[str, Any]
+
+    def group(self, name: str) -> dict[str, Tensor]:
+        """The tensors ``<name>.<field>`` by field."""
+        return {k.partition(".")[2]: t for k, t in self.tensors.items() if k.partition(".")[0] == name}
+
+
+class Memory:
+    """The state of one site in one experiment.
+
+    Args:
+        folder: of the site's state.
+        experiment: fingerprint of the experiment; the state of another is never read.
+        client: number of the site.
+
+    Attributes:
+        notes: sentences on files that were damaged or missing, since the object was made.
+
+    Raises:
+        CheckpointError: (any method) the disk is full or refuses.
+    """
+
+    def __init__(self, folder: Path, experiment: str, client: int) -> None:
+        self.folder, self._key = folder / experiment[:16], {"experiment": experiment, "client": client}
+        self.notes: list[str] = []
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Keeps other processes out while a message is answered."""
+        with lock(self.folder):
+            yield
+
+    def settle(self, accepted: int) -> Generation | None:
+        """The generation that the server names as accepted; None is the template, for a client never accepted.
+
+        It becomes the site's state; whatever was pending beside it is as if it had not been computed. Where it is not
+        there (a damaged file, a lost disk, a server that went back by more than one), the one before stands in, and
+        without that the template; both are noted.
+        """
+        known, previous = self.accepted()
+        found = self.read(accepted) if accepted else None
+        if accepted and found is None:
+            found = self.read(previous) if 0 < previous < accepted else None
+            instead = "begins anew" if found is None else f"goes on from round {found.round}"
+            self.notes.append(f"the state of round {accepted} is not on this disk: the site {instead}")
+        if accepted != known:
+            if accepted < known:
+                self.notes.append(f"the server went back: round {known} was accepted here, now it is {accepted}")
+            before = known if accepted > known else previous if previous < accepted else 0
+            text = json.dumps({**self._key, "accepted": accepted, "previous": before})
+            make_folder(self.folder)
+            write_atomic(self.folder / "accepted.json", text.encode())
+        return found
+
+    def accepted(self) -> tuple[int, int]:
+        """The last accepted round, and the one before; 0 is none."""
+        try:
+            found = json.loads((self.folder / "accepted.json").read_bytes())
+            if {k: found[k] for k in self._key} != self._key:
+                return 0, 0
+            return int(found["accepted"]), int(found["previous"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0, 0
+
+    def answered(self, round: int, base: int, digest: str) -> Generation | None:
+        """The generation of a round that was asked before with the same download, from the same state."""
+        found = self.read(round)
+        return found if found is not None and (found.base, found.digest) == (base, digest) else None
+
+    def keep(self, new: Generation) -> None:
+        """Makes a pending generation last; forgets all but it, the accepted one and the one before."""
+        make_folder(self.folder)
+        about = {**self._key, "round": new.round, "base": new.base, "digest": new.digest, "reply": dict(new.reply)}
+        data = save({k: t.contiguous() for k, t in new.tensors.items()}, {"about": json.dumps(about)})
+
+        def fill(file: Any) -> None:
+            file.write(data)
+            file.write(hashlib.sha256(data).digest())
+
+        write_atomic(self._path(new.round), fill)
+        keep = {self._path(r).name for r in (new.round, *self.accepted())}
+        discard(*(p for p in self.folder.glob("round-*.state") if p.name not in keep))
+
+    def read(self, round: int) -> Generation | None:
+        """The generation of a round; None where there is none, or it is damaged or of another experiment."""
+        path = self._path(round)
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}; check the disk") from error
+        data, digest = content[:-DIGEST], content[-DIGEST:]
+        if hashlib.sha256(data).digest() != digest:
+            path.replace(path.with_suffix(".damaged"))
+            self.notes.append(f"{path} is damaged: set aside")
+            return None
+        about = _about(path, data)
+        if about is None or {k: about.get(k) for k in self._key} != self._key or about["round"] != round:
+            self.notes.append(f"{path} is of another experiment: not used")
+            return None
+        return Generation(round, about["base"], about["digest"], load(data), about["reply"])
+
+    def keep_model(self, row: Tensor, header: Mapping[str, str], round: int, kind: str) -> None:
+        """Makes the site's newest model last: ``rows [1, d]``, as in a run's ``models/personal.safetensors``."""
+        make_folder(self.folder)
+        about = {**self._key, "round": round, "kind": kind}
+        save_tensors(self.folder / MODEL, {"rows": row[None]}, {**header, "about": json.dumps(about)})
+
+    def _path(self, round: int) -> Path:
+        return self.folder / f"round-{round:06d}.state"
+
+
+class Model(NamedTuple):
+    """A site's newest model on its disk.
+
+    Attributes:
+        experiment: fingerprint of the experiment.
+        client: number of the site.
+        round: round after which it was made.
+        kind: "personal" or "global".
+        path: safetensors file with ``rows [1, d]`` and the layout in its header.
+    """
+
+    experiment: str
+    client: int
+    round: int
+    kind: str
+    path: Path
+
+
+def models(state: Path) -> list[Model]:
+    """The newest model of every experiment in a site's state folder.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    found = []
+    for path in sorted(state.glob(f"*/{MODEL}")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                about = json.loads(file.metadata()["about"])
+            found.append(Model(about["experiment"], about["client"], about["round"], about["kind"], path))
+        except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path} is damaged ({error}); it is written anew after the next round") from error
+    return found
+
+
+def _about(path: Path, data: bytes) -> dict[str, Any] | None:
+    """What a state file says of itself: the safetensors header is JSON behind its length."""
+    try:
+        length = int.from_bytes(data[:8], "little")
+        about: dict[str, Any] = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["about"])
+    except (ValueError, KeyError, TypeError):
+        return None
+    return about

@@ -1,0 +1,262 @@
+"""Post: messages to the sites over Flower's grid, and their replies, each matched by the message that it answers.
+
+A message goes to a site with its own nonce and an explicit time to live. A round of messages closes when all are
+answered, or at the soft deadline if there are enough replies that count.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+import fedloom
+from fedloom.deploy.audit import Audit
+from fedloom.deploy.envelope import PROTOCOL, TYPES, Kind, digest_of, seal
+from fedloom.deploy.forms import Forms
+from fedloom.deploy.identity import new_nonce, verifying_key
+from fedloom.deploy.replies import Asked, Judge, Rejected, Reply, plain
+from fedloom.deploy.settings import Server
+from fedloom.errors import FedloomError, RunStopped, Stop
+from fedloom.running.job import Job
+
+POLL = 0.2
+"""Seconds between two looks at the replies."""
+
+PAUSE = 30.0
+"""Most seconds between two attempts to reach Flower's server when it does not answer."""
+
+
+class Letter(NamedTuple):
+    """What goes to one node.
+
+    Attributes:
+        kind: of the message.
+        client: number of the site; None in a greeting, which is to find it out.
+        arrays: messages of the codec.
+        more: further fields of the head.
+        down: what the client receives, for the length of the difference.
+        node: Flower's number of the node; filled in when it is sent.
+    """
+
+    kind: Kind
+    client: int | None
+    arrays: Sequence[bytes] = ()
+    more: Mapping[str, Any] | None = None
+    down: Any = None
+    node: int = 0
+
+
+class Post:
+    """The way to the sites.
+
+    Args:
+        grid: Flower's.
+        settings: of the server.
+        audit: log of every reply.
+        say: prints a line.
+
+    Attributes:
+        nodes: Flower's number of the node of every site that is there, by client.
+        members: the sites that may take part, by client.
+        sizes: ``[n, 3]`` training, validation and test samples of every site; 0 where it has not said.
+    """
+
+    def __init__(self, grid: Grid, settings: Server, audit: Audit, say: Callable[[str], None]) -> None:
+        self._grid, self._settings, self._audit, self._say = grid, settings, audit, say
+        self.members = {member.client: member for member in settings.sites}
+        self._keys = {c: verifying_key(m.signing_key, m.site) for c, m in self.members.items()}
+        self._refused: dict[int, tuple[str, float]] = {}
+        self.judge = Judge(settings, self._keys)
+        self.nodes: dict[int, int] = {}
+        self.sizes = torch.zeros(settings.clients, 3, dtype=torch.long)
+        self._fixed = False
+
+    def begin(self, job: Job, forms: Forms) -> None:
+        """Take up a run: its messages are known, and numbers of samples do not change from here on."""
+        self.judge = Judge(self._settings, self._keys, job, forms, self.sizes)
+        self.fix()
+
+    def fix(self) -> None:
+        """From here on, a site with other numbers of samples than it had is refused."""
+        self._fixed = True
+
+    def gather(self, everyone: bool) -> None:
+        """Greet nodes until all sites are there, or the quorum is when the patience ends.
+
+        Args:
+            everyone: all sites are needed, not the quorum only.
+
+        Raises:
+            RunStopped: too few sites.
+        """
+        end = time.monotonic() + self._settings.patience
+        while True:
+            self.greet()
+            if len(self.nodes) == len(self.members):
+                return
+            if time.monotonic() > end:
+                break
+            time.sleep(min(5 * POLL, self._settings.patience / 10))
+        missing = [m.site for c, m in self.members.items() if c not in self.nodes]
+        need = len(self.members) if everyone else self._settings.quorum
+        if len(self.nodes) < need:
+            why = "".join(f"; {name}: {reason}" for name, reason in self._reasons().items())
+            raise RunStopped(
+                Stop.TOO_FEW, f"{len(self.nodes)} of {need} sites are there, missing: {', '.join(missing)}{why}"
+            )
+        self._say(f"fedloom begins without {', '.join(missing)}")
+
+    def greet(self) -> None:
+        """Ask nodes that are not known who they are; forget those that have gone."""
+        there = set(self._patiently(self._grid.get_node_ids))
+        self.nodes = {c: n for c, n in self.nodes.items() if n in there}
+        self._refused = {n: r for n, r in self._refused.items() if n in there and time.monotonic() < r[1]}
+        new = sorted(there - set(self.nodes.values()) - set(self._refused))
+        if new:
+            self.exchange(0, [Letter("hello", None, node=node) for node in new], len(new), self._settings.deadline)
+
+    def _welcome(self, reply: Reply, node: int) -> None:
+        """Remember which node a site has.
+
+        Raises:
+            Rejected: another node that is there has said so first, or the site's samples are others than before.
+        """
+        client, sizes = reply.client, torch.tensor(reply.head["sizes"])
+        if self.nodes.get(client, node) != node:
+            raise Rejected(12, f"node {self.nodes[client]} is client {client} already")
+        known = self.sizes[client]
+        if self._fixed and bool(known.any()) and not torch.equal(known, sizes):
+            raise Rejected(
+                9, f"{sizes.tolist()} training, validation and test samples, {known.tolist()} when the run began"
+            )
+        self.nodes[client] = node
+        self.sizes[client] = sizes
+
+    def _reasons(self) -> dict[str, str]:
+        return {f"node {node}": why for node, (why, _) in self._refused.items()}
+
+    def until(self, round: int, letters: dict[int, Letter], need: int) -> dict[int, Reply]:
+        """Accepted replies by client; those that did not answer are asked again until ``need`` is there."""
+        end = time.monotonic() + self._settings.patience
+        replies: dict[int, Reply] = {}
+        open_ = dict(letters)
+        while True:
+            self.greet()
+            now = [letter._replace(node=self.nodes[c]) for c, letter in open_.items() if c in self.nodes]
+            good, bad = self.exchange(round, now, need - len(replies), self._settings.deadline)
+            replies |= good
+            open_ = {c: letter for c, letter in open_.items() if c not in good and c not in bad}
+            if len(replies) >= need or (not open_ and letters):
+                break
+            if time.monotonic() > end or not letters:
+                break
+            time.sleep(min(5 * POLL, self._settings.patience / 10))
+        for c in open_:
+            self._audit.write("missed", round=round, client=c, site=self.members[c].site if c in self.members else None)
+        if len(replies) < need:
+            raise RunStopped(
+                Stop.TOO_FEW,
+                f"round {round}: {len(replies)} of {len(letters)} sites answered with something usable, the quorum is "
+                f"{need}; the state before the round is kept: run again to go on",
+            )
+        return replies
+
+    def exchange(
+        self, round: int, letters: Sequence[Letter], need: int, deadline: float
+    ) -> tuple[dict[int, Reply], set[int]]:
+        """Send letters and judge what comes back, until all is there or, with the quorum, the deadline is over.
+
+        Returns:
+            Accepted replies, and the clients whose reply was rejected.
+        """
+        asked: dict[str, Asked] = {}
+        start = time.monotonic()
+        messages = [self._message(letter, round) for letter in letters]
+        pushed = self._patiently(lambda: list(self._grid.push_messages([m for m, _ in messages]))) if messages else []
+        for id_, (_, about) in zip(pushed, messages, strict=True):
+            if id_:
+                asked[id_] = about
+        good: dict[int, Reply] = {}
+        bad: set[int] = set()
+        while asked:
+            waited = time.monotonic() - start
+            if waited > self._settings.ttl or (waited > deadline and len(good) >= need):
+                break
+            arrived = list(self._patiently(lambda: list(self._grid.pull_messages(list(asked)))))
+            for reply in arrived:
+                self._take(reply, asked, good, bad)
+            if asked and not arrived:
+                time.sleep(POLL)
+        return good, bad
+
+    def _take(self, reply: Message, asked: dict[str, Asked], good: dict[int, Reply], bad: set[int]) -> None:
+        """Judge one reply and log what became of it."""
+        about = asked.pop(reply.metadata.reply_to_message_id, None)
+        facts: dict[str, Any] = {"message": plain(reply.metadata.reply_to_message_id)}
+        if about is None:
+            self._audit.write("rejected", step=1, reason="answers no open message", **facts)
+            return
+        facts |= {"kind": about.kind, "round": about.round, "client": about.client, "node": about.node}
+        try:
+            found = self.judge.check(reply, about)
+            if found.client in good:
+                raise Rejected(12, f"client {found.client} has answered already")
+            if about.kind == "hello":
+                self._welcome(found, about.node)
+        except Rejected as error:
+            facts["client"] = about.client
+            lost = error.step == 2 and reply.has_error()
+            if about.kind == "hello" and not lost:
+                self._refused[about.node] = error.reason, time.monotonic() + self._settings.patience
+            if about.client is not None and not lost:
+                bad.add(about.client)
+            who = f"node {about.node}" if about.client is None else self.members[about.client].site
+            self._say(f"fedloom refuses {who} ({about.kind}): {error.reason}")
+            self._audit.write("rejected", step=error.step, reason=error.reason, **facts)
+            return
+        good[found.client] = found
+        facts |= {"client": found.client, "site": self.members[found.client].site}
+        self._audit.write(
+            "accepted", digest=found.digest, norm=found.norm, reason=found.head["reason"] or None, **facts
+        )
+
+    def _message(self, letter: Letter, round: int) -> tuple[Message, Asked]:
+        nonce = new_nonce()
+        head = {
+            "protocol": PROTOCOL,
+            "release": fedloom.__version__,
+            "experiment": self._settings.fingerprint,
+            "kind": letter.kind,
+            "round": round,
+            "client": -1 if letter.client is None else letter.client,
+            "nonce": nonce,
+            "digest": digest_of(letter.arrays),
+            **(letter.more or {}),
+        }
+        message = Message(
+            seal(head, letter.arrays),
+            dst_node_id=letter.node,
+            message_type=TYPES[letter.kind],
+            ttl=self._settings.ttl,
+            group_id=str(round),
+        )
+        return message, Asked(letter.kind, round, letter.client, letter.node, nonce, letter.down)
+
+    def _patiently(self, call: Callable[[], Iterable[Any]]) -> Iterable[Any]:
+        """What Flower's server says; while it does not answer, it is asked again, up to the life of a message."""
+        end, pause = time.monotonic() + self._settings.ttl, POLL
+        while True:
+            try:
+                return call()
+            except FedloomError:
+                raise
+            except Exception as error:
+                if time.monotonic() > end:
+                    raise RunStopped(Stop.TOO_FEW, f"Flower's server does not answer: {plain(str(error))}") from error
+                time.sleep(pause)
+                pause = min(2 * pause, PAUSE)

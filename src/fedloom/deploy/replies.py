@@ -1,0 +1,265 @@
+"""Replies: everything that must hold of a reply before it counts; what does not pass is as if it had not come.
+
+The steps, in order: 1 the message that it answers is known and open; 2 it is no error; 3 its records and fields are
+those of its kind; 4 release, experiment, round, client, nonce, digest and signature; 5 the names of its arrays; 6 their
+sizes and headers, before anything is allocated; 7 types and order of their numbers; 8 all are finite; 9 numbers of
+samples; 10 metrics; 11 the length of the difference; 12 one per client; 13 the quorum. Steps 1, 12 and 13 are the
+round's (`fedloom.deploy.sites`), the others are here; 5, 6 and 7 are the codec's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, NamedTuple
+
+import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from flwr.app import ConfigRecord, Message
+from torch import Tensor
+
+import fedloom
+from fedloom.algorithms._base import base_of
+from fedloom.deploy.envelope import HEAD, PROTOCOL, REASON, REPLIED, STATUS, Kind, Letter, digest_of, unseal
+from fedloom.deploy.forms import Forms, Sent
+from fedloom.deploy.identity import is_signed
+from fedloom.deploy.settings import Schema, Server
+from fedloom.errors import FedloomError, WireError
+from fedloom.running.job import Job
+from fedloom.running.training import usable
+
+MOST = 10**15
+"""Largest count of work that is believed."""
+
+UNIT = {"accuracy", "macro_f1", "f1", "auroc", "auprc", "calibration_error"}
+"""Metrics within [0, 1]."""
+
+
+class Rejected(FedloomError):
+    """A reply that does not count.
+
+    Args:
+        step: of the list above.
+        reason: a sentence.
+    """
+
+    def __init__(self, step: int, reason: str) -> None:
+        self.step, self.reason = step, plain(reason)
+        super().__init__(f"step {step}: {self.reason}")
+
+
+class Asked(NamedTuple):
+    """A message to a site, as long as its reply is awaited.
+
+    Attributes:
+        kind: of the message.
+        round: of the run.
+        client: number of the site; None in a greeting, which is to find it out.
+        node: Flower's number of the node.
+        nonce: of this message.
+        down: what a client received, for the length of the difference.
+    """
+
+    kind: Kind
+    round: int
+    client: int | None
+    node: int
+    nonce: bytes
+    down: Any = None
+
+
+class Reply(NamedTuple):
+    """A reply that counts.
+
+    Attributes:
+        client: number of the site.
+        head: plain values.
+        value: an upload (`Sent`), an answer ``[1, k]``, or None.
+        metrics: numbers that were believed.
+        norm: length of the difference of an upload.
+        digest: SHA-256 of the arrays.
+    """
+
+    client: int
+    head: dict[str, Any]
+    value: Any
+    metrics: dict[str, float]
+    norm: float | None
+    digest: str
+
+
+class Judge:
+    """Checks replies.
+
+    Args:
+        settings: of the server.
+        job: the run; None before the sites have said what they hold.
+        forms: of its messages.
+        keys: of the sites, by client.
+        sizes: ``[n, 3]`` samples that the sites declared.
+    """
+
+    def __init__(
+        self,
+        settings: Server,
+        keys: dict[int, Ed25519PublicKey],
+        job: Job | None = None,
+        forms: Forms | None = None,
+        sizes: Tensor | None = None,
+    ) -> None:
+        self._settings, self._keys, self._job, self._forms, self._sizes = settings, keys, job, forms, sizes
+
+    def check(self, message: Message, asked: Asked) -> Reply:
+        """The reply, if all holds.
+
+        Raises:
+            Rejected: what does not; no other error is possible.
+        """
+        try:
+            return self._check(message, asked)
+        except Rejected:
+            raise
+        except Exception as error:  # what nobody thought of counts as little as the rest
+            raise Rejected(3, f"cannot be read ({type(error).__name__})") from error
+
+    def _check(self, message: Message, asked: Asked) -> Reply:
+        if message.has_error():
+            raise Rejected(2, f"error {message.error.code} of the node: {message.error.reason}")
+        letter = self._read(message)
+        client = self._identify(letter, asked)
+        if letter.head["status"] != "ok":
+            raise Rejected(2, f"the site says: {letter.head['reason']}")
+        if asked.kind == "hello":
+            self._check_data(letter.head)
+            return Reply(client, letter.head, None, {}, None, letter.head["digest"])
+        value = self._value(letter, asked)
+        self._check_counts(letter.head, client)
+        norm = self._norm(value, asked) if isinstance(value, Sent) else None
+        return Reply(client, letter.head, value, self._metrics(letter), norm, letter.head["digest"])
+
+    def _read(self, message: Message) -> Letter:
+        """Step 3; another release is named before its other fields are looked at."""
+        record = message.content.get(HEAD)
+        release = record.get("release") if isinstance(record, ConfigRecord) else None
+        if isinstance(release, str) and release != fedloom.__version__:
+            raise Rejected(4, f"the site runs fedloom {plain(release)[:30]}, the server {fedloom.__version__}")
+        try:
+            return unseal(message, REPLIED, STATUS, self._settings.message_limit)
+        except WireError as error:
+            raise Rejected(3, str(error)) from None
+
+    def _identify(self, letter: Letter, asked: Asked) -> int:
+        """Step 4."""
+        head = letter.head
+        wanted = {
+            "protocol": PROTOCOL,
+            "experiment": self._settings.fingerprint,
+            "kind": asked.kind,
+            "round": asked.round,
+            "nonce": asked.nonce,
+            "digest": digest_of(letter.arrays),
+            **({} if asked.client is None else {"client": asked.client}),
+        }
+        for name, value in wanted.items():
+            if head[name] != value:
+                got, want = (v.hex() if isinstance(v, bytes) else v for v in (head[name], value))
+                raise Rejected(4, f"{name} is {str(got)[:40]}, not {str(want)[:40]}")
+        client: int = head["client"]
+        if client not in self._keys:
+            raise Rejected(4, f"no site has the number {client}")
+        fields = {name: value for name, value in head.items() if name != "signature"} | {"metrics": letter.metrics}
+        if not is_signed(self._keys[client], fields, head["signature"]):
+            raise Rejected(4, f"not signed with the key of client {client}")
+        return client
+
+    def _check_data(self, head: dict[str, Any]) -> None:
+        """What a site says of its data."""
+        try:
+            here = Schema(**{name: _plain(head[name]) for name in Schema.model_fields})
+        except ValueError as error:
+            raise Rejected(3, f"what the site says of its data makes no sense: {error}") from None
+        for name in Schema.model_fields:
+            got, want = getattr(here, name), getattr(self._settings.samples, name)
+            if got != want:
+                raise Rejected(3, f"{name} of the site's data is {got}, that of the experiment {want}")
+        sizes, limit = head["sizes"], self._settings.examples_limit
+        if len(sizes) != 3 or not all(type(k) is int and 0 <= k <= limit for k in sizes):
+            raise Rejected(9, f"numbers of samples must be three from 0 to {limit}, got {str(sizes)[:60]}")
+
+    def _value(self, letter: Letter, asked: Asked) -> Any:
+        """Steps 5 to 8."""
+        assert self._forms is not None
+        count = 0 if asked.kind == "score" else 1
+        if len(letter.arrays) != count:
+            raise Rejected(5, f"{len(letter.arrays)} arrays, {count} are expected")
+        if not count:
+            return None
+        try:
+            read = self._forms.read_up if asked.kind == "train" else self._forms.read_answer
+            value: Any = read(letter.arrays[0])
+        except WireError as error:
+            raise Rejected(6, str(error)) from None
+        parts = (*value.up, value.info, value.told) if isinstance(value, Sent) else (value,)
+        if not all(bool(torch.isfinite(part).all()) for part in parts if part is not None):
+            raise Rejected(8, "NaN or infinite numbers in the arrays")
+        return value
+
+    def _check_counts(self, head: dict[str, Any], client: int) -> None:
+        """Step 9."""
+        assert self._sizes is not None
+        declared = int(self._sizes[client, 0])
+        if head["samples"] != declared:
+            raise Rejected(9, f"{head['samples']} training samples, {declared} were declared at the start of the run")
+        work = head.get("work", [0, 0, 0])
+        if len(work) != 3 or not all(type(k) is int and 0 <= k <= MOST for k in work):
+            raise Rejected(9, f"work must be three counts, got {str(work)[:60]}")
+
+    def _metrics(self, letter: Letter) -> dict[str, float]:
+        """Step 10: what is not a metric of this run, not finite or out of its range is left out."""
+        assert self._job is not None
+        task = self._job.oracle.task
+        none = torch.zeros(0, task.outputs, dtype=self._job.oracle.dtype)
+        blank = self._job.fed.targets(torch.zeros(0, dtype=torch.long))
+        names = {*task.metrics(none, blank, torch.zeros(0, dtype=torch.long), 1), "nonzeros", "rank", "factorised"}
+        found = {}
+        for key, value in letter.metrics.items():
+            model, _, rest = key.partition("/")
+            part, _, name = rest.partition("/")
+            known = model in ("global", "personal") and part in ("", *self._job.evaluate.parts) and name in names
+            if known and math.isfinite(value) and (name not in UNIT or 0 <= value <= 1):
+                found[key] = float(value)
+        return found
+
+    def _norm(self, sent: Sent, asked: Asked) -> float:
+        """Step 11: the length of the upload, the model as a difference to what the client received."""
+        assert self._job is not None
+        norm = 0.0
+        for name, field in sent.up._asdict().items():
+            kind = self._job.fields[name]
+            absolute = kind.primary and kind.base == "zero" and field.shape[1] == asked.down[0].shape[-1]
+            change = field - asked.down[0] if absolute else field
+            norm = math.hypot(norm, float(torch.linalg.vector_norm(change.double())))
+        bound = math.inf if self._settings.norm_bound is None else self._settings.norm_bound
+        if not (norm <= bound and math.isfinite(norm)):
+            raise Rejected(11, f"the difference is {norm:.4g} long, at most {bound:.4g} is allowed")
+        if not bool(usable((*sent.up,), 1, self._job.engine.norm_bound).all()):
+            raise Rejected(11, f"a field is longer than engine.norm_bound = {self._job.engine.norm_bound}")
+        return norm
+
+    def model(self, sent: Sent, down: Any) -> Tensor | None:
+        """The client's model, if the server's side looks at it."""
+        job = self._job
+        if job is None or not job.watched:
+            return None
+        base = base_of(job.fields[job.watched], down, None)
+        model: Tensor = getattr(sent.up, job.watched) + base
+        return model
+
+
+def plain(text: str) -> str:
+    """A sentence from elsewhere that is safe to print and to log."""
+    return re.sub(r"[^\x20-\x7e]+", " ", str(text))[:REASON]
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

@@ -1,0 +1,205 @@
+"""The server of a deployment: the rounds of a simulation, whose chunks are computed at real sites."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+from flwr.serverapp import Grid
+from torch import Tensor
+
+import fedloom
+from fedloom.algorithms import upload_fields
+from fedloom.choose import Uniform, UniformWeigher
+from fedloom.deploy.audit import Audit
+from fedloom.deploy.forms import Forms
+from fedloom.deploy.local_data import federation_of
+from fedloom.deploy.post import Post
+from fedloom.deploy.settings import Server, check_fingerprint
+from fedloom.deploy.sites import Sites
+from fedloom.errors import Refused, RunStopped, Stop
+from fedloom.experiment import Experiment, read
+from fedloom.local import Nothing
+from fedloom.running.checkpoint import Checkpoints, save_tensors
+from fedloom.running.disk import Disk
+from fedloom.running.files import lock, make_folder, write_atomic
+from fedloom.running.job import Job
+from fedloom.running.privacy import accounted, spent
+from fedloom.running.rounds import play, record, scores_of
+from fedloom.running.setup import make_job
+from fedloom.running.state import State, initial_state
+from fedloom.running.store import Store
+
+Say = Callable[[str], None]
+
+
+def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
+    """Train at the sites until all rounds are done; after a stop or a crash, the same call goes on.
+
+    Args:
+        grid: Flower's.
+        settings: of the server.
+        say: prints a line.
+
+    Returns:
+        Why the run ended.
+
+    Raises:
+        ConfigError: the experiment is not the one agreed on, or cannot be deployed.
+        RunDirError: another server works on the same experiment.
+        CheckpointError: the disk is full or refuses, or no checkpoint can be read.
+    """
+    check_fingerprint(settings)
+    experiment = read(settings.experiment, workers=1, chunk=1)
+    check_deployable(experiment)
+    with lock(settings.checkpoints):
+        run = _Run(grid, settings, experiment, say)
+        return run.go()
+
+
+def check_deployable(experiment: Experiment) -> None:
+    """Refuse what makes sense in a simulation only.
+
+    Raises:
+        Refused: the sentence says why.
+    """
+    method = experiment.methods[0]
+    if experiment.attack is not None:
+        raise Refused("an attack is for simulation: leave the table [attack] out to deploy this experiment")
+    if method.composition.pooled:
+        raise Refused(f"{method.label} pools the data of all clients, which real sites do not give; choose another")
+    fields = upload_fields(type(method.composition.algorithm))
+    sampler = method.composition.sampler or method.sampler
+    if sampler.learns and any(k.primary and k.base.startswith("rows.") for k in fields.values()):
+        raise Refused(
+            f"sampler {sampler.kind!r} looks at the clients' models, but {method.label} uploads a difference to a "
+            "state that stays at the client; choose another sampler"
+        )
+
+
+class _Run:
+    """One run: what it has, and its rounds."""
+
+    def __init__(self, grid: Grid, settings: Server, experiment: Experiment, say: Say) -> None:
+        self._settings, self._experiment, self._say = settings, experiment, say
+        self._audit = Audit(settings.audit)
+        self._post = Post(grid, settings, self._audit, say)
+
+    def go(self) -> Stop:
+        """Begin or go on, to the end."""
+        settings = self._settings
+        stop, detail, state, disk = Stop.DONE, "", None, None
+        try:
+            self._gather()
+            job, server = self._job()
+            disk = Disk(job, settings.checkpoints, settings.fingerprint[:16])
+            sites = Sites(job, Forms(job, server), self._post, settings)
+            state, ended = disk.resume(initial_state(job, server))
+            if disk.more:
+                sites.accepted = torch.tensor(disk.more["accepted"])
+                self._say(f"fedloom goes on after round {state.round}")
+            self._audit.write("start", round=state.round, release=fedloom.__version__, sites=sorted(self._post.nodes))
+            state = self._rounds(job, sites, disk, state, done=ended is Stop.DONE)
+        except RunStopped as error:
+            stop, detail = error.reason, error.detail
+            self._say(f"fedloom stops: {error}")
+        self._audit.write("stop", reason=stop.value, detail=detail or None)
+        if state is not None and disk is not None and stop is Stop.DONE:
+            disk.save(state, stop)
+            self._write(job, state)
+        self._summary(stop, detail, state)
+        return stop
+
+    def _rounds(self, job: Job, sites: Sites, disk: Disk, state: State, *, done: bool) -> State:
+        pool: Any = sites
+        while not done:
+            t = state.round
+            due = t % job.evaluate.every == 0 or t == job.rounds
+            if due and not any(r.round == t for r in state.records.items):
+                scores = scores_of(job, pool, state)
+                record(job, state, scores)
+                self._write(job, state)
+            if t > 0:
+                self._say(self._line(job, state, sites))
+            if t == job.rounds:
+                break
+            self._check_budget(job, state)
+            start = time.monotonic()
+            state = play(job, pool, state)
+            disk.seconds.append(time.monotonic() - start)
+            sites.accepted[state.cohort] = state.round
+            disk.more = self._more(sites.accepted)
+            disk.save(state, None)
+        return state
+
+    def _more(self, accepted: Tensor) -> dict[str, Any]:
+        return {"accepted": accepted.tolist(), "sizes": self._post.sizes.tolist()}
+
+    def _gather(self) -> None:
+        """Wait for the sites; numbers of samples that the run began with hold."""
+        known = self._known_sizes()
+        if known is not None:
+            self._post.sizes.copy_(known)
+            self._post.fix()
+        method = self._experiment.methods[0]
+        plain = isinstance(method.sampler, Uniform) and isinstance(method.weigher, UniformWeigher)
+        composed = method.composition.sampler is not None or method.composition.weigher is not None
+        everyone = known is None and (self._experiment.head.weights == "samples" or not plain or composed)
+        self._post.gather(everyone)
+
+    def _known_sizes(self) -> Tensor | None:
+        """What the newest checkpoint says."""
+        loaded = Checkpoints(self._settings.checkpoints).load(self._settings.fingerprint[:16])
+        return None if loaded is None or not loaded.meta["more"] else torch.tensor(loaded.meta["more"]["sizes"])
+
+    def _job(self) -> tuple[Job, Any]:
+        """The run without samples or client state; a round needs the quorum of the settings."""
+        fed = federation_of(self._settings.samples, self._post.sizes)
+        experiment = self._experiment
+        arguments = experiment.arguments(experiment.methods[0], fed, experiment.head.seeds[0])
+        arguments["engine"] = experiment.engine.with_(quorum=1e-9, device="cpu")
+        job, server = make_job(**arguments, folder=self._settings.checkpoints)
+        return replace(job, clients=Store(job.n, Nothing()), residue=Store(job.n, Nothing())), server
+
+    def _check_budget(self, job: Job, state: State) -> None:
+        limit, noise = self._settings.epsilon, accounted(job.channel)
+        if limit is None:
+            return
+        if noise is None:
+            raise RunStopped(Stop.BUDGET, "epsilon is limited, but the experiment has no accounted noise")
+        after = spent(noise, job.sampler, state.uploads + 1, state.round + 1)
+        if after > limit:
+            detail = f"round {state.round + 1} would make epsilon {after:.4g}, the limit is {limit:.4g}"
+            raise RunStopped(Stop.BUDGET, detail)
+
+    def _line(self, job: Job, state: State, sites: Sites) -> str:
+        loss = next(
+            (x for x in (state.records.last(m, "train", "loss") for m in ("personal", "global")) if x is not None), None
+        )
+        text = f"fedloom round {state.round}/{job.rounds}: {len(state.cohort)} of {len(self._post.members)} accepted"
+        return text if loss is None else f"{text}, loss {torch.from_numpy(loss).nanmean():.4g}"
+
+    def _write(self, job: Job, state: State) -> None:
+        """Metrics and the global model, as a run directory has them."""
+        make_folder(self._settings.results)
+        write_atomic(self._settings.results / "metrics.parquet", lambda f: pq.write_table(state.records.table(), f))
+        shared = job.algorithm.global_model(state.server)
+        if shared is not None:
+            header = {**job.oracle.layout.header(), "round": str(state.round)}
+            save_tensors(self._settings.results / "global.safetensors", {"rows": shared.cpu()}, header)
+
+    def _summary(self, stop: Stop, detail: str, state: State | None) -> None:
+        make_folder(self._settings.results)
+        text = {
+            "name": self._settings.name, "stop": stop.name, "reason": stop.value, "detail": detail,
+            "rounds": 0 if state is None else state.round, "notes": [] if state is None else state.notes,
+            "sites": {m.site: c in self._post.nodes for c, m in self._post.members.items()},
+        }  # fmt: skip
+        write_atomic(self._settings.results / "summary.json", json.dumps(text, indent=1).encode())
+
+

@@ -1,0 +1,113 @@
+"""A deployment in a folder: an experiment file, keys, settings of a server and of its sites."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomli_w
+from flwr.app import Message
+
+from fedloom.deploy.client import Client
+from fedloom.deploy.keys import key_pair
+from fedloom.deploy.local_data import schema_of
+from fedloom.deploy.server import serve
+from fedloom.deploy.settings import Member, Server, Site, fingerprint
+from fedloom.errors import Stop
+from fedloom.experiment import Experiment, parse, read
+from fedloom.running.result import Result
+from fedloom.running.simulate import simulate
+from tests.deploy.grid import FakeGrid, Fault, outside_flower
+
+FIRST = 100
+"""Flower's number of the node of client 0."""
+
+PAIRS = [(key_pair("signing"), key_pair("connection")) for _ in range(6)]
+
+
+def document(method: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """An experiment of one method on synthetic data."""
+    return {
+        "name": "parity",
+        "rounds": 3,
+        "seeds": [0],
+        "data": {"source": "digits"},
+        "partition": {"kind": "dirichlet", "clients": 3, "beta": 0.5},
+        "model": {"kind": "softmax"},
+        "local": {"lr": 0.05, "epochs": 1, "batch_size": 200},
+        "evaluate": {"every": 1},
+        "engine": {"dtype": "float64", "oracle": "looped"},
+        "method": [method],
+    } | changes
+
+
+class Scene(NamedTuple):
+    """What a test works with."""
+
+    folder: Path
+    experiment: Experiment
+    server: Server
+    sites: list[Site]
+
+    def clients(self) -> list[Client]:
+        """The sites, as after a start of their processes."""
+        return [Client(site) for site in self.sites]
+
+    def grid(self, fault: Fault | None = None, clients: list[Client] | None = None) -> FakeGrid:
+        """All sites on a grid."""
+        return FakeGrid({FIRST + c.site.client: c.answer for c in clients or self.clients()}, fault)
+
+    def serve(self, grid: FakeGrid | None = None, **settings: Any) -> Stop:
+        """Run the server, quietly."""
+        return serve(grid or self.grid(), self.server.with_(**settings), lambda _line: None)
+
+    def simulate(self, **changes: Any) -> Result:
+        """The same run in simulation."""
+        experiment = self.experiment
+        seed, method = experiment.head.seeds[0], experiment.methods[0]
+        fed = experiment.partition(experiment.source.load(), seed)
+        return simulate(**(experiment.arguments(method, fed, seed) | changes))
+
+
+def scene(folder: Path, method: dict[str, Any] | str, **changes: Any) -> Scene:
+    """A deployment of an experiment in a folder; quick to give up."""
+    outside_flower()
+    given = document({"algorithm": method} if isinstance(method, str) else method, **changes)
+    path = folder / "experiment.toml"
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(tomli_w.dumps(parse(given).settings()))
+    experiment = read(path)
+    data = experiment.source.load()
+    fed = experiment.partition(data, 0)
+    shared: dict[str, Any] = {
+        "name": "parity",
+        "experiment": path,
+        "fingerprint": fingerprint(path),
+        "clients": fed.n,
+        "samples": schema_of(fed.data),
+    }
+    sites = []
+    for i in range(fed.n):
+        state = folder / f"site-{i}"
+        state.mkdir(exist_ok=True)
+        (state / "signing-key").write_bytes(PAIRS[i][0].private)
+        sites.append(
+            Site(
+                **shared, site=f"site-{i}", client=i, data=experiment.source_options, share="partition",
+                state=state, server="localhost:1", signing_key=state / "signing-key",
+            )  # fmt: skip
+        )
+    members = [
+        Member(site=f"site-{i}", client=i, node_key=PAIRS[i][1].public, signing_key=PAIRS[i][0].public)
+        for i in range(fed.n)
+    ]
+    server = Server(
+        **shared, sites=tuple(members), quorum=fed.n, deadline=0.2, ttl=0.4, patience=0.4,
+        checkpoints=folder / "checkpoints", audit=folder / "audit.jsonl", results=folder / "results",
+    )  # fmt: skip
+    return Scene(folder, experiment, server, sites)
+
+
+def answer(client: Client, message: Message) -> Message:
+    """A site's answer."""
+    return client.answer(message)
