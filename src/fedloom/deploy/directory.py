@@ -14,6 +14,7 @@ from fedloom.deploy import commands, keys
 from fedloom.deploy.plan import Plan
 from fedloom.deploy.settings import Member, Server, Site, fingerprint, text_of
 from fedloom.deploy.units import (
+    CLI,
     SERVER_WRITES,
     SITE_WRITES,
     TEMPLATES,
@@ -111,7 +112,7 @@ def _write_server(folder: Path, server: Server, ca: keys.Authority, place: Place
     _write(folder / "server.toml", text_of(server))
     _write(folder / "gate.conf", gate(server, place))
     home = place.home / "server"
-    _write(folder / "flower" / "config.toml", commands.profile(behind(server), home / "ca.crt"))
+    _write(folder / CLI / "config.toml", commands.profile(behind(server), home / "ca.crt"))
     for name, text in server_units(server, place).items():
         _write(folder / "units" / f"{name}.service", text)
     write_app(folder / APP)
@@ -165,6 +166,7 @@ def _readme(plan: Plan, server: Server, place: Place) -> str:
         name=plan.name,
         count=len(plan.sites),
         home=place.home,
+        cli=home / CLI,
         programs=place.programs,
         version=fedloom.__version__,
         run=" ".join(f"'{word}'" if '"' in word else word for word in words),

@@ -19,6 +19,8 @@ SERVER_WRITES = ("state", "results", "flower")
 """Folders that the server's processes write into."""
 SITE_WRITES = ("state", "flower")
 """Folders that a site's processes write into."""
+CLI = "cli"
+"""Folder of Flower's command line on the server, which the administrator uses."""
 
 
 class Place(Value):
@@ -43,7 +45,7 @@ def server_units(server: Server, place: Place) -> dict[str, str]:
         "fedloom-superexec": ("the server's work", commands.superexec(there, place.programs)),
     }
     return {
-        unit: _unit(unit, what, server.name, home, place, command, environment, SERVER_WRITES, "127.0.0.1")
+        unit: _unit(unit, what, server.name, home, place, command, environment, SERVER_WRITES, "localhost")
         for unit, (what, command) in made.items()
     }
 
@@ -85,7 +87,8 @@ def _unit(
 def _only_to(peer: str) -> str:
     """Which addresses a unit may talk to: loopback and the other side, where that is known as an address."""
     try:
-        return f"IPAddressDeny=any\nIPAddressAllow=localhost {ip_address(peer)}"
+        others = "" if peer == "localhost" else f" {ip_address(peer)}"
+        return f"IPAddressDeny=any\nIPAddressAllow=localhost{others}"
     except ValueError:
         return f"# IPAddressDeny=any with IPAddressAllow=localhost and the address of {peer} allows nothing else"
 

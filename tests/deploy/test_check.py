@@ -1,0 +1,241 @@
+"""`fedloom deploy check`: every reason why a site cannot take part has its sentence, and only then one refuses."""
+
+import shutil
+import ssl
+import threading
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+import fedloom
+from fedloom.cli import app
+from fedloom.deploy import check, keys
+from fedloom.deploy.check import check_site
+from fedloom.deploy.settings import read_site, text_of
+from fedloom.errors import DataError
+
+
+@pytest.fixture
+def site(ready):
+    return read_site(ready / "sites" / "site-1" / "site.toml")
+
+
+def refused(site, **options):
+    return [f.sentence for f in check_site(site, **{"offline": True, **options}) if f.level == "refused"]
+
+
+def changed(site, **changes):
+    return site.model_copy(update=changes)
+
+
+def test_a_site_in_order_has_nothing_against_it(site):
+    findings = list(check_site(site, offline=True))
+    assert {f.level for f in findings} <= {"ok", "note"}
+    text = "\n".join(f.sentence for f in findings)
+    for what in (
+        f"fedloom {fedloom.__version__}",
+        "60 samples for training",
+        "10 classes",
+        "keys",
+        "valid until",
+        "MB",
+    ):
+        assert what in text
+
+
+def test_version_of_fedloom_both_sides_named(site):
+    (sentence,) = refused(changed(site, version="9.9.9"))
+    assert "9.9.9" in sentence
+    assert fedloom.__version__ in sentence
+
+
+@pytest.mark.parametrize("version", ["1.40.9", "1.43.0", "2.0"])
+def test_version_of_flower(site, monkeypatch, version):
+    monkeypatch.setattr(check, "version", lambda _: version)
+    (sentence,) = refused(site)
+    assert version in sentence
+    assert "1.41 or newer, below 1.43" in sentence
+
+
+def test_another_experiment(site):
+    site.experiment.write_text(site.experiment.read_text() + "# changed\n")
+    assert "not the experiment file that was agreed on" in refused(site)[0]
+
+
+def test_data_that_is_missing(site):
+    (sentence,) = refused(changed(site, data={"source": "csv", "path": "/nowhere/x.csv", "label": "y"}))
+    assert "/nowhere/x.csv" in sentence
+
+
+def test_data_of_another_schema_both_sides_named(site):
+    other = site.samples.with_(shape=(1, 9, 9))
+    (sentence,) = refused(changed(site, samples=other))
+    assert "1, 9, 9" in sentence
+    assert "1, 8, 8" in sentence
+
+
+def test_other_labels_both_sides_named(site):
+    other = site.samples.with_(classes=tuple("abcdefghij"))
+    (sentence,) = refused(changed(site, samples=other))
+    assert "classes" in sentence
+    assert "a, b, c" in sentence
+
+
+def test_a_label_out_of_range_is_the_datas_own_sentence(site, tmp_path, monkeypatch):
+    def broken(*_):
+        raise DataError("digits: labels must be within 0..9, got 0..12")
+
+    monkeypatch.setattr(check, "site_federation", broken)
+    assert refused(site) == ["digits: labels must be within 0..9, got 0..12"]
+
+
+def test_disk_too_full(site, monkeypatch):
+    monkeypatch.setattr(check.shutil, "disk_usage", lambda _: SimpleNamespace(free=5 << 20))
+    (sentence,) = refused(site)
+    assert sentence.startswith("5 MB are free")
+    assert "1024 MB" in sentence
+
+
+def test_state_that_cannot_be_written(site, monkeypatch):
+    def denied(**_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(check, "NamedTemporaryFile", denied)
+    (sentence,) = refused(site)
+    assert "nothing can be written" in sentence
+
+
+def test_key_that_others_read(site):
+    site.node_key.chmod(0o644)
+    (sentence,) = refused(site)
+    assert "chmod 600" in sentence
+    assert "644" in sentence
+
+
+def test_key_that_is_missing_or_no_key_or_of_another_kind(site):
+    signing = site.signing_key.read_bytes()
+    site.signing_key.unlink()
+    assert "No such file" in refused(site)[0]
+    site.signing_key.write_text("hello")
+    site.signing_key.chmod(0o600)
+    assert "not a private key in OpenSSH form" in refused(site)[0]
+    shutil.copy(site.node_key, site.signing_key)
+    assert "must be an Ed25519 key" in refused(site)[0]
+    site.signing_key.write_bytes(signing)
+    site.node_key.write_bytes(signing)
+    assert "must be an ECDSA P-384 key" in refused(site)[0]
+
+
+def test_authority_that_is_missing_damaged_or_out_of_date(site):
+    site.ca.write_text("hello")
+    assert "not a certificate in PEM form" in refused(site)[0]
+    site.ca.write_bytes(keys.authority("try", 10, datetime.now(UTC) - timedelta(days=20)).pem())
+    assert "authority's certificate ended on" in refused(site)[0]
+    site.ca.write_bytes(keys.authority("try", 10, datetime.now(UTC) + timedelta(days=20)).pem())
+    assert "set the clock" in refused(site)[0]
+    site.ca.write_bytes(keys.authority("try", 10).pem())
+    assert any("ends soon" in f.sentence for f in check_site(site, offline=True) if f.level == "note")
+    site.ca.unlink()
+    assert "cannot read the authority's certificate" in refused(site)[0]
+
+
+def test_port_in_use(site):
+    with serving(site) as (port, _):
+        (sentence,) = refused(changed(site, port=port))
+    assert f"port {port}" in sentence
+    assert "may be running already" in sentence
+
+
+# --------------------------------------------------------------------------------------- with a server
+
+
+class serving:
+    """A TLS server on loopback with the site's server's certificate, whose clock is wrong by some seconds."""
+
+    def __init__(self, site, wrong=0.0, made=None):
+        folder = site.ca.parents[2] / "server"
+        if made is not None:
+            (folder / "server.crt").write_bytes(made.certificate)
+            (folder / "server.key").write_bytes(made.key)
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.send_response_only(404)
+                self.send_header("Date", format_datetime(datetime.now(UTC) + timedelta(seconds=wrong), usegmt=True))
+                self.end_headers()
+
+            def log_message(self, *_):
+                pass
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(folder / "server.crt", folder / "server.key")
+        self.server.socket = context.wrap_socket(self.server.socket, server_side=True)
+        self.server.handle_error = lambda *_: None
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
+
+    def __enter__(self):
+        self.thread.start()
+        port = self.server.server_address[1]
+        return port, f"127.0.0.1:{port}"
+
+    def __exit__(self, *_):
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [(0, None), (-3, None), (200, None), (-60, "s ahead"), (400, "behind")],
+)
+def test_clock(site, wrong, sentence):
+    with serving(site, wrong) as (_, address):
+        found = refused(changed(site, server=address), offline=False)
+    assert found == [] if sentence is None else sentence in found[0]
+
+
+def test_server_of_another_authority(site):
+    with serving(site) as (_, address):
+        site.ca.write_bytes(keys.authority("other", 10).pem())
+        (sentence,) = refused(changed(site, server=address), offline=False)
+    assert "is not the server of ca.crt" in sentence
+
+
+def test_server_whose_certificate_has_expired(site, ready):
+    ca = keys.Authority.load(
+        (ready / "authority" / "ca.key").read_bytes(), (ready / "authority" / "ca.crt").read_bytes()
+    )
+    made = keys.server_certificate(ca, ["127.0.0.1"], 1, datetime.now(UTC) - timedelta(days=3))
+    with serving(site, made=made) as (_, address):
+        (sentence,) = refused(changed(site, server=address), offline=False)
+    assert "expired" in sentence
+
+
+def test_no_server(site):
+    with serving(site) as (_, address):
+        pass
+    (sentence,) = refused(changed(site, server=address), offline=False)
+    assert f"the server {address} cannot be reached over TLS" in sentence
+
+
+# ------------------------------------------------------------------------------------------- the command
+
+
+def test_exit_code_of_the_command(ready, site):
+    folder = ready / "sites" / "site-1"
+    fine = CliRunner().invoke(app, ["deploy", "check", str(folder), "--offline"])
+    assert fine.exit_code == 0, fine.output
+    (folder / "site.toml").write_text(
+        text_of(changed(site, version="9.9.9")),
+    )
+    bad = CliRunner().invoke(app, ["deploy", "check", str(folder), "--offline"])
+    assert bad.exit_code == 1
+    assert "1 of the findings must be mended" in bad.output
+    none = CliRunner().invoke(app, ["deploy", "check", str(ready), "--offline"])
+    assert none.exit_code == 2
+    assert "cannot read the site file" in none.output

@@ -1,0 +1,248 @@
+"""`fedloom deploy init`: what is written, who may read it, and that it is what Flower, systemd, nginx and TLS take."""
+
+import re
+import shlex
+import shutil
+import ssl
+import stat
+import subprocess
+import tomllib
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+
+from fedloom.deploy import keys
+from fedloom.deploy.directory import renew, write
+from fedloom.deploy.plan import plan
+from fedloom.deploy.settings import check_fingerprint, read_server, read_site
+from fedloom.deploy.units import Place, gate, server_units, site_unit
+from fedloom.errors import ConfigError, Refused
+from fedloom.experiment import read
+
+SECRETS = {"ca.key", "server.key", "superexec.secret", "node-key", "signing-key"}
+
+
+def test_only_the_owner_reads_what_is_secret(written):
+    files = [path for path in written.rglob("*") if path.is_file()]
+    private = {path.name for path in files if stat.S_IMODE(path.stat().st_mode) == 0o600}
+    assert private == SECRETS
+    assert all(path.name not in SECRETS or stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files)
+    assert stat.S_IMODE(written.stat().st_mode) == 0o700
+    for path in files:
+        assert path.name in SECRETS or b"PRIVATE KEY" not in path.read_bytes()
+
+
+def test_the_two_sides_hold_one_experiment_and_each_others_keys(written):
+    server = read_server(written / "server" / "server.toml")
+    check_fingerprint(server)
+    assert [m.site for m in server.sites] == ["site-0", "site-1", "site-2"]
+    for k, member in enumerate(server.sites):
+        folder = written / "sites" / member.site
+        site = read_site(folder / "site.toml")
+        check_fingerprint(site)
+        assert (site.client, site.samples, site.fingerprint) == (k, server.samples, server.fingerprint)
+        for private, public in ((site.node_key, member.node_key), (site.signing_key, member.signing_key)):
+            own = load_ssh_private_key(private.read_bytes(), password=None).public_key()
+            assert own == load_ssh_public_key(public.encode())
+        assert (written / "server" / "nodes" / f"{member.site}.pub").read_text().strip() == member.node_key
+    assert len({m.node_key for m in server.sites} | {m.signing_key for m in server.sites}) == 6
+
+
+def test_no_site_holds_another_sites_key_or_the_authoritys(written):
+    for folder in (written / "sites").iterdir():
+        assert {p.name for p in folder.iterdir()} & SECRETS == {"node-key", "signing-key"}
+    assert not list((written / "server").rglob("*-key"))
+    assert not list((written / "server").rglob("ca.key"))
+
+
+def test_the_experiment_is_one_method_and_one_seed(experiment, written):
+    one = read(written / "server" / "experiment.toml")
+    assert len(one.methods) == len(one.head.seeds) == 1
+    assert one.methods[0].rounds == 3
+    several = experiment("fedavg", "flame", seeds=[4, 5])
+    with pytest.raises(ConfigError, match="fedavg, flame; choose with --method"):
+        plan(several)
+    chosen = tomllib.loads(plan(several, method="flame", rounds=7).experiment)
+    assert (chosen["seeds"], chosen["method"][0]["label"], chosen["method"][0]["rounds"]) == ([4], "flame", 7)
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "sentence"),
+    [
+        ({}, {"sites": 4}, "gives 3 clients, but 4 sites"),
+        ({"method": [{"algorithm": "centralized"}]}, {}, "pools the data of all clients"),
+        ({"attack": {"kind": "sign-flip", "fraction": 0.3}}, {}, "an attack is for simulation"),
+        ({}, {"method": "fedavgg"}, "did you mean 'fedavg'"),
+        ({}, {"own_data": True}, "say it with --sites"),
+    ],
+)
+def test_what_cannot_be_deployed_is_refused(experiment, given, options, sentence):
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        plan(experiment(**given), **options)
+
+
+def test_what_does_not_go_together_is_refused_as_in_simulation(experiment):
+    krum = {"algorithm": "feddyn", "aggregator": {"kind": "krum", "f": 0}}
+    with pytest.raises(Refused):
+        plan(experiment(krum))
+
+
+def test_sites_with_data_of_their_own(experiment, tmp_path):
+    planned = plan(experiment(), 5, own_data=True)
+    assert (len(planned.sites), planned.share) == (5, "all")
+    write(planned, tmp_path / "own", Place())
+    assert read_site(tmp_path / "own" / "sites" / "site-4" / "site.toml").clients == 5
+
+
+def test_nothing_is_overwritten_and_nothing_is_left_half_done(planned, ready, monkeypatch):
+    before = (ready / "authority" / "ca.key").read_bytes()
+    with pytest.raises(ConfigError, match="is there already"):
+        write(planned, ready, Place())
+    assert (ready / "authority" / "ca.key").read_bytes() == before
+    monkeypatch.setattr(keys, "server_certificate", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write(planned, ready.parent / "new", Place())
+    assert [p.name for p in ready.parent.iterdir()] == ["try"]
+
+
+def test_the_certificate_is_the_authoritys_and_names_the_gate_and_loopback(written):
+    ca = x509.load_pem_x509_certificate((written / "authority" / "ca.crt").read_bytes())
+    server = x509.load_pem_x509_certificate((written / "server" / "server.crt").read_bytes())
+    server.verify_directly_issued_by(ca)
+    names = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert set(names.get_values_for_type(x509.DNSName)) == {"fl.example.org", "localhost"}
+    assert {str(ip) for ip in names.get_values_for_type(x509.IPAddress)} == {"127.0.0.1", "::1"}
+
+
+@pytest.mark.parametrize(
+    ("name", "now", "problem"),
+    [
+        ("localhost", None, None),
+        ("other.example.org", None, "Hostname mismatch"),
+        ("localhost", datetime.now(UTC) - timedelta(days=50), "expired"),
+        ("localhost", datetime.now(UTC) + timedelta(days=2), "not yet valid"),
+    ],
+)
+def test_tls_takes_the_certificate_only_while_it_holds_and_for_its_names(tmp_path, name, now, problem):
+    ca = keys.authority("try", 100, datetime.now(UTC) - timedelta(days=60))
+    made = keys.server_certificate(ca, ["localhost", "127.0.0.1"], 30, now)
+    found = handshake(tmp_path, made, ca, name)
+    assert found is None if problem is None else problem in found
+
+
+def test_tls_refuses_another_authority(tmp_path):
+    made = keys.server_certificate(keys.authority("try", 100), ["localhost"], 30)
+    assert "unable to get local issuer" in handshake(tmp_path, made, keys.authority("other", 100), "localhost")
+
+
+def handshake(folder, made, ca, name):
+    """Why a client that trusts `ca` refuses the server, strict as Python 3.13 is by default; None: it does not."""
+    (folder / "crt").write_bytes(made.certificate)
+    (folder / "key").write_bytes(made.key)
+    serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    serving.load_cert_chain(folder / "crt", folder / "key")
+    asking = ssl.create_default_context(cadata=ca.pem().decode())
+    asking.verify_flags |= ssl.VERIFY_X509_STRICT
+    a, b = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = serving.wrap_bio(a, b, server_side=True)
+    client = asking.wrap_bio(b, a, server_hostname=name)
+    for _ in range(4):
+        for side in (client, server):
+            try:
+                side.do_handshake()
+            except ssl.SSLWantReadError:
+                pass
+            except ssl.SSLCertVerificationError as error:
+                return error.verify_message
+    return None
+
+
+def test_renew_makes_another_certificate_of_the_same_authority(ready):
+    before = (ready / "server" / "server.crt").read_bytes()
+    renew(ready, "fl.example.org", 100)
+    after = (ready / "server" / "server.crt").read_bytes()
+    assert after != before
+    x509.load_pem_x509_certificate(after).verify_directly_issued_by(
+        x509.load_pem_x509_certificate((ready / "server" / "ca.crt").read_bytes())
+    )
+    assert stat.S_IMODE((ready / "server" / "server.key").stat().st_mode) == 0o600
+    (ready / "authority" / "ca.key").unlink()
+    with pytest.raises(ConfigError, match="has no authority"):
+        renew(ready, "fl.example.org", 100)
+
+
+def test_ssh_keygen_reads_the_keys(written):
+    for name, kind in (("node-key", "ECDSA"), ("signing-key", "ED25519")):
+        done = subprocess.run(
+            ["ssh-keygen", "-l", "-f", written / "sites" / "site-0" / name], capture_output=True, text=True, check=True
+        )
+        assert f"({kind})" in done.stdout
+
+
+# ------------------------------------------------------------------------------------------- units and gate
+
+
+def settings(unit):
+    return [line.partition("=")[::2] for line in unit.splitlines() if "=" in line and not line.startswith("#")]
+
+
+def test_units_run_the_command_lines_with_every_switch_and_write_only_their_folders(written):
+    server = read_server(written / "server" / "server.toml")
+    place = Place(host="192.0.2.7", home="/srv/fl", programs="/opt/fl/bin")
+    site = read_site(written / "sites" / "site-1" / "site.toml")
+    units = {**server_units(server, place), "fedloom-site": site_unit(site, place)}
+    for name, unit in units.items():
+        given = settings(unit)
+        environment = {value for key, value in given if key == "Environment"}
+        assert {
+            "FLWR_TELEMETRY_ENABLED=0",
+            "FLWR_DISABLE_UPDATE_CHECK=1",
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION=1",
+        } <= environment
+        once = dict(given)
+        assert once["User"] == "fedloom"
+        assert once["ProtectSystem"] == "strict"
+        assert once["NoNewPrivileges"] == "yes"
+        assert once["Restart"] == "always"
+        assert once["IPAddressDeny"] == "any"
+        side = "site" if name == "fedloom-site" else "server"
+        assert all(path.startswith(f"/srv/fl/{side}/") for path in once["ReadWritePaths"].split())
+        words = shlex.split(once["ExecStart"])
+        assert words[0].startswith("/opt/fl/bin/flower-super")
+        assert not any("--insecure" in word for word in words)
+    assert dict(settings(units["fedloom-site"]))["IPAddressAllow"] == "localhost 192.0.2.7"
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_takes_the_units(written, tmp_path):
+    server = read_server(written / "server" / "server.toml")
+    place = Place(programs=tmp_path)
+    for program in ("flower-superlink", "flower-superexec", "flower-supernode"):
+        (tmp_path / program).touch(0o755)
+    units = server_units(server, place)
+    units["fedloom-site"] = site_unit(read_site(written / "sites" / "site-1" / "site.toml"), place)
+    for name, text in units.items():
+        (tmp_path / f"{name}.service").write_text(text)
+    files = [tmp_path / f"{name}.service" for name in units]
+    done = subprocess.run(
+        ["systemd-analyze", "verify", *files], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_gate_lets_the_fleet_api_through_and_nothing_else(written):
+    server = read_server(written / "server" / "server.toml")
+    text = gate(server, Place(host="fl.example.org", gate_port=444, home="/srv/fl"))
+    assert re.findall(r"location (\S+)", text) == ["/v1/fleet/", "/"]
+    assert "listen 444 ssl;" in text
+    assert f"client_max_body_size    {server.body_limit};" in text
+    assert "proxy_pass                    https://127.0.0.1:18000;" in text
+    assert text.count("{") == text.count("}")
+
+
+def test_the_directions_have_five_commands(written):
+    text = (written / "README.md").read_text()
+    assert re.findall(r"^(\d)\. ", text, re.MULTILINE) == list("12345")
+    assert "$" not in text.replace("$key", "")

@@ -1,0 +1,121 @@
+"""Processes never outlive what started them, however it ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fedloom.deploy.processes import ProcessError, Processes, check_free, free_ports
+from fedloom.errors import ConfigError
+
+CHILD = (
+    "import subprocess, sys, time; p = subprocess.Popen(['sleep', '100']); print(p.pid, flush=True); time.sleep(100)"
+)
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True); time.sleep(100)"
+)
+
+
+def runs(pid):
+    """Whether a process exists that is not only waiting to be buried."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def gone(pid, seconds=5):
+    """Whether a killed process is gone within a moment; it is the system's to bury what is not our own child."""
+    end = time.monotonic() + seconds
+    while runs(pid) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not runs(pid)
+
+
+def output(process, seconds=10):
+    end = time.monotonic() + seconds
+    while not (text := process.log.read_text()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return text
+
+
+@pytest.mark.parametrize("error", [None, ValueError, KeyboardInterrupt, SystemExit])
+def test_all_end_with_the_block_children_too(tmp_path, error):
+    pids = []
+    try:
+        with Processes() as processes:
+            one = processes.start("one", [sys.executable, "-c", CHILD], {}, tmp_path / "one.log")
+            two = processes.start("two", ["sleep", "100"], {}, tmp_path / "two.log")
+            pids += [one.pid, two.pid, int(output(one))]
+            assert all(runs(pid) for pid in pids)
+            if error is not None:
+                raise error
+    except (ValueError, KeyboardInterrupt, SystemExit):
+        assert error is not None
+    assert all(gone(pid) for pid in pids)
+
+
+def test_what_does_not_listen_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("fedloom.deploy.processes.GRACE", 0.3)
+    with Processes() as processes:
+        one = processes.start("one", [sys.executable, "-c", STUBBORN], {}, tmp_path / "one.log")
+        assert output(one)
+    assert gone(one.pid)
+
+
+def test_children_of_a_dead_process_end_as_well(tmp_path):
+    with Processes() as processes:
+        one = processes.start("one", [sys.executable, "-c", CHILD], {}, tmp_path / "one.log")
+        child = int(output(one))
+        os.kill(one.pid, signal.SIGKILL)
+        while one.alive():
+            time.sleep(0.02)
+        assert runs(child)
+    assert gone(child)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_to_the_launcher_ends_them(tmp_path, number):
+    script = (
+        "import sys, time; from pathlib import Path; from fedloom.deploy.processes import Processes\n"
+        f"with Processes() as p:\n    one = p.start('one', ['sleep', '100'], {{}}, Path({str(tmp_path / 'log')!r}))\n"
+        "    print(one.pid, flush=True)\n    time.sleep(100)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as launcher:
+        pid = int(launcher.stdout.readline())
+        assert runs(pid)
+        launcher.send_signal(number)
+        assert launcher.wait(20) != 0
+    assert gone(pid)
+
+
+def test_one_that_ended_is_named_with_the_end_of_its_output(tmp_path):
+    with Processes() as processes:
+        one = processes.start("server", ["sh", "-c", "echo the disk is full; exit 3"], {}, tmp_path / "server.log")
+        while one.alive():
+            time.sleep(0.01)
+        with pytest.raises(ProcessError, match=r"server ended with exit status 3[^$]*the disk is full"):
+            processes.check()
+
+
+def test_environment_is_added(tmp_path):
+    with Processes() as processes:
+        one = processes.start("one", ["sh", "-c", "echo $FL-$HOME"], {"FL": "x"}, tmp_path / "log")
+        assert output(one).strip() == f"x-{os.environ['HOME']}"
+
+
+def test_ports():
+    ports = free_ports(5)
+    assert len(set(ports)) == 5
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--port: port {port} on 127.0.0.1 is not free"):
+            check_free(port, "--port")
+    check_free(port, "--port")
