@@ -225,7 +225,7 @@ def files(out: Path) -> dict[str, bytes]:
 
 
 def in_a_fork(file: Path, out: Path, crash_at: int) -> int:
-    """Exit code of a run, the page aside, in a forked process that ends at its ``crash_at``-th primitive; 0 is never."""
+    """Exit code of a run without its page, in a fork that ends at its ``crash_at``-th primitive; 0 is never."""
     from fedloom import report
     from fedloom.experiment import Plan
     from fedloom.running import files as primitives
