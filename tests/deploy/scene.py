@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import tomli_w
 from flwr.app import Message
 
+from fedloom import __version__
 from fedloom.deploy.client import Client
 from fedloom.deploy.keys import key_pair
 from fedloom.deploy.local_data import schema_of
@@ -85,6 +86,7 @@ def scene(folder: Path, method: dict[str, Any] | str, **changes: Any) -> Scene:
         "fingerprint": fingerprint(path),
         "clients": fed.n,
         "samples": schema_of(fed.data),
+        "version": __version__,
     }
     sites = []
     for i in range(fed.n):
@@ -93,8 +95,14 @@ def scene(folder: Path, method: dict[str, Any] | str, **changes: Any) -> Scene:
         (state / "signing-key").write_bytes(PAIRS[i][0].private)
         sites.append(
             Site(
-                **shared, site=f"site-{i}", client=i, data=experiment.source_options, share="partition",
-                state=state, server="localhost:1", signing_key=state / "signing-key",
+                **shared,
+                site=f"site-{i}",
+                client=i,
+                data=experiment.source_options,
+                share="partition",
+                state=state,
+                server="localhost:1",
+                signing_key=state / "signing-key",
             )  # fmt: skip
         )
     members = [

@@ -184,12 +184,12 @@ class Post:
         good: dict[int, Reply] = {}
         bad: set[int] = set()
         while asked:
-            waited = time.monotonic() - start
-            if waited > self._settings.ttl or (waited > deadline and len(good) >= need):
-                break
             arrived = list(self._patiently(lambda: list(self._grid.pull_messages(list(asked)))))
             for reply in arrived:
                 self._take(reply, asked, good, bad)
+            waited = time.monotonic() - start
+            if waited > self._settings.ttl or (waited > deadline and len(good) >= need):
+                break
             if asked and not arrived:
                 time.sleep(POLL)
         return good, bad

@@ -96,9 +96,9 @@ class _Run:
         stop, detail, state, disk = Stop.DONE, "", None, None
         try:
             self._gather()
-            job, server = self._job()
+            job, server, forms = self._job()
             disk = Disk(job, settings.checkpoints, settings.fingerprint[:16])
-            sites = Sites(job, Forms(job, server), self._post, settings)
+            sites = Sites(job, forms, self._post, settings)
             state, ended = disk.resume(initial_state(job, server))
             if disk.more:
                 sites.accepted = torch.tensor(disk.more["accepted"])
@@ -157,14 +157,15 @@ class _Run:
         loaded = Checkpoints(self._settings.checkpoints).load(self._settings.fingerprint[:16])
         return None if loaded is None or not loaded.meta["more"] else torch.tensor(loaded.meta["more"]["sizes"])
 
-    def _job(self) -> tuple[Job, Any]:
+    def _job(self) -> tuple[Job, Any, Forms]:
         """The run without samples or client state; a round needs the quorum of the settings."""
         fed = federation_of(self._settings.samples, self._post.sizes)
         experiment = self._experiment
         arguments = experiment.arguments(experiment.methods[0], fed, experiment.head.seeds[0])
         arguments["engine"] = experiment.engine.with_(quorum=1e-9, device="cpu")
         job, server = make_job(**arguments, folder=self._settings.checkpoints)
-        return replace(job, clients=Store(job.n, Nothing()), residue=Store(job.n, Nothing())), server
+        forms = Forms(job, server)
+        return replace(job, clients=Store(job.n, Nothing()), residue=Store(job.n, Nothing())), server, forms
 
     def _check_budget(self, job: Job, state: State) -> None:
         limit, noise = self._settings.epsilon, accounted(job.channel)
@@ -201,5 +202,3 @@ class _Run:
             "sites": {m.site: c in self._post.nodes for c, m in self._post.members.items()},
         }  # fmt: skip
         write_atomic(self._settings.results / "summary.json", json.dumps(text, indent=1).encode())
-
-

@@ -1,0 +1,110 @@
+"""The same method in simulation and through the deployed apps: the same bits at the clients, the same model after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Message
+from safetensors.torch import load_file
+
+import fedloom.running.simulate as simulation
+from fedloom.algorithms import PRESETS, REGISTRY, encodings
+from fedloom.deploy.memory import models
+from fedloom.errors import Refused, Stop
+from fedloom.running.job import Job, rows_of
+from fedloom.running.training import Trained, TrainTask, make, receive
+from tests.deploy.scene import Scene, scene
+
+SMALL = {"partition": {"kind": "dirichlet", "clients": 3, "beta": 0.5, "keep": 24}, "evaluate": {"every": 3}}
+NEEDED: dict[str, dict[str, Any]] = {"fedbn": {"layers": ["head.bias"]}}  # softmax has no normalisation layer
+
+Uploads = dict[tuple[int, int], dict[str, torch.Tensor]]
+
+
+def in_simulation(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Uploads]:
+    uploads: Uploads = {}
+
+    def train(job: Job, down: Any, server: Any, task: TrainTask) -> Trained:
+        received = rows_of(down, task.place)
+        made = make(job, received, task)
+        for k, i in enumerate(task.ids.tolist()):
+            uploads[task.round, i] = {name: value[k] for name, value in made.up._asdict().items()}
+        return receive(job, server, task, received, made)
+
+    monkeypatch.setattr(simulation, "train", train)
+    return scene.simulate(), uploads
+
+
+def deployed(scene: Scene) -> Uploads:
+    uploads: Uploads = {}
+    clients = scene.clients()
+    by_node = {100 + c.site.client: c for c in clients}
+
+    def look(node: int, message: Message, reply: Message) -> Message:
+        if message.metadata.message_type == "train":
+            data = next(iter(reply.content["arrays"].values())).data
+            sent = by_node[node].forms.read_up(data)
+            uploads[int(message.content["head"]["round"]), by_node[node].site.client] = {
+                name: value[0] for name, value in sent.up._asdict().items()
+            }
+        return reply
+
+    assert scene.serve(scene.grid(look, clients)) is Stop.DONE
+    return uploads
+
+
+def is_exact(scene: Scene) -> bool:
+    """Low rank travels as factors, whose product has other last bits; all else travels as it is."""
+    algorithm = scene.experiment.methods[0].composition.algorithm
+    return all(s.encoding != "lowrank" for way in ("down", "up") for s in encodings(algorithm, way).values())
+
+
+@pytest.mark.parametrize("name", [name for name in REGISTRY if name != "centralized"])
+def test_deployed_is_simulated(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = {"algorithm": name, **NEEDED.get(name, {})}
+    if name in PRESETS and "clusters" in REGISTRY[name].options:
+        method["clusters"] = 2
+    here = scene(tmp_path, method, **SMALL)
+    sent = deployed(here)
+    result, expected = in_simulation(here, monkeypatch)
+    assert sent.keys() == expected.keys()
+    assert {t for t, _ in sent} == {1, 2, 3}
+    for key, fields in expected.items():
+        for field, value in fields.items():
+            if is_exact(here):
+                assert torch.equal(sent[key][field], value), (key, field)
+            else:
+                torch.testing.assert_close(sent[key][field], value, rtol=1e-10, atol=1e-10)
+    close = {"rtol": 1e-10, "atol": 1e-10}
+    if "global" in result.models.kinds():
+        found = load_file(here.folder / "results" / "global.safetensors")["rows"]
+        torch.testing.assert_close(found, result.models.rows("global"), **close)
+    if "personal" in result.models.kinds():
+        rows = result.models.rows("personal")
+        for site in here.sites:
+            [mine] = models(site.state)
+            assert (mine.kind, mine.round, mine.client) == ("personal", 3, site.client)
+            torch.testing.assert_close(load_file(mine.path)["rows"][0], rows[site.client], **close)
+    for row, wanted in matched(here, result):
+        assert row["value"] == pytest.approx(wanted["value"], rel=1e-9, abs=1e-10, nan_ok=True), row
+
+
+def matched(scene: Scene, result: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Every figure of the deployed run with that of the simulation, which also has the common test set's."""
+    import pyarrow.parquet as pq
+
+    keys = ("round", "client", "model", "part", "metric")
+    known = {tuple(r[k] for k in keys): r for r in result.table().to_pylist()}
+    rows = pq.read_table(scene.folder / "results" / "metrics.parquet").to_pylist()
+    assert len(rows) > 50
+    for row in rows:
+        yield row, known[tuple(row[k] for k in keys)]
+
+
+def test_pooling_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="pools the data"):
+        scene(tmp_path, "centralized", **SMALL).serve()
