@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fedloom.data.federation import Federation as Federation
     from fedloom.data.sources import load as load
     from fedloom.errors import FedloomError as FedloomError
+    from fedloom.experiment import open_run as open_run
     from fedloom.local.settings import Local as Local
     from fedloom.rows import aggregate as aggregate
     from fedloom.rows import attacks as attacks
@@ -53,6 +54,7 @@ _WHERE = {
     "experiment": "fedloom.experiment",
     "load": "fedloom.data.sources:load",
     "models": "fedloom.models",
+    "open_run": "fedloom.experiment:open_run",
     "partition": "fedloom.data.partition",
     "prox": "fedloom.rows.prox",
     "samplers": "fedloom.choose.samplers",

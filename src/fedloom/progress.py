@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -104,6 +104,27 @@ def print_table(table: pa.Table) -> None:
     if not console.is_terminal:
         console.width = 160
     console.print(shown)
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows of a table on standard output; the columns are the keys of all rows, in the order in which they come."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    shown = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in columns:
+        number = any(isinstance(row.get(name), int | float) for row in rows)
+        shown.add_column(name, justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        shown.add_row(*(_cell(row.get(name)) for name in columns))
+    console = Console()
+    if not console.is_terminal:
+        console.width = 200
+    console.print(shown)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 def _figure(value: float | None, interval: float | None, scale: float) -> str:

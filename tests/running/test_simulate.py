@@ -263,6 +263,7 @@ def test_models_are_modules_that_predict(fed: Federation, tmp_path: Path) -> Non
         "global.safetensors",
         "personal.safetensors",
         "hybrid.safetensors",
+        "server.safetensors",
     }
     with pytest.raises(ConfigError, match="no 'global' model"):
         run(fed, Local()).models.rows("global")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -15,6 +17,7 @@ class Column(Value):
 
     name: str
     levels: int = Field(default=0, ge=0, description="number of levels of a code; 0 is a number")
+    names: tuple[str, ...] = Field(default=(), description="names of the levels, where the source knows them")
     flag: bool = Field(default=False, description="whether a feature tells that the value was missing")
     scale: bool = Field(default=True, description="whether a number is centred and scaled")
 
@@ -44,28 +47,77 @@ class Table(Value):
 
     def __call__(self, x: Tensor, owner: Tensor, train: Tensor) -> Tensor:
         """Features [N, q] float32; see `Prepare`."""
-        if x.ndim != 2 or x.shape[1] != len(self.columns):
-            raise DataError(f"the table has {len(self.columns)} columns, got samples of shape {tuple(x.shape[1:])}")
+        return self.features(x, owner, self.fit(x, owner, train))
+
+    def fit(self, x: Tensor, owner: Tensor, train: Tensor) -> Tensor:
+        """What the columns look like in every client's training part; arguments as `Prepare`.
+
+        Returns:
+            [n, p, 3] float64: what fills a missing value, what is subtracted, what divides; NaN for a column with too
+            few observed values.
+
+        Raises:
+            DataError: samples of another number of columns.
+        """
+        self._check(x)
+        fitted = [
+            torch.stack([self._fit(c, x[rows, j], train[rows]) for j, c in enumerate(self.columns)])
+            for rows in _clients(owner)
+        ]
+        return torch.stack(fitted) if fitted else torch.zeros(0, len(self.columns), 3, dtype=torch.float64)
+
+    def features(self, x: Tensor, owner: Tensor, fitted: Tensor) -> Tensor:
+        """Features [N, q] float32 of samples x [N, p] of the clients `owner` [N] (-1: becomes 0), as fitted [n, p, 3].
+
+        Raises:
+            DataError: samples of another number of columns.
+        """
+        self._check(x)
         out = torch.zeros(len(x), self.width, dtype=torch.float32)
-        order = torch.argsort(owner, stable=True)
-        counts = torch.bincount(owner + 1)
-        for rows in order.split(counts.tolist())[1:]:
-            fitted = [self._feature(c, x[rows, j], train[rows]) for j, c in enumerate(self.columns)]
-            out[rows] = torch.cat(fitted, 1).float()
+        for rows, own in zip(_clients(owner), fitted, strict=True):
+            out[rows] = torch.cat([_features(c, x[rows, j], own[j]) for j, c in enumerate(self.columns)], 1).float()
         return out
 
-    def _feature(self, column: Column, values: Tensor, train: Tensor) -> Tensor:
+    def _check(self, x: Tensor) -> None:
+        if x.ndim != 2 or x.shape[1] != len(self.columns):
+            raise DataError(f"the table has {len(self.columns)} columns, got samples of shape {tuple(x.shape[1:])}")
+
+    def _fit(self, column: Column, values: Tensor, train: Tensor) -> Tensor:
         missing = values.isnan()
         observed = values[train & ~missing]
-        block = torch.zeros(len(values), max(column.levels, 1), dtype=values.dtype)
-        if len(observed) >= self.min_observed:
-            if column.levels:
-                common = torch.bincount(observed.long(), minlength=column.levels).argmax()
-                code = torch.where(missing, common.to(values.dtype), values).long()
-                block = torch.nn.functional.one_hot(code, column.levels).to(values.dtype)
-            else:
-                full = torch.where(missing, observed.median(), values)
-                std = full[train].std(correction=0)
-                scaled = (full - full[train].mean()) / torch.where(std > 0, std, 1.0)
-                block = (scaled if column.scale else full)[:, None]
-        return torch.cat([block, missing[:, None].to(values.dtype)], 1) if column.flag else block
+        if len(observed) < self.min_observed:
+            return torch.full((3,), torch.nan, dtype=torch.float64)
+        if column.levels:
+            common = torch.bincount(observed.long(), minlength=column.levels).argmax()
+            return torch.tensor([float(common), 0.0, 1.0], dtype=torch.float64)
+        fill = observed.median()
+        full = torch.where(missing, fill, values)
+        if not column.scale:
+            return torch.tensor([float(fill), 0.0, 1.0], dtype=torch.float64)
+        std = float(full[train].std(correction=0))
+        return torch.tensor([float(fill), float(full[train].mean()), std if std > 0 else 1.0], dtype=torch.float64)
+
+
+class Fitted(NamedTuple):
+    """A table and what it was fitted to at every client [n, p, 3]; see `Table.fit`."""
+
+    table: Table
+    values: Tensor
+
+
+def _clients(owner: Tensor) -> list[Tensor]:
+    """Rows of every client, in their order."""
+    order = torch.argsort(owner, stable=True)
+    return list(order.split(torch.bincount(owner + 1).tolist()))[1:]
+
+
+def _features(column: Column, values: Tensor, fitted: Tensor) -> Tensor:
+    missing, (fill, centre, scale) = values.isnan(), fitted.to(values.dtype)
+    block = torch.zeros(len(values), max(column.levels, 1), dtype=values.dtype)
+    if not fitted.isnan().any():
+        full = torch.where(missing, fill, values)
+        if column.levels:
+            block = torch.nn.functional.one_hot(full.long(), column.levels).to(values.dtype)
+        else:
+            block = ((full - centre) / scale)[:, None]
+    return torch.cat([block, missing[:, None].to(values.dtype)], 1) if column.flag else block

@@ -129,11 +129,16 @@ class Plan:
         return wanted if small and self.experiment.engine.device == "cpu" else 1
 
     def _folder(self, kind: str, method: Method, seed: int) -> Path:
-        return self.out / kind / f"{re.sub(r'[^A-Za-z0-9._=-]+', '-', method.label)}-{seed}"
+        return folder_of(self.out, kind, method.label, seed)
+
+
+def folder_of(out: Path, kind: str, label: str, seed: int) -> Path:
+    """The folder of a run's ``checkpoints`` or ``models`` in a run directory."""
+    return out / kind / f"{re.sub(r'[^A-Za-z0-9._=-]+', '-', label)}-{seed}"
 
 
 def _save_models(result: Result, folder: Path) -> None:
-    if not all((folder / f"{kind}.safetensors").exists() for kind in result.models.kinds()):
+    if not all((folder / f"{name}.safetensors").exists() for name in result.models.files()):
         result.models.save(folder)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from fedloom.errors import unknown
 from fedloom.models.augment import Augment
 from fedloom.models.dropout import Dropout
-from fedloom.models.factors import Factorised, factorise
+from fedloom.models.factors import Factorised, factorise, thin
 from fedloom.models.imported import Import
 from fedloom.models.nets import CNN, MLP, Softmax
 from fedloom.models.papers import PAPERS
@@ -60,4 +60,5 @@ __all__ = [
     "head",
     "penultimate",
     "spec_of",
+    "thin",
 ]

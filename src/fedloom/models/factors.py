@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -60,6 +61,27 @@ def factorise(module: nn.Module, rank: int | None = None, tolerance: float = 1e-
         ranks[name] = r
         thin.set_submodule(name, _pair(layer, u[:, :r] * root, root[:, None] * vh[:r]))
     return Factorised(thin, _count(thin), _count(module), ranks)
+
+
+def thin(module: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
+    """A copy whose named layers are two thin ones, for a state dict of a module that `factorise` made.
+
+    Args:
+        module: the model.
+        ranks: rank of every layer that is replaced, as `Factorised.ranks` has them.
+
+    Raises:
+        ConfigError: a name is no layer that can be replaced.
+    """
+    made = copy.deepcopy(module).eval()
+    layers = dict(made.named_modules())
+    for name, rank in ranks.items():
+        matrix = _matrix(layers[name]) if name in layers else None
+        if matrix is None:
+            raise ConfigError(f"thin: {name!r} is no linear or convolutional layer of {type(module).__name__}")
+        rows, columns = matrix.shape
+        made.set_submodule(name, _pair(layers[name], matrix.new_zeros(rows, rank), matrix.new_zeros(rank, columns)))
+    return made
 
 
 def _matrix(layer: nn.Module) -> Tensor | None:

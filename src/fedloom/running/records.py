@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedloom.errors import ConfigError
+
 TOTAL = -1
 """The client number of a figure of the whole federation."""
 
@@ -93,3 +95,9 @@ class Records:
         keys = json.loads(bytes(tensors["keys"].tolist()).decode())
         pieces = np.split(tensors["values"].numpy(), np.cumsum([k[-1] for k in keys])[:-1]) if keys else []
         return cls(Record(k[0], k[1], k[2], k[3], values, total=k[4]) for k, values in zip(keys, pieces, strict=True))
+
+
+def not_measured(model: str, metric: str, part: str, known: Iterable[tuple[str, str, str]]) -> ConfigError:
+    """The error for a figure that is not there; ``known`` are (model, part, metric)."""
+    there = ", ".join(sorted({"/".join(names) for names in known}))
+    return ConfigError(f"{model}/{part}/{metric} was not measured; there are: {there}")

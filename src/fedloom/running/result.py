@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedloom.errors import ConfigError, Stop
-from fedloom.running.checkpoint import save_tensors
+from fedloom.data.facts import Facts
+from fedloom.errors import Stop
+from fedloom.running.adapt import ServerSide
 from fedloom.running.evaluation import personal_models
-from fedloom.running.files import make_folder
 from fedloom.running.hybrid import choose_model
-from fedloom.running.job import Job
+from fedloom.running.job import Job, to_device
+from fedloom.running.model import Recipe, running_statistics
+from fedloom.running.models import Models
+from fedloom.running.records import not_measured
+from fedloom.running.source import KINDS
 from fedloom.running.state import State
-
-KINDS = ("global", "personal", "hybrid")
 
 
 class Result:
@@ -30,13 +30,13 @@ class Result:
         rounds: rounds done.
         notes: sentences on dropped clients and such.
         seconds: duration of every round.
-        models: "global", "personal" and "hybrid", as far as the method has them.
+        models: "global", "personal" and "hybrid", as far as the method has them; see `Models`.
     """
 
     def __init__(self, job: Job, state: State, stop: Stop, detail: str, seconds: list[float]) -> None:
         self.job, self.state, self.stop, self.detail, self.seconds = job, state, stop, detail, seconds
         self.rounds, self.notes = state.round, state.notes
-        self.models = Models(job, state)
+        self.models = Models(Live(job, state))
 
     def table(self) -> pa.Table:
         """Tidy: round, client (-1 is the federation), model, part, metric, value."""
@@ -50,8 +50,8 @@ class Result:
         """
         values = self.state.records.last(model, part, metric)
         if values is None:
-            known = sorted({f"{r.model}/{r.part}/{r.metric}" for r in self.state.records.items if not r.total})
-            raise ConfigError(f"{model}/{part}/{metric} was not measured; there are: {', '.join(known)}")
+            known = ((r.model, r.part, r.metric) for r in self.state.records.items if not r.total)
+            raise not_measured(model, metric, part, known)
         return torch.from_numpy(values)
 
     def __repr__(self) -> str:
@@ -60,71 +60,38 @@ class Result:
         return f"Result({type(self.job.algorithm).__name__}, {self.rounds} rounds, {self.stop.value}{end})"
 
 
-class Models:
-    """The models of a run as rows, modules and files."""
+class Live:
+    """A `Source` of models from a run in memory."""
 
     def __init__(self, job: Job, state: State) -> None:
         self._job, self._state = job, state
+        self.names = job.judge.names
+        self.recipe = Recipe(job.spec, Facts.of(job.judge.data), job.seed, job.oracle.dtype)
+        name = type(job.algorithm).__name__
+        self.about = {"method": name, "algorithm": name, "seed": job.seed, "rounds": state.round}
+
+    @property
+    def fitted(self) -> Tensor | None:
+        fitted = self._job.judge.data.fitted
+        return None if fitted is None else fitted.values
 
     def kinds(self) -> list[str]:
-        """Which of "global", "personal" and "hybrid" there are."""
         shared = self._job.algorithm.global_model(self._state.server) is not None
         own = self._job.has_personal
         chosen = self._job.evaluate.select_on in self._job.evaluate.parts
         return [k for k, there in zip(KINDS, (shared, own, shared and own and chosen), strict=True) if there]
 
-    def rows(self, kind: str, clients: Tensor | None = None) -> Tensor:
-        """Models ``[m, d]`` of clients (all when None), or the global one ``[d]``, on the CPU.
+    def shared(self) -> tuple[Tensor, Tensor]:
+        row = self._job.algorithm.global_model(self._state.server)
+        assert row is not None
+        return row.cpu(), self._statistics(row, self._state.cohort)
 
-        Raises:
-            ConfigError: the method has no such model.
-        """
-        self._check(kind)
-        job, state = self._job, self._state
-        shared = job.algorithm.global_model(state.server)
-        if kind == "global":
-            assert shared is not None
-            return shared.cpu()
-        ids = torch.arange(job.n) if clients is None else clients
-        own = personal_models(job, job.down(state.server, max(state.round, 1)), max(state.round, 1), ids).cpu()
-        if kind == "personal":
-            return own
-        assert shared is not None
-        return torch.where(self.takes_global()[ids][:, None], shared.cpu(), own)
-
-    def module(self, kind: str, client: int = 0) -> nn.Module:
-        """A model as a plain `nn.Module` in evaluation mode."""
-        job = self._job
-        module = job.spec.build(tuple(job.fed.data.shape), job.oracle.task.outputs, job.seed)
-        row = self.rows(kind) if kind == "global" else self.rows(kind, torch.tensor([client]))[0]
-        job.oracle.layout.load(module, row)
-        return module.eval()
-
-    def __getitem__(self, kind: str) -> nn.Module | _Modules:
-        """``models["global"]`` is a module, ``models["personal"][i]`` the module of client i."""
-        self._check(kind)
-        return self.module(kind) if kind == "global" else _Modules(self, kind, self._job.n)
-
-    def save(self, folder: Path | str) -> list[Path]:
-        """Every model as ``<kind>.safetensors``: ``rows`` ``[d]`` or ``[n, d]``, with the layout in the header."""
-        folder = Path(folder)
-        make_folder(folder)
-        header = self._job.oracle.layout.header()
-        paths = []
-        for kind in self.kinds():
-            path = folder / f"{kind}.safetensors"
-            if kind == "hybrid":
-                tensors: Mapping[str, Tensor] = {"takes_global": self.takes_global()}
-            elif kind == "personal":
-                tensors = _Pieces(self, self._job.n)
-            else:
-                tensors = {"rows": self.rows(kind)}
-            save_tensors(path, tensors, header)
-            paths.append(path)
-        return paths
+    def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        job, t = self._job, max(self._state.round, 1)
+        rows = personal_models(job, job.down(self._state.server, t), t, ids)
+        return rows.cpu(), torch.stack([self._statistics(row, i[None]) for row, i in zip(rows, ids, strict=True)])
 
     def takes_global(self) -> Tensor:
-        """Whose hybrid model is the global one, bool ``[n]``."""
         records, part = self._state.records, self._job.evaluate.select_on
         scores: Any = {
             (model, part): {
@@ -136,41 +103,17 @@ class Models:
         }
         return choose_model(scores, part)
 
-    def _check(self, kind: str) -> None:
-        if kind not in self.kinds():
-            name = type(self._job.algorithm).__name__
-            raise ConfigError(f"{name} has no {kind!r} model; it has: {', '.join(self.kinds()) or 'none'}")
+    def server(self) -> ServerSide:
+        job, cpu = self._job, torch.device("cpu")
+        kept = job.kept.read(torch.arange(job.n)) if job.algorithm.mixes else None
+        server = to_device(self._state.server, cpu)
+        return ServerSide(
+            job.algorithm, job.local, server, kept, job.alpha, job.train_sizes, self._state.round, job.seed
+        )
 
-
-class _Modules:
-    def __init__(self, models: Models, kind: str, n: int) -> None:
-        self._models, self._kind, self._n = models, kind, n
-
-    def __len__(self) -> int:
-        return self._n
-
-    def __getitem__(self, client: int) -> nn.Module:
-        if not 0 <= client < self._n:
-            raise IndexError(f"client must be in 0..{self._n - 1}, got {client}")
-        return self._models.module(self._kind, client)
-
-
-class _Pieces(Mapping[str, Tensor]):
-    """Personal models in pieces of some clients, made when they are asked for: ``rows.<first client>``."""
-
-    def __init__(self, models: Models, n: int, size: int = 32) -> None:
-        self._models, self._n, self._size = models, n, size
-        self._last: tuple[str, Tensor] | None = None
-
-    def __getitem__(self, name: str) -> Tensor:
-        if self._last is None or self._last[0] != name:
-            first = int(name.removeprefix("rows."))
-            ids = torch.arange(first, min(first + self._size, self._n))
-            self._last = (name, self._models.rows("personal", ids))
-        return self._last[1]
-
-    def __iter__(self) -> Iterator[str]:
-        return (f"rows.{first:08d}" for first in range(0, self._n, self._size))
-
-    def __len__(self) -> int:
-        return -(-self._n // self._size)
+    def _statistics(self, row: Tensor, ids: Tensor) -> Tensor:
+        """Running statistics ``[b]`` of a model, from the training parts of clients."""
+        oracle = self._job.oracle
+        oracle.set_statistics(row.to(oracle.device), ids)
+        found = [s.flatten() for s in running_statistics(oracle.module)]
+        return torch.cat([torch.zeros(0, dtype=oracle.dtype, device=oracle.device), *found]).cpu()

@@ -9,6 +9,7 @@ import torch
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.partition.deal import Dealt, Floats, Ints, owners
+from fedloom.data.tables import Fitted, Table
 from fedloom.errors import Refused
 from fedloom.seeds import generator
 
@@ -58,5 +59,8 @@ def prepared(data: Dataset, dealt: Dealt, train: Dealt, *, pool: bool) -> Datase
     owner[dealt.index] = owners(dealt)
     in_train = np.zeros(len(data), bool)
     in_train[train.index] = True
-    x = data.prepare(data.x, torch.from_numpy(owner), torch.from_numpy(in_train))
-    return replace(data, x=x, prepare=None)
+    who, fit_on = torch.from_numpy(owner), torch.from_numpy(in_train)
+    if not isinstance(data.prepare, Table):
+        return replace(data, x=data.prepare(data.x, who, fit_on), prepare=None)
+    fitted = Fitted(data.prepare, data.prepare.fit(data.x, who, fit_on))
+    return replace(data, x=fitted.table.features(data.x, who, fitted.values), prepare=None, fitted=fitted)

@@ -1,0 +1,179 @@
+"""Models in hand: ``fedloom models``, ``evaluate``, ``adapt`` and ``export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedloom.cli._app import DataDir, app, errors
+from fedloom.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedloom.experiment import Opened, Recorded
+    from fedloom.running.model import Model
+
+RunArgument = Annotated[Path, typer.Argument(help="run directory of 'fedloom run'", show_default=False)]
+DataOption = Annotated[str, typer.Option("--data", help="new data: a file, a folder, or a name", show_default=False)]
+MethodOption = Annotated[str | None, typer.Option("--method", help="label of a method of the run")]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="seed of the run")]
+ClientOption = Annotated[str | None, typer.Option("--client", help="a client of the run, by name or number")]
+ModelOption = Annotated[
+    str | None, typer.Option("--model", help="global, personal, hybrid, or the file of an adapted model")
+]
+
+
+@app.command(name="models")
+def models_command(run: RunArgument) -> None:
+    """List the models of a run directory: global, personal, hybrid and adapted ones, with their scores.
+
+    Example: fedloom models runs/quickstart
+    """
+    with errors():
+        from fedloom.experiment import listed, open_run
+        from fedloom.progress import print_rows
+
+        print_rows(listed(open_run(run)))
+
+
+@app.command()
+def evaluate(
+    run: RunArgument,
+    data: DataOption,
+    method: MethodOption = None,
+    seed: SeedOption = None,
+    client: ClientOption = None,
+    model: ModelOption = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Score models of a run on new data: the global ones, with --client that client's own too.
+
+    Example: fedloom evaluate runs/quickstart --data new.csv --method flame --client 3
+    """
+    with errors():
+        from fedloom.experiment import open_run
+        from fedloom.progress import print_rows
+
+        opened = open_run(run)
+        found = _models(opened, opened.runs(method, seed), client, model)
+        fresh = opened.read(data, data_dir)
+        rows = [{**_who(m), "samples": len(fresh), **m.score(fresh)} for m in found]
+        print_rows(rows)
+        if any(m.recipe.facts.table is not None and m.fitted is None for m in found):
+            typer.echo("columns were scaled on this data, as every client does on its own; --client takes a client's")
+
+
+@app.command()
+def adapt(
+    run: RunArgument,
+    data: DataOption,
+    method: MethodOption = None,
+    seed: SeedOption = None,
+    rounds: Annotated[int, typer.Option(help="client steps of the method; the server's state is fixed")] = 1,
+    epochs: Annotated[int | None, typer.Option(help="passes over the data per round; the run's by default")] = None,
+    steps: Annotated[int | None, typer.Option(help="steps per round, instead of epochs")] = None,
+    lr: Annotated[float | None, typer.Option(help="step size, instead of the run's schedule")] = None,
+    holdout: Annotated[float, typer.Option(help="share of the data that is scored and not trained on")] = 0.2,
+    out: Annotated[Path | None, typer.Option(help="safetensors file; RUN/adapted/... by default")] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Make a personal model for a client that the run has never seen, by the method's own client step.
+
+    Example: fedloom adapt runs/quickstart --data new_client.csv --method flame --rounds 5
+    """
+    with errors():
+        from fedloom.experiment import open_run
+        from fedloom.progress import print_rows
+
+        opened = open_run(run)
+        chosen = _one(opened, method, seed)
+        if "personal" not in chosen.models.kinds():
+            able = [r.method for r in opened.runs(seed=chosen.seed) if "personal" in r.models.kinds()]
+            raise ConfigError(
+                f"{chosen.method} has no personal models: every client uses its global model; "
+                f"methods of this run that have: {', '.join(able) or 'none'}"
+            )
+        made = chosen.models.adapt(
+            opened.read(data, data_dir), rounds=rounds, epochs=epochs, steps=steps, lr=lr, holdout=holdout
+        )
+        name = f"{chosen.method}-{chosen.seed}-{Path(data).stem}".replace("/", "-")
+        path = made.save(out or run / "adapted" / f"{name}.safetensors")
+        samples = made.about["samples"]
+        who = {"method": chosen.method, "seed": chosen.seed}
+        scores = made.about.get("scores", {})
+        if scores:
+            typer.echo(f"trained on {samples['train']} samples; on the {samples['test']} held out:")
+            print_rows([{**who, "model": kind, **values} for kind, values in scores.items()])
+        else:
+            typer.echo(f"trained on {samples['train']} samples; none were held out to score it")
+        typer.echo(f"model: {path}")
+
+
+@app.command()
+def export(
+    run: RunArgument,
+    out: Annotated[Path, typer.Option(help="file to write", show_default=False)],
+    method: MethodOption = None,
+    seed: SeedOption = None,
+    client: ClientOption = None,
+    model: ModelOption = None,
+    format: Annotated[str, typer.Option(help="safetensors, torch or onnx")] = "safetensors",
+    factorise: Annotated[
+        bool | None,
+        typer.Option(help="two thin layers for each of low rank; by default for methods of low rank, as FedSLR"),
+    ] = None,
+) -> None:
+    """Write a model for other programs: a state dict for the plain PyTorch module, or an ONNX graph.
+
+    Example: fedloom export runs/quickstart --method flame --client 3 --format onnx --out client3.onnx
+    """
+    with errors():
+        from fedloom.experiment import open_run
+        from fedloom.running.export import export as write
+
+        opened = open_run(run)
+        runs = opened.runs(method, seed) if _is_file(model) else [_one(opened, method, seed)]
+        found = _models(opened, runs, client, model)
+        best = next((m for m in found if m.about["kind"] == "personal"), found[0])
+        thin = opened.low_rank(best.about["method"]) if factorise is None else factorise
+        ranks = write(best, out, format, factorised=thin)
+        if ranks:
+            typer.echo(f"factorised: {', '.join(f'{name} has rank {rank}' for name, rank in ranks.items())}")
+            if format != "onnx":
+                typer.echo("load it into fedloom.models.thin(module, ranks), or export with --no-factorise")
+        typer.echo(f"{best.about['kind']} model of {best.about['method']}: {out}")
+
+
+def _one(opened: Opened, method: str | None, seed: int | None) -> Recorded:
+    """The run that is meant: the only method's, the first seed's."""
+    found = opened.runs(method, seed)
+    methods = list(dict.fromkeys(r.method for r in found))
+    if len(methods) > 1:
+        raise ConfigError(f"which method? give --method: {', '.join(methods)}")
+    return found[0]
+
+
+def _is_file(model: str | None) -> bool:
+    return model not in (None, "global", "personal", "hybrid")
+
+
+def _models(opened: Opened, runs: list[Recorded], client: str | None, model: str | None) -> list[Model]:
+    """The models that are asked for: by file, by kind, or of every run the global one and those of the client."""
+    if model is not None and _is_file(model):
+        made = opened.load(model)
+        if (made.about.get("method"), made.about.get("seed")) not in {(r.method, r.seed) for r in runs}:
+            raise ConfigError(f"{model} was adapted to {made.about.get('method')}, seed {made.about.get('seed')}")
+        return [made]
+    found = []
+    for run in runs:
+        kinds = run.models.kinds() if client is not None else [k for k in run.models.kinds() if k == "global"]
+        found += [run.models.model(kind, client) for kind in (kinds if model is None else [model])]
+    if not found:
+        raise ConfigError(f"{', '.join(r.method for r in runs)} has no global model; give --client for a personal one")
+    return found
+
+
+def _who(model: Model) -> dict[str, Any]:
+    about = model.about
+    return {"method": about["method"], "seed": about["seed"], "model": about["kind"], "client": about.get("client", "")}

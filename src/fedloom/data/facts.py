@@ -1,0 +1,175 @@
+"""Facts: what a model must know of the data it was trained on, to take new samples and to refuse others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.data.dataset import Dataset, Task
+from fedloom.data.federation import Federation, Split
+from fedloom.data.partition.changes import prepared
+from fedloom.data.partition.deal import Dealt
+from fedloom.data.partition.parts import cut_parts
+from fedloom.data.tables import Column, Table
+from fedloom.errors import ConfigError, DataError
+from fedloom.seeds import numpy_generator
+from fedloom.values import Value
+
+
+class Facts(Value):
+    """Shape, classes, scaling and columns of a data set; no sample of it."""
+
+    shape: tuple[int, ...] = Field(description="shape of one sample, as a model takes it")
+    task: Task = Field(description="classification, binary or regression")
+    classes: tuple[str, ...] = Field((), description="names of the classes")
+    targets: int = Field(1, ge=1, description="values per sample of a regression")
+    pixels: bool = Field(False, description="samples were bytes 0..255, read as 0..1")
+    mean: tuple[float, ...] | None = Field(None, description="subtracted, per channel or of everything")
+    std: tuple[float, ...] | None = Field(None, description="divides after that")
+    table: Table | None = Field(None, description="columns that the features come from")
+
+    @classmethod
+    def of(cls, data: Dataset) -> Facts:
+        """The facts of the data of a federation."""
+        return cls(
+            shape=data.shape,
+            task=data.task,
+            classes=data.classes,
+            targets=data.y.shape[1] if data.task == "regression" else 1,
+            pixels=data.x.dtype == torch.uint8,
+            mean=None if data.mean is None else tuple(data.mean.tolist()),
+            std=None if data.std is None else tuple(data.std.tolist()),
+            table=None if data.fitted is None else data.fitted.table,
+        )
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of a model: classes, 1 for binary, k for a regression."""
+        return {"classification": len(self.classes), "binary": 1, "regression": self.targets}[self.task]
+
+    def take(self, data: Dataset) -> Dataset:
+        """New data in the terms of the old: classes by name, columns by name, the same scaling.
+
+        Args:
+            data: from any source; labels may be some of the known classes only.
+
+        Raises:
+            DataError: other classes, columns, shape, or range of values.
+        """
+        x, table = (data.x, None) if self.table is None else (self._columns(self.table, data), self.table)
+        if table is None and data.prepare is not None:
+            raise DataError(f"{data.name}: is a table, but the model takes samples of shape {_text(self.shape)}")
+        if table is None and data.shape != self.shape:
+            raise DataError(f"{data.name}: samples have shape {_text(data.shape)}, the model takes {_text(self.shape)}")
+        self._check_range(x, data.name)
+        return Dataset(
+            data.name,
+            x,
+            self._targets(data),
+            self.task,
+            self.classes,
+            None if self.mean is None else torch.tensor(self.mean, dtype=torch.float64),
+            None if self.std is None else torch.tensor(self.std, dtype=torch.float64),
+            prepare=table,
+        )
+
+    def _check_range(self, x: Tensor, name: str) -> None:
+        if x.dtype == torch.uint8 and not self.pixels and len(self.shape) != 3:
+            raise DataError(f"{name}: samples are bytes, the model was trained on numbers; convert them alike")
+        if x.dtype != torch.uint8 and self.pixels and (float(x.min()) < 0 or float(x.max()) > 1):
+            raise DataError(
+                f"{name}: the model takes bytes, or their 255th part between 0 and 1; got values from "
+                f"{float(x.min()):g} to {float(x.max()):g}"
+            )
+
+    def _targets(self, data: Dataset) -> Tensor:
+        if (data.task == "regression") != (self.task == "regression"):
+            raise DataError(f"{data.name}: is a {data.task}, the model was trained for a {self.task}")
+        if self.task == "regression":
+            if data.y.shape[1] != self.targets:
+                raise DataError(f"{data.name}: {data.y.shape[1]} values per sample, the model gives {self.targets}")
+            return data.y
+        present = set(data.y.unique().tolist())
+        names = {k: name for k, name in enumerate(data.classes) if k in present}
+        unknown = [name for name in names.values() if name not in self.classes]
+        if not unknown:
+            place = {name: k for k, name in enumerate(self.classes)}
+            code = torch.tensor([place.get(name, -1) for name in data.classes])
+        elif all(name == str(k) and k < len(self.classes) for k, name in names.items()):
+            code = torch.arange(len(data.classes))
+        else:
+            raise DataError(
+                f"{data.name}: unknown class {unknown[0]!r}; the model knows {', '.join(map(repr, self.classes))}"
+            )
+        return code[data.y]
+
+    def _columns(self, table: Table, data: Dataset) -> Tensor:
+        """Raw columns ``[N, p]`` in the order of the old data, levels by their old codes."""
+        wanted = [c.name for c in table.columns]
+        if not isinstance(data.prepare, Table):
+            if data.shape != (len(wanted),) or any(c.levels for c in table.columns):
+                raise DataError(f"{data.name}: is no table with the columns {', '.join(wanted)}")
+            return data.x.double()
+        found = {c.name: (k, c) for k, c in enumerate(data.prepare.columns)}
+        missing, extra = [n for n in wanted if n not in found], [n for n in found if n not in wanted]
+        if missing or extra:
+            lacks = f"lacks {', '.join(map(repr, missing))}" if missing else f"has {', '.join(map(repr, extra))} too"
+            raise DataError(f"{data.name}: {lacks}; the model was trained on the columns {', '.join(wanted)}")
+        pairs = [(old, found[old.name][1], data.x[:, found[old.name][0]]) for old in table.columns]
+        return torch.stack([_recoded(old, new, values, data.name) for old, new, values in pairs], 1)
+
+
+def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0, fitted: Tensor | None = None) -> Federation:
+    """A federation of one client that holds all samples.
+
+    Args:
+        data: what `Facts.take` gave.
+        holdout: share of the samples for its test part, in [0, 1); every class keeps a training sample.
+        seed: of the cut.
+        fitted: ``[p, 3]`` what the columns of a table were fitted to at that client; None: fitted to this training
+            part.
+
+    Raises:
+        ConfigError: holdout out of range.
+    """
+    if not 0 <= holdout < 1:
+        raise ConfigError(f"holdout must be at least 0 and below 1, got {holdout}")
+    dealt = Dealt(np.arange(len(data)), np.array([0, len(data)]))
+    y = None if data.task == "regression" else data.y.numpy()
+    cut = cut_parts(dealt, y, holdout, 0.0, None, None, None, numpy_generator(seed, purpose="parts"))
+    if fitted is not None and isinstance(data.prepare, Table):
+        x = data.prepare.features(data.x, torch.zeros(len(data), dtype=torch.long), fitted[None])
+        data = replace(data, x=x, prepare=None)
+    elif data.prepare is not None:
+        data = prepared(data, dealt, cut["train"], pool=True)
+    parts = {part: Split(torch.from_numpy(d.index), torch.from_numpy(d.offsets)) for part, d in cut.items()}
+    return Federation(data, parts, ("new",), seed=seed)
+
+
+def _recoded(old: Column, new: Column, values: Tensor, name: str) -> Tensor:
+    """A column's values, with the codes of the old data."""
+    if bool(old.levels) != bool(new.levels):
+        what = {True: "codes", False: "numbers"}
+        raise DataError(
+            f"{name}: column {old.name!r} holds {what[bool(new.levels)]}, the model was trained on "
+            f"{what[bool(old.levels)]} there; name it in categorical, or do not"
+        )
+    if not old.levels or not old.names or not new.names:
+        if old.levels and new.levels > old.levels:
+            raise DataError(f"{name}: column {old.name!r} has {new.levels} levels, the model knows {old.levels}")
+        return values
+    unknown = [level for level in new.names if level not in old.names]
+    if unknown:
+        raise DataError(
+            f"{name}: column {old.name!r} has the unknown level {unknown[0]!r}; the model knows {', '.join(old.names)}"
+        )
+    code = torch.tensor([old.names.index(level) for level in new.names], dtype=values.dtype)
+    return torch.where(values.isnan(), values, code[values.nan_to_num(0).long()])
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "()"

@@ -1,0 +1,73 @@
+"""What models a run directory holds, and how well they do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fedloom.errors import LayoutError
+from fedloom.experiment.execute import folder_of
+from fedloom.experiment.opened import Opened, Recorded
+from fedloom.report.naming import LEADING, metric
+from fedloom.running.model import facts_of, open_tensors
+from fedloom.running.source import KINDS
+
+
+def listed(opened: Opened) -> list[dict[str, Any]]:
+    """A row for every model: method, seed, kind, how many, its leading metric, and its file.
+
+    The metric is the mean over the clients' test parts after the last evaluated round, and the mean over the worst
+    tenth of the clients; of an adapted model it is that on the samples that were held out.
+    """
+    table = opened.table()
+    lead = next((name for name in LEADING if name in table["metric"].unique().to_pylist()), "loss")
+    rows = [row for run in opened for row in _rows(opened, run, lead)]
+    return rows + [
+        _adapted(file, opened.path, lead) for file in sorted((opened.path / "adapted").glob("*.safetensors"))
+    ]
+
+
+def _rows(opened: Opened, run: Recorded, lead: str) -> list[dict[str, Any]]:
+    measured = run.measured()
+    found = []
+    for kind in KINDS:
+        if (kind, "test", lead) not in measured:
+            continue
+        values = run.final(kind, lead)
+        file = folder_of(opened.path, "models", run.method, run.seed) / f"{kind}.safetensors"
+        found.append(
+            {
+                "method": run.method,
+                "seed": run.seed,
+                "model": kind,
+                "models": 1 if kind == "global" else len(values),
+                f"test {lead}": float(values.nanmean()),
+                "worst 10 %": _worst(values, low=metric(lead).higher),
+                "file": str(file.relative_to(opened.path)) if file.is_file() else f"none: {run.status}",
+            }
+        )
+    return found
+
+
+def _worst(values: Tensor, *, low: bool) -> float:
+    known = values[values.isfinite()].sort(descending=not low).values
+    return float(known[: max(1, round(0.1 * len(known)))].mean())
+
+
+def _adapted(path: Path, folder: Path, lead: str) -> dict[str, Any]:
+    try:
+        with open_tensors(path) as file:
+            about = facts_of(file, path)[1]
+    except LayoutError:
+        about = {}
+    return {
+        "method": about.get("method", "?"),
+        "seed": about.get("seed", "?"),
+        "model": f"adapted to {about.get('client', '?')}",
+        "models": 1,
+        f"test {lead}": about.get("scores", {}).get("adapted", {}).get(lead),
+        "worst 10 %": None,
+        "file": str(path.relative_to(folder)),
+    }

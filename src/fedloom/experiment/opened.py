@@ -1,0 +1,217 @@
+"""A finished run directory: its numbers and its models, without computing anything again and without its data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from fedloom.algorithms import encodings
+from fedloom.data import load
+from fedloom.data.dataset import Dataset
+from fedloom.data.sources import SOURCES
+from fedloom.data.sources.detect import detect
+from fedloom.errors import ConfigError, RunDirError, nearest
+from fedloom.experiment.execute import folder_of
+from fedloom.experiment.schema import Experiment, Method, parse
+from fedloom.report.reading import read_table
+from fedloom.running.model import Model
+from fedloom.running.models import Models
+from fedloom.running.records import not_measured
+from fedloom.running.shelf import Shelf
+from fedloom.values import fields_of, read_toml
+
+COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric", "value")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One run of a directory: what `fedloom.running.result.Result` was when it ended.
+
+    Attributes:
+        method: label of its method.
+        seed: its seed.
+        status: done, diverged, interrupted or failed.
+        reason: the sentence on how it ended.
+        rounds: rounds done.
+    """
+
+    method: str
+    seed: int
+    status: str
+    reason: str
+    rounds: int
+    _opened: Opened
+
+    def table(self) -> pa.Table:
+        """Tidy: round, client (-1 is the federation), model, part, metric, value."""
+        whole = self._opened.table()
+        mine = pc.and_(pc.equal(whole["method"], self.method), pc.equal(whole["seed"], self.seed))
+        return whole.filter(mine).drop_columns(["method", "seed"])
+
+    def final(self, model: str, metric: str = "accuracy", part: str = "test") -> Tensor:
+        """A metric of every client after the last evaluated round, float64 ``[n]``.
+
+        Raises:
+            ConfigError: it was not measured.
+        """
+        if (model, part, metric) not in self.measured():
+            raise not_measured(model, metric, part, self.measured())
+        found = self._clients
+        for column, value in (("model", model), ("part", part), ("metric", metric)):
+            found = found.filter(pc.equal(found[column], value))
+        last = found.filter(pc.equal(found["round"], pc.max(found["round"]))).sort_by("client")
+        return torch.from_numpy(last["value"].to_numpy().copy())
+
+    def measured(self) -> set[tuple[str, str, str]]:
+        """What was measured of every client: (model, part, metric)."""
+        kinds = self._clients.group_by(["model", "part", "metric"]).aggregate([])
+        return {(r["model"], r["part"], r["metric"]) for r in kinds.to_pylist()}
+
+    @cached_property
+    def _clients(self) -> pa.Table:
+        return self.table().filter(pc.field("client") >= 0)
+
+    @cached_property
+    def models(self) -> Models:
+        """Its models, read when they are asked for.
+
+        Raises:
+            RunDirError: there are none, as of a run that is not done.
+            LayoutError: their files are damaged, or of another architecture.
+        """
+        return Models(self._opened.shelf(self.method, self.seed))
+
+
+class Opened:
+    """A run directory.
+
+    Iterating gives its runs; ``opened["flame", 0]`` is the run of a method and a seed.
+
+    Raises:
+        RunDirError: the directory is not one, or damaged.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        settings = self.path / "experiment.toml"
+        if not self.path.is_dir() or not settings.is_file():
+            what = "has no experiment.toml" if self.path.is_dir() else "is not a directory"
+            raise RunDirError(f"{path} is not a run directory: it {what}; give the --out of 'fedloom run'")
+        try:
+            self._document = read_toml(settings, "settings of the run")
+            summary = json.loads((self.path / "summary.json").read_text())
+            self._runs = {(str(r["method"]), int(r["seed"])): r for r in summary["runs"]}
+        except OSError:
+            raise RunDirError(f"{path} has no summary.json yet; let 'fedloom run' finish first") from None
+        except (ConfigError, ValueError, KeyError, TypeError) as error:
+            raise RunDirError(f"{path} is damaged: {error}") from None
+        if not self._runs:
+            raise RunDirError(f"{path} holds no run yet; let 'fedloom run' finish first")
+
+    def __iter__(self) -> Iterator[Recorded]:
+        return (self[key] for key in self._runs)
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __getitem__(self, key: tuple[str, int]) -> Recorded:
+        if key not in self._runs:
+            known = ", ".join(f"{method!r} with seed {seed}" for method, seed in self._runs)
+            raise ConfigError(f"{self.path} has no run of {key[0]!r} with seed {key[1]}; it has {known}")
+        run = self._runs[key]
+        return Recorded(*key, run["status"], run["reason"], run["rounds"], self)
+
+    def runs(self, method: str | None = None, seed: int | None = None) -> list[Recorded]:
+        """The runs of a method, of a seed, of both, or all.
+
+        Raises:
+            ConfigError: there is no such method or seed.
+        """
+        methods, seeds = ({key[k] for key in self._runs} for k in (0, 1))
+        if method is not None and method not in methods:
+            raise ConfigError(f"{self.path} has no method {method!r}; {nearest(method, map(str, methods))}")
+        if seed is not None and seed not in seeds:
+            raise ConfigError(f"{self.path} has no seed {seed}; it has {', '.join(map(str, sorted(seeds)))}")
+        return [run for run in self if method in (None, run.method) and seed in (None, run.seed)]
+
+    @cached_property
+    def _table(self) -> pa.Table:
+        return read_table(self.path / "metrics.parquet", COLUMNS)
+
+    def table(self) -> pa.Table:
+        """Every figure of every run, with the columns ``method`` and ``seed`` first.
+
+        Raises:
+            RunDirError: the file is missing or damaged.
+        """
+        if not (self.path / "metrics.parquet").is_file():
+            raise RunDirError(f"{self.path} has no metrics.parquet; run the experiment again to write it")
+        return self._table
+
+    @cached_property
+    def experiment(self) -> Experiment:
+        """The settings; its data are not looked for, they may be elsewhere by now.
+
+        Raises:
+            ConfigError: a part of user code cannot be imported any more.
+        """
+        document = {k: v for k, v in self._document.items() if k != "resolved"}
+        return parse({**document, "data": {"source": "digits"}}, str(self.path / "experiment.toml"))
+
+    def shelf(self, method: str, seed: int) -> Shelf:
+        """The files of the models of a run."""
+        chosen: Method = next(m for m in self.experiment.methods if m.label == method)
+        folder = folder_of(self.path, "models", method, seed)
+        algorithm = chosen.composition.algorithm
+        return Shelf(folder, algorithm, self.experiment.model, chosen.local, seed, method)
+
+    def read(self, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
+        """New data: a name or a path, as ``[data] source`` has it, read with the run's options where they apply.
+
+        Raises:
+            DataError: it is missing or damaged.
+            ConfigError: an unknown name.
+        """
+        options = {k: v for k, v in self._document.get("data", {}).items() if k not in ("source", "path")}
+        named = SOURCES.get(self._document.get("data", {}).get("source", ""))
+        if str(data) in SOURCES or str(data).startswith("hub:"):
+            return load(str(data), data_dir, **(options if str(data) == self._document["data"]["source"] else {}))
+        kind = detect(Path(data).expanduser())
+        mine = {k: v for k, v in options.items() if k in fields_of(kind)} if named in (None, kind) else {}
+        return load(Path(data), data_dir, **mine)
+
+    def low_rank(self, method: str) -> bool:
+        """Whether a method's server sends a model of low rank."""
+        chosen = next(m for m in self.experiment.methods if m.label == method)
+        return any(s.encoding == "lowrank" for s in encodings(chosen.composition.algorithm, "down").values())
+
+    def load(self, path: Path | str) -> Model:
+        """A model that was adapted to one of the runs, from its file.
+
+        Raises:
+            LayoutError: no file of a model, or of another architecture.
+        """
+        return Model.load(path, self.experiment.model)
+
+    def __repr__(self) -> str:
+        return f"Opened({str(self.path)!r}, {len(self)} runs)"
+
+
+def open_run(path: Path | str) -> Opened:
+    """A run directory that `fedloom run` wrote: its table, its runs, and their models; nothing is computed again.
+
+    Only code that its ``experiment.toml`` names by import path is executed, and that when models are asked for; a file
+    of a model never names any.
+
+    Raises:
+        RunDirError: it is not a run directory, or damaged.
+    """
+    return Opened(path)
