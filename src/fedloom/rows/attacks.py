@@ -57,8 +57,7 @@ class Forgery(Attack, ABC):
 
         Args:
             honest: [h, d] rows of the honest clients in absolute form; None where they are not known: the attackers'
-            own
-                honest rows stand in for them then (as in Baruch et al., section 3).
+                own honest rows stand in for them then (as in Baruch et al., section 3).
             base: [b, d] the models that the attackers received.
             own: [b, d] what they would send if they were honest, in absolute form.
             m: size of the cohort, attackers included.

@@ -87,6 +87,7 @@ class Journal:
         self._length = 0
 
     def path(self, generation: int) -> Path:
+        """File of the journal of a checkpoint's generation."""
         return self._folder / f"journal-{generation}"
 
     def exists(self) -> bool:
