@@ -109,24 +109,34 @@ def win(*rows: Row) -> compare.Winner:
 
 
 def test_a_clear_lead_and_one_that_is_not() -> None:
-    clear = win(row("a", [0.5, 0.6, 0.7]), row("b", [0.601, 0.7, 0.799]))
-    assert (clear.row, clear.rivals, clear.runner_up) == (1, (), 0)
+    clear = win(row("a", [0.5, 0.6, 0.7, 0.6, 0.6]), row("b", [0.601, 0.7, 0.799, 0.7, 0.7]))
+    assert (clear.row, clear.rivals, clear.runner_up, clear.decidable) == (1, (), 0, True)
     assert clear.lead == pytest.approx(0.1)
-    unclear = win(row("a", [0.5, 0.6, 0.7]), row("b", [0.4, 0.8, 0.7]))
-    assert (unclear.row, unclear.rivals) == (1, (0,))
+    unclear = win(row("a", [0.5, 0.6, 0.7, 0.6, 0.6]), row("b", [0.4, 0.8, 0.7, 0.6, 0.7]))
+    assert (unclear.row, unclear.rivals, unclear.decidable) == (1, (0,), True)
     assert unclear.half > unclear.lead
 
 
 def test_many_rivals_need_more_evidence() -> None:
-    best, close = row("best", [0.70, 0.74, 0.71]), row("close", [0.60, 0.69, 0.64])  # paired p = 0.037
+    best, close = row("best", [0.70, 0.74, 0.71, 0.7, 0.7]), row("close", [0.60, 0.69, 0.64, 0.7, 0.6])  # p = 0.025
     assert win(best, close).rivals == ()
-    others = [row(f"o{i}", [0.60 + 0.001 * i, 0.69, 0.64]) for i in range(4)]
+    others = [row(f"o{i}", [0.60 + 0.001 * i, 0.69, 0.64, 0.7, 0.6]) for i in range(4)]
     assert len(win(best, close, *others).rivals) == 5
 
 
-def test_one_seed_is_no_test_and_equal_results_are_no_lead() -> None:
-    assert not win(row("a", [0.5]), row("b", [0.9])).tested
-    assert win(row("a", [0.5, 0.6]), row("b", [0.5, 0.6])).rivals == (1,)
+@pytest.mark.parametrize("seeds", [1, 2, 4])
+def test_fewer_than_five_common_seeds_decide_nothing(seeds: int) -> None:
+    far = win(row("a", [0.1 + 0.001 * s for s in range(seeds)]), row("b", [0.9] * seeds))
+    assert (far.row, far.rivals, far.decidable, far.seeds) == (1, (0,), False, seeds)
+    b = row("b", [0.9] * 5)
+    shifted = Row(
+        "", "c", "c", "global", b.records, {"accuracy": Estimate(dict(enumerate([0.1] * 5, start=5 - seeds)))}
+    )
+    assert not win(b, shifted).decidable
+
+
+def test_equal_results_are_no_lead() -> None:
+    assert win(row("a", [0.5, 0.6, 0.5, 0.6, 0.5]), row("b", [0.5, 0.6, 0.5, 0.6, 0.5])).rivals == (1,)
 
 
 def test_a_diverged_method_cannot_win_and_a_running_one_makes_it_provisional() -> None:

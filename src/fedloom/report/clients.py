@@ -1,21 +1,40 @@
-"""Charts of single clients: every method at every client, and what a client gains over another model."""
+"""Results of single clients: every method at every client."""
 
 from __future__ import annotations
 
 import math
 
 import altair as alt
+import numpy as np
 
-from fedloom.report.figure import Figure, Rows, rounded, run_of
+from fedloom.report.figure import Figure, Rows, rounded
 from fedloom.report.naming import METRICS, metric, titled
-from fedloom.report.numbers import Estimate, Row, seeds_of
-from fedloom.report.pictures import last_values, row_name
-from fedloom.report.reading import Run
+from fedloom.report.numbers import Estimate, Row, run_of, seeds_of
+from fedloom.report.reading import Key, Numbers, Run
 
 NAMED = 60
 """Up to so many clients are shown one by one."""
 WRITTEN = 8
 """Up to so many clients have their number written into the cell."""
+
+
+def last_values(run: Run, row: Row, seed: int, name: str) -> tuple[list[int], Numbers]:
+    """Benign clients and their finite values at the last recorded round; none of a seed that was lost."""
+    points = run.benign(Key(row.method, seed, row.model, "test", name))
+    if points is None or not len(points.round) or seed in row.lost:
+        return [], np.empty(0)
+    known = (points.round == points.round[-1]) & np.isfinite(points.value)
+    return points.client[known].tolist(), points.value[known] * metric(name).scale
+
+
+def row_name(row: Row) -> str:
+    """Method, run and model of a row."""
+    return f"{row.name} · {row.model}" if row.model else row.name
+
+
+def honest(runs: list[Run]) -> str:
+    """The words on attackers for a chart of clients."""
+    return " Clients that attacked are left out." if any(r.attackers for run in runs for r in run.summary.runs) else ""
 
 
 def client_pictures(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
@@ -38,7 +57,7 @@ def _single_clients(runs: list[Run], rows: list[Row], name: str) -> Figure | Non
     base = alt.Chart(alt.NamedData(name="rows")).encode(
         x=alt.X(
             "client:N",
-            sort=None,
+            sort=list(dict.fromkeys(run.client(i) for run in runs for i in range(run.clients))),
             title="Client",
             axis=alt.Axis(labelAngle=0, labelOverlap=True),
             scale=alt.Scale(padding=0.06),
@@ -69,7 +88,7 @@ def _single_clients(runs: list[Run], rows: list[Row], name: str) -> Figure | Non
     caption = (
         f"{what} of every client with every method on its own test part at the last round, mean over seeds"
         + (" with half the width of the 95 % interval" if few else "")
-        + "; darker is better (in the dark look: lighter)."
+        + f"; darker is better (in the dark look: lighter).{honest(runs)}"
     )
     first = metric(name) is not METRICS.get("calibration_error")
     id, tab = ("single-clients", "Client by client") if first else ("single-clients-calibration", what)

@@ -1,7 +1,8 @@
 """Which method wins by which criterion, and how sure that is.
 
 Methods are compared seed by seed (same seed, same data split), with a paired t test of the leader against every other
-row and Holm's correction for their number; a lead is called clear when every corrected p is below 0.05.
+row and Holm's correction for their number; a lead is called clear when every corrected p is below 0.05. With fewer than
+five common seeds nothing is decided: the test would rest on a spread that so few numbers cannot show.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import numpy as np
 from scipy import stats
 
 from fedloom.report.naming import MB, metric
-from fedloom.report.numbers import EMPTY, LOST, Curve, Estimate, Row, curve, half_width
+from fedloom.report.numbers import EMPTY, LOST, Curve, Estimate, Row, curve, half_width, run_of
 from fedloom.report.reading import Key, Run
 
 LEVEL = 0.05
+SEEDS = 5
+"""Fewer common seeds decide nothing."""
 NEAR = 0.95
 """The common target of the cost criteria is this share of the best result."""
 
@@ -50,7 +53,8 @@ class Winner:
         lead: mean lead over the runner-up over common seeds, in the criterion's own units (before scaling), positive.
         half: half width of the lead's 95 % interval; nan with fewer than two common seeds.
         provisional: whether some runs are unfinished.
-        tested: whether there were enough common seeds to test.
+        seeds: common seeds of the leader and the runner-up.
+        decidable: whether there were enough common seeds to test.
     """
 
     criterion: Criterion
@@ -60,7 +64,21 @@ class Winner:
     lead: float = math.nan
     half: float = math.nan
     provisional: bool = False
-    tested: bool = False
+    seeds: int = 0
+    decidable: bool = False
+
+
+def tasks(runs: list[Run], rows: list[Row]) -> list[tuple[str, list[Run], list[Row]]]:
+    """What may be compared: runs of equal data, partition and attack, with their rows and labels."""
+    found: dict[str, tuple[list[Run], list[Row]]] = {}
+    for run in runs:
+        options = run.options
+        attack = options.get("attack", {})
+        same = repr([options.get("data"), options.get("partition"), attack if attack.get("fraction") else {}])
+        group = found.setdefault(same, ([], []))
+        group[0].append(run)
+        group[1].extend(row for row in rows if run_of(runs, row) is run)
+    return [(", ".join(run.label for run in own), own, shown) for own, shown in found.values()]
 
 
 def winners(runs: list[Run], rows: list[Row], lead: str) -> list[Winner]:
@@ -103,12 +121,11 @@ def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, co
     Rows that miss the target with any seed are left out.
     """
     found: dict[int, Estimate] = {}
-    by_label = {run.label if len(runs) > 1 else "": run for run in runs}
     for i, row in enumerate(rows):
         spent: dict[int, float] = {}
         seeds = row.figures[lead].by_seed if lead in row.figures else {}
         for seed in seeds:
-            run = by_label[row.run]
+            run = run_of(runs, row)
             result = curve(run, Key(row.method, seed, row.model, "test", lead), "mean")
             reached = result.value >= target if metric(lead).higher else result.value <= target
             total = cumulative(run, row.method, seed, cost)
@@ -155,8 +172,7 @@ def winner(criterion: Criterion, rows: list[Row]) -> Winner:
     if len(order) == 1:
         return Winner(criterion, best, provisional=provisional)
     leads = {i: _leads(fair[best], fair[i], sign) for i in order[1:]}
-    tested = any(len(lead) >= 2 for lead in leads.values())
-    clear = holm({i: paired_p(lead) for i, lead in leads.items()})
+    clear = holm({i: paired_p(lead) if len(lead) >= SEEDS else 1.0 for i, lead in leads.items()})
     nearest = leads[order[1]]
     return Winner(
         criterion,
@@ -166,7 +182,8 @@ def winner(criterion: Criterion, rows: list[Row]) -> Winner:
         float(np.mean(nearest)) if nearest else math.nan,
         half_width(nearest),
         provisional,
-        tested,
+        len(nearest),
+        any(len(lead) >= SEEDS for lead in leads.values()),
     )
 
 

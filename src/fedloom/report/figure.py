@@ -11,7 +11,6 @@ import altair as alt
 import vl_convert
 
 from fedloom.report.numbers import MODELS, Row
-from fedloom.report.reading import Run
 
 VEGA_LITE = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
@@ -27,9 +26,11 @@ class Figure:
         id: unique within a report; also the name of its files.
         tab: name of its tab, where several figures share a place (equal ``group``).
         chart: Altair chart over the named data sets ``rows`` and those of ``more``.
-        rows: the data that a reader may download.
-        layout: how the page fits it to its width: ``facet`` changes the number of columns, ``wide`` the width,
-            ``beside`` the width of the first of two charts.
+        rows: the data.
+        more: further data sets of the chart, by name.
+        table: the data set that a reader may look at and download, the finest that there is.
+        layout: how the page fits it to its width: ``facet`` changes the number of columns, ``square`` too and keeps
+            its panels square, ``wide`` changes the width, ``beside`` that of the first of two charts.
         canvas: whether the page draws it as a bitmap, because it has very many marks.
     """
 
@@ -41,8 +42,9 @@ class Figure:
     chart: Any
     rows: Rows
     more: dict[str, Rows]
-    layout: Literal["facet", "wide", "beside"]
+    layout: Literal["facet", "square", "wide", "beside"]
     canvas: bool = False
+    table: str = "rows"
 
     def spec(self) -> dict[str, Any]:
         """The Vega-Lite specification with its data, without colours of a theme."""
@@ -98,7 +100,7 @@ def theme(*, dark: bool) -> dict[str, Any]:
         "text": {"color": ink, "fontSize": 11.5, "font": FONT},
         "rule": {"color": soft},
         "style": {
-            "ghost": {"stroke": soft},
+            "ghost": {"color": soft},
             "onstrong": {"color": "#0d1216" if dark else "#ffffff"},
             "onweak": {"color": "#f1f4f6" if dark else "#1f2328"},
         },
@@ -127,11 +129,6 @@ def slug(name: str) -> str:
     'my-metric'
     """
     return re.sub(r"[^\w-]+", "-", name).strip("-")
-
-
-def run_of(runs: list[Run], row: Row) -> Run:
-    """The run that a row belongs to."""
-    return next(run for run in runs if run.label == row.run or len(runs) == 1)
 
 
 def rounded(value: float) -> float | None:

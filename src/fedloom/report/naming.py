@@ -42,8 +42,17 @@ OTHERS = {
     "rank": Metric("Rank", higher=False),
     "kkt": Metric("KKT residual", higher=False),
     "consensus_gap": Metric("Consensus gap", higher=False),
+    "lyapunov": Metric("Lyapunov function", higher=False),
+    "local_iterations": Metric("Local iterations", higher=False),
+    "epsilon": Metric("Privacy spent (epsilon)", higher=False),
 }
 """Figures of the whole federation that have a proper name."""
+GROUPS = {
+    "nmi": "clusters",
+    **dict.fromkeys(("nnz", "nonzeros", "rank", "factorised"), "structure"),
+    **dict.fromkeys(("kkt", "consensus_gap", "lyapunov", "local_iterations"), "convergence"),
+}
+"""Sections of the page for figures of the whole federation; the rest are among the others."""
 
 
 def metric(name: str) -> Metric:

@@ -43,11 +43,11 @@ EMPTY = Curve(np.empty(0, np.int64), np.empty(0))
 
 
 def curve(run: Run, key: Key, statistic: str) -> Curve:
-    """``mean``, ``worst10`` or ``variance`` over clients of ``key.metric``, round by round."""
+    """``mean``, ``worst10`` or ``variance`` over the benign clients of ``key.metric``, round by round."""
     recorded = run.totals.get(key._replace(metric=f"{key.metric}/{statistic}"))
     if recorded is not None:
         return Curve(recorded.round, recorded.value)
-    points = run.series.get(key)
+    points = run.benign(key)
     return EMPTY if points is None else _over_clients(points, statistic, metric(key.metric).higher)
 
 
@@ -123,6 +123,11 @@ class Row:
         return f"{self.method} · {self.run}" if self.run else self.method
 
     @property
+    def lost(self) -> frozenset[int]:
+        """Seeds without a result."""
+        return frozenset(record.seed for record in self.records if record.status in LOST)
+
+    @property
     def done(self) -> bool:
         """Whether every seed ran to its last round."""
         return bool(self.records) and all(record.status == "done" for record in self.records)
@@ -166,6 +171,11 @@ def rows_of(runs: list[Run]) -> list[Row]:
                 figures = _figures(run, method, model)
                 rows.append(Row(label, method, algorithm, model, records, figures))
     return rows
+
+
+def run_of(runs: list[Run], row: Row) -> Run:
+    """The run that a row belongs to."""
+    return next(run for run in runs if run.label == row.run or len(runs) == 1)
 
 
 def _models(run: Run, method: str) -> list[str]:

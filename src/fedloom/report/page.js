@@ -7,7 +7,23 @@
   let chosen = null;
   const look = () => chosen ?? (system.matches ? "dark" : "light");
 
-  const SMALL = 520;
+  // Room for the names beside the panels: numbers, or the longest of the texts.
+  function besideOf(spec, width) {
+    const inner = spec.spec.layer ? spec.spec.layer[0] : spec.spec;
+    const y = inner.encoding.y;
+    if (y.type !== "nominal") return 56;
+    const longest = Math.max(...spec.datasets.rows.map((row) => String(row[y.field]).length));
+    return Math.min(width < SMALL ? 104 : 190, 7 * longest) + (y.title ? 34 : 14);
+  }
+
+  const SMALL = 520, SMALLEST = 122, GAP = 30;
+
+  // As many columns as fit, or one less where that leaves fewer gaps in the last line.
+  function columnsOf(panels, room) {
+    const most = Math.max(1, Math.min(4, panels, room));
+    const gaps = (columns) => (columns - (panels % columns)) % columns;
+    return most > 2 && gaps(most - 1) < gaps(most) ? most - 1 : most;
+  }
 
   function fitted(figure, width) {
     let text = JSON.stringify(figure.spec);
@@ -18,15 +34,18 @@
         .replaceAll('"labelLimit":190', '"labelLimit":104');
     }
     const spec = JSON.parse(text);
-    if (figure.layout === "facet") {
-      const panels = new Set(figure.spec.datasets.rows.map((row) => row[figure.spec.facet.field])).size;
-      const columns = Math.max(1, Math.min(4, panels, Math.floor((width - 50) / 190)));
-      const each = Math.floor((width - 56 - 24 * (columns - 1)) / columns);
+    if (figure.layout === "facet" || figure.layout === "square") {
+      const names = besideOf(spec, width);
+      const panels = new Set(figure.spec.datasets.rows.map((row) => row[spec.facet.field])).size;
+      const columns = columnsOf(panels, Math.floor((width - names + GAP) / (SMALLEST + GAP)));
+      const each = Math.min(420, Math.floor((width - names - GAP * (columns - 1)) / columns));
       spec.columns = columns;
-      spec.spec.width = Math.min(each, columns < 3 ? 420 : each);
+      spec.spec.width = each;
+      spec.facet.header.labelLimit = each;
+      if (figure.layout === "square") spec.spec.height = each;
     } else if (figure.layout === "beside") {
       const side = width < SMALL ? 64 : 110;
-      spec.hconcat[0].width = Math.min(760, width - side - 78);
+      spec.hconcat[0].width = Math.min(980, width - side - 84);
       spec.hconcat[1].width = side;
     } else {
       spec.width = width;
@@ -52,8 +71,11 @@
 
   async function drawAll() {
     document.documentElement.dataset.look = look();
+    document.querySelector('[data-do="look"]').textContent = look() === "dark" ? "Light look" : "Dark look";
     for (const place of document.querySelectorAll(".chart")) {
-      if (place.offsetParent !== null) await draw(place);
+      if (place.offsetParent === null) continue;
+      await draw(place);
+      await new Promise((next) => setTimeout(next));
     }
     document.documentElement.dataset.ready = "yes";
   }
@@ -72,7 +94,7 @@
   };
 
   function table(figure) {
-    const rows = figure.spec.datasets.rows;
+    const rows = figure.spec.datasets[figure.table];
     const names = Object.keys(rows[0]).filter((name) => !/_narrow$|^(label|align|dx|dy|place)$/.test(name));
     return [names, ...rows.map((row) => names.map((name) => row[name]))];
   }
@@ -93,6 +115,7 @@
       const text = table(figures.get(button.value)).map((row) => row.map(quoted).join(",")).join("\n");
       save(`${button.value}.csv`, `${text}\n`, "text/csv");
     },
+    text: (button) => save(button.dataset.name, document.getElementById(button.value).textContent, "text/plain"),
     file: (button) => save(button.dataset.name, read(button.value), button.dataset.type),
     look: () => { chosen = look() === "dark" ? "light" : "dark"; drawAll(); },
     sort: (button) => sort(button.closest("th")),

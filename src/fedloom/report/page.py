@@ -14,10 +14,12 @@ import vl_convert
 
 from fedloom.report import sections
 from fedloom.report.charts import figures
-from fedloom.report.compare import winners
 from fedloom.report.figure import VEGA_LITE, Figure, theme
-from fedloom.report.numbers import Row, leading_metric, rows_of
+from fedloom.report.notes import note_list
+from fedloom.report.numbers import Row, rows_of
 from fedloom.report.reading import Run, read_runs
+from fedloom.report.settings import settings
+from fedloom.report.skew import skew_table
 from fedloom.report.tables import csv_text, latex
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -26,8 +28,12 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 PLACES = {
     "curves": ("Learning curves", "How the result grows with rounds, traffic, gradient steps and time."),
     "clients": ("Clients", "A mean hides who gains and who loses; here is every client."),
-    "fairness": ("Fairness", "A good mean with equal losses is best."),
+    "fairness": ("Fairness", "A good mean that costs no client its share is best."),
     "attacks": ("Robustness", "How the result falls as more clients attack."),
+    "clusters": ("Clusters", "Which clients were found to be alike, and how well that agrees with the planted groups."),
+    "structure": ("Sparsity and rank", "How small the models are, and what that costs."),
+    "costs": ("Work and traffic", "What the methods spent."),
+    "convergence": ("Convergence", "How near the methods are to a solution of their problem."),
     "others": ("Other figures", "What else was recorded about the whole federation."),
     "partition": ("Data", "How the samples are split over the clients."),
 }
@@ -43,8 +49,10 @@ READING = {
     "Models": "Global: one model for all. Personal: each client's own. "
     "Hybrid: for each client the better of the two on its validation part.",
     "Work and traffic": "Totals over all clients up to the last round. MB is 10⁶ bytes of the messages as sent.",
-    "Clear or not significant": "The leader is compared with every other method seed by seed (paired t test, "
-    "Holm's correction, level 5 %). With few seeds only large differences can be clear.",
+    "Clear, not significant, not decidable": "The leader is compared with every other method seed by seed (paired t "
+    "test, Holm's correction, level 5 %). With fewer than five common seeds nothing is decided. Runs with other data, "
+    "another partition or another attack are not compared with each other.",
+    "Attacks": "Where clients attack, every figure is of the benign ones.",
 }
 
 
@@ -112,24 +120,23 @@ def _json(id: str, value: object) -> str:
 def page(runs: list[Run], rows: list[Row], shown: list[Figure]) -> str:
     """The whole page as text."""
     title = escape(_title(runs))
-    found = winners(runs, rows, leading_metric(runs))
-    groups = {group: [figure for figure in shown if figure.group == group] for group in PLACES}
+    bodies = {group: _gallery([figure for figure in shown if figure.group == group]) for group in PLACES}
+    bodies["partition"] += skew_table(runs)
     parts = {
         "overview": (
             "Overview",
-            _section("overview", "Overview", "Who leads by which criterion.", sections.overview(found, rows)),
+            _section("overview", "Overview", "Who leads by which criterion.", sections.overview(runs, rows)),
         ),
         "results": (
             "Results",
             _section("results", "Results", READING["Result"], sections.results(rows) + _downloads()),
         ),
-        **{g: (PLACES[g][0], _section(g, *PLACES[g], _gallery(own))) for g, own in groups.items() if own},
-        "settings": ("Settings", _section("settings", "Settings", "Exactly what ran.", sections.settings(runs))),
+        **{g: (PLACES[g][0], _section(g, *PLACES[g], body)) for g, body in bodies.items() if body},
+        "settings": ("Settings", _section("settings", "Settings", "Exactly what ran.", settings(runs))),
         "reading": ("How to read", _section("reading", "How to read this report", "", _glossary())),
     }
     links = "".join(f'<li><a href="#{id}">{name}</a></li>' for id, (name, _) in parts.items())
-    warned = "".join(f"<li>{escape(note)}</li>" for note in sections.notes(runs, rows))
-    payload = [{"id": f.id, "layout": f.layout, "canvas": f.canvas, "spec": f.spec()} for f in shown]
+    payload = [{"id": f.id, "layout": f.layout, "canvas": f.canvas, "table": f.table, "spec": f.spec()} for f in shown]
     return f"""<!doctype html>
 <html lang="en" data-look="light">
 <head>
@@ -143,9 +150,9 @@ def page(runs: list[Run], rows: list[Row], shown: list[Figure]) -> str:
 <body>
 <a class="skip" href="#overview">Skip to the results</a>
 <header class="wrap">
-<div class="top"><h1>{title}</h1><button data-do="look">Dark or light</button></div>
+<div class="top"><h1>{title}</h1><button data-do="look">Dark look</button></div>
 <p class="facts">{escape(sections.facts(runs, rows))}</p>
-{f'<ul class="notes" aria-label="Notes">{warned}</ul>' if warned else ""}
+{note_list(runs, rows)}
 </header>
 <nav aria-label="Sections"><div class="wrap"><ul>{links}</ul></div></nav>
 <main class="wrap">

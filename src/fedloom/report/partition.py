@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import altair as alt
 import numpy as np
 
 from fedloom.report.figure import Figure, rounded
 from fedloom.report.reading import Run
+from fedloom.report.skew import Skew, skews_of
 
 CELLS = 12_000
 """Up to so many client x class cells are drawn."""
+HOSTILE = "\N{BLACK FLAG}"
+"""Stands after the name of a client that attacks."""
 MANY = 60
 """From so many clients on they are sorted by their largest class and not named."""
 
 
-SKEW = {
-    "sizes": "samples per client",
-    "emd": "earth mover's distance",
-    "js": "Jensen-Shannon divergence",
-    "effective_classes": "effective classes",
-}
+SPLITS = 10
+"""Up to so many partitions of a run are drawn, fewer where they are large."""
 
 
-def partition_picture(run: Run, index: int, place: int) -> Figure | None:
-    """Clients x classes: the share of each class in a client's data, and the client's size.
+def partition_pictures(run: Run, place: int) -> list[Figure | None]:
+    """The partitions of all seeds, of as many as have `CELLS` cells together.
 
     Args:
-        run: the run whose partition is drawn.
-        index: index of the seed among the recorded partitions.
+        run: the run whose partitions are drawn.
         place: number of the run in this report, 0 if it is the only one.
     """
+    tables = run.summary.partition.counts
+    size = max((len(table) * len(table[0]) for table in tables), default=1)
+    drawn = max(1, min(SPLITS, CELLS // max(size, 1)))
+    return [_picture(run, index, skew, place) for index, skew in enumerate(skews_of(run)[:drawn])]
+
+
+def _picture(run: Run, index: int, skew: Skew, place: int) -> Figure | None:
+    """Clients x classes: the share of each class in a client's data, and the client's size."""
     partition = run.summary.partition
     counts = np.array(partition.counts[index])
     n, classes = counts.shape
@@ -43,11 +46,13 @@ def partition_picture(run: Run, index: int, place: int) -> Figure | None:
     many = n > MANY
     order = np.lexsort((-share.max(1), share.argmax(1))) if many else np.arange(n)
     shown = order[np.linspace(0, n - 1, min(n, max(1, CELLS // classes))).round().astype(int)]
+    hostile = {i for r in run.summary.runs if r.seed == skew.seed for i in r.attackers}
+    clients = [run.client(i) + (f" {HOSTILE}" if i in hostile else "") for i in range(n)]
     names = partition.classes if len(partition.classes) == classes else tuple(str(c) for c in range(classes))
     cells = [
         {
             "place": place,
-            "client": run.client(int(i)),
+            "client": clients[int(i)],
             "class": names[c],
             "count": int(counts[i, c]),
             "share": rounded(float(share[i, c])),
@@ -56,7 +61,7 @@ def partition_picture(run: Run, index: int, place: int) -> Figure | None:
         for c in range(classes)
         if counts[i, c] or not many
     ]
-    sizes = [{"place": place, "client": run.client(int(i)), "size": int(size[i])} for place, i in enumerate(shown)]
+    sizes = [{"place": place, "client": clients[int(i)], "size": int(size[i])} for place, i in enumerate(shown)]
     high = max(120, min(520, 22 * len(shown)))
     y = alt.Y(
         "place:O" if many else "client:N",
@@ -106,33 +111,13 @@ def partition_picture(run: Run, index: int, place: int) -> Figure | None:
     )
     some = f" {len(shown)} of {n} clients are drawn." if len(shown) < n else ""
     where = f"{run.label}, " if place else ""
-    seeds = list(dict.fromkeys(record.seed for record in run.summary.runs))
-    seed = f"seed {seeds[index] if index < len(seeds) else index}"
+    seed = f"seed {skew.seed}"
+    attack = f" {HOSTILE}: client that attacks." if hostile else ""
     caption = (
-        f"Share of each class in a client's training samples, and their number.{some}{skew_text(partition.skew, index)}"
+        f"Share of each class in a client's training samples, and their number.{some}{attack} Mean over the clients: "
+        f"{skew.words()}."
     )
     id = f"partition-{place}-{index}" if place else f"partition-{index}"
     chart = alt.hconcat(heat, bars, spacing=14)
     title = f"Who holds what ({where}{seed})"
     return Figure(id, "partition", f"{where}{seed}", title, caption, chart, cells, {"sizes": sizes}, "beside", many)
-
-
-def skew_text(skew: dict[str, Any] | list[dict[str, Any]], index: int) -> str:
-    """Recorded skew figures in words, each its mean over whatever it was recorded for.
-
-    >>> skew_text({"emd": [0.5, 0.7], "sizes": [3, 5]}, 0)
-    " Skew: earth mover's distance 0.6, samples per client 4."
-    """
-    if isinstance(skew, list):
-        skew = skew[index] if index < len(skew) else {}
-    means = {name: float(np.mean(values)) for name, value in skew.items() if (values := _numbers(value))}
-    words = ", ".join(f"{SKEW.get(name, name.replace('_', ' '))} {mean:.3g}" for name, mean in means.items())
-    return f" Skew: {words}." if words else ""
-
-
-def _numbers(value: Any) -> list[float]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [number for part in value for number in _numbers(part)]
-    return [float(value)] if isinstance(value, int | float) and math.isfinite(value) else []

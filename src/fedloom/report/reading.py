@@ -59,16 +59,22 @@ class Record(_Lenient):
     rounds: int = 0
     oracle: str | None = None
     chunk: int | None = None
+    device: str | None = None
     parameters: int | None = None
+    attackers: tuple[int, ...] = ()
 
 
 class Partition(_Lenient):
-    """Samples per client and class: one ``[n][C]`` table per seed (C = 0 for a regression); names of both."""
+    """Samples per client and class: one ``[n][C]`` table per seed (C = 0 for a regression); names of both.
+
+    ``groups`` are the planted groups of the clients, one list per seed, empty where none were planted.
+    """
 
     counts: tuple[tuple[tuple[float, ...], ...], ...] = ()
     classes: tuple[str, ...] = ()
     clients: tuple[str, ...] = ()
     skew: dict[str, Any] | list[dict[str, Any]] = {}
+    groups: tuple[tuple[int, ...], ...] = ()
 
     @field_validator("counts", mode="before")
     @classmethod
@@ -139,6 +145,20 @@ class Run:
         if self.summary.partition.counts:
             return len(self.summary.partition.counts[0])
         return max((int(points.client.max()) + 1 for points in self.series.values()), default=0)
+
+    def attackers(self, method: str, seed: int) -> frozenset[int]:
+        """Clients that attacked; what they score says nothing about a method."""
+        found = (record.attackers for record in self.summary.runs if (record.method, record.seed) == (method, seed))
+        return frozenset(next(found, ()))
+
+    def benign(self, key: Key) -> Points | None:
+        """A series without the clients that attacked; None if it was not recorded."""
+        points = self.series.get(key)
+        attackers = self.attackers(key.method, key.seed)
+        if points is None or not attackers:
+            return points
+        honest = ~np.isin(points.client, list(attackers))
+        return Points(points.round[honest], points.client[honest], points.value[honest])
 
     def client(self, id: int) -> str:
         """Name of a client, its number where none was recorded."""

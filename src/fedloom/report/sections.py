@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from html import escape
-from typing import Any
 
-import numpy as np
-
-from fedloom.report.compare import Winner
-from fedloom.report.figure import run_of
+from fedloom.report.compare import SEEDS, Winner, tasks, winners
+from fedloom.report.cost import REACHED
 from fedloom.report.naming import COSTS, figure
-from fedloom.report.numbers import LOST, Row, leading_metric, seeds_of
+from fedloom.report.numbers import Row, leading_metric, seeds_of
 from fedloom.report.reading import Run
 from fedloom.report.tables import DASH, cell, columns_of, plain, rounded_pair
 
@@ -45,70 +42,26 @@ def facts(runs: list[Run], rows: list[Row]) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def notes(runs: list[Run], rows: list[Row]) -> list[str]:
-    """What a reader must know before believing the numbers."""
-    found = []
+def overview(runs: list[Run], rows: list[Row]) -> str:
+    """A card per criterion: who leads, with what, and how sure that is; runs of other data or attacks apart."""
     lead = leading_metric(runs)
-    for run in runs:
-        where = f"{run.label}: " if len(runs) > 1 else ""
-        own = [row for row in rows if run_of(runs, row) is run]
-        found += [where + warning for warning in run.summary.warnings]
-        if run.summary.select_on == "test":
-            found.append(
-                f"{where}Hybrid models were chosen on test data (select_on = test): their results are optimistic."
-            )
-        odd = dict.fromkeys(f"{row.method} {row.status}" for row in own if not row.done)
-        if odd:
-            found.append(
-                f"{where}Not every run came to its end: {'; '.join(odd)}. Seeds that diverged or failed have no result."
-            )
-        work = [row.figures["samples_backward"].mean for row in own if row.done and "samples_backward" in row.figures]
-        if work and max(work) > 1.01 * min(work):
-            found.append(
-                f"{where}The methods did not do equal work: {plain(min(work))} to {plain(max(work))} samples backward. "
-                "Compare them by gradient steps too."
-            )
-        empty = max((_clients_without(run, row, lead) for row in own), default=0)
-        if empty and not any("test part" in warning for warning in run.summary.warnings):
-            found.append(
-                f"{where}Clients without a test result, left out of the means: up to {empty} of {run.clients}."
-            )
-        dropped = sum(float(points.value[-1]) for key, points in run.totals.items() if key.metric == "dropped")
-        if dropped:
-            found.append(f"{where}{plain(dropped)} uploads were dropped (not finite, out of bounds, late or lost).")
-        if any(len(seeds_of(run, method)) == 1 for method in run.methods):
-            found.append(f"{where}One seed only: no intervals, and no difference can be called significant.")
-    return found
-
-
-def _clients_without(run: Run, row: Row, name: str) -> int:
-    """Clients without a value at the last round, over the seeds that have a result."""
-    lost = {record.seed for record in row.records if record.status in LOST}
-    counts = [0]
-    for key, points in run.series.items():
-        if (key.method, key.model, key.part, key.metric) == (
-            row.method,
-            row.model,
-            "test",
-            name,
-        ) and key.seed not in lost:
-            counts.append(int(np.isnan(points.value[points.round == points.round[-1]]).sum()))
-    return max(counts)
-
-
-def overview(found: list[Winner], rows: list[Row]) -> str:
-    """A card per criterion: who leads, with what, and how sure that is."""
-    return f'<div class="cards">{"".join(_card(winner, rows) for winner in found)}</div>'
+    parts = []
+    several = tasks(runs, rows)
+    for label, own_runs, own in several:
+        cards = "".join(_card(winner, own) for winner in winners(own_runs, own, lead))
+        title = f"<h3>{escape(label)}</h3>" if len(several) > 1 else ""
+        parts.append(f'{title}<div class="cards" role="list">{cards}</div>')
+    return "".join(parts)
 
 
 def _card(winner: Winner, rows: list[Row]) -> str:
     criterion = winner.criterion
-    head = f'<article class="card"><h3>{escape(criterion.title)}</h3>'
+    head = f'<div class="card" role="listitem"><p class="what">{escape(criterion.title)}</p>'
     if winner.row is None:
-        return f'{head}<p class="who">{DASH}</p><p class="sure">No method has a result with every seed.</p></article>'
+        return f'{head}<p class="who">{DASH}</p><p class="sure">No method has a result with every seed.</p></div>'
     best = criterion.values[winner.row]
     row = rows[winner.row]
-    if criterion.figure in ("bytes", "steps"):
+    if criterion.figure in REACHED:
         value, half = plain(best.mean * criterion.scale), ""
     else:
         value, half = cell(criterion.figure, best)
@@ -116,14 +69,15 @@ def _card(winner: Winner, rows: list[Row]) -> str:
     interval = f' <span class="half">± {half}</span>' if half else ""
     return (
         f'{head}<p class="who">{escape(row.name)} {model_tag(row.model)}</p>'
-        f'<p class="value">{value}{interval}{unit}</p><p class="sure">{_sure(winner, rows)}</p></article>'
+        f'<p class="value">{value}{interval}{unit}</p><p class="sure">{_sure(winner, rows)}</p></div>'
     )
 
 
 def _sure(winner: Winner, rows: list[Row]) -> str:
     criterion = winner.criterion
     if winner.runner_up is None:
-        return "The only method with this result."
+        alone = "No other method comes to this result with every seed."
+        return alone if criterion.figure in REACHED else "The only method with this result."
     other = rows[winner.runner_up]
     name = escape(f"{other.name} {other.model}".strip())
     unit = " points" if criterion.unit == "%" else f" {criterion.unit}" if criterion.unit else ""
@@ -132,8 +86,9 @@ def _sure(winner: Winner, rows: list[Row]) -> str:
     lead = f"{amount}{unit} {'ahead of' if criterion.higher else 'below'} {name}"
     if abs(winner.lead) <= TIE * abs(criterion.values[winner.row or 0].mean):
         lead = f"equal to {name}"
-    if not winner.tested:
-        verdict = f"<b>Not tested</b> (too few common seeds): {lead}."
+    if not winner.decidable:
+        seeds = f"{winner.seeds} common seed{'s' * (winner.seeds != 1)}"
+        verdict = f"<b>Not decidable</b> with {seeds} ({SEEDS} are needed): {lead}."
     elif not winner.rivals:
         verdict = f"<b>Clear</b>: {lead}, and significantly better than every other."
     elif winner.runner_up in winner.rivals:
@@ -214,73 +169,3 @@ def _bar(row: Row, name: str, span: tuple[float, float]) -> str:
         f'<line x1="{low:.1f}" x2="{high:.1f}" y1="7" y2="7" stroke="currentColor" stroke-width="1.5" opacity=".55"/>'
         f'<circle cx="{mid:.1f}" cy="7" r="3.5" fill="currentColor"/></svg>'
     )
-
-
-def settings(runs: list[Run]) -> str:
-    """The exact settings, what differs between the runs, and every single run with its end."""
-    parts = [_differences(runs)] if len(runs) > 1 else []
-    for run in runs:
-        title = f"<h3>{escape(run.label)}</h3>" if len(runs) > 1 else ""
-        parts.append(f"{title}{_every_run(run)}")
-        parts.append(
-            f"<details{'' if len(runs) > 1 else ' open'}><summary>Experiment file, as resolved</summary>"
-            f'<pre tabindex="0"><code>{escape(run.settings)}</code></pre></details>'
-        )
-    return "".join(parts)
-
-
-def _every_run(run: Run) -> str:
-    if not run.summary.runs:
-        return "<p>No run has come to its end yet.</p>"
-    heads = ("Method", "Seed", "Status", "Rounds", "Seconds", "Oracle", "Chunk", "Parameters", "Why it ended")
-    body = []
-    for record in run.summary.runs:
-        spent = run.seconds.get((record.method, record.seed))
-        cells: list[Any] = [
-            record.seed,
-            record.status,
-            record.rounds,
-            plain(float(spent.value.sum())) if spent else "",
-            record.oracle or "",
-            record.chunk or "",
-            plain(record.parameters) if record.parameters else "",
-        ]
-        line = "".join(f"<td>{escape(str(value))}</td>" for value in cells)
-        line += f'<td class="reason">{escape(record.reason)}</td>'
-        body.append(f'<tr><th scope="row">{escape(record.method)}</th>{line}</tr>')
-    head = "".join(f'<th scope="col">{title}</th>' for title in heads)
-    return (
-        f"<details><summary>All {len(body)} runs of this experiment</summary>"
-        f'<div class="scroll" tabindex="0" role="region" aria-label="All runs of {escape(run.label)}"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div></details>"
-    )
-
-
-def _differences(runs: list[Run]) -> str:
-    flat = [_flat(run.options) for run in runs]
-    keys = [key for key in dict.fromkeys(k for f in flat for k in f) if len({repr(f.get(key)) for f in flat}) > 1]
-    if not keys:
-        return "<p>The runs have equal settings.</p>"
-    head = "".join(f'<th scope="col">{escape(run.label)}</th>' for run in runs)
-    lines = "".join(
-        f'<tr><th scope="row">{escape(key)}</th>'
-        + "".join(f"<td>{escape(str(f.get(key, '')))}</td>" for f in flat)
-        + "</tr>"
-        for key in keys
-    )
-    return (
-        '<h3>What differs</h3><div class="scroll" tabindex="0" role="region" aria-label="Settings that differ"><table>'
-        f'<thead><tr><th scope="col" class="text">Setting</th>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
-    )
-
-
-def _flat(options: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested tables as ``{"a.b": value}``; methods are counted from 1."""
-    if isinstance(options, list) and options and isinstance(options[0], dict):
-        options = {str(i): value for i, value in enumerate(options, start=1)}
-    if not isinstance(options, dict):
-        return {prefix: options}
-    found: dict[str, Any] = {}
-    for key, value in options.items():
-        found |= _flat(value, f"{prefix}.{key}" if prefix else key)
-    return found

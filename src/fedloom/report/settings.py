@@ -1,0 +1,159 @@
+"""What ran: the main settings in words, every method's own, versions, and the exact file."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from fedloom.report.reading import Run
+from fedloom.report.tables import plain
+
+MAIN = {
+    "data": "Data",
+    "partition": "Partition",
+    "model": "Model",
+    "attack": "Attack",
+    "augment": "Augmentation",
+    "evaluate": "Evaluation",
+}
+"""Tables of the experiment file that are shown, and their titles."""
+SHARED = ("local", "sampler", "weigher", "aggregator", "channel", "rounds")
+"""Settings that every method has; shown once where all agree."""
+
+
+def settings(runs: list[Run]) -> str:
+    """The settings in words, what differs between the runs, and every single run with its end."""
+    parts = [_differences(runs)] if len(runs) > 1 else []
+    for place, run in enumerate(runs, start=1):
+        inner = f"{_words(run)}{_methods(run)}{_versions(run)}{_every_run(run)}{_file(run, place)}"
+        if len(runs) > 1:
+            inner = f"<details><summary><b>{escape(run.label)}</b></summary>{inner}</details>"
+        parts.append(inner)
+    return "".join(parts)
+
+
+def _words(run: Run) -> str:
+    options = run.options
+    lines = {title: _text(options[name]) for name, title in MAIN.items() if options.get(name)}
+    methods = options.get("method", [])
+    for name in SHARED:
+        values = {_text(method.get(name)) for method in methods if isinstance(method, dict)}
+        if len(values) == 1 and values != {""}:
+            lines[name.capitalize()] = values.pop()
+    seeds = options.get("seeds")
+    lines |= {"Seeds": _text(seeds)} if seeds else {}
+    body = "".join(f"<dt>{escape(title)}</dt><dd>{escape(text)}</dd>" for title, text in lines.items())
+    return f'<dl class="words">{body}</dl>'
+
+
+def _text(value: Any) -> str:
+    """Nested settings in one line, e.g. ``hybrid: clients 10, beta 0.5``; what is off or empty is left out."""
+    if isinstance(value, dict):
+        head = str(value.get("kind") or value.get("source") or "")
+        rest = {k: _text(v) for k, v in value.items() if k not in ("kind", "source")}
+        line = ", ".join(f"{k.replace('_', ' ')} {text}" for k, text in rest.items() if text)
+        return f"{head}: {line}" if head and line else head or line
+    if isinstance(value, list):
+        return ", ".join(_text(item) for item in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _methods(run: Run) -> str:
+    """Every method with its own settings."""
+    methods = [method for method in run.options.get("method", []) if isinstance(method, dict)]
+    agreed = {name for name in SHARED if len({_text(method.get(name)) for method in methods}) == 1}
+    lines = []
+    for method in methods:
+        own = {k: v for k, v in method.items() if k not in {"label", "algorithm", *agreed}}
+        name = str(method.get("label", method.get("algorithm", "")))
+        algorithm = str(method.get("algorithm", ""))
+        lines.append(
+            f'<tr><th scope="row">{escape(name)}</th><td class="text">{escape(algorithm)}</td>'
+            f'<td class="reason">{escape(_text(own))}</td></tr>'
+        )
+    if not lines:
+        return ""
+    heads = "".join(
+        f'<th scope="col" class="text">{title}</th>' for title in ("Method", "Algorithm", "Its own settings")
+    )
+    return _scroll(f"Methods of {run.label}", f"<thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody>")
+
+
+def _versions(run: Run) -> str:
+    resolved = run.options.get("resolved", {})
+    versions = resolved.get("versions", resolved)
+    words = ", ".join(f"{name} {version}" for name, version in versions.items() if isinstance(version, str))
+    devices = dict.fromkeys(record.device for record in run.summary.runs if record.device)
+    where = f" Computed on {', '.join(devices)}." if devices else ""
+    return f'<p class="versions"><b>Versions</b> {escape(words)}.{escape(where)}</p>' if words else ""
+
+
+def _file(run: Run, place: int) -> str:
+    label = escape(run.label)
+    return (
+        "<details><summary>Experiment file, as resolved</summary>"
+        f'<div class="tools"><button data-do="text" value="toml-{place}" data-name="{label}.toml">TOML'
+        f'<span class="unseen"> of {label}</span></button></div>'
+        f'<pre tabindex="0" id="toml-{place}" role="region" aria-label="Experiment file of {label}">'
+        f"<code>{escape(run.settings)}</code></pre></details>"
+    )
+
+
+def _every_run(run: Run) -> str:
+    if not run.summary.runs:
+        return "<p>No run has come to its end yet.</p>"
+    heads = ("Method", "Seed", "Status", "Rounds", "Seconds", "Oracle", "Chunk", "Parameters", "Why it ended")
+    body = []
+    for record in run.summary.runs:
+        spent = run.seconds.get((record.method, record.seed))
+        cells: list[Any] = [
+            record.seed,
+            record.status,
+            record.rounds,
+            plain(float(spent.value.sum())) if spent else "",
+            record.oracle or "",
+            record.chunk or "",
+            plain(record.parameters) if record.parameters else "",
+        ]
+        line = "".join(f"<td>{escape(str(value))}</td>" for value in cells)
+        line += f'<td class="reason">{escape(record.reason)}</td>'
+        body.append(f'<tr><th scope="row">{escape(record.method)}</th>{line}</tr>')
+    head = "".join(
+        f'<th scope="col"{" class=text" if title in (heads[0], heads[-1]) else ""}>{title}</th>' for title in heads
+    )
+    table = _scroll(f"All runs of {run.label}", f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody>")
+    return f"<details><summary>All {len(body)} runs of this experiment</summary>{table}</details>"
+
+
+def _differences(runs: list[Run]) -> str:
+    flat = [_flat({k: v for k, v in run.options.items() if k != "resolved"}) for run in runs]
+    keys = [key for key in dict.fromkeys(k for f in flat for k in f) if len({repr(f.get(key)) for f in flat}) > 1]
+    if not keys:
+        return "<p>The runs have equal settings.</p>"
+    head = "".join(f'<th scope="col">{escape(run.label)}</th>' for run in runs)
+    lines = "".join(
+        f'<tr><th scope="row">{escape(key)}</th>'
+        + "".join(f"<td>{escape(str(f.get(key, '')))}</td>" for f in flat)
+        + "</tr>"
+        for key in keys
+    )
+    body = f'<thead><tr><th scope="col" class="text">Setting</th>{head}</tr></thead><tbody>{lines}</tbody>'
+    return f"<h3>What differs</h3>{_scroll('Settings that differ', body)}"
+
+
+def _scroll(label: str, table: str) -> str:
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table>{table}</table></div>'
+
+
+def _flat(options: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested tables as ``{"a.b": value}``; methods are counted from 1."""
+    if isinstance(options, list) and options and isinstance(options[0], dict):
+        options = {str(i): value for i, value in enumerate(options, start=1)}
+    if not isinstance(options, dict):
+        return {prefix: options}
+    found: dict[str, Any] = {}
+    for key, value in options.items():
+        found |= _flat(value, f"{prefix}.{key}" if prefix else key)
+    return found
