@@ -13,18 +13,20 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fedloom.errors import FedloomError
 
+T = TypeVar("T")
+
 Handler = Callable[[Any, Any], Any]
 """(shared, task) -> result."""
 
 LARGE = 1 << 14
-"""Bytes from which a tensor travels through shared memory."""
+"""Bytes from which a tensor travels through shared memory; a smaller one is written into the message as it is."""
 
 
 class Buffer:
@@ -39,9 +41,7 @@ class Buffer:
 
     def pack(self, value: Any) -> bytes:
         """A message for `unpack` in another process, until the next `pack`."""
-        out = io.BytesIO()
-        _Packer(out, self._map).dump(value)
-        return out.getvalue()
+        return _packed(value, self._map)
 
     def unpack(self, message: bytes, *, copy: bool) -> Any:
         """The value; its large tensors are views of the buffer, or copies."""
@@ -49,32 +49,42 @@ class Buffer:
 
 
 class _Packer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, memory: mmap.mmap) -> None:
+    def __init__(self, file: io.BytesIO, memory: mmap.mmap | None) -> None:
         super().__init__(file, protocol=5)
         self._memory, self._end = memory, 0
 
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is not Tensor:
             return None
-        size = obj.numel() * obj.element_size()
-        start = self._end
-        if size < LARGE or start + size > len(self._memory):
-            return None
-        torch.frombuffer(self._memory, dtype=obj.dtype, count=obj.numel(), offset=start).copy_(obj.reshape(-1))
+        size, start = obj.numel() * obj.element_size(), self._end
+        row = obj.reshape(-1)
+        if self._memory is None or size < LARGE or start + size > len(self._memory):
+            return row.view(torch.uint8).numpy().tobytes(), obj.dtype, tuple(obj.shape)
+        torch.frombuffer(self._memory, dtype=obj.dtype, count=obj.numel(), offset=start).copy_(row)
         self._end += -(-size // 64) * 64
         return start, obj.dtype, tuple(obj.shape)
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, memory: mmap.mmap, copy: bool) -> None:
+    def __init__(self, file: io.BytesIO, memory: mmap.mmap | None, copy: bool) -> None:
         super().__init__(file)
         self._memory, self._copy = memory, copy
 
     def persistent_load(self, pid: Any) -> Tensor:
-        start, dtype, shape = pid
+        where, dtype, shape = pid
         count = torch.Size(shape).numel()
-        view = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=start).view(shape)
+        if isinstance(where, bytes):
+            flat = torch.frombuffer(bytearray(where), dtype=dtype) if count else torch.empty(0, dtype=dtype)
+            return flat.view(shape)
+        assert self._memory is not None
+        view = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=where).view(shape)
         return view.clone() if self._copy else view
+
+
+def _packed(value: Any, memory: mmap.mmap | None = None) -> bytes:
+    out = io.BytesIO()
+    _Packer(out, memory).dump(value)
+    return out.getvalue()
 
 
 class Pool:
@@ -140,6 +150,10 @@ class Pool:
                 turn += 1
                 yield result
 
+    def once(self, ids: Tensor, call: Callable[[], T]) -> T:
+        """What a call gives that may read and write the rows of some clients."""
+        return call()
+
     def close(self) -> None:
         """End the workers."""
         for worker in self._workers:
@@ -165,7 +179,7 @@ class _Worker:
     def send(self, message: Any) -> None:
         """Give the worker something to do."""
         try:
-            self.pipe.send_bytes(pickle.dumps(message))
+            self.pipe.send_bytes(_packed(message))
         except OSError as error:
             raise self._died() from error
 
@@ -195,7 +209,7 @@ class _Worker:
     def close(self) -> None:
         """End the process."""
         with suppress(OSError):
-            self.pipe.send_bytes(pickle.dumps(("stop",)))
+            self.pipe.send_bytes(_packed(("stop",)))
         self._process.join(2)
         if self._process.is_alive():
             self._process.kill()
@@ -210,7 +224,7 @@ def _serve(pipe: Connection, handlers: dict[str, Handler], down: Buffer, up: Buf
     shared: Any = None
     with suppress(EOFError, OSError):
         while True:
-            kind, *content = pickle.loads(pipe.recv_bytes())  # noqa: S301
+            kind, *content = _Unpacker(io.BytesIO(pipe.recv_bytes()), None, copy=True).load()
             if kind == "stop":
                 return
             if kind == "share":

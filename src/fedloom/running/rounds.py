@@ -37,6 +37,8 @@ def play(job: Job, pool: Pool, state: State) -> State:
         shares = shares * job.weigher.apply(state.weigher, None, ctx)[0]
     for store in job.stores.values():
         store.touch(cohort)
+    if job.algorithm.mixes:
+        job.homes.everywhere(cohort)
     down = job.down(state.server, t, cohort)
     forges = job.forgers[cohort]
     places = (~forges).nonzero()[:, 0]
@@ -49,7 +51,8 @@ def play(job: Job, pool: Pool, state: State) -> State:
     if bool(forges.any()):
         place = forges.nonzero()[:, 0]
         task = TrainTask(t, place, cohort[place], shares[place])
-        total.add(task, attack(job, down, state.server, task, total.models(), len(cohort)))
+        honest, m = total.models(), len(cohort)
+        total.add(task, pool.once(task.ids, lambda: attack(job, down, state.server, task, honest, m)))
     if total.dropped:
         state.notes.append(f"round {t}: dropped {len(total.dropped)} unusable uploads, of clients {total.dropped[:8]}")
     accepted = job.ctx(t, torch.cat(total.ids))
@@ -93,7 +96,7 @@ class _Total:
 
     def __init__(self, job: Job, sums: dict[str, Tensor]) -> None:
         self.job = job
-        self.sums = dict(sums)
+        self.sums = {name: value.clone() for name, value in sums.items()}
         self.ids: list[Tensor] = []
         self.dropped: list[int] = []
         self.counts = torch.zeros(0, len(COUNTS), dtype=torch.long)
@@ -111,9 +114,11 @@ class _Total:
         for name, value in trained.tensors.items():
             group, _, field = name.partition("/")
             if group == "kept":
-                self.sums[field] = self.sums[field] + value
+                self.sums[field].add_(value)
+            elif group == "sum" and field in self._means:
+                self._means[field].add_(value)
             elif group == "sum":
-                self._means[field] = self._means.get(field, 0.0) + value.double()
+                self._means[field] = value.double()
             else:
                 self._rows.setdefault(name, []).append(value)
 
@@ -161,6 +166,7 @@ class _Total:
     def _robust_rows(self, ctx: Ctx) -> tuple[dict[str, Tensor], Tensor]:
         """Rows that a robust rule decides among, and their clients: the cohort's, or all that the server has seen."""
         if self.job.kept_fields:
+            self.job.homes.everywhere(ctx.ids)
             ids = self.job.kept.seen.nonzero()[:, 0]
             return self.job.kept.read(ids)._asdict(), ids
         means = [name for name, kind in self.job.fields.items() if isinstance(kind, Mean)]
@@ -179,7 +185,7 @@ def evaluate(job: Job, pool: Pool, state: State) -> Scores:
     """
     scores, t = scores_of(job, pool, state), state.round
     record(job, state, scores)
-    for name, figure in diagnose(job, state).items():
+    for name, figure in pool.once(job.ctx(t).ids, lambda: diagnose(job, state)).items():
         state.records.total(t, "", "", name, figure)
     for (model, part), values in scores.items():
         if part == "train" and not bool(values["loss"].isfinite().all()):
@@ -192,6 +198,8 @@ def scores_of(job: Job, pool: Pool, state: State) -> Scores:
     t, n = state.round, job.judge.n
     shared = job.algorithm.global_model(state.server)
     if shared is not None or job.has_personal:
+        if job.has_personal and job.algorithm.mixes:
+            job.homes.everywhere(torch.arange(job.n))
         down = job.down(state.server, t) if job.has_personal else None
         places = torch.arange(n).tensor_split(chunk_count(n, max(job.chunk, 8)))
         tasks = [ScoreTask(t, ids, state.cohort, common=k == 0) for k, ids in enumerate(places)]
