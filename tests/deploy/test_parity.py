@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from flwr.app import Message
@@ -63,8 +65,19 @@ def is_exact(scene: Scene) -> bool:
     return all(s.encoding != "lowrank" for way in ("down", "up") for s in encodings(algorithm, way).values())
 
 
-@pytest.mark.parametrize("name", [name for name in REGISTRY if name != "centralized"])
+QUICK = {
+    "afl", "clustered-sampling", "equitable-fl", "fedacs", "fedavg", "feddyn", "fedrep", "fedslr", "fiaelt", "flame",
+    "local", "power-of-choice", "scaffold",
+}  # fmt: skip
+"""One of every kind; the others take as long together as the rest of these tests."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in REGISTRY if n != "centralized"],
+)
 def test_deployed_is_simulated(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
     method = {"algorithm": name, **NEEDED.get(name, {})}
     if name in PRESETS and "clusters" in REGISTRY[name].options:
         method["clusters"] = 2
@@ -95,8 +108,6 @@ def test_deployed_is_simulated(name: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 def matched(scene: Scene, result: Any) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Every figure of the deployed run with that of the simulation, which also has the common test set's."""
-    import pyarrow.parquet as pq
-
     keys = ("round", "client", "model", "part", "metric")
     known = {tuple(r[k] for k in keys): r for r in result.table().to_pylist()}
     rows = pq.read_table(scene.folder / "results" / "metrics.parquet").to_pylist()

@@ -19,7 +19,7 @@ from fedloom.deploy.identity import sign, signing_key
 from fedloom.deploy.ledger import Ledger
 from fedloom.deploy.local_data import part_sizes, schema_of, site_federation
 from fedloom.deploy.memory import Generation, Memory
-from fedloom.deploy.settings import Site, check_fingerprint
+from fedloom.deploy.settings import Site, check_fingerprint, check_version
 from fedloom.errors import FedloomError, Refused
 from fedloom.experiment import read
 from fedloom.running.evaluation import Scores, ScoreTask, personal_models, score
@@ -124,6 +124,7 @@ class Client:
     def fed(self) -> Federation:
         """The site's samples, as one client of the federation."""
         check_fingerprint(self.site)
+        check_version(self.site)
         return site_federation(read(self.site.experiment), self.site)
 
     @cached_property

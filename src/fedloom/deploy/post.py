@@ -109,7 +109,7 @@ class Post:
             raise RunStopped(
                 Stop.TOO_FEW, f"{len(self.nodes)} of {need} sites are there, missing: {', '.join(missing)}{why}"
             )
-        self._say(f"fedloom begins without {', '.join(missing)}")
+        self._say(f"fedloom: begins without {', '.join(missing)}")
 
     def greet(self) -> None:
         """Ask nodes that are not known who they are; forget those that have gone."""
@@ -216,7 +216,7 @@ class Post:
             if about.client is not None and not lost:
                 bad.add(about.client)
             who = f"node {about.node}" if about.client is None else self.members[about.client].site
-            self._say(f"fedloom refuses {who} ({about.kind}): {error.reason}")
+            self._say(f"fedloom: refuses {who} ({about.kind}): {error.reason}")
             self._audit.write("rejected", step=error.step, reason=error.reason, **facts)
             return
         good[found.client] = found

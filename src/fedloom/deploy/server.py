@@ -20,7 +20,7 @@ from fedloom.deploy.audit import Audit
 from fedloom.deploy.forms import Forms
 from fedloom.deploy.local_data import federation_of
 from fedloom.deploy.post import Post
-from fedloom.deploy.settings import Server, check_fingerprint
+from fedloom.deploy.settings import Server, check_fingerprint, check_version
 from fedloom.deploy.sites import Sites
 from fedloom.errors import Refused, RunStopped, Stop
 from fedloom.experiment import Experiment, read
@@ -55,6 +55,7 @@ def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
         CheckpointError: the disk is full or refuses, or no checkpoint can be read.
     """
     check_fingerprint(settings)
+    check_version(settings)
     experiment = read(settings.experiment, workers=1, chunk=1)
     check_deployable(experiment)
     with lock(settings.checkpoints):
@@ -102,12 +103,12 @@ class _Run:
             state, ended = disk.resume(initial_state(job, server))
             if disk.more:
                 sites.accepted = torch.tensor(disk.more["accepted"])
-                self._say(f"fedloom goes on after round {state.round}")
+                self._say(f"fedloom: goes on after round {state.round}")
             self._audit.write("start", round=state.round, release=fedloom.__version__, sites=sorted(self._post.nodes))
             state = self._rounds(job, sites, disk, state, done=ended is Stop.DONE)
         except RunStopped as error:
             stop, detail = error.reason, error.detail
-            self._say(f"fedloom stops: {error}")
+            self._say(f"fedloom: stops: {error}")
         self._audit.write("stop", reason=stop.value, detail=detail or None)
         if state is not None and disk is not None and stop is Stop.DONE:
             disk.save(state, stop)
@@ -182,7 +183,7 @@ class _Run:
         loss = next(
             (x for x in (state.records.last(m, "train", "loss") for m in ("personal", "global")) if x is not None), None
         )
-        text = f"fedloom round {state.round}/{job.rounds}: {len(state.cohort)} of {len(self._post.members)} accepted"
+        text = f"fedloom: round {state.round}/{job.rounds}: {len(state.cohort)} of {len(self._post.members)} accepted"
         return text if loss is None else f"{text}, loss {torch.from_numpy(loss).nanmean():.4g}"
 
     def _write(self, job: Job, state: State) -> None:
