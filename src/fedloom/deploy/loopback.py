@@ -22,7 +22,7 @@ from fedloom.errors import ConfigError
 ANSWER = 90.0
 """Seconds that the server, or a command to it, may take to answer."""
 
-SPOKEN = "fedloom "
+SPOKEN = "fedloom: "
 """How lines of the server's log begin that are meant for people."""
 
 Tell = Callable[[str], None]
@@ -195,7 +195,7 @@ def run_all(folder: Path, tell: Tell, port: int | None = None) -> Loopback:
 
     def say(line: str) -> None:
         if line.startswith(SPOKEN):
-            tell(line)
+            tell(line.removeprefix(SPOKEN))
 
     with Processes() as processes:
         here = Loopback(folder, processes, port)
