@@ -1,11 +1,31 @@
-"""Experiments: TOML files, validated values, runs and run directories."""
+"""Experiments: TOML files, validated values, runs and run directories.
 
-from fedloom.experiment.editors import json_schema
-from fedloom.experiment.execute import Plan
-from fedloom.experiment.listing import listed
-from fedloom.experiment.opened import Opened, Recorded, open_run
-from fedloom.experiment.outputs import Outcome
+What runs and reports is imported when it is first touched: a deployed site reads experiment files in every round.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from fedloom.experiment.schema import Experiment, Method, parse, read
+
+if TYPE_CHECKING:
+    from fedloom.experiment.editors import json_schema
+    from fedloom.experiment.execute import Plan
+    from fedloom.experiment.listing import listed
+    from fedloom.experiment.opened import Opened, Recorded, open_run
+    from fedloom.experiment.outputs import Outcome
+
+_WHERE = {
+    "Opened": "opened",
+    "Outcome": "outputs",
+    "Plan": "execute",
+    "Recorded": "opened",
+    "json_schema": "editors",
+    "listed": "listing",
+    "open_run": "opened",
+}
 
 __all__ = [
     "Experiment",
@@ -20,3 +40,11 @@ __all__ = [
     "parse",
     "read",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
+    globals()[name] = value
+    return value
