@@ -40,7 +40,7 @@ lam = 0.5
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
-    outcomes = Plan(parse(tomllib.loads(SMALL)), folder / "out", report=False).run()
+    outcomes = Plan(parse(tomllib.loads(SMALL)), folder / "out").run(page=False)
     assert {o.status for o in outcomes} == {"done"}
     return folder / "out"
 

@@ -91,8 +91,8 @@ def test_what_was_resolved_reads_as_the_same_experiment(tmp_path: Path) -> None:
     assert parse(written).settings() == experiment.settings()
     assert written["method"][2]["regulariser"] == {"kind": f"{MODULE}:Scaled", "c": 0.2}
     shorter = parse(document(method=[written["method"][2]]))
-    Plan(shorter, tmp_path / "out", report=False).run()
-    assert [o.status for o in Plan(shorter, tmp_path / "out", report=False).run()] == ["done"]
+    Plan(shorter, tmp_path / "out").run(page=False)
+    assert [o.status for o in Plan(shorter, tmp_path / "out").run(page=False)] == ["done"]
 
 
 def test_a_part_whose_code_has_changed_does_not_go_on_from_another(own_module: Path, tmp_path: Path) -> None:
