@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
@@ -22,7 +23,7 @@ def site_table(metrics: Path, sites: Sequence[str], part: str = "test") -> list[
         part: part of each site's data.
     """
     table = pq.read_table(metrics)
-    mask = pc.and_(pc.equal(table["part"], part), pc.is_in(table["metric"], pc.scalar(list(METRICS)).values))
+    mask = pc.and_(pc.equal(table["part"], part), pc.is_in(table["metric"], pa.array(METRICS)))
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     for r in table.filter(mask).sort_by("round").to_pylist():
         if 0 <= r["client"] < len(sites):

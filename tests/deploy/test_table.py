@@ -1,0 +1,92 @@
+"""The table of sites, and the models on their disks, from files alone."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from fedloom.cli import app
+from fedloom.deploy.memory import Memory
+from fedloom.deploy.models import export, module_of, owned
+from fedloom.deploy.settings import read_site
+from fedloom.deploy.table import site_table
+from fedloom.errors import CheckpointError, ConfigError
+from fedloom.experiment import read
+from fedloom.rows.layout import Layout
+
+
+def test_last_figures_of_every_site_and_model(tmp_path):
+    columns = ("round", "client", "model", "part", "metric", "value")
+    rows = [
+        (0, 0, "global", "test", "accuracy", 0.1),
+        (5, 0, "global", "test", "accuracy", 0.5),
+        (5, 1, "global", "test", "accuracy", 0.6),
+        (5, 1, "personal", "test", "accuracy", 0.9),
+        (5, 1, "personal", "test", "loss", 0.3),
+        (5, 1, "personal", "train", "accuracy", 1.0),
+        (5, -1, "global", "test", "accuracy", 0.55),
+        (5, 0, "", "", "bytes_up", 100.0),
+    ]
+    pq.write_table(
+        pa.table(dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True))), tmp_path / "m.parquet"
+    )
+    assert site_table(tmp_path / "m.parquet", ["north", "south"]) == [
+        {"site": "north", "model": "global", "round": 5, "accuracy": 0.5},
+        {"site": "south", "model": "global", "round": 5, "accuracy": 0.6},
+        {"site": "south", "model": "personal", "round": 5, "accuracy": 0.9, "loss": 0.3},
+    ]
+
+
+@pytest.fixture
+def kept(ready):
+    """A deployment whose site-1 has a model after round 7."""
+    site = read_site(ready / "sites" / "site-1" / "site.toml")
+    module = read(site.experiment).model.build(site.samples.shape, site.samples.outputs, 3)
+    layout = Layout.of(module)
+    row = torch.arange(layout.d, dtype=torch.float32) / layout.d
+    Memory(site.state, site.fingerprint, site.client).keep_model(row, layout.header(), 7, "personal")
+    return ready, row, module
+
+
+def test_a_sites_model_is_found_loaded_and_exported(kept, tmp_path):
+    folder, row, module = kept
+    (one,) = owned(folder)
+    assert owned(folder / "sites" / "site-1") == [one]
+    assert owned(folder / "sites" / "site-2") == []
+    assert (one.site.site, one.model.round, one.model.kind) == ("site-1", 7, "personal")
+    assert torch.equal(Layout.of(module).vector(module_of(one)), row)
+    module.load_state_dict(load_file(export(one, tmp_path / "out")))
+    assert torch.equal(Layout.of(module).vector(module), row)
+
+
+def test_a_model_of_another_experiment_is_not_shown(kept):
+    folder, _, _ = kept
+    file = folder / "sites" / "site-1" / "site.toml"
+    site = read_site(file)
+    file.write_text(file.read_text().replace(site.fingerprint, "0" * 64))
+    assert owned(folder) == []
+
+
+def test_a_damaged_model_is_a_sentence(kept):
+    folder, _, _ = kept
+    (one,) = owned(folder)
+    one.model.path.write_bytes(one.model.path.read_bytes()[:20])
+    with pytest.raises(CheckpointError, match="damaged"):
+        owned(folder)
+
+
+def test_the_command(kept, tmp_path):
+    folder, _, _ = kept
+    listed = CliRunner().invoke(app, ["deploy", "models", str(folder)])
+    assert listed.exit_code == 0
+    assert listed.output.split()[:4] == ["site-1", "personal", "round", "7"]
+    done = CliRunner().invoke(app, ["deploy", "models", str(folder), "--out", str(tmp_path / "out")])
+    assert done.output.strip().endswith("site-1.safetensors")
+    none = CliRunner().invoke(app, ["deploy", "models", str(folder / "sites" / "site-0")])
+    assert "no model yet" in none.output
+    wrong = CliRunner().invoke(app, ["deploy", "models", str(tmp_path)])
+    assert wrong.exit_code == 2
+    with pytest.raises(ConfigError, match="neither a site's folder"):
+        owned(tmp_path)

@@ -1,0 +1,122 @@
+"""Methods over a real server and three real sites on loopback, with TLS and node keys: what a simulation gives."""
+
+import json
+import subprocess
+import sys
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fedloom.deploy.directory import write
+from fedloom.deploy.loopback import run_all
+from fedloom.deploy.models import export, module_of, owned
+from fedloom.deploy.plan import plan
+from fedloom.deploy.units import Place
+from fedloom.experiment import read
+from fedloom.running.simulate import simulate
+
+pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(900)]
+
+METHODS = ("fedavg", "flame", "fedslr", "fiaelt", "fedacs", "scaffold")
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def deployment(experiment, method, folder, rounds=2):
+    tables = {"evaluate": {"every": rounds}, "engine": {"dtype": "float64", "oracle": "looped"}}
+    made = experiment(
+        method, rounds=rounds, partition={"kind": "dirichlet", "clients": 3, "beta": 0.5, "keep": 60}, **tables
+    )
+    write(plan(made, 3), folder, Place(quorum=3))
+    return folder
+
+
+def simulated(folder):
+    experiment = read(folder / "server" / "experiment.toml")
+    seed = experiment.head.seeds[0]
+    fed = experiment.partition(experiment.source.load(), seed)
+    return fed, simulate(**experiment.arguments(experiment.methods[0], fed, seed))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_real_network_gives_what_a_simulation_gives(experiment, method, tmp_path):
+    folder = deployment(experiment, method, tmp_path / "try")
+    lines = []
+    here = run_all(folder, lines.append)
+    assert not here._processes.started
+    assert any(line.startswith("round 2/2: 3 of 3 accepted") for line in lines), lines
+    fed, expected = simulated(folder)
+    kinds = expected.models.kinds()
+    kind = "personal" if "personal" in kinds else "global"
+    rows = expected.models.rows(kind)
+    found = owned(folder)
+    assert [(one.site.client, one.model.kind, one.model.round) for one in found] == [(k, kind, 2) for k in range(3)]
+    for k, one in enumerate(found):
+        row = load_file(one.model.path)["rows"][0]
+        torch.testing.assert_close(row, rows[k] if kind == "personal" else rows, **CLOSE)
+    known = {
+        (r["round"], r["client"], r["model"], r["part"], r["metric"]): r["value"] for r in expected.table().to_pylist()
+    }
+    same = 0
+    for r in pq.read_table(here.server.results / "metrics.parquet").to_pylist():
+        key = (r["round"], r["client"], r["model"], r["part"], r["metric"])
+        if r["metric"] in ("accuracy", "loss") and r["client"] >= 0:
+            assert r["value"] == pytest.approx(known[key], rel=1e-8, nan_ok=True), key
+            same += 1
+    assert same >= 12
+    table = here.table()
+    assert {row["site"] for row in table} == {"site-0", "site-1", "site-2"}
+    predicts(found[0], fed, table)
+
+
+def predicts(one, fed, table):
+    """A site's model, from its own disk, as a plain module: its accuracy on the site's test part is the table's."""
+    module = module_of(one).double()
+    index = fed.to(dtype=torch.float64).indices("test", one.site.client)
+    fed = fed.to(dtype=torch.float64)
+    with torch.no_grad():
+        hits = module(fed.fetch(index)).argmax(1) == fed.targets(index)
+    row = next(r for r in table if r["site"] == one.site.site and r["model"] == one.model.kind)
+    assert hits.double().mean().item() == pytest.approx(row["accuracy"])
+
+
+def test_a_run_that_ended_is_run_again_without_training(experiment, tmp_path):
+    """The second time every round is there already; models and figures stay as they are, byte for byte."""
+    folder = deployment(experiment, "fedavg", tmp_path / "try", rounds=1)
+    run_all(folder, lambda _: None)
+    before = {one.site.site: one.model.path.read_bytes() for one in owned(folder)}
+    metrics = (folder / "server" / "results" / "metrics.parquet").read_bytes()
+    run_all(folder, lambda _: None)
+    assert {one.site.site: one.model.path.read_bytes() for one in owned(folder)} == before
+    assert (folder / "server" / "results" / "metrics.parquet").read_bytes() == metrics
+    audit = [json.loads(line) for line in (folder / "server" / "state" / "audit.jsonl").read_text().splitlines()]
+    assert sum(entry.get("kind") == "train" for entry in audit) == 3
+
+
+def test_export_is_a_state_dict_that_plain_torch_takes(experiment, tmp_path):
+    folder = deployment(experiment, "fedavg", tmp_path / "try", rounds=1)
+    run_all(folder, lambda _: None)
+    one = owned(folder)[0]
+    path = export(one, tmp_path / "models")
+    module = read(one.site.experiment).model.build(one.site.samples.shape, one.site.samples.outputs, 1)
+    module.load_state_dict(load_file(path))
+    x = torch.rand(4, *one.site.samples.shape)
+    assert torch.equal(module.eval()(x), module_of(one)(x))
+
+
+def test_interrupted_by_a_signal_nothing_is_left(experiment, tmp_path):
+    """The launcher gets SIGTERM while it trains: exit code 130, and no process of its group is left."""
+    folder = deployment(experiment, "fedavg", tmp_path / "try", rounds=50)
+    words = [sys.executable, "-m", "fedloom.cli", "deploy", "local", str(folder)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+        for line in launcher.stdout:
+            if line.startswith("round"):
+                launcher.terminate()
+                break
+        rest = launcher.stdout.read()
+        assert launcher.wait(60) == 130, rest
+    assert "every process has ended" in rest
+    listing = subprocess.run(["ps", "-eo", "stat,args"], capture_output=True, text=True, check=True).stdout
+    left = [line for line in listing.splitlines() if str(folder) in line and not line.startswith("Z")]
+    assert left == []
