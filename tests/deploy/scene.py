@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tomli_w
-from flwr.app import Message
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from flwr.app import Message, RecordDict
+from safetensors.torch import load_file
+from torch import Tensor
 
 from fedloom import __version__
+from fedloom.deploy.audit import Audit
 from fedloom.deploy.client import Client
+from fedloom.deploy.envelope import digest_of, seal
+from fedloom.deploy.identity import sign
 from fedloom.deploy.keys import key_pair
 from fedloom.deploy.local_data import schema_of
 from fedloom.deploy.server import serve
@@ -58,6 +66,19 @@ class Scene(NamedTuple):
         """All sites on a grid."""
         return FakeGrid({FIRST + c.site.client: c.answer for c in clients or self.clients()}, fault)
 
+    def audit(self, what: str = "", **facts: Any) -> list[dict[str, Any]]:
+        """Lines of the audit log with these facts."""
+        wanted = facts | ({"what": what} if what else {})
+        return [x for x in Audit(self.server.audit).lines() if {k: x.get(k) for k in wanted} == wanted]
+
+    def model(self) -> Tensor:
+        """The server's model."""
+        return load_file(self.server.results / "global.safetensors")["rows"]
+
+    def summary(self) -> dict[str, Any]:
+        """What the server says at the end."""
+        return json.loads((self.server.results / "summary.json").read_text())
+
     def serve(self, grid: FakeGrid | None = None, **settings: Any) -> Stop:
         """Run the server, quietly."""
         return serve(grid or self.grid(), self.server.with_(**settings), lambda _line: None)
@@ -103,7 +124,7 @@ def scene(folder: Path, method: dict[str, Any] | str, **changes: Any) -> Scene:
                 state=state,
                 server="localhost:1",
                 signing_key=state / "signing-key",
-            )  # fmt: skip
+            )
         )
     members = [
         Member(site=f"site-{i}", client=i, node_key=PAIRS[i][1].public, signing_key=PAIRS[i][0].public)
@@ -116,6 +137,42 @@ def scene(folder: Path, method: dict[str, Any] | str, **changes: Any) -> Scene:
     return Scene(folder, experiment, server, sites)
 
 
-def answer(client: Client, message: Message) -> Message:
-    """A site's answer."""
-    return client.answer(message)
+def changed(
+    reply: Message,
+    client: int,
+    head: dict[str, Any] | None = None,
+    arrays: list[bytes] | None = None,
+    metrics: dict[str, float] | None = None,
+    edit: Callable[[RecordDict], RecordDict | None] = lambda records: None,
+) -> Message:
+    """A reply with other content, signed with the site's own key: what a hostile or faulty site can send.
+
+    Args:
+        reply: what an honest site sent.
+        client: number of the site.
+        head: fields of the head to replace.
+        arrays: in place of its arrays.
+        metrics: in place of its metrics.
+        edit: changes the records after they were signed, or gives others.
+    """
+    old = dict(reply.content["head"])
+    old.pop("signature")
+    given = [a.data for a in reply.content["arrays"].values()] if arrays is None else arrays
+    numbers = dict(reply.content.get("metrics", {})) if metrics is None else metrics
+    new = {**old, "digest": digest_of(given), **(head or {})}
+    key = signing_key_of(client)
+    sealed = seal({**new, "signature": sign(key, {**new, "metrics": numbers})}, given, numbers or None)
+    other = Message(edit(sealed) or sealed, reply_to=_question(reply))
+    other.metadata.__dict__.update(reply.metadata.__dict__)
+    return other
+
+
+def signing_key_of(client: int) -> Any:
+    """A site's private key."""
+    return load_ssh_private_key(PAIRS[client][0].private, None)
+
+
+def _question(reply: Message) -> Message:
+    question = Message(RecordDict(), dst_node_id=1, message_type=reply.metadata.message_type)
+    question.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
+    return question
