@@ -1,0 +1,129 @@
+"""The reference of experiment files, from the values that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from fedloom.choose import SAMPLERS, WEIGHERS
+from fedloom.data.partition import PARTITIONS, Partition
+from fedloom.data.sources import SOURCES
+from fedloom.experiment.schema import Head
+from fedloom.experiment.tuning import Range, Tune
+from fedloom.local import Local
+from fedloom.models import MODELS, PAPERS, Augment
+from fedloom.rows.aggregate import AGGREGATORS
+from fedloom.rows.attacks import ATTACKS
+from fedloom.rows.channel import CHANNELS
+from fedloom.running.settings import Engine, Evaluate
+from fedloom.values import fields_of
+
+START = """# Experiment file
+
+An experiment file is a comparison: one federation, one model, and a `[[method]]` table for every method. Only `[data]`
+and one `[[method]]` are needed. A key that does not exist, a wrong type or a value out of range is refused before any
+work starts.
+
+`fedloom schema > fedloom.schema.json` writes the same as a JSON schema, with which editors complete and check the file.
+This page is made from the values that read the file.
+
+```toml title="smallest.toml"
+[data]
+source = "digits"
+
+[[method]]
+algorithm = "fedavg"
+```
+"""
+METHOD = """A method's own options are on [its page](methods/index.md). Beside them, every `[[method]]` may have
+
+| key | |
+|---|---|
+| `algorithm` | name of the method, required |
+| `label` | what it is called in tables; the name when not given, and different for every method |
+| `rounds` | rounds of this method alone |
+| `local`, `sampler`, `weigher`, `aggregator`, `channel` | tables that replace the shared ones; of `local`, key by key |
+
+```toml
+[[method]]
+algorithm = "fedavg"
+label = "fedavg with multi-krum and momentum"
+aggregator = { kind = "multi-krum", f = 2 }
+local = { momentum = 0.9 }
+```
+"""
+LIMITS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
+
+
+def page() -> str:
+    """The whole page."""
+    models: dict[str, Any] = {**MODELS, **{name: type(spec) for name, spec in PAPERS.items()}}
+    parts = [
+        START,
+        _values("Top of the file", "", Head),
+        _kinds("[data]", "`source` is a name of the list, a path, or `hub:owner/name`.", SOURCES, key="source"),
+        _values("[partition]: what every kind takes", "How the samples are cut into clients.", Partition),
+        _kinds("[partition]: kinds", "`kind` is one of", PARTITIONS, shared=Partition),
+        _kinds("[model]", "`kind` is one of", models),
+        _values("[local]", "How clients train, whatever the method.", Local),
+        _values("[augment]", "Random changes of training images.", Augment),
+        _kinds("[sampler]", "Who takes part in a round.", SAMPLERS),
+        _kinds("[weigher]", "How much a client counts in the mean.", WEIGHERS),
+        _kinds("[aggregator]", "How uploads become one; the weighted mean when there is none.", AGGREGATORS),
+        _kinds("[attack]", "What a part of the clients does instead of being honest.", ATTACKS),
+        _kinds("[channel]", "What an upload passes through on its way.", CHANNELS),
+        _values("[evaluate]", "", Evaluate),
+        _values("[engine]", "How a run is computed.", Engine),
+        _values("[tune]", "Read by [`fedloom tune`](tuning.md) only.", Tune),
+        _values("A range of [tune.space]", "", Range),
+        "## [[method]]\n\n" + METHOD,
+    ]
+    return "\n".join(parts)
+
+
+def _values(title: str, lead: str, value: type[BaseModel]) -> str:
+    return "\n".join([f"## {title}", "", *([lead, ""] if lead else []), *_rows(value, {}), ""])
+
+
+def _kinds(
+    title: str, lead: str, registry: Mapping[str, Any], key: str = "kind", shared: type[BaseModel] | None = None
+) -> str:
+    lines = [f"## {title}", "", *([lead, ""] if lead else [])]
+    for name, value in registry.items():
+        first = (value.__doc__ or "").strip().splitlines()[0] if value.__doc__ else ""
+        lines += [
+            f'### {key} = "{name}"',
+            "",
+            _cell(first),
+            "",
+            *_rows(value, {} if shared is None else fields_of(shared)),
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _rows(value: Any, without: Mapping[str, Any]) -> list[str]:
+    fields = {k: f for k, f in fields_of(value).items() if k not in without and k != "kind"}
+    if not fields:
+        return []
+    lines = ["| key | default | range | |", "|---|---|---|---|"]
+    for key, field in fields.items():
+        limits = [f"{sign} {getattr(m, name)}" for m in field.metadata for name, sign in LIMITS if hasattr(m, name)]
+        allowed = getattr(field.annotation, "__args__", ())
+        if not limits and allowed and all(isinstance(a, str) for a in allowed):
+            limits = [f"`{a}`" for a in allowed]
+        if field.is_required():
+            default = "required"
+        else:
+            found = field.get_default(call_default_factory=True)
+            default = "not set" if found is None else f"`{found!r}`"
+        lines.append(f"| `{key}` | {default} | {', '.join(limits)} | {_cell(field.description or '')} |")
+    return lines
+
+
+def _cell(value: str) -> str:
+    for letter in "\\*_<>[]|":
+        value = value.replace(letter, f"\\{letter}")
+    return value

@@ -1,0 +1,207 @@
+"""A page per method, from its card, its options and its curve on digits."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import altair as alt
+
+from fedloom.algorithms import REGISTRY, Preset
+from fedloom.experiment.cards import families, text
+from fedloom.report.figure import Figure
+from fedloom.values import fields_of
+
+DIGITS = Path(__file__).resolve().parents[1] / "digits" / "hybrid.json"
+FAMILIES = {
+    "consensus": "One model for all",
+    "composite": "With a regulariser",
+    "personalised": "A model for every client",
+    "fair": "Fair",
+    "preset": "By composition",
+    "reference": "For reference",
+}
+LIMITS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """Path and content of the index, of every method's page and of every curve."""
+    yield "methods/index.md", index()
+    for name in REGISTRY:
+        yield f"methods/{name}.md", page(name)
+        picture = curve(name)
+        if picture is not None:
+            yield f"methods/{name}.svg", picture
+
+
+def navigation() -> list[Any]:
+    """The methods by family, for the menu."""
+    groups = [
+        {FAMILIES.get(family, family): [{_title(name): f"methods/{name}.md"} for name, _ in entries]}
+        for family, entries in _families().items()
+    ]
+    return ["methods/index.md", *groups]
+
+
+def index() -> str:
+    """All methods, with one line each."""
+    lines = ["# Methods", "", "Every page is made from the method's own file. `fedloom list` prints the same.", ""]
+    for family, entries in _families().items():
+        lines += [f"## {FAMILIES.get(family, family)}", "", "| method | name in files | |", "|---|---|---|"]
+        lines += [f"| [{_title(name)}]({name}.md) | `{name}` | {_cell(line)} |" for name, line in entries]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def page(name: str) -> str:
+    """The card of a method as Markdown."""
+    entry = REGISTRY[name]
+    first, *parts = text(entry).split("\n\n")
+    lines = [f"# {_title(name)}", "", _prose(first.partition(": ")[2]), ""]
+    lines += ["```toml", "[[method]]", f'algorithm = "{name}"', "```", ""]
+    for part in parts:
+        if part.startswith("    "):
+            lines += [*_table(part), ""]
+            continue
+        head, colon, rest = part.partition(": ")
+        if colon and len(head) < 40 and "\n" not in head:
+            lines += [f"**{head}.** {_prose(rest)}", ""]
+        else:
+            lines += [f"**When.** {_prose(part)}", ""]
+    lines += ["## Options", "", *_options(entry), ""]
+    lines += _learning(name)
+    if not isinstance(entry, Preset):
+        lines += ["## The code", "", "```python", _code(entry), "```", ""]
+    lines += ["What it goes with: [the table of combinations](../combinations.md).", ""]
+    return "\n".join(lines)
+
+
+def curve(name: str) -> str | None:
+    """Test accuracy against work on digits, beside FedAvg's, as SVG; None where it was not run."""
+    found = _recorded()
+    points = [p for p in found.get("curves", []) if p["method"] in (name, "fedavg") and p["model"] != "hybrid"]
+    if not any(p["method"] == name for p in points):
+        return None
+    rows = [
+        {
+            "line": f"{p['method']}, {p['model']}",
+            "samples": p["samples"] / 1000,
+            "accuracy": 100 * p["accuracy"],
+        }
+        for p in points
+        if p["accuracy"] == p["accuracy"]
+    ]
+    chart = (
+        alt.Chart(alt.NamedData("rows"))
+        .mark_line(point=True)
+        .encode(
+            x=alt.X("samples:Q", title="Samples whose gradient was taken, all clients (thousands)"),
+            y=alt.Y("accuracy:Q", title="Test accuracy (%)", scale=alt.Scale(zero=False)),
+            color=alt.Color("line:N", title=None, sort=None),
+        )
+        .properties(width=560, height=260)
+    )
+    caption = f"Test accuracy of {name} on digits, mean over clients and seeds, against work."
+    return Figure(name, "methods", name, _title(name), caption, chart, rows, {}, "wide").svg()
+
+
+@cache
+def _recorded() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(DIGITS.read_text()) if DIGITS.exists() else {}
+    return found
+
+
+def _learning(name: str) -> list[str]:
+    found = _recorded()
+    rows = [row for row in found.get("rows", []) if row["method"] == name]
+    lines = ["## On digits", ""]
+    if not rows or curve(name) is None:
+        return [*lines, "Not run.", ""]
+    params = rows[0]["params"].items()
+    setting = ", ".join(f"{k} = {v:.4g}" if isinstance(v, float) else f"{k} = {v}" for k, v in params)
+    lines += [
+        f"{found['title']}. Settings chosen on validation among {found['trials']} trials ({setting}); "
+        f"{len(found['seeds'])} seeds, the work of 40 rounds of plain local training for every method, here "
+        f"{rows[0]['rounds']} rounds. Handwritten digits are a small, easy problem: the curve shows how the method "
+        "behaves, not how good it is elsewhere.",
+        "",
+        f"![{_title(name)} on digits]({name}.svg)",
+        "",
+        "| model | test accuracy (%) | worst 10 % of the clients (%) | MB sent, both ways |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        megabytes = (row["bytes_up"] + row["bytes_down"]) / 1e6
+        lines.append(
+            f"| {row['model']} | {_figure(row, 'accuracy')} | {_figure(row, 'accuracy_worst10')} | {megabytes:.1f} |"
+        )
+    return [*lines, "", f"Made by `{found['command']}` on {found['date']}.", ""]
+
+
+def _figure(row: dict[str, Any], name: str) -> str:
+    value, around = row[name], row[f"{name}_ci95"]
+    if value is None:
+        return "-"
+    return f"{100 * value:.1f}" + (f" ± {100 * around:.1f}" if around is not None else "")
+
+
+def _families() -> dict[str, list[tuple[str, str]]]:
+    found = families()
+    order = [*FAMILIES, *(name for name in found if name not in FAMILIES)]
+    return {name: found[name] for name in order if name in found}
+
+
+def _title(name: str) -> str:
+    first = text(REGISTRY[name]).splitlines()[0].partition(":")[0]
+    return {"fedamp": "FedAMP", "heurfedamp": "HeurFedAMP"}.get(name, first)
+
+
+def _options(entry: Any) -> list[str]:
+    fields = fields_of(entry)
+    if not fields:
+        return ["None."]
+    lines = ["| option | default | range | |", "|---|---|---|---|"]
+    for key, field in fields.items():
+        limits = [f"{sign} {getattr(m, name)}" for m in field.metadata for name, sign in LIMITS if hasattr(m, name)]
+        default = "not set" if field.default is None else f"`{field.default!r}`"
+        lines.append(f"| `{key}` | {default} | {', '.join(limits)} | {_cell(field.description or '')} |")
+    return lines
+
+
+def _table(block: str) -> list[str]:
+    head, *rows = [re.split(r" {2,}", line.strip()) for line in block.splitlines()]
+    width = len(head)
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * width]
+    for row in rows:
+        cells = [*row[: width - 1], " ".join(row[width - 1 :])] + [""] * (width - len(row))
+        names = [f"`{cell}`".replace("|", "\\|") if cell else "" for cell in cells[: width - 1]]
+        lines.append(f"| {' | '.join([*names, _cell(cells[width - 1])])} |")
+    return lines
+
+
+def _prose(paragraph: str) -> str:
+    """Text of a docstring: what Markdown would read as markup is left as it is."""
+    flat = paragraph.replace("``", "`").replace("\n", " ")
+    pieces = flat.split("`")
+    return "`".join(_plain(piece) if place % 2 == 0 else piece for place, piece in enumerate(pieces))
+
+
+def _plain(piece: str) -> str:
+    return re.sub(r"([*_<>\[\]|\\])", r"\\\1", piece)
+
+
+def _cell(value: str) -> str:
+    return _prose(value)
+
+
+def _code(entry: Any) -> str:
+    """The source of a method's module without its docstring, which is the page."""
+    source = inspect.getsource(inspect.getmodule(entry))  # type: ignore[arg-type]
+    first = ast.parse(source).body[0]
+    return "\n".join(source.splitlines()[first.end_lineno :]).strip()
