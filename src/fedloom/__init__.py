@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fedloom.rows import attacks as attacks
     from fedloom.rows import channel as channel
     from fedloom.rows import prox as prox
+    from fedloom.running import callbacks as callbacks
     from fedloom.running.settings import Engine as Engine
     from fedloom.running.settings import Evaluate as Evaluate
     from fedloom.running.simulate import simulate as simulate
@@ -49,6 +50,7 @@ _WHERE = {
     "aggregate": "fedloom.rows.aggregate",
     "algorithms": "fedloom.algorithms",
     "attacks": "fedloom.rows.attacks",
+    "callbacks": "fedloom.running.callbacks",
     "channel": "fedloom.rows.channel",
     "errors": "fedloom.errors",
     "experiment": "fedloom.experiment",

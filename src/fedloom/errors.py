@@ -88,6 +88,7 @@ class Stop(Enum):
 
     DONE = "all rounds done"
     INTERRUPTED = "interrupted; run the same command again to go on"
+    STOPPED = "stopped by a callback"
     DIVERGED = "diverged: the loss of the model is not finite or beyond the bound"
     TOO_FEW = "too few clients returned a usable update"
     FAILED = "a client's code failed"

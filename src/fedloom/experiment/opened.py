@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import altair as alt
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
@@ -21,7 +22,10 @@ from fedloom.data.sources.detect import detect
 from fedloom.errors import ConfigError, RunDirError, nearest
 from fedloom.experiment.execute import folder_of
 from fedloom.experiment.schema import Experiment, Method, parse
+from fedloom.report import result_table
+from fedloom.report.naming import LEADING
 from fedloom.report.reading import read_table
+from fedloom.running import display
 from fedloom.running.model import Model
 from fedloom.running.models import Models
 from fedloom.running.records import not_measured
@@ -69,6 +73,13 @@ class Recorded:
             found = found.filter(pc.equal(found[column], value))
         last = found.filter(pc.equal(found["round"], pc.max(found["round"]))).sort_by("client")
         return torch.from_numpy(last["value"].to_numpy().copy())
+
+    def chart(self, metric: str | None = None, part: str = "test") -> alt.Chart:
+        """An Altair chart of a metric by round; see `fedloom.running.display.chart`."""
+        return display.chart(self.table(), metric, part)
+
+    def _repr_html_(self) -> str:
+        return display.page(self.table(), f"{self.method}, seed {self.seed}: {self.rounds} rounds, {self.reason}")
 
     def measured(self) -> set[tuple[str, str, str]]:
         """What was measured of every client: (model, part, metric)."""
@@ -201,8 +212,20 @@ class Opened:
         """
         return Model.load(path, self.experiment.model)
 
+    def _repr_html_(self) -> str:
+        """The result table: a row per method and model, means over seeds."""
+        rows = result_table(self.path).to_pylist()
+        lead = next(name for name in (*LEADING, "method") if name in rows[0])
+        heads = {"method": "method", "model": "model", "seeds": "seeds", lead: f"test {lead}", "status": "status"}
+        shown = [[_text(row[key]) for key in heads] for row in rows]
+        return display.html_table(list(heads.values()), shown)
+
     def __repr__(self) -> str:
         return f"Opened({str(self.path)!r}, {len(self)} runs)"
+
+
+def _text(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def open_run(path: Path | str) -> Opened:

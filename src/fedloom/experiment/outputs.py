@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
         """done, diverged, interrupted or failed."""
         if self.result is None:
             return "failed"
-        return {"DONE": "done", "DIVERGED": "diverged", "INTERRUPTED": "interrupted"}.get(
+        return {"DONE": "done", "STOPPED": "done", "DIVERGED": "diverged", "INTERRUPTED": "interrupted"}.get(
             self.result.stop.name, "failed"
         )
 

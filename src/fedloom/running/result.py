@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import torch
@@ -19,6 +19,9 @@ from fedloom.running.models import Models
 from fedloom.running.records import not_measured
 from fedloom.running.source import KINDS
 from fedloom.running.state import State
+
+if TYPE_CHECKING:
+    from altair import Chart
 
 
 class Result:
@@ -39,7 +42,7 @@ class Result:
         self.models = Models(Live(job, state))
 
     def table(self) -> pa.Table:
-        """Tidy: round, client (-1 is the federation), model, part, metric, value."""
+        """Tidy: round, client (-1 is the federation), model, part, metric, value; ``.to_pandas()`` is a DataFrame."""
         return self.state.records.table()
 
     def final(self, model: str, metric: str = "accuracy", part: str = "test") -> Tensor:
@@ -53,6 +56,18 @@ class Result:
             known = ((r.model, r.part, r.metric) for r in self.state.records.items if not r.total)
             raise not_measured(model, metric, part, known)
         return torch.from_numpy(values)
+
+    def chart(self, metric: str | None = None, part: str = "test") -> Chart:
+        """An Altair chart of a metric by round; see `fedloom.running.display.chart`."""
+        from fedloom.running import display  # slow to import, needed by people only
+
+        return display.chart(self.table(), metric, part)
+
+    def _repr_html_(self) -> str:
+        """A small table and a curve, for notebooks."""
+        from fedloom.running import display
+
+        return display.page(self.table(), repr(self))
 
     def __repr__(self) -> str:
         """One line on how it went."""
