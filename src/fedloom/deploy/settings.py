@@ -79,6 +79,9 @@ class Site(Shared):
     threads: int = Field(1, ge=1, description="threads of local training")
     free_disk: int = Field(1024, ge=0, description="megabytes that must be free where the state is")
     message_limit: int = Field(1 << 30, ge=1, description="most bytes of arrays that the site reads from one message")
+    epsilon: PositiveFloat | None = Field(
+        None, description="epsilon that the site never exceeds; none: no limit, and noise only as the experiment says"
+    )
 
     @field_validator("data")
     @classmethod
@@ -114,6 +117,7 @@ class Server(Shared):
     norm_bound: PositiveFloat | None = Field(
         None, description="longest difference accepted from a site (L2); none: any"
     )
+    epsilon: PositiveFloat | None = Field(None, description="the run stops before a client's epsilon exceeds this")
     examples_limit: int = Field(100_000_000, ge=1, description="most training samples that a site may claim")
     message_limit: int = Field(1 << 30, ge=1, description="most bytes of arrays in one reply")
     body_limit: int = Field(
