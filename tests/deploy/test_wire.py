@@ -35,8 +35,8 @@ def test_no_site_answers_for_another_and_no_reply_counts_twice(experiment, tmp_p
     """The worst case: the liar knows the message, with its nonce, that the victim has to answer, and is faster.
 
     Round 1: the liar's own training in the victim's name, signed with the liar's key. Round 2: the victim's true reply
-    of round 1 again. Both times Flower takes the forged reply and drops the honest one; the server counts neither, goes on
-    with the other two sites, and takes the victim's reply in round 3.
+    of round 1 again. Both times Flower takes the forged reply and drops the honest one; the server counts neither,
+    goes on with the other two sites, and takes the victim's reply in round 3.
     """
     folder = tmp_path / "try"
     write(plan(experiment("fedavg", rounds=3, evaluate={"every": 3}), 3), folder, Place(quorum=2))
