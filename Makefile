@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo test test-full check mutants clean
+.PHONY: help demo test test-full test-deploy check docs mutants clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -19,7 +19,13 @@ test: $(VENV)/.dev-ready ## format, lint, types, import rules and tests
 test-full: $(VENV)/.dev-ready ## the same with the slow tests
 	PYTHON=$(BIN)/python scripts/check --full
 
+test-deploy: $(VENV)/.dev-ready ## a real server and real sites on loopback, over TLS: some minutes
+	$(BIN)/python -m pytest -q -m deploy --timeout 900 tests/deploy
+
 check: test
+
+docs: $(VENV)/.dev-ready ## the documentation, in build/site
+	$(BIN)/mkdocs build --strict
 
 mutants: $(VENV)/.dev-ready ## do the tests notice wrong operators, indices and constants?
 	$(BIN)/python scripts/mutants
