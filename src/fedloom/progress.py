@@ -25,7 +25,10 @@ SECONDS_PER_LINE = 5.0
 
 @contextmanager
 def shown(plan: Plan) -> Iterator[Tell]:
-    """Shows the progress of a plan; gives the function to be told of every round."""
+    """Shows the progress of a plan, on rank 0; gives the function to be told of every round."""
+    if plan.ranks.rank > 0:
+        yield lambda *_: None
+        return
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _Lines(plan)

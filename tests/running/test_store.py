@@ -16,6 +16,7 @@ from torch import Tensor
 import fedloom
 from fedloom.errors import CheckpointError, LayoutError, RunDirError
 from fedloom.running import files, journal
+from fedloom.running.memory import Forked
 from fedloom.running.store import Store
 
 SOURCE = str(Path(fedloom.__file__).parents[1])
@@ -159,7 +160,7 @@ def test_files_are_the_model_through_any_sequence(tmp_path_factory, actions):
     shared=st.booleans(),
 )
 def test_memory_is_the_model_and_its_state_brings_it_back(blocks, asked, shared):
-    store, model = Store(N, TEMPLATE, shared=shared), Model()
+    store, model = Store(N, TEMPLATE, memory=Forked() if shared else None), Model()
     for ids, seed in blocks:
         block = rows(len(ids), seed)
         store.touch(ids)
@@ -425,11 +426,12 @@ FORKED = """
 import os, sys, torch
 from pathlib import Path
 from typing import NamedTuple
+from fedloom.running.memory import Forked
 from fedloom.running.store import Store
 class Row(NamedTuple):
     w: torch.Tensor
 path = Path(sys.argv[1]) if sys.argv[1] else None
-store = Store(1000, Row(torch.zeros(1000)), path=path, budget=0, shared=True)
+store = Store(1000, Row(torch.zeros(1000)), path=path, budget=0, memory=Forked())
 assert store.in_files == (path is not None)
 for round in range(3):
     store.touch(torch.arange(round * 100, 1000))
@@ -459,6 +461,7 @@ BIG = """
 import os, sys, time, torch
 from pathlib import Path
 from typing import NamedTuple
+from fedloom.running.memory import Forked
 from fedloom.running.store import Store
 torch.set_num_threads(1)
 class Row(NamedTuple):

@@ -22,6 +22,7 @@ def run(
     """Run all methods and seeds of an experiment; run again to resume.
 
     Example: fedloom run examples/quickstart.toml --out runs/quickstart --workers 2
+    On several machines or GPUs: torchrun --nproc-per-node 4 -m fedloom.cli run FILE.toml
     """
     with errors():
         count: int | str | None = workers
@@ -31,15 +32,19 @@ def run(
             count = int(workers)
         from fedloom.experiment import Plan, read
         from fedloom.progress import shown
+        from fedloom.running.distributed import joined
 
-        plan = Plan(read(file, workers=count), out or Path("runs") / file.stem, data_dir, force=force)
-        with shown(plan) as tell:
-            outcomes = plan.run(tell)
-    _print_table(plan.out)
-    for outcome in outcomes:
-        if outcome.status != "done":
-            typer.echo(f"{outcome.label}, seed {outcome.seed}: {outcome.reason}", err=True)
-    typer.echo(f"report: {plan.out / 'report.html'}")
+        with joined() as ranks:
+            where = out or Path("runs") / file.stem
+            plan = Plan(read(file, workers=count), where, data_dir, force=force, ranks=ranks)
+            with shown(plan) as tell:
+                outcomes = plan.run(tell)
+    if plan.ranks.rank == 0:
+        _print_table(plan.out)
+        for outcome in outcomes:
+            if outcome.status != "done":
+                typer.echo(f"{outcome.label}, seed {outcome.seed}: {outcome.reason}", err=True)
+        typer.echo(f"report: {plan.out / 'report.html'}")
     if any(o.status == "interrupted" for o in outcomes):
         raise typer.Exit(130)
     if any(o.status != "done" for o in outcomes):

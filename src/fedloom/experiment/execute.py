@@ -21,6 +21,7 @@ from fedloom.experiment.schema import Experiment, Method
 from fedloom.running.files import lock, make_folder
 from fedloom.running.inspection import check_inspection
 from fedloom.running.parallel import Pool
+from fedloom.running.ranks import ALONE, Ranks
 from fedloom.running.result import Result
 from fedloom.running.setup import make_job
 from fedloom.running.signals import interruptible
@@ -42,6 +43,7 @@ class Plan:
         out: the run directory, created if need be.
         data_dir: folder of data sets.
         force: forget what is there.
+        ranks: processes that all make the same calls; rank 0 alone uses the directory, but for rows on its machine.
 
     Raises:
         RunDirError: the directory is of another experiment, or not a run directory.
@@ -49,9 +51,18 @@ class Plan:
         ConfigError: the experiment cannot work; nothing has been written then.
     """
 
-    def __init__(self, experiment: Experiment, out: Path, data_dir: Path | None = None, *, force: bool = False) -> None:
-        self.experiment, self.out = experiment, out
-        _check_directory(out, None if force else experiment)
+    def __init__(
+        self,
+        experiment: Experiment,
+        out: Path,
+        data_dir: Path | None = None,
+        *,
+        force: bool = False,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.experiment, self.out, self.ranks = experiment, out, ranks
+        if ranks.rank == 0:
+            _check_directory(out, None if force else experiment)
         data = experiment.source.load(data_dir)
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}
         self.runs = [(m, seed) for m in experiment.methods for seed in experiment.head.seeds]
@@ -59,9 +70,10 @@ class Plan:
             check_inspection(experiment.evaluate, fed)
         for method in experiment.methods:
             make_job(**self._settings(method, experiment.head.seeds[0]))
-        if force:
-            _clear(out)
-        make_folder(out)
+        if ranks.rank == 0:
+            if force:
+                _clear(out)
+            make_folder(out)
 
     def run(self, tell: Tell = lambda *_: None, *, page: bool = True) -> list[Outcome]:
         """Do what is missing, and write every file of the run directory, the report if ``page``.
@@ -69,17 +81,23 @@ class Plan:
         Raises:
             CheckpointError: a disk that is full or refuses; what was finished is kept.
         """
+        if self.ranks.rank > 0:
+            return self._run_all(tell)
         with lock(self.out):
             write_settings(self.out, self.experiment)
             processes = min(self._processes(), len(self.runs))
             interrupted = processes > 1 and self._run_side_by_side(processes, tell)
-            outcomes = []
-            for method, seed in self.runs:
-                outcomes.append(self._run_one(method, seed, tell, alone=processes == 1, advance=not interrupted))
-                interrupted |= outcomes[-1].status == "interrupted"
+            outcomes = self._run_all(tell, alone=processes == 1, interrupted=interrupted)
             self._write(outcomes)
             if page and any(o.result is not None for o in outcomes):
                 report.write([self.out], self.out / "report.html")
+        return outcomes
+
+    def _run_all(self, tell: Tell, *, alone: bool = True, interrupted: bool = False) -> list[Outcome]:
+        outcomes = []
+        for method, seed in self.runs:
+            outcomes.append(self._run_one(method, seed, tell, alone=alone, advance=not interrupted))
+            interrupted |= outcomes[-1].status == "interrupted"
         return outcomes
 
     def _run_one(self, method: Method, seed: int, tell: Tell, *, alone: bool, advance: bool = True) -> Outcome:
@@ -91,7 +109,7 @@ class Plan:
             settings["engine"] = settings["engine"].with_(workers=1)
         folder = self._folder("checkpoints", method, seed)
         try:
-            result = simulate(**settings, folder=folder, progress=[progress], advance=advance)
+            result = simulate(**settings, folder=folder, progress=[progress], advance=advance, ranks=self.ranks)
         except ClientError as error:
             return Outcome(method.label, method.algorithm, seed, None, str(error))
         return Outcome(method.label, method.algorithm, seed, result)
@@ -121,7 +139,9 @@ class Plan:
         return self.experiment.arguments(method, self.federations[seed], seed)
 
     def _processes(self) -> int:
-        """Runs at a time: more than one where cohorts are small."""
+        """Runs at a time: more than one where cohorts are small; ranks do every run together."""
+        if self.ranks.size > 1:
+            return 1
         wanted = self.experiment.engine.workers
         if wanted == "auto":
             wanted = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

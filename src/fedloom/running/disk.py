@@ -1,4 +1,4 @@
-"""Disk: a run's checkpoints, from its state and back."""
+"""Disk: a run's checkpoints, from its state and back; of several ranks, the first reads and writes for all."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ class Disk:
 
     def __init__(self, job: Job, folder: Path | None, mark: str | None = None) -> None:
         self._job, self._stores = job, job.stores
-        self._checkpoints = None if folder is None else Checkpoints(folder)
-        self._mark = "" if folder is None else mark or fingerprint(job)
+        self._kept = folder is not None
+        self._checkpoints = None if folder is None or job.ranks.rank > 0 else Checkpoints(folder)
+        self._mark = "" if self._checkpoints is None else mark or fingerprint(job)
         self._saved = time.monotonic()
         self.seconds: list[float] = []
         self.detail = ""
@@ -38,6 +39,15 @@ class Disk:
 
     def resume(self, start: State) -> tuple[State, Stop | None]:
         """The newest state, and why the run had stopped there, if it had."""
+        state, stop = self._resume(start)
+        ranks = self._job.ranks
+        if ranks.size == 1:
+            return state, stop
+        round, tensors, notes, name = ranks.share((state.round, state.tensors(), state.notes, stop and stop.name))
+        self._job.homes.begin()
+        return (state if ranks.rank == 0 else start.restored(round, tensors, notes)), name and Stop[name]
+
+    def _resume(self, start: State) -> tuple[State, Stop | None]:
         loaded = None if self._checkpoints is None else self._checkpoints.resume(self._mark, self._stores)
         if loaded is None:
             return start, None
@@ -48,6 +58,8 @@ class Disk:
 
     def save(self, state: State, stop: Stop | None, detail: str = "") -> None:
         """A checkpoint of the state."""
+        self._job.homes.collect()
+        self._saved = time.monotonic()
         if self._checkpoints is None:
             return
         meta: dict[str, Any] = {
@@ -61,5 +73,6 @@ class Disk:
 
     def save_if_due(self, state: State) -> None:
         """A checkpoint when the last one is long enough ago."""
-        if time.monotonic() - self._saved >= self._job.engine.checkpoint_every:
+        late = time.monotonic() - self._saved >= self._job.engine.checkpoint_every
+        if self._kept and self._job.ranks.any(late):
             self.save(state, None)

@@ -22,6 +22,8 @@ from fedloom.rows.attacks import Attack, Forgery
 from fedloom.rows.channel import Channel
 from fedloom.rows.fields import Field
 from fedloom.rows.wire import Codec
+from fedloom.running.homes import Homes
+from fedloom.running.ranks import Ranks
 from fedloom.running.settings import Engine, Evaluate
 from fedloom.running.store import Store
 
@@ -68,7 +70,8 @@ class Job:
         seed: seed of the run.
         rounds: rounds in all.
         alpha: ``[n, 1]`` the clients' shares of the objective.
-        workers: processes.
+        workers: processes forked from this one.
+        ranks: processes that go through the run together.
         chunk: most clients of a chunk.
         clients: state rows of the clients.
         kept: rows that the server keeps of every client.
@@ -94,6 +97,7 @@ class Job:
     rounds: int
     alpha: Tensor
     workers: int
+    ranks: Ranks
     chunk: int
     clients: Store[Any]
     kept: Store[Any]
@@ -104,6 +108,11 @@ class Job:
     def stores(self) -> dict[str, Store[Any]]:
         """Everything that is kept by client."""
         return {"clients": self.clients, "kept": self.kept, "residue": self.residue}
+
+    @cached_property
+    def homes(self) -> Homes:
+        """Where the latest row of every client is."""
+        return Homes(self.ranks, self.stores)
 
     @property
     def n(self) -> int:
@@ -178,18 +187,8 @@ class Job:
     def ctx(self, round: int, ids: Tensor | None = None) -> Ctx:
         """What the server's side knows in a round with the cohort ``ids``; all clients when None."""
         ids = torch.arange(self.n) if ids is None else ids
-        return Ctx(
-            round,
-            self.n,
-            len(ids),
-            ids,
-            self.oracle.layout,
-            self.alpha,
-            self.train_sizes,
-            self.fed.groups,
-            self.local,
-            self.seed,
-        )
+        layout, sizes, groups = self.oracle.layout, self.train_sizes, self.fed.groups
+        return Ctx(round, self.n, len(ids), ids, layout, self.alpha, sizes, groups, self.local, self.seed)
 
     def down(self, server: Any, round: int, ids: Tensor | None = None) -> Any:
         """The download of a cohort; all clients when None."""

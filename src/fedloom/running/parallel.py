@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -87,6 +87,18 @@ def _packed(value: Any, memory: mmap.mmap | None = None) -> bytes:
     return out.getvalue()
 
 
+class Crew(Protocol):
+    """Who computes the chunks of a round: the workers of one machine, or ranks."""
+
+    def map(self, name: str, shared: Any, tasks: Sequence[Any]) -> Iterator[Any]:
+        """Results of a handler on every task, in the order of the tasks."""
+        ...
+
+    def once(self, ids: Tensor, call: Callable[[], T]) -> T:
+        """What a call gives that may read and write the rows of some clients."""
+        ...
+
+
 class Pool:
     """Runs handlers on chunks.
 
@@ -151,7 +163,7 @@ class Pool:
                 yield result
 
     def once(self, ids: Tensor, call: Callable[[], T]) -> T:
-        """What a call gives that may read and write the rows of some clients."""
+        """What a call gives, made here."""
         return call()
 
     def close(self) -> None:

@@ -16,13 +16,13 @@ from fedloom.running import metrics
 from fedloom.running.evaluation import Scores, ScoreTask
 from fedloom.running.hybrid import HIGHER, hybrid_scores
 from fedloom.running.job import Job, rows_of, to_device
-from fedloom.running.parallel import Pool
+from fedloom.running.parallel import Crew
 from fedloom.running.privacy import accounted, spent
 from fedloom.running.state import State
 from fedloom.running.training import COUNTS, AskTask, Trained, TrainTask, attack
 
 
-def play(job: Job, pool: Pool, state: State) -> State:
+def play(job: Job, pool: Crew, state: State) -> State:
     """One round.
 
     Raises:
@@ -73,7 +73,7 @@ def play(job: Job, pool: Pool, state: State) -> State:
     )  # fmt: skip
 
 
-def _sample(job: Job, pool: Pool, state: State, t: int) -> tuple[Tensor, Any, Tensor]:
+def _sample(job: Job, pool: Crew, state: State, t: int) -> tuple[Tensor, Any, Tensor]:
     """The cohort, the sampler's new state, and what asking the candidates cost, ``[7]``."""
     ctx = job.ctx(t)
     info, cost = None, torch.zeros(len(COUNTS), dtype=torch.long)
@@ -166,7 +166,7 @@ class _Total:
     def _robust_rows(self, ctx: Ctx) -> tuple[dict[str, Tensor], Tensor]:
         """Rows that a robust rule decides among, and their clients: the cohort's, or all that the server has seen."""
         if self.job.kept_fields:
-            self.job.homes.everywhere(ctx.ids)
+            self.job.homes.everywhere(torch.arange(self.job.n))
             ids = self.job.kept.seen.nonzero()[:, 0]
             return self.job.kept.read(ids)._asdict(), ids
         means = [name for name, kind in self.job.fields.items() if isinstance(kind, Mean)]
@@ -177,7 +177,7 @@ def _mean(rows: Tensor, weights: Tensor) -> Tensor:
     return ((weights / weights.sum()).T.to(rows.device, torch.float64) @ rows.double())[0]
 
 
-def evaluate(job: Job, pool: Pool, state: State) -> Scores:
+def evaluate(job: Job, pool: Crew, state: State) -> Scores:
     """Score every model after a round and record the figures.
 
     Raises:
@@ -185,15 +185,16 @@ def evaluate(job: Job, pool: Pool, state: State) -> Scores:
     """
     scores, t = scores_of(job, pool, state), state.round
     record(job, state, scores)
-    for name, figure in pool.once(job.ctx(t).ids, lambda: diagnose(job, state)).items():
-        state.records.total(t, "", "", name, figure)
+    if type(job.algorithm).diagnostics is not Algorithm.diagnostics:
+        for name, figure in pool.once(job.ctx(t).ids, lambda: diagnose(job, state)).items():
+            state.records.total(t, "", "", name, figure)
     for (model, part), values in scores.items():
         if part == "train" and not bool(values["loss"].isfinite().all()):
             raise RunStopped(Stop.DIVERGED, f"round {t}: the training loss of the {model} model is not finite")
     return scores
 
 
-def scores_of(job: Job, pool: Pool, state: State) -> Scores:
+def scores_of(job: Job, pool: Crew, state: State) -> Scores:
     """Scores of every model that there is after a round."""
     t, n = state.round, job.judge.n
     shared = job.algorithm.global_model(state.server)
@@ -276,8 +277,6 @@ def _record_extras(job: Job, state: State) -> None:
 
 def diagnose(job: Job, state: State) -> dict[str, float]:
     """The method's own figures after a round; not counted as its work."""
-    if type(job.algorithm).diagnostics is Algorithm.diagnostics:
-        return {}
     ctx = job.ctx(state.round)
     down = job.down(state.server, state.round)
     total: Any = None

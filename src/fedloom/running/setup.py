@@ -25,7 +25,9 @@ from fedloom.rows.attacks import Attack, Poison
 from fedloom.rows.channel import Channel
 from fedloom.rows.layout import Layout
 from fedloom.running.job import Job, channel_fields
+from fedloom.running.memory import Forked
 from fedloom.running.privacy import check_privacy
+from fedloom.running.ranks import ALONE, Ranks
 from fedloom.running.settings import Engine, Evaluate
 from fedloom.running.store import Store
 from fedloom.seeds import generator
@@ -53,6 +55,7 @@ def make_job(
     evaluate: Evaluate | None = None,
     engine: Engine | None = None,
     folder: Path | None = None,
+    ranks: Ranks = ALONE,
 ) -> tuple[Job, Any]:
     """The job, and the server's state before the first round; arguments as in `simulate`.
 
@@ -92,7 +95,7 @@ def make_job(
     ctx = Ctx(0, fed.n, fed.n, ids, layout, shares.to(dtype), sizes, fed.groups, local, seed)
     server, template, kept = method.init(layout.vector(module, dtype).to(device), ctx)
     notes = method.check(layout, ctx)
-    workers = worker_count(engine, rounds, layout.d, int(sizes.sum()))
+    workers = worker_count(engine, rounds, layout.d, int(sizes.sum())) if ranks.size == 1 else 1
     if aggregator is not None and isinstance(sampler, Uniform):
         aggregator.check(len(sampler.apply(Nothing(), None, ctx)[0]))
 
@@ -104,8 +107,9 @@ def make_job(
 
     def store(name: str, template: Any) -> Store[Any]:
         on_cpu = type(template)(*[t.cpu() for t in template])
-        path = None if folder is None else folder / name
-        return Store(fed.n, on_cpu, path=path, budget=engine.store_budget << 20, shared=workers > 1)
+        path = None if folder is None or ranks.machines[ranks.rank] > 0 else folder / name
+        memory = Forked() if workers > 1 else ranks.memory
+        return Store(fed.n, on_cpu, path=path, budget=engine.store_budget << 20, memory=memory)
 
     job = Job(
         algorithm=method,
@@ -126,6 +130,7 @@ def make_job(
         rounds=rounds,
         alpha=ctx.weight,
         workers=workers,
+        ranks=ranks,
         chunk=engine.chunk or chunk_limit(oracle),
         clients=store("clients", template),
         kept=store("kept", Nothing() if kept is None else kept),

@@ -23,17 +23,19 @@ from fedloom.running.disk import Disk
 from fedloom.running.evaluation import score
 from fedloom.running.job import Job
 from fedloom.running.parallel import Handler, Pool
+from fedloom.running.ranks import ALONE, Ranks
 from fedloom.running.result import Result
 from fedloom.running.rounds import evaluate as evaluate_round
 from fedloom.running.rounds import play
 from fedloom.running.settings import Engine, Evaluate
 from fedloom.running.setup import make_job
 from fedloom.running.signals import interruptible
+from fedloom.running.spread import RankPool, check_ranks
 from fedloom.running.state import State, initial_state
 from fedloom.running.training import ask, train
 
-Progress = Callable[[State], None]
-"""Called after every round, with the state after it."""
+Progress = Callable[[State], object]
+"""Called after every round, with the state after it; a sentence ends the run (`fedloom.running.callbacks`)."""
 
 
 def simulate(
@@ -56,6 +58,7 @@ def simulate(
     folder: Path | str | None = None,
     progress: Sequence[Progress] = (),
     advance: bool = True,
+    ranks: Ranks = ALONE,
 ) -> Result:
     """Run a method on a federation.
 
@@ -77,8 +80,10 @@ def simulate(
         engine: how it is computed.
         folder: for checkpoints and client state; running again with the same arguments goes on from there.
             None keeps everything in memory.
-        progress: called after every round.
+        progress: called after every round; a sentence that one returns ends the run (`fedloom.callbacks`).
         advance: False only reads what the folder holds.
+        ranks: processes that all make this call, from `fedloom.running.distributed.joined`; the models are then those
+            of rank 0.
 
     Returns:
         Metrics and models. A run that diverged or was interrupted says so in `Result.stop`.
@@ -107,7 +112,9 @@ def simulate(
         evaluate=evaluate,
         engine=engine,
         folder=place,
+        ranks=ranks,
     )
+    check_ranks(job)
     disk = Disk(job, place)
     state, stop = disk.resume(initial_state(job, server))
     if not advance or stop not in (None, Stop.INTERRUPTED):
@@ -124,9 +131,12 @@ def simulate(
                 disk.seconds.append(time.perf_counter() - start)
                 if state.round % job.evaluate.every == 0 or state.round == rounds:
                     evaluate_round(job, pool, state)
-                for tell in progress:
-                    tell(state)
-                if state.round < rounds and interrupted():
+                said = [sentence for tell in progress if isinstance(sentence := tell(state), str)]
+                if state.round < rounds and ranks.any(bool(said)):
+                    stop, detail = Stop.STOPPED, "; ".join(said)
+                    if state.round % job.evaluate.every:
+                        evaluate_round(job, pool, state)
+                elif state.round < rounds and ranks.any(interrupted()):
                     stop = Stop.INTERRUPTED
                 elif state.round < rounds:
                     disk.save_if_due(state)
@@ -136,8 +146,8 @@ def simulate(
     return Result(job, state, stop, detail, disk.seconds)
 
 
-def _pool(job: Job) -> Pool:
-    """Workers of a job, with room for a download and for what a chunk sends back."""
+def _pool(job: Job) -> Pool | RankPool:
+    """Workers or ranks of a job, with room for a download and for what a chunk sends back."""
     row = job.oracle.layout.d * 8
     down = (len(job.clients.template) + 8) * row * (job.n if job.algorithm.mixes else 1)
     up = (len(job.fields) + 1) * row * (job.chunk + 1 if job.gathers else 1)
@@ -146,6 +156,8 @@ def _pool(job: Job) -> Pool:
         "ask": lambda shared, task: ask(job, shared, task),
         "score": lambda shared, task: score(job, shared[0], shared[1], task),
     }
+    if job.ranks.size > 1:
+        return RankPool(handlers, job.ranks, job.homes, up)
     return Pool(handlers, job.workers, down + (1 << 20), up + (1 << 20))
 
 

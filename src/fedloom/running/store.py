@@ -4,7 +4,7 @@ A client that was never written has the template's row. In files, a row is read 
 anonymous memory grows with the cohort only, and an undo journal brings back the rows of the last checkpoints:
 
     store.touch(ids)        # once a round, before rows are overwritten
-    store.write(ids, rows)  # by any forked process
+    store.write(ids, rows)  # by any process that shares the rows
     store.checkpoint(g)     # before the checkpoint file of generation g is written
     store.prune(oldest)     # after it
     store.rollback(g)       # after a crash, or to take back a round
@@ -12,10 +12,8 @@ anonymous memory grows with the cohort only, and an undo journal brings back the
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from math import prod
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -23,6 +21,7 @@ import torch
 from fedloom.errors import CheckpointError, LayoutError
 from fedloom.running.files import RowFile, make_folder
 from fedloom.running.journal import Journal, raw
+from fedloom.running.memory import Memory, allocate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,17 +42,9 @@ class Row(Protocol):
 T = TypeVar("T", bound=Row)
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, shared: bool) -> Tensor:
-    """Memory that costs nothing before it is written; zeros when forked processes share it."""
-    size = prod(shape) * dtype.itemsize
-    if not shared or not size:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
-
-
 class _InMemory:
-    def __init__(self, n: int, like: Tensor, shared: bool) -> None:
-        self.rows = _allocate((n, len(like)), like.dtype, shared)
+    def __init__(self, n: int, like: Tensor, memory: Memory | None, large: bool) -> None:
+        self.rows = allocate((n, len(like)), like.dtype, memory, large)
 
     def read(self, ids: Tensor, out: Tensor, places: Tensor) -> None:
         out[places] = self.rows[ids]
@@ -102,7 +93,7 @@ class Store(Generic[T]):
         template: NamedTuple of tensors [w] (each field its own w and type), the row of a client never written.
         path: folder for the files; None keeps the rows in memory whatever their size.
         budget: bytes; up to there the rows are kept in memory.
-        shared: processes forked from here on read and write the same rows.
+        memory: how other processes read and write the same rows, if there are any.
 
     Attributes:
         seen: bool [n], clients that have been written; shared like the rows.
@@ -114,28 +105,37 @@ class Store(Generic[T]):
     """
 
     def __init__(
-        self, n: int, template: T, *, path: Path | None = None, budget: int = 1 << 30, shared: bool = False
+        self, n: int, template: T, *, path: Path | None = None, budget: int = 1 << 30, memory: Memory | None = None
     ) -> None:
         fields: list[Tensor] = list(template)
         widths = [t.numel() * t.element_size() for t in fields]
         self.n, self.template = n, template
-        self.seen = _allocate((n,), torch.bool, shared).fill_(False)
-        self._touched = _allocate((n,), torch.bool, shared).fill_(False)
+        self.seen, self._touched = (allocate((n,), torch.bool, memory) for _ in range(2))
         self._files: list[_InFile] = []
         self._memory: list[_InMemory] = []
+        self._leads = memory is None or memory.leads
         self._ready = True
-        self.in_files = path is not None and n * sum(widths) > budget
+        large = n * sum(widths) > budget
+        self.in_files = path is not None and large
+        if memory is None:
+            self._begin(torch.zeros(n, dtype=torch.bool))
         if path is None or not self.in_files:
-            self._memory = [_InMemory(n, t, shared) for t in fields]
+            self._memory = [_InMemory(n, t, memory, large) for t in fields]
+            return
+        names = [f"{k}-{name}.rows" for k, name in enumerate(template._fields)]
+        if not self._leads and memory is not None:
+            memory.wait()
+            self._files = [_InFile(path / name, n, width, False) for name, width in zip(names, widths, strict=True)]
             return
         make_folder(path)
         kinds = [f"{name} {len(t)} {t.dtype}" for name, t in zip(template._fields, fields, strict=True)]
         self._journal = Journal(path, f"{n} clients: {', '.join(kinds)}", widths)
         self._ready = new = not self._journal.exists()
-        names = [f"{k}-{name}.rows" for k, name in enumerate(template._fields)]
         self._files = [_InFile(path / name, n, width, new) for name, width in zip(names, widths, strict=True)]
         if new:
             self.reset()
+        if memory is not None:
+            memory.wait()
 
     def read(self, ids: Tensor) -> T:
         """Rows of clients.
@@ -188,7 +188,7 @@ class Store(Generic[T]):
             ids: [m] int64, all clients of the round.
         """
         self._check(ids)
-        if self.in_files:
+        if self.in_files and self._leads:
             fresh = ids[~self._touched[ids]].unique()
             known = fresh[self.seen[fresh]]
             if len(known):

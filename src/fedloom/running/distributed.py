@@ -1,0 +1,220 @@
+"""Processes that torchrun has started, as the ranks of a run: gloo between CPUs, NCCL between GPUs.
+
+    torchrun --nproc-per-node 4 -m fedloom.cli run FILE.toml
+
+Without torchrun's environment variables nothing is opened, and there is one rank.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fedloom.errors import CheckpointError, FedloomError
+from fedloom.running import parcel
+from fedloom.running.memory import Memory
+from fedloom.running.ranks import ALONE, Ranks
+from fedloom.running.watch import RESUME, Watch
+
+VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun tells a process, beside WORLD_SIZE."""
+
+FOREVER = timedelta(days=365)
+"""A rank may wait for another that computes; `Watch` knows whether it lives."""
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """The ranks that torchrun has started; one where it has not.
+
+    Of the ranks, the first that fails says why; the others end without a word.
+
+    Raises:
+        FedloomError: another rank died or cannot be reached, or this one is told to end.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1 or any(name not in os.environ for name in VARIABLES):
+        yield ALONE
+        return
+    watch = Watch(int(os.environ["RANK"]), size)
+    try:
+        with _ended_by_signal():
+            yield _join(watch)
+            with _translated(watch.rank):
+                dist.destroy_process_group()
+    except Exception:
+        if watch.first_to_fail():
+            raise
+        raise SystemExit(1) from None
+    finally:
+        watch.close()
+
+
+def _join(watch: Watch) -> Group:
+    """Meet the other ranks."""
+    local = int(os.environ["LOCAL_RANK"])
+    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if gpus:
+        torch.cuda.set_device(local % gpus)
+    own_gpu = dist.is_nccl_available() and here <= gpus
+    with _translated(watch.rank):
+        dist.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo", timeout=FOREVER)
+        return Group(watch.rank, watch.size, int(os.environ["GROUP_RANK"]), nccl=own_gpu)
+
+
+@contextmanager
+def _translated(rank: int) -> Iterator[None]:
+    """What torch says of a broken connection, as a sentence."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause = str(error).splitlines()[0][:200]
+        raise FedloomError(f"rank {rank} has lost another rank, which died or was ended ({cause}); {RESUME}") from error
+
+
+@contextmanager
+def _ended_by_signal() -> Iterator[None]:
+    """The signal by which torchrun ends the ranks when one has died, as an error."""
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise FedloomError(f"torchrun has ended the ranks: one of them died, or it was told to stop; {RESUME}")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Group:
+    """The ranks of a process group; see `fedloom.running.ranks.Ranks`.
+
+    Args:
+        rank: this process.
+        size: how many there are.
+        machine: a number of this machine.
+        nccl: tensors on a GPU travel from there, one rank per GPU; else by way of the CPU.
+    """
+
+    def __init__(self, rank: int, size: int, machine: int, *, nccl: bool) -> None:
+        self.rank, self.size, self._nccl = rank, size, nccl
+        given = self._numbers(machine)
+        self.machines = [sorted(set(given)).index(m) for m in given]
+        self.memory: Memory = _Memory(self, self.share(f"fedloom-{secrets.token_hex(8)}"))
+
+    def any(self, flag: bool) -> bool:
+        return any(self._numbers(int(flag)))
+
+    def wait(self) -> None:
+        self._numbers(0)
+
+    def share(self, value: Any) -> Any:
+        text, tensors = parcel.write(value) if self.rank == 0 else (b"", [])
+        length = self._numbers(len(text))[0]
+        return self._sent(0, value, text, tensors, length)
+
+    def gather(self, value: Any) -> list[Any]:
+        text, tensors = parcel.write(value)
+        lengths = self._numbers(len(text))
+        return [self._sent(r, value, text, tensors, length) for r, length in enumerate(lengths)]
+
+    def move(self, tensors: list[Tensor], source: int, target: int) -> list[Tensor]:
+        for t in tensors:
+            data = t.view(-1).view(torch.uint8)
+            with _translated(self.rank):
+                if self.rank == source:
+                    dist.send(data, target)
+                else:
+                    dist.recv(data, source)
+        return tensors
+
+    def _numbers(self, number: int) -> list[int]:
+        """A number of every rank."""
+        found = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
+        with _translated(self.rank):
+            dist.all_gather(found, torch.tensor([number]))
+        return [int(n) for n in found]
+
+    def _sent(self, source: int, value: Any, text: bytes, tensors: list[Tensor], length: int) -> Any:
+        """What a rank sends to all, who know the length of its text."""
+        mine = self.rank == source
+        header = torch.frombuffer(bytearray(text if mine else length), dtype=torch.uint8)
+        self._broadcast(header, source)
+        text = header.numpy().tobytes()
+        forms = parcel.forms(text)
+        found: list[Tensor] = list(tensors) if mine else [torch.empty(0)] * len(forms)
+        for place in sorted({f.place for f in forms}):
+            here = [k for k, f in enumerate(forms) if f.place == place]
+            these, travels = [forms[k] for k in here], place if self._nccl else "cpu"
+            if mine:
+                self._broadcast(parcel.fill([tensors[k] for k in here], these).to(travels), source)
+                continue
+            data = torch.empty(sum(f.bytes for f in these), dtype=torch.uint8, device=travels)
+            self._broadcast(data, source)
+            for k, t in zip(here, parcel.cut(data.to(place), these), strict=True):
+                found[k] = t
+        return value if mine else parcel.read(text, found)
+
+    def _broadcast(self, data: Tensor, source: int) -> None:
+        if data.numel():
+            with _translated(self.rank):
+                dist.broadcast(data, source)
+
+
+class _Memory:
+    """Rows that the ranks of a machine share: a file without a name, in memory if there is room."""
+
+    def __init__(self, group: Group, name: str) -> None:
+        self._group, self._name, self._made, self._bytes = group, name, 0, 0
+        self.leads = group.rank == 0
+        self._makes = group.machines.index(group.machines[group.rank]) == group.rank
+
+    def allocate(self, size: int, large: bool) -> mmap.mmap:
+        self._made += 1
+        self._bytes += size
+        places = [Path(folder, f"{self._name}-{self._made}") for folder in ("/dev/shm", tempfile.gettempdir())]
+        if self._makes:
+            self._create(places, size, large)
+        self._group.wait()
+        try:
+            path = next(p for p in places if p.exists())
+            with path.open("r+b") as file:
+                found = mmap.mmap(file.fileno(), size)
+            self._group.wait()
+        finally:
+            if self._makes:
+                for path in places:
+                    path.unlink(missing_ok=True)
+        return found
+
+    def wait(self) -> None:
+        self._group.wait()
+
+    def _create(self, places: list[Path], size: int, large: bool) -> None:
+        for path in places[1:] if large else places:
+            if path.parent.is_dir() and shutil.disk_usage(path.parent).free > self._bytes:
+                with path.open("xb") as file:
+                    file.truncate(size)
+                return
+        raise CheckpointError(
+            f"{places[-1].parent} has no room for {self._bytes >> 20} MiB of clients' rows that the ranks of this "
+            "machine share; free some space, or set TMPDIR to a folder with room"
+        )

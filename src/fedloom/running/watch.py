@@ -1,0 +1,87 @@
+"""Watch: every rank says every second that it is alive, and ends its process when another has not for too long.
+
+A rank that dies closes its connections, which ends the others at once. A machine that is cut off, or a process that is
+stopped, closes nothing: that is what this is for.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+BEAT = 1.0
+"""Seconds between two signs of life."""
+
+PATIENCE = "FEDLOOM_RANK_TIMEOUT"
+"""Environment variable: seconds without a sign of life after which a rank counts as dead."""
+
+RESUME = "what was saved is intact: start the ranks again to go on"
+
+
+class Watch:
+    """A thread that looks after the other ranks.
+
+    Args:
+        rank: this process.
+        size: how many there are.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.patience = float(os.environ.get(PATIENCE, "60"))
+        found, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=max(self.patience, 5.0))))
+        self._store: Any = PrefixStore(f"watch-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._store.set(self._key(rank), "0")
+        self._thread.start()
+
+    def first_to_fail(self) -> bool:
+        """Whether no other rank has said yet why the run ends."""
+        try:
+            return bool(self._store.add("failed", 1) == 1)
+        except RuntimeError:
+            return True
+
+    def close(self) -> None:
+        """Say that this rank is done."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        last = dict.fromkeys(range(self.size), ("", time.monotonic()))
+        count = 0
+        while not self._over.wait(BEAT):
+            count += 1
+            try:
+                self._store.set(self._key(self.rank), str(count))
+                for rank in range(self.size):
+                    beat = self._store.get(self._key(rank)).decode() if self._store.check([self._key(rank)]) else ""
+                    if beat != last[rank][0] or beat == "done":
+                        last[rank] = (beat, time.monotonic())
+            except RuntimeError as error:
+                self._end(f"the machine of rank 0 cannot be reached ({error})")
+            silent = [rank for rank, (_, since) in last.items() if time.monotonic() - since > self.patience]
+            if silent:
+                self._end(f"rank {silent[0]} of {self.size} has given no sign of life for {self.patience:.0f} s")
+        try:
+            self._store.set(self._key(self.rank), "done")
+        except RuntimeError:
+            return
+
+    def _key(self, rank: int) -> str:
+        return f"rank-{rank}"
+
+    def _end(self, what: str) -> None:
+        """End this process, which may be waiting for a rank that never comes; files are whole at any moment."""
+        if self.first_to_fail():
+            sys.stderr.write(f"error: {what}; {RESUME}\n")
+            sys.stderr.flush()
+        os._exit(1)
