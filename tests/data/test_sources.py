@@ -100,7 +100,11 @@ def spoil(files: dict[str, bytes], name: str, change: Callable[[bytes], bytes]) 
         ("train-images-idx3-ubyte", lambda b: b + b"x", "bytes left after"),
         ("train-labels-idx1-ubyte", lambda b: b"\0\0\x08\x03" + b[4:], "wrong magic .* 0x00000801, got 0x00000803"),
         ("train-labels-idx1-ubyte", lambda b: idx(np.arange(6)), "7 train images but 6 labels"),
-        ("t10k-labels-idx1-ubyte", lambda b: idx(np.array([0, 10, 1])), "labels must be within 0..9, got 0..10"),
+        (
+            "t10k-labels-idx1-ubyte",
+            lambda b: idx(np.array([0, 10, 1])),
+            "t10k-labels.*unknown label 10 of sample 1, allowed 0..9",
+        ),
         ("t10k-images-idx3-ubyte", lambda b: idx(np.zeros((3, 27, 28))), "images of \\(28, 28\\) .* \\(27, 28\\)"),
         ("train-images-idx3-ubyte", lambda b: struct.pack(">4I", 0x803, 2**31, 28, 28), "unpacks to"),
     ],
@@ -401,7 +405,7 @@ def test_leaf_rows_may_be_nested_and_y_real(tmp_path: Path) -> None:
         (leaf({"u": A})[:-20], "broken JSON"),
         (leaf({"u": A}) + b"{}", "the end of the file"),
         (b"[1, 2]", "expected '{'"),
-        (b"{}", "no users or no user_data"),
+        (b"{}", "no list of users or no user_data"),
         (leaf({"u": A}).replace(b'"u": {"x"', b'"u": {"x": [[1, 2]], "y": [0]}, "u": {"x"'), "user 'u' comes twice"),
     ],
 )
@@ -448,7 +452,7 @@ def test_arrays(tmp_path: Path) -> None:
         ({"z": np.zeros(3)}, "needs arrays x and y"),
         ({"x": np.zeros((3, 2)), "y": np.zeros(2)}, "3 samples but 2 targets"),
         ({"x": np.full((1, 2), np.nan), "y": np.zeros(1)}, "NaN or Inf"),
-        ({"x": np.zeros((1, 2)), "y": np.array([-1])}, "got -1..-1"),
+        ({"x": np.zeros((1, 2)), "y": np.array([-1])}, "unknown label -1 of sample 0"),
     ],
 )
 def test_spoiled_arrays_are_refused(arrays: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -475,14 +479,14 @@ def test_a_csv_with_roles(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "options", "words"),
     [
-        (b"a,b\n1,0\nx,1\n", {}, "row 3, column 'a': expected a number, got 'x'"),
+        (b"a,b\n1,0\nx,1\n", {}, "row 3, column 'a': expected a finite number, got 'x'"),
         (b"a,b\n1,0\n,1\n", {}, "row 3, column 'a': missing value"),
         (b"a,b\n1,0\n?,1\n", {}, "row 3, column 'a': missing value"),
         (b"a,b\n1,\n2,1\n", {"impute": True}, "row 2, column 'b': missing value"),
         (b"a,b\n1,0\n2\n", {}, "row 3 has 1 cells, the header has 2"),
         (b"a,b\n", {}, "no rows"),
         (b"a,a\n1,2\n", {}, "same name"),
-        (b"a,b\n1,inf\n2,1\n", {"task": "regression"}, "NaN or Inf in the targets"),
+        (b"a,b\n1,inf\n2,1\n", {"task": "regression"}, "row 2, column 'b': expected a finite number"),
         (b"a,b\n\xff\xfe,1\n", {}, "UTF-8"),
     ],
 )

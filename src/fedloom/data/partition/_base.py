@@ -133,15 +133,16 @@ class Partition(Value):
             data = add_noise(data, draw.dealt, draw.noise, seed_of_draw)
         if data.prepare is not None:
             data = prepared(data, draw.dealt, cut["train"], pool=self.pool)
+        names = draw.names or tuple(str(i) for i in range(len(draw.dealt.offsets) - 1))
         return Federation(
             data,
             {part: Split(torch.from_numpy(d.index), torch.from_numpy(d.offsets)) for part, d in cut.items()},
-            draw.names or tuple(str(i) for i in range(len(draw.dealt.offsets) - 1)),
+            names,
             test=None if self.pool else data.test,
             partition={"kind": self.kind, **self.model_dump(exclude_defaults=True)},
             seed=seed,
             groups=None if draw.groups is None else torch.from_numpy(draw.groups),
-            notes=(*draw.notes, *_notes(cut, y)),
+            notes=(*draw.notes, *_notes(cut, y, names, data.classes)),
         )
 
     def _pool(self, data: Dataset) -> Pool:
@@ -205,20 +206,21 @@ class Sized(Partition):
             )
 
 
-def _notes(cut: dict[str, Dealt], y: Ints | None) -> list[str]:
+def _notes(cut: dict[str, Dealt], y: Ints | None, names: tuple[str, ...], classes: tuple[str, ...]) -> list[str]:
     notes = [
         f"{count} clients have no {part} part"
         for part in ("validation", "test")
         if (count := int((np.diff(cut[part].offsets) == 0).sum()))
     ]
     if y is not None:
-        classes, train, test = int(y.max()) + 1, cut["train"], cut["test"]
-        known = owners(train) * classes + y[train.index]
-        asked = owners(test) * classes + y[test.index]
-        unknown = np.unique(owners(test)[~np.isin(asked, known)])
+        cells = [owners(cut[part]) * len(classes) + y[cut[part].index] for part in ("train", "test")]
+        unknown, counts = np.unique(cells[1][~np.isin(cells[1], cells[0])], return_counts=True)
         if len(unknown):
+            who, c = divmod(int(unknown[0]), len(classes))
             notes.append(
-                f"{len(unknown)} clients (first: {unknown[0]}) are tested on a class they have no training sample of"
+                f"{len(np.unique(unknown // len(classes)))} clients are tested on a class that they have no training "
+                f"sample of (first: client {names[who]!r}, {counts[0]} test samples of class {classes[c]!r}); a "
+                "personal model cannot learn it: use test_from = 'own' or 'ratio', or a larger keep, if that matters"
             )
     held = np.concatenate([dealt.index for dealt in cut.values()])
     shared = len(held) - len(np.unique(held))

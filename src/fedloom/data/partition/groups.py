@@ -58,8 +58,9 @@ def _by_level(part: Writers | Column, pool: Pool, codes: Ints, names: tuple[str,
     counts = np.bincount(codes[pool.index], minlength=len(names))
     levels = np.flatnonzero(counts >= part.min_size)
     notes: list[str] = []
-    if small := int(((counts > 0) & (counts < part.min_size)).sum()):
-        notes.append(f"{small} of {len(names)} {part.kind} have fewer than {part.min_size} samples and are left out")
+    if small := int(((np.bincount(codes, minlength=len(names)) > 0) & (counts < part.min_size)).sum()):
+        what = "no training sample" if part.min_size == 1 else f"fewer than {part.min_size} samples"
+        notes.append(f"{small} of {len(names)} {part.kind} have {what} and are left out")
     each = part.per_client or (1 if part.clients is None else None)
     n = part.clients or len(levels) // (each or 1)
     if n == 0 or n * (each or 1) > len(levels):

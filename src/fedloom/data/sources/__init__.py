@@ -19,6 +19,7 @@ from fedloom.data.sources.images import ImageFolder, MedicalMnist, TinyImagenet
 from fedloom.data.sources.leaf import Femnist, Leaf
 from fedloom.data.sources.synthetic import Synthetic
 from fedloom.data.sources.tabular import Csv, Parquet
+from fedloom.errors import ConfigError
 from fedloom.values import choose
 
 __all__ = ["SOURCES", "Source", "load", "source"]
@@ -66,6 +67,8 @@ def load(name_or_path: str | Path, data_dir: str | Path | None = None, **options
 def source(name_or_path: str | Path, **options: Any) -> Source:
     """The source value behind `load`, checked but not read."""
     name = str(name_or_path)
+    if name == "hub:":
+        raise ConfigError("hub: lacks the name of a data set; write it as hub:owner/name")
     if name.startswith("hub:"):
         return Hub(name=name.removeprefix("hub:"), **options)
     if isinstance(name_or_path, Path) or (name not in SOURCES and ("/" in name or "\\" in name or Path(name).exists())):

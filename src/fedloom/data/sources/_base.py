@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
@@ -17,6 +20,9 @@ from fedloom.values import Value
 
 ENV = "FEDLOOM_DATA"
 """Environment variable with the folder of data sets."""
+
+MOST_CLASSES = 2**16
+"""Classes that numbered labels may have; larger numbers are measurements or damage."""
 
 FOLDER = "file or folder of the data set; None: looked for in the data folder"
 
@@ -73,6 +79,30 @@ def locate(
             return place
     places = ", ".join(str(place) for place in tried)
     raise DataError(f"{what}: not found; looked in {places}; put its original files there, or give path")
+
+
+@contextmanager
+def lies_at(place: Path) -> Iterator[None]:
+    """Names the file or folder in what a data set that is made inside refuses."""
+    try:
+        yield
+    except DataError as error:
+        raise type(error)(f"{place}: {error}") from error
+
+
+def numbered(labels: NDArray[Any], where: object = "") -> tuple[str, ...]:
+    """Names of classes that have numbers only: ``"0"`` to the largest label.
+
+    Raises:
+        DataError: a label below 0 or beyond `MOST_CLASSES`.
+    """
+    if len(labels) and (labels.min() < 0 or labels.max() >= MOST_CLASSES):
+        bad = int(((labels < 0) | (labels >= MOST_CLASSES)).argmax())
+        raise DataError(
+            f"{where}: unknown label {labels[bad]:g} of sample {bad}, classes are numbered from 0 to at most "
+            f"{MOST_CLASSES - 1}; repair it, or set task = 'regression' if labels are measurements"
+        )
+    return tuple(str(i) for i in range(int(labels.max()) + 1 if len(labels) else 0))
 
 
 def scale(values: Sequence[float] | None) -> Tensor | None:

@@ -179,10 +179,10 @@ def entries(path: Path, wanted: Wanted = lambda name: True) -> Iterator[Entry]:
 def _zip_entries(path: Path, wanted: Wanted) -> Iterator[Entry]:
     try:
         with zipfile.ZipFile(path) as archive:
-            for info in archive.infolist():
+            files = [info for info in archive.infolist() if not info.is_dir() and wanted(bare(info.filename))]
+            check_size(str(path), sum(info.file_size for info in files), path.stat().st_size)
+            for info in files:
                 name, where = bare(info.filename), f"{path}:{info.filename}"
-                if info.is_dir() or not wanted(name):
-                    continue
                 check_size(where, info.file_size, info.compress_size)
                 with archive.open(info) as file:
                     inner = _unpacked(cast("BinaryIO", file), info.compress_size, where)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset, Task
-from fedloom.data.sources._base import FileSource, locate, scale
+from fedloom.data.sources._base import FileSource, lies_at, locate, numbered, scale
 from fedloom.data.sources.archive import Entry, check_size, entries, fill, finished
 from fedloom.errors import DataError
 
@@ -61,6 +61,11 @@ class Npz(FileSource):
     def _data(
         self, place: Path, x: NDArray[Any], y: NDArray[Any], users: NDArray[Any] | None, sizes: list[int]
     ) -> Dataset:
+        for what, array in (("x", x), ("y", y)):
+            if array.dtype.kind in "US":
+                raise DataError(
+                    f"{place}: {what} holds text ({array.dtype}), allowed are numbers; number the classes from 0"
+                )
         features = torch.from_numpy(x if x.dtype == np.uint8 else x.astype(np.float32, copy=False))
         if self.channels_last:
             if features.ndim != 4:
@@ -70,29 +75,31 @@ class Npz(FileSource):
             features = features[:, None]
         target, task, classes = self._target(place, y)
         names, codes = (None, None) if users is None else np.unique(users, return_inverse=True)
-        return Dataset(
-            place.stem,
-            features,
-            target,
-            task,
-            classes,
-            scale(self.mean),
-            scale(self.std),
-            torch.arange(sizes[0], len(x)) if len(sizes) == 2 else None,
-            users=None if codes is None else torch.from_numpy(codes),
-            user_names=() if names is None else tuple(str(name) for name in names),
-        )
+        with lies_at(place):
+            return Dataset(
+                place.stem,
+                features,
+                target,
+                task,
+                classes,
+                scale(self.mean),
+                scale(self.std),
+                torch.arange(sizes[0], len(x)) if len(sizes) == 2 else None,
+                users=None if codes is None else torch.from_numpy(codes),
+                user_names=() if names is None else tuple(str(name) for name in names),
+            )
 
     def _target(self, place: Path, y: NDArray[Any]) -> tuple[torch.Tensor, Task, tuple[str, ...]]:
         if y.ndim == 2 and y.shape[1] == 1:
             y = y[:, 0]
+        if y.ndim not in (1, 2):
+            raise DataError(f"{place}: y must be [N] classes or [N, k] targets, got {y.shape}; give one row per sample")
         whole = y.ndim == 1 and (y.dtype.kind in "iub" or bool((y == np.floor(y)).all()))
         if self.task == "classification" and not whole:
             raise DataError(f"{place}: y must be whole numbers [N] for a classification, got {y.dtype} {y.shape}")
         if self.task == "regression" or not whole:
             return torch.from_numpy(y.reshape(len(y), -1).astype(np.float64)), "regression", ()
-        labels = torch.from_numpy(y.astype(np.int64))
-        return labels, "classification", tuple(str(i) for i in range(int(labels.max()) + 1 if len(labels) else 0))
+        return torch.from_numpy(y.astype(np.int64)), "classification", numbered(y, place)
 
 
 def _is_array(name: str) -> bool:

@@ -15,7 +15,7 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.sources._base import FileSource, locate
 from fedloom.data.sources.archive import Entry, Rows, entries
 from fedloom.data.tables import Column, Table
-from fedloom.errors import DataError
+from fedloom.errors import DataError, NoSamples
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 HEART: dict[str, tuple[int, ...]] = {  # levels of codes; empty: a number
@@ -54,6 +54,8 @@ class Heart(FileSource):
         found: dict[int, tuple[list[list[float]], list[int]]] = {}
         for entry in entries(place, lambda name: name.rsplit("/", 1)[-1] in files):
             rows = [_heart_row(row, line, entry) for line, row in _rows(entry, len(HEART) + 1)]
+            if not rows:
+                raise NoSamples(f"{entry.where}: empty, a hospital needs a patient; fetch the file again")
             found[files[entry.name.rsplit("/", 1)[-1]]] = ([row for row, _ in rows], [num for _, num in rows])
         lacking = [f"processed.{hospital}.data" for i, hospital in enumerate(HOSPITALS) if i not in found]
         if lacking:

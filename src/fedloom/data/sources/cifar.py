@@ -19,7 +19,7 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.sources._base import FileSource, locate, scale
 from fedloom.data.sources.archive import Entry, Rows, entries
 from fedloom.data.sources.pickles import read_batch
-from fedloom.errors import DataError
+from fedloom.errors import DataError, NoSamples
 
 Bytes = NDArray[np.uint8]
 PIXELS = 3 * 32 * 32
@@ -89,7 +89,7 @@ def _read(
 ) -> Dataset:
     x, y, in_test = Rows((3, 32, 32), np.uint8), Rows((), np.uint8), Rows((), np.bool_)
     for entry in entries(place, lambda file: form.files.search(file) is not None):
-        batches = _records(entry, form) if entry.name.endswith(".bin") else _pickled(entry, form)
+        batches, before = _records(entry, form) if entry.name.endswith(".bin") else _pickled(entry, form), x.size
         for labels, pixels in batches:
             if len(labels) and labels.max() >= form.classes:
                 raise DataError(
@@ -98,6 +98,8 @@ def _read(
             y.room(len(labels))[:] = labels
             x.room(len(labels))[:] = pixels.reshape(-1, 3, 32, 32)
             in_test.room(len(labels))[:] = "test" in entry.name.rsplit("/", 1)[-1]
+        if x.size == before:
+            raise NoSamples(f"{entry.where}: no record in the file; fetch it again")
     if x.size == 0:
         raise DataError(f"{name}: no batch in {place}; expected files like {form.files.pattern}")
     test = np.flatnonzero(in_test.done())
@@ -123,7 +125,9 @@ def _records(entry: Entry, form: Form) -> Iterator[tuple[Bytes, Bytes]]:
         while done < len(view) and (got := cast("int", entry.stream.readinto(view[done:]))):  # type: ignore[attr-defined]
             done += got
         if done % width:
-            raise DataError(f"{entry.where}: truncated, records have {width} bytes but {done % width} are left over")
+            raise DataError(
+                f"{entry.where}: truncated, records have {width} bytes but {done % width} are left over; fetch it again"
+            )
         rows = block[: done // width]
         if len(rows):
             yield rows[:, form.label], rows[:, form.label_bytes :]

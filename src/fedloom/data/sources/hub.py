@@ -18,7 +18,7 @@ from fedloom.errors import ConfigError, DataError, nearest
 class Hub(Source):
     """``hub:owner/name``: images or numbers with a label. Opens a connection, because it was asked for by name."""
 
-    name: str = Field(description="owner/name on the hub")
+    name: str = Field(min_length=1, description="owner/name on the hub")
     config: str | None = Field(default=None, description="configuration of the data set, where it has several")
     train: str = Field(default="train", description="split to train on")
     test: str | None = Field(default="test", description="split that is the official test set, if it exists")

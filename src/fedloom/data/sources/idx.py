@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.sources._base import FileSource, locate, scale
+from fedloom.data.sources._base import FileSource, lies_at, locate, scale
 from fedloom.data.sources.archive import Entry, check_size, entries, fill, finished
 from fedloom.errors import DataError
 
@@ -100,9 +100,16 @@ def read(
         _header(entry)
         fill(entry, x[part] if FILES[file] == IMAGES else y[part], "the data")
         finished(entry)
+        if FILES[file] == LABELS and (y[part] >= len(classes)).any():
+            bad = int((y[part] >= len(classes)).argmax())
+            raise DataError(
+                f"{entry.where}: unknown label {y[part][bad]} of sample {bad}, allowed 0..{len(classes) - 1}; "
+                "not the labels of this set"
+            )
     labels = torch.from_numpy(y).long()
     test_set = torch.arange(train[0], total)
-    return Dataset(name, torch.from_numpy(x), labels, "classification", classes, scale(mean), scale(std), test_set)
+    with lies_at(place):
+        return Dataset(name, torch.from_numpy(x), labels, "classification", classes, scale(mean), scale(std), test_set)
 
 
 def _wanted(name: str) -> bool:

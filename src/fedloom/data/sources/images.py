@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.sources._base import FileSource, locate, scale
-from fedloom.data.sources.archive import Entry, Rows, entries
+from fedloom.data.sources.archive import Entry, Rows, check_size, entries
 from fedloom.errors import DataError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
@@ -34,10 +35,12 @@ class _Pictures:
         self._mode = {True: "RGB", False: "L", None: None}[rgb]
         self._side, self._rows = side, Rows((0,), np.uint8)
         self.size: tuple[int, int] | None = None
+        self._pixels = self._packed = 0
 
     def add(self, entry: Entry) -> None:
         try:
-            with Image.open(io.BytesIO(entry.stream.read()), formats=FORMATS) as image:
+            content = io.BytesIO(entry.stream.read())
+            with warnings.catch_warnings(action="ignore"), Image.open(content, formats=FORMATS) as image:
                 self._check(entry, image.size)
                 if self._mode is None:
                     self._mode = "L" if image.mode in ("1", "L", "I;16") else "RGB"
@@ -48,7 +51,8 @@ class _Pictures:
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             if isinstance(error, DataError):
                 raise
-            raise DataError(f"{entry.where}: not a readable image ({error}); replace or remove the file") from error
+            why = "no known format, or truncated" if isinstance(error, UnidentifiedImageError) else error
+            raise DataError(f"{entry.where}: not a readable image ({why}); replace or remove the file") from error
         planes = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
         if self._rows.size == 0:
             self._rows = Rows(planes.shape, np.uint8)
@@ -64,6 +68,8 @@ class _Pictures:
                     f"{entry.where}: image of {size[0]}x{size[1]}, the others are {self.size[0]}x{self.size[1]}; "
                     "give side to resize all of them"
                 )
+            self._pixels, self._packed = self._pixels + size[0] * size[1], self._packed + entry.packed
+            check_size(entry.where, self._pixels, self._packed)
 
     def done(self) -> torch.Tensor:
         return torch.from_numpy(self._rows.done())

@@ -63,6 +63,8 @@ class JsonStream:
         while True:
             try:
                 found, end = self._decoder.raw_decode(self._text, self._at)
+            except RecursionError:
+                raise self._bad("a value, got one nested too deeply") from None
             except ValueError as error:
                 if len(self._text) - self._at > LONGEST or not self._more():
                     raise self._bad(f"a value ({error})") from error
@@ -134,4 +136,6 @@ class JsonStream:
         return bool(block)
 
     def _bad(self, expected: str) -> DataError:
-        return DataError(f"{self._where}: broken JSON, expected {expected}; the file is truncated or not LEAF")
+        return DataError(
+            f"{self._where}: broken JSON, expected {expected}; the file is truncated or not LEAF, fetch it again"
+        )

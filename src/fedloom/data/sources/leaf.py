@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset, Task
-from fedloom.data.sources._base import FileSource, locate
+from fedloom.data.sources._base import MOST_CLASSES, FileSource, lies_at, locate, numbered
 from fedloom.data.sources.archive import Entry, Rows, entries
 from fedloom.data.sources.json_stream import JsonStream
-from fedloom.errors import DataError
+from fedloom.errors import DataError, NoSamples
 
 Floats = NDArray[np.float64]
 TEST = re.compile(r"(?<![a-z])(my)?test(?![a-z])")
@@ -30,8 +30,8 @@ UPPER, LOWER = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), tuple("abcdefghijklmnopqrstu
 class _Collector:
     """All users of all files: features in one growing array, one code per sample."""
 
-    def __init__(self, pixels: bool, first_label: int, labels: int | None) -> None:
-        self._pixels, self._first, self._labels = pixels, first_label, labels
+    def __init__(self, options: Leaf, kept: range | None) -> None:
+        self._options, self._kept = options, kept
         self.x: Rows | None = None
         self.y: list[Floats] = []
         self.user: list[int] = []
@@ -44,8 +44,8 @@ class _Collector:
     def file(self, entry: Entry, in_test: bool) -> None:
         """Reads one file."""
         stream = JsonStream(entry.stream, entry.where)
-        declared: list[str] | None = None
-        sizes: list[int] | None = None
+        declared: Any = None
+        sizes: Any = None
         found: dict[str, int] = {}
         for key in stream.members():
             if key == "users":
@@ -58,8 +58,8 @@ class _Collector:
             else:
                 stream.value()
         stream.end()
-        if declared is None or not found:
-            raise DataError(f"{entry.where}: no users or no user_data; not a LEAF file")
+        if not isinstance(declared, list) or not all(isinstance(user, str) for user in declared) or not found:
+            raise DataError(f"{entry.where}: no list of users or no user_data; not a LEAF file")
         if len(set(declared)) != len(declared):
             twice = next(user for user in declared if declared.count(user) > 1)
             raise DataError(f"{entry.where}: user {twice!r} is listed twice; every user may come once")
@@ -92,10 +92,12 @@ class _Collector:
             raise DataError(
                 f"{entry.where}: user {user!r} has {got} x and {0 if y is None else len(y)} y; make them equal"
             )
-        if self._labels is not None:
-            mask = (y >= self._first) & (y < self._first + self._labels)
+        if self._options.task == "classification":
+            self._check_labels(y, user, entry)
+        if self._kept is not None:
+            mask = (y >= self._kept.start) & (y < self._kept.stop)
             self.x.keep(start, mask)
-            y = y[mask] - self._first
+            y = y[mask] - self._kept.start
         if len(y):
             code = self.codes.setdefault(user, len(self.codes))
             self.user.append(code)
@@ -104,19 +106,42 @@ class _Collector:
             self.y.append(y)
         return got
 
+    def _check_labels(self, y: Floats, user: str, entry: Entry) -> None:
+        count = self._options.classes or MOST_CLASSES
+        if (y != np.floor(y)).any():
+            raise DataError(
+                f"{entry.where}: user {user!r} has labels that are not whole numbers; set task = 'regression' if they "
+                "are measurements"
+            )
+        if ((y < 0) | (y >= count)).any():
+            bad = y[((y < 0) | (y >= count)).argmax()]
+            raise DataError(
+                f"{entry.where}: user {user!r} has the unknown label {bad:g}, allowed 0..{count - 1}; repair the file, "
+                "or set task = 'regression' if labels are measurements"
+            )
+
     def _row(self, row: Floats, user: str, entry: Entry) -> None:
+        shape, pixels = self._options.shape, self._options.pixels
         if self.x is None:
-            self.x = Rows((len(row),), np.uint8 if self._pixels else np.float32)
+            if shape is not None and math.prod(shape) != len(row):
+                raise DataError(
+                    f"{entry.where}: samples of {len(row)} values cannot have the shape {shape}; not the data set "
+                    "that was asked for"
+                )
+            self.x = Rows((len(row),), np.uint8 if pixels else np.float32)
             self._width = len(row)
         if len(row) != self._width:
             raise DataError(
                 f"{entry.where}: user {user!r} has a sample of {len(row)} values, the others have {self._width}; "
                 "all samples need one size"
             )
-        if self._pixels:
+        if pixels:
             bytes_ = np.rint(row * 255)
             if not (abs(row * 255 - bytes_) < 1e-2).all() or bytes_.min() < 0 or bytes_.max() > 255:
-                raise DataError(f"{entry.where}: user {user!r} has pixels other than k/255; set pixels = false")
+                raise DataError(
+                    f"{entry.where}: user {user!r} has pixels other than k/255; read it with source = 'leaf' and "
+                    "pixels = false"
+                )
             row = bytes_
         self.x.room(1)[0] = row
 
@@ -150,7 +175,7 @@ class Femnist(FileSource):
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """All writers; LEAF's test files are the official test set."""
         place = locate("FEMNIST", self.path, data_dir, ("femnist",), _holds_json)
-        options = Leaf(shape=(1, 28, 28), pixels=True)
+        options = Leaf(shape=(1, 28, 28), pixels=True, classes=62)
         first, classes = {
             "all": (0, DIGITS + UPPER + LOWER),
             "digits": (0, DIGITS),
@@ -167,45 +192,40 @@ def _holds_json(place: Path) -> bool:
 
 def _load(place: Path, options: Leaf, known: tuple[int, tuple[str, ...]] | None) -> Dataset:
     first, names = known or (0, ())
-    collector = _Collector(options.pixels, first, len(names) or None)
+    collector = _Collector(options, range(first, first + len(names)) if known else None)
     for entry in entries(place, lambda name: name.endswith(".json") and name.startswith(options.inside)):
         path = PurePosixPath(entry.name)
         collector.file(entry, any(TEST.search(part) for part in (*path.parts[-2:-1], path.stem)))
     if collector.x is None or not collector.counts:
-        raise DataError(f"LEAF: no sample in {place} {options.inside}; expected JSON files with users and user_data")
+        inside = f"{place}/{options.inside}" if options.inside else str(place)
+        raise NoSamples(f"LEAF: no sample in {inside}; expected JSON files with users and user_data")
     x = torch.from_numpy(collector.x.done())
     if options.shape is not None:
-        if math.prod(options.shape) != x.shape[1]:
-            raise DataError(f"{place}: samples of {x.shape[1]} values cannot have the shape {options.shape}")
         x = x.view(len(x), *options.shape)
     counts = torch.tensor(collector.counts)
     users = torch.tensor(collector.user).repeat_interleave(counts)
     in_test = torch.tensor(collector.in_test).repeat_interleave(counts)
     test = in_test.nonzero().flatten() if not bool(in_test.all()) else in_test.new_empty(0, dtype=torch.int64)
-    y, task, classes = _targets(np.concatenate(collector.y), options, names, place)
+    y, task, classes = _targets(np.concatenate(collector.y), options, names)
     user_names = tuple(collector.codes)
     column = "writer" if known else "user"
-    return Dataset(
-        "femnist" if known else (PurePosixPath(options.inside).name or place.name),
-        x,
-        y,
-        task,
-        classes,
-        test=test if len(test) else None,
-        columns={column: users},
-        levels={column: user_names},
-        users=users,
-        user_names=user_names,
-    )
+    with lies_at(place):
+        return Dataset(
+            "femnist" if known else (PurePosixPath(options.inside).name or place.name),
+            x,
+            y,
+            task,
+            classes,
+            test=test if len(test) else None,
+            columns={column: users},
+            levels={column: user_names},
+            users=users,
+            user_names=user_names,
+        )
 
 
-def _targets(
-    y: Floats, options: Leaf, names: tuple[str, ...], place: Path
-) -> tuple[torch.Tensor, Task, tuple[str, ...]]:
+def _targets(y: Floats, options: Leaf, names: tuple[str, ...]) -> tuple[torch.Tensor, Task, tuple[str, ...]]:
     if options.task == "regression":
         return torch.from_numpy(y)[:, None], "regression", ()
-    if not np.isfinite(y).all() or (y != np.floor(y)).any():
-        raise DataError(f"{place}: labels are not whole numbers; set task = 'regression' if they are measurements")
-    count = options.classes or int(y.max()) + 1
-    classes = names or tuple(str(i) for i in range(count))
+    classes = names or (numbered(y) if options.classes is None else tuple(str(i) for i in range(options.classes)))
     return torch.from_numpy(y.astype(np.int64)), "classification", classes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset, Task
-from fedloom.data.sources._base import FileSource, locate
+from fedloom.data.sources._base import FileSource, lies_at, locate
 from fedloom.data.sources.archive import Rows, check_size, entries
 from fedloom.data.tables import Column, Table
 from fedloom.errors import ConfigError, DataError, NoSamples, nearest
@@ -50,7 +51,8 @@ class Csv(TableSource):
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """All rows."""
         place = locate("CSV", self.path, data_dir, (), lambda p: True)
-        for entry in entries(place, lambda name: name.endswith((".csv", ".tsv", ".data", ".txt"))):
+        files = entries(place, lambda name: name.endswith((".csv", ".tsv", ".data", ".txt")))
+        for entry in files:
             text = io.TextIOWrapper(cast("io.BufferedReader", entry.stream), "utf-8-sig", newline="")
             try:
                 rows = csv.reader(text, delimiter=self.separator, skipinitialspace=True, strict=True)
@@ -61,6 +63,8 @@ class Csv(TableSource):
                     f"{entry.where}: not a CSV file in UTF-8 ({error}); check separator and encoding"
                 ) from error
             text.detach()
+            if (other := next(files, None)) is not None:
+                raise DataError(f"{place}: more than one table, {entry.name} and {other.name}; give the path of one")
             return data
         raise DataError(f"{place}: no .csv file there; give its path")
 
@@ -129,24 +133,28 @@ def _natural(text: str) -> tuple[float, str]:
 
 def _numbers(cells: Cells, missing: NDArray[np.bool_], where: str, column: str, first: int) -> NDArray[np.float64]:
     out = np.full(len(cells), np.nan)
-    try:
-        out[~missing] = np.array([cell for cell, gone in zip(cells, missing, strict=True) if not gone]).astype(
-            np.float64
+    with suppress(ValueError, TypeError, OverflowError):
+        out[~missing] = np.array([cell for cell, gone in zip(cells, missing, strict=True) if not gone], np.float64)
+    if not np.isfinite(out[~missing]).all():
+        row = next(k for k, gone in enumerate(missing.tolist()) if not gone and not _is_number(cells[k]))
+        raise DataError(
+            f"{where}: row {first + row}, column {column!r}: expected a finite number, got {cells[row]!r}; repair the "
+            "cell, or name the column in categorical or drop"
         )
-    except (ValueError, TypeError):
-        for row, (cell, gone) in enumerate(zip(cells, missing, strict=True), first):
-            try:
-                float("nan" if gone else cell)
-            except (ValueError, TypeError) as error:
-                raise DataError(
-                    f"{where}: row {row}, column {column!r}: expected a number, got {cell!r}; repair the cell, or "
-                    "name the column in categorical or drop"
-                ) from error
     return out
+
+
+def _is_number(cell: Any) -> bool:
+    try:
+        return bool(np.isfinite(float(cell)))
+    except (ValueError, TypeError, OverflowError):
+        return False
 
 
 def _read(spec: TableSource, name: str, where: str, names: list[str], batches: Iterator[list[Cells]]) -> Dataset:
     """The rows of a table as a data set."""
+    if not names:
+        raise NoSamples(f"{where}: empty; a table needs a header row and rows below it")
     label = spec.label if spec.label is not None else (names[-1] if names else "")
     asked = {label, *spec.categorical, *spec.drop, *spec.columns, *([spec.users] if spec.users else [])}
     for column in sorted(asked):
@@ -156,6 +164,11 @@ def _read(spec: TableSource, name: str, where: str, names: list[str], batches: I
         raise DataError(f"{where}: two columns have the same name; rename one")
     coded = {c: _Codes() for c in {label, *spec.categorical, *spec.columns, *([spec.users] if spec.users else [])}}
     features = [c for c in names if c not in {label, spec.users, *spec.drop}]
+    if not features:
+        raise ConfigError(
+            f"{where}: no column is left as a feature, the header has {', '.join(map(repr, names))}; check separator, "
+            "label and drop"
+        )
     numbers = [c for c in features if c not in spec.categorical]
     x, label_numbers, first = Rows((len(features),), np.float64), Rows((), np.float64), 2
     for batch in batches:
@@ -189,31 +202,34 @@ def _read(spec: TableSource, name: str, where: str, names: list[str], batches: I
             for names in [done[c][1] if c in spec.categorical else ()]
         )
     )
-    y, task, classes = _target(spec, done[label], torch.from_numpy(label_numbers.done()))
+    y, task, classes = _target(spec, where, done[label], torch.from_numpy(label_numbers.done()))
     extra = [*spec.columns, *([spec.users] if spec.users else [])]
-    return Dataset(
-        name,
-        values,
-        y,
-        task,
-        classes,
-        columns={c: torch.from_numpy(done[c][0]).long() for c in extra},
-        levels={c: done[c][1] for c in extra},
-        users=torch.from_numpy(done[spec.users][0]).long() if spec.users else None,
-        user_names=done[spec.users][1] if spec.users else (),
-        prepare=table,
-    )
+    with lies_at(Path(where)):
+        return Dataset(
+            name,
+            values,
+            y,
+            task,
+            classes,
+            columns={c: torch.from_numpy(done[c][0]).long() for c in extra},
+            levels={c: done[c][1] for c in extra},
+            users=torch.from_numpy(done[spec.users][0]).long() if spec.users else None,
+            user_names=done[spec.users][1] if spec.users else (),
+            prepare=table,
+        )
 
 
 def _target(
-    spec: TableSource, coded: tuple[NDArray[np.float64], tuple[str, ...]], numbers: torch.Tensor
+    spec: TableSource, where: str, coded: tuple[NDArray[np.float64], tuple[str, ...]], numbers: torch.Tensor
 ) -> tuple[torch.Tensor, Task, tuple[str, ...]]:
     codes, levels = coded
     if spec.task == "regression":
         return numbers[:, None], "regression", ()
     if spec.task == "auto" and any(np.isfinite(v := _natural(level)[0]) and v != np.floor(v) for level in levels):
-        raise ConfigError("the label has fractions: set task = 'regression', or 'classification' if they are names")
+        raise ConfigError(
+            f"{where}: the label has fractions; set task = 'regression', or 'classification' if they are names"
+        )
     task: Task = "binary" if spec.task != "classification" and len(levels) == 2 else "classification"
     if spec.task == "binary" and task != "binary":
-        raise ConfigError(f"task = 'binary', but the label has {len(levels)} values; use classification")
+        raise ConfigError(f"{where}: task = 'binary', but the label has {len(levels)} values; use classification")
     return torch.from_numpy(codes).long(), task, levels
