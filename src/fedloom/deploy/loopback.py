@@ -18,6 +18,7 @@ from fedloom.deploy.processes import Process, ProcessError, Processes, check_fre
 from fedloom.deploy.settings import Server, Site, check_fingerprint, check_version, read_server, read_site
 from fedloom.deploy.table import site_table
 from fedloom.errors import ConfigError
+from fedloom.running.files import lock
 
 ANSWER = 90.0
 """Seconds that the server, or a command to it, may take to answer."""
@@ -56,13 +57,9 @@ class Loopback:
             check_free(port, "--port")
         self._ports = free_ports(1 + len(self.sites))
         self.work = self.folder / "local"
-        shutil.rmtree(self.work, ignore_errors=True)
-        self.work.mkdir(mode=0o700)
         self.server: Server = agreed.model_copy(
             update={"address": "127.0.0.1", "port": port or self._ports[0], "database": self.work / "superlink.db"}
         )
-        (self.work / "cli").mkdir()
-        (self.work / "cli" / "config.toml").write_text(commands.profile(self.address, self.server.ca))
 
     @property
     def address(self) -> str:
@@ -79,6 +76,9 @@ class Loopback:
         Raises:
             ProcessError: it ended, or does not answer.
         """
+        shutil.rmtree(self.work, ignore_errors=True)
+        (self.work / "cli").mkdir(mode=0o700, parents=True)
+        (self.work / "cli" / "config.toml").write_text(commands.profile(self.address, self.server.ca))
         link = self._start("superlink", commands.superlink(self.server))
         self._await_tls(link)
         self._start("superexec", [*commands.superexec(self.server), "--parent-pid", str(os.getpid())])
@@ -108,13 +108,17 @@ class Loopback:
         Raises:
             ProcessError: the run failed, or the server ended before it.
         """
-        serving = list(self._processes.started[:2])
+        serving, sites = self._processes.started[:2], self._processes.started[2:]
         command = commands.run(app or self.folder / "server" / "app", self._server_file)
         stream = self._start("run", command)
         with stream.log.open() as log:
             while stream.alive():
                 for process in serving:
                     process.check()
+                for process in [p for p in sites if not p.alive()]:
+                    tell(f"{SPOKEN}{process.name} has ended, the others go on; the end of {process.log}:")
+                    tell(f"{SPOKEN}{process.tail(3)}")
+                    sites.remove(process)
                 self._pass_on(log.readlines(), tell)
                 time.sleep(0.2)
             self._pass_on(log.readlines(), tell)
@@ -190,6 +194,7 @@ def run_all(folder: Path, tell: Tell, port: int | None = None) -> Loopback:
 
     Raises:
         ConfigError: the directory is not one, or the port is in use.
+        RunDirError: another process runs it.
         ProcessError: the server or the run failed.
     """
 
@@ -197,8 +202,9 @@ def run_all(folder: Path, tell: Tell, port: int | None = None) -> Loopback:
         if line.startswith(SPOKEN):
             tell(line.removeprefix(SPOKEN))
 
-    with Processes() as processes:
-        here = Loopback(folder, processes, port)
+    processes = Processes()
+    here = Loopback(folder, processes, port)
+    with lock(here.folder, wait=0), processes:
         here.start_server()
         tell(f"the server answers on {here.address}, over TLS")
         for name, node in here.register_all().items():

@@ -1,0 +1,55 @@
+"""A deployment on loopback, as far as it goes without starting anything."""
+
+import socket
+
+import pytest
+from typer.testing import CliRunner
+
+from fedloom.cli import app
+from fedloom.deploy.loopback import Loopback, run_all
+from fedloom.deploy.processes import Processes
+from fedloom.errors import ConfigError, RunDirError
+from fedloom.running.files import lock
+
+
+def local(*words):
+    return CliRunner().invoke(app, ["deploy", "local", *map(str, words)])
+
+
+def test_a_folder_that_is_no_deployment(tmp_path):
+    done = local(tmp_path / "nothing")
+    assert done.exit_code == 2
+    assert "fedloom deploy init" in done.output
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_port_in_use(ready):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = local(ready, "--port", port)
+    assert done.exit_code == 2
+    assert f"--port: port {port} on 127.0.0.1 is not free" in done.output
+    assert not (ready / "local").exists()
+
+
+def test_one_at_a_time(ready):
+    with lock(ready), pytest.raises(RunDirError, match="is in use by process"):
+        run_all(ready, lambda _: None)
+    assert not (ready / "local").exists()
+
+
+def test_a_site_with_another_experiment_file(ready):
+    file = ready / "sites" / "site-2" / "experiment.toml"
+    file.write_text(file.read_text().replace("rounds = 3", "rounds = 4"))
+    with pytest.raises(
+        ConfigError, match=r"sites/site-2/experiment.toml is not the experiment file that was agreed on"
+    ):
+        Loopback(ready, Processes())
+
+
+def test_sites_reach_the_server_on_loopback_at_ports_of_their_own(ready):
+    here = Loopback(ready, Processes())
+    assert here.server.address == "127.0.0.1"
+    assert len({here.server.port, *here._ports}) == 4
+    assert list(here.sites) == ["site-0", "site-1", "site-2"]
+    assert here.server.database.is_relative_to(ready / "local")
