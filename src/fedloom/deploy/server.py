@@ -126,7 +126,7 @@ class _Run:
                 record(job, state, scores)
                 self._write(job, state)
             if t > 0:
-                self._say(self._line(job, state, sites))
+                self._say(self._line(job, state))
             if t == job.rounds:
                 break
             self._check_budget(job, state)
@@ -179,12 +179,11 @@ class _Run:
             detail = f"round {state.round + 1} would make epsilon {after:.4g}, the limit is {limit:.4g}"
             raise RunStopped(Stop.BUDGET, detail)
 
-    def _line(self, job: Job, state: State, sites: Sites) -> str:
-        loss = next(
-            (x for x in (state.records.last(m, "train", "loss") for m in ("personal", "global")) if x is not None), None
-        )
+    def _line(self, job: Job, state: State) -> str:
         text = f"fedloom: round {state.round}/{job.rounds}: {len(state.cohort)} of {len(self._post.members)} accepted"
-        return text if loss is None else f"{text}, loss {torch.from_numpy(loss).nanmean():.4g}"
+        here = (state.round, "train", "loss", False)
+        losses = [r for r in state.records.items if (r.round, r.part, r.metric, r.total) == here]
+        return f"{text}, loss {torch.from_numpy(losses[-1].values).nanmean():.4g}" if losses else text
 
     def _write(self, job: Job, state: State) -> None:
         """Metrics and the global model, as a run directory has them."""

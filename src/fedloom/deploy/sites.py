@@ -61,7 +61,7 @@ class Sites:
             if bool(self._post.sizes[c, 0])
         }
         t = tasks[0].round
-        need = max(1, min(self._settings.quorum, len(tasks)))
+        need = max(1, min(self._settings.quorum, len(letters)))
         replies = self._post.until(t, letters, need)
         if job.aggregator is not None and not job.kept_fields:
             try:

@@ -55,13 +55,14 @@ class Method:
         """The method as a TOML table, defaults filled in."""
         known = fields_of(self.entry)
         algorithm = {k: v for k, v in dump(self.composition.algorithm).items() if k in known}
+        local = {k: v for k, v in dump(self.local).items() if k != "epochs" or self.local.steps is None}
         return {
             "algorithm": self.algorithm,
             "label": self.label,
             "rounds": self.rounds,
             **algorithm,
             **self.options,
-            "local": dump(self.local),
+            "local": local,
             "sampler": dump(self.sampler, kind=self.sampler.kind),
             "weigher": dump(self.weigher, kind=self.weigher.kind),
             **{k: dump(v) for k, v in (("aggregator", self.aggregator), ("channel", self.channel)) if v is not None},
