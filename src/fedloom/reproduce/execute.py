@@ -13,14 +13,23 @@ from typing import Any
 
 from fedloom.algorithms import Composition
 from fedloom.experiment import Experiment, Plan, parse
-from fedloom.experiment.execute import Tell
 from fedloom.experiment.schema import Method
+from fedloom.experiment.telling import Now, Tell
 from fedloom.reproduce import summary as summaries
 from fedloom.reproduce.as_published import AS_PUBLISHED
-from fedloom.reproduce.choices import TRIALS, best, chosen, first, open_methods, read_choices, trial, trials_of, write_choices
+from fedloom.reproduce.choices import (
+    TRIALS,
+    best,
+    chosen,
+    first,
+    open_methods,
+    read_choices,
+    trial,
+    trials_of,
+    write_choices,
+)
 from fedloom.reproduce.recipe import Recipe, Scale, label_of
 from fedloom.reproduce.summary import Summary, folder_of
-from fedloom.running.state import State
 from fedloom.values import choose
 
 Show = Callable[[Plan], AbstractContextManager[Tell]]
@@ -61,9 +70,9 @@ class Budget:
     def watch(self, tell: Tell) -> Tell:
         """``tell``, which also stops the run at the end."""
 
-        def watched(label: str, seed: int, rounds: int, state: State | None) -> None:
-            tell(label, seed, rounds, state)
-            if self.left <= 0 and not (state is None and self._asked):
+        def watched(label: str, seed: int, rounds: int, now: Now | None) -> None:
+            tell(label, seed, rounds, now)
+            if self.left <= 0 and not (now is None and self._asked):
                 self._asked = True
                 signal.raise_signal(signal.SIGINT)
 

@@ -117,7 +117,7 @@ def within(mean: float, std: float, n: int, paper: float | None, spread: float |
 def claims(recipe: Recipe, numbers: Numbers) -> list[Judged]:
     """Every claim, with Holm's correction over all comparisons of the recipe."""
     pairs = [(claim, pair) for claim in recipe.paper.claims for pair in _pairs(recipe, claim, numbers)]
-    leads = [_leads(recipe, claim, left, right, numbers) for claim, (left, right) in pairs]
+    leads = [_leads(claim, left, right, numbers) for claim, (left, right) in pairs]
     tested = (k for k, (claim, _) in enumerate(pairs) if len(leads[k]) >= ENOUGH and not claim.construction)
     p = {k: paired_p(leads[k]) for k in tested}
     clear = holm(p)
@@ -127,8 +127,7 @@ def claims(recipe: Recipe, numbers: Numbers) -> list[Judged]:
         verdict = OPEN if not clear.get(k) else HOLDS if mean > 0 else FAILS
         if claim.construction and lead:
             verdict = HOLDS if min(lead) >= -ROUNDING else FAILS
-        a, b = f"{left.variant} | {left}", f"{right.variant} | {right}"
-        judged[id(claim)].append(Comparison(a, b, len(lead), mean, half_width(lead), p.get(k, math.nan), verdict))
+        judged[id(claim)].append(Comparison(_name(left), _name(right), len(lead), mean, half_width(lead), p.get(k, math.nan), verdict))
     return [Judged(claim, _overall(judged[id(claim)]), tuple(judged[id(claim)])) for claim in recipe.paper.claims]
 
 
@@ -139,23 +138,36 @@ def _overall(comparisons: Sequence[Comparison]) -> str:
     return HOLDS if verdicts == {HOLDS} else OPEN
 
 
-def _pairs(recipe: Recipe, claim: Claim, numbers: Numbers) -> list[tuple[Reference, Reference]]:
+Side = Reference | float
+
+
+def _pairs(recipe: Recipe, claim: Claim, numbers: Numbers) -> list[tuple[Reference, Side]]:
     figure = recipe.paper.figure
-    left, rights = Reference.of(claim.subject, figure), [Reference.of(text, figure) for text in claim.than]
+    left = Reference.of(claim.subject, figure)
+    rights: list[Side] = [Reference.of(side, figure) if isinstance(side, str) else side for side in claim.than]
     variants = claim.variants or tuple(recipe.variants)
     if left.variant:
         variants = (left.variant,)
     there = [v for v in variants if v in numbers] if not left.variant else list(variants)
     return [
-        (left._replace(variant=variant), right._replace(variant=right.variant or variant))
+        (left._replace(variant=variant), _in(variant, right))
         for variant in there
         for right in rights
     ]
 
 
-def _leads(recipe: Recipe, claim: Claim, left: Reference, right: Reference, numbers: Numbers) -> list[float]:
+def _in(variant: str, side: Side) -> Side:
+    return side._replace(variant=side.variant or variant) if isinstance(side, Reference) else side
+
+
+def _name(side: Side) -> str:
+    return f"{side.variant} | {side}" if isinstance(side, Reference) else f"{side:g}"
+
+
+def _leads(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> list[float]:
     """Differences over common seeds, positive where the claim is right."""
-    a, b = (_finite(numbers.get(r.variant, {}).get(str(r), {})) for r in (left, right))
+    a = _finite(numbers.get(left.variant, {}).get(str(left), {}))
+    b = dict.fromkeys(a, right) if isinstance(right, float) else _finite(numbers.get(right.variant, {}).get(str(right), {}))
     sign = 1.0 if claim.higher is not None else -1.0
     return [sign * (a[seed] - b[seed]) + claim.margin for seed in sorted(a.keys() & b.keys())]
 

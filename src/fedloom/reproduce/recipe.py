@@ -9,7 +9,7 @@ A recipe is an experiment file with more tables:
 - ``[variant.NAME]``: changes of the experiment, one run directory each; ``options.LABEL`` changes one method. Without
   variants there is one, called ``all``; ``variants = [...]`` keeps these and leaves out the base's others.
 - ``[scale.NAME]``: changes for smoke, laptop or full, on top of a variant's; ``variants`` and ``methods`` leave some
-  out, ``budget`` is in core-minutes, ``says`` is the sentence for the report.
+  out, ``options.LABEL`` changes one method, ``budget`` is in core-minutes, ``says`` is the sentence for the report.
 - ``choose = {KEY = [values]}`` in a ``[[method]]``: values of which one is chosen on validation data; `choices`.
 - ``as_published = true`` in a ``[[method]]``: the variant of the method in its public code; `as_published`.
 """
@@ -33,7 +33,7 @@ Scale = Literal["smoke", "laptop", "full"]
 SCALES: tuple[Scale, ...] = get_args(Scale)
 ONLY = "all"
 """The variant of a recipe without variants."""
-SMOKE = {"data": {"source": "digits"}, "partition": {"min_size": 1}, "rounds": 1, "evaluate": {"every": 1}}
+SMOKE = {"data": {"source": "digits"}, "partition": {"min_size": 1, "keep": 20}, "rounds": 1, "evaluate": {"every": 1}}
 """What every recipe is at smoke scale, unless it says otherwise."""
 
 
@@ -46,7 +46,7 @@ class Claim(Value):
     text: str = Field(description="the paper's claim, in its words where they are short")
     higher: str | None = Field(None, description="what is claimed to be higher; or give lower")
     lower: str | None = Field(None, description="what is claimed to be lower; or give higher")
-    than: tuple[str, ...] = Field(min_length=1, description="than each of these")
+    than: tuple[str | float, ...] = Field(min_length=1, description="than each of these references or numbers")
     margin: float = Field(0.0, ge=0, description="comparable: worse by at most this, in the figure's own unit")
     construction: bool = Field(False, description="holds by construction, whatever the methods do")
     variants: tuple[str, ...] = Field((), description="the variants that it is about; all when empty")
@@ -139,10 +139,10 @@ class Recipe:
         change = {k: v for k, v in self.scales.get(scale, {}).items() if k not in ("budget", "says")}
         for variant in change.pop("variants", list(self.variants)[: 1 if scale == "smoke" else None]):
             own = dict(choose("variant", self.variants, variant, self.name))
-            options = own.pop("options", {})
+            options = merged(own.pop("options", {}), change.get("options", {}))
             document = merged(self.document, own)
             document = merged(document, SMOKE) if scale == "smoke" else document
-            document = merged(document, {k: v for k, v in change.items() if k != "methods"})
+            document = merged(document, {k: v for k, v in change.items() if k not in ("methods", "options")})
             methods = [merged(m, options.get(label_of(m), {})) for m in document["method"]]
             named = {label_of(m): m for m in methods}
             wanted = [choose("method", named, label, self.name) for label in only or change.get("methods", named)]

@@ -133,7 +133,7 @@ def _numbers(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[str,
 def _wanted(recipe: Recipe, methods: Iterable[str]) -> list[Reference]:
     """References of the columns and claims, each at the chosen round too, and the work and traffic of every method."""
     paper = recipe.paper
-    texts = [*paper.columns.values(), *(t for c in paper.claims for t in (c.subject, *c.than))]
+    texts = [*paper.columns.values(), *(t for c in paper.claims for t in (c.subject, *c.than) if isinstance(t, str))]
     methods = list(methods)
     named = [Reference.of(text, paper.figure)._replace(variant="") for text in texts]
     named += [Reference("", method, model, paper.figure) for method in methods for model in MODELS]
