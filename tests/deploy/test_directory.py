@@ -96,6 +96,12 @@ def test_sites_with_data_of_their_own(experiment, tmp_path):
     assert read_site(tmp_path / "own" / "sites" / "site-4" / "site.toml").clients == 5
 
 
+def test_a_quorum_beyond_the_sites_is_refused(planned, tmp_path):
+    with pytest.raises(ConfigError, match="quorum must be at most the 3 sites, got 4"):
+        write(planned, tmp_path / "new", Place(quorum=4))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_nothing_is_overwritten_and_nothing_is_left_half_done(planned, ready, monkeypatch):
     before = (ready / "authority" / "ca.key").read_bytes()
     with pytest.raises(ConfigError, match="is there already"):

@@ -27,6 +27,7 @@ from fedloom.deploy.units import (
     site_unit,
 )
 from fedloom.errors import ConfigError
+from fedloom.values import make
 
 APP = "app"
 AUTHORITY_DAYS = 3650
@@ -70,39 +71,38 @@ def _fill(folder: Path, plan: Plan, place: Place) -> None:
         "clients": len(plan.sites),
         "samples": plan.samples,
     }
-    server = Server(
-        **shared,
-        sites=members,
-        quorum=place.quorum or len(members) // 2 + 1,
-        port=place.port,
-        public=gate_address(place),
-    )
+    quorum = place.quorum or len(members) // 2 + 1
+    given = {**shared, "sites": members, "quorum": quorum, "port": place.port, "public": gate_address(place)}
+    server = make(Server, given, "fedloom deploy init", Server.model_fields)
     _write(folder / "authority" / "ca.key", ca.private(), private=True)
     _write(folder / "authority" / "ca.crt", ca.pem())
     _write_server(folder / "server", server, ca, place)
-    for k, (site, (node, signing)) in enumerate(pairs.items()):
-        there = folder / "sites" / site
-        value = Site(
+    for member, (node, signing) in zip(members, pairs.values(), strict=True):
+        site = Site(
             **shared,
-            site=site,
-            client=k,
+            site=member.site,
+            client=member.client,
             data=plan.data,
             data_dir=plan.data_dir,
             share=plan.share,
             server=gate_address(place),
-            port=9094,
         )
+        there = folder / "sites" / site.site
         _write(there / "experiment.toml", plan.experiment)
-        _write(there / "node-key", node.private, private=True)
-        _write(there / "signing-key", signing.private, private=True)
-        _write(there / "node-key.pub", node.public + "\n")
         _write(there / "ca.crt", ca.pem())
-        _write(there / "site.toml", text_of(value))
-        _write(there / "fedloom-site.service", site_unit(value, place))
-        for name in SITE_WRITES:
-            (there / name).mkdir(mode=0o700)
-        _write(folder / "server" / "nodes" / f"{site}.pub", node.public + "\n")
+        _write_site(there, site, node, signing, place)
+        _write(folder / "server" / "nodes" / f"{site.site}.pub", node.public + "\n")
     _write(folder / "README.md", _readme(plan, server, place))
+
+
+def _write_site(folder: Path, site: Site, node: keys.Pair, signing: keys.Pair, place: Place) -> None:
+    _write(folder / "site.toml", text_of(site))
+    _write(folder / "node-key", node.private, private=True)
+    _write(folder / "node-key.pub", node.public + "\n")
+    _write(folder / "signing-key", signing.private, private=True)
+    _write(folder / "fedloom-site.service", site_unit(site, place))
+    for name in SITE_WRITES:
+        (folder / name).mkdir(mode=0o700)
 
 
 def _write_server(folder: Path, server: Server, ca: keys.Authority, place: Place) -> None:
