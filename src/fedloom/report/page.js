@@ -16,7 +16,7 @@
     return Math.min(width < SMALL ? 104 : 190, 7 * longest) + (y.title ? 34 : 14);
   }
 
-  const SMALL = 520, SMALLEST = 122, GAP = 30;
+  const SMALL = 520, SMALLEST = 122, WIDEST = 520, GAP = 30;
 
   // As many columns as fit, or one less where that leaves fewer gaps in the last line.
   function columnsOf(panels, room) {
@@ -38,7 +38,7 @@
       const names = besideOf(spec, width);
       const panels = new Set(figure.spec.datasets.rows.map((row) => row[spec.facet.field])).size;
       const columns = columnsOf(panels, Math.floor((width - names + GAP) / (SMALLEST + GAP)));
-      const each = Math.min(420, Math.floor((width - names - GAP * (columns - 1)) / columns));
+      const each = Math.min(WIDEST, Math.floor((width - names - GAP * (columns - 1)) / columns));
       spec.columns = columns;
       spec.spec.width = each;
       spec.facet.header.labelLimit = each;
@@ -64,7 +64,13 @@
     const width = Math.floor(place.clientWidth);
     if (!width || place.dataset.drawn === `${width} ${look()}`) return;
     place.dataset.drawn = `${width} ${look()}`;
-    const { view } = await vegaEmbed(place, fitted(figure, width), options(figure, themes[look()]));
+    const made = (room) => vegaEmbed(place, fitted(figure, room), options(figure, themes[look()]));
+    let { view } = await made(width);
+    const over = place.querySelector(".marks").getBoundingClientRect().width - width;
+    if (over > 0.5) {  // names longer than expected
+      view.finalize();
+      ({ view } = await made(width - Math.ceil(over)));
+    }
     place.view?.finalize();
     place.view = view;
   }

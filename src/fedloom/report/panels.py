@@ -49,7 +49,7 @@ def line_panels(
             tickMinStep=1 if x.whole else alt.Undefined,
             labelExpr="format(datum.value, '.0%')" if x.percent else NUMBERS,
         ),
-        scale=alt.Scale(nice=False) if x.percent else alt.Undefined,
+        scale=alt.Scale(nice=False, padding=7) if x.percent else alt.Undefined,
     )
     kind = alt.Scale(type="log") if y.log else alt.Scale(zero=False)
     if y.domain:
@@ -65,7 +65,7 @@ def line_panels(
     ghosts = _ghosts(data, field, len(panels))
     chart: Any = alt.layer(
         *([ghost.encode(x=across, y=up, detail="line:N")] if ghosts else []),
-        band.encode(x=across, y=alt.Y("low:Q"), y2="high:Q", color=tint, detail="model:N"),
+        band.encode(x=across, y=alt.Y("low:Q", scale=kind), y2="high:Q", color=tint, detail="model:N"),
         line.encode(x=across, y=up, color=tint),
         dots.encode(x=across, y=up, color=tint, tooltip=hints),
         data=alt.NamedData(name="rows"),

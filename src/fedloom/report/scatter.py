@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 
 import altair as alt
 
+from fedloom.report.compare import tasks
 from fedloom.report.figure import Figure, Rows, colour, rounded
 from fedloom.report.naming import metric, titled
 from fedloom.report.numbers import Estimate, Row
 from fedloom.report.panels import NUMBERS
+from fedloom.report.reading import Run
 
 Lengths = tuple[float, float]
 HIGH = 360
@@ -26,7 +28,7 @@ class Price(NamedTuple):
     less: bool = True
 
 
-def fairness_pictures(rows: list[Row], lead: str) -> list[Figure | None]:
+def fairness_pictures(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
     """The leading result against the variance of losses, and against the worst tenth of the clients."""
     better = "top left" if metric(lead).higher else "bottom left"
     variance = Price("loss/variance", "variance", "Variance of the clients' test losses")
@@ -36,12 +38,14 @@ def fairness_pictures(rows: list[Row], lead: str) -> list[Figure | None]:
     corner = "top right" if metric(lead).higher else "bottom left"
     what = metric(lead).title
     return [
-        trade_off(rows, lead, variance, ("fairness", "fairness", "Variance", f"{what} against fairness", better)),
-        trade_off(rows, lead, worst, ("worst", "fairness", "Worst 10 %", f"{what} against the worst tenth", corner)),
+        trade_off(runs, rows, lead, variance, ("fairness", "fairness", "Variance", f"{what} against fairness", better)),
+        trade_off(
+            runs, rows, lead, worst, ("worst", "fairness", "Worst 10 %", f"{what} against the worst tenth", corner)
+        ),
     ]
 
 
-def sparsity_picture(rows: list[Row], lead: str) -> Figure | None:
+def sparsity_picture(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
     """The leading result against the non-zero parameters; a model that was not counted is dense."""
     if not any("nonzeros" in row.figures for row in rows):
         return None
@@ -55,10 +59,12 @@ def sparsity_picture(rows: list[Row], lead: str) -> Figure | None:
     better = "top left" if metric(lead).higher else "bottom left"
     price = Price("nonzeros", "nonzeros", "Non-zero parameters")
     title = f"{metric(lead).title} against sparsity"
-    return trade_off(counted, lead, price, ("sparsity", "structure", "Trade-off", title, better))
+    return trade_off(runs, counted, lead, price, ("sparsity", "structure", "Trade-off", title, better))
 
 
-def trade_off(rows: list[Row], lead: str, price: Price, words: tuple[str, str, str, str, str]) -> Figure | None:
+def trade_off(
+    runs: list[Run], rows: list[Row], lead: str, price: Price, words: tuple[str, str, str, str, str]
+) -> Figure | None:
     """A point per row with both figures; ``words`` are id, group, tab, title and the corner that is best."""
     scale = metric(lead).scale
     factor = scale if price.figure.startswith(lead) else 1.0
@@ -81,17 +87,20 @@ def trade_off(rows: list[Row], lead: str, price: Price, words: tuple[str, str, s
                 f"{price.column}_high": rounded(high),
             }
         )
-    if len(data) < 2:
+    if len(data) < 2 or len({point[price.column] for point in data}) == 1:
         return None
     signs = (1 if metric(lead).higher else -1, -1 if price.less else 1)
-    for point in data:
-        point["best"] = not any(_better(other, point, price.column, signs) for other in data)
+    for _, _, own in tasks(runs, rows):
+        peers = [point for point in data if any((point["method"], point["model"]) == (r.name, r.model) for r in own)]
+        for point in peers:
+            point["best"] = not any(_better(other, point, price.column, signs) for other in peers)
     for narrow, width in (("", 600), ("_narrow", 280)):
         place_labels(data, ("result", price.column), (width, HIGH - 20), narrow)
     id, group, tab, title, corner = words
     caption = (
-        f"{title}, one point per model and method: {corner} is best. Ringed: no other is better in both. Lines are "
-        "95 % intervals over seeds, cut at the edge; names that would overlap are left out (point at a dot)."
+        f"{title}, one point per model and method: {corner} is best. Ringed: no other of equal data and attack is "
+        "better in both. Lines are 95 % intervals over seeds, cut at the edge; names that would overlap are left out "
+        "(point at a dot)."
     )
     chart = _draw(data, rows, lead, price)
     return Figure(id, group, tab, title, caption, chart, data, {}, "wide")

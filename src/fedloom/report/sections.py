@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from html import escape
 
 from fedloom.report.compare import SEEDS, Winner, tasks, winners
@@ -47,7 +48,8 @@ def overview(runs: list[Run], rows: list[Row]) -> str:
     lead = leading_metric(runs)
     parts = []
     several = tasks(runs, rows)
-    for label, own_runs, own in several:
+    for label, own_runs, found in several:
+        own = found if len(own_runs) > 1 else [replace(row, run="") for row in found]
         cards = "".join(_card(winner, own) for winner in winners(own_runs, own, lead))
         title = f"<h3>{escape(label)}</h3>" if len(several) > 1 else ""
         parts.append(f'{title}<div class="cards" role="list">{cards}</div>')
