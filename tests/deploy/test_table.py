@@ -8,8 +8,9 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fedloom.cli import app
+from fedloom.deploy.local_data import site_federation
 from fedloom.deploy.memory import Memory
-from fedloom.deploy.models import export, module_of, owned
+from fedloom.deploy.models import export, figures, module_of, owned
 from fedloom.deploy.settings import read_site
 from fedloom.deploy.table import site_table
 from fedloom.errors import CheckpointError, ConfigError
@@ -61,6 +62,16 @@ def test_a_sites_model_is_found_loaded_and_exported(kept, tmp_path):
     assert torch.equal(Layout.of(module).vector(module), row)
 
 
+def test_a_sites_model_is_scored_on_its_own_test_part(kept):
+    folder, _, _ = kept
+    (one,) = owned(folder)
+    fed = site_federation(read(one.site.experiment), one.site)
+    index = fed.indices("test", 1)
+    hits = module_of(one)(fed.fetch(index)).argmax(1) == fed.targets(index)
+    assert len(index) > 5
+    assert figures(one)["accuracy"] == pytest.approx(hits.double().mean().item())
+
+
 def test_a_model_of_another_experiment_is_not_shown(kept):
     folder, _, _ = kept
     file = folder / "sites" / "site-1" / "site.toml"
@@ -79,8 +90,9 @@ def test_a_damaged_model_is_a_sentence(kept):
 
 def test_the_command(kept, tmp_path):
     folder, _, _ = kept
-    listed = CliRunner().invoke(app, ["deploy", "models", str(folder)])
+    listed = CliRunner().invoke(app, ["deploy", "models", str(folder), "--test"])
     assert listed.exit_code == 0
+    assert "accuracy 0." in listed.output
     assert listed.output.split()[:4] == ["site-1", "personal", "round", "7"]
     done = CliRunner().invoke(app, ["deploy", "models", str(folder), "--out", str(tmp_path / "out")])
     assert done.output.strip().endswith("site-1.safetensors")

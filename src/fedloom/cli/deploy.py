@@ -117,13 +117,14 @@ def local(
 def models(
     folder: Annotated[Path, typer.Argument(help="a site's folder, or a deployment's directory", show_default=False)],
     out: Annotated[Path | None, typer.Option(help="folder to export to, one state dict per site")] = None,
+    test: Annotated[bool, typer.Option("--test", help="score each on its own site's test data")] = False,
 ) -> None:
-    """List the models on the disks of sites, and export them as state dicts for the plain PyTorch module.
+    """List the models on the disks of sites, score them, and export them as state dicts for the plain PyTorch module.
 
     Example: fedloom deploy models /srv/fedloom/site --out models
     """
     with errors():
-        from fedloom.deploy.models import export, owned
+        from fedloom.deploy.models import export, figures, owned
 
         found = owned(folder)
         if not found:
@@ -131,6 +132,8 @@ def models(
         for one in found:
             path = one.model.path if out is None else export(one, out)
             typer.echo(f"{one.site.site:<16}{one.model.kind:<10}round {one.model.round:<6}{path}")
+            if test:
+                typer.echo("  " + ", ".join(f"{name} {value:.4f}" for name, value in figures(one).items()))
 
 
 @deploy.command()

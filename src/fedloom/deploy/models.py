@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from fedloom.deploy.local_data import site_federation
 from fedloom.deploy.memory import Model, models
 from fedloom.deploy.settings import Site, read_site
 from fedloom.errors import ConfigError
@@ -15,6 +17,7 @@ from fedloom.experiment import read
 from fedloom.rows.layout import Layout
 from fedloom.running.checkpoint import save_tensors
 from fedloom.running.files import make_folder
+from fedloom.tasks import task_of
 
 
 class Owned(NamedTuple):
@@ -44,6 +47,21 @@ def module_of(one: Owned) -> nn.Module:
     module = experiment.model.build(samples.shape, samples.outputs, experiment.head.seeds[0])
     Layout.of(module).load(module, load_file(one.model.path)["rows"][0])
     return module.eval()
+
+
+@torch.no_grad()
+def figures(one: Owned) -> dict[str, float]:
+    """Metrics of a site's model, from its disk, on the site's own test part; nan where there is no test sample.
+
+    Raises:
+        DataError: the data cannot be read.
+    """
+    fed = site_federation(read(one.site.experiment), one.site)
+    index = fed.indices("test", one.site.client)
+    found = task_of(fed.data).metrics(
+        module_of(one)(fed.fetch(index)), fed.targets(index), torch.zeros(len(index), dtype=torch.long), 1
+    )
+    return {name: float(value) for name, value in found.items()}
 
 
 def export(one: Owned, out: Path) -> Path:
