@@ -50,7 +50,7 @@ def reproduce(
             typer.echo(f"page: {page}")
             return
         if list_:
-            _list(recipes(), how_much, out, results, data_dir)
+            _list(recipes(), how_much, results, data_dir)
             return
         time = Budget(None if budget is None else _seconds(budget))
         chosen = [recipe(name)] if name is not None else list(recipes().values())
@@ -95,11 +95,11 @@ def _run(
     return done is not None and done.complete
 
 
-def _list(recipes: dict[str, Recipe], scale: Scale, out: Path, results: Path, data_dir: Path | None) -> None:
+def _list(recipes: dict[str, Recipe], scale: Scale, results: Path, data_dir: Path | None) -> None:
     from fedloom.reproduce.estimate import listing
     from fedloom.reproduce.verdicts import print_listing
 
-    print_listing(listing(recipes, scale, out, results, data_dir))
+    print_listing(list(listing(recipes, scale, results, data_dir)))
 
 
 def _seeds(text: str | None) -> list[int]:

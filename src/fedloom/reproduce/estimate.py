@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,14 +20,15 @@ from fedloom.algorithms import FedAvg
 from fedloom.choose import Uniform
 from fedloom.data.dataset import Dataset
 from fedloom.data.partition import Iid
-from fedloom.errors import FedloomError
+from fedloom.data.sources import Source
+from fedloom.errors import DataError, FedloomError
 from fedloom.experiment import Experiment
 from fedloom.experiment.schema import Method
 from fedloom.local import Local
 from fedloom.models import MLP, ModelSpec
 from fedloom.reproduce.choices import candidates, first
 from fedloom.reproduce.execute import experiment
-from fedloom.reproduce.page import last, state
+from fedloom.reproduce.page import state
 from fedloom.reproduce.recipe import Recipe, Scale
 from fedloom.reproduce.summary import read
 from fedloom.running.cost import samples_per_round
@@ -128,21 +128,21 @@ def _counted(algorithm: Any, local: Local, samples: int) -> float:
 
 @cache
 def _seconds(spec: ModelSpec, shape: tuple[int, ...], classes: int, batch: int, clients: int) -> float:
-    """Seconds of the processor per gradient of a sample."""
+    """Seconds of the processor per gradient of a sample: the second of two rounds of two steps."""
     data = _random(shape, classes, clients * 2 * batch)
     fed = Iid(clients=clients, test=0.0, validation=0.0)(data, 0)
-    local, evaluate = Local(batch_size=batch, lr=1e-4), Evaluate(every=9, parts=("test",))
-    clock = []
-    tell = [lambda _: clock.append(time.process_time())]
-    simulate(FedAvg(), fed, model=spec, rounds=3, local=local, evaluate=evaluate, progress=tell)
-    return min(b - a for a, b in pairwise(clock[:-1])) / (clients * 2 * batch)
+    local, evaluate = Local(batch_size=batch, lr=1e-4), Evaluate(every=2, parts=("test",))
+    clock: list[float] = []
+    tell = [lambda _: clock.append(time.process_time())]  # between rounds
+    simulate(FedAvg(), fed, model=spec, rounds=2, local=local, evaluate=evaluate, progress=tell)
+    return (clock[1] - clock[0]) / (clients * 2 * batch)
 
 
 def _speed(plan: Experiment, method: Method, data: Nominal, clients: int, samples: float) -> float:
     batch = int(samples) if method.local.batch_size == "full" else method.local.batch_size
     heavy = len(data.shape) == 3 and not isinstance(plan.model, MLP) and plan.model_kind != "softmax"
-    batch = max(1, min(batch, int(samples), HEAVY if heavy else batch))
-    return _seconds(plan.model, data.shape, data.classes, batch, 1 if heavy else clients)
+    size = max(1, min(batch, int(samples), HEAVY if heavy else batch))
+    return _seconds(plan.model, data.shape, 10 if heavy else data.classes, size, 1 if heavy else clients)
 
 
 def _random(shape: tuple[int, ...], classes: int, samples: int) -> Dataset:
@@ -150,3 +150,36 @@ def _random(shape: tuple[int, ...], classes: int, samples: int) -> Dataset:
     x = torch.rand(samples, *shape, generator=rng)
     names = tuple(str(c) for c in range(classes))
     return Dataset("random", x, torch.arange(samples) % classes, "classification", names)
+
+
+def listing(
+    recipes: Mapping[str, Recipe], scale: Scale, results: Path, data_dir: Path | None
+) -> Iterator[tuple[str, ...]]:
+    """One row per recipe: name, title, data needed, state, stated budget, and estimated time here.
+
+    Every data set is looked for, and every kind of model timed, once.
+    """
+    missing: dict[str, bool] = {}
+    for name, recipe in recipes.items():
+        needed = {d["data"]["source"]: experiment(first(d), name).source for d in recipe.at(scale).values()}
+        for source in needed.keys() - missing.keys():
+            missing[source] = not _is_there(needed[source], data_dir)
+        data = ", ".join(f"{source}{' (data missing)' if missing[source] else ''}" for source in sorted(needed))
+        budget = recipe.budget(scale)
+        stated = "-" if budget is None else f"{budget:g} min"
+        yield name, recipe.paper.title, data, state(read(results, name, scale)), stated, _said(minutes(recipe, scale))
+
+
+def _is_there(source: Source, data_dir: Path | None) -> bool:
+    try:
+        source.load(data_dir)
+    except DataError:
+        return False
+    return True
+
+
+def _said(minutes: float) -> str:
+    for unit, size in (("days", 60 * 24), ("h", 60)):
+        if minutes >= 2 * size:
+            return f"{minutes / size:.0f} {unit}"
+    return f"{minutes:.0f} min"

@@ -127,7 +127,9 @@ def claims(recipe: Recipe, numbers: Numbers) -> list[Judged]:
         verdict = OPEN if not clear.get(k) else HOLDS if mean > 0 else FAILS
         if claim.construction and lead:
             verdict = HOLDS if min(lead) >= -ROUNDING else FAILS
-        judged[id(claim)].append(Comparison(_name(left), _name(right), len(lead), mean, half_width(lead), p.get(k, math.nan), verdict))
+        judged[id(claim)].append(
+            Comparison(_name(left), _name(right), len(lead), mean, half_width(lead), p.get(k, math.nan), verdict)
+        )
     return [Judged(claim, _overall(judged[id(claim)]), tuple(judged[id(claim)])) for claim in recipe.paper.claims]
 
 
@@ -149,11 +151,7 @@ def _pairs(recipe: Recipe, claim: Claim, numbers: Numbers) -> list[tuple[Referen
     if left.variant:
         variants = (left.variant,)
     there = [v for v in variants if v in numbers] if not left.variant else list(variants)
-    return [
-        (left._replace(variant=variant), _in(variant, right))
-        for variant in there
-        for right in rights
-    ]
+    return [(left._replace(variant=variant), _in(variant, right)) for variant in there for right in rights]
 
 
 def _in(variant: str, side: Side) -> Side:
@@ -167,7 +165,11 @@ def _name(side: Side) -> str:
 def _leads(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> list[float]:
     """Differences over common seeds, positive where the claim is right."""
     a = _finite(numbers.get(left.variant, {}).get(str(left), {}))
-    b = dict.fromkeys(a, right) if isinstance(right, float) else _finite(numbers.get(right.variant, {}).get(str(right), {}))
+    b = (
+        dict.fromkeys(a, right)
+        if isinstance(right, float)
+        else _finite(numbers.get(right.variant, {}).get(str(right), {}))
+    )
     sign = 1.0 if claim.higher is not None else -1.0
     return [sign * (a[seed] - b[seed]) + claim.margin for seed in sorted(a.keys() & b.keys())]
 

@@ -208,7 +208,7 @@ def _resolved(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
     base.get("scale", {}).pop("laptop", None)
     for table, follows in (("columns", ("columns", "cells")), ("cells", ("cells",))):
         if table in document.get("paper", {}):
-            base["paper"] |= dict.fromkeys(follows, {})
+            base["paper"] |= {key: {} for key in follows}
     return merged(base, document)
 
 
