@@ -118,7 +118,8 @@ class Group:
         self.rank, self.size, self._nccl = rank, size, nccl
         given = self._numbers(machine)
         self.machines = [sorted(set(given)).index(m) for m in given]
-        self.memory: Memory = _Memory(self, self.share(f"fedloom-{secrets.token_hex(8)}"))
+        name = self.share(f"fedloom-{secrets.token_hex(8)}")
+        self.memory: Memory = _Memory(self, f"{name}-{self.machines[rank]}")
 
     def any(self, flag: bool) -> bool:
         return any(self._numbers(int(flag)))
@@ -191,10 +192,10 @@ class _Memory:
         self._made += 1
         self._bytes += size
         places = [Path(folder, f"{self._name}-{self._made}") for folder in ("/dev/shm", tempfile.gettempdir())]
-        if self._makes:
-            self._create(places, size, large)
-        self._group.wait()
         try:
+            if self._makes:
+                self._create(places, size, large)
+            self._group.wait()
             path = next(p for p in places if p.exists())
             with path.open("r+b") as file:
                 found = mmap.mmap(file.fileno(), size)

@@ -30,7 +30,8 @@ class Homes:
 
     def __init__(self, ranks: Ranks, stores: Mapping[str, Store[Any]]) -> None:
         self._ranks = ranks
-        self._stores = {name: store for name, store in stores.items() if len(store.template)}
+        used = {name: store for name, store in stores.items() if name == "clients" or len(store.template)}
+        self._stores = used  # that a client was seen is known from its row, even if that is empty
         self.machines = max(ranks.machines) + 1
         n = next(iter(stores.values())).n
         self._latest = {name: torch.ones(self.machines, n, dtype=torch.bool) for name in self._stores}
@@ -63,13 +64,16 @@ class Homes:
             self._bring(name, {0: (~latest[0]).nonzero()[:, 0]})
 
     def _bring(self, name: str, wanted: Mapping[int, Tensor]) -> None:
-        latest, store = self._latest[name], self._stores[name]
+        latest, store, moved = self._latest[name], self._stores[name], False
         for target, ids in wanted.items():
             missing = ids[~latest[target, ids]].sort().values
             homes = latest[:, missing].int().argmax(0)
             for source in homes.unique().tolist():
                 self._move(store, missing[homes == source], source, target)
             latest[target, missing] = True
+            moved |= len(missing) > 0
+        if moved:
+            self._ranks.wait()
 
     def _move(self, store: Store[Any], ids: Tensor, source: int, target: int) -> None:
         """Rows from the first rank of a machine to that of another."""
