@@ -16,11 +16,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fedloom.experiment import Plan
-from fedloom.experiment.execute import Tell
-from fedloom.running.state import State
+from fedloom.experiment.telling import Now, Tell
 
 SECONDS_PER_LINE = 5.0
 """Time between two plain lines of one run."""
+
+SHOWN = ("loss", "accuracy", "auroc", "rmse")
+"""Metrics shown of a run that goes on; the first two that it has."""
 
 
 @contextmanager
@@ -34,19 +36,25 @@ def shown(plan: Plan) -> Iterator[Tell]:
         yield _Lines(plan)
         return
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Progress(*columns, TextColumn("{task.fields[loss]}"), console=console) as bars:
+    with Progress(*columns, TextColumn("{task.fields[figures]}"), console=console) as bars:
         total = sum(method.rounds for method, _ in plan.runs)
-        everything = bars.add_task("all runs", total=total, loss="")
+        everything = bars.add_task("all runs", total=total, figures="")
         rows: dict[tuple[str, int], Any] = {}
+        done: dict[tuple[str, int], int] = {}
 
-        def tell(label: str, seed: int, rounds: int, state: State | None) -> None:
-            key = (label, seed)
+        def tell(label: str, seed: int, rounds: int, now: Now | None) -> None:
+            key, at = (label, seed), rounds if now is None else now.round
+            if done.get(key) == rounds:
+                return
             if key not in rows:
-                rows[key] = bars.add_task(f"{label}, seed {seed}", total=rounds, loss="")
-            bars.update(rows[key], completed=rounds if state is None else state.round, loss=_loss(state))
-            if state is None or state.round == rounds:
+                rows[key] = bars.add_task(f"{label}, seed {seed}", total=rounds, figures="")
+            done[key] = at
+            bars.update(rows[key], completed=at)
+            if now is not None and now.figures:
+                bars.update(rows[key], figures=_latest(now))
+            if at == rounds:
                 bars.remove_task(rows[key])
-            bars.update(everything, advance=rounds if state is None else 1)
+            bars.update(everything, completed=sum(done.values()))
 
         yield tell
 
@@ -56,28 +64,34 @@ class _Lines:
 
     def __init__(self, plan: Plan) -> None:
         self.start = self.last = time.monotonic()
-        self.total, self.done = sum(method.rounds for method, _ in plan.runs), 0
+        self.total = sum(method.rounds for method, _ in plan.runs)
+        self.done: dict[tuple[str, int], int] = {}
+        self.figures: dict[tuple[str, int], str] = {}
 
-    def __call__(self, label: str, seed: int, rounds: int, state: State | None) -> None:
-        self.done += rounds if state is None else 1
-        now = time.monotonic()
-        if state is not None and state.round < rounds and now - self.last < SECONDS_PER_LINE:
+    def __call__(self, label: str, seed: int, rounds: int, now: Now | None) -> None:
+        key, at, time_now = (label, seed), rounds if now is None else now.round, time.monotonic()
+        if self.done.get(key) == rounds:
             return
-        self.last = now
-        left = (now - self.start) / self.done * (self.total - self.done)
-        at = rounds if state is None else state.round
-        line = f"{label}, seed {seed}: round {at}/{rounds}{_loss(state)}, about {left:.0f} s left"
-        sys.stdout.write(line + "\n")
+        self.done[key] = at
+        if now is not None and now.figures:
+            self.figures[key] = _latest(now)
+        if at < rounds and time_now - self.last < SECONDS_PER_LINE:
+            return
+        self.last, finished = time_now, sum(self.done.values())
+        left = (time_now - self.start) / finished * (self.total - finished)
+        figures = self.figures.get(key, "")
+        sys.stdout.write(f"{label}, seed {seed}: round {at}/{rounds}{figures}, about {left:.0f} s left\n")
         sys.stdout.flush()
 
 
-def _loss(state: State | None) -> str:
-    if state is None:
-        return ""
+def _latest(now: Now) -> str:
+    """The newest validation figures of the personal model, of the global one where there is none."""
+    figures = now.figures[max(now.figures)]
     for model in ("personal", "global"):
-        for record in reversed(state.records.items):
-            if (record.model, record.part, record.metric) == (model, "validation", "loss/mean"):
-                return f", {model} validation loss {record.values[0]:.4f}"
+        found = {name: figures.get(f"{model}/validation/{name}/mean") for name in SHOWN}
+        texts = [f"{name} {value:.4g}" for name, value in found.items() if value is not None]
+        if texts:
+            return f", {model} validation {', '.join(texts[:2])}"
     return ""
 
 

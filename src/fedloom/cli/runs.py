@@ -18,6 +18,7 @@ def run(
     workers: Annotated[str | None, typer.Option(help="processes, or 'auto'; replaces [engine] workers")] = None,
     data_dir: DataDir = None,
     force: Annotated[bool, typer.Option("--force", help="forget what the run directory holds and start anew")] = False,
+    track: Annotated[str | None, typer.Option(help="log figures to 'tensorboard' or 'mlflow' as they come")] = None,
 ) -> None:
     """Run all methods and seeds of an experiment; run again to resume.
 
@@ -31,20 +32,25 @@ def run(
                 raise ConfigError(f"--workers must be a number from 1 or 'auto', got {workers!r}")
             count = int(workers)
         from fedloom.experiment import Plan, read
+        from fedloom.experiment.track import Tracker, check_tracker
         from fedloom.progress import shown
         from fedloom.running.distributed import joined
 
         with joined() as ranks:
             where = out or Path("runs") / file.stem
+            check_tracker(track)
             plan = Plan(read(file, workers=count), where, data_dir, force=force, ranks=ranks)
+            tracker = Tracker(track, plan.experiment, where) if track and ranks.rank == 0 else None
             with shown(plan) as tell:
-                outcomes = plan.run(tell)
+                outcomes = plan.run(tell, tracker=tracker)
     if plan.ranks.rank == 0:
         _print_table(plan.out)
         for outcome in outcomes:
             if outcome.status != "done":
                 typer.echo(f"{outcome.label}, seed {outcome.seed}: {outcome.reason}", err=True)
         typer.echo(f"report: {plan.out / 'report.html'}")
+        if tracker is not None:
+            typer.echo(f"tracked: {tracker.view}")
     if any(o.status == "interrupted" for o in outcomes):
         raise typer.Exit(130)
     if any(o.status != "done" for o in outcomes):

@@ -7,9 +7,9 @@ import os
 import re
 import shutil
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
@@ -18,6 +18,7 @@ from fedloom.data.federation import Federation
 from fedloom.errors import ClientError, RunDirError
 from fedloom.experiment.outputs import Outcome, write_inspection, write_settings, write_summary, write_tables
 from fedloom.experiment.schema import Experiment, Method
+from fedloom.experiment.telling import PAUSE, Line, Now, Tell, Teller
 from fedloom.running.files import lock, make_folder
 from fedloom.running.inspection import check_inspection
 from fedloom.running.parallel import Pool
@@ -26,13 +27,12 @@ from fedloom.running.result import Result
 from fedloom.running.setup import make_job
 from fedloom.running.signals import interruptible
 from fedloom.running.simulate import simulate
-from fedloom.running.state import State
+
+if TYPE_CHECKING:
+    from fedloom.experiment.track import Tracker
 
 FEW_CLIENTS = 16
 """Cohorts below this size run several runs side by side, instead of several chunks of one."""
-
-Tell = Callable[[str, int, int, State | None], None]
-"""(label, seed, rounds in all, state): called after every round; state is None when a run has ended elsewhere."""
 
 
 class Plan:
@@ -75,20 +75,28 @@ class Plan:
                 _clear(out)
             make_folder(out)
 
-    def run(self, tell: Tell = lambda *_: None, *, page: bool = True) -> list[Outcome]:
+    def run(self, tell: Tell = lambda *_: None, *, page: bool = True, tracker: Tracker | None = None) -> list[Outcome]:
         """Do what is missing, and write every file of the run directory, the report if ``page``.
+
+        Args:
+            tell: called after every round.
+            page: write the report.
+            tracker: gets the figures of every run as they come.
 
         Raises:
             CheckpointError: a disk that is full or refuses; what was finished is kept.
         """
         if self.ranks.rank > 0:
             return self._run_all(tell)
+        tell = tell if tracker is None else tracker.beside(tell)
         with lock(self.out):
             write_settings(self.out, self.experiment)
             processes = min(self._processes(), len(self.runs))
             interrupted = processes > 1 and self._run_side_by_side(processes, tell)
             outcomes = self._run_all(tell, alone=processes == 1, interrupted=interrupted)
             self._write(outcomes)
+            if tracker is not None:
+                tracker.end(outcomes)
             if page and any(o.result is not None for o in outcomes):
                 report.write([self.out], self.out / "report.html")
         return outcomes
@@ -101,9 +109,7 @@ class Plan:
         return outcomes
 
     def _run_one(self, method: Method, seed: int, tell: Tell, *, alone: bool, advance: bool = True) -> Outcome:
-        def progress(state: State) -> None:
-            tell(method.label, seed, method.rounds, state)
-
+        progress = Teller(lambda now: tell(method.label, seed, method.rounds, now), 0.0 if alone else PAUSE)
         settings = self._settings(method, seed)
         if not alone:
             settings["engine"] = settings["engine"].with_(workers=1)
@@ -116,15 +122,20 @@ class Plan:
 
     def _run_side_by_side(self, processes: int, tell: Tell) -> bool:
         """Compute the runs in forked processes; their checkpoints hold the results. True if the user stopped it."""
+        line = Line()
 
         def handle(_shared: None, k: int) -> None:
-            method, seed = self.runs[k]
-            self._run_one(method, seed, lambda *_: None, alone=False)
+            send = line.sender(k)
+            self._run_one(*self.runs[k], lambda _label, _seed, _rounds, now: send(now), alone=False)
+            send(None)
 
-        with Pool({"run": handle}, processes) as pool, interruptible() as interrupted:
-            for k, _ in enumerate(pool.map("run", None, range(len(self.runs)), interrupted)):
-                method, seed = self.runs[k]
-                tell(method.label, seed, method.rounds, None)
+        def hear(k: int, now: Now | None) -> None:
+            method, seed = self.runs[k]
+            tell(method.label, seed, method.rounds, now)
+
+        with Pool({"run": handle}, processes) as pool, interruptible() as interrupted, line.heard(hear):
+            for _ in pool.map("run", None, range(len(self.runs)), interrupted):
+                pass
             return interrupted()
 
     def _write(self, outcomes: list[Outcome]) -> None:

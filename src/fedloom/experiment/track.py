@@ -1,0 +1,215 @@
+"""Tracking: the figures of a run as it goes on, in TensorBoard or MLflow (extra ``track``).
+
+Figures are those of the whole federation; what is logged is the same after a restart. TensorBoard files and MLflow's
+database are in the run directory's folder ``tracking``; with MLFLOW_TRACKING_URI set, MLflow logs there instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from fedloom.errors import ConfigError, unknown
+from fedloom.experiment.execute import folder_of
+from fedloom.experiment.outputs import Outcome
+from fedloom.experiment.schema import Experiment
+from fedloom.experiment.telling import Figures, Now, Tell, Teller
+from fedloom.running.files import make_folder
+
+FOLDER = "tracking"
+MOST = 1000
+"""Metrics that MLflow takes at once."""
+
+
+class Writer(Protocol):
+    """Where the figures of one run go."""
+
+    last: int
+    """The last round that is there."""
+
+    def write(self, round: int, figures: Figures) -> None:
+        """Adds the figures of a later round."""
+        ...
+
+    def close(self, status: str) -> None:
+        """Says how the run ended."""
+        ...
+
+
+class Tracker:
+    """Gives the figures of every run of an experiment to a writer of its own.
+
+    Args:
+        kind: one of `TRACKERS`.
+        experiment: what is run.
+        out: its run directory.
+
+    Attributes:
+        view: the command that shows what was tracked.
+
+    Raises:
+        ConfigError: an unknown kind, or its packages are missing.
+    """
+
+    def __init__(self, kind: str, experiment: Experiment, out: Path) -> None:
+        check_tracker(kind)
+        self._make, self.view = TRACKERS[kind](experiment, out)
+        self._writers: dict[tuple[str, int], Writer] = {}
+        self._lock = threading.Lock()
+
+    def beside(self, tell: Tell) -> Tell:
+        """``tell``, and the writers."""
+
+        def both(label: str, seed: int, rounds: int, now: Now | None) -> None:
+            if now is not None:
+                self._write(label, seed, now)
+            tell(label, seed, rounds, now)
+
+        return both
+
+    def end(self, outcomes: Sequence[Outcome]) -> None:
+        """Adds what was not told of the runs, and how they ended."""
+        for outcome in outcomes:
+            if outcome.result is not None:
+                Teller(partial(self._write, outcome.label, outcome.seed))(outcome.result.state)
+            self._writer(outcome.label, outcome.seed).close(outcome.status)
+
+    def _write(self, label: str, seed: int, now: Now) -> None:
+        with self._lock:
+            writer = self._writer(label, seed)
+            for round, figures in sorted(now.figures.items()):
+                if round > writer.last:
+                    writer.write(round, {name: v for name, v in figures.items() if math.isfinite(v)})
+
+    def _writer(self, label: str, seed: int) -> Writer:
+        if (label, seed) not in self._writers:
+            self._writers[label, seed] = self._make(label, seed)
+        return self._writers[label, seed]
+
+
+class TensorBoard:
+    """Event files of one run; they are written anew, from the first round, when it is resumed."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        make_folder(folder)
+        for old in folder.glob("events.out.tfevents.*"):
+            old.unlink()
+        self._events, self.last = SummaryWriter(str(folder)), -1
+
+    def write(self, round: int, figures: Figures) -> None:
+        for name, value in figures.items():
+            self._events.add_scalar(name, value, round)
+        self._events.flush()
+        self.last = round
+
+    def close(self, status: str) -> None:
+        self._events.add_text("status", status)
+        self._events.close()
+
+
+class MLflow:
+    """A run in MLflow; it is found again, and goes on after its last round, when it is resumed."""
+
+    ENDS: Mapping[str, str] = {"done": "FINISHED", "interrupted": "KILLED"}
+
+    def __init__(self, client: Any, experiment: str, name: str, origin: str, settings: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        self._client = client
+        found = client.search_runs([experiment], f"tags.`fedloom.run` = '{origin}'")
+        if found:
+            self._run, self.last = found[0].info.run_id, int(found[0].data.tags.get("fedloom.round", -1))
+            client.update_run(self._run, status="RUNNING")
+            return
+        self._run, self.last = (
+            client.create_run(experiment, run_name=name, tags={"fedloom.run": origin}).info.run_id,
+            -1,
+        )
+        client.log_batch(self._run, params=[Param(key, str(value)[:500]) for key, value in _flat(settings).items()])
+
+    def write(self, round: int, figures: Figures) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(name, value, now, round) for name, value in figures.items()]
+        for start in range(0, len(metrics), MOST):
+            self._client.log_batch(self._run, metrics=metrics[start : start + MOST])
+        self._client.set_tag(self._run, "fedloom.round", round)
+        self.last = round
+
+    def close(self, status: str) -> None:
+        self._client.set_terminated(self._run, self.ENDS.get(status, "FAILED"))
+
+
+Make = Callable[[str, int], Writer]
+"""(label, seed) -> the writer of a run."""
+
+
+def check_tracker(kind: str | None) -> None:
+    """Refuse a tracker before any work starts.
+
+    Raises:
+        ConfigError: an unknown kind, or its packages are missing.
+    """
+    if kind is None:
+        return
+    if kind not in TRACKERS:
+        raise unknown("tracker", kind, TRACKERS, "--track")
+    for package in NEEDED[kind]:
+        if find_spec(package) is None:
+            raise ConfigError(f"--track {kind} needs {package}: pip install 'fedloom[track]'")
+
+
+def _tensorboard(experiment: Experiment, out: Path) -> tuple[Make, str]:
+    def make(label: str, seed: int) -> Writer:
+        return TensorBoard(folder_of(out, FOLDER, label, seed))
+
+    return make, f"tensorboard --logdir {out / FOLDER}"
+
+
+def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    from mlflow.tracking import MlflowClient
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    folder = (out / FOLDER).resolve()
+    make_folder(folder)
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
+    client: Any = MlflowClient(uri)
+    name = experiment.head.name
+    known = client.get_experiment_by_name(name)
+    id = client.create_experiment(name, (folder / "artifacts").as_uri()) if known is None else known.experiment_id
+    settings = {m.label: m.settings() for m in experiment.methods}
+
+    def make(label: str, seed: int) -> Writer:
+        origin = f"{out.resolve()}#{label}#{seed}"
+        return MLflow(client, id, f"{label}-{seed}", origin, {"seed": seed, **settings[label]})
+
+    return make, f"mlflow ui --backend-store-uri {uri}"
+
+
+TRACKERS: Mapping[str, Callable[[Experiment, Path], tuple[Make, str]]] = {
+    "tensorboard": _tensorboard,
+    "mlflow": _mlflow,
+}
+"""What ``fedloom run --track`` knows."""
+NEEDED = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
+"""The packages of each; MLflow's database needs the last two."""
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found

@@ -1,0 +1,157 @@
+"""Runs that go on: what the terminal is told, and what TensorBoard and MLflow hold afterwards, also after a restart."""
+
+from __future__ import annotations
+
+import signal
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from fedloom.cli import app
+from fedloom.errors import ConfigError
+from fedloom.experiment import Plan, parse
+from fedloom.experiment.telling import Now
+from fedloom.experiment.track import TRACKERS, Tracker
+from fedloom.progress import shown
+
+SMALL = """
+name = "small"
+rounds = 5
+seeds = [0, 1]
+[data]
+source = "digits"
+[evaluate]
+every = 2
+[engine]
+checkpoint_every = 1e-9
+[[method]]
+algorithm = "fedavg"
+[[method]]
+algorithm = "ditto"
+label = "my ditto"
+"""
+Figures = dict[tuple[int, str], float]
+"""Values by round and name."""
+
+
+def plan(out: Path, **engine: Any) -> Plan:
+    document = tomllib.loads(SMALL)
+    document["engine"] |= engine
+    return Plan(parse(document), out)
+
+
+def recorded(out: Path, method: str, seed: int) -> Figures:
+    table = pq.read_table(out / "metrics.parquet")
+    mine = pc.and_(pc.equal(table["method"], method), pc.equal(table["seed"], seed))
+    rows = table.filter(pc.and_(mine, pc.equal(table["client"], -1))).to_pylist()
+    named = {(r["round"], "/".join(p for p in (r["model"], r["part"], r["metric"]) if p)): r["value"] for r in rows}
+    return {key: value for key, value in named.items() if value == value}
+
+
+def from_tensorboard(out: Path, label: str, seed: int) -> Iterator[tuple[tuple[int, str], float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = out / "tracking" / f"{label.replace(' ', '-')}-{seed}"
+    assert len(list(folder.iterdir())) == 1
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    for name in events.Tags()["scalars"]:
+        yield from (((e.step, name), e.value) for e in events.Scalars(name))
+
+
+def from_mlflow(out: Path, label: str, seed: int) -> Iterator[tuple[tuple[int, str], float]]:
+    from mlflow.tracking import MlflowClient
+
+    client: Any = MlflowClient(f"sqlite:///{out / 'tracking' / 'mlflow.db'}")
+    id = client.get_experiment_by_name("small").experiment_id
+    (run,) = client.search_runs([id], f"tags.mlflow.runName = '{label}-{seed}'")
+    assert run.info.status == "FINISHED"
+    assert run.data.params["local.batch_size"] == "20"
+    assert run.data.params["seed"] == str(seed)
+    for name in run.data.metrics:
+        yield from (((m.step, name), m.value) for m in client.get_metric_history(run.info.run_id, name))
+
+
+READ = {"tensorboard": from_tensorboard, "mlflow": from_mlflow}
+NEEDED = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "alembic")}
+
+
+@pytest.mark.filterwarnings("ignore")  # of the trackers, about their own libraries
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [("tensorboard", 1), ("tensorboard", 2), ("mlflow", 1), pytest.param("mlflow", 2, marks=pytest.mark.slow)],
+)
+def test_what_is_tracked_is_what_was_recorded_once(tmp_path: Path, kind: str, workers: int) -> None:
+    for package in NEEDED[kind]:
+        pytest.importorskip(package)
+    out = tmp_path / "out"
+
+    def interrupt(label: str, seed: int, rounds: int, now: Now | None) -> None:
+        if (label, seed, now and now.round) == ("my ditto", 0, 3):
+            signal.raise_signal(signal.SIGINT)
+
+    first = plan(out, workers=workers)
+    tell = interrupt if workers == 1 else (lambda *_: None)
+    outcomes = first.run(tell, page=False, tracker=Tracker(kind, first.experiment, out))
+    assert {o.status for o in outcomes} == ({"done", "interrupted"} if workers == 1 else {"done"})
+    again = plan(out, workers=workers)
+    again.run(page=False, tracker=Tracker(kind, again.experiment, out))
+    for label in ("fedavg", "my ditto"):
+        for seed in (0, 1):
+            found = list(READ[kind](out, label, seed))
+            assert len({key for key, _ in found}) == len(found)
+            want = recorded(out, label, seed)
+            assert dict(found).keys() == want.keys()
+            assert dict(found) == {key: pytest.approx(value, rel=1e-6) for key, value in want.items()}
+
+
+def test_every_tracker_is_tested() -> None:
+    assert READ.keys() == NEEDED.keys() == TRACKERS.keys()
+
+
+def test_an_unknown_tracker_starts_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "small.toml"
+    file.write_text(SMALL)
+    found = CliRunner().invoke(app, ["run", str(file), "--out", str(tmp_path / "out"), "--track", "tensorbord"])
+    assert found.exit_code == 2
+    assert "did you mean 'tensorboard'" in found.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.experiment.track.find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match=r"needs mlflow: pip install 'fedloom\[track\]'"):
+        Tracker("mlflow", plan(tmp_path / "out").experiment, tmp_path / "out")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_measured_figure_is_told_once_in_order(tmp_path: Path, workers: int) -> None:
+    told: dict[tuple[str, int], list[Now | None]] = {}
+    made = plan(tmp_path / "out", workers=workers)
+    made.run(lambda label, seed, _rounds, now: told.setdefault((label, seed), []).append(now), page=False)
+    assert len(told) == 4
+    for (label, seed), messages in told.items():
+        assert (messages[-1] is None) == (workers == 2)
+        nows = [now for now in messages if now is not None]
+        assert [now.round for now in nows] == sorted({now.round for now in nows})
+        assert nows[-1].round == 5
+        figures = {(t, name): v for now in nows for t, f in now.figures.items() for name, v in f.items() if v == v}
+        assert figures == recorded(tmp_path / "out", label, seed)
+        assert sum(len(f) for now in nows for f in now.figures.values()) >= len(figures)
+
+
+def test_plain_lines_have_the_current_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = plan(tmp_path / "out", workers=2)
+    with shown(made) as tell:
+        made.run(tell, page=False)
+    lines = capsys.readouterr().out.splitlines()
+    ends = [line for line in lines if "round 5/5" in line]
+    assert len(ends) == 4
+    assert all("validation loss" in line and "accuracy" in line for line in ends)
+    assert sum("my ditto" in line and "personal validation" in line for line in ends) == 2
