@@ -30,7 +30,7 @@ class Quantity(Sized):
         sizes = redraw(
             lambda: cut_by(rng.dirichlet(np.full(self.clients, self.beta))[:, None], total),
             self.min_size,
-            f"quantity: {len(pool)} samples, {self.clients} clients, beta {self.beta}",
+            f"quantity: {len(pool)} samples of {pool.data.name}, {self.clients} clients, beta {self.beta}",
             "raise beta, or lower clients or min_size",
         )
         return Draw(choose_each([order], sizes, rng) if self.overlap else Dealt(order, offsets_of(sizes[:, 0])))

@@ -138,7 +138,7 @@ class Dirichlet(Sized):
         lists = pool.by_class(self.kind, rng)
         held = np.array([len(own) for own in lists])
         if self.by == "class":
-            what = f"dirichlet: {len(pool)} samples, {self.clients} clients, beta {self.beta}"
+            what = f"dirichlet: {len(pool)} samples of {pool.data.name}, {self.clients} clients, beta {self.beta}"
             cure = "raise beta, or lower clients or min_size"
             counts = redraw(lambda: self._by_class(held, rng), self.min_size, what, cure)
         else:
