@@ -16,6 +16,8 @@ from fedloom.report.reading import Key, Run
 
 POINTS = 80
 """Points per line; longer curves are thinned."""
+MANY = 60
+"""Of so many points the worst twentieth may be outside of the axis."""
 WIDE = 100.0
 """From such a ratio of largest to smallest on, a residual is drawn on a logarithmic axis."""
 
@@ -138,7 +140,9 @@ def _panels(
         alt.Tooltip("seeds:Q", title="Seeds"),
     ]
     tint = colour([row for row in rows if any(p["model"] == row.model for p in data)])
-    y = Axis(titled(shown), log, None if log else _span(values, shown.higher))
+    trimmed = len(values) >= MANY and GROUPS.get(name) != "convergence"
+    domain = None if log else _span(values, shown.higher, trimmed=trimmed)
+    y = Axis(titled(shown), log, domain, whole=GROUPS.get(name) == "structure")
     chart, more = line_panels(data, "method", Axis(title, whole=axis == "round"), y, tint, hints)
     id, group, tab, caption = words
     behind = "One panel per method, the others in grey behind it; " if more["ghosts"] else ""
@@ -148,9 +152,9 @@ def _panels(
     return Figure(id, group, tab, f"{shown.title} {label}", words_of_it, chart, data, more, "facet")
 
 
-def _span(values: list[float], higher: bool) -> tuple[float, float]:
-    """Lower and upper end of an axis with some air, without the worst twentieth, mostly the start of the runs."""
-    cut = (0.05, 1.0) if higher else (0.0, 0.95)
+def _span(values: list[float], higher: bool, *, trimmed: bool) -> tuple[float, float]:
+    """Lower and upper end of an axis with some air; trimmed of the worst twentieth, mostly the start of the runs."""
+    cut = (0.05 * trimmed, 1.0) if higher else (0.0, 1.0 - 0.05 * trimmed)
     low, high = (float(v) for v in np.quantile(values, cut))
     air = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     return low - air, high + air

@@ -46,7 +46,7 @@ def line_panels(
             tickCount=3,
             grid=False,
             labelOverlap=True,
-            tickMinStep=1 if x.whole else alt.Undefined,
+            tickMinStep=_step(x),
             labelExpr="format(datum.value, '.0%')" if x.percent else NUMBERS,
         ),
         scale=alt.Scale(nice=False, padding=7) if x.percent else alt.Undefined,
@@ -55,7 +55,12 @@ def line_panels(
     if y.domain:
         kind = alt.Scale(domain=list(y.domain), nice=False)
     form = "format(datum.value, '.0e')" if y.log else NUMBERS
-    up = alt.Y("mean:Q", title=y.title, scale=kind, axis=alt.Axis(tickCount=4, labelExpr=form, labelOverlap=True))
+    up = alt.Y(
+        "mean:Q",
+        title=y.title,
+        scale=kind,
+        axis=alt.Axis(tickCount=4, labelExpr=form, labelOverlap=True, tickMinStep=_step(y)),
+    )
     ghost = alt.Chart(alt.NamedData(name="ghosts")).mark_line(
         strokeWidth=0.8, opacity=0.45, clip=True, style="ghost", tooltip=None
     )
@@ -71,6 +76,10 @@ def line_panels(
         data=alt.NamedData(name="rows"),
     )
     return facets(chart, field, panels, x.title), {"ghosts": ghosts}
+
+
+def _step(axis: Axis) -> Any:
+    return 1 if axis.whole else alt.Undefined
 
 
 def facets(chart: Any, field: str, panels: list[str], below: str | None, *, high: int = 120) -> Any:

@@ -121,7 +121,7 @@ def relative_picture(runs: list[Run], rows: list[Row]) -> Figure | None:
         f"line clients gain, left of it they lose.{honest(runs)}"
     )
     title = f"Accuracy relative to {' or '.join(words)}"
-    chart = _draw_violins(data, middles, rows, " or ".join(words))
+    chart = _draw_violins(data, middles, rows)
     more = {"outlines": data, "zero": [{"gain": 0}], "clients": single}
     words_of_it = ("relative", "clients", "Relative accuracy", title, caption)
     return Figure(*words_of_it, chart, middles, more, "wide", table="clients")
@@ -146,7 +146,7 @@ def _outline(values: Numbers) -> Rows:
     ]
 
 
-def _draw_violins(data: Rows, middles: Rows, rows: list[Row], baseline: str) -> Any:
+def _draw_violins(data: Rows, middles: Rows, rows: list[Row]) -> Any:
     middles.sort(key=lambda m: -m["median"])
     order = {m["row"]: i for i, m in enumerate(middles)}
     for point in [*data, *middles]:
@@ -163,7 +163,7 @@ def _draw_violins(data: Rows, middles: Rows, rows: list[Row], baseline: str) -> 
     )
     x = alt.X(
         "gain:Q",
-        title=f"Accuracy minus that of {baseline} (points)",
+        title="Gain in accuracy (points)",
         axis=alt.Axis(tickCount=6),
         scale=alt.Scale(nice=False),
     )
