@@ -153,8 +153,8 @@ def test_what_is_sent_without_noise_is_refused(fed: Federation) -> None:
             run(fed, **changes)
         run(fed, rounds=1, channel=CHANNEL.with_(delta=None), **changes)
     for kind in set(SAMPLERS) - {"power-of-choice"}:
-        privacy.check_privacy(CHANNEL, SAMPLERS[kind](), UniformWeigher())
-    privacy.check_privacy(CHANNEL, Uniform(), WEIGHERS["samples"]())
+        privacy.check_privacy(FedAvg(), CHANNEL, None, SAMPLERS[kind](), UniformWeigher())
+    privacy.check_privacy(FedAvg(), CHANNEL, None, Uniform(), WEIGHERS["samples"]())
 
 
 def test_missing_accountant_says_what_to_install(fed: Federation, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,14 +16,16 @@ from fedloom.data import Federation
 from fedloom.deploy.envelope import ASKED, PROTOCOL, REASON, Kind, Letter, digest_of, seal, unseal
 from fedloom.deploy.forms import Forms
 from fedloom.deploy.identity import sign, signing_key
-from fedloom.deploy.ledger import Ledger
+from fedloom.deploy.ledger import Ledger, entropy
 from fedloom.deploy.local_data import part_sizes, schema_of, site_federation
 from fedloom.deploy.memory import Generation, Memory
 from fedloom.deploy.settings import Site, check_fingerprint, check_version
 from fedloom.errors import FedloomError, Refused
 from fedloom.experiment import read
+from fedloom.rows.channel import GaussianNoise
 from fedloom.running.evaluation import Scores, ScoreTask, personal_models, score
 from fedloom.running.job import Job
+from fedloom.running.privacy import Noise, accounted
 from fedloom.running.setup import make_job
 from fedloom.running.training import AskTask, TrainTask, ask, make, usable
 
@@ -143,6 +145,11 @@ class Client:
         return Forms(*self._run, self.site.client)
 
     @property
+    def _noise(self) -> Noise | None:
+        """What this site's epsilon is of: its own noise; noise that the server adds does not protect it from that."""
+        return accounted(self.job.channel)
+
+    @property
     def _ids(self) -> Tensor:
         return torch.tensor([self.site.client])
 
@@ -169,7 +176,8 @@ class Client:
         if kept is not None:
             return kept
         down = self.forms.read_down(letter.arrays[0])
-        noise = Ledger(self.site, job).release(t)
+        Ledger(self._memory.folder, self._noise, self.site.epsilon, f"site {self.site.site}").release(t)
+        noise = [entropy()] if isinstance(job.channel, GaussianNoise) else None
         made = make(job, down, TrainTask(t, torch.tensor([0]), self._ids, torch.ones(1, 1)), noise)
         if not bool(usable((*made.up, *made.new), 1, None).all()):
             raise Refused(f"round {t}: the result of the training is not finite")

@@ -18,6 +18,7 @@ from fedloom.algorithms import upload_fields
 from fedloom.choose import Uniform, UniformWeigher
 from fedloom.deploy.audit import Audit
 from fedloom.deploy.forms import Forms
+from fedloom.deploy.ledger import Ledger, Released
 from fedloom.deploy.local_data import federation_of
 from fedloom.deploy.post import Post
 from fedloom.deploy.settings import Server, check_fingerprint, check_version
@@ -25,6 +26,8 @@ from fedloom.deploy.sites import Sites
 from fedloom.errors import Refused, RunStopped, Stop
 from fedloom.experiment import Experiment, read
 from fedloom.local import Nothing
+from fedloom.rows.aggregate import PrivateMean
+from fedloom.rows.channel import GaussianNoise
 from fedloom.running.checkpoint import Checkpoints, save_tensors
 from fedloom.running.disk import Disk
 from fedloom.running.files import lock, make_folder, write_atomic
@@ -129,7 +132,7 @@ class _Run:
                 self._say(self._line(job, state))
             if t == job.rounds:
                 break
-            self._check_budget(job, state)
+            self._release(job, state)
             start = time.monotonic()
             state = play(job, pool, state)
             disk.seconds.append(time.monotonic() - start)
@@ -166,18 +169,26 @@ class _Run:
         arguments["engine"] = experiment.engine.with_(quorum=1e-9, device="cpu")
         job, server = make_job(**arguments, folder=self._settings.checkpoints)
         forms = Forms(job, server)
+        if isinstance(job.aggregator, PrivateMean):
+            job = replace(job, aggregator=Released(**job.aggregator.model_dump()))
         return replace(job, clients=Store(job.n, Nothing()), residue=Store(job.n, Nothing())), server, forms
 
-    def _check_budget(self, job: Job, state: State) -> None:
-        limit, noise = self._settings.epsilon, accounted(job.channel)
-        if limit is None:
-            return
-        if noise is None:
-            raise RunStopped(Stop.BUDGET, "epsilon is limited, but the experiment has no accounted noise")
-        after = spent(noise, job.sampler, state.uploads + 1, state.round + 1)
-        if after > limit:
-            detail = f"round {state.round + 1} would make epsilon {after:.4g}, the limit is {limit:.4g}"
-            raise RunStopped(Stop.BUDGET, detail)
+    def _release(self, job: Job, state: State) -> None:
+        """Make sure that the next round stays within the budget, and enter it if the server adds the noise.
+
+        Raises:
+            RunStopped: it does not.
+        """
+        noise, limit = accounted(job.channel, job.aggregator), self._settings.epsilon
+        try:
+            if isinstance(noise, GaussianNoise):  # the sites have ledgers of their own
+                after = spent(noise, job.sampler, state.uploads + 1, state.round + 1)
+                if limit is not None and after > limit:
+                    raise Refused(f"round {state.round + 1} would make epsilon {after:.4g}, the limit is {limit:.4g}")
+            else:
+                Ledger(self._settings.checkpoints, noise, limit, "the run").release(state.round + 1)
+        except Refused as error:
+            raise RunStopped(Stop.BUDGET, str(error)) from error
 
     def _line(self, job: Job, state: State) -> str:
         text = f"fedloom: round {state.round}/{job.rounds}: {len(state.cohort)} of {len(self._post.members)} accepted"

@@ -1,9 +1,11 @@
 """What the noise of a channel guarantees: epsilon for a given delta, by dp-accounting (extra ``privacy``).
 
-The noise is local: each client adds it before its upload leaves the device. So the figure is the client-level local
-differential privacy of all that one client has sent, against everyone who sees it, the server included: the Gaussian
-mechanism composed over the rounds in which the client took part, for the client that took part most often. Sampling
-amplifies nothing here, Bernoulli sampling neither, because the server sees who takes part. A simulation draws its noise
+Noise of the channel is local: each client adds it before its upload leaves the device. The figure is then the
+client-level local differential privacy of all that one client has sent, against everyone who sees it, the server
+included. Noise of the aggregator ``private-mean`` is central: the server adds it to the sum, and the figure holds
+against who sees the models that leave the server, not against the server. Both are the Gaussian mechanism composed
+over the rounds in which a client took part, for the client that took part most often. No amplification by sampling is
+claimed. A simulation draws its noise
 from seeded generators; the figure is that of the same run with noise from the operating system.
 """
 
@@ -15,29 +17,47 @@ from typing import Literal
 
 from torch import Tensor
 
+from fedloom.algorithms import Algorithm, Mean, upload_fields
 from fedloom.choose import Sampler, Weigher
 from fedloom.errors import ConfigError, Refused
+from fedloom.rows.aggregate import Aggregator, PrivateMean
 from fedloom.rows.channel import Channel, GaussianNoise
 
 Accountant = Literal["rdp", "pld"]
 
 
-def accounted(channel: Channel | None) -> GaussianNoise | None:
-    """The channel whose epsilon is recorded: Gaussian noise with a delta."""
-    return channel if isinstance(channel, GaussianNoise) and channel.delta is not None else None
+Noise = GaussianNoise | PrivateMean
+"""What adds Gaussian noise: clients before they send, or the server to their sum."""
 
 
-def check_privacy(channel: Channel | None, sampler: Sampler, weigher: Weigher) -> None:
+def accounted(channel: Channel | None, aggregator: Aggregator | None = None) -> Noise | None:
+    """What epsilon is recorded of: Gaussian noise with a delta, that of the clients first."""
+    found = [v for v in (channel, aggregator) if isinstance(v, Noise) and v.delta is not None]
+    return found[0] if found else None
+
+
+def check_privacy(
+    algorithm: Algorithm, channel: Channel | None, aggregator: Aggregator | None, sampler: Sampler, weigher: Weigher
+) -> None:
     """Refuse to account for what the accountant cannot know.
 
     Raises:
         ConfigError: the accountant is not installed.
-        Refused: clients also send answers that no noise is added to.
+        Refused: clients also send answers that no noise is added to, or what is clipped is no difference.
     """
-    if accounted(channel) is None:
+    fields, name = upload_fields(type(algorithm)).values(), type(algorithm).__name__
+    if isinstance(aggregator, PrivateMean):
+        if any(k.primary and k.base == "zero" for k in fields):
+            raise Refused(f"aggregator 'private-mean' clips differences, but {name} uploads absolute values")
+        if any(not isinstance(k, Mean) for k in fields):
+            raise Refused(
+                f"aggregator 'private-mean' protects means only, but the server of {name} also sees uploads of single "
+                "clients; use channel 'gaussian-noise'"
+            )
+    if accounted(channel, aggregator) is None:
         return
     if find_spec("dp_accounting") is None:
-        raise ConfigError("channel.delta needs the extra privacy; run: pip install 'fedloom[privacy]'")
+        raise ConfigError("delta needs the extra privacy; run: pip install 'fedloom[privacy]'")
     reports = type(sampler).report is not Sampler.report and sampler.learns
     for what, kind, asks in (
         ("weigher", weigher.kind, weigher.probes),
@@ -45,13 +65,13 @@ def check_privacy(channel: Channel | None, sampler: Sampler, weigher: Weigher) -
     ):
         if asks:
             raise Refused(
-                f"channel.delta asks for epsilon, but {what} {kind!r} has clients answer without noise, so none holds; "
+                f"delta asks for epsilon, but {what} {kind!r} has clients answer without noise, so none holds; "
                 "leave delta out or take another"
             )
 
 
-def epsilon(channel: GaussianNoise, uploads: int) -> float:
-    """Epsilon at ``channel.delta`` of one client that sent ``uploads`` uploads through the channel.
+def epsilon(channel: Noise, uploads: int) -> float:
+    """Epsilon at ``channel.delta`` of one client that ``uploads`` uploads came from.
 
     With sensitivity 2 clip (``replace``: any two uploads, local differential privacy) or clip (``zero``: an upload
     against none), the noise multiplier is sigma / 2 or sigma.
@@ -61,7 +81,7 @@ def epsilon(channel: GaussianNoise, uploads: int) -> float:
     return composed(multiplier, uploads, channel.delta, channel.accountant)
 
 
-def spent(channel: GaussianNoise, sampler: Sampler, uploads: Tensor, round: int) -> float:
+def spent(channel: Noise, sampler: Sampler, uploads: Tensor, round: int) -> float:
     """Epsilon of the worst client after a round.
 
     Args:

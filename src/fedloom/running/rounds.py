@@ -261,7 +261,7 @@ def _record_scores(job: Job, state: State, scores: Scores) -> None:
 
 def _record_extras(job: Job, state: State) -> None:
     """The privacy that is left, and how well planted groups are recovered."""
-    noise = accounted(job.channel)
+    noise = accounted(job.channel, job.aggregator)
     if noise is not None:
         state.records.total(state.round, "", "", "epsilon", spent(noise, job.sampler, state.uploads, state.round))
     labels = getattr(state.weigher, "labels", None)

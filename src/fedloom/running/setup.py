@@ -78,7 +78,7 @@ def make_job(
     check_sampler(method, sampler)
     if preset.pooled:
         sampler, weigher, aggregator, attack, channel = Uniform(), UniformWeigher(), None, None, None
-    check_privacy(channel, sampler, weigher)
+    check_privacy(method, channel, aggregator, sampler, weigher)
     sampler.check(fed.n)
     weigher.check(fed.n)
     attackers = torch.arange(0) if attack is None else attack.attackers(fed.n, seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fedloom.rows.aggregate._base import NNM, Aggregator, Bucketing, Clip
+from fedloom.rows.aggregate.private import PrivateMean
 from fedloom.rows.aggregate.selection import MDA, Bulyan, FLTrust, Krum, MultiKrum
 from fedloom.rows.aggregate.vectors import CenteredClipping, GeometricMedian, Mean, Median, TrimmedMean
 
@@ -17,6 +18,7 @@ AGGREGATORS: dict[str, type[Aggregator]] = {
     "bulyan": Bulyan,
     "mda": MDA,
     "fltrust": FLTrust,
+    "private-mean": PrivateMean,
 }
 """Aggregators by kind."""
 
@@ -35,5 +37,6 @@ __all__ = [
     "Mean",
     "Median",
     "MultiKrum",
+    "PrivateMean",
     "TrimmedMean",
 ]

@@ -1,0 +1,53 @@
+"""Central differential privacy: every client's rows are clipped, and the server adds noise to their mean."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Generator, Tensor
+
+from fedloom.rows.aggregate._base import Aggregator, Clip, Rows, State
+from fedloom.rows.context import Cohort
+
+
+class PrivateMean(Aggregator):
+    """(sum_i x_i min(1, clip / ||x_i||) + N(0, (sigma clip)^2 I)) / m (McMahan et al., ICLR 2018, Algorithm 1).
+
+    x_i are all fields of client i side by side. The noise is that of the sum, so that one client's part in it is at
+    most clip. The number m of clients is taken as known. Whoever sees the uploads (the server) is trusted; what is
+    protected is what leaves it: the model.
+    """
+
+    kind: Literal["private-mean"] = "private-mean"
+    clip: float = Field(1.0, gt=0, description="largest norm of a client's differences, all fields together")
+    sigma: float = Field(1.0, ge=0, description="noise multiplier: standard deviation of the sum in units of clip")
+    delta: float | None = Field(None, gt=0, lt=1, description="record epsilon for this delta (extra: privacy)")
+    neighbours: Literal["replace", "zero"] = Field(
+        "zero", description="epsilon compares an upload with none (sensitivity clip), or any two (2 clip)"
+    )
+    accountant: Literal["rdp", "pld"] = Field("pld", description="Renyi divergences, or privacy losses (tighter)")
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        if self.delta is not None and self.sigma == 0:
+            raise ValueError("delta needs noise: sigma must be greater than 0")
+        if self.pre:
+            raise ValueError("private-mean bounds every client by itself; pre would mix them before: leave it empty")
+        return self
+
+    def generator(self, ctx: Cohort) -> Generator:
+        """Where the noise comes from: in a simulation, the run's seed."""
+        return ctx.rng("noise")
+
+    def combine(
+        self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort
+    ) -> tuple[dict[str, Tensor], State]:
+        clipped, _ = Clip(bound=self.clip).mix(rows, weights, primary, ctx)
+        source, m = self.generator(ctx), len(weights)
+        noisy = {}
+        for name, r in clipped.items():
+            noise = torch.randn(r.shape[1], generator=source, dtype=r.dtype).to(r.device)
+            noisy[name] = (r.sum(0) + self.sigma * self.clip * noise) / m
+        return noisy, state
