@@ -14,8 +14,9 @@ import tomli_w
 from fedloom.data.sources import SOURCES
 from fedloom.data.sources._base import ENV
 from fedloom.deploy.local_data import schema_of
+from fedloom.deploy.server import check_deployable
 from fedloom.deploy.settings import Schema
-from fedloom.errors import ConfigError, Refused, unknown
+from fedloom.errors import ConfigError, unknown
 from fedloom.experiment import Experiment, parse
 from fedloom.experiment.schema import Method
 from fedloom.running.setup import make_job
@@ -65,14 +66,11 @@ def plan(
             what makes no sense at real sites.
         DataError: the data cannot be read.
     """
-    chosen = _chosen(experiment, method)
-    if experiment.attack is not None:
-        raise Refused("an attack is for simulation: leave the table [attack] out to deploy this experiment")
-    if chosen.composition.pooled:
-        raise Refused(f"{chosen.label} pools the data of all clients, which real sites do not give; choose another")
-    seed = experiment.head.seeds[0] if seed is None else seed
-    fed = experiment.partition(experiment.source.load(data_dir), seed)
-    make_job(**experiment.arguments(chosen, fed, seed))  # refuses what does not go together
+    one = _single(experiment, method, seed, rounds)
+    check_deployable(one)
+    seed = one.head.seeds[0]
+    fed = one.partition(one.source.load(data_dir), seed)
+    make_job(**one.arguments(one.methods[0], fed, seed))  # refuses what does not go together
     if sites is None and own_data:
         raise ConfigError("with data of their own the number of sites is open: say it with --sites")
     if sites is not None and sites != fed.n and not own_data:
@@ -82,18 +80,24 @@ def plan(
         )
     if sites is not None and sites < 1:
         raise ConfigError(f"--sites must be at least 1, got {sites}")
-    settings = chosen.settings()
-    document = {**experiment.settings(), "seeds": [seed], "method": [{**settings, "rounds": rounds or chosen.rounds}]}
     folder = data_dir or (Path(os.environ[ENV]) if os.environ.get(ENV) else None)
     return Plan(
         name=_safe(experiment.head.name),
-        experiment=tomli_w.dumps(parse(document).settings()),
+        experiment=tomli_w.dumps(one.settings()),
         sites=_names(range(sites or fed.n) if own_data else fed.names),
         samples=schema_of(fed.data),
         data=_absolute(experiment.source_options),
         data_dir=None if folder is None else folder.resolve(),
         share="all" if own_data else "partition",
     )
+
+
+def _single(experiment: Experiment, label: str | None, seed: int | None, rounds: int | None) -> Experiment:
+    """The experiment of one method and one seed."""
+    chosen = _chosen(experiment, label)
+    method = {**chosen.settings(), "rounds": rounds or chosen.rounds}
+    seeds = [experiment.head.seeds[0] if seed is None else seed]
+    return parse({**experiment.settings(), "seeds": seeds, "method": [method]})
 
 
 def _chosen(experiment: Experiment, label: str | None) -> Method:
