@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -42,7 +43,8 @@ FOREVER = timedelta(days=365)
 def joined() -> Iterator[Ranks]:
     """The ranks that torchrun has started; one where it has not.
 
-    Of the ranks, the first that fails says why; the others end without a word.
+    All leave it together, since torchrun ends the others when one has ended with an error. Of the ranks, the first that
+    fails says why; the others end without a word.
 
     Raises:
         FedloomError: another rank died or cannot be reached, or this one is told to end.
@@ -54,7 +56,9 @@ def joined() -> Iterator[Ranks]:
     watch = Watch(int(os.environ["RANK"]), size)
     try:
         with _ended_by_signal():
-            yield _join(watch)
+            group = _join(watch)
+            yield group
+            group.wait()
             with _translated(watch.rank):
                 dist.destroy_process_group()
     except Exception:
@@ -83,7 +87,7 @@ def _translated(rank: int) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        cause = str(error).splitlines()[0][:200]
+        cause = re.sub(r"^(\[\S+:\d+\] )+", "", str(error)).splitlines()[0].split(". ")[0][:200]
         raise FedloomError(f"rank {rank} has lost another rank, which died or was ended ({cause}); {RESUME}") from error
 
 
