@@ -76,6 +76,11 @@ REASONS = {
         "uploads something smaller",
         "Clients and server exchange a projection of the models, and the plug-in looks at models.",
     ),
+    "no difference": ("clips differences", "It uploads absolute values; what is clipped must be a difference."),
+    "single": (
+        "also sees uploads of single",
+        "Its server also sees uploads of single clients, which noise on a mean does not protect.",
+    ),
     "no model": (
         "asks clients about the global model",
         "The sampler asks clients about the global model; it has none.",
@@ -107,10 +112,17 @@ def refusal(made: Composition, kind: str, plugin: str) -> str | None:
     if not fields:
         return None if kind == "weigher" or plugin in POISONS else "nothing"
     if kind == "aggregator" and plugin != "mean":
-        return "adds" if adds else "mixes" if method.mixes else None
+        return "adds" if adds else "mixes" if method.mixes else central(fields) if plugin == "private-mean" else None
     if kind == "channel" and plugin in COMPRESSORS:
         return "absolute" if any(field.primary and field.base == "zero" for field in fields) else None
     return None
+
+
+def central(fields: Any) -> str | None:
+    """The reason why the server's noise on a mean protects nothing, or None."""
+    if any(field.primary and field.base == "zero" for field in fields):
+        return "no difference"
+    return None if all(isinstance(field, Mean) for field in fields) else "single"
 
 
 # --- the cells
@@ -252,6 +264,7 @@ def test_every_plugin_and_every_method_has_its_cell() -> None:
 
 COLUMNS = (
     ("robust aggregators", "aggregator", "median"),
+    ("noise of the server", "aggregator", "private-mean"),
     ("forged uploads", "attack", "gaussian"),
     ("poisoned labels", "attack", "flipped-labels"),
     ("samplers that ask", "sampler", "power-of-choice"),
@@ -286,7 +299,7 @@ Further rules:
 - An attacker forges the field that carries the model; its other fields are those of a client that takes no step.
 - Of a part of the model that does not travel (personal layers), nothing is compressed, noised or counted.
 - Methods whose mathematics needs plain SGD refuse momentum.
-- `delta` of `gaussian-noise` refuses weighers and samplers to whom clients answer without noise.
+- `delta` of `gaussian-noise` or `private-mean` refuses weighers and samplers to whom clients answer without noise.
 """
 
 
