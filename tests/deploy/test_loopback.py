@@ -28,7 +28,7 @@ def test_port_in_use(ready):
         port = taken.getsockname()[1]
         done = local(ready, "--port", port)
     assert done.exit_code == 2
-    assert f"--port: port {port} on 127.0.0.1 is not free" in done.output
+    assert f"the server: port {port} on 127.0.0.1 is not free" in done.output
     assert not (ready / "local").exists()
 
 

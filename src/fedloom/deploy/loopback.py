@@ -38,7 +38,7 @@ class Loopback:
         port: of the server; None: a free one.
 
     Raises:
-        ConfigError: the directory is not one, a file is not the one agreed on, or the port is in use.
+        ConfigError: the directory is not one, or a file is not the one agreed on.
     """
 
     def __init__(self, folder: Path, processes: Processes, port: int | None = None) -> None:
@@ -53,8 +53,6 @@ class Loopback:
         for side in (agreed, *self.sites.values()):
             check_fingerprint(side)
             check_version(side)
-        if port is not None:
-            check_free(port, "--port")
         self._ports = free_ports(1 + len(self.sites))
         self.work = self.folder / "local"
         self.server: Server = agreed.model_copy(
@@ -74,8 +72,10 @@ class Loopback:
         """Start the server's two processes and wait until it answers.
 
         Raises:
+            ConfigError: the port is in use.
             ProcessError: it ended, or does not answer.
         """
+        check_free(self.server.port, "the server")
         shutil.rmtree(self.work, ignore_errors=True)
         (self.work / "cli").mkdir(mode=0o700, parents=True)
         (self.work / "cli" / "config.toml").write_text(commands.profile(self.address, self.server.ca))
