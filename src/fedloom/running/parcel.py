@@ -92,8 +92,7 @@ def _write(value: Any, tensors: list[Tensor]) -> Any:
         case dict():
             return {"dict": [[_write(k, tensors), _write(v, tensors)] for k, v in value.items()]}
         case FedloomError():
-            content = [str(value)] if value.args == (str(value),) else list(value.__reduce__()[1])
-            return {"error": [type(value).__name__, [_write(v, tensors) for v in content]]}
+            return {"error": [type(value).__name__, [_write(v, tensors) for v in value.__reduce__()[1]]]}
     raise TypeError(f"a {type(value).__name__} cannot travel between ranks")
 
 
