@@ -6,6 +6,7 @@ import ast
 import inspect
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -123,11 +124,12 @@ def _learning(name: str) -> list[str]:
     lines = ["## On digits", ""]
     if not rows or curve(name) is None:
         return [*lines, "Not run.", ""]
+    rounds = tomllib.loads((DIGITS.parent / "setups.toml").read_text())["base"]["rounds"]
     params = rows[0]["params"].items()
     setting = ", ".join(f"{k} = {v:.4g}" if isinstance(v, float) else f"{k} = {v}" for k, v in params)
     lines += [
         f"{found['title']}. Settings chosen on validation among {found['trials']} trials ({setting}); "
-        f"{len(found['seeds'])} seeds, the work of 40 rounds of plain local training for every method, here "
+        f"{len(found['seeds'])} seeds, the work of {rounds} rounds of plain local training for every method, here "
         f"{rows[0]['rounds']} rounds. Handwritten digits are a small, easy problem: the curve shows how the method "
         "behaves, not how good it is elsewhere.",
         "",
