@@ -8,7 +8,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from fedloom.algorithms import REGISTRY
 from fedloom.errors import ConfigError, unknown
 from fedloom.experiment import Experiment, parse
 from fedloom.experiment.schema import Method
@@ -36,7 +35,7 @@ def space_of(method: Method, tune: Tune, where: str) -> dict[str, Dimension]:
         ConfigError: a setting that the method has not.
     """
     known, _ = defaults()
-    own = [*fields_of(REGISTRY[method.algorithm]), *(f"local.{name}" for name in Local.model_fields)]
+    own = [*fields_of(method.entry), *(f"local.{name}" for name in Local.model_fields)]
     space: dict[str, Dimension] = {}
     for table in (known, tune.space):
         for name in dict.fromkeys((ALL, method.algorithm, method.label)):
@@ -88,7 +87,7 @@ def with_params(document: Mapping[str, Any], place: int, params: Params, **more:
 
 def own_params(method: Method, space: Mapping[str, Dimension]) -> Params | None:
     """The file's own values of the settings that are looked for; None where the space does not hold them all."""
-    known = fields_of(REGISTRY[method.algorithm])
+    known = fields_of(method.entry)
     table = {**{key: field.default for key, field in known.items()}, **method.settings()}
     found = {key: _at(table, key) for key in space}
     return found if all(_holds(space[key], value) for key, value in found.items()) else None
