@@ -73,7 +73,7 @@ def _section(recipe: Recipe, summary: Summary | None) -> Iterator[str]:
     if paper.reduced:
         yield from (f"Reduced: {paper.reduced}; so claims are judged, and no cell is.", "")
     for unknown in paper.unknown:
-        yield f"- Not stated: {unknown.what}. Taken: {unknown.choice}, since {unknown.reason}."
+        yield f"- Not stated: {unknown.what}. Taken: {unknown.choice} ({unknown.reason})."
     if paper.unknown:
         yield ""
     if summary is None:

@@ -1,0 +1,33 @@
+"""A recipe of seconds: two methods, two variants of a federation of digits."""
+
+from __future__ import annotations
+
+from fedloom.reproduce.recipe import Recipe, make_recipe
+
+TINY = {
+    "rounds": 4,
+    "seeds": [3, 4],
+    "data": {"source": "digits"},
+    "partition": {"kind": "shards", "clients": 4, "labels_per_client": 3, "keep": 60},
+    "local": {"lr": 0.05},
+    "evaluate": {"every": 2},
+    "choose": {"rounds": 1},
+    "method": [
+        {"algorithm": "fedavg", "choose": {"local.lr": [0.0001, 0.5]}},
+        {"algorithm": "flame", "lam": 1.0},
+    ],
+    "paper": {
+        "title": "FLAME, a test",
+        "protocol": "none",
+        "order": 1,
+        "columns": {"a": "flame: personal", "b": "fedavg: global"},
+        "cells": {"few": [[0.9, 0.01], []]},
+        "claims": [{"text": "personal is better", "higher": "flame: personal", "than": ["fedavg: global"]}],
+    },
+    "variant": {"few": {"options": {"flame": {"rho": 0.5}}}, "many": {"partition": {"clients": 6}}},
+    "scale": {"laptop": {"seeds": [7], "methods": ["flame"], "budget": 1}, "full": {}},
+}
+
+
+def tiny() -> Recipe:
+    return make_recipe("tiny", TINY)
