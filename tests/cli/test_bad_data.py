@@ -137,7 +137,7 @@ CASES = {
     "pickle with a set": cifar(pickle.dumps({b"labels": {1}}, 2), "refused, the pickle holds the object .*set"),
     "truncated pickle": cifar(batch([1, 2])[:-300], "not a readable batch .*; fetch"),
     "arrays with objects": npz("x.npy: holds object \\(a pickle\\), .*; save it", x=np.array([{}], object), y=[0]),
-    "arrays of text": npz("x holds text .*, allowed are numbers;", x=np.array([["a"]]), y=[0]),
+    "arrays of text": npz("a.npz: x holds text .*, allowed are numbers;", x=np.array([["a"]]), y=[0]),
     "arrays that do not match": npz("3 samples but 2 targets; every sample needs", x=np.zeros((3, 1)), y=[0, 1]),
     "arrays with NaN": npz("a.npz: .*NaN or Inf in the features of 1 samples .*; remove", x=[[np.nan]], y=[0]),
     "missing cell": by_path("t.csv", b"a,b\n1,0\n,1\n", "t.csv: row 3, column 'a': missing value; repair it, "),

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 from fedloom.data import Dataset, load, source
-from fedloom.data.sources import archive
+from fedloom.data.sources import archive, arrays
 from fedloom.errors import ConfigError, DataError
 from tests.data.files import WRAPPINGS, as_tar, as_zip, batch, idx, idx_files, leaf, png, records, write
 
@@ -367,8 +367,22 @@ def test_arrays(tmp_path: Path) -> None:
     assert data.users.tolist() == [1, 0, 1]
 
 
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("kind", [np.float64, np.int16, np.float32, np.uint8])
+def test_arrays_of_any_type_and_order_are_read_in_blocks(
+    kind: type[np.generic], order: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrays, "BLOCK", 200)
+    x = np.random.default_rng(0).integers(0, 200, (7, 4, 5, 3)).astype(kind, order=order)
+    np.savez(tmp_path / "a.npz", x=x, y=np.arange(7), names=["a", "b"])
+    for channels_last, wanted in ((False, x), (True, x.transpose(0, 3, 1, 2))):
+        data = load(tmp_path / "a.npz", channels_last=channels_last)
+        assert data.x.dtype == (torch.uint8 if kind is np.uint8 else torch.float32)
+        assert np.array_equal(data.x.numpy(), wanted)
+
+
 @pytest.mark.parametrize(
-    ("arrays", "words"),
+    ("held", "words"),
     [
         ({"x": np.array([{}], object), "y": np.zeros(1)}, "a pickle"),
         ({"z": np.zeros(3)}, "needs arrays x and y"),
@@ -377,8 +391,8 @@ def test_arrays(tmp_path: Path) -> None:
         ({"x": np.zeros((1, 2)), "y": np.array([-1])}, "unknown label -1 of sample 0"),
     ],
 )
-def test_spoiled_arrays_are_refused(arrays: dict[str, Any], words: str, tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", **arrays)
+def test_spoiled_arrays_are_refused(held: dict[str, Any], words: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", **held)
     with pytest.raises(DataError, match=words):
         load(tmp_path / "a.npz")
 

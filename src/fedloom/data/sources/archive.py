@@ -250,7 +250,7 @@ class Rows:
         """`count` fresh rows to write into; they count from now on."""
         start, self.size = self.size, self.size + count
         if self.size > len(self._data):
-            self._data.resize((max(self.size, len(self._data) * 9 // 8), *self._data.shape[1:]), refcheck=False)
+            self._data.resize((max(self.size, len(self._data) * 33 // 32), *self._data.shape[1:]), refcheck=False)
         return self._data[start : self.size]
 
     def keep(self, start: int, mask: NDArray[np.bool_]) -> None:

@@ -16,6 +16,8 @@ from fedloom.data.sources._base import FileSource, lies_at, locate, numbered, sc
 from fedloom.data.sources.archive import Entry, check_size, entries, fill, finished
 from fedloom.errors import DataError
 
+BLOCK = 2**20
+"""Bytes of the blocks in which an array of another type is read."""
 KEYS = (("x_train", "y_train", "x_test", "y_test"), ("x", "y", "", ""), ("X", "y", "", ""), ("data", "labels", "", ""))
 
 
@@ -47,7 +49,7 @@ class Npz(FileSource):
         x_key, y_key, x_test, y_test = keys
         sides = [(x_key, y_key)] + ([(x_test, y_test)] if x_test in headers and y_test in headers else [])
         sizes = [headers[key].shape[0] if headers[key].shape else 0 for key, _ in sides]
-        x = _room(place, headers, [key for key, _ in sides])
+        x = self._room_of_x(place, headers, [key for key, _ in sides])
         y = _room(place, headers, [key for _, key in sides])
         users = _room(place, headers, ["users"]) if "users" in headers else None
         start = {key: 0 if i == 0 else sizes[0] for i, side in enumerate(sides) for key in side} | {"users": 0}
@@ -55,23 +57,25 @@ class Npz(FileSource):
             key, header = _key(entry), _header(entry)
             whole = {True: x, False: y}[key in (x_key, x_test)] if key != "users" else users
             assert whole is not None
-            _into(entry, header, whole[start[key] : start[key] + header.shape[0]])
+            turn = self.channels_last and whole is x
+            _into(entry, header, whole[start[key] : start[key] + header.shape[0]], turn=turn)
         return self._data(place, x, y, users, sizes)
+
+    def _room_of_x(self, place: Path, headers: dict[str, _Header], keys: list[str]) -> NDArray[Any]:
+        """Room for the features, as models take them: bytes or float32, channels first."""
+        found = _room(place, headers, keys)
+        kind, shape = np.uint8 if found.dtype == np.uint8 else np.float32, found.shape
+        if self.channels_last:
+            if len(shape) != 4:
+                raise DataError(f"{place}: channels_last needs x [N, height, width, channels], got {shape}")
+            shape = (shape[0], shape[3], *shape[1:3])
+        return np.empty(shape, kind)
 
     def _data(
         self, place: Path, x: NDArray[Any], y: NDArray[Any], users: NDArray[Any] | None, sizes: list[int]
     ) -> Dataset:
-        for what, array in (("x", x), ("y", y)):
-            if array.dtype.kind in "US":
-                raise DataError(
-                    f"{place}: {what} holds text ({array.dtype}), allowed are numbers; number the classes from 0"
-                )
-        features = torch.from_numpy(x if x.dtype == np.uint8 else x.astype(np.float32, copy=False))
-        if self.channels_last:
-            if features.ndim != 4:
-                raise DataError(f"{place}: channels_last needs x [N, height, width, channels], got {tuple(x.shape)}")
-            features = features.permute(0, 3, 1, 2).contiguous()
-        elif features.ndim == 3:
+        features = torch.from_numpy(x)
+        if features.ndim == 3:
             features = features[:, None]
         target, task, classes = self._target(place, y)
         names, codes = (None, None) if users is None else np.unique(users, return_inverse=True)
@@ -136,14 +140,30 @@ def _room(place: Path, headers: dict[str, _Header], keys: list[str]) -> NDArray[
             raise DataError(
                 f"{place}: {keys[0]} is {first.dtype} {first.shape}, {key} is {headers[key].shape}; no match"
             )
+    if first.dtype.kind in "US" and keys != ["users"]:
+        raise DataError(
+            f"{place}: {keys[0]} holds text ({first.dtype}), allowed are numbers; number the classes from 0"
+        )
     return np.empty((sum(headers[key].shape[0] for key in keys), *first.shape[1:]), first.dtype)
 
 
-def _into(entry: Entry, header: _Header, out: NDArray[Any]) -> None:
-    if header.fortran and out.ndim > 1:
-        turned = np.empty(out.shape[::-1], out.dtype)
+def _into(entry: Entry, header: _Header, out: NDArray[Any], *, turn: bool) -> None:
+    """Reads an array into its place, a block of rows at a time where its type or the order of its axes is another."""
+    if header.fortran and len(header.shape) > 1:
+        turned = np.empty(header.shape[::-1], header.dtype)
         fill(entry, turned, "the array")
-        out[:] = turned.T
-    else:
+        out[:] = _channels_first(turned.T) if turn else turned.T
+    elif out.dtype == header.dtype and not turn:
         fill(entry, out, "the array")
+    else:
+        step = max(1, BLOCK // max(1, math.prod(header.shape[1:]) * header.dtype.itemsize))
+        block = np.empty((step, *header.shape[1:]), header.dtype)
+        for at in range(0, len(out), step):
+            rows = block[: len(out) - at]
+            fill(entry, rows, "the array")
+            out[at : at + step] = _channels_first(rows) if turn else rows
     finished(entry)
+
+
+def _channels_first(x: NDArray[Any]) -> NDArray[Any]:
+    return x.transpose(0, 3, 1, 2)

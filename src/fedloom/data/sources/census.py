@@ -184,7 +184,7 @@ class Adult(FileSource):
         codes = {name: {level: i for i, level in enumerate(ADULT[name])} for name in coded}
         starts = dict(zip(coded, np.cumsum([0] + [len(ADULT[name]) for name in coded]).tolist(), strict=False))
         width = sum(len(ADULT[name]) for name in coded)
-        x, facts = Rows((width + len(RANGE),), np.float32), Rows((len(coded) + 2,), np.int64)
+        x, facts = Rows((width + len(RANGE),), np.float32), Rows((len(coded) + 2,), np.uint8)
         for entry in entries(place, lambda name: name.rsplit("/", 1)[-1] in ("adult.data", "adult.test")):
             in_test = entry.name.endswith("adult.test")
             for line, row in _rows(entry, len(ADULT) + 1):
@@ -213,11 +213,11 @@ class Adult(FileSource):
         return Dataset(
             "adult",
             torch.from_numpy(x.done()),
-            table[:, -2].contiguous(),
+            table[:, -2].long(),
             "binary",
             ("<=50K", ">50K"),
             test=test if 0 < len(test) < len(table) else None,
-            columns={name: table[:, j].contiguous() for j, name in enumerate(coded)},
+            columns={name: table[:, j].long() for j, name in enumerate(coded)},
             levels={name: ADULT[name] for name in coded},
         )
 

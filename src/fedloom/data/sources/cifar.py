@@ -23,7 +23,7 @@ from fedloom.errors import DataError, NoSamples
 
 Bytes = NDArray[np.uint8]
 PIXELS = 3 * 32 * 32
-RECORDS = 512
+RECORDS = 128
 CLASSES10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
