@@ -10,9 +10,12 @@ import tomllib
 from datetime import UTC, datetime, timedelta
 
 import pytest
+import tomli_w
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
+from typer.testing import CliRunner
 
+from fedloom.cli import app
 from fedloom.deploy import keys
 from fedloom.deploy.directory import renew, write
 from fedloom.deploy.plan import plan
@@ -252,3 +255,31 @@ def test_the_directions_have_five_commands(written):
     text = (written / "README.md").read_text()
     assert re.findall(r"^(\d)\. ", text, re.MULTILINE) == list("12345")
     assert "$" not in text.replace("$key", "")
+
+
+# ------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command(experiment, tmp_path):
+    file, out = tmp_path / "try.toml", tmp_path / "out"
+    file.write_text(tomli_w.dumps(experiment("fedavg", "flame").settings()))
+
+    def init(*words):
+        return CliRunner().invoke(app, ["deploy", "init", str(file), "--out", str(out), *words])
+
+    for words, sentence in (
+        (["--sites", "3"], "choose with --method"),
+        (["--sites", "4", "--method", "flame"], "gives 3 clients, but 4 sites"),
+        (["--method", "flame", "--gate-port", "70000"], "gate_port"),
+        (["--method", "flame", "--host", "no host"], "host"),
+    ):
+        bad = init(*words)
+        assert (bad.exit_code, out.exists()) == (2, False), bad.output
+        assert sentence in bad.output
+    done = init("--sites", "3", "--method", "flame", "--rounds", "9", "--host", "192.0.2.1", "--quorum", "3")
+    assert done.exit_code == 0, done.output
+    assert f"fedloom deploy local {out}" in done.output
+    server = read_server(out / "server" / "server.toml")
+    assert (server.quorum, server.public) == (3, "192.0.2.1:8443")
+    assert read(server.experiment).methods[0].rounds == 9
+    assert init("--method", "flame").exit_code == 2
