@@ -18,7 +18,8 @@ Learning", TMLR 2023, Algorithms 1-3, Eqs. 4-7 (public code: huangtiansheng/feds
     eta_l, K   lr, ...           local steps; ``personal_epochs`` in phase II
 
 Kept by a client: 2d (gi, p). Sent per round: d down, as factors U, V where they are shorter (``ranks`` from the
-server's SVD), d up.
+server's SVD), d up. A client's upload over its step size approximates its gradient, and gamma the mean of these:
+the server learns as much as from gradients.
 
 Deviations: Algorithm 2 line 10 divides gamma by eta_g; Eq. 6, Algorithms 1 and 3 and the public code multiply, and so
 does this. Algorithm 3 (one mean gamma) also with partial participation, where it gives the iterates of Algorithm 2. p
