@@ -1,0 +1,102 @@
+"""Rounds per second of one and of two workers, with the same bits.
+
+    python benchmarks/workers.py                      # forked workers; at least 1.7 times one worker on a quiet machine
+    torchrun --nproc-per-node 2 benchmarks/workers.py # the same with the ranks of torchrun, against one process before
+
+FedAvg on the MLP workload of the engine benchmark (W2). Blocks of one and of several processes take turns, so that the
+noise of the machine falls on both; a block during which other processes used more than 0.1 core is set aside when there
+are others, and the line says `disturbed` when there is no quiet one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+import torch
+from engine import QUIET, Block, busy, own, wait_for_quiet
+from plain import RATE
+from workloads import WORKLOADS
+
+from fedloom.algorithms import FedAvg
+from fedloom.choose import Uniform
+from fedloom.data.federation import Federation
+from fedloom.local import Local
+from fedloom.running.distributed import joined
+from fedloom.running.ranks import ALONE, Ranks
+from fedloom.running.settings import Engine, Evaluate
+from fedloom.running.simulate import simulate
+
+WANTED = 1.7
+"""Times the rounds per second of one worker."""
+
+
+def block(fed: Federation, name: str, rounds: int, workers: int, ranks: Ranks) -> tuple[Block, torch.Tensor]:
+    """Median seconds per round, the first round dropped, and the model that came of it."""
+    workload = WORKLOADS[name]
+    before, mine = busy(), own()
+    result = simulate(
+        FedAvg(),
+        fed,
+        workload.model,
+        rounds=rounds + 1,
+        local=Local(lr=RATE, batch_size=workload.batch),
+        sampler=Uniform(fraction=workload.cohort / workload.clients),
+        evaluate=Evaluate(every=rounds + 1, parts=("validation",)),  # the clients have none
+        engine=Engine(workers=workers),
+        ranks=ranks,
+    )
+    used, all_ranks = busy() - before, sum(ranks.gather(own() - mine))
+    others = max(0.0, used - all_ranks) / sum(result.seconds)
+    return Block(statistics.median(result.seconds[1:]), others), result.models.rows("global")
+
+
+def main() -> int:
+    """Command line; 1 when two workers are not fast enough on a quiet machine, or their bits differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", default="W2", choices=[*WORKLOADS])
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6, help="rounds of a block")
+    parser.add_argument("--patience", type=float, default=0, help="seconds to wait for a quiet machine, per block")
+    given = parser.parse_args()
+    fed = WORKLOADS[given.workload].federation()
+    with joined() as ranks:
+        several = 1 if ranks.size > 1 else given.workers
+        count = max(ranks.size, several)
+        found: dict[int, list[Block]] = {1: [], count: []}
+        same = True
+        for _ in range(given.blocks):
+            wait_for_quiet(given.patience if ranks.size == 1 else 0)
+            alone, model = block(fed, given.workload, given.rounds, 1, ALONE) if ranks.rank == 0 else (None, None)
+            ranks.wait()
+            together, other = block(fed, given.workload, given.rounds, several, ranks)
+            if alone is not None and model is not None:
+                found[1].append(alone)
+                found[count].append(together)
+                same &= torch.equal(model, other)
+        return report(given.workload, found, same) if ranks.rank == 0 else 0
+
+
+def report(name: str, found: dict[int, list[Block]], same: bool) -> int:
+    """Print what was measured."""
+    one, several = found.values()
+    quiet = [k for k in range(len(one)) if max(one[k].others, several[k].others) <= QUIET]
+    used = quiet or range(len(one))
+    print(f"{name} {WORKLOADS[name].title}; FedAvg; {len(one)} blocks, {len(quiet)} quiet")
+    for workers, blocks in found.items():
+        seconds = statistics.median(blocks[k].seconds for k in used)
+        print(f"{workers} workers {1 / seconds:8.2f} rounds/s {seconds:8.4f} s/round")
+    ratio = statistics.median(one[k].seconds / several[k].seconds for k in used)
+    best = min(b.seconds for b in one) / min(b.seconds for b in several)
+    mark = "" if quiet else "  disturbed"
+    print(f"ratio {ratio:.2f} (of the fastest blocks {best:.2f}), wanted {WANTED}; same bits: {same}{mark}")
+    return int(not same or bool(quiet and ratio < WANTED))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
