@@ -23,7 +23,6 @@ from fedloom.report.spread import relative_picture, spread_picture
 def figures(runs: list[Run], rows: list[Row]) -> list[Figure]:
     """Every chart that the recorded figures allow."""
     lead = leading_metric(runs)
-    places = enumerate(runs, start=1) if len(runs) > 1 else [(0, run) for run in runs]
     found = [
         spread_picture(runs, rows, lead),
         *client_pictures(runs, rows, lead),
@@ -36,6 +35,6 @@ def figures(runs: list[Run], rows: list[Row]) -> list[Figure]:
         sparsity_picture(runs, rows, lead),
         *curve_pictures(runs, rows, lead),
         *cost_pictures(runs, rows, lead),
-        *(picture for place, run in places for picture in partition_pictures(run, place)),
+        *partition_pictures(runs),
     ]
     return [figure for figure in found if figure is not None]

@@ -83,7 +83,7 @@ def _single_clients(runs: list[Run], rows: list[Row], name: str) -> Figure | Non
         base.mark_text(style=style, fontSize=11.5).transform_filter(test).encode(text="label:N")
         for style, test in (("onstrong", strong), ("onweak", f"!({strong})"))
     ]
-    chart = alt.layer(heat, *(words if few else [])).properties(width=640, height=(26 if few else 22) * len(order))
+    chart = alt.layer(heat, *(words if few else [])).properties(width=640, height=26 * len(order))
     what = metric(name).title
     caption = (
         f"{what} of every client with every method on its own test part at the last round, mean over seeds"

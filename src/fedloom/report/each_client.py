@@ -39,7 +39,7 @@ def each_client_picture(runs: list[Run], rows: list[Row], lead: str) -> Figure |
         for client in clients:
             values = lines.get(row_name(row), {}).get(client, [])
             kept = np.unique(np.linspace(0, len(values) - 1, min(budget, len(values))).round().astype(int))
-            tags = {"client": _title(client), "row": row_name(row), "model": row.model, "best": row is best}
+            tags = {"client": _title(client), "row": row_name(row), "model": row.model}
             data += [{**tags, "round": int(values[k][0]), "value": rounded(values[k][1])} for k in kept]
     if len({point["round"] for point in data}) < 2:
         return None
@@ -50,7 +50,7 @@ def each_client_picture(runs: list[Run], rows: list[Row], lead: str) -> Figure |
         f"{metric(lead).title} of each client on its own test part, a line per method and model, mean over seeds. "
         f"Thick: {row_name(best)}, the best mean over all clients.{some}{honest(runs)}"
     )
-    chart = _draw([_title(client) for client in clients], rows, lead)
+    chart = _draw([_title(client) for client in clients], rows, lead, row_name(best))
     title = f"{metric(lead).title} of each client over rounds"
     return Figure("each-client", "clients", "Over rounds", title, caption, chart, data, {}, "facet")
 
@@ -85,7 +85,7 @@ def _chosen(last: dict[str, float], sign: int) -> list[str]:
     return [order[int(k)] for k in places.round()]
 
 
-def _draw(panels: list[str], rows: list[Row], lead: str) -> Any:
+def _draw(panels: list[str], rows: list[Row], lead: str, best: str) -> Any:
     x = alt.X("round:Q", title=None, axis=alt.Axis(tickCount=3, grid=False, labelExpr=NUMBERS, labelOverlap=True))
     y = alt.Y("value:Q", title=titled(metric(lead)), scale=alt.Scale(zero=False), axis=alt.Axis(tickCount=4))
     tint = colour(rows)
@@ -98,7 +98,7 @@ def _draw(panels: list[str], rows: list[Row], lead: str) -> Any:
     base = alt.Chart().encode(x=x, y=y, color=tint, detail="row:N")
     chart = alt.layer(
         base.mark_line(strokeWidth=1, opacity=0.45, tooltip=None),
-        base.mark_line(strokeWidth=2.6, tooltip=None).transform_filter("datum.best"),
+        base.mark_line(strokeWidth=2.6, tooltip=None).transform_filter(alt.datum.row == best),
         base.mark_point(size=40, opacity=0).encode(tooltip=hints),
         data=alt.NamedData(name="rows"),
     )

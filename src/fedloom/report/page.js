@@ -13,7 +13,14 @@
     const y = inner.encoding.y;
     if (y.type !== "nominal") return 56;
     const longest = Math.max(...spec.datasets.rows.map((row) => String(row[y.field]).length));
-    return Math.min(width < SMALL ? 104 : 190, 7 * longest) + (y.title ? 34 : 14);
+    return Math.min(width < SMALL ? 116 : 190, 7 * longest) + (y.title ? 34 : 14);
+  }
+
+  // Long names in two lines: the method above the run and the model.
+  function narrow(axis) {
+    const parts = "split(datum.label, ' · ')";
+    const lines = `length(${parts}) > 2 ? [${parts}[0], ${parts}[1] + ' · ' + ${parts}[2]] : datum.label`;
+    return { labelExpr: lines, ...axis, labelLimit: 116, labelFontSize: 10, labelLineHeight: 11 };
   }
 
   const SMALL = 520, SMALLEST = 122, WIDEST = 520, GAP = 30;
@@ -30,10 +37,9 @@
     if (width < SMALL) {
       text = text
         .replaceAll('"field":"label"', '"field":"label_narrow"')
-        .replace(/datum\.(align|dx|dy)\b/g, "datum.$1_narrow")
-        .replaceAll('"labelLimit":190', '"labelLimit":104');
+        .replace(/datum\.(align|dx|dy)\b/g, "datum.$1_narrow");
     }
-    const spec = JSON.parse(text);
+    const spec = JSON.parse(text, (_, value) => (width < SMALL && value?.labelLimit === 190 ? narrow(value) : value));
     if (figure.layout === "facet" || figure.layout === "square") {
       const names = besideOf(spec, width);
       const panels = new Set(figure.spec.datasets.rows.map((row) => row[spec.facet.field])).size;

@@ -11,7 +11,7 @@ from fedloom.report.figure import Rows
 NUMBERS = "abs(datum.value) >= 1000 ? format(datum.value, '~s') : format(datum.value, '.3~g')"
 """Ticks in a common form: 0.5, 20, 1.5k, 3M."""
 FEW = 8
-"""Up to so many panels have every point of the lines behind them."""
+"""Of more panels the lines behind them are thinned and paler."""
 
 
 class Axis(NamedTuple):
@@ -62,7 +62,7 @@ def line_panels(
         axis=alt.Axis(tickCount=4, labelExpr=form, labelOverlap=True, tickMinStep=_step(y)),
     )
     ghost = alt.Chart(alt.NamedData(name="ghosts")).mark_line(
-        strokeWidth=0.8, opacity=0.45, clip=True, style="ghost", tooltip=None
+        strokeWidth=0.8, opacity=0.45 if len(panels) <= FEW else 0.2, clip=True, style="ghost", tooltip=None
     )
     band = alt.Chart().mark_area(opacity=0.16, clip=True, tooltip=None)
     line = alt.Chart().mark_line(clip=True)

@@ -7,7 +7,7 @@ import numpy as np
 
 from fedloom.report.figure import Figure, rounded
 from fedloom.report.reading import Run
-from fedloom.report.skew import Skew, skews_of
+from fedloom.report.skew import Skew, same_data, skews_of
 
 CELLS = 12_000
 """Up to so many client x class cells are drawn."""
@@ -21,21 +21,28 @@ SPLITS = 10
 """Up to so many partitions of a run are drawn, fewer where they are large."""
 
 
-def partition_pictures(run: Run, place: int) -> list[Figure | None]:
-    """The partitions of all seeds, of as many as have `CELLS` cells together.
+def partition_pictures(runs: list[Run]) -> list[Figure | None]:
+    """The partitions of all seeds, of as many as have `CELLS` cells together; runs on the same data share theirs."""
+    groups = same_data(runs)
+    found: list[Figure | None] = []
+    for place, group in enumerate(groups, start=1):
+        tables = group[0].summary.partition.counts
+        size = max((len(table) * len(table[0]) for table in tables), default=1)
+        drawn = skews_of(group[0])[: max(1, min(SPLITS, CELLS // max(size, 1)))]
+        number = place if len(groups) > 1 else 0
+        found += [_picture(group, index, skew, number) for index, skew in enumerate(drawn)]
+    return found
 
-    Args:
-        run: the run whose partitions are drawn.
-        place: number of the run in this report, 0 if it is the only one.
-    """
-    tables = run.summary.partition.counts
-    size = max((len(table) * len(table[0]) for table in tables), default=1)
-    drawn = max(1, min(SPLITS, CELLS // max(size, 1)))
-    return [_picture(run, index, skew, place) for index, skew in enumerate(skews_of(run)[:drawn])]
+
+def _attackers(runs: list[Run], seed: int) -> set[int]:
+    """Who attacks with a seed, if it is the same clients in all of the runs."""
+    sets = [{i for record in run.summary.runs if record.seed == seed for i in record.attackers} for run in runs]
+    return sets[0] if all(own == sets[0] for own in sets) else set()
 
 
-def _picture(run: Run, index: int, skew: Skew, place: int) -> Figure | None:
+def _picture(runs: list[Run], index: int, skew: Skew, place: int) -> Figure | None:
     """Clients x classes: the share of each class in a client's data, and the client's size."""
+    run = runs[0]
     partition = run.summary.partition
     counts = np.array(partition.counts[index])
     n, classes = counts.shape
@@ -46,7 +53,7 @@ def _picture(run: Run, index: int, skew: Skew, place: int) -> Figure | None:
     many = n > MANY
     order = np.lexsort((-share.max(1), share.argmax(1))) if many else np.arange(n)
     shown = order[np.linspace(0, n - 1, min(n, max(1, CELLS // classes))).round().astype(int)]
-    hostile = {i for r in run.summary.runs if r.seed == skew.seed for i in r.attackers}
+    hostile = _attackers(runs, skew.seed)
     clients = [run.client(i) + (f" {HOSTILE}" if i in hostile else "") for i in range(n)]
     names = partition.classes if len(partition.classes) == classes else tuple(str(c) for c in range(classes))
     cells = [
@@ -110,7 +117,7 @@ def _picture(run: Run, index: int, skew: Skew, place: int) -> Figure | None:
         .properties(width=110, height=high)
     )
     some = f" {len(shown)} of {n} clients are drawn." if len(shown) < n else ""
-    where = f"{run.label}, " if place else ""
+    where = f"{', '.join(run.label for run in runs)}, " if place else ""
     seed = f"seed {skew.seed}"
     attack = f" {HOSTILE}: client that attacks." if hostile else ""
     caption = (

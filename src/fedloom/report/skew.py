@@ -37,6 +37,15 @@ class Skew(NamedTuple):
         return ", ".join(f"{titles[name]} {mean:.3g}" for name, mean in means.items())
 
 
+def same_data(runs: list[Run]) -> list[list[Run]]:
+    """The runs in groups whose clients hold the same samples by class, seed by seed."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        sizes = [skew.values["sizes"].tolist() for skew in skews_of(run)]
+        found.setdefault(repr([run.summary.partition.counts, run.summary.partition.clients, sizes]), []).append(run)
+    return list(found.values())
+
+
 def skews_of(run: Run) -> list[Skew]:
     """The skew of every recorded partition of a run."""
     seeds = list(dict.fromkeys(record.seed for record in run.summary.runs))
@@ -72,15 +81,16 @@ def _recorded_sizes(skew: dict[str, Any] | list[dict[str, Any]], index: int) -> 
 
 def skew_table(runs: list[Run]) -> str:
     """An HTML table: a line per run and seed, mean over clients with the smallest and the largest."""
-    found = [(run, skew) for run in runs for skew in skews_of(run)]
+    groups = same_data(runs)
+    found = [(", ".join(run.label for run in group), skew) for group in groups for skew in skews_of(group[0])]
     if not found:
         return ""
     names = [name for name in TITLES if any(name in skew.values for _, skew in found)]
-    several = len(runs) > 1
+    several = len(groups) > 1
     heads = [*(["Run"] if several else []), "Seed", *(TITLES[name] for name in names)]
     body = []
-    for run, skew in found:
-        first = f'<th scope="row">{escape(run.label)}</th><td>{skew.seed}</td>' if several else ""
+    for label, skew in found:
+        first = f'<th scope="row">{escape(label)}</th><td>{skew.seed}</td>' if several else ""
         first = first or f'<th scope="row">{skew.seed}</th>'
         body.append(f"<tr>{first}{''.join(_cell(skew.values.get(name)) for name in names)}</tr>")
     if len(found) > 1:

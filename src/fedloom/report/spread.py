@@ -18,7 +18,7 @@ DOTS = 400
 """Up to so many clients (times seeds) are drawn one by one."""
 BASELINES = ("fedavg", "local")
 """The first of these algorithms that was run is the baseline of relative accuracies (FedSLR, Fig. 3: FedAvg)."""
-STEPS = 61
+STEPS = 41
 """Points of a violin's outline."""
 
 
@@ -41,7 +41,13 @@ def spread_picture(runs: list[Run], rows: list[Row], name: str) -> Figure | None
         if len(values) <= DOTS:
             for seed, clients, found in pooled:
                 dots += [
-                    {**tags, "seed": seed, "client": run.client(c), "value": rounded(float(v))}
+                    {
+                        "row": tags["row"],
+                        "model": row.model,
+                        "seed": seed,
+                        "client": run.client(c),
+                        "value": rounded(float(v)),
+                    }
                     for c, v in zip(clients, found, strict=True)
                 ]
     if not boxes:
@@ -97,14 +103,15 @@ def relative_picture(runs: list[Run], rows: list[Row]) -> Figure | None:
             own, other = (dict(zip(*last_values(run, r, seed, "accuracy"), strict=True)) for r in (row, base))
             both = [client for client in own if client in other]
             gains += [
-                {**tags, "seed": seed, "client": run.client(c), "gain": rounded(float(own[c] - other[c]))} for c in both
+                {"row": tags["row"], "seed": seed, "client": run.client(c), "gain": rounded(float(own[c] - other[c]))}
+                for c in both
             ]
         if len(gains) < 2:
             continue
         words[row_name(base)] = None
         single += gains
         values = np.array([point["gain"] for point in gains])
-        data += [{**tags, **point} for point in _outline(values)]
+        data += [{"row": tags["row"], "model": row.model, **point} for point in _outline(values)]
         middles.append(
             {
                 **tags,
@@ -149,11 +156,11 @@ def _outline(values: Numbers) -> Rows:
 def _draw_violins(data: Rows, middles: Rows, rows: list[Row]) -> Any:
     middles.sort(key=lambda m: -m["median"])
     order = {m["row"]: i for i, m in enumerate(middles)}
-    for point in [*data, *middles]:
+    for point in middles:
         point["place"] = order[point["row"]]
     for point in data:
-        half = 0.42 * point["density"]
-        point["low"], point["high"] = rounded(point["place"] - half), rounded(point["place"] + half)
+        place, half = order[point["row"]], 0.42 * point.pop("density")
+        point["low"], point["high"] = rounded(place - half), rounded(place + half)
     names = json.dumps(list(order))
     y = alt.Y(
         "low:Q",
