@@ -34,7 +34,9 @@ class Engine(Value):
     """How a run is computed. Workers change no result; oracle, chunk and dtype change it by rounding only."""
 
     workers: int | Literal["auto"] = Field(
-        1, description="processes of one thread each on this machine", union_mode="left_to_right"
+        1,
+        description="processes of one thread each on this machine; under torchrun, its ranks are the workers",
+        union_mode="left_to_right",
     )
     oracle: Literal["auto", "fused", "stacked", "looped"] = Field("auto", description="how gradients are computed")
     chunk: int | None = Field(None, ge=1, description="most clients of a chunk; a fixed rule when not given")
