@@ -87,14 +87,12 @@ def minutes(recipe: Recipe, scale: Scale) -> float:
 def _sizes(document: Mapping[str, Any], data: Nominal) -> tuple[int, float]:
     """Clients, and training samples of all of them."""
     cut = document["partition"]
-    samples = data.train + (data.test if cut.get("pool") else 0)
+    samples: float = data.train + (data.test if cut.get("pool") else 0)
     share = 1 - (cut.get("test", 0.2) if cut.get("test_from", "own") == "own" else 0) - cut.get("validation", 0.1)
     clients = cut.get("clients") or sum(cut.get("sizes", ())) or data.users
     if cut["kind"] == "clusters" and cut.get("per_class"):
         each = cut["per_class"] if isinstance(cut["per_class"], list) else [cut["per_class"]] * len(cut["sizes"])
         samples = sum(n * c * k for n, c, k in zip(cut["sizes"], cut["classes"], each, strict=True))
-    if cut["kind"] == "few":
-        samples = clients * (math.exp(cut.get("mean", 4.0) + cut.get("std", 1.0) ** 2 / 2) + 5)
     return clients, min(samples * share, clients * cut.get("keep", math.inf))
 
 

@@ -122,7 +122,10 @@ def reproduce(
     done = None
     for variant, document in documents.items():
         folder = out / folder_of(variant)
-        ended = budget.left > 0 and _variant(recipe, scale, variant, document, folder, data_dir, workers, budget, show)
+        with summaries.counted(out, variant):
+            ended = budget.left > 0 and _variant(
+                recipe, scale, variant, document, folder, data_dir, workers, budget, show
+            )
         done = summaries.summarise(recipe, scale, command, documents, out)
         if done is not None and results is not None:
             summaries.write(done, results)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import os
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from fedloom.reproduce.figures import Reference, values
 from fedloom.reproduce.recipe import Recipe, Scale, label_of
 from fedloom.running.files import make_folder, write_atomic
 
+SPENT = "spent.json"
 DIGITS = 7
 """Significant digits that are kept."""
 
@@ -29,7 +32,7 @@ class Summary:
 
     Attributes:
         numbers: variant -> reference -> seed -> value; null where a run has no result.
-        minutes: core-minutes of all rounds so far.
+        minutes: time of the processor so far, trials and evaluation included, in core-minutes.
         complete: whether every variant, method and seed has been run.
         choices: variant -> method -> what was chosen, with the score of every candidate.
         failures: sentences on runs that diverged or failed.
@@ -56,7 +59,7 @@ def summarise(recipe: Recipe, scale: Scale, command: str, documents: Mapping[str
     chosen: dict[str, Any] = {}
     failures: list[str] = []
     versions: dict[str, str] = {}
-    minutes, missing = 0.0, False
+    missing = False
     for variant, document in documents.items():
         folder = out / folder_of(variant)
         if not (folder / "summary.json").exists():
@@ -66,9 +69,7 @@ def summarise(recipe: Recipe, scale: Scale, command: str, documents: Mapping[str
         versions = run.options["resolved"]["versions"]
         numbers[variant] = _numbers(recipe, document, run)
         trials = trials_of(document, folder.name)
-        shared = trials != folder.name and bool(chosen)
-        minutes += _minutes(run) + (0.0 if shared else sum(_minutes(r) for r in _trials(out / TRIALS / trials)))
-        known = {} if shared else read_choices(out / TRIALS / trials)
+        known = {} if trials != folder.name and chosen else read_choices(out / TRIALS / trials)
         chosen |= {variant: known} if known else {}
         wanted = {(label_of(m), seed) for m in document["method"] for seed in document["seeds"]}
         ended = {(r.method, r.seed): r for r in run.summary.runs if r.status != "interrupted"}
@@ -79,7 +80,7 @@ def summarise(recipe: Recipe, scale: Scale, command: str, documents: Mapping[str
     some = next(iter(documents.values()))
     return Summary(
         recipe.name, scale, command, datetime.date.today().isoformat(), machine(), versions, not missing,
-        list(some["seeds"]), some["rounds"], round(minutes, 2), chosen, failures, numbers,
+        list(some["seeds"]), some["rounds"], round(sum(_spent(out).values()) / 60, 2), chosen, failures, numbers,
     )  # fmt: skip
 
 
@@ -146,10 +147,20 @@ def _short(value: float) -> float | None:
     return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
 
 
-def _trials(folder: Path) -> list[Run]:
-    found = sorted(file.parent for file in folder.glob("*/summary.json"))
-    return read_runs(found) if found else []
+@contextmanager
+def counted(out: Path, variant: str) -> Iterator[None]:
+    """Adds the time of the processor that is spent within to ``spent.json`` of a recipe's folder."""
+    start = sum(os.times()[:4])
+    try:
+        yield
+    finally:
+        if out.is_dir():
+            known = _spent(out)
+            known[variant] = known.get(variant, 0.0) + sum(os.times()[:4]) - start
+            write_atomic(out / SPENT, json.dumps(known, indent=1).encode())
 
 
-def _minutes(run: Run) -> float:
-    return sum(float(points.value.sum()) for points in run.seconds.values()) / 60
+def _spent(out: Path) -> dict[str, float]:
+    """Seconds of the processor by variant."""
+    file = out / SPENT
+    return dict(json.loads(file.read_text())) if file.exists() else {}
