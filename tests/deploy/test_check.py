@@ -15,8 +15,12 @@ import fedloom
 from fedloom.cli import app
 from fedloom.deploy import check, keys
 from fedloom.deploy.check import check_site
+from fedloom.deploy.directory import write
+from fedloom.deploy.plan import plan
 from fedloom.deploy.settings import read_site, text_of
+from fedloom.deploy.units import Place
 from fedloom.errors import DataError
+from fedloom.experiment import parse
 
 
 @pytest.fixture
@@ -239,3 +243,43 @@ def test_exit_code_of_the_command(ready, site):
     none = CliRunner().invoke(app, ["deploy", "check", str(ready), "--offline"])
     assert none.exit_code == 2
     assert "cannot read the site file" in none.output
+
+
+# ------------------------------------------------------------------------------------------- tables of a site's own
+
+TABLE = "age,sex,bp,disease\n" + "".join(
+    f"{40 + k % 9}.5,{'fm'[k % 2]},{120 + k % 7},{'yes' if k % 3 else 'no'}\n" for k in range(40)
+)
+
+
+@pytest.fixture(scope="module")
+def clinic(tmp_path_factory):
+    """A deployment whose sites have tables of their own; the experiment's table says what the columns are."""
+    folder = tmp_path_factory.mktemp("clinic")
+    (folder / "sample.csv").write_text(TABLE)
+    document = {
+        "data": {"source": "csv", "path": str(folder / "sample.csv"), "label": "disease", "categorical": ["sex"]},
+        "partition": {"kind": "iid", "clients": 2},
+        "method": [{"algorithm": "fedavg"}],
+    }
+    write(plan(parse(document), 2, own_data=True), folder / "try", Place())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (("", ""), None),
+        (("age,sex,bp", "age,sex,weight"), "column 3 of the data is weight, that of the experiment bp"),
+        (("age,sex,bp", "bp,sex,age"), "column 1 of the data is bp, that of the experiment age"),
+        ((",f,", ",w,"), "column 2 of the data is sex (m, w), that of the experiment sex (f, m)"),
+        ((",bp,", ",bp,bmi,"), "cells"),
+        (("yes", "sick"), "classes of the data is no, sick, that of the experiment no, yes"),
+    ],
+)
+def test_a_table_with_other_columns_levels_or_labels_both_sides_named(clinic, tmp_path, change, sentence):
+    site = read_site(clinic / "try" / "sites" / "site-1" / "site.toml")
+    (tmp_path / "own.csv").write_text(TABLE.replace(*change) if change[0] else TABLE)
+    own = changed(site, data={**site.data, "path": str(tmp_path / "own.csv")})
+    found = refused(own)
+    assert found == [] if sentence is None else sentence in found[0], found

@@ -70,6 +70,7 @@ def _fill(folder: Path, plan: Plan, place: Place) -> None:
         "version": fedloom.__version__,
         "clients": len(plan.sites),
         "samples": plan.samples,
+        "columns": plan.columns,
     }
     quorum = place.quorum or len(members) // 2 + 1
     given = {**shared, "sites": members, "quorum": quorum, "port": place.port, "public": gate_address(place)}

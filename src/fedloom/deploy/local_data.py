@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
 from fedloom.data import PARTS, Dataset, Federation, Split
 from fedloom.data.partition import Iid
+from fedloom.data.tables import Table
 from fedloom.deploy.settings import Schema, Site
 from fedloom.errors import ConfigError, DataError, NoSamples
 from fedloom.experiment import Experiment, parse
@@ -32,6 +34,7 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
         data = mine.source.load(site.data_dir)
     except NoSamples:
         return federation_of(site.samples, torch.zeros(site.clients, len(PARTS), dtype=torch.long))
+    check_columns(site, data)
     seed, cut = experiment.head.seeds[0], experiment.partition
     if site.share == "partition":
         fed, client = cut(data, seed), site.client
@@ -85,6 +88,28 @@ def check_schema(site: Site, data: Dataset) -> None:
                 f"{site.site}: {name} of the data is {_text(got)}, that of the experiment {_text(wanted)}; the "
                 "columns, labels and options of the source must be the same at every site"
             )
+
+
+def columns_of(data: Dataset) -> tuple[str, ...]:
+    """The columns of a table as its source read it, in order, with the levels of codes; empty for other data."""
+    columns = data.prepare.columns if isinstance(data.prepare, Table) else ()
+    return tuple(f"{c.name} ({', '.join(c.names)})" if c.names else c.name for c in columns)
+
+
+def check_columns(site: Site, data: Dataset) -> None:
+    """Refuse a table whose columns mean something else.
+
+    Raises:
+        DataError: the first column that differs, here and in the experiment.
+    """
+    here, wanted = columns_of(data), site.columns
+    if wanted and here != wanted:
+        pairs = zip_longest(here, wanted, fillvalue="none")
+        number, (got, want) = next((k, pair) for k, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+        raise DataError(
+            f"{site.site}: column {number} of the data is {got}, that of the experiment {want}; the columns and their "
+            "levels must be the same, in the same order, at every site"
+        )
 
 
 def part_sizes(fed: Federation, client: int) -> list[int]:

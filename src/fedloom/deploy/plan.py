@@ -13,7 +13,7 @@ import tomli_w
 
 from fedloom.data.sources import SOURCES
 from fedloom.data.sources._base import ENV
-from fedloom.deploy.local_data import schema_of
+from fedloom.deploy.local_data import columns_of, schema_of
 from fedloom.deploy.server import check_deployable
 from fedloom.deploy.settings import Schema
 from fedloom.errors import ConfigError, unknown
@@ -27,14 +27,15 @@ class Plan:
     """What a deployment is made of.
 
     name: of the experiment; experiment: text of the experiment file, of one method and one seed; sites: their names, in
-    the order of the clients; samples: what a sample looks like; data: where a site's samples are; data_dir: folder of
-    data sets on this machine; share: see `Site.share`.
+    the order of the clients; samples, columns: what a sample looks like; data: where a site's samples are; data_dir:
+    folder of data sets on this machine; share: see `Site.share`.
     """
 
     name: str
     experiment: str
     sites: tuple[str, ...]
     samples: Schema
+    columns: tuple[str, ...]
     data: dict[str, Any]
     data_dir: Path | None
     share: Literal["all", "partition"]
@@ -69,7 +70,8 @@ def plan(
     one = _single(experiment, method, seed, rounds)
     check_deployable(one)
     seed = one.head.seeds[0]
-    fed = one.partition(one.source.load(data_dir), seed)
+    data = one.source.load(data_dir)
+    fed = one.partition(data, seed)
     make_job(**one.arguments(one.methods[0], fed, seed))  # refuses what does not go together
     if sites is None and own_data:
         raise ConfigError("with data of their own the number of sites is open: say it with --sites")
@@ -86,6 +88,7 @@ def plan(
         experiment=tomli_w.dumps(one.settings()),
         sites=_names(range(sites or fed.n) if own_data else fed.names),
         samples=schema_of(fed.data),
+        columns=columns_of(data),
         data=_absolute(experiment.source_options),
         data_dir=None if folder is None else folder.resolve(),
         share="all" if own_data else "partition",

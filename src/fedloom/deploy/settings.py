@@ -58,6 +58,7 @@ class Shared(Value):
     version: str = Field(description="version of fedloom, the same on all machines")
     clients: int = Field(ge=1, description="sites of the experiment, taking part or not")
     samples: Schema = Field(description="what one sample looks like")
+    columns: tuple[str, ...] = Field((), description="columns of a table, in order, with their levels; none: no table")
 
 
 class Site(Shared):
