@@ -211,6 +211,13 @@ def test_more_trials_and_another_method_keep_what_was_tried(finished: Path, tmp_
     assert contents(tmp_path / "out") == contents(finished)
 
 
+def test_every_method_can_be_gone_on_with(tmp_path: Path) -> None:
+    methods = "".join(f'[[method]]\nalgorithm = "{name}"\n' for name in REGISTRY if name != "fedbn")
+    text = SMALL.partition("[[method]]")[0] + methods
+    tuning(text, tmp_path / "out")
+    assert tuning(text, tmp_path / "out").goal.rounds == 4
+
+
 def test_seeds_and_metric(tmp_path: Path) -> None:
     text = TWO.replace("trials = 4", 'trials = 2\nseeds = [0, 1]\nmetric = "loss"\nmodel = "global"')
     both = tuning(text, tmp_path / "both").run()[0]

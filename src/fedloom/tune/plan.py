@@ -242,7 +242,7 @@ def _compare(out: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> No
 def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in document.items():
-        if key == "method":
+        if key == "method" and isinstance(value, list):  # FedSLR has an option of that name
             for m in value:
                 own = {k: v for k, v in m.items() if k != "rounds"}
                 flat |= {f"method {m['label']}: {inner}": v for inner, v in _flat(own).items()}
