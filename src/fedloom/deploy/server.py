@@ -93,11 +93,12 @@ class _Run:
         self._settings, self._experiment, self._say = settings, experiment, say
         self._audit = Audit(settings.audit)
         self._post = Post(grid, settings, self._audit, say)
+        self._rounds_done = 0
+        self._notes: list[str] = []
 
     def go(self) -> Stop:
         """Begin or go on, to the end."""
-        settings = self._settings
-        stop, detail, state, disk = Stop.DONE, "", None, None
+        settings, stop, detail = self._settings, Stop.DONE, ""
         try:
             self._gather()
             job, server, forms = self._job()
@@ -108,21 +109,23 @@ class _Run:
                 sites.accepted = torch.tensor(disk.more["accepted"])
                 self._say(f"fedloom: goes on after round {state.round}")
             self._audit.write("start", round=state.round, release=fedloom.__version__, sites=sorted(self._post.nodes))
-            state = self._rounds(job, sites, disk, state, done=ended is Stop.DONE)
+            if ended is not Stop.DONE:
+                state = self._rounds(job, sites, disk, state)
+                disk.save(state, stop)
+            self._told(state)
+            self._write(job, state)
         except RunStopped as error:
             stop, detail = error.reason, error.detail
             self._say(f"fedloom: stops: {error}")
         self._audit.write("stop", reason=stop.value, detail=detail or None)
-        if state is not None and disk is not None and stop is Stop.DONE:
-            disk.save(state, stop)
-            self._write(job, state)
-        self._summary(stop, detail, state)
+        self._summary(stop, detail)
         return stop
 
-    def _rounds(self, job: Job, sites: Sites, disk: Disk, state: State, *, done: bool) -> State:
+    def _rounds(self, job: Job, sites: Sites, disk: Disk, state: State) -> State:
         pool: Any = sites
-        while not done:
+        while True:
             t = state.round
+            self._told(state)
             due = t % job.evaluate.every == 0 or t == job.rounds
             if due and not any(r.round == t for r in state.records.items):
                 scores = scores_of(job, pool, state)
@@ -131,7 +134,7 @@ class _Run:
             if t > 0:
                 self._say(self._line(job, state))
             if t == job.rounds:
-                break
+                return state
             self._release(job, state)
             start = time.monotonic()
             state = play(job, pool, state)
@@ -139,7 +142,10 @@ class _Run:
             sites.accepted[state.cohort] = state.round
             disk.more = self._more(sites.accepted)
             disk.save(state, None)
-        return state
+
+    def _told(self, state: State) -> None:
+        """Remember what the summary says, however the run ends."""
+        self._rounds_done, self._notes = state.round, state.notes
 
     def _more(self, accepted: Tensor) -> dict[str, Any]:
         return {"accepted": accepted.tolist(), "sizes": self._post.sizes.tolist()}
@@ -205,11 +211,11 @@ class _Run:
             header = {**job.oracle.layout.header(), "round": str(state.round)}
             save_tensors(self._settings.results / "global.safetensors", {"rows": shared.cpu()}, header)
 
-    def _summary(self, stop: Stop, detail: str, state: State | None) -> None:
+    def _summary(self, stop: Stop, detail: str) -> None:
         make_folder(self._settings.results)
         text = {
             "name": self._settings.name, "stop": stop.name, "reason": stop.value, "detail": detail,
-            "rounds": 0 if state is None else state.round, "notes": [] if state is None else state.notes,
+            "rounds": self._rounds_done, "notes": self._notes,
             "sites": {m.site: c in self._post.nodes for c, m in self._post.members.items()},
         }  # fmt: skip
         write_atomic(self._settings.results / "summary.json", json.dumps(text, indent=1).encode())
