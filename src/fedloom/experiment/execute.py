@@ -174,7 +174,7 @@ def _save_models(result: Result, folder: Path) -> None:
 
 
 def _clear(out: Path) -> None:
-    for name in ("checkpoints", "models"):
+    for name in ("checkpoints", "models", "adapted", "tracking"):
         shutil.rmtree(out / name, ignore_errors=True)
     tables = (f"{name}.parquet" for name in ("metrics", "timings", "confusion", "tsne"))
     for name in ("experiment.toml", *tables, "summary.json", "report.html"):

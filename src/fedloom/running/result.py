@@ -104,6 +104,8 @@ class Live:
     def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         job, t = self._job, max(self._state.round, 1)
         rows = personal_models(job, job.down(self._state.server, t), t, ids)
+        if not job.oracle.normalisers:
+            return rows.cpu(), torch.zeros(len(ids), 0, dtype=job.oracle.dtype)
         return rows.cpu(), torch.stack([self._statistics(row, i[None]) for row, i in zip(rows, ids, strict=True)])
 
     def takes_global(self) -> Tensor:

@@ -141,16 +141,15 @@ class Shelf:
         return found["rows"], found.get("statistics", torch.zeros(0, dtype=self.recipe.dtype))
 
     def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        rows, statistics = [], []
+        rows, statistics = torch.zeros(len(ids), self.recipe.layout.d, dtype=self.recipe.dtype), []
         with open_tensors(self._path("personal")) as file:
             names = set(file.keys())
-            for i in ids.tolist():
+            for k, i in enumerate(ids.tolist()):
                 first, place = f"{i // PIECE * PIECE:08d}", i % PIECE
-                rows.append(file.get_slice(f"rows.{first}")[place])
+                rows[k] = file.get_slice(f"rows.{first}")[place]
                 if f"statistics.{first}" in names:
                     statistics.append(file.get_slice(f"statistics.{first}")[place])
-        empty = torch.zeros(len(ids), 0, dtype=self.recipe.dtype)
-        return torch.stack(rows), torch.stack(statistics) if statistics else empty
+        return rows, torch.stack(statistics) if statistics else rows[:, :0]
 
     def takes_global(self) -> Tensor:
         return self._read("hybrid")["takes_global"]
