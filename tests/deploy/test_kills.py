@@ -1,4 +1,4 @@
-"""Processes that are killed at any write to the disk: what was saved is whole, and in the end the models are the same."""
+"""Processes that are killed at any write to the disk: what was saved is whole, the models are the same in the end."""
 
 from __future__ import annotations
 
