@@ -58,6 +58,13 @@ def test_round_trip_with_paths_made_absolute(tmp_path, make, read):
     check_fingerprint(again)
 
 
+def test_a_sites_data_is_looked_for_in_its_own_folder(tmp_path):
+    path = tmp_path / "site.toml"
+    for given, found in (("x.csv", tmp_path / "x.csv"), ("/srv/x.csv", "/srv/x.csv")):
+        path.write_text(text_of(site(tmp_path, data={"source": "csv", "path": given})))
+        assert read_site(path).data == {"source": "csv", "path": str(found)}
+
+
 def test_another_experiment_file_is_refused_with_both_digests(tmp_path):
     path = tmp_path / "site.toml"
     path.write_text(text_of(site(tmp_path)))

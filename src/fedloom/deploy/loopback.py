@@ -96,7 +96,8 @@ class Loopback:
         number = list(self.sites).index(name)
         given = {"server": self.address, "port": self._ports[1 + number], **changes}
         site = self.sites[name].model_copy(update=given)
-        return self._start(f"site-{name}", commands.supernode(site, self.site_file(name)), site.threads)
+        file = self.site_file(name)
+        return self._start(f"site-{name}", commands.supernode(site, file), file.parent, site.threads)
 
     def run(self, tell: Tell, app: Path | None = None) -> None:
         """Run the experiment to its end.
@@ -155,10 +156,15 @@ class Loopback:
         """The last figures of every site; see `site_table`."""
         return site_table(self.server.results / "metrics.parquet", [m.site for m in self.server.sites])
 
-    def _start(self, name: str, command: Sequence[str], threads: int | None = None) -> Process:
+    def _start(
+        self, name: str, command: Sequence[str], folder: Path | None = None, threads: int | None = None
+    ) -> Process:
+        """A process of the server, or of the site of a folder, which is its working directory as under systemd."""
         home = self.work / ("cli" if name == "run" else name)
         environment = commands.environment(home, threads=threads)
-        return self._processes.start(name, command, environment, self.work / f"{name}.log")
+        return self._processes.start(
+            name, command, environment, self.work / f"{name}.log", folder or self.folder / "server"
+        )
 
     def _await_tls(self, link: Process) -> None:
         context = ssl.create_default_context(cafile=self.server.ca)

@@ -31,9 +31,12 @@ class Process:
         command: the program and its arguments.
         environment: what is added to this process's own environment.
         log: file of its output.
+        folder: its working directory; None: this process's own.
     """
 
-    def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path | None = None
+    ) -> None:
         self.name, self.log = name, log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as out:
@@ -44,6 +47,7 @@ class Process:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
                 start_new_session=True,
+                cwd=folder,
             )
 
     @property
@@ -94,9 +98,11 @@ class Processes:
     def __init__(self) -> None:
         self.started: list[Process] = []
 
-    def start(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+    def start(
+        self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path | None = None
+    ) -> Process:
         """Start a process; arguments as of `Process`."""
-        process = Process(name, command, environment, log)
+        process = Process(name, command, environment, log, folder)
         self.started.append(process)
         return process
 

@@ -160,7 +160,10 @@ def read_site(path: Path) -> Site:
     Raises:
         ConfigError: the file is missing or says what cannot be.
     """
-    return _read(Site, path, "site file")
+    site = _read(Site, path, "site file")
+    where = site.data.get("path")
+    data = {**site.data, "path": str(path.parent.resolve() / Path(where).expanduser())} if where else site.data
+    return site.model_copy(update={"data": data})
 
 
 def read_server(path: Path) -> Server:
