@@ -14,6 +14,7 @@ from socket import create_connection
 from typing import Any
 
 from fedloom.deploy import commands
+from fedloom.deploy.directory import APP
 from fedloom.deploy.processes import Process, ProcessError, Processes, check_free, free_ports
 from fedloom.deploy.settings import Server, Site, check_fingerprint, check_version, read_server, read_site
 from fedloom.deploy.table import site_table
@@ -99,18 +100,17 @@ class Loopback:
         file = self.site_file(name)
         return self._start(f"site-{name}", commands.supernode(site, file), file.parent, site.threads)
 
-    def run(self, tell: Tell, app: Path | None = None) -> None:
+    def run(self, tell: Tell) -> None:
         """Run the experiment to its end.
 
         Args:
             tell: called with every line of the server's log.
-            app: folder of the app; None: the directory's.
 
         Raises:
             ProcessError: the run failed, or the server ended before it.
         """
         serving, sites = self._processes.started[:2], self._processes.started[2:]
-        command = commands.run(app or self.folder / "server" / "app", self._server_file)
+        command = commands.run(self.folder / "server" / APP, self._server_file)
         stream = self._start("run", command)
         with stream.log.open() as log:
             while stream.alive():
