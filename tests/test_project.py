@@ -189,35 +189,9 @@ def test_every_draw_names_its_generator(name: str) -> None:
 # --- documents
 
 
-def blocks(document: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / document).read_text(), flags=re.MULTILINE | re.DOTALL)
-
-
-def test_readme_experiment_is_one() -> None:
-    for block in blocks("README.md", "toml"):
-        assert fl.experiment.parse(tomllib.loads(block)).settings()["name"] == "first"
-
-
 @pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.toml")), ids=lambda f: f.name)
 def test_examples_are_experiments(file: Path) -> None:
     assert fl.experiment.read(file).settings()["name"] == file.stem
-
-
-def test_readme_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, object] = {}
-    for block in blocks("README.md", "python"):
-        exec(compile(block, "README.md", "exec"), names)
-    assert "metric" in capsys.readouterr().out
-
-
-def test_contributing_example_obeys_the_laws() -> None:
-    example = ModuleType("fedavgm")
-    sys.modules["fedavgm"] = example
-    try:
-        for block in blocks("CONTRIBUTING.md", "python"):
-            exec(compile(block, "CONTRIBUTING.md", "exec"), example.__dict__)
-    finally:
-        del sys.modules["fedavgm"]
 
 
 def test_version_is_said_once() -> None:

@@ -1,0 +1,97 @@
+"""The code blocks of the documents, and how each kind is run."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from typer.testing import CliRunner
+
+import fedloom as fl
+from fedloom.cli import app
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [
+    "README.md",
+    "CONTRIBUTING.md",
+    *(f"docs/{p.relative_to(ROOT / 'docs')}" for p in (ROOT / "docs").rglob("*.md")),
+]
+FENCE = re.compile(
+    r"(?P<mark><!-- not run: [^>]+ -->\n)?"
+    r"^(?P<indent> *)```(?P<language>\w*)(?P<more>[^\n]*)\n(?P<code>.*?)^(?P=indent)```$",
+    flags=re.MULTILINE | re.DOTALL,
+)
+SHOWN = {"text", "json", ""}
+"""Languages of blocks that are only shown."""
+RUN = {"python", "toml", "sh"}
+BASE: dict[str, Any] = {"data": {"source": "digits"}, "method": [{"algorithm": "fedavg"}]}
+
+
+class Block(NamedTuple):
+    """One block: its language, its text, the file it is saved as, its line, and whether it is marked as not run."""
+
+    language: str
+    code: str
+    title: str | None
+    line: int
+    skipped: bool
+
+
+def blocks(document: str) -> Iterator[Block]:
+    """The blocks of a document, in order."""
+    text = (ROOT / document).read_text()
+    for found in FENCE.finditer(text):
+        width = len(found["indent"])
+        code = "".join(line[width:] if line.strip() else line for line in found["code"].splitlines(keepends=True))
+        title = re.search(r'title="([^"]+)"', found["more"])
+        line = text.count("\n", 0, found.start()) + 1
+        yield Block(found["language"], code, title and title[1], line, found["mark"] is not None)
+
+
+def run(document: str, folder: Path) -> None:
+    """Run the blocks of a document in one folder, the Python ones in one namespace."""
+    module = ModuleType(re.sub(r"\W", "_", document))
+    sys.modules[module.__name__] = module  # where the annotations of its classes are looked up
+    try:
+        for block in blocks(document):
+            if not block.skipped and block.language in RUN:
+                {"python": _python, "toml": _toml, "sh": _sh}[block.language](block, document, folder, module)
+    finally:
+        del sys.modules[module.__name__]
+
+
+def _python(block: Block, document: str, folder: Path, module: ModuleType) -> None:
+    code = "\n" * block.line + block.code
+    exec(compile(code, str(ROOT / document), "exec", dont_inherit=True), module.__dict__)
+
+
+def _toml(block: Block, document: str, folder: Path, module: ModuleType) -> None:
+    if block.title:
+        (folder / block.title).write_text(block.code)
+    found = tomllib.loads(block.code)
+    fl.experiment.parse({**BASE, **found}, f"{document}:{block.line}")
+
+
+def _sh(block: Block, document: str, folder: Path, module: ModuleType) -> None:
+    for line in block.code.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words and words[0] == "fedloom" and not set(line.partition("#")[0]) & set("|&;<>$`"):
+            result = CliRunner().invoke(app, words[1:])
+            code, output = result.exit_code, result.output
+        else:
+            done = subprocess.run(["bash", "-euo", "pipefail", "-c", line], env=_environment(), capture_output=True)
+            code, output = done.returncode, (done.stdout + done.stderr).decode()
+        assert code == 0, f"{document}:{block.line}: {line}: exit code {code}\n{output}"
+
+
+def _environment() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT / "src")}

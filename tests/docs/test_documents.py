@@ -1,0 +1,207 @@
+"""Every code block of the documents runs, the site builds, and the pages have every public name."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedloom as fl
+from fedloom.algorithms import REGISTRY
+from fedloom.values import fields_of
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+import documents  # noqa: E402
+
+sys.path.remove(str(HERE))
+ROOT = documents.ROOT
+WITH_CODE = [d for d in documents.DOCUMENTS if any(b.language in documents.RUN for b in documents.blocks(d))]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("document", WITH_CODE)
+def test_every_block_runs(
+    document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    documents.run(document, tmp_path)
+
+
+def test_blocks_that_do_not_run_say_so_and_are_few() -> None:
+    found = [(d, b) for d in documents.DOCUMENTS for b in documents.blocks(d)]
+    assert not [(d, b.line, b.language) for d, b in found if b.language not in documents.RUN | documents.SHOWN]
+    assert len([b for _, b in found if b.language in documents.RUN]) > 30
+    assert len([b for _, b in found if b.skipped]) <= 12
+    fences = sum((ROOT / d).read_text().count("```") for d in documents.DOCUMENTS)
+    assert fences == 2 * len(found)
+
+
+def test_a_broken_block_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "ROOT", tmp_path)
+    for code, error in (
+        ("```python\nimport fedloom as fl\nfl.simulat\n```", AttributeError),
+        ('```toml\n[data]\nsource = "digitz"\n```', ValueError),
+        ("```sh\nfedloom describe flam\n```", AssertionError),
+    ):
+        (tmp_path / "broken.md").write_text(f"# Title\n\n{code}\n")
+        with pytest.raises(error):
+            documents.run("broken.md", tmp_path)
+        (tmp_path / "broken.md").write_text(f"# Title\n\n<!-- not run: broken -->\n{code}\n")
+        documents.run("broken.md", tmp_path)
+
+
+# --- the site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("mkdocs is not installed")
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+class _Text(HTMLParser):
+    """Text of a page without its markup."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def text_of(page: Path) -> str:
+    parser = _Text()
+    parser.feed(page.read_text())
+    return " ".join(parser.text.split())
+
+
+def test_the_site_builds_and_has_every_method(site: Path) -> None:
+    for name in REGISTRY:
+        shown = text_of(site / "methods" / f"{name}.html")
+        assert "Problem." in shown
+        assert "When." in shown
+        assert f'algorithm = "{name}"' in shown
+        for option in fields_of(REGISTRY[name]):
+            assert option in shown
+
+
+def test_the_site_needs_no_network(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        found = re.findall(r'<(?:script|link|img|iframe)[^>]+(?:src|href)="(https?:[^"]+)"', page.read_text())
+        assert not [url for url in found if "canonical" not in url], page.name
+
+
+def test_the_experiment_page_has_every_key_of_the_schema(site: Path) -> None:
+    shown = text_of(site / "experiment-file.html")
+    schema: dict[str, Any] = json.loads(fl.experiment.json_schema())
+
+    def keys(part: Any) -> set[str]:
+        if isinstance(part, list):
+            return {key for one in part for key in keys(one)}
+        if not isinstance(part, dict):
+            return set()
+        own = set(part["properties"]) if isinstance(part.get("properties"), dict) else set()
+        return own.union(*(keys(value) for value in part.values()))
+
+    own = {name: part for name, part in schema["properties"].items() if name != "method"}
+    missing = [key for key in keys({"properties": own}) if not re.search(rf"\b{re.escape(key)}\b", shown)]
+    assert not missing
+
+
+# --- notebooks
+
+NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda f: f.stem)
+def test_notebooks_are_committed_as_executed(file: Path) -> None:
+    text = file.read_text()
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert all(cell["outputs"] for cell in cells)
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
+    assert len(text) < 200_000
+    assert not re.search(r"/(home|root|tmp|work)/", text)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda f: f.stem)
+def test_notebooks_run(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("nbclient")
+    monkeypatch.delenv("FEDLOOM_DATA", raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    copy = tmp_path / file.name
+    copy.write_bytes(file.read_bytes())
+    code = "from nbclient.cli import main; main()"
+    command = [sys.executable, "-c", code, str(copy), "--inplace", "--startup_timeout=600"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "error" not in {
+        o["output_type"] for c in json.loads(copy.read_text())["cells"] for o in c.get("outputs", [])
+    }
+
+
+# --- the public face and its words
+
+
+def test_the_python_page_has_every_public_name_and_no_other() -> None:
+    text = (ROOT / "docs" / "python.md").read_text()
+    named = set(re.findall(r"`fl\.(\w+)", text))
+    assert named == set(fl.__all__) - {"__version__"}
+
+
+def modules() -> list[str]:
+    found = [m.name for m in pkgutil.walk_packages(fl.__path__, "fedloom.")]
+    return [name for name in found if not any(part.startswith("_") for part in name.split(".")[1:])]
+
+
+@cache
+def described() -> set[str]:
+    """Methods that a protocol or a base describes, for all who have them."""
+    trees = [ast.parse(file.read_text()) for file in (ROOT / "src" / "fedloom").rglob("*.py")]
+    bases = [n for tree in trees for n in tree.body if isinstance(n, ast.ClassDef) and "Protocol" in ast.unparse(n)]
+    methods = [m for base in bases for m in base.body if isinstance(m, ast.FunctionDef)]
+    return {m.name for m in methods if ast.get_docstring(m)}
+
+
+@pytest.mark.parametrize("name", modules())
+def test_everything_public_has_a_docstring(name: str) -> None:
+    spec = importlib.util.find_spec(name)
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text())
+    assert ast.get_docstring(tree), name
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{name}.{node.name}"
+    if "deploy" in name or "tune" in name:
+        return  # behind extras
+    module = importlib.import_module(name)
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            for method in node.body:
+                known = isinstance(method, ast.FunctionDef) and (method.name in described() or method.name[0] == "_")
+                if isinstance(method, ast.FunctionDef) and not known:
+                    found = inspect.getdoc(getattr(getattr(module, node.name), method.name))
+                    assert found, f"{name}.{node.name}.{method.name}"
