@@ -92,6 +92,28 @@ def test_the_size_of_a_cohort(kind: str) -> None:
     sampler(clients=4).check(4)
 
 
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        Uniform(clients=3),
+        RoundRobin(clients=2),
+        SizeWeighted(clients=3, replacement=False),
+        PowerOfChoice(clients=2, candidates=4),
+        Availability(clients=3, period=4, on=1),
+        Availability(table=((1, 1, 1, 0, 1, 1), (0, 1, 0, 0, 0, 1), (1, 0, 0, 0, 1, 1))),
+    ],
+)
+def test_the_fewest_clients_of_a_round_are_known_before_the_run(sampler: Sampler) -> None:
+    """The bound holds in every round of a turn, and is reached."""
+    rounds = [context([5, 1, 9, 2, 7, 3], t) for t in range(1, 13)]
+    assert min(len(set(cohort(sampler, ctx, answers(sampler, ctx)))) for ctx in rounds) == sampler.smallest(6)
+
+
+@pytest.mark.parametrize("sampler", [Bernoulli(), Clustered(clients=3), SizeWeighted(clients=3)])
+def test_where_only_the_draws_tell_nothing_is_promised(sampler: Sampler) -> None:
+    assert sampler.smallest(6) is None
+
+
 def test_a_size_comes_from_another_sampler_only_if_none_is_given() -> None:
     assert Clustered().sized_like(Uniform(fraction=0.3)) == Clustered(fraction=0.3)
     assert Clustered(by="size").sized_like(RoundRobin(clients=3)) == Clustered(by="size", clients=3)

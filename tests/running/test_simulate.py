@@ -11,7 +11,16 @@ import pytest
 import torch
 
 from fedloom.algorithms import REGISTRY, Composition, FedAvg, FedDyn, Local, fedavg, upload_fields
-from fedloom.choose import Sampler, SamplesWeigher, Uniform, UniformWeigher
+from fedloom.choose import (
+    Availability,
+    Bernoulli,
+    PowerOfChoice,
+    RoundRobin,
+    Sampler,
+    SamplesWeigher,
+    Uniform,
+    UniformWeigher,
+)
 from fedloom.data import load
 from fedloom.data.federation import Federation
 from fedloom.data.partition import Dirichlet, Iid
@@ -240,6 +249,22 @@ def test_refusals_follow_from_the_kinds() -> None:
         run(fed, aggregator=Krum(f=4))
     with pytest.raises(ConfigError, match="at most the 9 clients"):
         run(fed, sampler=Uniform(clients=10))
+
+
+@pytest.mark.parametrize(
+    "sampler", [Uniform(clients=4), RoundRobin(clients=4), PowerOfChoice(clients=4), Availability(period=3, on=1)]
+)
+def test_a_cohort_too_small_for_the_rule_is_refused_before_the_run(sampler: Sampler) -> None:
+    fed = Iid(clients=9)(load("digits"), seed=0)
+    with pytest.raises(ConfigError, match="krum needs m >= 2 f \\+ 3, got m = [34] rows and f = 1"):
+        run(fed, sampler=sampler, aggregator=Krum(f=1))
+    assert run(fed, sampler=sampler, aggregator=Krum(f=0), rounds=1).stop is Stop.DONE
+
+
+def test_a_cohort_that_turns_out_too_small_for_the_rule_ends_the_run_with_a_sentence(fed: Federation) -> None:
+    result = run(fed, sampler=Bernoulli(probability=0.01), aggregator=Krum(f=1))
+    assert result.stop is Stop.TOO_FEW
+    assert result.detail.startswith("round 1: krum needs m >= 2 f + 3, got m = 1 rows")
 
 
 def test_every_upload_field_declares_its_kind() -> None:

@@ -96,8 +96,8 @@ def make_job(
     server, template, kept = method.init(layout.vector(module, dtype).to(device), ctx)
     notes = method.check(layout, ctx)
     workers = worker_count(engine, rounds, layout.d, int(sizes.sum())) if ranks.size == 1 else 1
-    if aggregator is not None and isinstance(sampler, Uniform):
-        aggregator.check(len(sampler.apply(Nothing(), None, ctx)[0]))
+    if aggregator is not None and (fewest := sampler.smallest(fed.n)) is not None:
+        aggregator.check(fewest)
 
     width = 0
     if channel is not None or weigher.probes or sampler.learns:

@@ -82,6 +82,10 @@ class Sampler(Value, ABC):
             ConfigError: with the sentence.
         """
 
+    def smallest(self, n: int) -> int | None:
+        """Fewest different clients in a round of a federation of ``n``; None where only the draws tell."""
+        return None
+
     def sized_like(self, other: Sampler) -> Sampler:
         """This sampler with the cohort size of another, if it can have one and none was given."""
         return self
@@ -107,6 +111,10 @@ class Sized(Sampler, ABC):
         """More clients than there are are refused."""
         if self.clients is not None and self.clients > n:
             raise ConfigError(f"sampler.clients must be at most the {n} clients of the federation, got {self.clients}")
+
+    def smallest(self, n: int) -> int | None:
+        """As many as are drawn."""
+        return self.size(n)
 
     def sized_like(self, other: Sampler) -> Sampler:
         """Fraction or clients of the other, if neither is given here."""

@@ -50,9 +50,18 @@ class Availability(Sized):
                 raise ConfigError(
                     f"sampler.table must have a column for each of the {n} clients, row {t} has {len(row)}"
                 )
-        for t in range(1, 1 + (self.period if self.table is None else len(self.table))):
-            if not bool(self.there(t, n).any()):
+        for t, count in enumerate(self._counts(n), 1):
+            if not count:
                 raise ConfigError(f"sampler: no client is available in round {t}; every round needs one")
+
+    def smallest(self, n: int) -> int | None:
+        """Those who are there in the emptiest round, if fewer than are drawn."""
+        return min(self.size(n), *self._counts(n))
+
+    def _counts(self, n: int) -> list[int]:
+        """How many are there in every round of a turn."""
+        turn = self.period if self.table is None else len(self.table)
+        return [int(self.there(t, n).sum()) for t in range(1, 1 + turn)]
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
         """m of those who are there, or all of them."""

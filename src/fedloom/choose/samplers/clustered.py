@@ -46,6 +46,10 @@ class Clustered(Sized):
         """Algorithm 2 does."""
         return self.by == "similarity"
 
+    def smallest(self, n: int) -> int | None:
+        """Unknown: a client may be drawn from several distributions."""
+        return None
+
     def init(self, ctx: Ctx) -> Gradients | Nothing:
         """No client has been seen."""
         return Gradients(torch.zeros(ctx.n, ctx.layout.d)) if self.learns else Nothing()

@@ -50,6 +50,10 @@ class SizeWeighted(Sized):
     kind: ClassVar[str] = "size-weighted"
     replacement: bool = Field(True, description="draw with replacement (Scheme I); without, large clients count less")
 
+    def smallest(self, n: int) -> int | None:
+        """Unknown with replacement: a client may be drawn twice."""
+        return None if self.replacement else self.size(n)
+
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
         """m draws."""
         p, g = masses(ctx, "samples"), ctx.rng("cohort")
