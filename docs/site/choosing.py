@@ -7,13 +7,23 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parents[1]
-MARK = "<!-- numbers -->"
+NUMBERS, PAPERS = "<!-- numbers -->", "<!-- papers -->"
 
 
 def page() -> str:
     """The text of site/choosing.md with the numbers in their place."""
     text = (DOCS / "site" / "choosing.md").read_text()
-    return text.replace(MARK, "\n".join(_setups()))
+    return text.replace(NUMBERS, "\n".join(_setups())).replace(PAPERS, "\n".join(_papers()))
+
+
+def _papers() -> list[str]:
+    """The tables of the papers that were run, from the generated page."""
+    table = [line for line in (DOCS / "reproduction.md").read_text().splitlines() if line.startswith("| ")]
+    head, *rows = [line for line in table if line.count("|") == 5]
+    done = [
+        row.replace("](#", "](reproduction.md#") for row in rows if row.startswith("| [") and "| not run |" not in row
+    ]
+    return [head, "|---|---|---|---|", *done] if done else ["Nothing."]
 
 
 def _setups() -> list[str]:

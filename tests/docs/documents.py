@@ -69,6 +69,8 @@ def run(document: str, folder: Path) -> None:
 
 
 def _python(block: Block, document: str, folder: Path, module: ModuleType) -> None:
+    if block.title:
+        (folder / block.title).write_text(block.code)
     code = "\n" * block.line + block.code
     exec(compile(code, str(ROOT / document), "exec", dont_inherit=True), module.__dict__)
 
