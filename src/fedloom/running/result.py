@@ -104,9 +104,11 @@ class Live:
     def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         job, t = self._job, max(self._state.round, 1)
         rows = personal_models(job, job.down(self._state.server, t), t, ids)
-        if not job.oracle.normalisers:
-            return rows.cpu(), torch.zeros(len(ids), 0, dtype=job.oracle.dtype)
-        return rows.cpu(), torch.stack([self._statistics(row, i[None]) for row, i in zip(rows, ids, strict=True)])
+        width = sum(s.numel() for s in running_statistics(job.oracle.module))
+        statistics = torch.zeros(len(ids), width, dtype=job.oracle.dtype)
+        for k, i in enumerate(ids if width else ()):
+            statistics[k] = self._statistics(rows[k], i[None])
+        return rows.cpu(), statistics
 
     def takes_global(self) -> Tensor:
         records, part = self._state.records, self._job.evaluate.select_on

@@ -141,15 +141,16 @@ class Shelf:
         return found["rows"], found.get("statistics", torch.zeros(0, dtype=self.recipe.dtype))
 
     def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        rows, statistics = torch.zeros(len(ids), self.recipe.layout.d, dtype=self.recipe.dtype), []
+        found = []
         with open_tensors(self._path("personal")) as file:
-            names = set(file.keys())
-            for k, i in enumerate(ids.tolist()):
-                first, place = f"{i // PIECE * PIECE:08d}", i % PIECE
-                rows[k] = file.get_slice(f"rows.{first}")[place]
-                if f"statistics.{first}" in names:
-                    statistics.append(file.get_slice(f"statistics.{first}")[place])
-        return rows, torch.stack(statistics) if statistics else rows[:, :0]
+            for part in ("rows", "statistics"):
+                there = f"{part}.{0:08d}" in set(file.keys())
+                width = file.get_slice(f"{part}.{0:08d}").get_shape()[1] if there else 0
+                found.append(torch.zeros(len(ids), width, dtype=self.recipe.dtype))
+                for k, i in enumerate(ids.tolist() if there else ()):
+                    found[-1][k] = file.get_slice(f"{part}.{i // PIECE * PIECE:08d}")[i % PIECE]
+        rows, statistics = found
+        return rows, statistics
 
     def takes_global(self) -> Tensor:
         return self._read("hybrid")["takes_global"]
