@@ -173,6 +173,8 @@ def test_list_describe_schema_data_report(finished: Path, tmp_path: Path) -> Non
     listed = RUNNER.invoke(app, ["list"]).output
     assert "fedavg" in listed
     assert "equitable-fl" in listed
+    said = [line[24:] for line in listed.splitlines() if line.startswith("  ")]
+    assert len(set(said)) == len(said)
     card = RUNNER.invoke(app, ["describe", "flame"]).output
     assert "Zhu" in card
     assert "rho = 0.1" in card

@@ -21,7 +21,7 @@ from fedloom.algorithms.fedacs import FedACS
 from fedloom.algorithms.fedadmm import FedADMM
 from fedloom.algorithms.fedadmm_composite import FedADMMComposite
 from fedloom.algorithms.fedadmm_inexact import FedADMMInexact
-from fedloom.algorithms.fedamp import FedAMP, HeurFedAMP
+from fedloom.algorithms.fedamp import FedAMP
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedbn import FedBN
 from fedloom.algorithms.feddr import FedDR
@@ -41,6 +41,7 @@ from fedloom.algorithms.fedsplit import FedSplit
 from fedloom.algorithms.fiaelt import FIAELT
 from fedloom.algorithms.flame import FLAME
 from fedloom.algorithms.gifair import GIFAIR
+from fedloom.algorithms.heurfedamp import HeurFedAMP
 from fedloom.algorithms.lgfedavg import LGFedAvg
 from fedloom.algorithms.local_only import Local
 from fedloom.algorithms.lpproj import LpProj

@@ -1,26 +1,24 @@
-"""FedAMP and HeurFedAMP: clients that are alike pull each other, by a mixture of models for every client.
+"""FedAMP: clients whose models are close pull each other, by a mixture of models for every client.
 
 Problem: min over w_1..w_n of sum_i f_i(w_i) + lam sum_{i<j} A(||w_i - w_j||^2), A(t) = 1 - exp(-t/sigma).
 
 Reference: Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang, "Personalized Cross-Silo Federated Learning on
-Non-IID Data", AAAI 2021, arXiv:2007.03797, Algorithm 1 and Sec. 5 (HeurFedAMP). No public
-code of the authors.
+Non-IID Data", AAAI 2021, arXiv:2007.03797, Algorithm 1. No public code of the authors.
 
-    paper      here         meaning
-    w_i        w            personal model, last upload of every client
-    u_i        u            mixture sent to client i
-    xi_ij      xi           weight of client j in u_i
-    alpha_k    alpha        step of the mixing
-    lambda     lam          pull of w_i to u_i, lam/alpha_k
-    sigma      sigma        width of A; HeurFedAMP: sharpness of the cosine
-    xi_ii      self_weight  HeurFedAMP: own weight
+    paper      here     meaning
+    w_i        w        personal model, last upload of every client
+    u_i        u        mixture sent to client i
+    xi_ij      xi       weight of client j in u_i
+    alpha_k    alpha    step of the mixing
+    lambda     lam      pull of w_i to u_i, lam/alpha_k
+    sigma      sigma    width of A
 
 Kept by a client: d (w). Sent per round: d down (a different u to every client), d up; the server keeps every w.
 
 Deviations: mixtures are over the cohort; in the paper everyone takes part. The paper wants alpha_k so small that xi_ii
 is not negative; where it is not, the other weights are scaled to sum to 1. alpha_k is one number for all rounds.
 
-Use FedAMP with small models, whose distances mean something; HeurFedAMP, which looks at angles, with networks. The
+Use it with small models, whose distances mean something; for networks there is HeurFedAMP, which looks at angles. The
 server sees single models: no secure aggregation.
 """
 
@@ -77,38 +75,6 @@ class FedAMP(Algorithm):
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         w = descend(rows.w, work, pull=((self.lam / self.alpha, down.u),))  # argmin f_i + lam/(2 alpha_k) ||w - u_i||^2
-        return Up(w), Client(w)
-
-    def server(self, server: Nothing, up: Up, ctx: Ctx) -> Nothing:
-        return server
-
-    def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
-        return rows.w
-
-
-class HeurFedAMP(Algorithm):
-    """HeurFedAMP (Huang et al. 2021, Sec. 5)."""
-
-    lam: float = Field(1.0, ge=0, description="lambda, weight of the attraction")
-    alpha: float = Field(1.0, gt=0, description="alpha_k; the pull is lam/alpha")
-    sigma: float = Field(25.0, ge=0, description="sharpness sigma of exp(sigma cos)")
-    self_weight: float | None = Field(None, ge=0, le=1, description="own weight xi_ii; 1/m of the cohort if not given")
-
-    mixes: ClassVar[bool] = True
-    family: ClassVar[str] = "personalised"
-
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Nothing, Client, Up]:
-        return Nothing(), Client(x0), Up(x0)
-
-    def down(self, server: Nothing, kept: Up, ctx: Ctx) -> Down:
-        direction = kept.w / algebra.norm(kept.w).clamp(min=1e-30)
-        score = (self.sigma * direction @ direction.T).fill_diagonal_(-torch.inf)
-        xi = torch.softmax(score, 1).nan_to_num(1.0)  # a client alone has itself for all others
-        own = 1 / ctx.m if self.self_weight is None else self.self_weight
-        return Down(own * kept.w + (1 - own) * (xi @ kept.w))  # (1 - xi_ii) softmax
-
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
-        w = descend(rows.w, work, pull=((self.lam / self.alpha, down.u),))
         return Up(w), Client(w)
 
     def server(self, server: Nothing, up: Up, ctx: Ctx) -> Nothing:

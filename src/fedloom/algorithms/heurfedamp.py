@@ -1,0 +1,68 @@
+"""HeurFedAMP: clients whose models point the same way pull each other; FedAMP for networks.
+
+Problem: min over w_1..w_n of sum_i f_i(w_i) + lam/(2 alpha) sum_i ||w_i - u_i||^2, u_i a mixture by similar angles.
+
+Reference: Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang, "Personalized Cross-Silo Federated Learning on
+Non-IID Data", AAAI 2021, arXiv:2007.03797, Sec. 5. No public code of the authors.
+
+    paper      here         meaning
+    w_i        w            personal model, last upload of every client
+    u_i        u            mixture sent to client i
+    xi_ij      xi           weight of client j in u_i, by the angle between w_i and w_j
+    xi_ii      self_weight  own weight
+    alpha_k    alpha        step size of the method; only lam/alpha_k matters
+    lambda     lam          pull of w_i to u_i, lam/alpha_k
+    sigma      sigma        sharpness of exp(sigma cos)
+
+Kept by a client: d (w). Sent per round: d down (a different u to every client), d up; the server keeps every w.
+
+Deviations: mixtures are over the cohort; in the paper everyone takes part.
+
+Use it for networks, whose distances say little; FedAMP's mixture is a gradient step of a stated problem, this one is
+not. The server sees single models: no secure aggregation.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms._base import Algorithm
+from fedloom.algorithms.fedamp import Client, Down, Up
+from fedloom.local import Ctx, Nothing, Work, descend
+from fedloom.rows import algebra
+
+
+class HeurFedAMP(Algorithm):
+    """HeurFedAMP (Huang et al. 2021, Sec. 5)."""
+
+    lam: float = Field(1.0, ge=0, description="lambda, weight of the attraction")
+    alpha: float = Field(1.0, gt=0, description="alpha_k; the pull is lam/alpha")
+    sigma: float = Field(25.0, ge=0, description="sharpness sigma of exp(sigma cos)")
+    self_weight: float | None = Field(None, ge=0, le=1, description="own weight xi_ii; 1/m of the cohort if not given")
+
+    mixes: ClassVar[bool] = True
+    family: ClassVar[str] = "personalised"
+
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Nothing, Client, Up]:
+        return Nothing(), Client(x0), Up(x0)
+
+    def down(self, server: Nothing, kept: Up, ctx: Ctx) -> Down:
+        direction = kept.w / algebra.norm(kept.w).clamp(min=1e-30)
+        score = (self.sigma * direction @ direction.T).fill_diagonal_(-torch.inf)
+        xi = torch.softmax(score, 1).nan_to_num(1.0)  # a client alone has itself for all others
+        own = 1 / ctx.m if self.self_weight is None else self.self_weight
+        return Down(own * kept.w + (1 - own) * (xi @ kept.w))  # (1 - xi_ii) softmax
+
+    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+        w = descend(rows.w, work, pull=((self.lam / self.alpha, down.u),))
+        return Up(w), Client(w)
+
+    def server(self, server: Nothing, up: Up, ctx: Ctx) -> Nothing:
+        return server
+
+    def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
+        return rows.w
