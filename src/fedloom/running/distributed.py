@@ -15,6 +15,7 @@ import shutil
 import signal
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -71,14 +72,13 @@ def joined() -> Iterator[Ranks]:
 
 def _join(watch: Watch) -> Group:
     """Meet the other ranks."""
-    local = int(os.environ["LOCAL_RANK"])
-    here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if gpus:
         torch.cuda.set_device(local % gpus)
-    own_gpu = dist.is_nccl_available() and here <= gpus
+    own_gpu = dist.is_nccl_available() and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus
     with _translated(watch.rank):
-        dist.init_process_group("cpu:gloo,cuda:nccl" if own_gpu else "gloo", timeout=FOREVER)
-        return Group(watch.rank, watch.size, int(os.environ["GROUP_RANK"]), nccl=own_gpu)
+        dist.init_process_group("gloo", timeout=FOREVER)
+        return Group(watch.rank, watch.size, int(os.environ["GROUP_RANK"]), own_gpu)
 
 
 @contextmanager
@@ -115,11 +115,13 @@ class Group:
         rank: this process.
         size: how many there are.
         machine: a number of this machine.
-        nccl: tensors on a GPU travel from there, one rank per GPU; else by way of the CPU.
+        own_gpu: this rank has a GPU to itself; if all have, tensors on GPUs travel from there, else by way of the CPU.
     """
 
-    def __init__(self, rank: int, size: int, machine: int, *, nccl: bool) -> None:
-        self.rank, self.size, self._nccl = rank, size, nccl
+    def __init__(self, rank: int, size: int, machine: int, own_gpu: bool) -> None:
+        self.rank, self.size = rank, size
+        all_own = not self.any(not own_gpu)
+        self._nccl = dist.new_group(backend="nccl", timeout=FOREVER) if all_own else None
         given = self._numbers(machine)
         self.machines = [sorted(set(given)).index(m) for m in given]
         name = self.share(f"fedloom-{secrets.token_hex(8)}")
@@ -168,7 +170,7 @@ class Group:
         found: list[Tensor] = list(tensors) if mine else [torch.empty(0)] * len(forms)
         for place in sorted({f.place for f in forms}):
             here = [k for k, f in enumerate(forms) if f.place == place]
-            these, travels = [forms[k] for k in here], place if self._nccl else "cpu"
+            these, travels = [forms[k] for k in here], "cpu" if self._nccl is None else place
             if mine:
                 self._broadcast(parcel.fill([tensors[k] for k in here], these).to(travels), source)
                 continue
@@ -181,20 +183,20 @@ class Group:
     def _broadcast(self, data: Tensor, source: int) -> None:
         if data.numel():
             with _translated(self.rank):
-                dist.broadcast(data, source)
+                dist.broadcast(data, source, group=self._nccl if data.is_cuda else None)
 
 
 class _Memory:
     """Rows that the ranks of a machine share: a file without a name, in memory if there is room."""
 
     def __init__(self, group: Group, name: str) -> None:
-        self._group, self._name, self._made, self._bytes = group, name, 0, 0
+        self._group, self._name, self._made = group, name, 0
+        self._used: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
         self.leads = group.rank == 0
         self._makes = group.machines.index(group.machines[group.rank]) == group.rank
 
     def allocate(self, size: int, large: bool) -> mmap.mmap:
         self._made += 1
-        self._bytes += size
         places = [Path(folder, f"{self._name}-{self._made}") for folder in ("/dev/shm", tempfile.gettempdir())]
         try:
             if self._makes:
@@ -203,6 +205,7 @@ class _Memory:
             path = next(p for p in places if p.exists())
             with path.open("r+b") as file:
                 found = mmap.mmap(file.fileno(), size)
+            self._used.add(found)
             self._group.wait()
         finally:
             if self._makes:
@@ -214,12 +217,13 @@ class _Memory:
         self._group.wait()
 
     def _create(self, places: list[Path], size: int, large: bool) -> None:
+        wanted = size + sum(map(len, self._used))  # what was made before may still be empty
         for path in places[1:] if large else places:
-            if path.parent.is_dir() and shutil.disk_usage(path.parent).free > self._bytes:
+            if path.parent.is_dir() and shutil.disk_usage(path.parent).free > wanted:
                 with path.open("xb") as file:
                     file.truncate(size)
                 return
         raise CheckpointError(
-            f"{places[-1].parent} has no room for {self._bytes >> 20} MiB of clients' rows that the ranks of this "
+            f"{places[-1].parent} has no room for {wanted >> 20} MiB of clients' rows that the ranks of this "
             "machine share; free some space, or set TMPDIR to a folder with room"
         )

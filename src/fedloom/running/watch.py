@@ -6,6 +6,7 @@ stopped, closes nothing: that is what this is for.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -18,6 +19,9 @@ from torch.distributed.rendezvous import rendezvous
 
 BEAT = 1.0
 """Seconds between two signs of life."""
+
+GRACE = 10.0
+"""Seconds in which the other ranks end by themselves when one has failed."""
 
 PATIENCE = "FEDLOOM_RANK_TIMEOUT"
 """Environment variable: seconds without a sign of life after which a rank counts as dead."""
@@ -57,7 +61,7 @@ class Watch:
 
     def _run(self) -> None:
         last = dict.fromkeys(range(self.size), ("", time.monotonic()))
-        count = 0
+        count, failed = 0, math.inf
         while not self._over.wait(BEAT):
             count += 1
             try:
@@ -66,8 +70,11 @@ class Watch:
                     beat = self._store.get(self._key(rank)).decode() if self._store.check([self._key(rank)]) else ""
                     if beat != last[rank][0] or beat == "done":
                         last[rank] = (beat, time.monotonic())
+                failed = min(failed, time.monotonic() if self._store.check(["failed"]) else math.inf)
             except RuntimeError as error:
                 self._end(f"the machine of rank 0 cannot be reached ({error})")
+            if time.monotonic() - failed > GRACE:
+                os._exit(1)  # another rank has said why
             silent = [rank for rank, (_, since) in last.items() if time.monotonic() - since > self.patience]
             if silent:
                 self._end(f"rank {silent[0]} of {self.size} has given no sign of life for {self.patience:.0f} s")
