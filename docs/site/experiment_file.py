@@ -124,6 +124,6 @@ def _rows(value: Any, without: Mapping[str, Any]) -> list[str]:
 
 
 def _cell(value: str) -> str:
-    for letter in "\\*_<>[]|":
+    for letter in "\\*_[]|":
         value = value.replace(letter, f"\\{letter}")
-    return value
+    return value.replace("<", "&lt;")

@@ -28,6 +28,7 @@ FAMILIES = {
     "preset": "By composition",
     "reference": "For reference",
 }
+HEADS = ("Problem", "Reference", "References", "Kept by a client", "Deviations")
 LIMITS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
 
 
@@ -64,14 +65,15 @@ def page(name: str) -> str:
     """The card of a method as Markdown."""
     entry = REGISTRY[name]
     first, *parts = text(entry).split("\n\n")
-    lines = [f"# {_title(name)}", "", _prose(first.partition(": ")[2]), ""]
+    line = first.partition(": ")[2]
+    lines = [f"# {_title(name)}", "", _prose(line[:1].upper() + line[1:]), ""]
     lines += ["```toml", "[[method]]", f'algorithm = "{name}"', "```", ""]
     for part in parts:
         if part.startswith("    "):
             lines += [*_table(part), ""]
             continue
         head, colon, rest = part.partition(": ")
-        if colon and len(head) < 40 and "\n" not in head:
+        if colon and head in HEADS:
             lines += [f"**{head}.** {_prose(rest)}", ""]
         else:
             lines += [f"**When.** {_prose(part)}", ""]
@@ -195,7 +197,7 @@ def _prose(paragraph: str) -> str:
 
 
 def _plain(piece: str) -> str:
-    return re.sub(r"([*_<>\[\]|\\])", r"\\\1", piece)
+    return re.sub(r"([*_\[\]|\\])", r"\\\1", piece).replace("<", "&lt;")
 
 
 def _cell(value: str) -> str:

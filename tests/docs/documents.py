@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import fedloom as fl
 from fedloom.cli import app
+from fedloom.deploy.settings import Site
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
@@ -79,6 +80,9 @@ def _toml(block: Block, document: str, folder: Path, module: ModuleType) -> None
     if block.title:
         (folder / block.title).write_text(block.code)
     found = tomllib.loads(block.code)
+    if block.title == "site.toml":
+        assert set(found) <= set(Site.model_fields), f"{document}:{block.line}: unknown keys"
+        found = {"data": found["data"]}
     fl.experiment.parse({**BASE, **found}, f"{document}:{block.line}")
 
 

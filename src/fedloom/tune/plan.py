@@ -93,7 +93,7 @@ class Tuning:
                 "validation, for example 0.1"
             )
         plain = {**self._document, "method": [{"algorithm": "fedavg"}]}
-        for table in ("weigher", "aggregator", "attack", "channel"):
+        for table in ("weigher", "aggregator", "channel"):
             plain.pop(table, None)
         self._plain = samples_per_round(**self._arguments(plain, 0))
         metrics = set()
