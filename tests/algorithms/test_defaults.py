@@ -69,6 +69,12 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "method": ("fedslr", OPTION),
         "personal_start": ("zero", "the public code copies w_0; the paper does not say"),
     },
+    "lpgd": {
+        "lam": (1e-4, "Huang et al. 2023, Sec. 6.1"),
+        "mu": (1e-3, "Sec. 6.1"),
+        "personal_epochs": (1, "Sec. 6.1: one epoch in phase II"),
+        "components": ("lr+s", "the method itself"),
+    },
     "ditto": {
         "lam": (1.0, "Li et al. 2021, Sec. 5: tuned in {0.1, 1, 2}"),
         "personal_lr": (None, OPTION),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.algorithms import FedAvg, FedSLR, encodings
+from fedloom.algorithms import LPGD, FedAvg, FedSLR, encodings
 from fedloom.algorithms._base import ranks
+from fedloom.algorithms.lpgd import Client, Down
 from fedloom.local import Local
 from fedloom.rows.fields import Field
 from fedloom.rows.layout import Layout
@@ -190,27 +192,27 @@ def test_the_phases_see_their_batches_in_different_orders() -> None:
 def test_without_penalties_the_alternatives_are_fedavg() -> None:
     p, options = Problem.random(7), {"local": SGD, "noise": 1.0, "cohorts": SOME}
     want = global_models(federate(FedAvg(), p, 6, **options))
-    for method in ("lpgd", "gpgd"):
-        same(global_models(federate(FedSLR(method=method, lam=0.0), p, 6, **options)), want)
+    for method in (LPGD(lam=0.0), FedSLR(method="gpgd", lam=0.0)):
+        same(global_models(federate(method, p, 6, **options)), want)
 
 
-@pytest.mark.parametrize("method", ["lpgd", "gpgd"])
+@pytest.mark.parametrize("kind", [LPGD, partial(FedSLR, method="gpgd")], ids=["lpgd", "gpgd"])
 @pytest.mark.parametrize(("components", "penalty"), [("lr+s", "nuclear"), ("s+s", "l1")])
-def test_alternatives_written_out(method: Any, components: Any, penalty: Any) -> None:
+def test_alternatives_written_out(kind: Any, components: Any, penalty: Any) -> None:
     """Eqs. 18-19 and 20-21; the server's threshold of GPGD is the local step size times lam."""
     p, lam = Problem.random(8), 0.4
     local = Local(lr=0.2, batch_size=2, schedule="exponential", decay=0.9)
-    path = global_models(federate(FedSLR(method=method, lam=lam, components=components), p, 4, local=local))
+    path = global_models(federate(kind(lam=lam, components=components), p, 4, local=local))
     for t, (old, new) in enumerate(itertools.pairwise(path)):
         lr, ends = 0.2 * 0.9**t, []
         for i, size in enumerate(p.sizes.tolist()):
             w = old
             for _ in range(local.batches(size)):
                 w = w - lr * p.hessian[i] @ (w - p.minimiser[i])
-                w = shrunk(w, penalty, lr * lam, p.layout) if method == "lpgd" else w
+                w = shrunk(w, penalty, lr * lam, p.layout) if kind is LPGD else w
             ends.append(w)
         mean = torch.stack(ends).mean(0)
-        same(new, shrunk(mean, penalty, lr * lam, p.layout) if method == "gpgd" else mean)
+        same(new, mean if kind is LPGD else shrunk(mean, penalty, lr * lam, p.layout))
 
 
 # ------------------------------------------------------------------------------------------------- ranks and traffic
@@ -253,6 +255,27 @@ def test_the_download_travels_as_factors() -> None:
 def test_declared_encoding_follows_the_components(components: Any, form: str) -> None:
     assert encodings(FedSLR(components=components), "down")["x"].encoding == form
     assert encodings(FedSLR(components=components), "up")["dw"].encoding == "dense"
+
+
+def test_an_upload_of_lpgd_travels_as_factors() -> None:
+    """The codec with the declared encoding: shorter, the same models, and a length per client."""
+    p = Problem.random(9, layout=WIDE)
+    method = LPGD(lam=15.0, personal_epochs=0)
+    work = Federation(p.oracle(), p.alpha, Local(lr=0.2, steps=3)).work(1, range(5))
+    up = method.client(Down(p.x0), Client(torch.zeros(5, WIDE.d, dtype=torch.float64)), work)[0]
+    assert encodings(method, "up")["w"].encoding == "lowrank"
+    assert encodings(method, "down")["x"].encoding == "dense"
+    codec = Codec(WIDE, {"w": Field((WIDE.d,), torch.float64, encoding="lowrank", layout=WIDE)})
+    lengths = codec.length({"w": up.w})
+    for row, length in zip(up.w, lengths.tolist(), strict=True):
+        message = codec.encode({"w": row})
+        assert len(message) == length < 8 * WIDE.d
+        same(codec.decode(message)["w"], row)
+
+
+@pytest.mark.parametrize(("components", "form"), [("lr+s", "lowrank"), ("s+lr", "sparse")])
+def test_an_upload_of_lpgd_is_what_its_prox_makes(components: Any, form: str) -> None:
+    assert encodings(LPGD(components=components), "up")["w"].encoding == form
 
 
 def test_ranks_of_a_diverged_model_and_of_a_model_without_matrices() -> None:

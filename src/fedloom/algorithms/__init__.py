@@ -44,6 +44,7 @@ from fedloom.algorithms.gifair import GIFAIR
 from fedloom.algorithms.heurfedamp import HeurFedAMP
 from fedloom.algorithms.lgfedavg import LGFedAvg
 from fedloom.algorithms.local_only import Local
+from fedloom.algorithms.lpgd import LPGD
 from fedloom.algorithms.lpproj import LpProj
 from fedloom.algorithms.perfedavg import PerFedAvg
 from fedloom.algorithms.pfedme import PFedMe
@@ -68,6 +69,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "feddualavg": FedDualAvg,
     "fedskip": FedSkip,
     "fedslr": FedSLR,
+    "lpgd": LPGD,
     "ditto": Ditto,
     "flame": FLAME,
     "fedacs": FedACS,
@@ -100,6 +102,7 @@ __all__ = [
     "FIAELT",
     "FLAME",
     "GIFAIR",
+    "LPGD",
     "PRESETS",
     "QFFL",
     "REGISTRY",

@@ -27,8 +27,8 @@ starts at zero; the public code starts it at a copy of w_0 (``personal_start``).
 in the public code on p.
 
 Use it for personal models with few parameters of their own and a cheap download. ``components`` are the paper's LR+S,
-S+S, S+LR, LR+LR; ``method`` its alternatives LPGD (prox in every local step) and GPGD (FedAvg, then the prox), which
-lack gamma and have biased limits.
+S+S, S+LR, LR+LR; ``method`` its alternative GPGD (FedAvg, then the prox), which lacks gamma and has a biased limit. The
+other alternative, the prox in every local step, is LPGD.
 """
 
 from __future__ import annotations
@@ -71,6 +71,21 @@ class Up(NamedTuple):
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, accumulates=True)]
 
 
+Components = Literal["lr+s", "s+s", "s+lr", "lr+lr"]
+"""Global and personal part: of low rank, or sparse."""
+
+
+def part_penalty(components: Components, part: Literal[0, 1], weight: float) -> L1 | Nuclear:
+    """R of (P1), part 0, or R~ of (P2), part 1."""
+    return Nuclear(c=weight) if components.split("+")[part] == "lr" else L1(c=weight)
+
+
+def fused(x: Tensor, p: Tensor, work: Work, penalty: L1 | Nuclear, epochs: int | None) -> Tensor:
+    """Phase II: the personal part ``[m, d]`` after its steps on top of x (Eq. 7)."""
+    steps = None if epochs is None else work.epochs(epochs)
+    return descend(x + p, work, prox=(penalty, x), steps=steps, stream="phase II") - x
+
+
 class FedSLR(Algorithm):
     """FedSLR (Huang et al. 2023, Algorithm 3)."""
 
@@ -78,8 +93,8 @@ class FedSLR(Algorithm):
     lam: float = Field(1e-4, ge=0, description="weight lambda of the GKR's penalty (Sec. 6.1)")
     mu: float = Field(1e-3, ge=0, description="weight mu of the personal penalty (Sec. 6.1)")
     personal_epochs: int | None = Field(1, ge=0, description="epochs of phase II (Sec. 6.1); None: the local steps")
-    components: Literal["lr+s", "s+s", "s+lr", "lr+lr"] = Field("lr+s", description="global + personal part (App. A.3)")
-    method: Literal["fedslr", "lpgd", "gpgd"] = Field("fedslr", description="how (P1) is solved (App. A.2)")
+    components: Components = Field("lr+s", description="global + personal part (App. A.3)")
+    method: Literal["fedslr", "gpgd"] = Field("fedslr", description="how (P1) is solved (App. A.2)")
     personal_start: Literal["zero", "model"] = Field("zero", description="p at the start; the public code copies w_0")
 
     family: ClassVar[str] = "personalised"
@@ -88,12 +103,12 @@ class FedSLR(Algorithm):
     @property
     def global_penalty(self) -> L1 | Nuclear:
         """R of (P1)."""
-        return Nuclear(c=self.lam) if self.components.startswith("lr+") else L1(c=self.lam)
+        return part_penalty(self.components, 0, self.lam)
 
     @property
     def personal_penalty(self) -> L1 | Nuclear:
         """R~ of (P2)."""
-        return Nuclear(c=self.mu) if self.components.endswith("+lr") else L1(c=self.mu)
+        return part_penalty(self.components, 1, self.mu)
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         zero = torch.zeros_like(x0)
@@ -109,12 +124,8 @@ class FedSLR(Algorithm):
             w = descend(x, work, pull=((1 / self.eta_g, x),), shift=-gi)  # Eq. 4
             gi = gi + (x - w) / self.eta_g  # Eq. 5
         else:
-            w = descend(x, work, prox=(self.global_penalty, None) if self.method == "lpgd" else None)  # Eqs. 18, 20
-        steps = None if self.personal_epochs is None else work.epochs(self.personal_epochs)
-        fused = descend(
-            x + p, work, prox=(self.personal_penalty, x), steps=steps, stream="phase II"
-        )  # Eq. 7, w_t + p_i
-        return Up(w - x), Client(gi, fused - x)
+            w = descend(x, work)  # Eq. 20
+        return Up(w - x), Client(gi, fused(x, p, work, self.personal_penalty, self.personal_epochs))
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         x, gamma = server.x + up.dw, server.gamma
@@ -122,7 +133,7 @@ class FedSLR(Algorithm):
             gamma = gamma - up.dw / self.eta_g * (ctx.m / ctx.n)  # Algorithm 3, line 6
             x = self.global_penalty.prox(x - self.eta_g * gamma, self.eta_g, ctx.layout)  # Eq. 6
         elif self.method == "gpgd":
-            x = self.global_penalty.prox(x, ctx.local.lr_at(ctx.round), ctx.layout)  # Eq. 21; LPGD: Eq. 19, the mean
+            x = self.global_penalty.prox(x, ctx.local.lr_at(ctx.round), ctx.layout)  # Eq. 21
         return Server(x, gamma, ranks(x, ctx.layout))
 
     def global_model(self, server: Server) -> Tensor:

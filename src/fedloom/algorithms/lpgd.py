@@ -1,0 +1,97 @@
+"""LPGD: FedAvg with a prox in every local step, and FedSLR's sparse personal component on top.
+
+Problem: (P1) min over w of (1/n) sum_i f_i(w) + lam sum over layers ||W_l||_*; (P2) min over p_i of f_i(w + p_i) + mu
+||p_i||_1.
+
+Reference: T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao, "Fusion of Global and Local Knowledge for Personalized Federated
+Learning", TMLR 2023, Appendix A.2, Eqs. 18-19: the alternative that FedSLR is compared with.
+
+    paper      here       meaning
+    w_t        x          global knowledge representation (GKR)
+    w_{i,t}    w          local model, of low rank
+    p_i        p          personal component of phase II
+    eta        lr         local step size; the prox of a step has the threshold eta lam
+    lambda     lam        weight of the GKR's penalty
+    mu         mu         weight of the personal penalty
+
+Kept by a client: d (p). Sent per round: d down, since a mean of models of low rank is not of low rank; up the model
+itself, as factors U, V where they are shorter.
+
+Deviations: the paper counts dense uploads and says that factors are possible. p starts at zero.
+
+Use it to see what FedSLR gains, or where the upload is what costs. Its limit is biased: neither the problem's solution
+nor of low rank, unless all clients agree. Every step costs the singular values of every matrix.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, NamedTuple
+
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms._base import Algorithm, Mean, Sent
+from fedloom.algorithms.fedslr import Components, fused, part_penalty
+from fedloom.local import Ctx, Work, descend
+from fedloom.rows.prox import L1, Nuclear
+
+
+class Server(NamedTuple):
+    """x ``[d]``."""
+
+    x: Tensor
+
+
+class Down(NamedTuple):
+    """x ``[d]``."""
+
+    x: Tensor
+
+
+class Client(NamedTuple):
+    """p ``[m, d]``."""
+
+    p: Tensor
+
+
+class Up(NamedTuple):
+    """w ``[m, d]``."""
+
+    w: Annotated[Tensor, Mean(primary=True), Sent(prox="global_penalty")]
+
+
+class LPGD(Algorithm):
+    """LPGD (Huang et al. 2023, Appendix A.2)."""
+
+    lam: float = Field(1e-4, ge=0, description="weight lambda of the GKR's penalty (Sec. 6.1)")
+    mu: float = Field(1e-3, ge=0, description="weight mu of the personal penalty (Sec. 6.1)")
+    personal_epochs: int | None = Field(1, ge=0, description="epochs of phase II (Sec. 6.1); None: the local steps")
+    components: Components = Field("lr+s", description="global + personal part (App. A.3)")
+
+    family: ClassVar[str] = "personalised"
+    plain_sgd: ClassVar[str | None] = "its local thresholds are the step size times lam and mu, which momentum outgrows"
+
+    @property
+    def global_penalty(self) -> L1 | Nuclear:
+        """R of (P1)."""
+        return part_penalty(self.components, 0, self.lam)
+
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
+        return Server(x0), Client(x0.new_zeros(x0.shape)), None
+
+    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
+        return Down(server.x)
+
+    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+        w = descend(down.x, work, prox=(self.global_penalty, None))  # Eq. 18
+        penalty = part_penalty(self.components, 1, self.mu)
+        return Up(w), Client(fused(down.x, rows.p, work, penalty, self.personal_epochs))
+
+    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
+        return Server(up.w)  # Eq. 19
+
+    def global_model(self, server: Server) -> Tensor:
+        return server.x
+
+    def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
+        return down.x + rows.p  # GKR + p_i
