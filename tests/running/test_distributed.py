@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def start(*arguments: Any, ranks: int = 2, cwd: Path | None = None, machine: tup
     )
 
 
-def end(process: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str]:
+def end(process: subprocess.Popen[str], seconds: float = 280) -> tuple[int, str]:
     """Exit code and what was said."""
     try:
         said, _ = process.communicate(timeout=seconds)
@@ -129,6 +129,10 @@ def on_two_machines(file: Path, out: Path, *more: Any, **env: str) -> list[tuple
     ended = [end(first), end(second)]
     assert not list(other.iterdir())
     return ended
+
+
+def slow(test: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.slow(pytest.mark.timeout(900)(test))
 
 
 def left_behind() -> set[str]:
@@ -167,7 +171,7 @@ def test_a_rank_that_dies_ends_the_run_with_a_sentence_and_another_number_of_ran
     assert alone(file, tmp_path / "out") == want
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("budget", [1024, 0], ids=["memory", "files"])
 def test_ranks_of_one_machine_equal_one_process(tmp_path: Path, tidy: None, ranks: int, budget: int) -> None:
@@ -178,7 +182,7 @@ def test_ranks_of_one_machine_equal_one_process(tmp_path: Path, tidy: None, rank
     assert files(tmp_path / "out") == want
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("budget", [1024, 0], ids=["memory", "files"])
 @pytest.mark.parametrize("victim", ["0", "1", "2"])
 def test_two_machines_resume_after_a_death(tmp_path: Path, tidy: None, victim: str, budget: int) -> None:
@@ -192,7 +196,7 @@ def test_two_machines_resume_after_a_death(tmp_path: Path, tidy: None, victim: s
     assert files(tmp_path / "out") == want
 
 
-@pytest.mark.slow
+@slow
 def test_a_rank_that_is_stopped_is_noticed(tmp_path: Path) -> None:
     file = written(tmp_path, SHORT)
     run = start(PROGRAM, file, tmp_path / "out", 1, "flame", 3, VICTIM_GETS="SIGSTOP", FEDLOOM_RANK_TIMEOUT="4")
@@ -201,7 +205,7 @@ def test_a_rank_that_is_stopped_is_noticed(tmp_path: Path) -> None:
     assert "rank 1 of 2 has given no sign of life for 4 s" in said
 
 
-@pytest.mark.slow
+@slow
 def test_the_command_line_prints_once_and_stops_when_asked(tmp_path: Path) -> None:
     file = written(tmp_path, SHORT.replace("rounds = 4", "rounds = 2000"))
     run = start("-m", "fedloom.cli", "run", file, "--out", tmp_path / "out")
@@ -220,7 +224,7 @@ def test_the_command_line_prints_once_and_stops_when_asked(tmp_path: Path) -> No
     assert files(tmp_path / "new") == alone(short, tmp_path / "one")
 
 
-@pytest.mark.slow
+@slow
 def test_a_refusal_is_one_sentence(tmp_path: Path) -> None:
     file = written(tmp_path, SHORT.replace("clients = 18", "clients = 18000"))
     code, said = end(start("-m", "fedloom.cli", "run", file, "--out", tmp_path / "out"))

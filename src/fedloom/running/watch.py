@@ -17,6 +17,8 @@ from typing import Any
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from fedloom.errors import ConfigError
+
 BEAT = 1.0
 """Seconds between two signs of life."""
 
@@ -39,7 +41,7 @@ class Watch:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.patience = float(os.environ.get(PATIENCE, "60"))
+        self.patience = _patience(os.environ.get(PATIENCE, "60"))
         found, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=max(self.patience, 5.0))))
         self._store: Any = PrefixStore(f"watch-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
         self._over = threading.Event()
@@ -92,3 +94,13 @@ class Watch:
             sys.stderr.write(f"error: {what}; {RESUME}\n")
             sys.stderr.flush()
         os._exit(1)
+
+
+def _patience(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds > BEAT:
+        raise ConfigError(f"{PATIENCE} must be a number of seconds above {BEAT:.0f}, got {text!r}")
+    return seconds
