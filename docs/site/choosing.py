@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ def _setups() -> list[str]:
     for name in order:
         file = DOCS / "digits" / f"{name}.json"
         if not file.exists():
-            lines += [f"### {name}", "", "Not run.", ""]
+            title = tomllib.loads((DOCS / "digits" / "setups.toml").read_text())["setup"][name]["title"]
+            lines += [f"### {title}", "", f"Not run: `scripts/digits {name}`.", ""]
             continue
         lines += _setup(json.loads(file.read_text()))
     return lines
