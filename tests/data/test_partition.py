@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fedloom.data import PARTITIONS, Dataset, Federation
+from fedloom.data.tables import Column, Table
 from fedloom.errors import ConfigError, PartitionError, Refused
 
 
@@ -280,6 +281,24 @@ def test_quality_noise_has_the_stated_variance_on_each_client_and_is_drawn_once(
     assert torch.equal(code.data.x[:100], clean[:100])  # client 0 has none
     assert float((code.data.x[300:] - clean[300:]).std()) == pytest.approx(0.3, rel=0.03)
     assert data.x.dtype == torch.uint8
+
+
+def test_noise_is_on_the_features_that_a_model_takes_not_on_the_cells_of_a_table() -> None:
+    rng = np.random.default_rng(0)
+    cells = np.column_stack([rng.normal(100, 20, 900), rng.integers(0, 3, 900).astype(float)])
+    cells[::9, 0] = np.nan
+    columns = (Column(name="a", flag=True), Column(name="b", levels=3))
+    data = Dataset(
+        "table", torch.from_numpy(cells), torch.arange(900) % 2, classes=("n", "y"), prepare=Table(columns=columns)
+    )
+    base: dict[str, Any] = {"kind": "iid", "shuffle": False}
+    noisy = PARTITIONS["quality"](clients=3, sigma=0.3, base=base)(data, 0)
+    clean = PARTITIONS["quality"](clients=3, sigma=0.0, base=base)(data, 0)
+    assert noisy.data.x.shape == (900, 5)
+    for i in range(3):
+        own = torch.tensor(held(noisy)[i])
+        noise = noisy.data.x[own] - clean.data.x[own]
+        assert float(noise.var()) == pytest.approx(0.3 * (i + 1) / 3, rel=0.12)
 
 
 def test_concept_exchanges_labels_by_group() -> None:

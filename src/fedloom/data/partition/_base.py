@@ -129,10 +129,10 @@ class Partition(Value):
             cut["test"] = draw.test
         if draw.relabel is not None:
             data = relabelled(data, draw.dealt, draw.relabel)
-        if draw.noise is not None:
-            data = add_noise(data, draw.dealt, draw.noise, seed_of_draw)
         if data.prepare is not None:
             data = prepared(data, draw.dealt, cut["train"], pool=self.pool)
+        if draw.noise is not None:
+            data = add_noise(data, draw.dealt, draw.noise, seed_of_draw)
         names = draw.names or tuple(str(i) for i in range(len(draw.dealt.offsets) - 1))
         return Federation(
             data,

@@ -63,8 +63,8 @@ class Npz(FileSource):
 
     def _room_of_x(self, place: Path, headers: dict[str, _Header], keys: list[str]) -> NDArray[Any]:
         """Room for the features, as models take them: bytes or float32, channels first."""
-        found = _room(place, headers, keys)
-        kind, shape = np.uint8 if found.dtype == np.uint8 else np.float32, found.shape
+        shape, dtype = _joined(place, headers, keys)
+        kind = np.uint8 if dtype == np.uint8 else np.float32
         if self.channels_last:
             if len(shape) != 4:
                 raise DataError(f"{place}: channels_last needs x [N, height, width, channels], got {shape}")
@@ -134,6 +134,11 @@ def _header(entry: Entry) -> _Header:
 
 def _room(place: Path, headers: dict[str, _Header], keys: list[str]) -> NDArray[Any]:
     """One empty array for all the arrays of these keys, one after the other."""
+    return np.empty(*_joined(place, headers, keys))
+
+
+def _joined(place: Path, headers: dict[str, _Header], keys: list[str]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and type of the arrays of these keys, one after the other."""
     first = headers[keys[0]]
     for key in keys:
         if headers[key].shape[1:] != first.shape[1:] or headers[key].dtype != first.dtype or not first.shape:
@@ -144,7 +149,7 @@ def _room(place: Path, headers: dict[str, _Header], keys: list[str]) -> NDArray[
         raise DataError(
             f"{place}: {keys[0]} holds text ({first.dtype}), allowed are numbers; number the classes from 0"
         )
-    return np.empty((sum(headers[key].shape[0] for key in keys), *first.shape[1:]), first.dtype)
+    return (sum(headers[key].shape[0] for key in keys), *first.shape[1:]), first.dtype
 
 
 def _into(entry: Entry, header: _Header, out: NDArray[Any], *, turn: bool) -> None:

@@ -21,7 +21,7 @@ from fedloom.data.sources.archive import Rows, check_size, entries
 from fedloom.data.tables import Column, Table
 from fedloom.errors import ConfigError, DataError, NoSamples, nearest
 
-BATCH = 4096
+BATCH = 512
 Cells = Sequence[Any]
 
 
@@ -78,12 +78,14 @@ class Parquet(TableSource):
 
         place = locate("Parquet", self.path, data_dir, (), lambda p: p.is_file())
         try:
-            with parquet.ParquetFile(place) as file:
+            with parquet.ParquetFile(place, buffer_size=2**18, pre_buffer=False) as file:  # else a group is held whole
                 groups = range(file.metadata.num_row_groups)
                 declared = sum(file.metadata.row_group(i).total_byte_size for i in groups)
                 check_size(str(place), declared, place.stat().st_size)
                 names = list(file.schema_arrow.names)
-                batches = ([column.to_pylist() for column in b.columns] for b in file.iter_batches(BATCH))
+                batches = (
+                    [column.to_pylist() for column in b.columns] for b in file.iter_batches(BATCH, use_threads=False)
+                )
                 return _read(self, place.stem, str(place), names, batches)
         except (ArrowException, OSError) as error:
             raise DataError(f"{place}: not a readable Parquet file ({error}); write it again") from error
@@ -194,7 +196,7 @@ def _read(spec: TableSource, name: str, where: str, names: list[str], batches: I
     for column in spec.categorical:
         if column in features:
             values[:, features.index(column)] = torch.from_numpy(done[column][0])
-    flags = values.isnan().any(0).tolist()
+    flags = [bool(column.isnan().any()) for column in values.T]
     table = Table(
         columns=tuple(
             Column(name=c, levels=len(names), names=names, flag=flag, scale=spec.scale)

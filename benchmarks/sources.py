@@ -1,0 +1,187 @@
+"""Memory and time of the sources, and the time of every partition: `python benchmarks/sources.py --data-dir ~/data`.
+
+Every source is read in processes of its own. Peak is what the process grows by while it loads, over the bytes of the
+features; a second process only unpacks the same files and throws the bytes away, which is what the decompressor itself
+needs (xz keeps as much of what it unpacked as the file's dictionary is long). Times are process time, medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+import numpy as np
+import torch
+from PIL import Image
+
+from fedloom.data import PARTITIONS, Dataset, Partition, load
+from fedloom.data.sources.archive import entries
+
+FILES = {  # where a source's files lie in the data folder
+    "mnist": "mnist",
+    "fashion-mnist": "fashion-mnist",
+    "cifar-10": "cifar-10-batches-bin",
+    "cifar-100": "cifar-100-binary",
+    "medical-mnist": "medical-mnist",
+    "femnist": "femnist",
+    "adult": "tabular/adult.tar.xz",
+}
+MADE = ("made.npz", "made.csv", "made.parquet")
+SAMPLES, CLIENTS = 60_000, 1_000
+SPLITS: dict[str, dict[str, object]] = {
+    "iid": {},
+    "shards": {},
+    "shards, mcmahan": {"variant": "mcmahan"},
+    "shards, flame": {"variant": "flame"},
+    "dirichlet": {"min_size": 1},
+    "dirichlet, balanced": {"balanced": True},
+    "dirichlet, client": {"by": "client", "beta": 0.1},
+    "dirichlet, prior": {"by": "prior"},
+    "dirichlet, overlap": {"overlap": True},
+    "quantity": {"beta": 2.0},
+    "quantity, overlap": {"beta": 2.0, "overlap": True},
+    "quality": {},
+    "hybrid": {"beta": 2.0},
+    "concept": {},
+    "few": {"mean": 3.0},
+    "writers": {"clients": CLIENTS},
+    "column": {"column": "writer", "clients": CLIENTS},
+    "clusters": {"classes": (4, 6), "sizes": (400, 600)},
+    "iid, keep": {"keep": 20},
+    "iid, ratio": {"test_from": "ratio"},
+    "iid, folds": {"folds": 5},
+}
+
+
+def resident(key: str) -> float:
+    """MiB of this process: VmRSS now, VmHWM at most since the last reset."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(key))
+
+
+def peak(work: Callable[[], object]) -> tuple[float, object]:
+    """MiB that this process grows by, at most, while it works; and what it made."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmHWM")
+    made = work()
+    return resident("VmHWM") - before, made
+
+
+def unpack(place: Path) -> None:
+    """Every file in blocks, thrown away."""
+    for entry in entries(place):
+        while entry.stream.read(2**18):
+            pass
+
+
+def child(what: str, name: str, root: Path) -> None:
+    """Prints peak, bytes of the features and seconds; run in a fresh process."""
+    Image.init()
+    import pyarrow.parquet  # noqa: F401  (imports are not counted)
+
+    load("digits")
+    place = root / FILES.get(name, name)
+    if what == "unpack":
+        print(peak(lambda: unpack(place))[0])
+        return
+    start = time.process_time()
+    grown, data = peak(lambda: load(place) if name in MADE else load(name, root))
+    seconds = time.process_time() - start
+    assert isinstance(data, Dataset)
+    print(grown, data.x.untyped_storage().nbytes() / 2**20, seconds)
+
+
+def in_child(what: str, name: str, root: Path) -> list[float]:
+    """What `child` prints."""
+    command = [sys.executable, __file__, "--child", what, name, "--data-dir", str(root)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return [float(value) for value in done.stdout.split()]
+
+
+def make(folder: Path) -> None:
+    """Tables and arrays of numbers."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((100_000, 20)), rng.integers(0, 10, 100_000)
+    np.savez_compressed(folder / MADE[0], x=x, y=y)
+    columns = {f"c{k}": x[:, k] for k in range(20)} | {"y": y}
+    parquet.write_table(pa.table(columns), folder / MADE[2])
+    header = ",".join(columns)
+    np.savetxt(folder / MADE[1], np.column_stack([x, y]), "%.6f," * 20 + "%d", header=header, comments="")
+
+
+def sources(root: Path, repeats: int) -> None:
+    """A line of a table per source."""
+    print("| source | raw MiB | peak MiB | of it unpacking | peak / raw | without unpacking | seconds |")
+    print("|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        make(Path(folder))
+        for name in (*FILES, *MADE):
+            place = Path(folder) if name in MADE else root
+            runs = [in_child("load", name, place) for _ in range(repeats)]
+            grown, raw, seconds = (statistics.median(column) for column in zip(*runs, strict=True))
+            packed = 0.0 if name.endswith(("npz", "csv", "parquet")) else in_child("unpack", name, place)[0]
+            rest = (grown - packed) / raw
+            print(
+                f"| {name} | {raw:.1f} | {grown:.1f} | {packed:.1f} | {grown / raw:.2f} | {rest:.2f} | {seconds:.2f} |",
+                flush=True,
+            )
+
+
+def partitions(repeats: int) -> None:
+    """A line per way to split 60,000 samples of 10 classes, and 10,000 official test samples, over 1,000 clients."""
+    rng = np.random.default_rng(0)
+    total = SAMPLES + 10_000
+    writer = torch.from_numpy(rng.permutation(np.arange(total) % 3_500))
+    data = Dataset(
+        "noise",
+        torch.zeros(total, 8, dtype=torch.uint8),
+        torch.from_numpy(np.arange(total) % 10),
+        classes=tuple("0123456789"),
+        test=torch.arange(SAMPLES, total),
+        columns={"writer": writer},
+        levels={"writer": tuple(str(k) for k in range(3_500))},
+        users=writer,
+        user_names=tuple(str(k) for k in range(3_500)),
+    )
+    print("\n| partition | seconds |\n|---|---|")
+    for name, options in SPLITS.items():
+        kind = PARTITIONS[name.partition(",")[0]]
+        sized = {} if "clients" not in kind.model_fields or "clients" in options else {"clients": CLIENTS}
+        part: Partition = kind(**{**sized, **options})
+        times = []
+        for seed in range(repeats):
+            start = time.process_time()
+            part(data, seed)
+            times.append(time.process_time() - start)
+        print(f"| {name} | {statistics.median(times):.2f} |", flush=True)
+
+
+def main() -> None:
+    """Measure and print."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--data-dir", type=Path, default=os.environ.get("FEDLOOM_DATA", "."))
+    options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    given = options.parse_args()
+    torch.set_num_threads(1)
+    if given.child:
+        child(*given.child, given.data_dir)
+        return
+    sources(given.data_dir, given.repeats)
+    partitions(given.repeats)
+
+
+if __name__ == "__main__":
+    main()
