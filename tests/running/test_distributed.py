@@ -109,8 +109,10 @@ def end(process: subprocess.Popen[str], seconds: float = 280) -> tuple[int, str]
     """Exit code and what was said."""
     try:
         said, _ = process.communicate(timeout=seconds)
-    finally:
+    except subprocess.TimeoutExpired:
         process.kill()
+        said, _ = process.communicate()
+        pytest.fail(f"still running after {seconds} s; it said:\n{said}")
     return process.returncode, said
 
 
@@ -126,7 +128,11 @@ def on_two_machines(file: Path, out: Path, *more: Any, **env: str) -> list[tuple
     other.mkdir(exist_ok=True)
     second = start(PROGRAM, file, "out", *more, ranks=2, cwd=other, machine=(1, port), **env)
     first = start(PROGRAM, file, out, *more, ranks=1, machine=(0, port), **env)
-    ended = [end(first), end(second)]
+    try:
+        ended = [end(first), end(second)]
+    finally:
+        second.kill()
+        second.wait()
     assert not list(other.iterdir())
     return ended
 
@@ -147,7 +153,7 @@ def tidy():
 
 
 def test_three_ranks_on_two_machines_equal_one_process(tmp_path: Path, tidy: None) -> None:
-    file = written(tmp_path, EVERYTHING)
+    file = written(tmp_path, EVERYTHING.replace("chunk = 3", "chunk = 3, store_budget = 0"))
     want = alone(file, tmp_path / "one")
     for code, said in on_two_machines(file, tmp_path / "out"):
         assert code == 0, said

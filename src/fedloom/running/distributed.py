@@ -124,8 +124,11 @@ class Group:
         self._nccl = dist.new_group(backend="nccl", timeout=FOREVER) if all_own else None
         given = self._numbers(machine)
         self.machines = [sorted(set(given)).index(m) for m in given]
-        name = self.share(f"fedloom-{secrets.token_hex(8)}")
-        self.memory: Memory = _Memory(self, f"{name}-{self.machines[rank]}")
+        name, here = self.share(f"fedloom-{secrets.token_hex(8)}"), self.machines[rank]
+        machines = range(max(self.machines) + 1)
+        neighbours = [[r for r, m in enumerate(self.machines) if m == machine] for machine in machines]
+        groups = [dist.new_group(ranks, timeout=FOREVER) for ranks in neighbours]
+        self.memory: Memory = _Memory(rank, neighbours[here][0], groups[here], f"{name}-{here}")
 
     def any(self, flag: bool) -> bool:
         return any(self._numbers(int(flag)))
@@ -187,13 +190,19 @@ class Group:
 
 
 class _Memory:
-    """Rows that the ranks of a machine share: a file without a name, in memory if there is room."""
+    """Rows that the ranks of a machine share: a file without a name, in memory if there is room.
 
-    def __init__(self, group: Group, name: str) -> None:
-        self._group, self._name, self._made = group, name, 0
+    Args:
+        rank: this process.
+        maker: the first rank of this machine.
+        here: the process group of its ranks; machines need not make the same calls.
+        name: of this machine's files, before they lose it.
+    """
+
+    def __init__(self, rank: int, maker: int, here: Any, name: str) -> None:
+        self._rank, self._here, self._name, self._made = rank, here, name, 0
         self._used: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
-        self.leads = group.rank == 0
-        self._makes = group.machines.index(group.machines[group.rank]) == group.rank
+        self.leads, self._makes = rank == 0, rank == maker
 
     def allocate(self, size: int, large: bool) -> mmap.mmap:
         self._made += 1
@@ -201,12 +210,12 @@ class _Memory:
         try:
             if self._makes:
                 self._create(places, size, large)
-            self._group.wait()
+            self.wait()
             path = next(p for p in places if p.exists())
             with path.open("r+b") as file:
                 found = mmap.mmap(file.fileno(), size)
             self._used.add(found)
-            self._group.wait()
+            self.wait()
         finally:
             if self._makes:
                 for path in places:
@@ -214,7 +223,8 @@ class _Memory:
         return found
 
     def wait(self) -> None:
-        self._group.wait()
+        with _translated(self._rank):
+            dist.barrier(self._here)
 
     def _create(self, places: list[Path], size: int, large: bool) -> None:
         wanted = size + sum(map(len, self._used))  # what was made before may still be empty
