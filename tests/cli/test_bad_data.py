@@ -250,6 +250,19 @@ def test_a_zip_that_lies_about_its_size_is_damaged(tmp_path: Path) -> None:
     refused("truncated or damaged", str(place), "data", str(place))
 
 
+def test_a_path_or_name_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FEDLOOM_DATA", raising=False)
+    for name, words in (
+        ("patients.csv", "patients.csv: no such file or folder; check the path"),
+        ("mnits", "unknown data set 'mnits'; did you mean 'mnist'"),
+        ("mnist", "no data folder given; set FEDLOOM_DATA, or give"),
+    ):
+        refused(words, "", "data", name)
+        refused(words, "", "run", str(experiment(tmp_path, name)), "--out", "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"bad.toml"}
+
+
 # --- the hub -------------------------------------------------------------------------------------------------------
 
 

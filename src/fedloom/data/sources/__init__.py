@@ -71,7 +71,11 @@ def source(name_or_path: str | Path, **options: Any) -> Source:
         raise ConfigError("hub: lacks the name of a data set; write it as hub:owner/name")
     if name.startswith("hub:"):
         return Hub(name=name.removeprefix("hub:"), **options)
-    if isinstance(name_or_path, Path) or (name not in SOURCES and ("/" in name or "\\" in name or Path(name).exists())):
+    if isinstance(name_or_path, Path) or (name not in SOURCES and _is_path(name)):
         kind: type[Source] = detect(Path(name).expanduser())
         return kind(**{"path": name, **options})
     return choose("data set", SOURCES, name)(**options)
+
+
+def _is_path(name: str) -> bool:
+    return "/" in name or "\\" in name or bool(Path(name).suffix) or Path(name).exists()
