@@ -71,21 +71,6 @@ class Up(NamedTuple):
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, accumulates=True)]
 
 
-Components = Literal["lr+s", "s+s", "s+lr", "lr+lr"]
-"""Global and personal part: of low rank, or sparse."""
-
-
-def part_penalty(components: Components, part: Literal[0, 1], weight: float) -> L1 | Nuclear:
-    """R of (P1), part 0, or R~ of (P2), part 1."""
-    return Nuclear(c=weight) if components.split("+")[part] == "lr" else L1(c=weight)
-
-
-def fused(x: Tensor, p: Tensor, work: Work, penalty: L1 | Nuclear, epochs: int | None) -> Tensor:
-    """Phase II: the personal part ``[m, d]`` after its steps on top of x (Eq. 7)."""
-    steps = None if epochs is None else work.epochs(epochs)
-    return descend(x + p, work, prox=(penalty, x), steps=steps, stream="phase II") - x
-
-
 class FedSLR(Algorithm):
     """FedSLR (Huang et al. 2023, Algorithm 3)."""
 
@@ -93,7 +78,9 @@ class FedSLR(Algorithm):
     lam: float = Field(1e-4, ge=0, description="weight lambda of the GKR's penalty (Sec. 6.1)")
     mu: float = Field(1e-3, ge=0, description="weight mu of the personal penalty (Sec. 6.1)")
     personal_epochs: int | None = Field(1, ge=0, description="epochs of phase II (Sec. 6.1); None: the local steps")
-    components: Components = Field("lr+s", description="global + personal part (App. A.3)")
+    components: Literal["lr+s", "s+s", "s+lr", "lr+lr"] = Field(
+        "lr+s", description="global + personal part, of low rank or sparse (App. A.3)"
+    )
     method: Literal["fedslr", "gpgd"] = Field("fedslr", description="how (P1) is solved (App. A.2)")
     personal_start: Literal["zero", "model"] = Field("zero", description="p at the start; the public code copies w_0")
 
@@ -103,12 +90,12 @@ class FedSLR(Algorithm):
     @property
     def global_penalty(self) -> L1 | Nuclear:
         """R of (P1)."""
-        return part_penalty(self.components, 0, self.lam)
+        return Nuclear(c=self.lam) if self.components in ("lr+s", "lr+lr") else L1(c=self.lam)
 
     @property
     def personal_penalty(self) -> L1 | Nuclear:
         """R~ of (P2)."""
-        return part_penalty(self.components, 1, self.mu)
+        return Nuclear(c=self.mu) if self.components in ("s+lr", "lr+lr") else L1(c=self.mu)
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         zero = torch.zeros_like(x0)
@@ -125,7 +112,9 @@ class FedSLR(Algorithm):
             gi = gi + (x - w) / self.eta_g  # Eq. 5
         else:
             w = descend(x, work)  # Eq. 20
-        return Up(w - x), Client(gi, fused(x, p, work, self.personal_penalty, self.personal_epochs))
+        steps = None if self.personal_epochs is None else work.epochs(self.personal_epochs)
+        v = descend(x + p, work, prox=(self.personal_penalty, x), steps=steps, stream="phase II")  # Eq. 7, v = x + p
+        return Up(w - x), Client(gi, v - x)
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         x, gamma = server.x + up.dw, server.gamma

@@ -25,13 +25,12 @@ nor of low rank, unless all clients agree. Every step costs the singular values 
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean, Sent
-from fedloom.algorithms.fedslr import Components, fused, part_penalty
 from fedloom.local import Ctx, Work, descend
 from fedloom.rows.prox import L1, Nuclear
 
@@ -66,7 +65,9 @@ class LPGD(Algorithm):
     lam: float = Field(1e-4, ge=0, description="weight lambda of the GKR's penalty (Sec. 6.1)")
     mu: float = Field(1e-3, ge=0, description="weight mu of the personal penalty (Sec. 6.1)")
     personal_epochs: int | None = Field(1, ge=0, description="epochs of phase II (Sec. 6.1); None: the local steps")
-    components: Components = Field("lr+s", description="global + personal part (App. A.3)")
+    components: Literal["lr+s", "s+s", "s+lr", "lr+lr"] = Field(
+        "lr+s", description="global + personal part, of low rank or sparse (App. A.3)"
+    )
 
     family: ClassVar[str] = "personalised"
     plain_sgd: ClassVar[str | None] = "its local thresholds are the step size times lam and mu, which momentum outgrows"
@@ -74,7 +75,12 @@ class LPGD(Algorithm):
     @property
     def global_penalty(self) -> L1 | Nuclear:
         """R of (P1)."""
-        return part_penalty(self.components, 0, self.lam)
+        return Nuclear(c=self.lam) if self.components in ("lr+s", "lr+lr") else L1(c=self.lam)
+
+    @property
+    def personal_penalty(self) -> L1 | Nuclear:
+        """R~ of (P2)."""
+        return Nuclear(c=self.mu) if self.components in ("s+lr", "lr+lr") else L1(c=self.mu)
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         return Server(x0), Client(x0.new_zeros(x0.shape)), None
@@ -84,8 +90,10 @@ class LPGD(Algorithm):
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         w = descend(down.x, work, prox=(self.global_penalty, None))  # Eq. 18
-        penalty = part_penalty(self.components, 1, self.mu)
-        return Up(w), Client(fused(down.x, rows.p, work, penalty, self.personal_epochs))
+        steps = None if self.personal_epochs is None else work.epochs(self.personal_epochs)
+        prox = (self.personal_penalty, down.x)
+        v = descend(down.x + rows.p, work, prox=prox, steps=steps, stream="phase II")  # v = GKR + p_i, phase II
+        return Up(w), Client(v - down.x)
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         return Server(up.w)  # Eq. 19
