@@ -82,7 +82,8 @@ def test_children_of_a_dead_process_end_as_well(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_to_the_launcher_ends_them(tmp_path, number):
     script = (
-        "import sys, time; from pathlib import Path; from fedloom.deploy.processes import Processes\n"
+        "import signal, time; from pathlib import Path; from fedloom.deploy.processes import Processes\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where the tests run in the background
         f"with Processes() as p:\n    one = p.start('one', ['sleep', '100'], {{}}, Path({str(tmp_path / 'log')!r}))\n"
         "    print(one.pid, flush=True)\n    time.sleep(100)\n"
     )

@@ -23,7 +23,8 @@ def main(file: str, out: str, *victim: str) -> None:
         Plan(read(Path(file)), Path(out), ranks=ranks).run(tell, page=False)
 
 
-try:
-    main(*sys.argv[1:])
-except FedloomError as error:
-    sys.exit(f"error: {error}")
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except FedloomError as error:
+        sys.exit(f"error: {error}")
