@@ -113,7 +113,7 @@ def make(folder: Path) -> None:
     from pyarrow import parquet
 
     rng = np.random.default_rng(0)
-    x, y = rng.standard_normal((100_000, 20)), rng.integers(0, 10, 100_000)
+    x, y = rng.standard_normal((400_000, 20)), rng.integers(0, 10, 400_000)
     np.savez_compressed(folder / MADE[0], x=x, y=y)
     columns = {f"c{k}": x[:, k] for k in range(20)} | {"y": y}
     parquet.write_table(pa.table(columns), folder / MADE[2])

@@ -103,7 +103,7 @@ class Npz(FileSource):
             raise DataError(f"{place}: y must be whole numbers [N] for a classification, got {y.dtype} {y.shape}")
         if self.task == "regression" or not whole:
             return torch.from_numpy(y.reshape(len(y), -1).astype(np.float64)), "regression", ()
-        return torch.from_numpy(y.astype(np.int64)), "classification", numbered(y, place)
+        return torch.from_numpy(y.astype(np.int64, copy=False)), "classification", numbered(y, place)
 
 
 def _is_array(name: str) -> bool:
