@@ -39,6 +39,7 @@ from fedloom.running.state import initial_state
 ALLOWED = 0.15
 EXCUSED = {
     "fedslr": "svd",
+    "lpgd": "svd",
     "equitable-fl": "cluster",
     "clustered-sampling": "cluster",
     "fedacs": "pairs",
