@@ -69,6 +69,22 @@ def test_a_run_directory_holds_everything(finished: Path) -> None:
     assert {r["oracle"] for r in summary["runs"]} == {"fused"}
 
 
+def test_labels_that_differ_in_punctuation_have_folders_of_their_own(tmp_path: Path) -> None:
+    labels = ["a b", "a-b", "a/b", "..", "a, b", "plain=0.1"]
+    methods = "".join(
+        f'[[method]]\nalgorithm = "fedprox"\nmu = {k}.0\nlabel = "{label}"\n' for k, label in enumerate(labels)
+    )
+    run(SMALL.partition("[[method]]")[0].replace("[0, 1]", "[0]") + methods, tmp_path)
+    folders = {p.name for p in (tmp_path / "out" / "models").iterdir()}
+    assert len(folders) == len(labels)
+    assert {"plain=0.1-0", "a-b-0"} <= folders
+    models = {(tmp_path / "out" / "models" / f / "global.safetensors").read_bytes() for f in folders}
+    assert len(models) == len(labels)
+    listed = RUNNER.invoke(app, ["models", str(tmp_path / "out")])
+    assert listed.exit_code == 0
+    assert all(folder in listed.output for folder in folders)
+
+
 def test_running_again_does_nothing_and_changes_nothing(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "out")
     before = (tmp_path / "out" / "metrics.parquet").read_bytes()

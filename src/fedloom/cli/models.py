@@ -85,6 +85,7 @@ def adapt(
     with errors():
         from fedloom.experiment import open_run
         from fedloom.progress import print_rows
+        from fedloom.running.files import file_name
 
         opened = open_run(run)
         chosen = _one(opened, method, seed)
@@ -97,7 +98,7 @@ def adapt(
         made = chosen.models.adapt(
             opened.read(data, data_dir), rounds=rounds, epochs=epochs, steps=steps, lr=lr, holdout=holdout
         )
-        name = f"{chosen.method}-{chosen.seed}-{Path(data).stem}".replace("/", "-")
+        name = f"{file_name(chosen.method)}-{chosen.seed}-{Path(data).stem}"
         path = made.save(out or run / "adapted" / f"{name}.safetensors")
         samples = made.about["samples"]
         who = {"method": chosen.method, "seed": chosen.seed}

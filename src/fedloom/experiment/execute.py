@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import tomllib
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from fedloom.errors import ClientError, RunDirError
 from fedloom.experiment.outputs import Outcome, write_inspection, write_settings, write_summary, write_tables
 from fedloom.experiment.schema import Experiment, Method
 from fedloom.experiment.telling import PAUSE, Line, Now, Tell, Teller
-from fedloom.running.files import lock, make_folder
+from fedloom.running.files import file_name, lock, make_folder
 from fedloom.running.inspection import check_inspection
 from fedloom.running.parallel import Pool
 from fedloom.running.ranks import ALONE, Ranks
@@ -165,7 +164,7 @@ class Plan:
 
 def folder_of(out: Path, kind: str, label: str, seed: int) -> Path:
     """The folder of a run's ``checkpoints`` or ``models`` in a run directory."""
-    return out / kind / f"{re.sub(r'[^A-Za-z0-9._=-]+', '-', label)}-{seed}"
+    return out / kind / f"{file_name(label)}-{seed}"
 
 
 def _save_models(result: Result, folder: Path) -> None:

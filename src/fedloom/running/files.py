@@ -17,6 +17,7 @@ import weakref
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote_plus
 
 from fedloom.errors import CheckpointError, RunDirError
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-__all__ = ["RowFile", "append_synced", "discard", "hook", "lock", "make_folder", "write_atomic"]
+__all__ = ["RowFile", "append_synced", "discard", "file_name", "hook", "lock", "make_folder", "write_atomic"]
 
 hook: Callable[[str, Path], None] | None = None
 """Called before each primitive with its name and path; for tests."""
@@ -115,6 +116,15 @@ class _Sink(io.RawIOBase):
 
     def tell(self) -> int:
         return self._length
+
+
+def file_name(label: str) -> str:
+    """A label as a part of a file's name; labels that differ have names that differ.
+
+    >>> file_name("flame"), file_name("rho=0.1"), file_name("rho 0.1"), file_name("a/b"), file_name("..")
+    ('flame', 'rho=0.1', 'rho+0.1', 'a%2Fb', '%2E%2E')
+    """
+    return label.replace(".", "%2E") if label.strip(".") == "" else quote_plus(label, safe="=")
 
 
 def make_folder(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from fedloom.experiment.schema import Method
 from fedloom.experiment.tables import dump
 from fedloom.experiment.tuning import Dimension
 from fedloom.running.cost import samples_per_round
-from fedloom.running.files import lock, make_folder, write_atomic
+from fedloom.running.files import file_name, lock, make_folder, write_atomic
 from fedloom.running.parallel import Pool
 from fedloom.running.signals import interruptible
 from fedloom.tune.attempt import PART, Goal, Interrupted, arguments, attempt, judged_model, without_test
@@ -136,7 +135,7 @@ class Tuning:
 
     def _tune(self, study: Study, tell: Tell, asked: Callable[[], bool]) -> None:
         """The missing trials of a method."""
-        path, folder = self._records(study.method), self.out / "checkpoints" / _slug(study.method.label)
+        path, folder = self._records(study.method), self.out / "checkpoints" / file_name(study.method.label)
         trials = read_trials(path)
         while len(trials) < self.tune.trials and not asked():
             trial = study.search.ask(trials)
@@ -198,7 +197,7 @@ class Tuning:
         return wanted if self.experiment.engine.device == "cpu" else 1
 
     def _records(self, method: Method) -> Path:
-        return self.out / "trials" / f"{_slug(method.label)}.json"
+        return self.out / "trials" / f"{file_name(method.label)}.json"
 
     def _claim(self, force: bool) -> None:
         """Make the directory this search's own.
@@ -255,7 +254,3 @@ def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _table(dimension: Dimension) -> Any:
     return list(dimension) if isinstance(dimension, tuple) else dump(dimension)
-
-
-def _slug(label: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._=-]+", "-", label)
