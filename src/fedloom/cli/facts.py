@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from fedloom.cli import _complete as offer
 from fedloom.cli._app import DataDir, app, errors
 
 
@@ -25,7 +26,12 @@ def list_command() -> None:
 
 
 @app.command()
-def describe(name: Annotated[str, typer.Argument(help="a method, see 'fedloom list'", show_default=False)]) -> None:
+def describe(
+    name: Annotated[
+        str,
+        typer.Argument(help="a method, see 'fedloom list'", show_default=False, autocompletion=offer.algorithms),
+    ],
+) -> None:
     """Print a method's card: problem, reference, symbols, traffic, deviations, when to use it; and its options.
 
     Example: fedloom describe flame
@@ -49,7 +55,9 @@ def schema() -> None:
 
 @app.command()
 def data(
-    name: Annotated[str, typer.Argument(help="a data set's name, or a path", show_default=False)],
+    name: Annotated[
+        str, typer.Argument(help="a data set's name, or a path", show_default=False, autocompletion=offer.sources)
+    ],
     data_dir: DataDir = None,
 ) -> None:
     """Print counts, shapes, classes and the checksum of a data set.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedloom.cli import _complete as offer
 from fedloom.cli._app import DataDir, app, errors
 from fedloom.errors import ConfigError
 
@@ -16,11 +17,20 @@ if TYPE_CHECKING:
 
 RunArgument = Annotated[Path, typer.Argument(help="run directory of 'fedloom run'", show_default=False)]
 DataOption = Annotated[str, typer.Option("--data", help="new data: a file, a folder, or a name", show_default=False)]
-MethodOption = Annotated[str | None, typer.Option("--method", help="label of a method of the run")]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="seed of the run")]
-ClientOption = Annotated[str | None, typer.Option("--client", help="a client of the run, by name or number")]
+MethodOption = Annotated[
+    str | None, typer.Option("--method", help="label of a method of the run", autocompletion=offer.methods)
+]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="seed of the run", autocompletion=offer.seeds)]
+ClientOption = Annotated[
+    str | None, typer.Option("--client", help="a client of the run, by name or number", autocompletion=offer.clients)
+]
 ModelOption = Annotated[
-    str | None, typer.Option("--model", help="global, personal, hybrid, or the file of an adapted model")
+    str | None,
+    typer.Option(
+        "--model",
+        help="global, personal, hybrid, or the file of an adapted model",
+        autocompletion=offer.one_of("global", "personal", "hybrid"),
+    ),
 ]
 
 
@@ -119,7 +129,10 @@ def export(
     seed: SeedOption = None,
     client: ClientOption = None,
     model: ModelOption = None,
-    format: Annotated[str, typer.Option(help="safetensors, torch or onnx")] = "safetensors",
+    format: Annotated[
+        str,
+        typer.Option(help="safetensors, torch or onnx", autocompletion=offer.one_of("safetensors", "torch", "onnx")),
+    ] = "safetensors",
     factorise: Annotated[
         bool | None,
         typer.Option(help="two thin layers for each of low rank; by default for methods of low rank, as FedSLR"),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fedloom.cli import _complete as offer
 from fedloom.cli._app import DataDir, app, errors
 from fedloom.errors import ConfigError
 
@@ -17,8 +18,15 @@ if TYPE_CHECKING:
 
 @app.command()
 def reproduce(
-    name: Annotated[str | None, typer.Argument(help="a recipe, see --list", show_default=False)] = None,
-    scale: Annotated[str, typer.Option(help="smoke, laptop or full (the paper's protocol)")] = "laptop",
+    name: Annotated[
+        str | None, typer.Argument(help="a recipe, see --list", show_default=False, autocompletion=offer.recipes)
+    ] = None,
+    scale: Annotated[
+        str,
+        typer.Option(
+            help="smoke, laptop or full (the paper's protocol)", autocompletion=offer.one_of("smoke", "laptop", "full")
+        ),
+    ] = "laptop",
     seeds: Annotated[str | None, typer.Option(help="seeds instead of the recipe's, e.g. 1,10,100")] = None,
     only: Annotated[list[str] | None, typer.Option(help="run this method only; may be repeated")] = None,
     out: Annotated[Path, typer.Option(help="folder of the run directories")] = Path("runs/reproduce"),

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fedloom.cli import _complete as offer
 from fedloom.cli._app import DataDir, FileArgument, app, errors
 from fedloom.errors import ConfigError
 
@@ -18,7 +19,13 @@ def run(
     workers: Annotated[str | None, typer.Option(help="processes, or 'auto'; replaces [engine] workers")] = None,
     data_dir: DataDir = None,
     force: Annotated[bool, typer.Option("--force", help="forget what the run directory holds and start anew")] = False,
-    track: Annotated[str | None, typer.Option(help="log figures to 'tensorboard' or 'mlflow' as they come")] = None,
+    track: Annotated[
+        str | None,
+        typer.Option(
+            help="log figures to 'tensorboard' or 'mlflow' as they come",
+            autocompletion=offer.one_of("tensorboard", "mlflow"),
+        ),
+    ] = None,
 ) -> None:
     """Run all methods and seeds of an experiment; run again to resume.
 
