@@ -128,8 +128,7 @@ class Codec:
         Raises:
             WireError: a value is missing, unknown or of another shape.
         """
-        fixed = HEAD.size + sum(len(self._descriptor(n, f.encoding)) + 8 for n, f in self.fields.items())
-        return fixed + self._sum(values, ranks, "size")
+        return self._headers + self._sum(values, ranks, "size")
 
     def paper_bytes(self, values: Mapping[str, Tensor], ranks: Mapping[str, Ranks] | None = None) -> Tensor:
         """The papers' count, int64 [m]: 4 bytes x floats, no headers, indices or integers (arguments as `length`)."""
@@ -155,6 +154,11 @@ class Codec:
         x = field.travelling(value) if field.encoding in ("sparse", "lowrank") else value
         found: int | Tensor = getattr(ENCODINGS[field.encoding], count)(field, x, given)
         return found.cpu().clamp_max(dense) if isinstance(found, Tensor) else found
+
+    @cached_property
+    def _headers(self) -> int:
+        """Bytes of a message that are no payload."""
+        return HEAD.size + sum(len(self._descriptor(n, f.encoding)) + 8 for n, f in self.fields.items())
 
     @cached_property
     def _fingerprint(self) -> bytes:

@@ -47,10 +47,18 @@ class _InMemory:
         self.rows = allocate((n, len(like)), like.dtype, memory, large)
 
     def read(self, ids: Tensor, out: Tensor, places: Tensor) -> None:
-        out[places] = self.rows[ids]
+        if len(ids) < len(out):
+            out[places] = self.rows[ids]
+        elif _neighbours(ids):
+            out.copy_(self.rows[ids[0] : ids[0] + len(ids)])
+        else:
+            torch.index_select(self.rows, 0, ids, out=out)
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
-        self.rows[ids] = rows
+        if _neighbours(ids):
+            self.rows[ids[0] : ids[0] + len(ids)] = rows
+        else:
+            self.rows.index_copy_(0, ids, rows)
 
 
 class _InFile:
@@ -72,6 +80,10 @@ class _InFile:
         out = torch.empty(len(ids), self.width, dtype=torch.uint8)
         self.read(ids, out, torch.arange(len(ids)))
         return out
+
+
+def _neighbours(ids: Tensor) -> bool:
+    return len(ids) > 0 and bool((ids.diff() == 1).all())
 
 
 def _runs(ids: Tensor, places: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -153,7 +165,8 @@ class Store(Generic[T]):
         fields = []
         for home, like in zip(self._homes, self.template, strict=True):
             out = torch.empty(len(ids), len(like), dtype=like.dtype)
-            out[blank] = like
+            if len(blank):
+                out[blank] = like
             home.read(some, out, places)
             fields.append(out)
         return cast(T, cast(Any, type(self.template))(*fields))

@@ -209,7 +209,7 @@ def receive(job: Job, server: Any, task: TrainTask, down: Any, made: Made) -> Tr
         value = getattr(up, name)
         if isinstance(kind, Kept):
             old = getattr(job.kept.read(ids), name)
-            tensors[f"kept/{name}"] = value.sum(0, dtype=torch.float64).cpu() - old.sum(0, dtype=torch.float64)
+            tensors[f"kept/{name}"] = _sum(value.cpu()).sub_(_sum(old))
         elif isinstance(kind, Rows) or job.gathers:
             tensors[f"rows/{name}"] = value
         else:
@@ -257,6 +257,14 @@ def asked_counts(job: Job, answer: Tensor, work: Tensor) -> Tensor:
     """What asking cost ``[m, 7]`` (`COUNTS`): the model down, the answer ``[m, k]`` up, and the ``work [m, 3]``."""
     k, d, item = answer.shape[1], job.oracle.layout.d, job.oracle.dtype.itemsize
     return torch.cat([work, torch.tensor([k * item, d * item, 4 * k, 4 * d]).expand(len(work), -1)], 1)
+
+
+def _sum(rows: Tensor) -> Tensor:
+    """Sum ``[d]`` of rows ``[m, d]`` in double precision, without a copy of them in it."""
+    total = torch.zeros(rows.shape[1], dtype=torch.float64)
+    for row in rows:
+        total.add_(row)
+    return total
 
 
 def _done(work: Work, steps: Tensor) -> Tensor:
