@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -118,6 +119,26 @@ def test_every_chart_is_drawn_within_the_page_and_nothing_bars_anyone(
     assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
     found = Axe().run(page)
     assert found.violations_count == 0, found.generate_report()
+
+
+def test_no_name_is_cut_on_a_phone(open_page: Open, tmp_path: Path) -> None:
+    plain = Recording(methods=4, seeds=2, rounds=10, clients=5).write(tmp_path / "plain")
+    other = Recording(methods=4, seeds=2, rounds=10, clients=5, seed=1).write(tmp_path / "a-run-with-quite-a-long-name")
+    page = open_page(report.write([plain, other], tmp_path / "report.html"), "phone")
+    drawn = {figure.get_attribute("id"): figure for figure in walk(page)}
+    assert {"place-relative", "place-clients"} <= drawn.keys()
+    tabs = {tab.get_attribute("value"): tab for tab in page.locator(".tabs input").all()}
+    for name in ("place-relative", "place-clients"):
+        if not drawn[name].is_visible():
+            tabs[name].locator("xpath=..").click()
+        labels = drawn[name].locator(".role-axis-label text").all()
+        lines = "e => [...(e.children.length ? e.children : [e])].map(line => line.textContent).join(' ')"
+        texts = [label.evaluate(lines) for label in labels]
+        assert any("a-run-with-quite-a- long-name" in text for text in texts)
+        assert not [text for text in texts if "…" in text]
+        boxes = [label.bounding_box() for label in labels]
+        names = sorted((b for b, text in zip(boxes, texts, strict=True) if "·" in text), key=lambda box: box["y"])
+        assert all(one["y"] + one["height"] <= two["y"] + 3 for one, two in itertools.pairwise(names))
 
 
 def test_every_chart_is_downloaded_as_svg_and_its_data_as_csv(rich: Path, open_page: Open, tmp_path: Path) -> None:

@@ -16,11 +16,34 @@
     return Math.min(width < SMALL ? 116 : 190, 7 * longest) + (y.title ? 34 : 14);
   }
 
-  // Long names in two lines: the method above the run and the model.
-  function narrow(axis) {
-    const parts = "split(datum.label, ' · ')";
-    const lines = `length(${parts}) > 2 ? [${parts}[0], ${parts}[1] + ' · ' + ${parts}[2]] : datum.label`;
-    return { labelExpr: lines, ...axis, labelLimit: 116, labelFontSize: 10, labelLineHeight: 11 };
+  // Long names in lines of up to 19 characters, cut between words where there are any.
+  function wrapped(name) {
+    const lines = [""];
+    for (const word of String(name).match(/\S{1,19}/g) ?? []) {
+      const line = lines.at(-1);
+      if (!line) lines.splice(-1, 1, word);
+      else if (line.length + 1 + word.length <= 19) lines.splice(-1, 1, `${line} ${word}`);
+      else lines.push(word);
+    }
+    return lines;
+  }
+
+  function narrow(axis, rows) {
+    const names = new Set(rows.flatMap((row) => Object.values(row).filter((value) => typeof value === "string")));
+    const lines = JSON.stringify(Object.fromEntries([...names].map((name) => [name, wrapped(name)])));
+    const expression = `${lines}[${axis.labelExpr ?? "datum.label"}]`;
+    const centred = [2, 3, 4, 5].map((n) => ({ test: `length(${expression}) === ${n}`, value: -5.5 * (n - 1) }));
+    return {
+      ...axis, labelExpr: expression, labelLimit: 116, labelFontSize: 10, labelLineHeight: 11,
+      labelOffset: { condition: centred, value: 0 },
+    };
+  }
+
+  // Rows as high as the longest of their names.
+  function heighten(part, rows) {
+    const names = new Set(rows.map((row) => row.row ?? row.method));
+    const lines = Math.max(...[...names].map((name) => wrapped(name).length));
+    part.height = Math.max(part.height, names.size * (11 * lines + 8));
   }
 
   const SMALL = 520, SMALLEST = 122, WIDEST = 520, GAP = 30;
@@ -39,7 +62,9 @@
         .replaceAll('"field":"label"', '"field":"label_narrow"')
         .replace(/datum\.(align|dx|dy)\b/g, "datum.$1_narrow");
     }
-    const spec = JSON.parse(text, (_, value) => (width < SMALL && value?.labelLimit === 190 ? narrow(value) : value));
+    const short = (_, value) => (width < SMALL && value?.labelLimit === 190 ? narrow(value, figure.spec.datasets.rows) : value);
+    const spec = JSON.parse(text, short);
+    if (width < SMALL && text.includes('"labelLimit":190')) heighten(spec.spec ?? spec, figure.spec.datasets.rows);
     if (figure.layout === "facet" || figure.layout === "square") {
       const names = besideOf(spec, width);
       const panels = new Set(figure.spec.datasets.rows.map((row) => row[spec.facet.field])).size;
