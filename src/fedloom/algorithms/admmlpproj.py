@@ -33,7 +33,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Kept
-from fedloom.local import Batch, Ctx, Work, iterate
+from fedloom.local import Batch, Ctx, Work, iterate, step_
 from fedloom.rows.projection import new_key, projection
 
 
@@ -87,10 +87,10 @@ class ADMMLpProj(Algorithm):
         p = projection(down.key, self.dim, rows.theta)
 
         def step(r: Client, work: Work, batch: Batch) -> Client:
-            g = work.grad(r.theta, batch) + self.lam * p.back(p(r.theta) - r.w)
-            return r._replace(theta=r.theta - work.lr * g)
+            step_(r.theta, work, batch, work.lr, steady=p.back(work.lr * self.lam * (r.w - p(r.theta))))
+            return r
 
-        theta, w, pi = iterate(step, rows, work)  # Eq. 185
+        theta, w, pi = iterate(step, rows._replace(theta=rows.theta.clone()), work)  # Eq. 185
         pull = self.lam * work.weight  # lambda alpha_i
         w = (pull * p(theta) + self.rho * down.w - pi) / (pull + self.rho)  # Eq. 186
         pi = pi + self.rho * (w - down.w)  # Eq. 187

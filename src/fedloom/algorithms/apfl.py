@@ -25,11 +25,12 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, NamedTuple
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean
-from fedloom.local import Batch, Ctx, Work, iterate
+from fedloom.local import Batch, Ctx, Work, iterate, step_
 
 
 class Server(NamedTuple):
@@ -80,16 +81,20 @@ class APFL(Algorithm):
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         def step(r: _Rows, work: Work, batch: Batch) -> _Rows:
-            g = work.grad(r.alpha * r.v + (1 - r.alpha) * r.w, batch)  # grad f_i(v-bar)
-            w = r.w - work.lr * work.grad(r.w, batch)
-            v = r.v - work.lr * r.alpha * g  # the chain rule's factor alpha
-            if not self.adaptive or work.k > 0:
-                return _Rows(w, v, r.alpha)
-            slope = ((r.v - r.w) * g).sum(1, keepdim=True)
-            return _Rows(w, v, (r.alpha - work.lr * slope).clamp(0, 1))  # alpha -= eta <v - w, grad f_i(v-bar)>
+            w, v, alpha = r
+            mix = torch.lerp(w, v, alpha)  # v-bar
+            if self.adaptive and work.k == 0:
+                g = work.grad(mix, batch)
+                slope = ((v - w) * g).sum(1, keepdim=True)
+                r = r._replace(alpha=(alpha - work.lr * slope).clamp(0, 1))  # alpha -= eta <v - w, grad f_i(v-bar)>
+                v.addcmul_(g, alpha, value=-work.lr)
+            else:
+                step_(v, work, batch, work.lr * alpha, at=mix)  # the chain rule's factor alpha
+            step_(w, work, batch, work.lr)
+            return r
 
-        w, v, alpha = iterate(step, _Rows(down.x.expand_as(rows.v), rows.v, rows.alpha), work)
-        return Up(w - down.x), Client(v, alpha)
+        w, v, alpha = iterate(step, _Rows(down.x.repeat(work.m, 1), rows.v.clone(), rows.alpha), work)
+        return Up(w.sub_(down.x)), Client(v, alpha)
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         return Server(server.x + up.dw)

@@ -31,7 +31,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean
-from fedloom.local import Ctx, Work, descend
+from fedloom.local import Ctx, Work, descend, where_moved
 
 
 class Server(NamedTuple):
@@ -82,9 +82,8 @@ class FedADMM(Algorithm):
         x, (u, y) = down.x, rows
         start = x if self.start == "server" else u - y / self.rho
         w = descend(start, work, pull=((self.rho, x),), shift=y)  # min f_i(w) + <y_i, w> + rho/2 ||w - theta||^2
-        moved = work.steps > 0
-        y = torch.where(moved, y + self.rho * (w - x), y)  # y_i += rho (w_i - theta)
-        new = torch.where(moved, w + y / self.rho, u)
+        y = where_moved(work, torch.add(y, w - x, alpha=self.rho), y)  # y_i += rho (w_i - theta)
+        new = where_moved(work, torch.add(w, y, alpha=1 / self.rho), u)
         return Up(new - u), Client(new, y)  # Delta_i = (w_i^+ - w_i) + (y_i^+ - y_i)/rho
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:

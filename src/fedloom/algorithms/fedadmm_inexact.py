@@ -37,6 +37,7 @@ from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Kept
 from fedloom.local import Ctx, Work, iterate
+from fedloom.rows.algebra import norm
 
 
 class Server(NamedTuple):
@@ -69,8 +70,7 @@ class _Solve(NamedTuple):
     w: Tensor
     y: Tensor
     eps: Tensor
-    g: Tensor
-    x: Tensor
+    residual: Tensor
 
 
 class FedADMMInexact(Algorithm):
@@ -98,22 +98,26 @@ class FedADMMInexact(Algorithm):
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         def linearised(s: _Solve, work: Work) -> _Solve:
-            w = s.w - residual(s) / (1 / work.lr + self.rho)  # x_i = (r x_i + sigma x - pi_i - g_i) / (r + sigma)
-            return s._replace(w=w, g=work.full_grad(w))
+            s.w.sub_(s.residual, alpha=1 / (1 / work.lr + self.rho))  # x_i = (r x_i + sigma x - pi_i - g_i)/(r + sigma)
+            return s._replace(residual=residual(s.w, s.y, work))
 
-        def residual(s: _Solve) -> Tensor:
-            return s.g + s.y + self.rho * (s.w - s.x)
+        def residual(w: Tensor, y: Tensor, work: Work) -> Tensor:
+            return work.full_grad(w).add_(y).add_(w - down.x, alpha=self.rho)
 
         def close(s: _Solve, work: Work) -> Tensor:
-            return residual(s).square().mean(1, keepdim=True) < s.eps  # ||.||^2 < eps_i d
+            return norm(s.residual).square() < s.eps * work.layout.d  # ||.||^2 < eps_i d
 
         def dual(s: _Solve, work: Work) -> _Solve:
             s = iterate(linearised, s, work, self.inner, batches=0, until=close)
-            return s._replace(y=s.y + self.rho * (s.w - s.x), eps=self.shrink * s.eps)  # pi_i += sigma (x_i - x)
+            gap = s.w - down.x
+            s.y.add_(gap, alpha=self.rho)  # pi_i += sigma (x_i - x)
+            s.residual.add_(gap, alpha=self.rho)
+            return s._replace(eps=self.shrink * s.eps)
 
-        start = _Solve(*rows, work.full_grad(rows.w), down.x.expand_as(rows.w))
-        w, y, eps, _, _ = iterate(dual, start, work, self.iterations * (work.steps > 0), batches=0)
-        return Up(w + y / self.rho), Client(w, y, eps)  # z_i / sigma
+        w, y = rows.w.clone(), rows.y.clone()
+        start = _Solve(w, y, rows.eps, residual(w, y, work))
+        w, y, eps, _ = iterate(dual, start, work, self.iterations * (work.steps > 0), batches=0)
+        return Up(torch.add(w, y, alpha=1 / self.rho)), Client(w, y, eps)  # z_i / sigma
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         return Server(up.u)  # x = sum z_i / sum sigma_i over ALL clients

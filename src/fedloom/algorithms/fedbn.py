@@ -84,7 +84,7 @@ class FedBN(Algorithm):
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         norm = masks.normalisation(work.layout, self.layers).to(down.x.device)
         w = descend(masks.joined(down.x, rows.norm, norm), work)
-        return Up((w - down.x) * ~norm), Client(w[:, norm])
+        return Up(masks.only_(w - down.x, ~norm)), Client(masks.part(w, norm))
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         shared = self.part("shared", ctx.layout).to(server.x.device)

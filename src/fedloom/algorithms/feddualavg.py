@@ -32,7 +32,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean, Regulariser, proximal
-from fedloom.local import Batch, Ctx, Nothing, Work, iterate
+from fedloom.local import Batch, Ctx, Nothing, Work, iterate, step_
 
 
 class Server(NamedTuple):
@@ -80,11 +80,11 @@ class FedDualAvg(Algorithm):
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         def step(rows: _Dual, work: Work, batch: Batch) -> _Dual:
             w = proximal(self.regulariser, rows.z, rows.t, work.layout)  # w_k = prox_{eta~ psi}(z_k)
-            return _Dual(rows.z - work.lr * work.grad(w, batch), rows.t + work.lr)  # z_{k+1} = z_k - eta_c g(w_k)
+            return _Dual(step_(rows.z, work, batch, work.lr, at=w), rows.t + work.lr)  # z_{k+1} = z_k - eta_c g(w_k)
 
-        start = _Dual(down.z.expand(work.m, -1), down.t.expand(work.m, 1))
+        start = _Dual(down.z.repeat(work.m, 1), down.t.expand(work.m, 1))
         end = iterate(step, start, work)
-        return Up(end.z - down.z, end.t - down.t), rows
+        return Up(end.z.sub_(down.z), end.t - down.t), rows
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         z = server.z + self.server_lr * up.dz  # z += eta_s mean of Delta

@@ -32,7 +32,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean, Sent
-from fedloom.local import Batch, Ctx, Work, descend, iterate
+from fedloom.local import Batch, Ctx, Work, descend, iterate, where_moved
 from fedloom.rows import masks
 
 
@@ -88,11 +88,10 @@ class FedSpa(Algorithm):
             return r._replace(g=work.grad(r.w, batch))
 
         x, mask = down.x, rows.mask
-        w = descend(x * mask, work, mask=mask > 0)
-        trained = work.steps > 0
-        g = iterate(look, _Look(w, torch.zeros_like(w)), work, 1 * trained, stream="regrow").g  # one dense batch
-        new = self._searched(mask > 0, w, g, work)
-        return Up((w - x) * mask), Client(torch.where(trained, new.to(mask), mask))
+        w = descend(x * mask, work, mask=mask)
+        g = iterate(look, _Look(w, torch.zeros_like(w)), work, 1 * (work.steps > 0), stream="regrow").g  # dense
+        new = where_moved(work, self._searched(mask, w, g, work), mask)
+        return Up(w.sub_(x).mul_(mask)), Client(new)
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         return Server(server.x + up.dw)  # w_{t+1} = w_t - mean of U_i
@@ -104,5 +103,8 @@ class FedSpa(Algorithm):
         """The next mask ``[m, d]``: of each layer the smallest weights leave, as many enter by their gradient."""
         rate = self.exchange / 2 * (1 + math.cos(math.pi * min(1.0, (work.round - 1) / self.horizon)))  # alpha_t
         count = (rate * masks.erdos_renyi_kernel(work.layout, self.density)).long()
-        mask = mask & ~masks.smallest(torch.where(mask, w.abs(), torch.inf), work.layout, count)  # prune
-        return mask | masks.smallest(torch.where(mask, torch.inf, -g.abs()), work.layout, count)  # regrow
+        never = torch.finfo(w.dtype).max  # as a score
+        out = torch.add(w.abs(), 1 - mask, alpha=never)
+        mask = mask - masks.smallest(out, work.layout, count).to(mask)  # prune
+        out = torch.sub(never * mask, g.abs())
+        return mask + masks.smallest(out, work.layout, count).to(mask)  # regrow

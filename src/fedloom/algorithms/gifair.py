@@ -33,7 +33,7 @@ from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean, Rows
 from fedloom.errors import Refused
-from fedloom.local import Batch, Ctx, Nothing, Work, iterate
+from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows.layout import Layout
 
 
@@ -57,12 +57,6 @@ class Up(NamedTuple):
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
     loss: Annotated[Tensor, Rows()]
-
-
-class _Local(NamedTuple):
-    w: Tensor
-    velocity: Tensor
-    scale: Tensor
 
 
 class GIFAIR(Algorithm):
@@ -95,14 +89,8 @@ class GIFAIR(Algorithm):
         return Down(server.x, scale[ctx.ids, None])
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
-        def step(rows: _Local, work: Work, batch: Batch) -> _Local:
-            velocity = torch.add(work.grad(rows.w, batch), rows.velocity, alpha=work.local.momentum)
-            w = torch.addcmul(rows.w, rows.scale, velocity, value=-work.lr)  # theta <- theta - eta scale_k g_k
-            return _Local(w, velocity if work.local.momentum else rows.velocity, rows.scale)
-
-        x = down.x.expand(work.m, -1)
-        w = iterate(step, _Local(x, torch.zeros_like(x), down.scale), work).w
-        return Up(w - x, work.loss(x)), rows
+        w = descend(down.x, work, scale=down.scale)  # theta <- theta - eta scale_k g_k
+        return Up(w.sub_(down.x), work.loss(down.x)), rows
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         loss, seen = server.loss.clone(), server.seen.clone()

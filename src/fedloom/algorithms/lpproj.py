@@ -32,7 +32,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean
-from fedloom.local import Batch, Ctx, Work, iterate
+from fedloom.local import Batch, Ctx, Work, iterate, step_
 from fedloom.rows.projection import new_key, projection
 
 
@@ -95,14 +95,14 @@ class LpProj(Algorithm):
             return v.sign() * v.abs() ** (self.p - 1)
 
         def personal(r: _Rows, work: Work, batch: Batch) -> _Rows:
-            g = work.grad(r.theta, batch) - self.lam * p.back(slope(r))
-            return r._replace(theta=r.theta - work.lr * g)
+            step_(r.theta, work, batch, work.lr, steady=p.back(work.lr * self.lam * slope(r)))
+            return r
 
         def local_round(r: _Rows, work: Work) -> _Rows:
             r = iterate(personal, r, work, stream=("local", work.k))
             return r._replace(w=r.w - self.eta * self.lam * slope(r))
 
-        start = _Rows(rows.theta, down.w.expand(work.m, -1))
+        start = _Rows(rows.theta.clone(), down.w.expand(work.m, -1))
         theta, w = iterate(local_round, start, work, self.local_rounds * (work.steps > 0), batches=0)
         return Up(w - down.w), Client(theta)
 

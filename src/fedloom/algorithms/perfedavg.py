@@ -25,11 +25,12 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean
-from fedloom.local import Batch, Ctx, Nothing, Work, descend, iterate
+from fedloom.local import Batch, Ctx, Nothing, Work, descend, iterate, step_
 
 
 class Server(NamedTuple):
@@ -68,14 +69,17 @@ class PerFedAvg(Algorithm):
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         def step(w: Tensor, work: Work, first: Batch, second: Batch, *third: Batch) -> Tensor:
-            d = work.grad(w - self.alpha * work.grad(w, first), second)  # grad f_i(w - alpha grad f_i(w, D), D')
+            personal = step_(w.clone(), work, first, self.alpha, at=w)  # w - alpha grad f_i(w, D)
+            d = work.grad(personal, second)
             for batch in third:  # HF: grad^2 f_i(w, D'') d by a central difference
-                ahead, behind = work.grad(w + self.delta * d, batch), work.grad(w - self.delta * d, batch)
-                d = d - self.alpha * (ahead - behind) / (2 * self.delta)
-            return w - work.lr * d  # w - beta (I - alpha grad^2 f_i) d
+                ahead, behind = torch.add(w, d, alpha=self.delta), torch.add(w, d, alpha=-self.delta)
+                rate = work.lr * self.alpha / (2 * self.delta)
+                step_(w, work, batch, -rate, at=ahead)
+                step_(w, work, batch, rate, at=behind)
+            return w.sub_(d, alpha=work.lr)  # w - beta (I - alpha grad^2 f_i(w, D'')) d
 
-        w = iterate(step, down.x.expand(work.m, -1), work, batches=3 if self.variant == "hf" else 2)
-        return Up(w - down.x), rows
+        w = iterate(step, down.x.repeat(work.m, 1), work, batches=3 if self.variant == "hf" else 2)
+        return Up(w.sub_(down.x)), rows
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         return Server(server.x + up.dw)

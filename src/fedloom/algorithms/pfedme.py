@@ -33,7 +33,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean
-from fedloom.local import Batch, Ctx, Work, iterate
+from fedloom.local import Batch, Ctx, Work, iterate, step_
 
 
 class Server(NamedTuple):
@@ -87,14 +87,15 @@ class PFedMe(Algorithm):
         rate = work.lr if self.personal_lr is None else self.personal_lr
 
         def local_round(r: _Rows, work: Work, batch: Batch) -> _Rows:
-            theta = r.theta
+            pull = rate * self.lam
+            towards = pull * r.w
             for _ in range(self.inner):  # Algorithm 1: theta ~ argmin f_i(theta; batch) + lam/2 ||theta - w||^2
-                theta = theta - rate * (work.grad(theta, batch) + self.lam * (theta - r.w))
-            return _Rows(r.w - self.eta * self.lam * (r.w - theta), theta)  # grad F_i = lam (w - theta)
+                step_(r.theta, work, batch, rate, keep=1 - pull, steady=towards)
+            r.w.lerp_(r.theta, self.eta * self.lam)  # w <- w - eta grad F_i = w - eta lam (w - theta)
+            return r
 
-        x = down.x.expand_as(rows.theta)
-        w, theta = iterate(local_round, _Rows(x, x), work)
-        return Up(w - x), Client(theta)
+        w, theta = iterate(local_round, _Rows(down.x.repeat(work.m, 1), down.x.repeat(work.m, 1)), work)
+        return Up(w.sub_(down.x)), Client(theta)
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         return Server(server.x + self.beta * up.dw)  # w_{t+1} = (1 - beta) w_t + beta sum_i w_i / S

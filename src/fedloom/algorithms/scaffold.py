@@ -29,7 +29,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean
-from fedloom.local import Ctx, Work, descend
+from fedloom.local import Ctx, Work, descend, where_moved
 
 
 class Server(NamedTuple):
@@ -77,13 +77,13 @@ class SCAFFOLD(Algorithm):
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         x, c, ci = down.x, down.c, rows.ci
-        y = descend(x, work, shift=c - ci)  # Eq. 3: y <- y - eta_l (g(y) - c_i + c)
+        dy = descend(x, work, shift=c - ci).sub_(x)  # Eq. 3: y <- y - eta_l (g(y) - c_i + c)
         if self.option == "I":
-            ci_new = work.full_grad(x)  # Eq. 4, option I
+            dc = work.full_grad(x) - ci  # Eq. 4, option I
         else:
-            ci_new = ci - c + (x - y) / work.lr / work.steps  # Eq. 4, option II: 1/(K eta_l)
-        ci_new = torch.where(work.steps > 0, ci_new, ci)
-        return Up(y - x, ci_new - ci), Client(ci_new)
+            dc = torch.addcmul(-c, dy, -1 / (work.lr * work.steps.to(dy)))  # Eq. 4, option II: (x - y)/(K eta_l) - c
+        dc = where_moved(work, dc, torch.zeros_like(c))
+        return Up(dy, dc), Client(ci + dc)
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         x, c = server

@@ -5,7 +5,22 @@ from fedloom.local.descend import Pull, descend
 from fedloom.local.iterate import iterate
 from fedloom.local.plan import Batch
 from fedloom.local.settings import Local
+from fedloom.local.step import step_, where_moved
 from fedloom.local.svrg import SvrgResult, svrg
 from fedloom.local.work import Counts, Work
 
-__all__ = ["Batch", "Counts", "Ctx", "Local", "Nothing", "Pull", "SvrgResult", "Work", "descend", "iterate", "svrg"]
+__all__ = [
+    "Batch",
+    "Counts",
+    "Ctx",
+    "Local",
+    "Nothing",
+    "Pull",
+    "SvrgResult",
+    "Work",
+    "descend",
+    "iterate",
+    "step_",
+    "svrg",
+    "where_moved",
+]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedloom.local.iterate import iterate
 from fedloom.local.rows import each_client, per_client
+from fedloom.rows.masks import spans
 
 if TYPE_CHECKING:
     from fedloom.local.plan import Batch
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 Pull = tuple[float | Tensor, Tensor]
 """(mu, x): the term mu/2 ||w - x||^2; mu a number or ``[m, 1]``, x ``[d]`` or ``[m, d]``."""
 
+ALL = [slice(None)]
+
 
 class _Rows(NamedTuple):
     w: Tensor
@@ -27,7 +30,9 @@ class _Rows(NamedTuple):
     pulled: Tensor | None
     steady: Tensor | None
     mask: Tensor | None
+    rest: Tensor | None
     centre: Tensor | None
+    scale: Tensor | None
 
 
 def descend(
@@ -40,10 +45,11 @@ def descend(
     steps: Tensor | int | None = None,
     stream: Purpose = "local",
     lr: float | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
-    """Local SGD on f_i(w) + sum mu/2 ||w - x||^2 + <shift, w>, started at ``w``.
+    """Local SGD on s f_i(w) + sum mu/2 ||w - x||^2 + <shift, w>, started at ``w``.
 
-    A step is ``w <- w - lr (g(w) + sum mu (w - x) + shift)``, with momentum, decay and clipping as `Local` says, then
+    A step is ``w <- w - lr (s g(w) + sum mu (w - x) + shift)``, with momentum, decay and clipping as `Local` says, then
     ``w <- centre + prox_{lr f}(w - centre)`` if a prox is given.
 
     Args:
@@ -52,10 +58,11 @@ def descend(
         pull: pairs (mu, x).
         shift: ``[d]`` or ``[m, d]``, added to the gradient.
         prox: (f, centre); centre None is zero.
-        mask: bool ``[d]`` or ``[m, d]``: only these coordinates move.
+        mask: ``[d]`` or ``[m, d]``, bool or zeros and ones: only these coordinates move.
         steps: ``[m, 1]`` or one number; the steps of the round when None.
         stream: equal names mean equal batches.
         lr: step size; the step size of the round when None.
+        scale: s > 0, ``[m, 1]``; 1 when None.
 
     Returns:
         ``[m, d]``. A problem that can be solved exactly (`Quadratic` with ``solve=True``) is.
@@ -63,69 +70,95 @@ def descend(
     m, local = work.m, work.local
     rate = work.lr if lr is None else lr
     w = each_client(w, m)
-    constant = all(isinstance(mu, int | float) for mu, _ in pull)
-    pulled: float | Tensor = local.weight_decay + sum((mu for mu, _ in pull), 0.0)
-    if not constant:
+    pulled: float | Tensor = sum((mu for mu, _ in pull), 0.0)
+    if local.weight_decay:
+        pulled = pulled + local.weight_decay * (1.0 if scale is None else scale)
+    if isinstance(pulled, Tensor):
         pulled = per_client(pulled, m, w)
-    steady = _steady(pull, shift, w)
     if work.oracle.minimise is not None and prox is None:
-        best = work.oracle.minimise(
-            w, work.ids, per_client(pulled, m, w), None if steady is None else each_client(steady, m), mask
-        )
+        steady = _steady(1.0, pull, shift, w)
+        best = _minimum(work, w, pulled, steady, None if mask is None else mask > 0, scale)
         return torch.where(per_client(work.steps if steps is None else steps, m, w) > 0, best, w)
-    whole = local.clip is None and mask is None
-    in_place = whole and not local.momentum
-    if in_place and steady is not None:
-        steady = -rate * steady
+    moving = ALL if mask is None or mask.dim() > 1 else spans(mask)
+    mask = None if mask is None or mask.dim() == 1 else each_client(mask.to(w), m)
+    rest = None if mask is None else torch.addcmul(w, w, mask, value=-1.0)
+    in_place = local.clip is None and moving == ALL and not local.momentum
+    steady = _steady(-rate if in_place else 1.0, pull, shift, w)
     rows = _Rows(
         w.clone(memory_format=torch.contiguous_format),
         torch.zeros_like(w, memory_format=torch.contiguous_format) if local.momentum else None,
-        None if isinstance(pulled, float) else pulled,
+        pulled if isinstance(pulled, Tensor) else None,
         None if steady is None else each_client(steady, m),
-        None if mask is None else each_client(mask, m),
+        mask,
+        rest if rest is not None and bool(rest.any()) else None,
         None if prox is None or prox[1] is None else each_client(prox[1], m),
+        scale,
     )
 
     def step(rows: _Rows, work: Work, batch: Batch) -> _Rows:
         w, factor = rows.w, pulled if rows.pulled is None else rows.pulled
         if in_place:
-            work.addgrad_(w, w, batch, 1 - rate * factor, -rate, rows.steady)
+            work.addgrad_(w, w, _scaled(batch, rows), 1 - rate * factor, -rate, rows.steady)
         else:
-            w.sub_(direction(rows, work, batch, factor), alpha=rate)
+            g = direction(rows, work, batch, factor)
+            for part in moving:
+                w[:, part].sub_(g[:, part], alpha=rate)
+        _hold_(rows)
         if prox is not None:
             centre = 0.0 if rows.centre is None else rows.centre
-            moved = prox[0].prox(w - centre, rate, work.layout) + centre
-            w.copy_(moved if rows.mask is None else torch.where(rows.mask, moved, w))
+            to = prox[0].prox(w - centre, rate, work.layout) + centre
+            for part in moving:
+                w[:, part] = to[:, part]
+            _hold_(rows)
         return rows
 
     def direction(rows: _Rows, work: Work, batch: Batch, factor: float | Tensor) -> Tensor:
-        if whole and rows.velocity is not None:
-            work.addgrad_(rows.velocity, rows.w, batch, local.momentum, 1.0)
-            return _declared_(rows.velocity, rows, factor)
-        g = _declared_(work.clipped(rows.w, batch), rows, factor)
-        if rows.mask is not None:
-            g.mul_(rows.mask)
-        return g if rows.velocity is None else rows.velocity.mul_(local.momentum).add_(g)
+        g = torch.empty_like(rows.w) if rows.velocity is None else rows.velocity
+        if local.clip is None:
+            work.addgrad_(g, rows.w, _scaled(batch, rows), local.momentum, 1.0, rows.steady)
+        else:
+            clipped = work.clipped(rows.w, batch)
+            clipped = clipped if rows.scale is None else clipped.mul_(rows.scale)
+            g = clipped if rows.velocity is None else g.mul_(local.momentum).add_(clipped)
+            g = g if rows.steady is None else g.add_(rows.steady)
+        if isinstance(factor, Tensor):
+            return g.addcmul_(rows.w, factor)
+        return g.add_(rows.w, alpha=factor) if factor else g
 
     return iterate(step, rows, work, steps, stream=stream).w
 
 
-def _declared_(g: Tensor, rows: _Rows, factor: float | Tensor) -> Tensor:
-    """``g`` with decay, pulls and shift added in place."""
-    if isinstance(factor, Tensor):
-        g.addcmul_(rows.w, factor)
-    elif factor:
-        g.add_(rows.w, alpha=factor)
-    return g if rows.steady is None else g.add_(rows.steady)
+def _hold_(rows: _Rows) -> None:
+    """Put back the coordinates that do not move where they differ between clients."""
+    if rows.mask is not None:
+        rows.w.mul_(rows.mask)
+        if rows.rest is not None:
+            rows.w.add_(rows.rest)
 
 
-def _steady(pull: Sequence[Pull], shift: Tensor | None, w: Tensor) -> Tensor | None:
-    """shift - sum mu x: the part of the direction that does not change, ``[d]`` where it is the same for all."""
-    total = shift
+def _scaled(batch: Batch, rows: _Rows) -> Batch:
+    return batch if rows.scale is None else batch.scaled(rows.scale)
+
+
+def _steady(factor: float, pull: Sequence[Pull], shift: Tensor | None, w: Tensor) -> Tensor | None:
+    """factor (shift - sum mu x): the part of a step that does not change, ``[d]`` where it is the same for all."""
+    total: Tensor | None = None
     for mu, x in pull:
         if isinstance(mu, Tensor):
             mu = per_client(mu, len(w), w)
         elif mu == 0:
             continue
-        total = -mu * x if total is None else total - mu * x
-    return total
+        total = (-factor * mu) * x if total is None else total - (factor * mu) * x
+    if shift is None:
+        return total
+    return factor * shift if total is None else torch.add(total, shift, alpha=factor)
+
+
+def _minimum(
+    work: Work, w: Tensor, mu: float | Tensor, steady: Tensor | None, mask: Tensor | None, scale: Tensor | None
+) -> Tensor:
+    """argmin s f_i(w) + mu/2 ||w||^2 + <steady, w> of a problem that can be solved exactly."""
+    assert work.oracle.minimise is not None
+    s = per_client(1.0 if scale is None else scale, work.m, w)
+    rest = None if steady is None else each_client(steady, work.m) / s
+    return work.oracle.minimise(w, work.ids, per_client(mu, work.m, w) / s, rest, mask)

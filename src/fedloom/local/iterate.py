@@ -86,7 +86,8 @@ def _sorted(
             done = until(rows, now)[:, 0].cpu()
             if bool(done.any()):
                 ended, goes_on = done.nonzero()[:, 0], (~done).nonzero()[:, 0]
-                finished.append(([alive[i] for i in ended.tolist()], map_rows(lambda r, s=ended: r[s], rows)))  # type: ignore[misc]
+                done_rows = map_rows(lambda r, s=ended: r[s], rows) if len(goes_on) else rows  # type: ignore[misc]
+                finished.append(([alive[i] for i in ended.tolist()], done_rows))
                 alive = [alive[i] for i in goes_on.tolist()]
                 keep(goes_on)
     if len(finished) == 1:

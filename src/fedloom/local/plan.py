@@ -57,6 +57,10 @@ class Batch(NamedTuple):
     total: Tensor
     full: bool
 
+    def scaled(self, factor: Tensor) -> Batch:
+        """The batch with the losses of each client's samples times ``factor [m, 1]``, and so its gradient."""
+        return self._replace(total=self.total / factor.to(self.total.device))
+
 
 class Plan(NamedTuple):
     """All batches of one stream.

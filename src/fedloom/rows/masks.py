@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,9 +43,32 @@ def normalisation(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
     return layout.mask(*chosen) if chosen else torch.zeros(layout.d, dtype=torch.bool)
 
 
+def spans(mask: Tensor) -> list[slice]:
+    """The runs of True of bool ``[d]``. A part of a model is a few of them: slices cost less than the mask does."""
+    edge = torch.zeros(1, dtype=torch.int8, device=mask.device)
+    edges = torch.diff(mask.to(torch.int8), prepend=edge, append=edge).nonzero()[:, 0].tolist()
+    return [slice(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
 def joined(x: Tensor, own: Tensor, mask: Tensor) -> Tensor:
     """Models ``[m, d]`` that are ``x [d]`` but for the ``k`` coordinates in ``mask [d]``: those are ``own [m, k]``."""
-    return x.expand(len(own), -1).masked_scatter(mask.to(x.device), own)
+    models = x.repeat(len(own), 1)
+    runs = spans(mask)
+    for run, values in zip(runs, own.split([run.stop - run.start for run in runs], -1), strict=True):
+        models[:, run] = values
+    return models
+
+
+def part(models: Tensor, mask: Tensor) -> Tensor:
+    """The ``k`` coordinates in ``mask [d]`` of models ``[m, d]``, ``[m, k]``; `joined` puts them back."""
+    return torch.cat([models[:, run] for run in spans(mask)] or [models[:, :0]], -1)
+
+
+def only_(rows: Tensor, mask: Tensor) -> Tensor:
+    """``rows [m, d]`` with zeros written where ``mask [d]`` is False."""
+    for run in spans(~mask):
+        rows[:, run] = 0
+    return rows
 
 
 def matrices(layout: Layout) -> Tensor:
@@ -77,9 +101,19 @@ def smallest(score: Tensor, layout: Layout, count: Tensor) -> Tensor:
     places = {name: (o, s.numel()) for name, o, s in zip(layout.names, layout.offsets, layout.shapes, strict=True)}
     for name, k in zip(layout.matrix_shapes, count.tolist(), strict=True):
         start, size = places[name]
-        index = score.narrow(-1, start, size).topk(k, largest=False, sorted=False).indices
-        chosen.narrow(-1, start, size).scatter_(-1, index, True)
+        _choose_smallest(score.narrow(-1, start, size), k, chosen.narrow(-1, start, size))
     return chosen
+
+
+def _choose_smallest(score: Tensor, k: int, chosen: Tensor) -> None:
+    """Set ``chosen [..., s]`` at the k smallest of ``score [..., s]``."""
+    if k > 0 and score.device.type == "cpu":  # NumPy's selection has vector instructions; all that ties is too many
+        kth = torch.from_numpy(np.partition(score.numpy(), k - 1)[..., k - 1 : k])
+        torch.le(score, kth, out=chosen)
+        if bool((chosen.sum(-1) == k).all()):
+            return
+        chosen.zero_()
+    chosen.scatter_(-1, score.topk(k, largest=False, sorted=False).indices, True)
 
 
 def _layer(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -37,7 +38,12 @@ def projection(key: Tensor, k: int | None, like: Tensor) -> Projection:
     """
     if k is None:
         return Projection(None)
-    generator = torch.Generator().manual_seed(int(key))
-    p = torch.randn(k, like.shape[-1], generator=generator, dtype=torch.float64)
+    return Projection(_matrix(int(key), k, like.shape[-1], like.dtype, like.device))
+
+
+@lru_cache(maxsize=1)
+def _matrix(key: int, k: int, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Drawn once for all that ask in turn; nobody writes to it."""
+    p = torch.randn(k, d, generator=torch.Generator().manual_seed(key), dtype=torch.float64)
     p = p / torch.linalg.vector_norm(p, dim=1, keepdim=True)
-    return Projection(p.to(like))
+    return p.to(device, dtype)

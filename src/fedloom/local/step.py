@@ -1,0 +1,57 @@
+"""step_: one step of SGD in place, for methods whose loop is not `descend`'s."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fedloom.local.plan import Batch
+    from fedloom.local.work import Work
+
+
+def step_(
+    w: Tensor,
+    work: Work,
+    batch: Batch,
+    lr: float | Tensor,
+    at: Tensor | None = None,
+    keep: float = 1.0,
+    steady: Tensor | None = None,
+) -> Tensor:
+    """``w <- keep w - lr g(at) + steady`` in one pass; g is `Work.grad` on ``batch``, which is not formed.
+
+    Args:
+        w: ``[m, d]``, modified.
+        work: the local problems.
+        batch: one batch of every client.
+        lr: step size, a number or ``[m, 1]``.
+        at: ``[m, d]`` where the gradient is taken; ``w`` before the step when None.
+        keep: factor of w.
+        steady: ``[m, d]``, or None for zero.
+
+    Returns:
+        ``w``.
+    """
+    at = w if at is None else at
+    if work.local.clip is not None:
+        move = work.grad(at, batch).mul_(-lr)
+        w.mul_(keep).add_(move)
+        return w if steady is None else w.add_(steady)
+    decay = work.local.weight_decay
+    own = keep - lr * decay if at is w and decay else keep
+    if isinstance(lr, Tensor):
+        work.addgrad_(w, at, batch.scaled(lr), own, -1.0, steady)
+    else:
+        work.addgrad_(w, at, batch, own, -lr, steady)
+    if at is w or not decay:
+        return w
+    return w.addcmul_(at, lr, value=-decay) if isinstance(lr, Tensor) else w.sub_(at, alpha=lr * decay)
+
+
+def where_moved(work: Work, new: Tensor, old: Tensor) -> Tensor:
+    """``new`` for the clients that take a step in the round, ``old`` for the others; ``[m, .]``."""
+    moved = work.steps > 0
+    return new if bool(moved.all()) else torch.where(moved, new, old)
