@@ -12,7 +12,6 @@ to the plain loop of the same block, ratio of the fastest blocks, and cores that
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import statistics
 import time
@@ -22,7 +21,6 @@ from typing import Any, NamedTuple
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
-import psutil
 import torch
 from direct import DirectRounds
 from plain import RATE, PlainLoop
@@ -34,9 +32,7 @@ from fedloom.data.federation import Federation
 from fedloom.local import Local
 from fedloom.running.settings import Engine, Evaluate
 from fedloom.running.simulate import simulate
-
-QUIET = 0.1
-"""Cores that other processes may use in a block."""
+from fedloom.running.timing import QUIET, wait_for_quiet, watched
 
 WORKERS = {"auto": 1, "auto x2": 2}
 """Whole runs of `fedloom.simulate`: the oracle that the engine picks, and the processes."""
@@ -57,26 +53,11 @@ class Block(NamedTuple):
     others: float
 
 
-def busy() -> float:
-    """Core seconds used by all processes of the machine since it started."""
-    t = psutil.cpu_times()
-    return t.user + t.nice + t.system
-
-
-def own() -> float:
-    """Core seconds used by this process and its children, finished or not."""
-    t = os.times()
-    alive = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
-    return t.user + t.system + t.children_user + t.children_system + sum(c.user + c.system for c in alive)
-
-
 def measure(run: Run, first: int, rounds: int, clock: Clock) -> Block:
     """One block of ``rounds`` rounds, numbered from ``first``."""
-    gc.collect()
-    busy_before, own_before, start = busy(), own(), time.perf_counter()
-    seconds = run(first, rounds, clock)
-    others = max(0.0, (busy() - busy_before) - (own() - own_before)) / (time.perf_counter() - start)
-    return Block(seconds, others)
+    with watched() as others:
+        seconds = run(first, rounds, clock)
+    return Block(seconds, others.cores)
 
 
 class Rounds:
@@ -111,16 +92,6 @@ class Simulation:
         """Seconds per round, of the wall clock."""
         result = simulate(**self.arguments, rounds=rounds + 1, seed=first)
         return statistics.fmean(result.seconds[1:])
-
-
-def wait_for_quiet(patience: float) -> None:
-    """Return when the machine has been quiet for a fifth of a second, or after ``patience`` seconds."""
-    end = time.perf_counter() + patience
-    while time.perf_counter() < end:
-        before = busy()
-        time.sleep(0.2)
-        if busy() - before <= 0.2 * QUIET:
-            return
 
 
 def matrix_rate(seconds: float = 0.5) -> float:

@@ -18,7 +18,7 @@ import sys
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 import torch
-from engine import QUIET, Block, busy, own, wait_for_quiet
+from engine import Block
 from plain import RATE
 from workloads import WORKLOADS
 
@@ -30,6 +30,7 @@ from fedloom.running.distributed import joined
 from fedloom.running.ranks import ALONE, Ranks
 from fedloom.running.settings import Engine, Evaluate
 from fedloom.running.simulate import simulate
+from fedloom.running.timing import QUIET, busy, own, wait_for_quiet
 
 WANTED = 1.7
 """Times the rounds per second of one worker."""

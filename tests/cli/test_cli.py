@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from fedloom.cli import app
@@ -204,6 +209,28 @@ def test_list_describe_schema_data_report(finished: Path, tmp_path: Path) -> Non
     assert made.exit_code == 0
     assert (tmp_path / "r.html").exists()
     assert RUNNER.invoke(app, ["report", str(tmp_path)]).exit_code == 2
+
+
+def commands(group: click.Group, *path: str) -> Iterator[list[str]]:
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, *path, name)
+        else:
+            yield [*path, name]
+
+
+@pytest.mark.parametrize("path", list(commands(get_command(app))), ids=" ".join)
+def test_the_help_of_every_command_has_an_example_that_could_be_typed(path: list[str]) -> None:
+    said = RUNNER.invoke(app, [*path, "--help"]).output
+    found = re.search(r"Example: fedloom ((?:.+\n)+)", said)
+    assert found is not None
+    words = shlex.split(found[1].replace("\n", " ").partition(">")[0].partition("On several")[0])
+    assert words[: len(path)] == path
+    command: click.Command = get_command(app)
+    for name in path:
+        assert isinstance(command, click.Group)
+        command = command.commands[name]
+    command.make_context(path[-1], words[len(path) :])  # raises what the command line would say
 
 
 def test_help_is_fast_and_loads_no_torch() -> None:

@@ -33,6 +33,10 @@ def init(
     gate_port: Annotated[int, typer.Option(help="port that sites reach the server by")] = 8443,
     port: Annotated[int, typer.Option(help="port of the server on loopback, behind the gate")] = 18000,
     quorum: Annotated[int | None, typer.Option(help="accepted replies of a round; more than half by default")] = None,
+    norm_bound: Annotated[
+        float | None,
+        typer.Option(help="longest difference accepted of a site; 10 times the longest of a first round by default"),
+    ] = None,
     home: Annotated[Path, typer.Option(help="folder for server/ and site/ on the machines")] = Path("/srv/fedloom"),
     programs: Annotated[Path, typer.Option(help="folder of the programs on the machines")] = Path("/opt/fedloom/bin"),
     days: Annotated[int, typer.Option(help="days that certificates are valid")] = 365,
@@ -58,11 +62,18 @@ def init(
             "rounds": rounds,
             "data_dir": data_dir,
             "own_data": own_data,
+            "norm_bound": norm_bound,
         }
         planned = plan(read(file), sites, **choice)
         folder = out or Path(file.stem)
         write(planned, folder, place)
         typer.echo(f"{folder}: a server and {len(planned.sites)} sites ({', '.join(planned.sites)})")
+        if planned.norm_bound is not None:
+            typer.echo(f"longest difference accepted of a site: norm_bound = {planned.norm_bound:g} in server.toml")
+        if planned.code.files:
+            typer.echo(f"user code, copied to all of them: {', '.join(planned.code.files)}")
+        if planned.code.installed:
+            typer.echo(f"user code, to be installed at all of them: {', '.join(planned.code.installed)}")
         typer.echo(f"directions: {folder / 'README.md'}; to try it on this machine: fedloom deploy local {folder}")
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from fedloom.experiment.schema import Experiment, Method
 from fedloom.experiment.telling import PAUSE, Line, Now, Tell, Teller
 from fedloom.running.files import file_name, lock, make_folder
 from fedloom.running.inspection import check_inspection
-from fedloom.running.parallel import Pool
+from fedloom.running.parallel import Pool, cores
 from fedloom.running.ranks import ALONE, Ranks
 from fedloom.running.result import Result
 from fedloom.running.setup import make_job
@@ -90,7 +89,7 @@ class Plan:
         tell = tell if tracker is None else tracker.beside(tell)
         with lock(self.out):
             write_settings(self.out, self.experiment)
-            processes = min(self._processes(), len(self.runs))
+            processes = 1 if self.ranks.size > 1 else side_by_side(self.experiment, self.federations.values())
             interrupted = processes > 1 and self._run_side_by_side(processes, tell)
             outcomes = self._run_all(tell, alone=processes == 1, interrupted=interrupted)
             self._write(outcomes)
@@ -148,18 +147,17 @@ class Plan:
     def _settings(self, method: Method, seed: int) -> dict[str, Any]:
         return self.experiment.arguments(method, self.federations[seed], seed)
 
-    def _processes(self) -> int:
-        """Runs at a time: more than one where cohorts are small; ranks do every run together."""
-        if self.ranks.size > 1:
-            return 1
-        wanted = self.experiment.engine.workers
-        if wanted == "auto":
-            wanted = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        small = all(fed.n < FEW_CLIENTS for fed in self.federations.values())
-        return wanted if small and self.experiment.engine.device == "cpu" else 1
-
     def _folder(self, kind: str, method: Method, seed: int) -> Path:
         return folder_of(self.out, kind, method.label, seed)
+
+
+def side_by_side(experiment: Experiment, federations: Collection[Federation]) -> int:
+    """Runs at a time: more than one where cohorts are small."""
+    wanted = experiment.engine.workers
+    if wanted == "auto":
+        wanted = cores()
+    small = all(fed.n < FEW_CLIENTS for fed in federations) and experiment.engine.device == "cpu"
+    return min(wanted, len(experiment.methods) * len(experiment.head.seeds)) if small else 1
 
 
 def folder_of(out: Path, kind: str, label: str, seed: int) -> Path:

@@ -23,6 +23,7 @@ from fedloom.data.partition import Iid
 from fedloom.data.sources import Source
 from fedloom.errors import DataError, FedloomError
 from fedloom.experiment import Experiment
+from fedloom.experiment.bench import duration
 from fedloom.experiment.schema import Method
 from fedloom.local import Local
 from fedloom.models import MLP, ModelSpec
@@ -31,9 +32,7 @@ from fedloom.reproduce.execute import experiment
 from fedloom.reproduce.page import state
 from fedloom.reproduce.recipe import Recipe, Scale
 from fedloom.reproduce.summary import read
-from fedloom.running.cost import samples_per_round
-from fedloom.running.settings import Evaluate
-from fedloom.running.simulate import simulate
+from fedloom.running.timing import played, samples_per_round
 from fedloom.seeds import generator
 
 
@@ -129,11 +128,9 @@ def _seconds(spec: ModelSpec, shape: tuple[int, ...], classes: int, batch: int, 
     """Seconds of the processor per gradient of a sample: the second of two rounds of two steps."""
     data = _random(shape, classes, clients * 2 * batch)
     fed = Iid(clients=clients, test=0.0, validation=0.0)(data, 0)
-    local, evaluate = Local(batch_size=batch, lr=1e-4), Evaluate(every=2, parts=("test",))
-    clock: list[float] = []
-    tell = [lambda _: clock.append(time.process_time())]  # between rounds
-    simulate(FedAvg(), fed, model=spec, rounds=2, local=local, evaluate=evaluate, progress=tell)
-    return (clock[1] - clock[0]) / (clients * 2 * batch)
+    arguments = {"algorithm": FedAvg(), "fed": fed, "model": spec, "local": Local(batch_size=batch, lr=1e-4)}
+    found = played(2, time.process_time, **arguments, rounds=2).rounds[1]
+    return found.seconds / found.samples
 
 
 def _speed(plan: Experiment, method: Method, data: Nominal, clients: int, samples: float) -> float:
@@ -165,7 +162,14 @@ def listing(
         data = ", ".join(f"{source}{' (data missing)' if missing[source] else ''}" for source in sorted(needed))
         budget = recipe.budget(scale)
         stated = "-" if budget is None else f"{budget:g} min"
-        yield name, recipe.paper.title, data, state(read(results, name, scale)), stated, _said(minutes(recipe, scale))
+        yield (
+            name,
+            recipe.paper.title,
+            data,
+            state(read(results, name, scale)),
+            stated,
+            duration(minutes(recipe, scale)),
+        )
 
 
 def _is_there(source: Source, data_dir: Path | None) -> bool:
@@ -174,10 +178,3 @@ def _is_there(source: Source, data_dir: Path | None) -> bool:
     except DataError:
         return False
     return True
-
-
-def _said(minutes: float) -> str:
-    for unit, size in (("days", 60 * 24), ("h", 60)):
-        if minutes >= 2 * size:
-            return f"{minutes / size:.0f} {unit}"
-    return f"{minutes:.0f} min"

@@ -29,6 +29,11 @@ LARGE = 1 << 14
 """Bytes from which a tensor travels through shared memory; a smaller one is written into the message as it is."""
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Buffer:
     """Memory that forked processes share; large tensors of a message are packed into it, one after the other.
 

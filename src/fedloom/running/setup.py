@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -26,6 +25,7 @@ from fedloom.rows.channel import Channel
 from fedloom.rows.layout import Layout
 from fedloom.running.job import Job, channel_fields
 from fedloom.running.memory import Forked
+from fedloom.running.parallel import cores
 from fedloom.running.privacy import check_privacy
 from fedloom.running.ranks import ALONE, Ranks
 from fedloom.running.settings import Engine, Evaluate
@@ -258,8 +258,7 @@ def worker_count(engine: Engine, rounds: int, d: int, samples: int) -> int:
         if engine.workers < 1:
             raise ConfigError(f"engine.workers must be at least 1 or 'auto', got {engine.workers}")
         return engine.workers
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores if engine.device == "cpu" and 3.0 * rounds * samples * d > WORTH_FORKING else 1
+    return cores() if engine.device == "cpu" and 3.0 * rounds * samples * d > WORTH_FORKING else 1
 
 
 def fingerprint(job: Job, extra: str = "") -> str:

@@ -121,7 +121,7 @@ def simulate(
         stop = stop or Stop.INTERRUPTED
         return Result(job, state, stop, disk.detail, disk.seconds)
     stop, detail = Stop.DONE, ""
-    with _one_thread(), _pool(job) as pool, interruptible() as interrupted:
+    with one_thread(), pool_of(job) as pool, interruptible() as interrupted:
         try:
             if not state.records.items:
                 evaluate_round(job, pool, state)
@@ -146,7 +146,7 @@ def simulate(
     return Result(job, state, stop, detail, disk.seconds)
 
 
-def _pool(job: Job) -> Pool | RankPool:
+def pool_of(job: Job) -> Pool | RankPool:
     """Workers or ranks of a job, with room for a download and for what a chunk sends back."""
     row = job.oracle.layout.d * 8
     down = (len(job.clients.template) + 8) * row * (job.n if job.algorithm.mixes else 1)
@@ -162,7 +162,8 @@ def _pool(job: Job) -> Pool | RankPool:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
+    """torch computes with one thread meanwhile: what a run says must not depend on the machine's cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -15,13 +15,13 @@ from fedloom.data.federation import Federation, Split
 from fedloom.errors import ClientError, ConfigError, RunStopped, Stop
 from fedloom.experiment import Experiment
 from fedloom.experiment.schema import Method
-from fedloom.running.cost import samples_per_round
 from fedloom.running.hybrid import HIGHER
 from fedloom.running.records import Records
 from fedloom.running.settings import Evaluate
 from fedloom.running.setup import make_job
 from fedloom.running.simulate import simulate
 from fedloom.running.state import State
+from fedloom.running.timing import samples_per_round
 from fedloom.tune.trials import Trial
 
 POINTS = 5

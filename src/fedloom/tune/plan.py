@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +16,10 @@ from fedloom.experiment import parse
 from fedloom.experiment.schema import Method
 from fedloom.experiment.tables import dump
 from fedloom.experiment.tuning import Dimension
-from fedloom.running.cost import samples_per_round
 from fedloom.running.files import file_name, lock, make_folder, write_atomic
-from fedloom.running.parallel import Pool
+from fedloom.running.parallel import Pool, cores
 from fedloom.running.signals import interruptible
+from fedloom.running.timing import samples_per_round
 from fedloom.tune.attempt import PART, Goal, Interrupted, arguments, attempt, judged_model, without_test
 from fedloom.tune.report import write_report
 from fedloom.tune.spaces import check_names, check_values, own_params, space_of, with_params
@@ -193,7 +192,7 @@ class Tuning:
         """Methods that are tuned at a time."""
         wanted = self.experiment.engine.workers
         if wanted == "auto":
-            wanted = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            wanted = cores()
         return wanted if self.experiment.engine.device == "cpu" else 1
 
     def _records(self, method: Method) -> Path:
