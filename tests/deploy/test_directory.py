@@ -21,9 +21,11 @@ from fedloom.deploy.directory import renew, write
 from fedloom.deploy.plan import plan
 from fedloom.deploy.settings import check_fingerprint, read_server, read_site
 from fedloom.deploy.units import Place, gate, server_units, site_unit
-from fedloom.errors import ConfigError, Refused
+from fedloom.errors import ConfigError, Refused, Stop
 from fedloom.experiment import read
+from tests.deploy.scene import scene
 
+TOP_K = {"channel": {"kind": "top-k", "fraction": 0.02}}
 SECRETS = {"ca.key", "server.key", "superexec.secret", "node-key", "signing-key"}
 
 
@@ -283,3 +285,20 @@ def test_the_command(experiment, tmp_path):
     assert (server.quorum, server.public) == (3, "192.0.2.1:8443")
     assert read(server.experiment).methods[0].rounds == 9
     assert init("--method", "flame").exit_code == 2
+
+
+@pytest.mark.parametrize(("method", "channel"), [("fedavg", {}), ("flame", {}), ("scaffold", {}), ("fedavg", TOP_K)])
+def test_the_bound_is_ten_times_the_longest_difference_of_the_first_round(tmp_path, method, channel):
+    here = scene(tmp_path, method, rounds=1, **channel)
+    assert here.serve() is Stop.DONE
+    longest = max(line["norm"] for line in here.audit("accepted", kind="train"))
+    assert plan(here.experiment).norm_bound == pytest.approx(10 * longest, rel=0.006)
+    assert plan(here.experiment, norm_bound=3.0).norm_bound == 3.0
+
+
+def test_a_method_that_sends_nothing_has_no_bound(experiment):
+    assert plan(experiment("local")).norm_bound is None
+
+
+def test_the_bound_is_the_servers(written):
+    assert read_server(written / "server" / "server.toml").norm_bound > 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from fedloom.deploy import client as client_module
 from fedloom.deploy.client import Client
 from fedloom.deploy.envelope import HEAD
 from fedloom.deploy.memory import models
+from fedloom.deploy.server import serve
 from fedloom.deploy.settings import read_server, read_site
 from fedloom.errors import CheckpointError, ConfigError, FedloomError, RunDirError, Stop
 from fedloom.running import files
@@ -457,3 +459,23 @@ def test_settings_are_refused_at_the_start(line: str, sentence: str, tmp_path: P
     for reader in (read_server, read_site):
         with pytest.raises(ConfigError, match=rf"settings.toml: .*({sentence}|unknown key|name)"):
             reader(path)
+
+
+def test_a_finished_run_asks_no_site(tmp_path: Path) -> None:
+    here = scene(tmp_path, "fedavg", **SMALL)
+    assert here.serve() is Stop.DONE
+    before = {p: p.read_bytes() for p in (here.folder / "results").iterdir()}
+    said: list[str] = []
+    assert serve(here.grid(clients=[]), here.server.with_(patience=1e-3), said.append) is Stop.DONE
+    assert said == ["fedloom: all rounds are done; for more of them, deploy an experiment with more rounds"]
+    assert before == {p: p.read_bytes() for p in (here.folder / "results").iterdir()}
+
+
+def test_a_run_that_is_done_but_has_no_results_writes_them(tmp_path: Path) -> None:
+    """The server was killed between its last checkpoint and its last file."""
+    here = scene(tmp_path, "fedavg", **SMALL)
+    assert here.serve() is Stop.DONE
+    before = {p.name: p.read_bytes() for p in (here.folder / "results").iterdir()}
+    shutil.rmtree(here.folder / "results")
+    assert here.serve() is Stop.DONE
+    assert before == {p.name: p.read_bytes() for p in (here.folder / "results").iterdir()}

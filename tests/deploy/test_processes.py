@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from fedloom.deploy import guard
 from fedloom.deploy.processes import ProcessError, Processes, check_free, free_ports
 from fedloom.errors import ConfigError
 
@@ -61,7 +62,7 @@ def test_all_end_with_the_block_children_too(tmp_path, error):
 
 
 def test_what_does_not_listen_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedloom.deploy.processes.GRACE", 0.3)
+    monkeypatch.setattr("fedloom.deploy.guard.GRACE", 0.3)
     with Processes() as processes:
         one = processes.start("one", [sys.executable, "-c", STUBBORN], {}, tmp_path / "one.log")
         assert output(one)
@@ -79,7 +80,7 @@ def test_children_of_a_dead_process_end_as_well(tmp_path):
     assert gone(child)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_to_the_launcher_ends_them(tmp_path, number):
     script = (
         "import signal, time; from pathlib import Path; from fedloom.deploy.processes import Processes\n"
@@ -95,6 +96,27 @@ def test_a_signal_to_the_launcher_ends_them(tmp_path, number):
         launcher.send_signal(number)
         assert launcher.wait(20) != 0
     assert gone(pid)
+
+
+def test_a_guard_ends_what_is_left_when_its_starter_is_gone(tmp_path, monkeypatch):
+    """What has been reported as ended is left alone, and what does not listen is killed."""
+    monkeypatch.setattr("fedloom.deploy.guard.GRACE", 0.3)
+    with Processes() as processes:
+        one = processes.start("one", [sys.executable, "-c", CHILD], {}, tmp_path / "one.log")
+        two = processes.start("two", [sys.executable, "-c", STUBBORN], {}, tmp_path / "two.log")
+        three = processes.start("three", ["sleep", "100"], {}, tmp_path / "three.log")
+        child, _ = int(output(one)), output(two)
+        guard.watch([f"{p.pid}\n" for p in (one, two, three)] + [f"-{three.pid}\n"])
+        assert all(gone(pid) for pid in (one.pid, two.pid, child))
+        assert runs(three.pid)
+
+
+def test_no_guard_stays(tmp_path):
+    with Processes() as processes:
+        processes.start("one", ["sleep", "100"], {}, tmp_path / "one.log")
+        pid = processes._guard.pid
+        assert runs(pid)
+    assert not runs(pid)
 
 
 def test_one_that_ended_is_named_with_the_end_of_its_output(tmp_path):

@@ -21,11 +21,11 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
 import fedloom
+from fedloom.deploy.code import read_agreed
 from fedloom.deploy.local_data import part_sizes, site_federation
 from fedloom.deploy.processes import check_free
-from fedloom.deploy.settings import Site, check_fingerprint
+from fedloom.deploy.settings import Site
 from fedloom.errors import FedloomError
-from fedloom.experiment import read
 
 FLOWER = ((1, 41), (1, 43))
 """First version of Flower that works, and the first that is not known to."""
@@ -82,12 +82,15 @@ def _versions(site: Site) -> Iterator[Finding]:
 
 
 def _experiment(site: Site) -> Iterator[Finding]:
-    check_fingerprint(site)
+    read_agreed(site)
     yield Finding("ok", f"experiment: {site.name}, SHA-256 {site.fingerprint[:16]}...")
+    own = [*site.code, *site.installed]
+    if own:
+        yield Finding("ok", f"user code: {', '.join(own)}: as agreed on, and it imports")
 
 
 def _data(site: Site) -> Iterator[Finding]:
-    fed = site_federation(read(site.experiment), site)
+    fed = site_federation(read_agreed(site), site)
     train, validation, test = part_sizes(fed, site.client)
     if train == 0:
         yield Finding("note", "data: no sample; the site will get models and contribute nothing")

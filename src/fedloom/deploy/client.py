@@ -13,15 +13,15 @@ from torch import Tensor
 
 import fedloom
 from fedloom.data import Federation
+from fedloom.deploy.code import read_agreed
 from fedloom.deploy.envelope import ASKED, PROTOCOL, REASON, Kind, Letter, digest_of, seal, unseal
 from fedloom.deploy.forms import Forms
 from fedloom.deploy.identity import sign, signing_key
 from fedloom.deploy.ledger import Ledger, entropy
 from fedloom.deploy.local_data import part_sizes, schema_of, site_federation
 from fedloom.deploy.memory import Generation, Memory
-from fedloom.deploy.settings import Site, check_fingerprint, check_version
+from fedloom.deploy.settings import Site, check_version
 from fedloom.errors import FedloomError, Refused
-from fedloom.experiment import read
 from fedloom.rows.channel import GaussianNoise
 from fedloom.running.evaluation import Scores, ScoreTask, personal_models, score
 from fedloom.running.job import Job
@@ -125,13 +125,12 @@ class Client:
     @cached_property
     def fed(self) -> Federation:
         """The site's samples, as one client of the federation."""
-        check_fingerprint(self.site)
         check_version(self.site)
-        return site_federation(read(self.site.experiment), self.site)
+        return site_federation(read_agreed(self.site), self.site)
 
     @cached_property
     def _run(self) -> tuple[Job, Any]:
-        experiment = read(self.site.experiment, chunk=1, workers=1)
+        experiment = read_agreed(self.site, chunk=1, workers=1)
         return make_job(**experiment.arguments(experiment.methods[0], self.fed, experiment.head.seeds[0]))
 
     @property

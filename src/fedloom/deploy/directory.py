@@ -11,6 +11,7 @@ from typing import Any
 
 import fedloom
 from fedloom.deploy import commands, keys
+from fedloom.deploy.code import FOLDER
 from fedloom.deploy.plan import Plan
 from fedloom.deploy.settings import Member, Server, Site, fingerprint, text_of
 from fedloom.deploy.units import (
@@ -71,13 +72,17 @@ def _fill(folder: Path, plan: Plan, place: Place) -> None:
         "clients": len(plan.sites),
         "samples": plan.samples,
         "columns": plan.columns,
+        "code": plan.code.digests(),
+        "installed": plan.code.installed,
     }
     quorum = place.quorum or len(members) // 2 + 1
     given = {**shared, "sites": members, "quorum": quorum, "port": place.port, "public": gate_address(place)}
+    given["norm_bound"] = plan.norm_bound
     server = make(Server, given, "fedloom deploy init", Server.model_fields)
     _write(folder / "authority" / "ca.key", ca.private(), private=True)
     _write(folder / "authority" / "ca.crt", ca.pem())
     _write_server(folder / "server", server, ca, place)
+    _write_code(folder / "server", plan)
     for member, (node, signing) in zip(members, pairs.values(), strict=True):
         site = Site(
             **shared,
@@ -91,9 +96,15 @@ def _fill(folder: Path, plan: Plan, place: Place) -> None:
         there = folder / "sites" / site.site
         _write(there / "experiment.toml", plan.experiment)
         _write(there / "ca.crt", ca.pem())
+        _write_code(there, plan)
         _write_site(there, site, node, signing, place)
         _write(folder / "server" / "nodes" / f"{site.site}.pub", node.public + "\n")
     _write(folder / "README.md", _readme(plan, server, place))
+
+
+def _write_code(folder: Path, plan: Plan) -> None:
+    for path, data in plan.code.files.items():
+        _write(folder / FOLDER / path, data)
 
 
 def _write_site(folder: Path, site: Site, node: keys.Pair, signing: keys.Pair, place: Place) -> None:

@@ -14,8 +14,10 @@ from socket import create_connection
 from typing import Any
 
 from fedloom.deploy import commands
+from fedloom.deploy.code import check_code
 from fedloom.deploy.directory import APP
 from fedloom.deploy.processes import Process, ProcessError, Processes, check_free, free_ports
+from fedloom.deploy.server import FINISHED, finished
 from fedloom.deploy.settings import Server, Site, check_fingerprint, check_version, read_server, read_site
 from fedloom.deploy.table import site_table
 from fedloom.errors import ConfigError
@@ -53,6 +55,7 @@ class Loopback:
         self.sites: dict[str, Site] = {m.site: read_site(self.site_file(m.site)) for m in agreed.sites}
         for side in (agreed, *self.sites.values()):
             check_fingerprint(side)
+            check_code(side)
             check_version(side)
         self._ports = free_ports(1 + len(self.sites))
         self.work = self.folder / "local"
@@ -210,6 +213,9 @@ def run_all(folder: Path, tell: Tell, port: int | None = None) -> Loopback:
 
     processes = Processes()
     here = Loopback(folder, processes, port)
+    if finished(here.server):
+        tell(FINISHED)
+        return here
     with lock(here.folder, wait=0), processes:
         here.start_server()
         tell(f"the server answers on {here.address}, over TLS")

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from fedloom.deploy.code import read_agreed
 from fedloom.deploy.local_data import site_federation
 from fedloom.deploy.memory import Model, models
 from fedloom.deploy.settings import Site, read_site
 from fedloom.errors import ConfigError
-from fedloom.experiment import read
 from fedloom.rows.layout import Layout
 from fedloom.running.checkpoint import save_tensors
 from fedloom.running.files import make_folder
@@ -43,7 +43,7 @@ def owned(folder: Path) -> list[Owned]:
 
 def module_of(one: Owned) -> nn.Module:
     """A site's model as a plain module in evaluation mode."""
-    samples, experiment = one.site.samples, read(one.site.experiment)
+    samples, experiment = one.site.samples, read_agreed(one.site)
     module = experiment.model.build(samples.shape, samples.outputs, experiment.head.seeds[0])
     Layout.of(module).load(module, load_file(one.model.path)["rows"][0])
     return module.eval()
@@ -56,7 +56,7 @@ def figures(one: Owned) -> dict[str, float]:
     Raises:
         DataError: the data cannot be read.
     """
-    fed = site_federation(read(one.site.experiment), one.site)
+    fed = site_federation(read_agreed(one.site), one.site)
     index = fed.indices("test", one.site.client)
     found = task_of(fed.data).metrics(
         module_of(one)(fed.fetch(index)), fed.targets(index), torch.zeros(len(index), dtype=torch.long), 1

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,10 +14,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
+from fedloom.deploy import guard
 from fedloom.errors import ConfigError, FedloomError
-
-GRACE = 10.0
-"""Seconds that processes have to end by themselves once they are told."""
 
 
 class ProcessError(FedloomError):
@@ -91,12 +90,13 @@ class Process:
 class Processes:
     """Processes that are ended when the block is left, however it is left: last started, first told.
 
-    SIGTERM and SIGHUP leave the block as Ctrl-C does; while processes are being ended, which takes `GRACE` seconds at
-    most, further signals wait.
+    If this process is killed, a guard ends them (`fedloom.deploy.guard`). SIGTERM and SIGHUP leave the block as Ctrl-C
+    does; while processes are being ended, which takes `guard.GRACE` seconds at most, further signals wait.
     """
 
     def __init__(self) -> None:
         self.started: list[Process] = []
+        self._guard: subprocess.Popen[str] | None = None
 
     def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path | None = None
@@ -104,6 +104,7 @@ class Processes:
         """Start a process; arguments as of `Process`."""
         process = Process(name, command, environment, log, folder)
         self.started.append(process)
+        self._report(process.pid)
         return process
 
     def check(self) -> None:
@@ -115,12 +116,25 @@ class Processes:
         """End all of them, and everything that they started."""
         for process in reversed(self.started):
             process.tell(signal.SIGTERM)
-        end = time.monotonic() + GRACE
+        end = time.monotonic() + guard.GRACE
         while any(process.alive() for process in self.started) and time.monotonic() < end:
             time.sleep(0.05)
         for process in self.started:
             process.reap()
+            self._report(-process.pid)
         self.started.clear()
+        if self._guard is not None:
+            self._guard.communicate()
+            self._guard = None
+
+    def _report(self, number: int) -> None:
+        """Tell the guard of a group that has begun, or (minus its id) has ended."""
+        if self._guard is None:
+            command = [sys.executable, "-I", "-S", str(Path(guard.__file__))]
+            self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
+        assert self._guard.stdin is not None
+        with suppress(BrokenPipeError):
+            print(number, file=self._guard.stdin, flush=True)
 
     def __enter__(self) -> Self:
         self._handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}

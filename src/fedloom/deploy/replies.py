@@ -233,12 +233,7 @@ class Judge:
     def _norm(self, sent: Sent, asked: Asked) -> float:
         """Step 11: the length of the upload, the model as a difference to what the client received."""
         assert self._job is not None
-        norm = 0.0
-        for name, field in sent.up._asdict().items():
-            kind = self._job.fields[name]
-            absolute = kind.primary and kind.base == "zero" and field.shape[1] == asked.down[0].shape[-1]
-            change = field - asked.down[0] if absolute else field
-            norm = math.hypot(norm, float(torch.linalg.vector_norm(change.double())))
+        norm = float(lengths(self._job, sent.up, asked.down))
         bound = math.inf if self._settings.norm_bound is None else self._settings.norm_bound
         if not (norm <= bound and math.isfinite(norm)):
             raise Rejected(11, f"the difference is {norm:.4g} long, at most {bound:.4g} is allowed")
@@ -254,6 +249,17 @@ class Judge:
         base = base_of(job.fields[job.watched], down, None)
         model: Tensor = getattr(sent.up, job.watched) + base
         return model
+
+
+def lengths(job: Job, up: Any, down: Any) -> Tensor:
+    """The length ``[m]`` of uploads, all fields together, the model as a difference to what the client received."""
+    squares = torch.zeros(len(up[0]) if up else 1, dtype=torch.float64)
+    for name, field in up._asdict().items():
+        kind = job.fields[name]
+        absolute = kind.primary and kind.base == "zero" and field.shape[1] == down[0].shape[-1]
+        change = field - down[0] if absolute else field
+        squares += change.double().square().sum(1)
+    return squares.sqrt()
 
 
 def plain(text: str) -> str:

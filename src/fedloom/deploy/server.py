@@ -17,14 +17,15 @@ import fedloom
 from fedloom.algorithms import upload_fields
 from fedloom.choose import Uniform, UniformWeigher
 from fedloom.deploy.audit import Audit
+from fedloom.deploy.code import read_agreed
 from fedloom.deploy.forms import Forms
 from fedloom.deploy.ledger import Ledger, Released
 from fedloom.deploy.local_data import federation_of
 from fedloom.deploy.post import Post
-from fedloom.deploy.settings import Server, check_fingerprint, check_version
+from fedloom.deploy.settings import Server, check_version
 from fedloom.deploy.sites import Sites
 from fedloom.errors import Refused, RunStopped, Stop
-from fedloom.experiment import Experiment, read
+from fedloom.experiment import Experiment
 from fedloom.local import Nothing
 from fedloom.rows.aggregate import PrivateMean
 from fedloom.rows.channel import GaussianNoise
@@ -39,6 +40,9 @@ from fedloom.running.state import State, initial_state
 from fedloom.running.store import Store
 
 Say = Callable[[str], None]
+
+SUMMARY = "summary.json"
+FINISHED = "all rounds are done; for more of them, deploy an experiment with more rounds"
 
 
 def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
@@ -57,13 +61,30 @@ def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
         RunDirError: another server works on the same experiment.
         CheckpointError: the disk is full or refuses, or no checkpoint can be read.
     """
-    check_fingerprint(settings)
     check_version(settings)
-    experiment = read(settings.experiment, workers=1, chunk=1)
+    experiment = read_agreed(settings, workers=1, chunk=1)
     check_deployable(experiment)
     with lock(settings.checkpoints):
+        if finished(settings):
+            say(f"fedloom: {FINISHED}")
+            return Stop.DONE
         run = _Run(grid, settings, experiment, say)
         return run.go()
+
+
+def finished(settings: Server) -> bool:
+    """Whether all rounds are done and their results are written, so that no site is needed any more.
+
+    Raises:
+        CheckpointError: no checkpoint can be read.
+        RunDirError: the checkpoints are of another experiment.
+    """
+    newest = Checkpoints(settings.checkpoints).load(settings.fingerprint[:16])
+    try:
+        told = json.loads((settings.results / SUMMARY).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return newest is not None and newest.meta["stop"] == told["stop"] == Stop.DONE.name
 
 
 def check_deployable(experiment: Experiment) -> None:
@@ -218,4 +239,4 @@ class _Run:
             "rounds": self._rounds_done, "notes": self._notes,
             "sites": {m.site: c in self._post.nodes for c, m in self._post.members.items()},
         }  # fmt: skip
-        write_atomic(self._settings.results / "summary.json", json.dumps(text, indent=1).encode())
+        write_atomic(self._settings.results / SUMMARY, json.dumps(text, indent=1).encode())

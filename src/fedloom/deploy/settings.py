@@ -59,6 +59,8 @@ class Shared(Value):
     clients: int = Field(ge=1, description="sites of the experiment, taking part or not")
     samples: Schema = Field(description="what one sample looks like")
     columns: tuple[str, ...] = Field((), description="columns of a table, in order, with their levels; none: no table")
+    code: dict[str, Digest] = Field({}, description="SHA-256 of the files of user code in the folder code, by path")
+    installed: dict[str, Digest] = Field({}, description="SHA-256 of modules of user code that are installed, by name")
 
 
 class Site(Shared):
@@ -116,7 +118,7 @@ class Server(Shared):
     ttl: PositiveFloat = Field(1200.0, description="seconds that a message lives; a round never waits longer")
     patience: PositiveFloat = Field(600.0, description="seconds to wait for a quorum of sites to be there")
     norm_bound: PositiveFloat | None = Field(
-        None, description="longest difference accepted from a site (L2); none: any"
+        None, description="longest difference accepted from a site (L2); left out: any that is finite"
     )
     epsilon: PositiveFloat | None = Field(None, description="the run stops before a client's epsilon exceeds this")
     examples_limit: int = Field(100_000_000, ge=1, description="most training samples that a site may claim")

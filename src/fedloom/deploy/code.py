@@ -1,0 +1,172 @@
+"""User code of a deployment: the modules that its experiment names by import path, the same on all machines.
+
+Modules of a folder are copied, with what they import from that folder, into a folder `code` beside the settings; a
+module of an installed package stays where it is. Of both the SHA-256 is agreed on, and compared before they run.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fedloom.deploy.settings import Shared, check_fingerprint
+from fedloom.errors import ConfigError
+from fedloom.experiment import Experiment, read
+from fedloom.imports import is_path
+
+FOLDER = "code"
+KEYS = ("algorithm", "kind", "source")
+"""Keys of an experiment file that take an import path."""
+LIMIT = 4 << 20
+"""Bytes of user code from which it has to be installed; it is a sign of a folder that holds other things too."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """User code.
+
+    files: contents by path below `FOLDER`; installed: SHA-256 of the source of modules of installed packages, by name.
+    """
+
+    files: dict[str, bytes]
+    installed: dict[str, str]
+
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of the files, by path."""
+        return {path: digest(data) for path, data in self.files.items()}
+
+
+def digest(data: bytes) -> str:
+    """SHA-256 in hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def code_of(settings: Mapping[str, Any]) -> Code:
+    """The user code of an experiment that has been read, so that its modules are imported.
+
+    Raises:
+        ConfigError: a module has no source, two folders have files of one name, or the code is too long to copy.
+    """
+    files: dict[str, bytes] = {}
+    installed: dict[str, str] = {}
+    for name in sorted({path.partition(":")[0] for path in _paths(settings)}):
+        source = Path(getattr(sys.modules[name], "__file__", None) or "")
+        if source.suffix != ".py":
+            raise ConfigError(f"user code {name!r} has no source file; write it as a module in a .py file")
+        source = source.resolve()
+        if _is_installed(source):
+            installed[name] = digest(source.read_bytes())
+            continue
+        root = source.parents[name.count(".") + (source.name == "__init__.py")]
+        for path in sorted(_files(root, name.partition(".")[0])):
+            key, data = path.relative_to(root).as_posix(), path.read_bytes()
+            if files.setdefault(key, data) != data:
+                raise ConfigError(f"user code {key} is in two folders, {root} is one; rename one, or install them")
+    size = sum(map(len, files.values()))
+    if size > LIMIT:
+        raise ConfigError(
+            f"user code is {len(files)} files of {size >> 20} MiB together, at most {LIMIT >> 20} MiB are copied; move "
+            "the module to a folder of its own, or install it at the server and every site"
+        )
+    return Code(files, installed)
+
+
+def check_code(shared: Shared) -> None:
+    """Refuse user code other than that agreed on; none of it is imported.
+
+    Raises:
+        ConfigError: a file or a module is missing or differs; both digests are named.
+    """
+    for path, wanted in shared.code.items():
+        file = shared.experiment.parent / FOLDER / path
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"cannot read the user code {file}: {error.strerror}; get it from the server") from None
+        _compare(str(file), data, wanted, "get the file from the server again")
+    for module, wanted in shared.installed.items():
+        try:
+            spec = find_spec(module)
+        except ModuleNotFoundError:
+            spec = None
+        if spec is None or spec.origin is None:
+            raise ConfigError(f"user code {module!r} is not installed here; install the version the server has")
+        _compare(f"module {module!r}", Path(spec.origin).read_bytes(), wanted, "install the version the server has")
+
+
+def read_agreed(shared: Shared, **engine: Any) -> Experiment:
+    """The experiment of a side, which is the one agreed on, and whose user code is.
+
+    Raises:
+        ConfigError: it is not; or its user code does not import.
+    """
+    check_fingerprint(shared)
+    check_code(shared)
+    folder = str(shared.experiment.parent / FOLDER)
+    if shared.code and folder not in sys.path:
+        sys.path.insert(0, folder)
+    return read(shared.experiment, **engine)
+
+
+def _compare(what: str, data: bytes, wanted: str, do: str) -> None:
+    got = digest(data)
+    if got != wanted:
+        raise ConfigError(
+            f"{what} is not the user code that was agreed on: its SHA-256 is {got[:16]}..., agreed was "
+            f"{wanted[:16]}...; {do}"
+        )
+
+
+def _paths(settings: object) -> Iterator[str]:
+    """Import paths in the tables of an experiment."""
+    if isinstance(settings, Mapping):
+        for key, value in settings.items():
+            imports = key in KEYS or (key == "path" and settings.get("kind") == "import")
+            if imports and is_path(value):
+                yield value
+            else:
+                yield from _paths(value)
+    elif isinstance(settings, list | tuple):
+        for value in settings:
+            yield from _paths(value)
+
+
+def _is_installed(file: Path) -> bool:
+    return any(
+        file.is_relative_to(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib", "stdlib")
+    )
+
+
+def _files(root: Path, first: str) -> set[Path]:
+    """The files of a module or package of a folder, and of all that they import from that folder."""
+    found: set[Path] = set()
+    waiting, known = [first], {"fedloom"}
+    while waiting:
+        name = waiting.pop()
+        if name in known:
+            continue
+        known.add(name)
+        module, package = root / f"{name}.py", root / name
+        new = [module] if module.is_file() else sorted(package.rglob("*.py"))
+        if name != first and not module.is_file() and not (package / "__init__.py").is_file():
+            continue  # of the standard library, or installed
+        found |= set(new)
+        for file in new:
+            waiting += _imported(ast.parse(file.read_bytes(), str(file)))
+    return found
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    """Top-level names that a module imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.partition(".")[0]

@@ -1,0 +1,152 @@
+"""User code at real sites: copied with what it imports, compared before it runs, the same everywhere."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedloom.cli import app
+from fedloom.deploy import code
+from fedloom.deploy.check import check_site
+from fedloom.deploy.code import check_code, code_of, read_agreed
+from fedloom.deploy.directory import write
+from fedloom.deploy.loopback import Loopback
+from fedloom.deploy.plan import plan
+from fedloom.deploy.processes import Processes
+from fedloom.deploy.settings import read_server, read_site
+from fedloom.deploy.units import Place
+from fedloom.errors import ConfigError
+
+METHOD = """
+from fedloom.algorithms import FedAvg
+from {helper} import {name}
+
+class Mine(FedAvg):
+    '''Mine: FedAvg of a user.
+
+    Use it to see that it runs.
+    '''
+    factor: float = {name}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of user code with names of its own, the current directory."""
+    place = tmp_path / "here"
+    (place / "pack_of_mine" / "deep").mkdir(parents=True)
+    monkeypatch.chdir(place)
+    (place / "method_of_mine.py").write_text(METHOD.format(helper="helper_of_mine", name="FACTOR"))
+    (place / "helper_of_mine.py").write_text("import json\nimport pack_of_mine.deep.numbers\nFACTOR = 1.0\n")
+    (place / "pack_of_mine" / "__init__.py").write_text("")
+    (place / "pack_of_mine" / "deep" / "__init__.py").write_text("")
+    (place / "pack_of_mine" / "deep" / "numbers.py").write_text("TWO = 2\n")
+    (place / "not_asked_for.py").write_text("raise AssertionError\n")
+    path, modules = list(sys.path), set(sys.modules)
+    yield place
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if "mine" in name:
+            del sys.modules[name]
+
+
+@pytest.fixture
+def deployed(folder, tmp_path, experiment, monkeypatch):
+    """A deployment of it, looked at from elsewhere, by a process that has not imported it."""
+    out = tmp_path / "out"
+    write(plan(experiment("method_of_mine:Mine")), out, Place())
+    monkeypatch.chdir(tmp_path)
+    shutil.rmtree(folder)
+    for name in [name for name in sys.modules if "mine" in name]:
+        del sys.modules[name]
+    return out
+
+
+FILES = [
+    "helper_of_mine.py",
+    "method_of_mine.py",
+    "pack_of_mine/__init__.py",
+    "pack_of_mine/deep/__init__.py",
+    "pack_of_mine/deep/numbers.py",
+]
+
+
+def test_what_an_experiment_names_is_copied_with_what_it_imports(deployed):
+    for place in (deployed / "server", *sorted((deployed / "sites").iterdir())):
+        files = sorted(p.relative_to(place / "code").as_posix() for p in (place / "code").rglob("*.py"))
+        assert files == FILES
+    server = read_server(deployed / "server" / "server.toml")
+    assert sorted(server.code) == FILES
+    assert server.code == read_site(deployed / "sites" / "site-1" / "site.toml").code
+
+
+def test_it_runs_from_there(deployed):
+    site = read_site(deployed / "sites" / "site-0" / "site.toml")
+    found = type(read_agreed(site).methods[0].composition.algorithm)
+    assert found.__name__ == "Mine"
+    assert Path(sys.modules[found.__module__].__file__) == site.experiment.parent / "code" / "method_of_mine.py"
+
+
+def test_check_says_so(deployed):
+    site = read_site(deployed / "sites" / "site-0" / "site.toml")
+    said = [f for f in check_site(site, offline=True) if f.sentence.startswith("user code")]
+    assert [f.level for f in said] == ["ok"]
+    assert "method_of_mine.py" in said[0].sentence
+
+
+@pytest.mark.parametrize("how", ["changed", "missing"])
+def test_other_code_is_refused_before_it_runs(deployed, how):
+    file = deployed / "sites" / "site-0" / "code" / "helper_of_mine.py"
+    if how == "missing":
+        file.unlink()
+    else:
+        file.write_text("raise SystemExit('it ran')\n")
+    site = read_site(deployed / "sites" / "site-0" / "site.toml")
+    what = "cannot read the user code" if how == "missing" else "helper_of_mine.py is not the user code that was agreed"
+    for call in (check_code, read_agreed, lambda _: Loopback(deployed, Processes())):
+        with pytest.raises(ConfigError, match=what):
+            call(site)
+    assert any(f.level == "refused" and what in f.sentence for f in check_site(site, offline=True))
+    check_code(read_site(deployed / "sites" / "site-1" / "site.toml"))
+
+
+def test_what_is_installed_stays_there_and_is_compared(written):
+    site = read_site(written / "sites" / "site-0" / "site.toml")
+    import sortedcontainers.sortedlist as module
+
+    found = code_of({"method": [{"algorithm": "sortedcontainers.sortedlist:SortedList"}]})
+    assert not found.files
+    assert found.installed == {module.__name__: code.digest(Path(module.__file__).read_bytes())}
+    check_code(site.model_copy(update={"installed": found.installed}))
+    for other, why in (({module.__name__: "0" * 64}, "is not the user code"), ({"no_such.mine": "0" * 64}, "install")):
+        with pytest.raises(ConfigError, match=why):
+            check_code(site.model_copy(update={"installed": other}))
+
+
+def test_the_model_too_and_what_is_no_path_is_none(folder, monkeypatch):
+    sys.path.append(str(folder))
+    import method_of_mine  # noqa: F401
+
+    found = code_of(
+        {"model": {"kind": "import", "path": "method_of_mine:Mine"}, "name": "x:y", "data": {"path": "a:b"}}
+    )
+    assert sorted(found.files) == FILES
+    monkeypatch.setattr(code, "LIMIT", 100)
+    with pytest.raises(ConfigError, match="folder of its own, or install it"):
+        code_of({"method": [{"algorithm": "method_of_mine:Mine"}]})
+    assert code_of({"data": {"source": "hub:owner/name"}}) == code.Code({}, {})
+    with pytest.raises(ConfigError, match="no source file"):
+        code_of({"method": [{"algorithm": "math:floor"}]})
+
+
+def test_init_tells(folder):
+    (folder / "e.toml").write_text(
+        'name = "mine"\nrounds = 1\ndata = {source = "digits"}\npartition = {kind = "iid", clients = 2, keep = 30}\n'
+        'method = [{algorithm = "method_of_mine:Mine"}]\nlocal = {lr = 0.1}\n'
+    )
+    done = CliRunner().invoke(app, ["deploy", "init", "e.toml", "--out", "out", "--norm-bound", "7.5"])
+    assert done.exit_code == 0, done.output
+    assert "user code, copied to all of them: helper_of_mine.py, method_of_mine.py, pack_of_mine" in done.output
+    assert read_server(folder / "out" / "server" / "server.toml").norm_bound == 7.5
