@@ -211,6 +211,28 @@ def test_list_describe_schema_data_report(finished: Path, tmp_path: Path) -> Non
     assert RUNNER.invoke(app, ["report", str(tmp_path)]).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("module", "command", "extra"),
+    [
+        ("optuna", ["tune", "small.toml"], "tune"),
+        ("cryptography", ["deploy", "init", "small.toml"], "deploy"),
+        ("onnx", ["export", "{run}", "--method", "flame", "--format", "onnx", "--out", "model.onnx"], "export"),
+    ],
+)
+def test_a_missing_extra_is_named(module: str, command: list[str], extra: str, finished: Path, tmp_path: Path) -> None:
+    (tmp_path / "small.toml").write_text(SMALL)
+    block = f"import sys; sys.modules[{module!r}] = None; from fedloom.cli import main; main()"
+    words = [word.format(run=finished) for word in command]
+    environment = {**os.environ, "PYTHONPATH": str(Path("src").resolve())}
+    done = subprocess.run(
+        [sys.executable, "-c", block, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert f"pip install 'fedloom[{extra}]'" in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["small.toml"]
+
+
 def commands(group: click.Group, *path: str) -> Iterator[list[str]]:
     for name, command in group.commands.items():
         if isinstance(command, click.Group):

@@ -22,6 +22,10 @@ FileArgument = Annotated[Path, typer.Argument(help="experiment file (TOML)", sho
 DataDir = Annotated[Path | None, typer.Option(help="folder of data sets; else the environment variable FEDLOOM_DATA")]
 
 
+EXTRAS = {"cryptography": "deploy", "flwr": "deploy", "optuna": "tune"}
+"""Modules that a command imports, and the extra that has them."""
+
+
 @contextmanager
 def errors() -> Iterator[None]:
     """An expected error is a sentence on standard error and an exit code: 2 for what was asked, 1 for what happened."""
@@ -30,3 +34,9 @@ def errors() -> Iterator[None]:
     except FedloomError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
+    except ModuleNotFoundError as error:
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        typer.echo(f"error: this needs {error.name}; install it with: pip install 'fedloom[{extra}]'", err=True)
+        raise typer.Exit(2) from None

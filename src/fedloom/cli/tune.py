@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.cli._app import DataDir, FileArgument, app, errors
-from fedloom.errors import ConfigError, RunStopped, Stop
+from fedloom.errors import RunStopped, Stop
 
 if TYPE_CHECKING:
     from fedloom.tune import Trial
@@ -38,12 +38,8 @@ def tune(
         for name, key, value in (("tune", "trials", trials), ("engine", "workers", workers)):
             if value is not None:
                 document[name] = {**table(document.get(name, {}), f"{file}: [{name}]"), key: value}
-        try:
-            from fedloom.tune import Tuning
-        except ModuleNotFoundError as error:
-            if error.name != "optuna":
-                raise
-            raise ConfigError("'fedloom tune' needs Optuna; install it with: pip install 'fedloom[tune]'") from None
+        from fedloom.tune import Tuning
+
         search = Tuning(document, str(file), out or Path("runs") / f"{file.stem}-tune", data_dir, force=force)
         try:
             found = search.run(_tell)
