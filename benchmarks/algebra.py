@@ -7,8 +7,9 @@ The MLP 784-200-200-10 with 100 clients, all of which take part with one epoch o
 thread. Own is the time in `down`, `client` and `server`, `descend` and `iterate` included, less what passes in the
 oracle's functions (gradients, losses, activations) and in the batch plans. The rest of the round is the engine's: the
 client store, the checks and sums of the uploads, the byte counts. Rounds of all methods are interleaved, the first of
-each is dropped; medians over rounds. A method is marked where the 15 % do not hold: `*`, or `svd`, `cluster`, `pairs`
-where its paper asks for such a thing. The exit status is 1 if there is a `*`.
+each is dropped; medians over rounds. A method is marked where the 15 % do not hold: `*`, or `svd`, `cluster`, `pairs`,
+`project` (onto a random subspace, in every step), `top-k` (a selection in every layer, and a mask in every step) where
+its paper asks for such a thing. The exit status is 1 if there is a `*`.
 """
 
 from __future__ import annotations
@@ -45,8 +46,11 @@ EXCUSED = {
     "fedacs": "pairs",
     "fedamp": "pairs",
     "heurfedamp": "pairs",
+    "lp-proj": "project",
+    "admm-lp-proj": "project",
+    "fedspa": "top-k",
 }
-"""Methods whose papers have singular values, clustering or distances of all pairs."""
+"""Methods whose papers have singular values, clustering, distances of all pairs, or work on each row in every step."""
 NEEDED: dict[str, dict[str, Any]] = {"fedbn": {"layers": ("fc2.bias",)}}  # the model has no normalisation layer
 TIMED = ("addgrad_", "batch_loss", "activations", "accuracy")
 OWN = ("down", "client", "server")
@@ -76,7 +80,7 @@ class Inside:
 
 
 FUNCTIONS = {kind: Inside(kind, OWN) for kind in {*ALGORITHMS.values()}}
-PLANS = Inside(Work, ("plan",))
+PLANS = Inside(Work, ("plan", "_pieces"))
 
 
 class Run:

@@ -36,7 +36,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Kept
-from fedloom.local import Ctx, Work, iterate
+from fedloom.local import Ctx, Work, add_full_grad_, iterate
 from fedloom.rows.algebra import norm
 
 
@@ -99,23 +99,24 @@ class FedADMMInexact(Algorithm):
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         def linearised(s: _Solve, work: Work) -> _Solve:
             s.w.sub_(s.residual, alpha=1 / (1 / work.lr + self.rho))  # x_i = (r x_i + sigma x - pi_i - g_i)/(r + sigma)
-            return s._replace(residual=residual(s.w, s.y, work))
+            residual_(s.residual, s.w, s.y, work)
+            return s
 
-        def residual(w: Tensor, y: Tensor, work: Work) -> Tensor:
-            return work.full_grad(w).add_(y).add_(w - down.x, alpha=self.rho)
+        def residual_(out: Tensor, w: Tensor, y: Tensor, work: Work) -> Tensor:  # g_i + pi_i + sigma (x_i - x)
+            return add_full_grad_(torch.add(y, w, alpha=self.rho, out=out).sub_(towards), w, work)
 
         def close(s: _Solve, work: Work) -> Tensor:
             return norm(s.residual).square() < s.eps * work.layout.d  # ||.||^2 < eps_i d
 
         def dual(s: _Solve, work: Work) -> _Solve:
             s = iterate(linearised, s, work, self.inner, batches=0, until=close)
-            gap = s.w - down.x
-            s.y.add_(gap, alpha=self.rho)  # pi_i += sigma (x_i - x)
-            s.residual.add_(gap, alpha=self.rho)
+            for rows in (s.y, s.residual):
+                rows.add_(s.w, alpha=self.rho).sub_(towards)  # pi_i += sigma (x_i - x)
             return s._replace(eps=self.shrink * s.eps)
 
+        towards = self.rho * down.x
         w, y = rows.w.clone(), rows.y.clone()
-        start = _Solve(w, y, rows.eps, residual(w, y, work))
+        start = _Solve(w, y, rows.eps, residual_(torch.empty_like(w), w, y, work))
         w, y, eps, _ = iterate(dual, start, work, self.iterations * (work.steps > 0), batches=0)
         return Up(torch.add(w, y, alpha=1 / self.rho)), Client(w, y, eps)  # z_i / sigma
 

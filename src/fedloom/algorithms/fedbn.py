@@ -84,7 +84,8 @@ class FedBN(Algorithm):
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         norm = masks.normalisation(work.layout, self.layers).to(down.x.device)
         w = descend(masks.joined(down.x, rows.norm, norm), work)
-        return Up(masks.only_(w - down.x, ~norm)), Client(masks.part(w, norm))
+        own = masks.part(w, norm)
+        return Up(masks.only_(w.sub_(down.x), ~norm)), Client(own)
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         shared = self.part("shared", ctx.layout).to(server.x.device)

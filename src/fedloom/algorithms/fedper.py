@@ -73,7 +73,8 @@ class FedPer(Algorithm):
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         head = masks.head(work.layout, self.head).to(down.x.device)
         w = descend(masks.joined(down.x, rows.head, head), work)  # (W_B, W_P_j) <- SGD
-        return Up(masks.only_(w - down.x, ~head)), Client(masks.part(w, head))
+        own = masks.part(w, head)
+        return Up(masks.only_(w.sub_(down.x), ~head)), Client(own)
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         body = self.part("body", ctx.layout).to(server.x.device)

@@ -78,7 +78,8 @@ class FedRep(Algorithm):
         w = masks.joined(down.x, rows.head, head)
         w = descend(w, work, mask=head, steps=work.epochs(self.head_epochs), stream="head")  # h_i, tau epochs
         w = descend(w, work, mask=~head)  # phi_i, with the new head
-        return Up(masks.only_(w - down.x, ~head)), Client(masks.part(w, head))
+        own = masks.part(w, head)
+        return Up(masks.only_(w.sub_(down.x), ~head)), Client(own)
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         body = self.part("body", ctx.layout).to(server.x.device)

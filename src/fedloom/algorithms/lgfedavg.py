@@ -75,7 +75,8 @@ class LGFedAvg(Algorithm):
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         head = masks.head(work.layout, self.head).to(down.x.device)
         w = descend(masks.joined(down.x, rows.body, ~head), work)  # (theta_g, theta_m) <- SGD
-        return Up(masks.only_(w - down.x, head)), Client(masks.part(w, ~head))
+        own = masks.part(w, ~head)
+        return Up(masks.only_(w.sub_(down.x), head)), Client(own)
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         head = self.part("head", ctx.layout).to(server.x.device)

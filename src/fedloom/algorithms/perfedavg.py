@@ -72,10 +72,10 @@ class PerFedAvg(Algorithm):
             personal = step_(w.clone(), work, first, self.alpha, at=w)  # w - alpha grad f_i(w, D)
             d = work.grad(personal, second)
             for batch in third:  # HF: grad^2 f_i(w, D'') d by a central difference
-                ahead, behind = torch.add(w, d, alpha=self.delta), torch.add(w, d, alpha=-self.delta)
                 rate = work.lr * self.alpha / (2 * self.delta)
-                step_(w, work, batch, -rate, at=ahead)
-                step_(w, work, batch, rate, at=behind)
+                side = torch.add(w, d, alpha=self.delta)
+                step_(w, work, batch, -rate, at=side)
+                step_(w, work, batch, rate, at=side.sub_(d, alpha=2 * self.delta))
             return w.sub_(d, alpha=work.lr)  # w - beta (I - alpha grad^2 f_i(w, D'')) d
 
         w = iterate(step, down.x.repeat(work.m, 1), work, batches=3 if self.variant == "hf" else 2)

@@ -1,4 +1,4 @@
-"""gradient_descent: full gradient steps with a stop rule on directions already computed."""
+"""Full gradients in place, and gradient_descent: steps with a stop rule on directions already computed."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ if TYPE_CHECKING:
     from fedloom.local.work import Work
 
 
+def add_full_grad_(out: Tensor, w: Tensor, work: Work) -> Tensor:
+    """``out <- out + grad f_i(w)`` as `Work.full_grad` has it, ``[m, d]``; returns ``out``, which is not ``w``."""
+    for piece in work._pieces():
+        work.addgrad_(out, w, piece, 1.0, 1.0)
+    decay = work.local.weight_decay
+    return out.add_(w, alpha=decay) if decay else out
+
+
 class DescentResult(NamedTuple):
     """Where every client ended ``w [m, d]``, and the steps it took ``steps [m, 1]``."""
 
@@ -30,7 +38,7 @@ class _Rows(NamedTuple):
     start: Tensor
     done: Tensor
     mu: Tensor
-    anchor: Tensor
+    steady: Tensor
 
 
 def gradient_descent(
@@ -59,15 +67,20 @@ def gradient_descent(
     m, rate = work.m, work.lr if lr is None else lr
     w = each_client(w, m)
     mu = sum((per_client(k, m, w) for k, _ in pull), torch.zeros_like(w[:, :1]))
-    anchor = sum((per_client(k, m, w) * x for k, x in pull), torch.zeros_like(w))
-    anchor = anchor if shift is None else anchor - shift
+    steady = torch.zeros_like(w) if shift is None else each_client(shift, m)
+    for k, x in pull:
+        steady = steady - per_client(k, m, w) * x
+
+    def direction(w: Tensor, work: Work, mu: Tensor, steady: Tensor) -> Tensor:
+        return add_full_grad_(torch.addcmul(steady, w, mu), w, work)
 
     def step(rows: _Rows, work: Work) -> _Rows:
-        w = rows.w - rate * rows.direction
-        return rows._replace(w=w, direction=work.full_grad(w) + rows.mu * w - rows.anchor, done=rows.done + 1)
+        w = rows.w.sub_(rows.direction, alpha=rate)
+        return rows._replace(direction=direction(w, work, rows.mu, rows.steady), done=rows.done + 1)
 
-    first = work.full_grad(w) + mu * w - anchor
-    rows = _Rows(w, first, first, torch.zeros(m, 1, dtype=torch.long, device=w.device), mu, anchor)
+    first = direction(w, work, mu, steady)
+    done = torch.zeros(m, 1, dtype=torch.long, device=w.device)
+    rows = _Rows(w.clone(memory_format=torch.contiguous_format), first, first, done, mu, steady)
     stop = None if until is None else (lambda rows, _work: until(rows.direction, rows.start))
     end = iterate(step, rows, work, steps, batches=0, until=stop)
     return DescentResult(end.w, end.done)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedloom.rows.algebra import norm
+
 
 class Projection(NamedTuple):
     """P ``[k, d]``, or the identity."""
@@ -45,5 +47,4 @@ def projection(key: Tensor, k: int | None, like: Tensor) -> Projection:
 def _matrix(key: int, k: int, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Drawn once for all that ask in turn; nobody writes to it."""
     p = torch.randn(k, d, generator=torch.Generator().manual_seed(key), dtype=torch.float64)
-    p = p / torch.linalg.vector_norm(p, dim=1, keepdim=True)
-    return p.to(device, dtype)
+    return (p / norm(p)).to(device, dtype)
