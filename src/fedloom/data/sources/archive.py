@@ -253,6 +253,11 @@ class Rows:
             self._data.resize((max(self.size, len(self._data) * 33 // 32), *self._data.shape[1:]), refcheck=False)
         return self._data[start : self.size]
 
+    def at(self, start: int, count: int) -> NDArray[np.generic]:
+        """`count` rows from `start` on to write into; what is not there yet is added."""
+        self.room(max(start + count - self.size, 0))
+        return self._data[start : start + count]
+
     def keep(self, start: int, mask: NDArray[np.bool_]) -> None:
         """Drops the rows from `start` on that are not in the mask."""
         kept = self._data[start : self.size][mask]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedloom.errors import DataError
 
-BLOCK = 2**18
+BLOCK = 2**16
 LONGEST = 2**26
 """Characters that one value may have; a file with more is not what it says."""
 

@@ -6,9 +6,9 @@ import csv
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -73,7 +73,7 @@ class Parquet(TableSource):
     """A Parquet file."""
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All rows, read group by group."""
+        """All rows, read column by column: a page of every column at a time would be as much as the features."""
         from pyarrow import ArrowException, parquet  # slow to import
 
         place = locate("Parquet", self.path, data_dir, (), lambda p: p.is_file())
@@ -83,24 +83,38 @@ class Parquet(TableSource):
                 declared = sum(file.metadata.row_group(i).total_byte_size for i in groups)
                 check_size(str(place), declared, place.stat().st_size)
                 names = list(file.schema_arrow.names)
-                batches = (
-                    [column.to_pylist() for column in b.columns] for b in file.iter_batches(BATCH, use_threads=False)
-                )
-                return _read(self, place.stem, str(place), names, batches)
+                return _read(self, place.stem, str(place), names, _columns(file, names, self.drop))
         except (ArrowException, OSError) as error:
             raise DataError(f"{place}: not a readable Parquet file ({error}); write it again") from error
 
 
-def _batches(rows: Iterator[list[str]], names: list[str], where: str) -> Iterator[list[Cells]]:
+class _Piece(NamedTuple):
+    """Cells of a column, from a row on, counted from 0."""
+
+    start: int
+    column: str
+    cells: Cells
+
+
+def _columns(file: Any, names: list[str], drop: tuple[str, ...]) -> Iterator[_Piece]:
+    for name in names:
+        start = 0
+        for batch in file.iter_batches(BATCH, columns=[name], use_threads=False) if name not in drop else ():
+            yield _Piece(start, name, batch.column(name).to_pylist())
+            start += len(batch)
+
+
+def _batches(rows: Iterator[list[str]], names: list[str], where: str) -> Iterator[_Piece]:
     line = 1
     while block := list(islice(rows, BATCH)):
+        start = line - 1
         for row in block:
             line += 1
             if len(row) != len(names):
                 raise DataError(
                     f"{where}: row {line} has {len(row)} cells, the header has {len(names)}; repair the row"
                 )
-        yield list(zip(*block, strict=True))
+        yield from map(_Piece, repeat(start), names, zip(*block, strict=True))
 
 
 class _Codes:
@@ -108,22 +122,21 @@ class _Codes:
 
     def __init__(self) -> None:
         self.levels: dict[str, int] = {}
-        self.rows: list[NDArray[np.float64]] = []
+        self.rows: list[NDArray[np.int32]] = []
 
     def add(self, cells: Cells, missing: NDArray[np.bool_]) -> None:
         codes = [
-            np.nan if gone else self.levels.setdefault(str(cell), len(self.levels))
+            -1 if gone else self.levels.setdefault(str(cell), len(self.levels))
             for cell, gone in zip(cells, missing.tolist(), strict=True)
         ]
-        self.rows.append(np.array(codes, np.float64))
+        self.rows.append(np.array(codes, np.int32))
 
     def done(self) -> tuple[NDArray[np.float64], tuple[str, ...]]:
         names = sorted(self.levels, key=_natural)
         place = np.empty(len(names) + 1)
         place[[self.levels[name] for name in names]] = np.arange(len(names))
-        codes = np.concatenate(self.rows)
-        out = place[np.nan_to_num(codes).astype(np.int64)]
-        return np.where(np.isnan(codes), np.nan, out), tuple(names)
+        place[-1] = np.nan  # of missing cells, whose code is -1
+        return place[np.concatenate(self.rows)], tuple(names)
 
 
 def _natural(text: str) -> tuple[float, str]:
@@ -153,7 +166,7 @@ def _is_number(cell: Any) -> bool:
         return False
 
 
-def _read(spec: TableSource, name: str, where: str, names: list[str], batches: Iterator[list[Cells]]) -> Dataset:
+def _read(spec: TableSource, name: str, where: str, names: list[str], pieces: Iterator[_Piece]) -> Dataset:
     """The rows of a table as a data set."""
     if not names:
         raise NoSamples(f"{where}: empty; a table needs a header row and rows below it")
@@ -172,23 +185,21 @@ def _read(spec: TableSource, name: str, where: str, names: list[str], batches: I
             "label and drop"
         )
     numbers = [c for c in features if c not in spec.categorical]
-    x, label_numbers, first = Rows((len(features),), np.float64), Rows((), np.float64), 2
-    for batch in batches:
-        rows = x.room(len(batch[0]))
-        for column, cells in zip(names, batch, strict=True):
-            gone = np.array([cell is None or cell in spec.missing or cell != cell for cell in cells])
-            if gone.any() and column not in spec.drop and (not spec.impute or column not in features):
-                raise DataError(
-                    f"{where}: row {first + int(gone.argmax())}, column {column!r}: missing value; repair it, name the "
-                    "column in drop, or set impute = true for a feature"
-                )
-            if column in coded:
-                coded[column].add(cells, gone)
-            if column in numbers:
-                rows[:, features.index(column)] = _numbers(cells, gone, where, column, first)
-            if column == label and spec.task == "regression":
-                label_numbers.room(len(cells))[:] = _numbers(cells, gone, where, column, first)
-        first += len(batch[0])
+    x, label_numbers = Rows((len(features),), np.float64), Rows((), np.float64)
+    for start, column, cells in pieces:
+        rows, first = x.at(start, len(cells)), start + 2
+        gone = np.array([cell is None or cell in spec.missing or cell != cell for cell in cells])
+        if gone.any() and column not in spec.drop and (not spec.impute or column not in features):
+            raise DataError(
+                f"{where}: row {first + int(gone.argmax())}, column {column!r}: missing value; repair it, name the "
+                "column in drop, or set impute = true for a feature"
+            )
+        if column in coded:
+            coded[column].add(cells, gone)
+        if column in numbers:
+            rows[:, features.index(column)] = _numbers(cells, gone, where, column, first)
+        if column == label and spec.task == "regression":
+            label_numbers.at(start, len(cells))[:] = _numbers(cells, gone, where, column, first)
     if x.size == 0:
         raise NoSamples(f"{where}: no rows below the header; an empty table")
     values = torch.from_numpy(x.done())
