@@ -16,11 +16,15 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from typer.testing import CliRunner
 
+from fedloom.cli import app
 from fedloom.errors import CheckpointError, ClientError, ConfigError, FedloomError
 from fedloom.experiment import Plan, read
+from fedloom.reproduce import recipes
 from fedloom.running import parcel
-from fedloom.running.distributed import joined
+from fedloom.running.distributed import VARIABLES, _leave_word, joined
 from fedloom.running.homes import Homes
 from fedloom.running.ranks import ALONE
 from fedloom.running.simulate import simulate
@@ -250,6 +254,30 @@ def test_without_torchrun_nothing_is_opened(monkeypatch: pytest.MonkeyPatch) -> 
         with joined() as ranks:
             assert ranks is ALONE
             assert not dist.is_initialized()
+
+
+def test_a_search_and_a_recipe_are_refused_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank would do all of it, into the same files."""
+    file = written(tmp_path, SHORT)
+    commands = (["tune", str(file), "--out", str(tmp_path / "tune")],)
+    commands += (["reproduce", next(iter(recipes())), "--out", str(tmp_path / "runs"), "--results", str(tmp_path)],)
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for command in commands:
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 2, done.output
+        assert "torchrun has started 2 ranks" in done.output
+        assert "start it without torchrun" in done.output
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_why_a_rank_ends_is_left_for_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    _leave_word(FedloomError("clients must be fewer"))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    assert failure.message == "clients must be fewer"
 
 
 def test_parcels_come_back_as_they_were() -> None:

@@ -30,6 +30,7 @@ from fedloom.reproduce.choices import (
 )
 from fedloom.reproduce.recipe import Recipe, Scale, label_of
 from fedloom.reproduce.summary import Summary, folder_of
+from fedloom.running.distributed import check_alone
 from fedloom.values import choose
 
 Show = Callable[[Plan], AbstractContextManager[Tell]]
@@ -111,8 +112,9 @@ def reproduce(
 
     Raises:
         DataError: the data are missing.
-        ConfigError: the recipe has no such method.
+        ConfigError: the recipe has no such method, or torchrun has started several ranks.
     """
+    check_alone("a recipe")
     budget, documents = budget or Budget(), recipe.at(scale, seeds, only)
     command = shlex.join(
         ["fedloom", "reproduce", recipe.name, "--scale", scale]

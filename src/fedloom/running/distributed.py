@@ -7,6 +7,7 @@ Without torchrun's environment variables nothing is opened, and there is one ran
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import re
@@ -15,9 +16,10 @@ import shutil
 import signal
 import tempfile
 import threading
+import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -27,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fedloom.errors import CheckpointError, FedloomError
+from fedloom.errors import CheckpointError, ConfigError, FedloomError
 from fedloom.running import parcel
 from fedloom.running.memory import Memory
 from fedloom.running.ranks import ALONE, Ranks
@@ -50,8 +52,8 @@ def joined() -> Iterator[Ranks]:
     Raises:
         FedloomError: another rank died or cannot be reached, or this one is told to end.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1 or any(name not in os.environ for name in VARIABLES):
+    size = _started()
+    if size == 1:
         yield ALONE
         return
     watch = Watch(int(os.environ["RANK"]), size)
@@ -62,12 +64,40 @@ def joined() -> Iterator[Ranks]:
             group.wait()
             with _translated(watch.rank):
                 dist.destroy_process_group()
-    except Exception:
+    except Exception as error:
         if watch.first_to_fail():
+            _leave_word(error)
             raise
         raise SystemExit(1) from None
     finally:
         watch.close()
+
+
+def check_alone(what: str) -> None:
+    """Refuse ranks where each of them would do, and write, all of the work.
+
+    Raises:
+        ConfigError: torchrun has started several.
+    """
+    size = _started()
+    if size > 1:
+        raise ConfigError(
+            f"torchrun has started {size} ranks, but {what} does not divide its work among ranks: each would do all of "
+            "it, into the same files; start it without torchrun, with --workers"
+        )
+
+
+def _started() -> int:
+    """How many ranks torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if all(name in os.environ for name in VARIABLES) else 1
+
+
+def _leave_word(error: Exception) -> None:
+    """Tell torchrun why this rank ends, for the report that it prints when all have ended."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": f"{error}", "timestamp": int(time.time())}))
 
 
 def _join(watch: Watch) -> Group:

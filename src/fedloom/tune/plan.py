@@ -16,6 +16,7 @@ from fedloom.experiment import parse
 from fedloom.experiment.schema import Method
 from fedloom.experiment.tables import dump
 from fedloom.experiment.tuning import Dimension
+from fedloom.running.distributed import check_alone
 from fedloom.running.files import file_name, lock, make_folder, write_atomic
 from fedloom.running.parallel import Pool, cores
 from fedloom.running.signals import interruptible
@@ -58,7 +59,8 @@ class Tuning:
         force: forget what is there.
 
     Raises:
-        ConfigError: the experiment cannot work, has no validation data, or a space that cannot be; nothing is written.
+        ConfigError: the experiment cannot work, has no validation data, a space that cannot be, or is one of several
+            ranks of torchrun; nothing is written.
         RunDirError: the directory is of another search, or not one of a search.
         DataError: the data cannot be read.
     """
@@ -72,6 +74,7 @@ class Tuning:
         *,
         force: bool = False,
     ) -> None:
+        check_alone("a search for settings")
         self.experiment = parse(document, where)
         self.tune, self.out, self._where = self.experiment.tune, out, where
         self._document = {key: value for key, value in document.items() if key != "tune"}
