@@ -54,7 +54,7 @@ SOME: dict[str, dict[str, Any]] = {
     "shards": {"labels_per_client": 2},
     "hybrid": {"beta": 5.0},
     "clusters": {"classes": (2, 3), "sizes": (2, 4)},
-    "few": {"clients": 6, "labels_per_client": 2, "mean": 2.0},
+    "few": {"clients": 6, "labels_per_client": 2, "mean": 1.0},
 }
 
 
@@ -144,7 +144,7 @@ def test_a_client_with_one_sample_trains_on_it() -> None:
     fed = PARTITIONS["iid"](clients=10)(toy(10), 0)
     assert fed.sizes("train").tolist() == [1] * 10
     assert fed.sizes("test").tolist() == [0] * 10
-    assert any("10 clients have no test part" in note for note in fed.notes)
+    assert any("clients without a test part: 10" in note for note in fed.notes)
 
 
 def test_fractions_of_large_clients_are_exact() -> None:

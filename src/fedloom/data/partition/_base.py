@@ -208,7 +208,7 @@ class Sized(Partition):
 
 def _notes(cut: dict[str, Dealt], y: Ints | None, names: tuple[str, ...], classes: tuple[str, ...]) -> list[str]:
     notes = [
-        f"{count} clients have no {part} part"
+        f"clients without a {part} part: {count}"
         for part in ("validation", "test")
         if (count := int((np.diff(cut[part].offsets) == 0).sum()))
     ]
@@ -218,8 +218,9 @@ def _notes(cut: dict[str, Dealt], y: Ints | None, names: tuple[str, ...], classe
         if len(unknown):
             who, c = divmod(int(unknown[0]), len(classes))
             notes.append(
-                f"{len(np.unique(unknown // len(classes)))} clients are tested on a class that they have no training "
-                f"sample of (first: client {names[who]!r}, {counts[0]} test samples of class {classes[c]!r}); a "
+                f"clients tested on a class that they have no training sample of: "
+                f"{len(np.unique(unknown // len(classes)))} (first: client {names[who]!r}, {counts[0]} test samples of "
+                f"class {classes[c]!r}); a "
                 "personal model cannot learn it: use test_from = 'own' or 'ratio', or a larger keep, if that matters"
             )
     held = np.concatenate([dealt.index for dealt in cut.values()])
