@@ -30,6 +30,7 @@ from fedloom.algorithms import (
     encodings,
 )
 from fedloom.algorithms._base import Algorithm, gradient_mapping
+from fedloom.choose.weighers import SamplesWeigher
 from fedloom.local import Local
 from fedloom.rows.prox import L1, Nuclear
 from fedloom.testing import Problem, federate
@@ -325,7 +326,26 @@ def test_without_regulariser_the_composite_baselines_are_fedavg() -> None:
 
 def test_fedskip_with_skip_1_is_fedavg() -> None:
     p, options = Problem.random(15), {"noise": 1.0, "local": SGD}
-    same(models(FedSkip(skip=1), p, **options), models(FedAvg(), p, **options))
+    same(models(FedSkip(skip=1), p, **options), models(FedAvg(), p, weigher=SamplesWeigher(), **options))
+
+
+def test_fedskip_weighs_every_model_by_the_samples_it_was_trained_on() -> None:
+    """Model by model: whose it goes on with is the one start from which a step of gradient descent leads to it."""
+    p, lr, cohorts = Problem.random(15), 0.1, [(0, 1, 2), (2, 3), (0, 4, 3), (1, 2, 4, 0), (0, 1, 2, 3, 4)]
+    states = federate(FedSkip(skip=3), p, 5, local=Local(lr=lr, steps=1), cohorts=cohorts)
+    at: dict[int, Tensor] = {}
+    seen: dict[int, int] = {}
+    for t, cohort in enumerate(cohorts):
+        x, w = states[t].server.x, states[t + 1].kept.w
+        before, counted = dict(at), dict(seen)
+        for i in cohort:
+            starts = {-1: x} if t % 3 == 0 else {j: before.get(j, p.x0) for j in cohort}
+            ends = {j: v - lr * p.hessian[i] @ (v - p.minimiser[i]) for j, v in starts.items()}
+            source = min(ends, key=lambda j: float((ends[j] - w[i]).norm()))
+            at[i], seen[i] = ends[source], int(p.sizes[i]) + (0 if t % 3 == 0 else counted.get(source, 0))
+            same(w[i], at[i])
+        mean = sum((seen[i] * at[i] for i in at), torch.zeros_like(x)) / sum(seen.values())
+        same(states[t + 1].server.x, mean)
 
 
 def test_fedskip_permutes_models_and_averages_every_skip_rounds() -> None:
@@ -345,7 +365,9 @@ def test_fedskip_permutes_models_and_averages_every_skip_rounds() -> None:
         if t % 3:
             assert sorted(order.tolist()) == list(range(p.n))
             moved += int((order != torch.arange(p.n)).sum())
-        same(after.server.x, w.mean(0))
+        seen = after.kept.seen
+        assert int(seen.sum()) == (t % 3 + 1) * int(p.sizes.sum())
+        same(after.server.x, (seen * w).sum(0) / seen.sum())
     assert moved > 5
 
 

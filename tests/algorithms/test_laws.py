@@ -305,7 +305,7 @@ ROWS: dict[str, Row] = {
         local=Local(lr=0.4, steps=1),
         variants=({"regulariser": L1(c=1.0)},),
     ),
-    "fedskip": Row(lambda p, end: {"global": mean_of_descents(p)}, options={"skip": 1}, variants=({"skip": 1},)),
+    "fedskip": Row(by_samples, options={"skip": 1}, variants=({"skip": 1},)),
     "fedslr": Row(
         fedslr,
         rounds=150,

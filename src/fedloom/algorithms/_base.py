@@ -48,7 +48,13 @@ class Mean(Kind):
 
 @dataclass(frozen=True)
 class Kept(Kind):
-    """The server keeps every client's last row; arrives aggregated over all n clients, ``[d]``."""
+    """The server keeps every client's last row; arrives aggregated over all n clients, ``[d]``.
+
+    Attributes:
+        weight: another kept field ``[m, 1]``, not negative: a client's weight in the mean; None is the uniform mean.
+    """
+
+    weight: str | None = None
 
 
 @dataclass(frozen=True)
@@ -240,3 +246,9 @@ def base_of(kind: Kind, down: Any, rows: Any) -> Tensor | float:
     source, name = kind.base.split(".")
     base: Tensor = getattr(down if source == "down" else rows, name)
     return base
+
+
+def kept_term(kind: Kept, name: str, rows: Any) -> Tensor:
+    """What kept rows add to the sum of a field: the field, times its weight if it has one."""
+    value: Tensor = getattr(rows, name)
+    return value if kind.weight is None else value * getattr(rows, kind.weight)

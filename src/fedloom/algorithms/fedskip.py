@@ -8,16 +8,17 @@ Federated Skip Aggregation", ICDM 2022, Algorithm 1.
     paper    here    meaning
     w        x       server's model, mean of the local ones
     w_k      w       local model
+    n_k      seen    samples that a local model has been trained on since the last aggregation
     Delta    skip    rounds from one aggregation to the next
 
-Kept by a client: nothing. Sent per round: d down (another client's model, or the mean), d up; the server keeps the last
-model of every client.
+Kept by a client: nothing. Sent per round: d + 1 down (another client's model, or the mean), d + 1 up; the server keeps
+the last model of every client.
 
-Deviations: models count the same in the mean, not by the samples they have seen. The paper has every client take part;
-here the models of the cohort are permuted among the cohort, and the mean is over all clients, those not yet seen with
-the initial model. The server sees single models: no secure aggregation.
+Deviations: the paper has every client take part; here the models of the cohort are permuted among the cohort, and the
+mean is over the last models of all clients that have taken part. The server sees single models: no secure aggregation.
 
-Use it where clients may see each other's models. With ``skip`` 1 and full participation it is FedAvg.
+Use it where clients may see each other's models. With ``skip`` 1 and full participation it is FedAvg
+weighted by samples.
 """
 
 from __future__ import annotations
@@ -39,15 +40,17 @@ class Server(NamedTuple):
 
 
 class Down(NamedTuple):
-    """w ``[m, d]``."""
+    """w ``[m, d]``, seen ``[m, 1]``."""
 
     w: Tensor
+    seen: Tensor
 
 
 class Up(NamedTuple):
-    """w ``[m, d]``."""
+    """w ``[m, d]``, seen ``[m, 1]``."""
 
-    w: Annotated[Tensor, Kept(primary=True)]
+    w: Annotated[Tensor, Kept(primary=True, weight="seen")]
+    seen: Annotated[Tensor, Kept()]
 
 
 class FedSkip(Algorithm):
@@ -59,21 +62,21 @@ class FedSkip(Algorithm):
     family: ClassVar[str] = "consensus"
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, Up]:
-        return Server(x0), Nothing(), Up(x0)
+        return Server(x0), Nothing(), Up(x0, torch.zeros_like(x0[:1]))
 
     def down(self, server: Server, kept: Up, ctx: Ctx) -> Down:
         if (ctx.round - 1) % self.skip == 0:
-            return Down(server.x.expand(ctx.m, -1))  # aggregation: all start at the mean
+            return Down(server.x.expand(ctx.m, -1), torch.zeros_like(kept.seen))  # aggregation: all start at the mean
         order = torch.argsort(ctx.ids)  # a permutation of clients, whatever the order of the cohort
         source = torch.empty_like(order)
         source[order] = order[torch.randperm(ctx.m, generator=ctx.rng("permutation"))]
-        return Down(kept.w[source])  # skip: every client goes on with another's model
+        return Down(kept.w[source], kept.seen[source])  # skip: every client goes on with another's model
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
-        return Up(descend(down.w, work)), rows
+        return Up(descend(down.w, work), down.seen + work.sizes.to(down.seen)), rows
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(up.w)  # mean of all local models
+        return Server(up.w)  # mean of all local models, weighted by their samples
 
     def global_model(self, server: Server) -> Tensor:
         return server.x

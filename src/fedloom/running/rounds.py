@@ -140,8 +140,11 @@ class _Total:
             shares = shares * weights
         if job.robust and job.aggregator is not None:
             rows, ids = self._robust_rows(ctx)
-            weights = torch.ones(len(ids), 1) if job.kept_fields else shares
             primary = primary_field(type(job.algorithm))
+            kind = job.fields[primary]
+            weights = torch.ones(len(ids), 1) if job.kept_fields else shares
+            if isinstance(kind, Kept) and kind.weight is not None:
+                weights = rows[kind.weight]
             try:
                 combined, aggregator = job.aggregator.apply(aggregator, rows, weights, primary, job.ctx(ctx.round, ids))
             except ConfigError as error:
@@ -154,7 +157,7 @@ class _Total:
             if name in combined:
                 value = combined[name]
             elif isinstance(kind, Kept):
-                value = self.sums[name] / job.n
+                value = self.sums[name] / (job.n if kind.weight is None else self.sums[kind.weight])
             elif f"rows/{name}" in self._rows:
                 weights = torch.ones_like(shares) if kind.accumulates else shares
                 value = _mean(torch.cat(self._rows[f"rows/{name}"]), weights)

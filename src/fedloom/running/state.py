@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.algorithms._base import Kept
+from fedloom.algorithms._base import Kept, kept_term
 from fedloom.running.job import Job
 from fedloom.running.records import Records
 from fedloom.running.training import COUNTS
@@ -86,7 +86,8 @@ def initial_state(job: Job, server: Any) -> State:
     """The state before the first round."""
     ctx = job.ctx(0)
     kept = job.kept.template
-    sums = {name: job.n * getattr(kept, name).double() for name, kind in job.fields.items() if isinstance(kind, Kept)}
+    fields = {name: kind for name, kind in job.fields.items() if isinstance(kind, Kept)}
+    sums = {name: job.n * kept_term(kind, name, kept).double() for name, kind in fields.items()}
     totals = torch.zeros(len(COUNTS) + 1, dtype=torch.long)
     aggregator = {} if job.aggregator is None else job.aggregator.init(ctx)
     uploads = torch.zeros(job.n, dtype=torch.long)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from fedloom.algorithms._base import Kept, Rows, base_of, primary_field
+from fedloom.algorithms._base import Kept, Rows, base_of, kept_term, primary_field
 from fedloom.errors import ClientError, FedloomError
 from fedloom.local import Work
 from fedloom.rows.attacks import Forgery
@@ -208,8 +208,8 @@ def receive(job: Job, server: Any, task: TrainTask, down: Any, made: Made) -> Tr
     for name, kind in job.fields.items():
         value = getattr(up, name)
         if isinstance(kind, Kept):
-            old = getattr(job.kept.read(ids), name)
-            tensors[f"kept/{name}"] = _sum(value.cpu()).sub_(_sum(old))
+            now, old = (kept_term(kind, name, rows).cpu() for rows in (up, job.kept.read(ids)))
+            tensors[f"kept/{name}"] = _sum(now).sub_(_sum(old))
         elif isinstance(kind, Rows) or job.gathers:
             tensors[f"rows/{name}"] = value
         else:

@@ -144,7 +144,8 @@ def play(
         if isinstance(kind, Rows):
             arrived[name] = torch.stack(values)
         elif isinstance(kind, Kept):
-            arrived[name] = getattr(stored, name).mean(0)
+            share = 1.0 if kind.weight is None else getattr(stored, kind.weight) / getattr(stored, kind.weight).mean(0)
+            arrived[name] = (share * getattr(stored, name)).mean(0)
         else:
             p = [1 / len(values)] * len(values) if kind.accumulates else shares
             arrived[name] = torch.stack([share * value for share, value in zip(p, values, strict=True)]).sum(0)
