@@ -55,11 +55,19 @@ def check_site(site: Site, *, offline: bool = False) -> Iterator[Finding]:
         offline: leave the server alone.
     """
     checks: tuple[Check, ...] = (_versions, _experiment, _data, _keys, _authority, _disk, _port)
+    said: set[Finding] = set()
     for check in checks if offline else (*checks, _server):
-        try:
-            yield from check(site)
-        except FedloomError as error:
-            yield Finding("refused", f"{error}")
+        for finding in _found(check, site):
+            if finding not in said:
+                said.add(finding)
+                yield finding
+
+
+def _found(check: Check, site: Site) -> Iterator[Finding]:
+    try:
+        yield from check(site)
+    except FedloomError as error:
+        yield Finding("refused", f"{error}")
 
 
 def _versions(site: Site) -> Iterator[Finding]:
