@@ -212,6 +212,33 @@ def test_list_describe_schema_data_report(finished: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (["run", "{file}", "--out", "{blocked}"], "is a file"),
+        (["tune", "{file}", "--out", "{blocked}"], "is a file"),
+        (["report", "{run}", "--out", "{blocked}/x.html"], "Not a directory"),
+        (["report", "{run}", "--out", "{run}"], "one HTML file"),
+        (["report", "{run}", "--out", "comparison"], "one HTML file"),
+        (["export", "{run}", "--method", "flame", "--client", "0", "--out", "{run}"], "Is a directory"),
+        (["reproduce", "flame-figure12", "--scale", "smoke", "--out", "{blocked}"], "Not a directory"),
+    ],
+)
+def test_output_that_cannot_be_written_is_said(
+    command: list[str], reason: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "small.toml").write_text(SMALL)
+    (tmp_path / "blocked").write_text("kept")
+    monkeypatch.chdir(tmp_path)
+    names = {"file": "small.toml", "blocked": "blocked", "run": str(finished)}
+    done = RUNNER.invoke(app, [word.format(**names) for word in command])
+    assert done.exit_code in (1, 2)
+    assert reason in done.output
+    assert done.output.count("error: ") == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["blocked", "small.toml"]
+    assert (tmp_path / "blocked").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
     ("module", "command", "extra"),
     [
         ("optuna", ["tune", "small.toml"], "tune"),

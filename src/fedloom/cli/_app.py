@@ -34,6 +34,11 @@ def errors() -> Iterator[None]:
     except FedloomError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
+    except OSError as error:
+        if error.filename is None:
+            raise
+        typer.echo(f"error: {error.filename}: {error.strerror}; check the path and its permissions", err=True)
+        raise typer.Exit(1) from None
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:

@@ -17,7 +17,7 @@ from fedloom.errors import ClientError, RunDirError
 from fedloom.experiment.outputs import Outcome, write_inspection, write_settings, write_summary, write_tables
 from fedloom.experiment.schema import Experiment, Method
 from fedloom.experiment.telling import PAUSE, Line, Now, Tell, Teller
-from fedloom.running.files import file_name, lock, make_folder
+from fedloom.running.files import file_name, is_unused, lock, make_folder
 from fedloom.running.inspection import check_inspection
 from fedloom.running.parallel import Pool, cores
 from fedloom.running.ranks import ALONE, Ranks
@@ -180,7 +180,7 @@ def _clear(out: Path) -> None:
 
 def _check_directory(out: Path, experiment: Experiment | None) -> None:
     """Refuse what is not a run directory, or one of another experiment; methods and seeds may be added or left out."""
-    if not out.exists() or all(path.name.startswith(".") for path in out.iterdir()):
+    if is_unused(out):
         return
     settings = out / "experiment.toml"
     if not settings.exists():

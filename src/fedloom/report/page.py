@@ -12,6 +12,7 @@ from pathlib import Path
 
 import vl_convert
 
+from fedloom.errors import ConfigError
 from fedloom.report import sections
 from fedloom.report.charts import figures
 from fedloom.report.figure import VEGA_LITE, Figure, theme
@@ -71,7 +72,10 @@ def write(run_dirs: Sequence[Path], out: Path) -> Path:
 
     Raises:
         RunDirError: a directory is not a run, or one of its files is damaged; nothing is written.
+        ConfigError: ``out`` does not end in ``.html``.
     """
+    if out.suffix.lower() not in (".html", ".htm") or out.is_dir():
+        raise ConfigError(f"a report is one HTML file, got {out}; give a name such as {out.with_suffix('.html')}")
     runs = read_runs(run_dirs)
     rows = rows_of(runs)
     shown = figures(runs, rows)

@@ -137,6 +137,13 @@ def make_folder(folder: Path) -> None:
             _fsync_folder(path.parent)
 
 
+def is_unused(folder: Path) -> bool:
+    """Whether a folder is missing, or has nothing but hidden files; a `RunDirError` if it is no folder."""
+    if folder.exists() and not folder.is_dir():
+        raise RunDirError(f"{folder} is a file; the output is a folder: choose another --out")
+    return not folder.exists() or all(path.name.startswith(".") for path in folder.iterdir())
+
+
 def write_atomic(path: Path, content: Buffer | Callable[[io.RawIOBase], object]) -> None:
     """Replaces a file as a whole: after a crash at any moment it has its old content or the new one.
 

@@ -17,7 +17,7 @@ from fedloom.experiment.schema import Method
 from fedloom.experiment.tables import dump
 from fedloom.experiment.tuning import Dimension
 from fedloom.running.distributed import check_alone
-from fedloom.running.files import file_name, lock, make_folder, write_atomic
+from fedloom.running.files import file_name, is_unused, lock, make_folder, write_atomic
 from fedloom.running.parallel import Pool, cores
 from fedloom.running.signals import interruptible
 from fedloom.running.timing import samples_per_round
@@ -216,7 +216,7 @@ class Tuning:
         tune = {**dump(self.tune), "space": spaces, "seeds": list(self.goal.seeds), "rounds": self.goal.rounds}
         now = tomllib.loads(tomli_w.dumps({**settings, "tune": tune}))
         path = self.out / "search.toml"
-        there = self.out.exists() and any(not p.name.startswith(".") for p in self.out.iterdir())
+        there = not is_unused(self.out)
         if there and not path.exists():
             raise RunDirError(f"{self.out} is not empty and holds no search (no search.toml); choose another --out")
         if there and not force:
