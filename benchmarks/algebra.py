@@ -80,7 +80,7 @@ class Inside:
 
 
 FUNCTIONS = {kind: Inside(kind, OWN) for kind in {*ALGORITHMS.values()}}
-PLANS = Inside(Work, ("plan", "_pieces"))
+PLANS = Inside(Work, ("plan", "pieces"))
 
 
 class Run:

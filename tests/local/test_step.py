@@ -9,7 +9,7 @@ import torch
 from engine_cases import CASES, TOLERANCE, M, Problem, make_work
 from torch import Tensor
 
-from fedloom.local import Batch, Local, Work, add_full_grad_, descend, step_, where_moved
+from fedloom.local import Batch, Local, Work, descend, step_, where_moved
 
 RATES = torch.arange(1.0, M + 1, dtype=torch.float64)[:, None] / 10
 
@@ -55,7 +55,7 @@ def test_a_rate_of_zero_moves_nothing(problem: Problem) -> None:
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_a_full_gradient_is_added(problem: Problem, decay: float) -> None:
     work, out = work_of(problem, weight_decay=decay), problem.rows.clone()
-    got = add_full_grad_(out, problem.start, work)
+    got = work.add_full_grad_(out, problem.start)
     assert got is out
     torch.testing.assert_close(out, problem.rows + work.full_grad(problem.start), **TOLERANCE)
 

@@ -36,7 +36,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Kept
-from fedloom.local import Ctx, Work, add_full_grad_, iterate
+from fedloom.local import Ctx, Work, iterate
 from fedloom.rows.algebra import norm
 
 
@@ -103,7 +103,7 @@ class FedADMMInexact(Algorithm):
             return s
 
         def residual_(out: Tensor, w: Tensor, y: Tensor, work: Work) -> Tensor:  # g_i + pi_i + sigma (x_i - x)
-            return add_full_grad_(torch.add(y, w, alpha=self.rho, out=out).sub_(towards), w, work)
+            return work.add_full_grad_(torch.add(y, w, alpha=self.rho, out=out).sub_(towards), w)
 
         def close(s: _Solve, work: Work) -> Tensor:
             return norm(s.residual).square() < s.eps * work.layout.d  # ||.||^2 < eps_i d

@@ -2,7 +2,6 @@
 
 from fedloom.local.context import Ctx, Nothing
 from fedloom.local.descend import Pull, descend
-from fedloom.local.gradient import add_full_grad_
 from fedloom.local.iterate import iterate
 from fedloom.local.plan import Batch
 from fedloom.local.settings import Local
@@ -19,7 +18,6 @@ __all__ = [
     "Pull",
     "SvrgResult",
     "Work",
-    "add_full_grad_",
     "descend",
     "iterate",
     "step_",

@@ -1,4 +1,4 @@
-"""Full gradients in place, and gradient_descent: steps with a stop rule on directions already computed."""
+"""gradient_descent: full gradient steps with a stop rule on directions already computed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,6 @@ if TYPE_CHECKING:
     from fedloom.local.descend import Pull
     from fedloom.local.svrg import Until
     from fedloom.local.work import Work
-
-
-def add_full_grad_(out: Tensor, w: Tensor, work: Work) -> Tensor:
-    """``out <- out + grad f_i(w)`` as `Work.full_grad` has it, ``[m, d]``; returns ``out``, which is not ``w``."""
-    for piece in work._pieces():
-        work.addgrad_(out, w, piece, 1.0, 1.0)
-    decay = work.local.weight_decay
-    return out.add_(w, alpha=decay) if decay else out
 
 
 class DescentResult(NamedTuple):
@@ -72,7 +64,7 @@ def gradient_descent(
         steady = steady - per_client(k, m, w) * x
 
     def direction(w: Tensor, work: Work, mu: Tensor, steady: Tensor) -> Tensor:
-        return add_full_grad_(torch.addcmul(steady, w, mu), w, work)
+        return work.add_full_grad_(torch.addcmul(steady, w, mu), w)
 
     def step(rows: _Rows, work: Work) -> _Rows:
         w = rows.w.sub_(rows.direction, alpha=rate)

@@ -117,16 +117,19 @@ class Work:
     def full_grad(self, w: Tensor) -> Tensor:
         """Gradient of f_i over the whole training part at ``w``, weight decay included, ``[m, d]``."""
         w = each_client(w, self.m)
-        g = torch.zeros_like(w, memory_format=torch.contiguous_format)
-        for piece in self._pieces():
-            self.addgrad_(g, w, piece, 1.0, 1.0)
-        return g.add_(w, alpha=self.local.weight_decay) if self.local.weight_decay else g
+        return self.add_full_grad_(torch.zeros_like(w, memory_format=torch.contiguous_format), w)
+
+    def add_full_grad_(self, out: Tensor, w: Tensor) -> Tensor:
+        """``out <- out + full_grad(w)``, both ``[m, d]``; returns ``out``, which is not ``w``."""
+        for piece in self.pieces():
+            self.addgrad_(out, w, piece, 1.0, 1.0)
+        return out.add_(w, alpha=self.local.weight_decay) if self.local.weight_decay else out
 
     def loss(self, w: Tensor, batch: Batch | None = None) -> Tensor:
         """Mean loss (without weight decay) on ``batch``, or over the whole training part, ``[m, 1]``."""
         w = each_client(w, self.m)
         total = torch.zeros(self.m, 1, dtype=w.dtype, device=w.device)
-        for piece in self._pieces() if batch is None else [batch]:
+        for piece in self.pieces() if batch is None else [batch]:
             self.counts.forward.index_add_(0, self.slots, piece.count[:, 0])
             total = total + self.oracle.batch_loss(w, piece)
         return total
@@ -188,7 +191,8 @@ class Work:
         other.__dict__ = {**self.__dict__, **changes}
         return other
 
-    def _pieces(self) -> list[Batch]:
+    def pieces(self) -> list[Batch]:
+        """Batches that together are the client's whole training part, each weighted by its share of it."""
         longest = int(self.sizes.max())
         pieces = []
         for start in range(0, longest, PIECE):

@@ -193,7 +193,7 @@ def receive(job: Job, server: Any, task: TrainTask, down: Any, made: Made) -> Tr
     """
     up, info, told, model, new, residue, work = made
     ids = task.ids
-    counts = _counts(job, server, work, down, up, _width(info) + _width(told))
+    counts = _counts(job, server, work, down, up, sum(a.shape[1] for a in (info, told) if a is not None))
     accepted = usable((*up, *new), len(ids), job.engine.norm_bound)
     everyone = bool(accepted.all())
     if not everyone:
@@ -288,10 +288,6 @@ def _some(part: Any, which: Tensor) -> Any:
     if part is None or isinstance(part, Tensor):
         return None if part is None else part[which]
     return type(part)(*[f[which] for f in part])
-
-
-def _width(answer: Tensor | None) -> int:
-    return 0 if answer is None else answer.shape[1]
 
 
 def _counts(job: Job, server: Any, work: Tensor, down: Any, up: Any, answer: int) -> Tensor:
