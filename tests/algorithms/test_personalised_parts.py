@@ -380,6 +380,8 @@ def test_fedspa_without_steps_keeps_the_mask() -> None:
     fed, algorithm = Federation(p.oracle(noise=0.5), p.alpha, SGD), FedSpa()
     state = run(algorithm, p, 1)[-1]
     down = algorithm.down(state.server, None, fed.ctx(2, range(p.n)))
-    up, rows = algorithm.client(down, state.rows, fed.work(2, range(p.n), steps=0))
+    still = fed.work(2, range(p.n), steps=0)
+    up, rows = algorithm.client(down, state.rows, still)
     assert torch.equal(rows.mask, state.rows.mask)
     assert not up.dw.any()
+    assert not still.counts.backward.any()
