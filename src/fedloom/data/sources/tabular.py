@@ -154,7 +154,7 @@ def _numbers(cells: Cells, missing: NDArray[np.bool_], where: str, column: str, 
         row = next(k for k, gone in enumerate(missing.tolist()) if not gone and not _is_number(cells[k]))
         raise DataError(
             f"{where}: row {first + row}, column {column!r}: expected a finite number, got {cells[row]!r}; repair the "
-            "cell, or name the column in categorical or drop"
+            "cell, or say what the column is: label, users (whose row it is), categorical or drop"
         )
     return out
 
