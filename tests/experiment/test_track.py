@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from fedloom.cli import app
 from fedloom.errors import ConfigError
 from fedloom.experiment import Plan, parse
+from fedloom.experiment.execute import folder_of
 from fedloom.experiment.telling import Now
 from fedloom.experiment.track import TRACKERS, Tracker
 from fedloom.progress import shown
@@ -57,7 +58,7 @@ def recorded(out: Path, method: str, seed: int) -> Figures:
 def from_tensorboard(out: Path, label: str, seed: int) -> Iterator[tuple[tuple[int, str], float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    folder = out / "tracking" / f"{label.replace(' ', '-')}-{seed}"
+    folder = folder_of(out, "tracking", label, seed)
     assert len(list(folder.iterdir())) == 1
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
