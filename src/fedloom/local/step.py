@@ -18,7 +18,7 @@ def step_(
     batch: Batch,
     lr: float | Tensor,
     at: Tensor | None = None,
-    keep: float = 1.0,
+    keep: float | Tensor = 1.0,
     steady: Tensor | None = None,
 ) -> Tensor:
     """``w <- keep w - lr g(at) + steady`` in one pass; g is `Work.grad` on ``batch``, which is not formed.
@@ -29,7 +29,7 @@ def step_(
         batch: one batch of every client.
         lr: step size, a number or ``[m, 1]``.
         at: ``[m, d]`` where the gradient is taken; ``w`` before the step when None.
-        keep: factor of w.
+        keep: factor of w, a number or ``[m, 1]``.
         steady: ``[m, d]``, or None for zero.
 
     Returns:

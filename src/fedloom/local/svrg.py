@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedloom.local.iterate import iterate
 from fedloom.local.rows import each_client, per_client
+from fedloom.local.step import step_
 
 if TYPE_CHECKING:
     from fedloom.local.descend import Pull
@@ -34,14 +35,14 @@ class _Outer(NamedTuple):
     start: Tensor
     done: Tensor
     mu: Tensor
-    anchor: Tensor
+    steady: Tensor
 
 
 class _Inner(NamedTuple):
     w: Tensor
     snapshot: Tensor
-    direction: Tensor
-    mu: Tensor
+    keep: Tensor
+    steady: Tensor
     kept: Tensor
     pick: Tensor
 
@@ -82,12 +83,12 @@ def svrg(
     rate = work.lr if lr is None else lr
     w = each_client(w, m)
     mu = sum((per_client(k, m, w) for k, _ in pull), torch.zeros_like(w[:, :1]))
-    anchor = torch.zeros_like(w) if shift is None else -each_client(shift, m)
+    steady = torch.zeros_like(w) if shift is None else each_client(shift, m)
     for k, x in pull:
-        anchor = anchor + per_client(k, m, w) * x
+        steady = steady - per_client(k, m, w) * x
 
-    def direction(w: Tensor, work: Work, mu: Tensor, anchor: Tensor) -> Tensor:
-        return work.full_grad(w) + mu * w - anchor
+    def direction(w: Tensor, work: Work, mu: Tensor, steady: Tensor) -> Tensor:
+        return work.add_full_grad_(torch.addcmul(steady, w, mu), w)
 
     def sweep(rows: _Outer, work: Work) -> _Outer:
         count = work.epochs(1) if inner is None else torch.full((work.m, 1), inner)
@@ -97,20 +98,22 @@ def svrg(
                 for c, g in zip(count[:, 0].tolist(), work.rng((str(stream), work.k, "option II")), strict=True)
             ]
         )
-        at_snapshot = rows.direction
-        start = _Inner(rows.snapshot, rows.snapshot, at_snapshot, rows.mu, rows.snapshot, pick.to(w.device))
+        v, shrunk = rows.snapshot, rate * rows.mu
+        rest = torch.addcmul(-rate * rows.direction, v, shrunk)
+        start = _Inner(v.clone(), v, 1 - shrunk, rest, v.clone(), pick.to(w.device))
         snapshot = iterate(step, start, work, count, stream=(str(stream), work.k)).kept
-        now = direction(snapshot, work, rows.mu, rows.anchor)
+        now = direction(snapshot, work, rows.mu, rows.steady)
         return rows._replace(snapshot=snapshot, direction=now, done=rows.done + 1)
 
     def step(rows: _Inner, work: Work, batch: Batch) -> _Inner:
-        kept = torch.where(rows.pick == work.k, rows.w, rows.kept)
-        change = work.grad(rows.w, batch) - work.grad(rows.snapshot, batch)
-        moved = rows.w - rate * (change + rows.mu * (rows.w - rows.snapshot) + rows.direction)
-        return rows._replace(w=moved, kept=kept)
+        picked = (rows.pick[:, 0] == work.k).nonzero()[:, 0]
+        rows.kept[picked] = rows.w[picked]
+        step_(rows.w, work, batch, rate, keep=rows.keep, steady=rows.steady)
+        step_(rows.w, work, batch, -rate, at=rows.snapshot)
+        return rows
 
-    first = direction(w, work, mu, anchor)
-    rows = _Outer(w, first, first, torch.zeros(m, 1, dtype=torch.long, device=w.device), mu, anchor)
+    first = direction(w, work, mu, steady)
+    rows = _Outer(w, first, first, torch.zeros(m, 1, dtype=torch.long, device=w.device), mu, steady)
     stop = None if until is None else (lambda rows, _work: until(rows.direction, rows.start))
     end = iterate(sweep, rows, work, outer, batches=0, stream=stream, until=stop)
     return SvrgResult(end.snapshot, end.done)
