@@ -31,13 +31,19 @@ def shown(plan: Plan) -> Iterator[Tell]:
     if plan.ranks.rank > 0:
         yield lambda *_: None
         return
+    with counted(plan.rounds) as tell:
+        yield tell
+
+
+@contextmanager
+def counted(total: int) -> Iterator[Tell]:
+    """Shows the progress of runs that have ``total`` rounds together; gives the function to be told of every round."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _Lines(plan)
+        yield _Lines(total)
         return
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
     with Progress(*columns, TextColumn("{task.fields[figures]}"), console=console) as bars:
-        total = sum(method.rounds for method, _ in plan.runs)
         everything = bars.add_task("all runs", total=total, figures="")
         rows: dict[tuple[str, int], Any] = {}
         done: dict[tuple[str, int], int] = {}
@@ -62,9 +68,9 @@ def shown(plan: Plan) -> Iterator[Tell]:
 class _Lines:
     """Plain lines: one for every run that ends, and one every few seconds of a long one."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, total: int) -> None:
         self.start = self.last = time.monotonic()
-        self.total = sum(method.rounds for method, _ in plan.runs)
+        self.total = total
         self.done: dict[tuple[str, int], int] = {}
         self.figures: dict[tuple[str, int], str] = {}
 

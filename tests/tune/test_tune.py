@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from searches import contents, tuning
 from typer.testing import CliRunner
 
 import fedloom as fl
@@ -20,7 +21,7 @@ from fedloom.algorithms import REGISTRY
 from fedloom.cli import app
 from fedloom.errors import RunDirError, RunStopped
 from fedloom.experiment import parse
-from fedloom.tune import Trial, Tuning
+from fedloom.tune import Trial
 from fedloom.tune.spaces import check_values, defaults, own_params, space_of, with_params
 from fedloom.tune.trials import Search
 
@@ -51,15 +52,6 @@ algorithm = "ditto"
 algorithm = "flame"
 """
 TWO = SMALL.replace('[[method]]\nalgorithm = "ditto"\n', "").replace('[[method]]\nalgorithm = "flame"\n', "")
-
-
-def tuning(text: str, out: Path, **more: Any) -> Tuning:
-    return Tuning(tomllib.loads(text), "small.toml", out, **more)
-
-
-def contents(out: Path) -> dict[str, bytes]:
-    names = [*sorted((out / "trials").glob("*.json")), out / "trials.csv", out / "tuned.toml", out / "tuning.md"]
-    return {path.name: path.read_bytes() for path in names}
 
 
 @pytest.fixture(scope="module")
@@ -318,14 +310,14 @@ def test_every_default_space_fits_its_method() -> None:
 def test_a_suggestion_depends_on_what_was_tried_only() -> None:
     experiment = parse({"data": {"source": "digits"}, "method": [{"algorithm": "fedprox"}]})
     space = space_of(experiment.methods[0], experiment.tune, "")
-    search = Search(space, True, 0, "fedprox", None, 5)
+    search = Search(space, True, 0, "fedprox", None, 5, 20)
     trials: list[Trial] = []
     for number in range(15):
         params = search.ask(trials).params
         assert search.ask(trials).params == params
         value = -abs(np.log10(params["local.lr"]) + 1)
         trials.append(Trial(number=number, params=params, state="complete", value=value, rounds=1, samples_backward=1))
-    other = Search(space, True, 1, "fedprox", None, 5).ask([])
+    other = Search(space, True, 1, "fedprox", None, 5, 20).ask([])
     assert other.params != trials[0].params
     best = search.best(trials)
     assert best is not None

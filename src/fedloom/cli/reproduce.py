@@ -76,7 +76,7 @@ def _run(
 ) -> bool:  # fmt: skip
     """Run one recipe and print its verdicts; whether the next may follow."""
     from fedloom.errors import DataError
-    from fedloom.progress import shown
+    from fedloom.progress import counted
     from fedloom.reproduce import reproduce as run
     from fedloom.reproduce.summary import read
     from fedloom.reproduce.verdicts import print_verdicts
@@ -91,7 +91,7 @@ def _run(
     try:
         done = run(
             recipe, scale, out / recipe.name / scale, results=results, data_dir=data_dir, seeds=seeds, only=only,
-            workers=workers if workers == "auto" else _count(workers), budget=budget, show=shown,
+            workers=workers if workers == "auto" else _count(workers), budget=budget, show=counted,
         )  # fmt: skip
     except DataError as error:
         if not several:

@@ -73,6 +73,11 @@ class Plan:
                 _clear(out)
             make_folder(out)
 
+    @property
+    def rounds(self) -> int:
+        """Rounds of all runs together."""
+        return sum(method.rounds for method, _ in self.runs)
+
     def run(self, tell: Tell = lambda *_: None, *, page: bool = True, tracker: Tracker | None = None) -> list[Outcome]:
         """Do what is missing, and write every file of the run directory, the report if ``page``.
 

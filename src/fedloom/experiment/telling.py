@@ -65,12 +65,12 @@ class Line:
     def __init__(self) -> None:
         self._queue: Any = get_context("fork").SimpleQueue()
 
-    def sender(self, run: int) -> Callable[[Now | None], None]:
-        """What a process that does the run with this number sends by; None is the end of the run."""
+    def sender(self, run: Any) -> Callable[[Now | None], None]:
+        """What a process sends by that does the run of this number or name; None is the end of the run."""
         return lambda now: self._queue.put((run, now))
 
     @contextmanager
-    def heard(self, hear: Callable[[int, Now | None], None]) -> Iterator[None]:
+    def heard(self, hear: Callable[[Any, Now | None], None]) -> Iterator[None]:
         """While it is open, a thread passes on every message."""
 
         def listen() -> None:

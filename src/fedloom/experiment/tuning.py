@@ -38,7 +38,9 @@ Space = Mapping[str, Dimension]
 class Tune(Value):
     """How hyper-parameters are looked for: the same number of trials and the same work for every method."""
 
-    trials: int = Field(20, ge=1, description="settings tried per method")
+    trials: int = Field(
+        20, ge=1, description="settings tried per method; lists with no more settings than that are gone through whole"
+    )
     rounds: int | None = Field(
         None,
         ge=1,
@@ -50,17 +52,22 @@ class Tune(Value):
     metric: str | None = Field(
         None, description="validation metric, mean over clients; the first of accuracy, auroc, r2, loss if not given"
     )
-    model: Literal["auto", "global", "personal", "hybrid"] = Field(
-        "auto", description="the model that is scored; auto is the personal one where the method has it"
+    model: Literal["auto", "global", "personal", "hybrid", "mean"] = Field(
+        "auto",
+        description="the model that is scored; auto is the personal one where the method has it, mean scores both the "
+        "global and the personal one where the method has both",
     )
     prune: bool = Field(
         True, description="stop a trial that is below the median of the complete ones at the same point"
     )
     startup: int = Field(5, ge=1, description="trials that run to their end before any is stopped")
     equal_work: bool = Field(
-        True, description="give each method in the tuned file the rounds that cost what `rounds` of plain training cost"
+        True,
+        description="give each trial, and each method in the tuned file, the rounds that cost what `rounds` of plain "
+        "training cost; false: `rounds` rounds, or those that the method's own table asks for",
     )
     seed: NonNegativeInt = Field(0, description="of the search itself")
+    defaults: bool = Field(True, description="look for the settings of the default spaces too; false: of `space` only")
     space: dict[str, dict[str, Dimension]] = Field(
         {}, description="per method (label or algorithm; all for every one): setting = [choices] or {low, high, log}"
     )

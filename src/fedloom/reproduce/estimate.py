@@ -27,7 +27,7 @@ from fedloom.experiment.bench import duration
 from fedloom.experiment.schema import Method
 from fedloom.local import Local
 from fedloom.models import MLP, ModelSpec
-from fedloom.reproduce.choices import candidates, first
+from fedloom.reproduce.choices import candidates, first, rounds_of
 from fedloom.reproduce.execute import experiment
 from fedloom.reproduce.page import state
 from fedloom.reproduce.recipe import Recipe, Scale
@@ -72,13 +72,12 @@ def minutes(recipe: Recipe, scale: Scale) -> float:
         if recipe.paper.samples is not None and scale != "smoke":
             data = data._replace(train=recipe.paper.samples, test=0)
         clients, samples = _sizes(document, data)
-        options = document.get("choose", {})
         for method, table in zip(plan.methods, document["method"], strict=True):
             gradients = _gradients(method, samples / clients) * _cohort(method, clients)
             seconds = gradients * _speed(plan, method, data, min(clients, 10), samples / clients)
             trials = len(candidates(table)) if scale != "smoke" and len(candidates(table)) > 1 else 0
-            trials = 0 if number and options.get("once") else trials
-            rounds = method.rounds * len(plan.head.seeds) + trials * options.get("rounds", method.rounds)
+            trials = 0 if number and document.get("choose", {}).get("once") else trials
+            rounds = method.rounds * len(plan.head.seeds) + trials * rounds_of(document, table)
             total += seconds * rounds
     return total / 60
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.algorithms import Composition
+from fedloom.errors import RunStopped, Stop
 from fedloom.experiment import Experiment, Plan, parse
 from fedloom.experiment.schema import Method
 from fedloom.experiment.telling import Now, Tell
@@ -19,22 +21,22 @@ from fedloom.reproduce import summary as summaries
 from fedloom.reproduce.as_published import AS_PUBLISHED
 from fedloom.reproduce.choices import (
     TRIALS,
-    best,
+    check_folder,
     chosen,
     first,
     open_methods,
     read_choices,
-    trial,
+    search_of,
     trials_of,
     write_choices,
 )
-from fedloom.reproduce.recipe import Recipe, Scale, label_of
+from fedloom.reproduce.recipe import Recipe, Scale
 from fedloom.reproduce.summary import Summary, folder_of
 from fedloom.running.distributed import check_alone
 from fedloom.values import choose
 
-Show = Callable[[Plan], AbstractContextManager[Tell]]
-"""Shows the progress of a plan."""
+Show = Callable[[int], AbstractContextManager[Tell]]
+"""Shows the progress of runs that have so many rounds together."""
 
 
 def experiment(document: Mapping[str, Any], where: str, workers: int | str = 1) -> Experiment:
@@ -73,7 +75,8 @@ class Budget:
 
         def watched(label: str, seed: int, rounds: int, now: Now | None) -> None:
             tell(label, seed, rounds, now)
-            if self.left <= 0 and not (now is None and self._asked):
+            here = threading.current_thread() is threading.main_thread()  # else all other processes are asked as one
+            if self.left <= 0 and (here or not self._asked):
                 self._asked = True
                 signal.raise_signal(signal.SIGINT)
 
@@ -113,9 +116,16 @@ def reproduce(
     Raises:
         DataError: the data are missing.
         ConfigError: the recipe has no such method, or torchrun has started several ranks.
+        RunDirError: the folder holds something else, or settings that an earlier version chose.
+        ModuleNotFoundError: settings are to be chosen, and Optuna is not installed.
     """
     check_alone("a recipe")
     budget, documents = budget or Budget(), recipe.at(scale, seeds, only)
+    if scale != "smoke" and any(open_methods(document, {}) for document in documents.values()):
+        import fedloom.tune  # noqa: F401 (without Optuna nothing is begun)
+
+        for variant, document in documents.items():
+            check_folder(out / TRIALS / trials_of(document, folder_of(variant)))
     command = shlex.join(
         ["fedloom", "reproduce", recipe.name, "--scale", scale]
         + (["--seeds", ",".join(map(str, seeds))] if seeds else [])
@@ -125,8 +135,9 @@ def reproduce(
     for variant, document in documents.items():
         folder = out / folder_of(variant)
         with summaries.counted(out, variant):
+            chooses = next(iter(documents.values())) if document.get("choose", {}).get("once") else document
             ended = budget.left > 0 and _variant(
-                recipe, scale, variant, document, folder, data_dir, workers, budget, show
+                recipe, scale, variant, document, chooses, folder, data_dir, workers, budget, show
             )
         done = summaries.summarise(recipe, scale, command, documents, out)
         if done is not None and results is not None:
@@ -137,26 +148,39 @@ def reproduce(
 
 
 def _variant(
-    recipe: Recipe, scale: Scale, variant: str, document: dict[str, Any], folder: Path, data_dir: Path | None,
-    workers: int | str, budget: Budget, show: Show | None,
+    recipe: Recipe, scale: Scale, variant: str, document: dict[str, Any], chooses: dict[str, Any], folder: Path,
+    data_dir: Path | None, workers: int | str, budget: Budget, show: Show | None,
 ) -> bool:  # fmt: skip
-    """Run one variant; whether it came to its end."""
+    """Run one variant with the settings that are chosen on the document ``chooses``; whether it came to its end."""
     where = f"recipe {recipe.name}, {variant}"
 
-    def run(document: Mapping[str, Any], place: Path, *, page: bool = False) -> bool:
-        plan = Plan(experiment(document, where, workers), place, data_dir)
-        shown: AbstractContextManager[Tell] = show(plan) if show else nullcontext(lambda *_: None)
-        with shown as tell:
+    def shown(rounds: int) -> AbstractContextManager[Tell]:
+        return show(rounds) if show else nullcontext(lambda *_: None)
+
+    def run(document: Mapping[str, Any], *, page: bool = False) -> bool:
+        plan = Plan(experiment(document, where, workers), folder, data_dir)
+        with shown(plan.rounds) as tell:
             return all(outcome.status != "interrupted" for outcome in plan.run(budget.watch(tell), page=page))
 
+    def search(place: Path) -> bool:
+        from fedloom.tune import Tuning
+
+        def read(document: Mapping[str, Any], where: str) -> Experiment:
+            return experiment(document, where, workers)
+
+        tuning = Tuning(search_of(chooses), where, place, data_dir, read=read)
+        with shown(tuning.rounds) as tell:
+            try:
+                write_choices(place, chooses, tuning.run(watch=budget.watch(tell), tuned=False))
+            except RunStopped as stopped:
+                if stopped.reason is not Stop.INTERRUPTED:
+                    raise
+                return False
+        return True
+
     if scale == "smoke":
-        return run(first(document), folder)
+        return run(first(document))
     trials = folder.parent / TRIALS / trials_of(document, folder.name)
-    known = read_choices(trials)
-    for method in open_methods(document, known):
-        place = trials / folder_of(label_of(method))
-        if not run(trial(document, method), place):
-            return False
-        known |= {label_of(method): best(place)}
-        write_choices(trials, known)
-    return run(chosen(document, known), folder, page=True)
+    if open_methods(chooses, read_choices(trials, chooses)) and not search(trials):
+        return False
+    return run(chosen(document, read_choices(trials, chooses)), page=True)

@@ -24,8 +24,8 @@ the summaries in `results/`; nothing on it is typed.
   Holm's correction over all comparisons of the table), *does not hold* when one is significant the other way, and is
   *not decidable at this scale* otherwise, always so with fewer than five seeds.
 - Methods of a table have the same partition, cohorts, initial model and batches per seed; their gradients are counted
-  below each table. What is left to choose is chosen on validation data of one seed, with the same number of candidates
-  per method.
+  below each table. What is left to choose is chosen by `fedloom tune` (Optuna, seeded) on validation data of one seed:
+  every candidate of a method is one trial, and the methods of a recipe have the same number of them.
 """
 
 

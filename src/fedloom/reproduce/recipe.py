@@ -10,7 +10,8 @@ A recipe is an experiment file with more tables:
   variants there is one, called ``all``; ``variants = [...]`` keeps these and leaves out the base's others.
 - ``[scale.NAME]``: changes for smoke, laptop or full, on top of a variant's; ``variants`` and ``methods`` leave some
   out, ``options.LABEL`` changes one method, ``budget`` is in core-minutes, ``says`` is the sentence for the report.
-- ``choose = {KEY = [values]}`` in a ``[[method]]``: values of which one is chosen on validation data; `choices`.
+- ``choose = {KEY = [values]}`` in a ``[[method]]``: values of which one is chosen on validation data, by
+  `fedloom.tune`; `choices`.
 - ``as_published = true`` in a ``[[method]]``: the variant of the method in its public code; `as_published`.
 """
 

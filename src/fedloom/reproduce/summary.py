@@ -69,7 +69,7 @@ def summarise(recipe: Recipe, scale: Scale, command: str, documents: Mapping[str
         versions = run.options["resolved"]["versions"]
         numbers[variant] = _numbers(recipe, document, run)
         trials = trials_of(document, folder.name)
-        known = {} if trials != folder.name and chosen else read_choices(out / TRIALS / trials)
+        known = {} if trials != folder.name and chosen else read_choices(out / TRIALS / trials, document)
         chosen |= {variant: known} if known else {}
         wanted = {(label_of(m), seed) for m in document["method"] for seed in document["seeds"]}
         ended = {(r.method, r.seed): r for r in run.summary.runs if r.status != "interrupted"}

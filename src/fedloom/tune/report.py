@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from fedloom.tune.trials import Trial
 
 
-def write_report(out: Path, name: str, tune: Tune, goal: Goal, found: Sequence[Found]) -> None:
-    """Write the three files."""
+def write_report(out: Path, name: str, tune: Tune, goal: Goal, found: Sequence[Found], *, tuned: bool) -> None:
+    """Write the three files; ``tuned``: there is a ``tuned.toml`` to speak of."""
     write_atomic(out / "trials.csv", _csv(found).encode())
     write_atomic(out / "trials.svg", _chart(goal, found).svg().encode())
-    write_atomic(out / "tuning.md", "\n".join(_page(name, tune, goal, found)).encode())
+    write_atomic(out / "tuning.md", "\n".join(_page(name, tune, goal, found, tuned=tuned)).encode())
 
 
 def _csv(found: Sequence[Found]) -> str:
@@ -44,17 +44,15 @@ def _csv(found: Sequence[Found]) -> str:
     return text.getvalue()
 
 
-def _page(name: str, tune: Tune, goal: Goal, found: Sequence[Found]) -> list[str]:
+def _page(name: str, tune: Tune, goal: Goal, found: Sequence[Found], *, tuned: bool) -> list[str]:
     shown = named(goal.metric)
-    seeds = ", ".join(str(s) for s in goal.seeds)
+    budget = ("", "") if goal.samples is None else (" of the budget |", "---|")
     lines = [
         f"# Tuning of {name}",
         "",
-        f"Every method had {tune.trials} trials. A trial trains for the work of {goal.rounds} rounds of plain local "
-        f"training per seed ({goal.samples:,} samples_backward over seeds {seeds}), in as many of its own "
-        f"rounds as come nearest. It is scored by the validation {titled(shown)} after its last round, mean over "
-        "clients and seeds. "
-        "The test data were not read.",
+        f"Every method had {tune.trials} trials{_whole(found)}. {_work(goal, found)} It is scored by the validation "
+        f"{titled(shown)} after its last round, mean over clients and seeds"
+        f"{', and over the models of the table' if tune.model == 'mean' else ''}. The test data were not read.",
         "",
         "Trial 0 is the setting of the experiment file, where the search space holds it. "
         + (
@@ -67,27 +65,52 @@ def _page(name: str, tune: Tune, goal: Goal, found: Sequence[Found]) -> list[str
         "",
         "## Chosen",
         "",
-        f"| method | model | {titled(shown)} | setting | rounds | samples_backward | of the budget | pruned | failed |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| method | model | {titled(shown)} | setting | rounds | samples_backward |{budget[0]} pruned | failed |",
+        f"|---|---|---|---|---|---|{budget[1]}---|---|",
     ]
     for f in found:
         states = [t.state for t in f.trials]
         ends = f"{states.count('pruned')} | {states.count('failed')}"
-        if f.best is None:
-            lines.append(f"| {f.study.method.label} | {f.study.model} | - | no trial completed | - | - | - | {ends} |")
+        label, b = f.study.method.label, f.best
+        if b is None:
+            share = "" if goal.samples is None else " - |"
+            lines.append(f"| {label} | {f.study.model} | - | no trial completed | - | - |{share} {ends} |")
             continue
-        b = f.best
-        share = b.samples_backward / goal.samples
+        share = "" if goal.samples is None else f" {100 * b.samples_backward / goal.samples:.1f} % |"
         lines.append(
-            f"| {f.study.method.label} | {f.study.model} | {_value(b, goal)} | {b.setting} | {b.rounds} | "
-            f"{b.samples_backward:,} | {100 * share:.1f} % | {ends} |"
+            f"| {label} | {f.study.model} | {_value(b, goal)} | {b.setting} | {b.rounds} | "
+            f"{b.samples_backward:,} |{share} {ends} |"
         )
     lines += ["", "## Where was looked", "", "| method | setting | where | from |", "|---|---|---|---|"]
     for f in found:
         for key, dimension in f.study.space.items():
             source = _source(f.study.method.algorithm, f.study.method.label, key, tune)
             lines.append(f"| {f.study.method.label} | {key} | {_where(dimension)} | {source} |")
-    return [*lines, "", "All trials: [trials.csv](trials.csv). The experiment with what was chosen: `tuned.toml`.", ""]
+    more = " The experiment with what was chosen: `tuned.toml`." if tuned else ""
+    return [*lines, "", f"All trials: [trials.csv](trials.csv).{more}", ""]
+
+
+def _whole(found: Sequence[Found]) -> str:
+    """The part of a sentence on spaces that were gone through whole."""
+    spaces = [f"{f.study.method.label} ({len(f.trials)})" for f in found if f.study.search.whole]
+    if not spaces:
+        return ""
+    return (
+        f"; a space of lists that holds no more settings than that was gone through whole, every setting once, by "
+        f"Optuna's GridSampler: {', '.join(spaces)}"
+    )
+
+
+def _work(goal: Goal, found: Sequence[Found]) -> str:
+    """The sentence on how long a trial trains."""
+    seeds = ", ".join(str(s) for s in goal.seeds)
+    if goal.samples is not None:
+        return (
+            f"A trial trains for the work of {goal.rounds} rounds of plain local training per seed "
+            f"({goal.samples:,} samples_backward over seeds {seeds}), in as many of its own rounds as come nearest."
+        )
+    own = [f", of {f.study.method.label} {f.study.goal.rounds}" for f in found if f.study.goal.rounds != goal.rounds]
+    return f"A trial trains for {goal.rounds} rounds per seed{''.join(own)} (seeds {seeds}), whatever they cost."
 
 
 def _chart(goal: Goal, found: Sequence[Found]) -> Figure:

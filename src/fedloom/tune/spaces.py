@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -17,6 +17,8 @@ from fedloom.values import fields_of
 
 Params = Mapping[str, Any]
 """Values by setting, ``mu`` or ``local.lr``."""
+Read = Callable[[Mapping[str, Any], str], Experiment]
+"""(document, its name for messages) -> experiment; raises ConfigError."""
 ALL = "all"
 
 
@@ -34,7 +36,7 @@ def space_of(method: Method, tune: Tune, where: str) -> dict[str, Dimension]:
     Raises:
         ConfigError: a setting that the method has not.
     """
-    known, _ = defaults()
+    known = defaults()[0] if tune.defaults else {}
     own = [*fields_of(method.entry), *(f"local.{name}" for name in Local.model_fields)]
     space: dict[str, Dimension] = {}
     for table in (known, tune.space):
@@ -58,7 +60,9 @@ def check_names(experiment: Experiment, where: str) -> None:
             raise unknown("method", name, dict.fromkeys(there), f"{where}: [tune.space]")
 
 
-def check_values(document: Mapping[str, Any], place: int, space: Mapping[str, Dimension], where: str) -> None:
+def check_values(
+    document: Mapping[str, Any], place: int, space: Mapping[str, Dimension], where: str, read: Read = parse
+) -> None:
     """Refuse a space with a value that the method does not take.
 
     Raises:
@@ -67,7 +71,7 @@ def check_values(document: Mapping[str, Any], place: int, space: Mapping[str, Di
     for key, dimension in space.items():
         for value in (dimension.low, dimension.high) if isinstance(dimension, Range) else dimension:
             try:
-                parse(with_params(document, place, {key: value}), where)
+                read(with_params(document, place, {key: value}), where)
             except ConfigError as error:
                 raise ConfigError(f"{where}: [tune.space], {key} = {value!r} cannot be tried: {error}") from None
 

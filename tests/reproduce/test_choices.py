@@ -1,0 +1,243 @@
+"""What a recipe leaves to be chosen is chosen by `fedloom.tune`: every candidate once, as a plain run would score."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_recipe import TINY, tiny
+from typer.testing import CliRunner
+
+import fedloom as fl
+from fedloom.cli import app
+from fedloom.errors import RunDirError
+from fedloom.experiment import parse
+from fedloom.experiment.telling import Now, Tell
+from fedloom.reproduce import Recipe, estimate, recipe, recipes, reproduce
+from fedloom.reproduce.choices import candidates, open_methods, rounds_of, search_of
+from fedloom.reproduce.execute import experiment
+from fedloom.reproduce.recipe import SCALES, label_of, make_recipe, merged
+from fedloom.tune.spaces import space_of
+
+ALL = recipes()
+METHODS = [
+    {"algorithm": "fedavg", "choose": {"local.lr": [0.0001, 0.5, 0.05]}},
+    {"algorithm": "ditto", "rounds": 2, "choose": {"lam": [0.1], "local.lr": [0.5, 0.01, 0.1]}},
+    {"algorithm": "flame", "lam": 1.0},
+]
+
+
+def grid(**more: Any) -> Recipe:
+    return make_recipe("tiny", merged(TINY, {"method": METHODS, "choose": {"rounds": 3}, **more}))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    out = tmp_path_factory.mktemp("choices")
+    done = reproduce(grid(), "full", out, seeds=[3])
+    assert done is not None
+    return out, done
+
+
+# --- the grids of the recipes
+
+
+@pytest.mark.parametrize("name", [n for n in ALL if any("choose" in m for m in ALL[n].document["method"])])
+def test_a_search_has_the_recipes_grids_and_equal_trials_for_all_methods(name: str) -> None:
+    for scale in SCALES:
+        for document in ALL[name].at(scale).values():
+            if not open_methods(document, {}):
+                continue
+            search = experiment(search_of(document), name)
+            grids = {label_of(m): m["choose"] for m in document["method"] if "choose" in m}
+            assert {m.label: space_of(m, search.tune, "") for m in search.methods} == {
+                label: {key: tuple(values) for key, values in sorted(g.items())} for label, g in grids.items()
+            }
+            assert {len(candidates(m)) for m in open_methods(document, {})} == {search.tune.trials}
+            assert search.tune.seeds == (document["seeds"][0],)
+
+
+def test_a_grid_is_not_that_of_a_method_called_as_its_algorithm() -> None:
+    methods = [
+        {"algorithm": "fedavg", "choose": {"local.lr": [0.1, 0.2]}},
+        {"algorithm": "fedavg", "label": "other", "choose": {"server_lr": [1.0, 2.0]}},
+    ]
+    search = experiment(search_of({**tiny().document, "method": methods}), "")
+    assert [list(space_of(m, search.tune, "")) for m in search.methods] == [["local.lr"], ["server_lr"]]
+
+
+def test_an_estimate_counts_the_rounds_of_every_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = recipe("equitable-table2-mnist").at("full")["MNIST"]
+    rounds = {label_of(m): rounds_of(document, m) for m in document["method"]}
+    assert rounds.pop("centralized") == 100  # of its own
+    assert set(rounds.values()) == {25}
+    monkeypatch.setattr(estimate, "_speed", lambda *_: 60.0)
+    monkeypatch.setattr(estimate, "_gradients", lambda method, _samples: float(method.algorithm != "flame"))
+    runs = 4 * (4 + 2)  # clients, and rounds of fedavg and ditto per seed
+    trials = 4 * (3 * 3 + 3 * 2)
+    one = merged(TINY, {"method": METHODS, "choose": {"rounds": 3}, "seeds": [3, 4], "variants": ["few"]})
+    assert estimate.minutes(make_recipe("tiny", one), "full") == 2 * runs + trials
+
+
+# --- what is chosen
+
+
+def test_the_choice_is_the_best_score_of_plain_runs(whole: Any) -> None:
+    out, done = whole
+    for variant, document in grid().at("full", [3]).items():
+        assert list(done.choices[variant]) == ["fedavg", "ditto"]
+        for method in open_methods(document, {}):
+            choice = done.choices[variant][label_of(method)]
+            scores = {}
+            for text, table in candidates(method):
+                plain = {k: v for k, v in document.items() if k != "choose"}
+                made = parse({**plain, "method": [{"rounds": 3, **table}]})
+                fed = made.partition(made.source.load(), 3)
+                result = fl.simulate(**made.arguments(made.methods[0], fed, 3))
+                models = ("global", "personal") if label_of(method) == "ditto" else ("global",)
+                values = [float(result.final(model, "accuracy", "validation").nanmean()) for model in models]
+                scores[text] = round(sum(values) / len(values), 6)
+            assert list(choice["scores"].items()) == list(scores.items())
+            assert scores[choice["chosen"]] == max(scores.values())
+    run = parse({k: v for k, v in _settings(out / "few").items() if k != "resolved"})
+    assert [m.rounds for m in run.methods] == [4, 2, 4]
+    assert f"local.lr = {run.methods[0].local.lr}" == done.choices["few"]["fedavg"]["chosen"]
+    assert (out / "choose" / "few" / "tuning.md").exists()
+    assert not (out / "choose" / "few" / "tuned.toml").exists()
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    import tomllib
+
+    return tomllib.loads((folder / "experiment.toml").read_text())
+
+
+def test_the_first_variant_chooses_for_all_where_it_is_to(whole: Any, tmp_path: Path) -> None:
+    done = reproduce(grid(choose={"rounds": 3, "once": True}), "full", tmp_path, seeds=[3])
+    assert done is not None
+    assert done.choices == {"few": whole[1].choices["few"]}
+    assert [p.name for p in (tmp_path / "choose").iterdir()] == ["once"]
+    lrs = [_settings(tmp_path / variant)["method"][0]["local"]["lr"] for variant in ("few", "many")]
+    assert lrs[0] == lrs[1]
+
+
+def test_one_method_after_the_other_is_the_same(whole: Any, tmp_path: Path) -> None:
+    for only in (["ditto"], ["fedavg"], []):
+        done = reproduce(grid(), "full", tmp_path, seeds=[3], only=only)
+    assert done is not None
+    assert (done.numbers, done.choices) == (whole[1].numbers, whole[1].choices)
+
+
+def test_a_method_of_which_no_trial_completes_has_its_first_candidate(tmp_path: Path) -> None:
+    methods = [{"algorithm": "fedavg", "choose": {"local.lr": [1e25, 1e26]}}]
+    done = reproduce(
+        make_recipe(
+            "tiny", {**TINY, "method": methods, "paper": {**TINY["paper"], "columns": {}, "cells": {}, "claims": []}}
+        ),
+        "full",
+        tmp_path,
+        seeds=[3],
+    )
+    assert done is not None
+    assert done.choices["few"]["fedavg"] == {
+        "chosen": "local.lr = 1e+25",
+        "scores": {"local.lr = 1e+25": None, "local.lr = 1e+26": None},
+    }
+    assert len(done.failures) == 2
+
+
+# --- stopped and run again
+
+
+@pytest.mark.parametrize("at", [2, 10, 14])
+def test_a_run_stopped_within_a_trial_goes_on_there(at: int, whole: Any, tmp_path: Path) -> None:
+    told: list[tuple[str, int]] = []
+
+    @contextmanager
+    def show(_total: int) -> Iterator[Tell]:
+        def tell(label: str, _seed: int, _rounds: int, now: Now | None) -> None:
+            assert now is not None
+            told.append((label, now.round))
+            if len(told) == at:
+                signal.raise_signal(signal.SIGINT)
+
+        yield tell
+
+    reproduce(grid(), "full", tmp_path, seeds=[3], show=show)
+    assert len(told) == at
+    assert not (tmp_path / "few").exists()
+    done = reproduce(grid(), "full", tmp_path, seeds=[3], show=show)
+    trials = [run for run in told if ":" in run[0]]
+    assert len(set(trials)) == 3 * 3 + 3 * 2
+    assert len(trials) == 2 * len(set(trials))  # of two variants, and nothing twice
+    assert done is not None
+    assert (done.numbers, done.choices) == (whole[1].numbers, whole[1].choices)
+
+
+def test_a_run_killed_within_a_trial_goes_on(whole: Any, tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; sys.path.insert(0, 'tests/reproduce')\n"
+        "from test_choices import grid; from fedloom.reproduce import reproduce\n"
+        f"reproduce(grid(engine={{'checkpoint_every': 1e-9}}), 'full', Path({str(tmp_path)!r}), seeds=[3])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": "src", "FEDLOOM_CRASH_AT": "200"}
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True)
+    assert ended.returncode == 137, ended.stderr.decode()
+    there = tmp_path / "choose" / "few"
+    assert len(json.loads((there / "trials" / "fedavg.json").read_text())) > 0
+    assert list((there / "checkpoints").glob("*/*"))
+    done = reproduce(grid(engine={"checkpoint_every": 1e-9}), "full", tmp_path, seeds=[3])
+    assert done is not None
+    assert (done.numbers, done.choices) == (whole[1].numbers, whole[1].choices)
+
+
+def test_workers_choose_the_same(whole: Any, tmp_path: Path) -> None:
+    done = reproduce(grid(), "full", tmp_path, seeds=[3], workers=2)
+    assert done is not None
+    assert (done.numbers, done.choices) == (whole[1].numbers, whole[1].choices)
+
+
+# --- what is refused
+
+
+def test_trials_of_an_earlier_version_are_refused(tmp_path: Path) -> None:
+    old = tmp_path / "choose" / "many"
+    old.mkdir(parents=True)
+    (old / "choices.json").write_text(json.dumps({"fedavg": {"chosen": "local.lr = 0.5", "scores": {}}}))
+    with pytest.raises(RunDirError, match=r"many holds trials of an earlier version.*delete it"):
+        reproduce(grid(), "full", tmp_path, seeds=[3])
+    assert not (tmp_path / "few").exists()
+
+
+def test_other_candidates_are_another_search(tmp_path: Path) -> None:
+    small = [{"algorithm": "fedavg", "choose": {"local.lr": [0.1, 0.5]}}]
+    paper = {**TINY["paper"], "columns": {}, "cells": {}, "claims": []}
+    one = {**TINY, "method": small, "paper": paper, "variant": {"few": {}}}
+    reproduce(make_recipe("tiny", one), "full", tmp_path, seeds=[3])
+    other = {**one, "method": [{"algorithm": "fedavg", "choose": {"local.lr": [0.1, 0.2]}}]}
+    with pytest.raises(RunDirError, match="holds another search: tune.space.fedavg.local.lr was"):
+        reproduce(make_recipe("tiny", other), "full", tmp_path, seeds=[3])
+
+
+def test_optuna_is_asked_for_before_any_work_and_not_at_smoke_scale(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in [n for n in sys.modules if n.startswith("fedloom.tune")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(sys.modules["fedloom"], "tune", raising=False)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    where = ["--out", str(tmp_path / "out"), "--results", str(tmp_path / "results")]
+    result = CliRunner().invoke(app, ["reproduce", "fedacs-table2", "--scale", "full", *where])
+    assert result.exit_code == 2
+    assert "this needs optuna; install it with: pip install 'fedloom[tune]'" in result.output
+    assert not (tmp_path / "out").exists()
+    result = CliRunner().invoke(app, ["reproduce", "fedacs-table2", "--scale", "smoke", *where])
+    assert result.exit_code == 0, result.output
