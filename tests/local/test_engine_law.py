@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from engine_cases import CASES, TOLERANCE, M, Problem, Setting, oracles_of
+from engine_cases import CASES, TOLERANCE, M, Problem, Setting, make_work, oracles_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from fedloom.local import Local
+from fedloom.local.oracles import products
 
 SETTINGS = {
     "plain": Setting({"lr": 0.3}),
@@ -50,6 +55,44 @@ def test_every_oracle_trains_as_the_handwritten_loop(case: str, setting: str) ->
     for name in oracles_of(problem):
         got = problem.by_engine(problem.oracle(name), SETTINGS[setting])
         torch.testing.assert_close(got, expected, **TOLERANCE, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("setting", ["two epochs", "momentum", "clip", "pull and shift", "mask md", "all"])
+@pytest.mark.parametrize("case", ["softmax", "mlp", "mlp dropout"])
+def test_batched_products_train_as_compiled_ones(monkeypatch: pytest.MonkeyPatch, case: str, setting: str) -> None:
+    problem = Problem(CASES[case])
+    used: list[type[products.Products]] = []
+    for kind in (products.Batched, products.Compiled):
+        init = kind.__init__
+
+        def spy(self: products.Products, *args: Any, kind: type = kind, init: Any = init) -> None:
+            used.append(kind)
+            init(self, *args)
+
+        monkeypatch.setattr(kind, "__init__", spy)
+    compiled = problem.by_engine(problem.oracle("fused"), SETTINGS[setting])
+    assert set(used) == {products.Compiled}
+    used.clear()
+    monkeypatch.setattr(products.Compiled, "fits", lambda _: False)
+    batched = problem.by_engine(problem.oracle("fused"), SETTINGS[setting])
+    assert set(used) == {products.Batched}
+    torch.testing.assert_close(batched, compiled, **TOLERANCE)
+    torch.testing.assert_close(batched, problem.by_hand(SETTINGS[setting]), **TOLERANCE)
+
+
+def test_rows_that_are_scattered_in_memory_are_changed_in_place() -> None:
+    problem = Problem(CASES["mlp"])
+    oracle = problem.oracle("fused")
+    work = make_work(oracle, Local(batch_size="full"))
+    batch = work.plan("local", work.steps[:, 0]).batch(0)
+    w = problem.start.clone()
+    wide = torch.zeros(M, w.shape[1] + 3, dtype=w.dtype)
+    scattered = wide[:, :-3]
+    scattered.copy_(w)
+    work.addgrad_(w, w, batch, 0.5, -0.1)
+    work.addgrad_(scattered, scattered, batch, 0.5, -0.1)
+    torch.testing.assert_close(scattered, w, **TOLERANCE)
+    assert not wide[:, -3:].any()
 
 
 def test_fused_is_tested_on_what_it_can_do() -> None:

@@ -58,7 +58,7 @@ class Federation:
     notes: tuple[str, ...] = ()
     dtype: torch.dtype = torch.float32
     _flat: Tensor = field(init=False, repr=False)
-    _affine: tuple[float | Tensor, Tensor] | None = field(init=False, repr=False)
+    _affine: tuple[Tensor, Tensor] | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.data.prepare is not None:
@@ -110,13 +110,16 @@ class Federation:
 
     def fetch(self, index: Tensor) -> Tensor:
         """Samples at positions `index` [...], normalised: [..., *shape] of `dtype`. A new tensor each time."""
-        rows = torch.index_select(self._flat, 0, index.reshape(-1))
-        out = rows.to(self.dtype)
-        if self._affine is not None:
-            scale, shift = self._affine
-            if isinstance(scale, float):
-                torch.add(shift, out, alpha=scale, out=out)
-            else:
+        where = index.reshape(-1)
+        if self._affine is not None and self._flat.dtype == torch.uint8 and self._flat.device.type == "cpu":
+            from fedloom import kernels
+
+            out = torch.empty(len(where), self._flat.shape[1], dtype=self.dtype)
+            kernels.gather(self._flat.numpy(), where.numpy(), *(part.numpy() for part in self._affine), out.numpy())
+        else:
+            out = torch.index_select(self._flat, 0, where).to(self.dtype)
+            if self._affine is not None:
+                scale, shift = self._affine
                 torch.addcmul(shift, out, scale, out=out)
         return out.view(*index.shape, *self.data.shape)
 
@@ -183,8 +186,8 @@ class Federation:
         out["effective_classes"] = entropy(p).sum(1).exp().tolist()
         return out
 
-    def _scale_and_shift(self) -> tuple[float | Tensor, Tensor] | None:
-        """(x [/ 255] - mean) / std as x * scale + shift: a number where one pair does for all, else [p]."""
+    def _scale_and_shift(self) -> tuple[Tensor, Tensor] | None:
+        """(x [/ 255] - mean) / std as x * scale + shift, each [p]."""
         data = self.data
         unit = 1 / 255 if data.x.dtype == torch.uint8 else 1.0
         if data.mean is None and data.std is None and unit == 1.0:
@@ -193,7 +196,5 @@ class Federation:
         mean = one * 0 if data.mean is None else data.mean.double()
         std = one if data.std is None else data.std.double()
         scale, shift = torch.broadcast_tensors(unit / std, -mean / std)
-        if len(scale) == 1:
-            return float(scale), shift[0].to(self.dtype)
         repeat = self._flat.shape[1] // len(scale)
         return scale.repeat_interleave(repeat).to(self.dtype), shift.repeat_interleave(repeat).to(self.dtype)

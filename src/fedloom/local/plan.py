@@ -92,8 +92,9 @@ class Plan(NamedTuple):
 
     def batch(self, k: int) -> Batch:
         """The batch of every client in step ``k``, as narrow as its longest."""
-        count, width = self.count[k], self.width[k]
-        position, where = self.position[k, :, :width], self.where[k, :, :width]
+        position, where, count, width = self.position[k], self.where[k], self.count[k], self.width[k]
+        if width < position.shape[1]:
+            position, where = position[:, :width], where[:, :width]
         return Batch(position, where, count, self.ids, self.draw._replace(k=k), count, self.narrowest[k] == width)
 
 

@@ -1,12 +1,10 @@
 """Fused: linear layers and pointwise activations, all clients at once, no gradient ever written.
 
-The backward product of a layer adds straight into ``out`` (the parameters themselves in a step of SGD), one in-place
-batched matrix product per layer.
+The backward product of a layer adds straight into ``out`` (the parameters themselves in a step of SGD).
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.errors import Refused
-from fedloom.local.oracles.network import Network, Samples, scale_
+from fedloom.local.oracles.network import Network, Samples
+from fedloom.local.oracles.products import Batched, Compiled, Linear, Products
 from fedloom.models.dropout import Dropout
 
 if TYPE_CHECKING:
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
     from fedloom.tasks import Task
 
 aten = torch.ops.aten
-
-NARROW = 32
-"""Layers with at most as many outputs are computed as W x' rather than x W', which is faster for them on a CPU."""
 
 Backward = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
@@ -87,64 +83,41 @@ class Fused(Network):
             if isinstance(layer, nn.ReLU | nn.ELU | nn.SiLU):
                 layer.inplace = False
         self.chain = chain
-        self._parts = {name: [f"{name}.{part}" for part, _ in layer.named_parameters()] for name, layer in chain}
-        self._latest: tuple[weakref.ref[Tensor], dict[str, Tensor]] | None = None
-        self.first = next(k for k, (_, layer) in enumerate(chain) if isinstance(layer, nn.Linear))
+        self.linear = {name: Linear.of(self.layout, name) for name, layer in chain if isinstance(layer, nn.Linear)}
+        self.first = next(k for k, (name, _) in enumerate(chain) if name in self.linear)
 
     def addgrad_(
         self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None
     ) -> None:
         """One forward and backward pass; the weight gradient is added by the product itself."""
         data = Samples(self.fed, batch, self.dtype, self.augment)
-        masks = self._masks(batch, data.counts)
-        views = self._views(w)
-        targets = views if out is w else self.layout.tree(out)
-        added = {} if steady is None else self.layout.tree(steady)
-        values = self._forward(views, masks, data.x)
+        masks = self._masks(batch, data.counts) if self.dropouts else {}
+        kind = Compiled if Compiled.fits(out) else Batched
+        products = kind(self.layout, out, w, beta, alpha, steady)
+        values = self._forward(products, masks, data.x)
         delta = self.task.dloss(values[-1], data.y).mul_(data.weight.unsqueeze(-1))
         for k in range(len(self.chain) - 1, self.first - 1, -1):
             name, layer = self.chain[k]
-            if isinstance(layer, nn.Linear):
-                below = torch.bmm(delta, views[f"{name}.weight"]) if k > self.first else delta
-                _add_product_(targets[f"{name}.weight"], delta.transpose(1, 2), values[k], beta, alpha)
-                if layer.bias is not None:
-                    scale_(targets[f"{name}.bias"], beta).add_(delta.sum(1), alpha=alpha)
-                for part in self._parts[name] if added else ():
-                    targets[part].add_(added[part])
+            if name in self.linear:
+                linear = self.linear[name]
+                below = products.backward(linear, delta) if k > self.first else delta
+                products.add_gradient_(linear, delta, values[k])
                 delta = below
             elif isinstance(layer, Dropout):
                 delta = delta * masks[name].flatten(2) if name in masks else delta
             else:
                 delta = BACKWARD[type(layer)](layer, delta, values[k], values[k + 1])
 
-    def _views(self, w: Tensor) -> dict[str, Tensor]:
-        """The parameters of ``w`` by layer; those of the last ``w`` are kept, as steps of SGD change it in place."""
-        if self._latest is None or self._latest[0]() is not w:
-            self._latest = weakref.ref(w), self.layout.tree(w)
-        return self._latest[1]
-
-    def _forward(self, views: dict[str, Tensor], masks: dict[str, Tensor], x: Tensor) -> list[Tensor]:
+    def _forward(self, products: Products, masks: dict[str, Tensor], x: Tensor) -> list[Tensor]:
         """The input of every step of the chain, and the outputs of the last, each ``[m, b, .]``."""
         values = [x.flatten(2)]
         for name, layer in self.chain:
             h = values[-1]
-            if isinstance(layer, nn.Linear):
-                weight = views[f"{name}.weight"]
-                narrow = layer.out_features <= NARROW
-                h = torch.bmm(weight, h.mT).mT if narrow else torch.bmm(h, weight.mT)
-                if layer.bias is not None:
-                    h.add_(views[f"{name}.bias"].unsqueeze(1))
+            if name in self.linear:
+                h = products.forward(self.linear[name], h)
             elif isinstance(layer, Dropout):
                 h = h * masks[name].flatten(2) if name in masks else h
             elif not isinstance(layer, nn.Flatten):
                 h = layer(h)
             values.append(h)
         return values
-
-
-def _add_product_(target: Tensor, left: Tensor, right: Tensor, beta: float | Tensor, alpha: float) -> None:
-    """``target <- beta target + alpha left right``."""
-    if isinstance(beta, Tensor):
-        scale_(target, beta)
-        beta = 1.0
-    target.baddbmm_(left, right, beta=beta, alpha=alpha)

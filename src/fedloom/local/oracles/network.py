@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,17 +39,22 @@ class Samples:
         x: ``[m, b, *shape]``; some sample of the client where a batch is short.
         y: ``[m, b]`` or ``[m, b, k]``.
         weight: factor of every sample's loss, 0 where a batch is short; ``[m, b]``, or ``[m, 1]`` if none is.
-        counts: samples of each batch.
     """
 
     def __init__(self, fed: Federation, batch: Batch, dtype: torch.dtype, augment: Augment | None = None) -> None:
-        self.counts: list[int] = batch.count[:, 0].tolist()
+        self._batch = batch
         self.weight = batch.total.to(fed.device, dtype).reciprocal()
         if not batch.full:
             self.weight = self.weight * (batch.position >= 0).to(fed.device)
         self.x, self.y = fed.fetch(batch.where), fed.targets(batch.where)
         if augment is not None and batch.draw.stream != PASS:
             self.x = augment.apply(self.x, self._decisions(augment, batch))
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Samples of each batch."""
+        found: list[int] = self._batch.count[:, 0].tolist()
+        return found
 
     def _decisions(self, augment: Augment, batch: Batch) -> Tensor:
         """What is done to every sample ``[m, b, 3]``, from each client's own generator; nothing where none is."""

@@ -1,0 +1,135 @@
+"""The three products of a linear layer for many clients at once: outputs, gradient of the inputs, gradient of weights.
+
+`Compiled` is for the CPU (`fedloom.kernels`), `Batched` for accelerators, other precisions and scattered rows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.local.oracles.network import scale_
+from fedloom.rows.layout import Layout
+
+
+class Linear(NamedTuple):
+    """A layer: names of its weight and bias (None: it has none), the columns where they begin (-1), and its widths."""
+
+    weight: str
+    bias: str | None
+    weight_at: int
+    bias_at: int
+    inputs: int
+    outputs: int
+
+    @classmethod
+    def of(cls, layout: Layout, name: str) -> Linear:
+        """The layer of that name."""
+        weight, bias = f"{name}.weight", f"{name}.bias"
+        at = dict(zip(layout.names, layout.offsets, strict=True))
+        outputs, inputs = layout.shapes[layout.names.index(weight)]
+        return cls(weight, bias if bias in at else None, at[weight], at.get(bias, -1), inputs, outputs)
+
+
+class Products(ABC):
+    """The products of one pass over a network.
+
+    Args:
+        layout: shapes of the model.
+        out: ``[m, d]``, changed by `add_gradient_`; may be ``w``.
+        w: ``[m, d]`` parameters.
+        beta: factor of ``out``, a number or ``[m, 1]``; 0 forgets what it held, even if not finite.
+        alpha: factor of the gradient.
+        steady: ``[m, d]`` to add, or None.
+    """
+
+    @abstractmethod
+    def __init__(
+        self, layout: Layout, out: Tensor, w: Tensor, beta: float | Tensor, alpha: float, steady: Tensor | None
+    ) -> None: ...
+
+    @abstractmethod
+    def forward(self, layer: Linear, x: Tensor) -> Tensor:
+        """Outputs ``[m, b, o]`` on inputs ``[m, b, i]``."""
+
+    @abstractmethod
+    def backward(self, layer: Linear, delta: Tensor) -> Tensor:
+        """Gradient ``[m, b, i]`` with respect to the inputs; ``delta [m, b, o]`` is that of the outputs."""
+
+    @abstractmethod
+    def add_gradient_(self, layer: Linear, delta: Tensor, x: Tensor) -> None:
+        """``out <- beta out + alpha gradient + steady`` in the layer's columns."""
+
+
+class Batched(Products):
+    """By batched matrix products; the one for the weights works in place."""
+
+    def __init__(
+        self, layout: Layout, out: Tensor, w: Tensor, beta: float | Tensor, alpha: float, steady: Tensor | None
+    ) -> None:
+        self._parameters = layout.tree(w)
+        self._targets = self._parameters if out is w else layout.tree(out)
+        self._steady = {} if steady is None else layout.tree(steady)
+        self._beta, self._alpha = beta, alpha
+
+    def forward(self, layer: Linear, x: Tensor) -> Tensor:
+        h = torch.bmm(x, self._parameters[layer.weight].mT)
+        return h if layer.bias is None else h.add_(self._parameters[layer.bias].unsqueeze(1))
+
+    def backward(self, layer: Linear, delta: Tensor) -> Tensor:
+        return torch.bmm(delta, self._parameters[layer.weight])
+
+    def add_gradient_(self, layer: Linear, delta: Tensor, x: Tensor) -> None:
+        target, beta = self._targets[layer.weight], self._beta
+        if isinstance(beta, Tensor):
+            scale_(target, beta)
+            beta = 1.0
+        target.baddbmm_(delta.mT, x, beta=beta, alpha=self._alpha)
+        if layer.bias is not None:
+            scale_(self._targets[layer.bias], self._beta).add_(delta.sum(1), alpha=self._alpha)
+        for name in (layer.weight, layer.bias) if self._steady else ():
+            if name is not None:
+                self._targets[name].add_(self._steady[name])
+
+
+class Compiled(Products):
+    """By loops compiled for the CPU."""
+
+    def __init__(
+        self, layout: Layout, out: Tensor, w: Tensor, beta: float | Tensor, alpha: float, steady: Tensor | None
+    ) -> None:
+        from fedloom import kernels
+
+        self._loops = kernels
+        self._out = out.numpy()
+        self._w = self._out if out is w else w.contiguous().numpy()
+        self._alpha = self._w.dtype.type(alpha)
+        self._beta = np.empty(len(w), self._w.dtype)
+        self._beta[:] = beta.reshape(-1).numpy() if isinstance(beta, Tensor) else beta
+        added = w[:0] if steady is None else steady[:1] if steady.stride(0) == 0 else steady
+        self._steady = added.contiguous().numpy()
+
+    @staticmethod
+    def fits(out: Tensor) -> bool:
+        """Whether there are loops that can change these rows."""
+        return out.device.type == "cpu" and out.dtype in (torch.float32, torch.float64) and out.is_contiguous()
+
+    def forward(self, layer: Linear, x: Tensor) -> Tensor:
+        h = x.new_empty(*x.shape[:2], layer.outputs)
+        self._loops.forward(self._w, layer.weight_at, layer.bias_at, x.contiguous().numpy(), h.numpy())
+        return h
+
+    def backward(self, layer: Linear, delta: Tensor) -> Tensor:
+        below = delta.new_empty(*delta.shape[:2], layer.inputs)
+        self._loops.backward(self._w, layer.weight_at, delta.contiguous().numpy(), below.numpy())
+        return below
+
+    def add_gradient_(self, layer: Linear, delta: Tensor, x: Tensor) -> None:
+        self._loops.add_gradient(
+            self._out, layer.weight_at, layer.bias_at, delta.contiguous().numpy(), x.contiguous().numpy(),
+            self._beta, self._alpha, self._steady,
+        )  # fmt: skip
