@@ -235,6 +235,20 @@ def test_the_model_is_as_if_the_bad_client_were_not_there(tmp_path: Path) -> Non
     assert torch.equal(here.model(), without.model())
 
 
+def test_a_weight_below_zero_is_rejected(tmp_path: Path) -> None:
+    here = scene(tmp_path, "fedskip", **SMALL)
+    layout = Layout.from_shapes({"head.weight": (10, 64), "head.bias": (10,)})
+    codec = Codec(layout, {"w": Field((layout.d,), torch.float64), "seen": Field((1,), torch.float64)})
+
+    def bend(reply: Message) -> Message:
+        sent = codec.decode(upload(reply))
+        return changed(reply, BAD, arrays=[codec.encode({**sent, "seen": -sent["seen"]})])
+
+    assert run(here, bend) is Stop.DONE
+    assert [(r["client"], r["step"]) for r in here.audit("rejected", kind="train")] == [(BAD, 11)] * 2
+    assert "below zero" in here.audit("rejected", kind="train")[0]["reason"]
+
+
 def test_both_releases_are_named(tmp_path: Path) -> None:  # 34
     here = scene(tmp_path, "fedavg", **SMALL)
     run(here, with_head(release="0.0.1"), kind="hello")

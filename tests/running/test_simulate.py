@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from fedloom.algorithms import REGISTRY, Composition, FedAvg, FedDyn, Local, fedavg, upload_fields
+from fedloom.algorithms import REGISTRY, Composition, FedAvg, FedDyn, FedSkip, Local, fedavg, fedskip, upload_fields
 from fedloom.choose import (
     Availability,
     Bernoulli,
@@ -189,6 +189,22 @@ class Without(Sampler):
 
     def apply(self, state: Any, info: Any, ctx: Ctx) -> tuple[torch.Tensor, Any]:
         return ctx.ids[ctx.ids != 3], state
+
+
+class Boaster(FedSkip):
+    """FedSkip whose client 3 claims a number of samples below zero."""
+
+    def client(self, down: fedskip.Down, rows: Nothing, work: Work) -> tuple[fedskip.Up, Nothing]:
+        up, rows = super().client(down, rows, work)
+        return fedskip.Up(up.w, torch.where(work.ids[:, None] == 3, -1.0, up.seen)), rows
+
+
+def test_a_client_with_a_weight_below_zero_is_dropped(fed: Federation) -> None:
+    result = run(fed, Boaster(skip=1), sampler=Uniform())
+    assert [note for note in result.notes if "[3]" in note] == result.notes
+    assert len(result.notes) == 4
+    without = run(fed, FedSkip(skip=1), sampler=Without())
+    torch.testing.assert_close(result.models.rows("global"), without.models.rows("global"))
 
 
 def test_a_dropped_client_is_as_if_not_sampled_and_named(fed: Federation) -> None:

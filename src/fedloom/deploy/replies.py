@@ -239,6 +239,8 @@ class Judge:
             raise Rejected(11, f"the difference is {norm:.4g} long, at most {bound:.4g} is allowed")
         if not bool(usable((*sent.up,), 1, self._job.engine.norm_bound).all()):
             raise Rejected(11, f"a field is longer than engine.norm_bound = {self._job.engine.norm_bound}")
+        if any(bool((weight < 0).any()) for weight in self._job.weights(sent.up)):
+            raise Rejected(11, "a weight of the client's model is below zero")
         return norm
 
     def model(self, sent: Sent, down: Any) -> Tensor | None:

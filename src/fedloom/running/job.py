@@ -124,6 +124,11 @@ class Job:
         """Upload fields and their kinds."""
         return upload_fields(type(self.algorithm))
 
+    def weights(self, up: Any) -> list[Tensor]:
+        """The fields ``[m, 1]`` of an upload that weight others in the mean of what clients keep."""
+        named = {kind.weight for kind in self.fields.values() if isinstance(kind, Kept) and kind.weight is not None}
+        return [getattr(up, name) for name in sorted(named)]
+
     @cached_property
     def upload(self) -> Any:
         """Type of the upload."""

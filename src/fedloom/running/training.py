@@ -194,7 +194,7 @@ def receive(job: Job, server: Any, task: TrainTask, down: Any, made: Made) -> Tr
     up, info, told, model, new, residue, work = made
     ids = task.ids
     counts = _counts(job, server, work, down, up, sum(a.shape[1] for a in (info, told) if a is not None))
-    accepted = usable((*up, *new), len(ids), job.engine.norm_bound)
+    accepted = usable((*up, *new), len(ids), job.engine.norm_bound, job.weights(up))
     everyone = bool(accepted.all())
     if not everyone:
         up, new, info, told, model, residue = (_some(p, accepted) for p in (up, new, info, told, model, residue))
@@ -271,13 +271,16 @@ def _done(work: Work, steps: Tensor) -> Tensor:
     return torch.stack([work.counts.backward, work.counts.forward, steps], 1)
 
 
-def usable(fields: tuple[Tensor, ...], m: int, bound: float | None) -> Tensor:
-    """Rows ``[m]`` that are finite in every field, and whose norms are at most ``bound``."""
+def usable(fields: tuple[Tensor, ...], m: int, bound: float | None, weights: Sequence[Tensor] = ()) -> Tensor:
+    """Rows ``[m]`` that are finite in every field, with norms at most ``bound``, and no weight below zero."""
     norms = [torch.linalg.vector_norm(f, dim=1) for f in fields]
     if not norms:
         return torch.ones(m, dtype=torch.bool)
     largest = torch.stack(norms).amax(0).cpu()
-    return largest.isfinite() if bound is None else largest <= bound
+    found = largest.isfinite() if bound is None else largest <= bound
+    for weight in weights:
+        found &= (weight >= 0).all(1).cpu()
+    return found
 
 
 def _received(x: Tensor, which: Tensor) -> Tensor:
