@@ -106,9 +106,10 @@ class Plan:
 
     def _run_all(self, tell: Tell, *, alone: bool = True, interrupted: bool = False) -> list[Outcome]:
         outcomes = []
-        for method, seed in self.runs:
-            outcomes.append(self._run_one(method, seed, tell, alone=alone, advance=not interrupted))
-            interrupted |= outcomes[-1].status == "interrupted"
+        with interruptible() as asked:
+            for method, seed in self.runs:
+                outcomes.append(self._run_one(method, seed, tell, alone=alone, advance=not interrupted))
+                interrupted |= self.ranks.any(asked()) or outcomes[-1].status == "interrupted"
         return outcomes
 
     def _run_one(self, method: Method, seed: int, tell: Tell, *, alone: bool, advance: bool = True) -> Outcome:

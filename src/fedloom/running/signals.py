@@ -18,25 +18,31 @@ SAME = 1.0
 """Seconds within which a signal counts once."""
 
 
+class _Asked:
+    """Handler of the signal, and since when the user has been asking."""
+
+    since = math.inf
+
+    def __call__(self, _number: int, _frame: FrameType | None) -> None:
+        if time.monotonic() > self.since + SAME:
+            raise KeyboardInterrupt
+        self.since = min(self.since, time.monotonic())
+
+
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Gives a function that says whether the user has asked to stop.
+    """Gives a function that says whether the user has asked to stop; what is around it, if it asks too, hears of it.
 
     Outside the main thread signals cannot be caught, and it always says no.
     """
-    asked = math.inf
-
-    def ask(_number: int, _frame: FrameType | None) -> None:
-        nonlocal asked
-        if time.monotonic() > asked + SAME:
-            raise KeyboardInterrupt
-        asked = min(asked, time.monotonic())
-
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    before = signal.signal(signal.SIGINT, ask)
+    asked = _Asked()
+    before = signal.signal(signal.SIGINT, asked)
     try:
-        yield lambda: asked < math.inf
+        yield lambda: asked.since < math.inf
     finally:
         signal.signal(signal.SIGINT, before)
+        if isinstance(before, _Asked):
+            before.since = min(before.since, asked.since)

@@ -1,0 +1,59 @@
+"""Ctrl-C at any moment of an experiment: what runs is finished or saved, and nothing further is begun."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from fedloom.experiment import Plan, parse
+from fedloom.experiment.telling import Now
+from fedloom.running.signals import interruptible
+
+SMALL = {
+    "rounds": 3,
+    "seeds": [0, 1],
+    "data": {"source": "digits"},
+    "partition": {"kind": "iid", "clients": 3, "keep": 30},
+    "model": {"kind": "softmax"},
+    "engine": {"workers": 1},
+    "method": [{"algorithm": "fedavg"}, {"algorithm": "local"}],
+}
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_nothing_is_begun_after_an_interrupt(at: int, tmp_path: Path) -> None:
+    def tell(label: str, seed: int, _rounds: int, now: Now | None) -> None:
+        begun.add((label, seed))
+        if (label, seed) == ("fedavg", 0) and now is not None and now.round == at:
+            signal.raise_signal(signal.SIGINT)
+
+    begun: set[tuple[str, int]] = set()
+    outcomes = Plan(parse(SMALL, "small"), tmp_path / "out").run(tell, page=False)
+    assert begun == {("fedavg", 0)}
+    assert [o.status for o in outcomes] == ["done" if at == 3 else "interrupted", *["interrupted"] * 3]
+    outcomes = Plan(parse(SMALL, "small"), tmp_path / "out").run(page=False)
+    assert {o.status for o in outcomes} == {"done"}
+
+
+def test_what_is_around_hears_of_it() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with interruptible() as outer:
+        with interruptible() as inner:
+            signal.raise_signal(signal.SIGINT)
+            assert inner()
+            assert not outer()
+        assert outer()
+        with interruptible() as inner:
+            assert not inner()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_interrupt_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.running.signals.SAME", 0.0)
+    with interruptible() as asked, interruptible():
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert not asked()
