@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import numba
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -91,6 +95,31 @@ def test_gather_refuses_a_place_outside(place: int) -> None:
     data, one = np.zeros((4, 2), np.uint8), np.ones(2, np.float32)
     with pytest.raises(IndexError, match="position"):
         kernels.gather(data, np.array([0, place]), one, one, np.empty((2, 2), np.float32))
+
+
+def test_without_room_on_disk_nothing_is_kept_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def add(a: float, b: float) -> float:
+        return a + b
+
+    assert kernels.compiled(add)(1.0, 2.0) == 3.0
+    assert list(tmp_path.rglob("*.nbc"))
+    monkeypatch.setattr(kernels, "ROOM", 1 << 60)
+    assert kernels.compiled(add)(1, 2) == 3
+    assert len(list(tmp_path.rglob("*.nbc"))) == 1
+
+
+def test_without_a_folder_to_write_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    njit = numba.njit
+
+    def refuse(*, cache: bool = False, **flags: Any) -> Any:
+        if cache:
+            raise RuntimeError("cannot cache function")
+        return njit(**flags)
+
+    monkeypatch.setattr(numba, "njit", refuse)
+    assert kernels.compiled(lambda a: a + 1)(1) == 2
 
 
 def test_a_client_does_not_depend_on_who_shares_its_chunk() -> None:

@@ -11,7 +11,10 @@ layer and the batch alone: what a client gets does not depend on who shares its 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -23,12 +26,17 @@ FLAGS: dict[str, Any] = {
 }
 
 
+ROOM = 64 << 20
+"""Bytes that must be free for machine code to be kept on disk."""
+
+
 def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """The loop as machine code, kept on disk where the package's folder or the user's cache can be written."""
-    try:
-        return numba.njit(cache=True, **FLAGS)(loop)  # type: ignore[no-any-return]
-    except RuntimeError:
-        return numba.njit(**FLAGS)(loop)  # type: ignore[no-any-return]
+    """The loop as machine code, kept on disk where the package's folder or the user's cache has room for it."""
+    places = [place for place in (Path(__file__).parent, Path("~").expanduser()) if place.is_dir()]
+    if all(shutil.disk_usage(place).free >= ROOM for place in places):
+        with suppress(RuntimeError):  # of numba: neither can be written
+            return numba.njit(cache=True, **FLAGS)(loop)  # type: ignore[no-any-return]
+    return numba.njit(**FLAGS)(loop)  # type: ignore[no-any-return]
 
 
 @compiled
