@@ -72,9 +72,9 @@ def _section(recipe: Recipe, summary: Summary | None) -> Iterator[str]:
     yield from (f"## {recipe.name}", "", f"{paper.title}. Protocol: {paper.protocol}", "")
     if paper.reduced:
         yield from (f"Reduced: {paper.reduced}; so claims are judged, and no cell is.", "")
-    for unknown in paper.unknown:
+    for unknown in paper.open:
         yield f"- Not stated: {unknown.what}. Taken: {unknown.choice} ({unknown.reason})."
-    if paper.unknown:
+    if paper.open:
         yield ""
     if summary is None:
         yield f"Not run. Command: `fedloom reproduce {recipe.name}`"

@@ -87,6 +87,7 @@ class Paper(Value):
     )
     claims: tuple[Claim, ...] = ()
     unknown: tuple[Unknown, ...] = ()
+    stated: tuple[str, ...] = Field((), description="unknowns of the base that are known here")
     reduced: str | None = Field(None, description="how much less data there is than in the protocol, as a factor")
     samples: int | None = Field(None, ge=1, description="samples of the reduced data")
     tried: tuple[str, ...] = Field((), description="what was tried where a claim does not hold")
@@ -102,7 +103,15 @@ class Paper(Value):
         for variant, row in self.cells.items():
             if len(row) != len(self.columns):
                 raise ValueError(f"cells of {variant!r}: {len(row)} for {len(self.columns)} columns")
+        foreign = set(self.stated) - {u.what for u in self.unknown}
+        if foreign:
+            raise ValueError(f"stated: no unknown is called {', '.join(sorted(foreign))}")
         return self
+
+    @property
+    def open(self) -> tuple[Unknown, ...]:
+        """What is not stated here."""
+        return tuple(u for u in self.unknown if u.what not in self.stated)
 
 
 @dataclass(frozen=True)
