@@ -21,6 +21,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from fedloom import __version__
 from fedloom.cli import app
 
 RUNNER = CliRunner()
@@ -72,6 +73,11 @@ def test_a_run_directory_holds_everything(finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     assert {r["status"] for r in summary["runs"]} == {"done"}
     assert {r["oracle"] for r in summary["runs"]} == {"fused"}
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run([sys.executable, "-m", "fedloom", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"fedloom {__version__}\n"
 
 
 def test_labels_that_differ_in_punctuation_have_folders_of_their_own(tmp_path: Path) -> None:

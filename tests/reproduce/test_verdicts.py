@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -190,6 +191,14 @@ def test_the_page_says_what_was_run_and_what_was_not(finished: Path, tmp_path: P
     assert "| few | a |" in text
     assert "not decidable at this scale" not in text.partition("## tiny")[2] or "not run" in text
     assert "not run" in page({"tiny": tiny()}, tmp_path)
+
+
+def test_results_of_an_earlier_version_of_a_recipe_are_said_to_be_so(finished: Path) -> None:
+    now = tiny()
+    assert "earlier version" not in page({"tiny": now}, finished / "results")
+    other = replace(now, document=now.document | {"rounds": now.document["rounds"] + 1})
+    assert "run, full scale" in page({"tiny": other}, finished / "results")
+    assert "earlier version" in page({"tiny": other}, finished / "results")
 
 
 def test_the_page_in_the_documentation_is_the_generated_one() -> None:

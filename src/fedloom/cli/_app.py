@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from fedloom import __version__
 from fedloom.errors import FedloomError
 
 app = typer.Typer(
@@ -17,6 +18,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Federated learning for clients that differ: compare personalised, fair, robust and sparse methods.",
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fedloom {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="show the version")
+    ] = False,
+) -> None:
+    """Options of the program itself."""
+
 
 FileArgument = Annotated[Path, typer.Argument(help="experiment file (TOML)", show_default=False)]
 DataDir = Annotated[Path | None, typer.Option(help="folder of data sets; else the environment variable FEDLOOM_DATA")]

@@ -82,7 +82,7 @@ def _run(
     from fedloom.reproduce.verdicts import print_verdicts
 
     known = read(results, recipe.name, scale)
-    if several and known is not None and known.complete:
+    if several and known is not None and known.complete and known.protocol == recipe.protocol(scale):
         return True
     if several and scale == "laptop" and recipe.budget(scale) is None:
         typer.echo(f"{recipe.name}: no laptop scale; left out")

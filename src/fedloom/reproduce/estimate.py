@@ -165,7 +165,7 @@ def listing(
             name,
             recipe.paper.title,
             data,
-            state(read(results, name, scale)),
+            state(recipe, read(results, name, scale)),
             stated,
             duration(minutes(recipe, scale)),
         )

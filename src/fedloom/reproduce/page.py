@@ -38,8 +38,9 @@ def page(recipes: dict[str, Recipe], results: Path) -> str:
     found = {name: last(recipe, results) for name, recipe in recipes.items()}
     lines = [HEAD, "| recipe | what | state | claims |", "|---|---|---|---|"]
     for name, recipe in recipes.items():
+        summary = found[name]
         lines.append(
-            f"| [{name}](#{name}) | {recipe.paper.title} | {state(found[name])} | {_tally(recipe, found[name])} |"
+            f"| [{name}](#{name}) | {recipe.paper.title} | {state(recipe, summary)} | {_tally(recipe, summary)} |"
         )
     for name, recipe in recipes.items():
         lines += ["", *_section(recipe, found[name])]
@@ -52,11 +53,13 @@ def last(recipe: Recipe, results: Path) -> Summary | None:
     return next((s for scale in scales if (s := read(results, recipe.name, scale))), None)
 
 
-def state(summary: Summary | None) -> str:
-    """One phrase: not run, unfinished or run, and at which scale."""
+def state(recipe: Recipe, summary: Summary | None) -> str:
+    """One phrase: not run, unfinished or run, at which scale, and whether of an earlier version of the recipe."""
     if summary is None:
         return "not run"
-    return f"{'run' if summary.complete else 'unfinished'}, {summary.scale} scale, {summary.date}"
+    done = "run" if summary.complete else "unfinished"
+    earlier = "" if summary.protocol == recipe.protocol(summary.scale) else ", an earlier version of the recipe"
+    return f"{done}, {summary.scale} scale, {summary.date}{earlier}"
 
 
 def _tally(recipe: Recipe, summary: Summary | None) -> str:
@@ -79,7 +82,7 @@ def _section(recipe: Recipe, summary: Summary | None) -> Iterator[str]:
     if summary is None:
         yield f"Not run. Command: `fedloom reproduce {recipe.name}`"
         return
-    yield f"{'Run' if summary.complete else 'Unfinished'}: `{summary.command}`; {recipe.says(summary.scale)}; "
+    yield f"{'Run' if summary.complete else 'Unfinished'}: `{summary.command}`; {summary.says}; "
     budget = recipe.budget(summary.scale)
     yield (
         f"seeds {summary.seeds}, {summary.rounds} rounds, {summary.minutes:.1f} core-minutes"
@@ -137,7 +140,7 @@ def _rest(recipe: Recipe, summary: Summary) -> Iterator[str]:
         work.append(f"{method} {means['samples_backward']:.4g} and {traffic:.4g} MB")
     yield f"Gradients of samples and traffic of a run ({first}): {'; '.join(work)}."
     for variant, methods_chosen in summary.choices.items():
-        texts = [f"{m}: {c['chosen']} of {', '.join(c['scores'])}" for m, c in methods_chosen.items()]
+        texts = [f"{m}: {c['chosen']} of {' / '.join(c['scores'])}" for m, c in methods_chosen.items()]
         yield f"\nChosen on validation, {variant}: {'; '.join(texts)}."
     for failure in summary.failures:
         yield f"\nWithout a result: {failure}."

@@ -17,6 +17,8 @@ A recipe is an experiment file with more tables:
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -138,6 +140,10 @@ class Recipe:
         """Whether a scale is the protocol, but for seeds, and for variants or methods left out."""
         free = {"budget", "says", "seeds", "variants", "methods"}
         return self.paper.reduced is None and scale != "smoke" and set(self.scales.get(scale, {})) <= free
+
+    def protocol(self, scale: Scale) -> str:
+        """Digest of what a scale runs, so that results tell whether they are of this recipe."""
+        return hashlib.sha256(json.dumps(self.at(scale), sort_keys=True).encode()).hexdigest()[:16]
 
     def at(self, scale: Scale, seeds: Sequence[int] = (), only: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
         """The experiment document of every variant, with ``choose`` and ``as_published`` still in the methods.

@@ -31,6 +31,8 @@ class Summary:
     """What was run of a recipe at a scale.
 
     Attributes:
+        protocol: `Recipe.protocol` of the recipe that was run.
+        says: how it differed from the paper's protocol.
         numbers: variant -> reference -> seed -> value; null where a run has no result.
         minutes: time of the processor so far, trials and evaluation included, in core-minutes.
         complete: whether every variant, method and seed has been run.
@@ -40,6 +42,8 @@ class Summary:
 
     recipe: str
     scale: Scale
+    protocol: str
+    says: str
     command: str
     date: str
     machine: str
@@ -79,8 +83,9 @@ def summarise(recipe: Recipe, scale: Scale, command: str, documents: Mapping[str
         return None
     some = next(iter(documents.values()))
     return Summary(
-        recipe.name, scale, command, datetime.date.today().isoformat(), machine(), versions, not missing,
-        list(some["seeds"]), some["rounds"], round(sum(_spent(out).values()) / 60, 2), chosen, failures, numbers,
+        recipe.name, scale, recipe.protocol(scale), recipe.says(scale), command, datetime.date.today().isoformat(),
+        machine(), versions, not missing, list(some["seeds"]), some["rounds"],
+        round(sum(_spent(out).values()) / 60, 2), chosen, failures, numbers,
     )  # fmt: skip
 
 

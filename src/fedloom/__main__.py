@@ -1,0 +1,5 @@
+"""``python -m fedloom`` is the command ``fedloom``."""
+
+from fedloom.cli import main
+
+main()
