@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,23 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import fedloom as fl
-from fedloom.algorithms import ALGORITHMS, REGISTRY, Algorithm, Composition, Ditto, FedAvg, FedRep, FedSLR, PerFedAvg
+from fedloom.algorithms import (
+    ALGORITHMS,
+    REGISTRY,
+    Algorithm,
+    Composition,
+    Ditto,
+    FedAMP,
+    FedAvg,
+    FedRep,
+    FedSLR,
+    PerFedAvg,
+)
 from fedloom.data.dataset import Dataset
 from fedloom.data.facts import Facts, lone_client
 from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError, DataError, LayoutError
-from fedloom.local import Local, Work, descend
+from fedloom.local import Ctx, Local, Work, descend
 from fedloom.local.oracles import make_oracle
 from fedloom.models import CNN, MLP, ModelSpec, Softmax
 from fedloom.rows.layout import Layout
@@ -28,7 +40,7 @@ from fedloom.running.model import Model
 from fedloom.running.models import Models
 from fedloom.running.result import Result
 from fedloom.running.settings import Engine
-from fedloom.running.shelf import Shelf
+from fedloom.running.shelf import PIECE, Shelf
 from fedloom.seeds import derive
 from fedloom.tasks import task_of
 
@@ -368,3 +380,23 @@ def test_an_unknown_format_writes_nothing(fed: Federation, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="did you mean 'onnx'"):
         export(model, tmp_path / "folder" / "file", "onxx")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_server_mixes_for_all_is_mixed_once_for_all_models(
+    digits: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    down = FedAMP.down
+
+    @wraps(down)
+    def counted(self: FedAMP, server: Any, kept: Any, ctx: Ctx) -> Any:
+        calls.append(ctx.m)
+        return down(self, server, kept, ctx)
+
+    monkeypatch.setattr(FedAMP, "down", counted)
+    many = fl.partition.iid(clients=2 * PIECE + 1)(digits, seed=0)
+    result = run(many, FedAMP(), Softmax(), rounds=1)
+    calls.clear()
+    result.models.save(tmp_path)
+    assert result.models.model("personal", PIECE).row.shape == (result.job.oracle.layout.d,)
+    assert calls == [many.n]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -102,13 +103,18 @@ class Live:
         return row.cpu(), self._statistics(row, self._state.cohort)
 
     def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        job, t = self._job, max(self._state.round, 1)
-        rows = personal_models(job, job.down(self._state.server, t), t, ids)
+        job = self._job
+        rows = personal_models(job, self._down, max(self._state.round, 1), ids)
         width = sum(s.numel() for s in running_statistics(job.oracle.module))
         statistics = torch.zeros(len(ids), width, dtype=job.oracle.dtype)
         for k, i in enumerate(ids if width else ()):
             statistics[k] = self._statistics(rows[k], i[None])
         return rows.cpu(), statistics
+
+    @cached_property
+    def _down(self) -> Any:
+        """The download of all clients, which may mix all that is kept."""
+        return self._job.down(self._state.server, max(self._state.round, 1))
 
     def takes_global(self) -> Tensor:
         records, part = self._state.records, self._job.evaluate.select_on
