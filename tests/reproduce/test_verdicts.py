@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -183,6 +184,21 @@ def test_a_summary_is_read_as_it_was_written(finished: Path) -> None:
     with pytest.raises(RunDirError, match="not a summary"):
         summaries.read(finished / "results", "tiny", "laptop")
     (finished / "results" / "tiny@laptop.json").unlink()
+
+
+def test_time_that_was_spent_outlives_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 101.0, 107.0, 107.0, 110.0, 200.0, 230.0, 230.0, 230.0])
+    monkeypatch.setattr(summaries, "_processor", lambda: next(clock))
+    spent = tmp_path / summaries.SPENT
+    with summaries.counted(tmp_path, "few") as note:
+        note()
+        assert not spent.exists()
+        note()
+        assert json.loads(spent.read_text()) == {"few": 7.0}  # what a kill would leave
+    assert json.loads(spent.read_text()) == {"few": 10.0}
+    with summaries.counted(tmp_path, "few") as note:
+        note()
+    assert json.loads(spent.read_text()) == {"few": 40.0}
 
 
 def test_the_page_says_what_was_run_and_what_was_not(finished: Path, tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -134,10 +134,10 @@ def reproduce(
     done = None
     for variant, document in documents.items():
         folder = out / folder_of(variant)
-        with summaries.counted(out, variant):
+        with summaries.counted(out, variant) as note:
             chooses = next(iter(documents.values())) if document.get("choose", {}).get("once") else document
             ended = budget.left > 0 and _variant(
-                recipe, scale, variant, document, chooses, folder, data_dir, workers, budget, show
+                recipe, scale, variant, document, chooses, folder, data_dir, workers, _watch(show, budget, note)
             )
         done = summaries.summarise(recipe, scale, command, documents, out)
         if done is not None and results is not None:
@@ -147,20 +147,33 @@ def reproduce(
     return done
 
 
+def _watch(show: Show | None, budget: Budget, note: Callable[[], None]) -> Show:
+    """``show``, where after every round the budget is looked at and the time that was spent is noted."""
+
+    @contextmanager
+    def watched(rounds: int) -> Iterator[Tell]:
+        with show(rounds) if show else nullcontext(lambda *_: None) as tell:
+
+            def told(label: str, seed: int, rounds: int, now: Now | None) -> None:
+                tell(label, seed, rounds, now)
+                note()
+
+            yield budget.watch(told)
+
+    return watched
+
+
 def _variant(
     recipe: Recipe, scale: Scale, variant: str, document: dict[str, Any], chooses: dict[str, Any], folder: Path,
-    data_dir: Path | None, workers: int | str, budget: Budget, show: Show | None,
+    data_dir: Path | None, workers: int | str, show: Show,
 ) -> bool:  # fmt: skip
     """Run one variant with the settings that are chosen on the document ``chooses``; whether it came to its end."""
     where = f"recipe {recipe.name}, {variant}"
 
-    def shown(rounds: int) -> AbstractContextManager[Tell]:
-        return show(rounds) if show else nullcontext(lambda *_: None)
-
     def run(document: Mapping[str, Any], *, page: bool = False) -> bool:
         plan = Plan(experiment(document, where, workers), folder, data_dir)
-        with shown(plan.rounds) as tell:
-            return all(outcome.status != "interrupted" for outcome in plan.run(budget.watch(tell), page=page))
+        with show(plan.rounds) as tell:
+            return all(outcome.status != "interrupted" for outcome in plan.run(tell, page=page))
 
     def search(place: Path) -> bool:
         from fedloom.tune import Tuning
@@ -169,9 +182,9 @@ def _variant(
             return experiment(document, where, workers)
 
         tuning = Tuning(search_of(chooses), where, place, data_dir, read=read)
-        with shown(tuning.rounds) as tell:
+        with show(tuning.rounds) as tell:
             try:
-                write_choices(place, chooses, tuning.run(watch=budget.watch(tell), tuned=False))
+                write_choices(place, chooses, tuning.run(watch=tell, tuned=False))
             except RunStopped as stopped:
                 if stopped.reason is not Stop.INTERRUPTED:
                     raise

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,8 @@ from fedloom.reproduce.recipe import Recipe, Scale, label_of
 from fedloom.running.files import make_folder, write_atomic
 
 SPENT = "spent.json"
+PAUSE = 5.0
+"""Seconds of the processor after which ``spent.json`` is brought up to date."""
 DIGITS = 7
 """Significant digits that are kept."""
 
@@ -153,16 +155,30 @@ def _short(value: float) -> float | None:
 
 
 @contextmanager
-def counted(out: Path, variant: str) -> Iterator[None]:
-    """Adds the time of the processor that is spent within to ``spent.json`` of a recipe's folder."""
-    start = sum(os.times()[:4])
-    try:
-        yield
-    finally:
+def counted(out: Path, variant: str) -> Iterator[Callable[[], None]]:
+    """Adds the time of the processor that is spent within to ``spent.json`` of a recipe's folder.
+
+    Gives a function to be called now and then, which brings the file up to date, so that little is lost to a kill.
+    """
+    start, before = _processor(), _spent(out).get(variant, 0.0)
+    written = start
+
+    def write() -> None:
+        nonlocal written
+        written = _processor()
         if out.is_dir():
-            known = _spent(out)
-            known[variant] = known.get(variant, 0.0) + sum(os.times()[:4]) - start
+            known = _spent(out) | {variant: before + written - start}
             write_atomic(out / SPENT, json.dumps(known, indent=1).encode())
+
+    try:
+        yield lambda: write() if _processor() - written >= PAUSE else None
+    finally:
+        write()
+
+
+def _processor() -> float:
+    """Seconds of the processor so far, those of ended children included."""
+    return sum(os.times()[:4])
 
 
 def _spent(out: Path) -> dict[str, float]:
