@@ -6,12 +6,16 @@ import linecache
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
 import pytest
 import tomli_w
+import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
+from fedloom import load, partition
+from fedloom.algorithms import FedAvg, Kept, Mean
 from fedloom.cli import app
 from fedloom.errors import ConfigError, FedloomError, RunDirError
 from fedloom.experiment import Experiment, Plan, json_schema, parse
@@ -172,3 +176,68 @@ def test_code_is_not_touched_unless_it_is_named(own_module: Path) -> None:
 
 def test_an_editor_accepts_an_import_path() -> None:
     assert json_schema().count("import path of a class of user code") >= 8
+
+
+class _Plain(NamedTuple):
+    dw: Tensor
+
+
+class _Twice(NamedTuple):
+    dw: Annotated[Tensor, Mean(primary=True)]
+    dv: Annotated[Tensor, Mean(primary=True)]
+
+
+class _NoModel(NamedTuple):
+    dw: Annotated[Tensor, Mean()]
+
+
+class _Elsewhere(NamedTuple):
+    dw: Annotated[Tensor, Mean(base="down.xs", primary=True)]
+
+
+class _Base(NamedTuple):
+    dw: Annotated[Tensor, Mean(base="server.x", primary=True)]
+
+
+class _Weighted(NamedTuple):
+    w: Annotated[Tensor, Kept(primary=True, weight="count")]
+
+
+class _Unsaid(FedAvg):
+    def client(self, down, rows, work):  # type: ignore[no-untyped-def]
+        return super().client(down, rows, work)
+
+    def down(self, server, kept, ctx):  # type: ignore[no-untyped-def]
+        return super().down(server, kept, ctx)
+
+
+@pytest.mark.parametrize(
+    ("function", "said", "answer"),
+    [
+        ("client", "Any", r"client must be annotated .* got 'Any'"),
+        ("client", "tuple[dict, dict]", "tuple\\[Up, Client\\]"),
+        ("client", "tuple[Nowhere, Nothing]", "'Nowhere' is not defined"),
+        ("down", "Tensor", r"down must be annotated"),
+        ("client", "tuple[_Plain, None]", r"'dw' must say once how it travels, as Annotated.* 0 times"),
+        ("client", "tuple[_Twice, None]", "must carry the model.* got dw and dv"),
+        ("client", "tuple[_NoModel, None]", "must carry the model.* got none"),
+        ("client", "tuple[_Elsewhere, None]", "base of 'dw' is 'down.xs'; did you mean 'x'"),
+        ("client", "tuple[_Base, None]", "must be 'zero', 'down.FIELD' or 'rows.FIELD', got 'server.x'"),
+        ("client", "tuple[_Weighted, None]", "weight of 'w' is 'count'"),
+    ],
+)
+def test_a_method_that_does_not_say_what_it_sends_is_refused(function: str, said: str, answer: str) -> None:
+    def body(*_: Any) -> Any:
+        raise AssertionError("called")
+
+    body.__annotations__["return"] = said
+    method = type("Own", (FedAvg,), {function: body, "__module__": __name__})()
+    with pytest.raises(ConfigError, match=answer) as caught:
+        simulate(method, partition.iid(clients=3)(load("digits")), rounds=1)
+    assert "Own" in str(caught.value)
+
+
+def test_a_function_that_says_nothing_returns_what_the_one_it_replaces_does() -> None:
+    fed = partition.iid(clients=3)(load("digits"))
+    own, plain = (simulate(a, fed, rounds=1).models.rows("global") for a in (_Unsaid(), FedAvg()))
+    assert torch.equal(own, plain)

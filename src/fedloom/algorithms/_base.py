@@ -17,6 +17,7 @@ import torch
 from pydantic import AfterValidator
 from torch import Tensor
 
+from fedloom.errors import ConfigError, nearest
 from fedloom.local import Ctx, Work
 from fedloom.rows import algebra
 from fedloom.rows.layout import Layout
@@ -197,23 +198,93 @@ class Algorithm(Value, ABC):
         return []
 
 
+def _returned(algorithm: type[Algorithm], function: str, wanted: str) -> Any:
+    """The NamedTuple that a function returns, first of several, by its annotation or that of the function it replaces.
+
+    Raises:
+        ConfigError: none of them says so.
+    """
+    replaced = [vars(base)[function] for base in algorithm.__mro__ if function in vars(base)]
+    said = next(f for f in replaced if "return" in f.__annotations__)
+    try:
+        found = get_type_hints(said)["return"]
+    except NameError as error:
+        raise ConfigError(f"{algorithm.__name__}.{function}: its annotation cannot be read: {error}") from None
+    found = next(iter(get_args(found)), found)
+    if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
+        raise ConfigError(
+            f"{algorithm.__name__}.{function} must be annotated with what it returns, -> {wanted}, whose fields say "
+            f"how they travel; got {said.__annotations__['return']!r}"
+        )
+    return found
+
+
 @cache
 def upload_type(algorithm: type[Algorithm]) -> Any:
-    """The NamedTuple that `client` returns as its upload, read from its annotation."""
-    return get_args(get_type_hints(algorithm.client)["return"])[0]
+    """The NamedTuple that `client` returns as its upload, read from its annotation.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    return _returned(algorithm, "client", "'tuple[Up, Client]' with a NamedTuple Up")
+
+
+@cache
+def download_type(algorithm: type[Algorithm]) -> Any:
+    """The NamedTuple that `down` returns, read from its annotation.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    return _returned(algorithm, "down", "'Down' with a NamedTuple Down")
 
 
 @cache
 def upload_fields(algorithm: type[Algorithm]) -> Mapping[str, Kind]:
-    """Fields of the algorithm's upload with their kinds, read from the annotation of `client`."""
-    up = upload_type(algorithm)
+    """Fields of the algorithm's upload with their kinds, read from the annotation of `client`.
+
+    Raises:
+        ConfigError: a field does not say how it travels, or not one of them carries the model.
+    """
+    up, name = upload_type(algorithm), algorithm.__name__
     hints = get_type_hints(up, include_extras=True)
-    return {name: next(a for a in get_args(hints[name]) if isinstance(a, Kind)) for name in up._fields}
+    kinds = {field: [a for a in get_args(hints[field]) if isinstance(a, Kind)] for field in up._fields}
+    for field, found in kinds.items():
+        if len(found) != 1:
+            raise ConfigError(
+                f"{name}: the upload field {field!r} must say once how it travels, as Annotated[Tensor, Mean(...)], "
+                f"Kept(...) or Rows(...); it says so {len(found)} times"
+            )
+    primary = [field for field, (kind,) in kinds.items() if kind.primary]
+    if kinds and len(primary) != 1:
+        got = " and ".join(primary) or "none"
+        raise ConfigError(f"{name}: one upload field must carry the model, as Mean(primary=True); got {got}")
+    return {field: kind for field, (kind,) in kinds.items()}
+
+
+def check_declaration(algorithm: type[Algorithm]) -> None:
+    """Refuse a method whose functions do not say what they return, or whose fields name what is not there.
+
+    Raises:
+        ConfigError: what is missing, and how it is said.
+    """
+    fields, down, name = upload_fields(algorithm), download_type(algorithm), algorithm.__name__
+    for field, kind in fields.items():
+        source, _, base = kind.base.partition(".")
+        if kind.base != "zero" and source not in ("down", "rows"):
+            raise ConfigError(
+                f"{name}: base of {field!r} must be 'zero', 'down.FIELD' or 'rows.FIELD', got {kind.base!r}"
+            )
+        if source == "down" and base not in down._fields:
+            raise ConfigError(f"{name}: base of {field!r} is {kind.base!r}; {nearest(base, down._fields)}")
+        weight = getattr(kind, "weight", None)
+        if weight is not None and weight not in fields:
+            raise ConfigError(f"{name}: weight of {field!r} is {weight!r}; {nearest(weight, fields)}")
 
 
 def encodings(algorithm: Algorithm, message: Literal["down", "up"]) -> dict[str, Sent]:
     """How every field of a message is written, with ``prox`` resolved to an encoding."""
-    fields = get_type_hints(algorithm.down)["return"] if message == "down" else upload_type(type(algorithm))
+    fields = download_type(type(algorithm)) if message == "down" else upload_type(type(algorithm))
     hints = get_type_hints(fields, include_extras=True)
     sent = {name: next((a for a in get_args(hints[name]) if isinstance(a, Sent)), Sent()) for name in fields._fields}
     return {

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import Algorithm, Composition, Kept, Mean, primary_field, upload_fields
+from fedloom.algorithms import Algorithm, Composition, Kept, Mean, check_declaration, primary_field, upload_fields
 from fedloom.choose import Sampler, Uniform, UniformWeigher, Weigher
 from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError, Refused
@@ -65,6 +65,7 @@ def make_job(
     local, evaluate, engine = local or Local(), evaluate or Evaluate(), engine or Engine()
     preset = algorithm if isinstance(algorithm, Composition) else Composition(algorithm)
     method = preset.algorithm
+    check_declaration(type(method))
     sampler, weigher = sampler or Uniform(), preset.weigher or weigher or UniformWeigher()
     sampler = preset.sampler.sized_like(sampler) if preset.sampler else sampler
     if rounds < 1:
