@@ -204,6 +204,7 @@ def test_time_that_was_spent_outlives_a_kill(tmp_path: Path, monkeypatch: pytest
 def test_the_page_says_what_was_run_and_what_was_not(finished: Path, tmp_path: Path) -> None:
     text = page({"tiny": tiny()}, finished / "results")
     assert "run, full scale" in text
+    assert "Of 1 recipes 1 were run." in text
     assert "| few | a |" in text
     assert "not decidable at this scale" not in text.partition("## tiny")[2] or "not run" in text
     assert "not run" in page({"tiny": tiny()}, tmp_path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fedloom.report.numbers import WORK
@@ -36,7 +36,7 @@ def page(recipes: dict[str, Recipe], results: Path) -> str:
         RunDirError: a file in ``results`` is not a summary.
     """
     found = {name: last(recipe, results) for name, recipe in recipes.items()}
-    lines = [HEAD, "| recipe | what | state | claims |", "|---|---|---|---|"]
+    lines = [HEAD, _totals(recipes, found), "", "| recipe | what | state | claims |", "|---|---|---|---|"]
     for name, recipe in recipes.items():
         summary = found[name]
         lines.append(
@@ -62,10 +62,30 @@ def state(recipe: Recipe, summary: Summary | None) -> str:
     return f"{done}, {summary.scale} scale, {summary.date}{earlier}"
 
 
+def _totals(recipes: dict[str, Recipe], found: Mapping[str, Summary | None]) -> str:
+    """What came of everything that was run, in two sentences."""
+    run = [(recipes[name], summary) for name, summary in found.items() if summary is not None]
+    claims = [verdict for recipe, summary in run for verdict in _verdicts(recipe, summary)]
+    compared = [(recipe, summary) for recipe, summary in run if recipe.as_the_paper(summary.scale)]
+    cells = [cell for pair in compared for cell in judge.cells(pair[0], pair[1].numbers, compare=True)]
+    words = [word for cell in cells if (word := cell.verdict.split()[0]) in ("within", "above", "below")]
+    where = ", ".join(f"{words.count(word)} {word}" for word in ("within", "above", "below"))
+    return (
+        f"Of {len(recipes)} recipes {len(run)} were run. Of their {len(claims)} claims: {_counted(claims)}. Of the "
+        f"{len(words)} cells of {len(compared)} recipes that were run as the papers did: {where}."
+    )
+
+
 def _tally(recipe: Recipe, summary: Summary | None) -> str:
-    if summary is None:
-        return ""
-    verdicts = [c.verdict for c in judge.claims(recipe, summary.numbers) if any(p.n for p in c.comparisons)]
+    return "" if summary is None else _counted(_verdicts(recipe, summary))
+
+
+def _verdicts(recipe: Recipe, summary: Summary) -> list[str]:
+    """Of every claim of which something was run."""
+    return [c.verdict for c in judge.claims(recipe, summary.numbers) if any(p.n for p in c.comparisons)]
+
+
+def _counted(verdicts: list[str]) -> str:
     counts = [(verdicts.count(v), v) for v in (judge.HOLDS, judge.FAILS, judge.OPEN)]
     return ", ".join(f"{count} {verdict}" for count, verdict in counts if count)
 
