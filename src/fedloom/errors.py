@@ -10,18 +10,22 @@ FedloomError
 ├── WireError (ValueError)        bytes that are not a message of this experiment
 ├── RunDirError (ValueError)      a run directory that is missing or belongs to another experiment
 ├── CheckpointError               no checkpoint could be read, or none could be written
-├── ClientError                   code of a client failed: round, client and stage are named
+├── CodeError                     code of a part failed, or gave what it must not: part, round and cause are named
+│   └── ClientError               code of a client failed: round, client and stage are named
 └── RunStopped                    a run that ended early, with its `Stop` reason
 """
 
 from __future__ import annotations
 
+import traceback
+from contextlib import contextmanager
 from difflib import get_close_matches
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 
 class FedloomError(Exception):
@@ -64,7 +68,11 @@ class CheckpointError(FedloomError):
     """A checkpoint that cannot be read or written."""
 
 
-class ClientError(FedloomError):
+class CodeError(FedloomError):
+    """Code of a part of the run, perhaps the user's, failed or gave what it must not."""
+
+
+class ClientError(CodeError):
     """Code of one client failed.
 
     Args:
@@ -81,6 +89,36 @@ class ClientError(FedloomError):
 
     def __reduce__(self) -> tuple[type, tuple[str, int, list[int], str]]:
         return type(self), (self.stage, self.round, self.clients, self.cause)
+
+
+def cause_of(error: Exception) -> str:
+    """An unexpected error as a sentence: what it was, and the last line of the user's code that it came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        f for f in frames if "site-packages" not in f.filename and Path(__file__).parent not in Path(f.filename).parents
+    ]
+    at = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{at}"
+
+
+@contextmanager
+def blamed(what: str, part: object, where: str) -> Iterator[None]:
+    """What goes wrong within is of the code of ``part``, and said to be so.
+
+    Args:
+        what: its role, e.g. ``"sampler"``.
+        part: the value whose code runs.
+        where: e.g. ``"round 3"``.
+
+    Raises:
+        CodeError: an error that is none of fedloom's own.
+    """
+    try:
+        yield
+    except FedloomError:
+        raise
+    except Exception as error:
+        raise CodeError(f"{what} {type(part).__name__} failed in {where}: {cause_of(error)}") from error
 
 
 class Stop(Enum):

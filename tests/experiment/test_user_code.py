@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import numpy as np
 import pytest
 import tomli_w
 import torch
@@ -16,9 +17,15 @@ from typer.testing import CliRunner
 
 from fedloom import load, partition
 from fedloom.algorithms import FedAvg, Kept, Mean
+from fedloom.choose import Uniform, UniformWeigher
 from fedloom.cli import app
-from fedloom.errors import ConfigError, FedloomError, RunDirError
+from fedloom.data.partition._base import Draw
+from fedloom.data.partition.deal import Dealt
+from fedloom.errors import CodeError, ConfigError, FedloomError, RunDirError
 from fedloom.experiment import Experiment, Plan, json_schema, parse
+from fedloom.rows.aggregate import Median
+from fedloom.rows.attacks import SignFlip
+from fedloom.rows.channel import Clip
 from fedloom.running.result import Result
 from fedloom.running.simulate import simulate
 from fedloom.testing import check_algorithm
@@ -54,6 +61,18 @@ channel = {{ kind = "{MODULE}:Halved", bound = 3.0 }}
 [[method]]
 algorithm = "fedmid"
 regulariser = {{ kind = "{MODULE}:Scaled", c = 0.2 }}
+"""
+
+
+FEW = """
+name = "few"
+rounds = 1
+seeds = [0]
+[data]
+source = "digits"
+[partition]
+kind = "iid"
+clients = 3
 """
 
 
@@ -241,3 +260,78 @@ def test_a_function_that_says_nothing_returns_what_the_one_it_replaces_does() ->
     fed = partition.iid(clients=3)(load("digits"))
     own, plain = (simulate(a, fed, rounds=1).models.rows("global") for a in (_Unsaid(), FedAvg()))
     assert torch.equal(own, plain)
+
+
+def _broken(base: Any, **functions: Any) -> Any:
+    """A part of the user whose functions do something else."""
+    return type("Broken", (base,), {**functions, "__module__": __name__})()
+
+
+def _shorter(self, down, rows, work):  # type: ignore[no-untyped-def]
+    up, new = FedAvg.client(self, down, rows, work)
+    return up._replace(dw=up.dw[:, :5]), new
+
+
+def _fails(*_):  # type: ignore[no-untyped-def]
+    raise KeyError("oops")
+
+
+FAULTS = {
+    "sampler outside": (
+        {"sampler": (Uniform, {"apply": lambda *_: (torch.tensor([0, 99]), None)})},
+        "numbers from 0 to 2",
+    ),
+    "sampler of none": ({"sampler": (Uniform, {"apply": lambda *_: (torch.tensor([]), None)})}, "not empty"),
+    "sampler fails": ({"sampler": (Uniform, {"apply": _fails})}, r"KeyError: 'oops' \(test_user_code.py, line \d+\)"),
+    "weights of a shape": ({"weigher": (UniformWeigher, {"apply": lambda *_: (torch.ones(3), None)})}, r"\[3, 1\]"),
+    "negative weights": ({"weigher": (UniformWeigher, {"apply": lambda *_: (-torch.ones(3, 1), None)})}, "least -1.0"),
+    "aggregate of rows": ({"aggregator": (Median, {"apply": lambda _s, state, rows, *_: (rows, state)})}, "one vector"),
+    "aggregate of none": ({"aggregator": (Median, {"apply": lambda _s, state, *_: ({}, state)})}, r"got \{\}"),
+    "attack of a shape": ({"attack": (SignFlip, {"forge": lambda *_: torch.zeros(3)})}, "forge must return models"),
+    "channel fails": ({"channel": (Clip, {"apply": _fails})}, "channel Broken failed in round 1: KeyError"),
+    "upload of a shape": ({"algorithm": (FedAvg, {"client": _shorter})}, r"'dw' must be \[3, 650\], got \[3, 5\]"),
+    "no upload": ({"algorithm": (FedAvg, {"client": lambda *_: 5})}, r"must return \(upload, rows\), got int"),
+    "client fails": ({"algorithm": (FedAvg, {"client": _fails})}, "client step failed at clients .* in round 1"),
+    "server fails": ({"algorithm": (FedAvg, {"server": _fails})}, "method Broken failed in round 1: KeyError"),
+    "server of a type": ({"algorithm": (FedAvg, {"server": lambda *_: 5})}, "server must return a Server, got int"),
+    "down fails": ({"algorithm": (FedAvg, {"down": _fails})}, "method Broken failed in round 1"),
+    "init fails": ({"algorithm": (FedAvg, {"init": lambda *_: 5})}, "method Broken failed in init"),
+    "global of a shape": ({"algorithm": (FedAvg, {"global_model": lambda *_: torch.ones(4)})}, r"\[d\] = \[650\]"),
+    "personal of a shape": ({"algorithm": (FedAvg, {"personal": lambda *_: torch.ones(4)})}, r"must return \[3, 650\]"),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_code_that_fails_or_gives_what_it_must_not_is_blamed_in_a_sentence(what: str) -> None:
+    parts, answer = FAULTS[what]
+    given = {name: _broken(base, **functions) for name, (base, functions) in parts.items()}
+    fed = partition.iid(clients=3)(load("digits"))
+    with pytest.raises(CodeError, match=answer):
+        simulate(given.pop("algorithm", FedAvg()), fed, rounds=1, **given)
+
+
+@pytest.mark.parametrize(
+    ("index", "offsets", "answer"),
+    [
+        (range(30), [0, 10, 20], "must rise from 0 to the 30 entries"),
+        (range(30), [0, 20, 10, 30], "must rise"),
+        ([5000], [0, 1], "positions from 0 to 1796, got 5000"),
+    ],
+)
+def test_a_partition_that_deals_what_is_not_there_is_blamed(index: Any, offsets: list[int], answer: str) -> None:
+    dealt = Dealt(np.array([*index]), np.array(offsets))
+    broken = _broken(type(partition.iid()), draw=lambda *_: Draw(dealt))
+    with pytest.raises(CodeError, match=answer):
+        broken(load("digits"))
+
+
+def test_a_run_whose_code_fails_takes_no_other_with_it(tmp_path: Path, own_module: Path) -> None:
+    own_module.write_text(
+        own_module.read_text() + "\n\nclass Fails(FedAvg):\n    def server(self, *_):\n        1 / 0\n"
+    )
+    plan = Plan(
+        parse(document(FEW, method=[{"algorithm": f"{MODULE}:Fails"}, {"algorithm": "fedavg"}])), tmp_path / "o"
+    )
+    failed, done = plan.run(page=False)
+    assert (failed.status, done.status) == ("failed", "done")
+    assert "method Fails failed in round 1: ZeroDivisionError" in failed.reason

@@ -13,7 +13,7 @@ import tomli_w
 
 from fedloom import report
 from fedloom.data.federation import Federation
-from fedloom.errors import ClientError, RunDirError
+from fedloom.errors import CodeError, RunDirError
 from fedloom.experiment.outputs import Outcome, write_inspection, write_settings, write_summary, write_tables
 from fedloom.experiment.schema import Experiment, Method
 from fedloom.experiment.telling import PAUSE, Line, Now, Tell, Teller
@@ -120,7 +120,7 @@ class Plan:
         folder = self._folder("checkpoints", method, seed)
         try:
             result = simulate(**settings, folder=folder, progress=[progress], advance=advance, ranks=self.ranks)
-        except ClientError as error:
+        except CodeError as error:
             return Outcome(method.label, method.algorithm, seed, None, str(error))
         return Outcome(method.label, method.algorithm, seed, result)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedloom.algorithms import Algorithm, Kept, upload_fields
 from fedloom.data.federation import Federation
-from fedloom.errors import ClientError, ConfigError, FedloomError
+from fedloom.errors import ClientError, ConfigError, FedloomError, cause_of
 from fedloom.local import Ctx, Local, Work
 from fedloom.local.oracles import Network, make_oracle
 from fedloom.running.job import rows_of
@@ -93,7 +93,7 @@ def adapted(side: ServerSide, recipe: Recipe, fed: Federation, rounds: int = 1) 
     except FedloomError:
         raise
     except Exception as error:
-        raise ClientError("adapting", t + rounds, [n], f"{type(error).__name__}: {error}") from error
+        raise ClientError("adapting", t + rounds, [n], cause_of(error)) from error
     assert row is not None
     if not bool(row.isfinite().all()):
         raise ClientError("adapting", t + rounds, [n], "its model is not finite; use a smaller lr or fewer rounds")

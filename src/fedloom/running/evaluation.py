@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.federation import Federation
-from fedloom.errors import ClientError, FedloomError
+from fedloom.errors import ClientError, FedloomError, cause_of
 from fedloom.local import Work
 from fedloom.local.oracles import Network
 from fedloom.running.counts import sizes_of
@@ -74,11 +74,13 @@ def personal_models(job: Job, down: Any, round: int, ids: Tensor) -> Tensor:
             )
             rows = type(rows)(*[r.index_copy(0, fresh.to(device), f) for r, f in zip(rows, made, strict=True)])
         models = job.algorithm.personal(mine, rows, work)
+        if models is None or models.shape != (len(ids), job.oracle.layout.d):
+            got = None if models is None else [*models.shape]
+            raise ValueError(f"personal must return [{len(ids)}, {job.oracle.layout.d}], got {got}")
     except FedloomError:
         raise
     except Exception as error:
-        raise ClientError("personal model", round, ids.tolist(), f"{type(error).__name__}: {error}") from error
-    assert models is not None
+        raise ClientError("personal model", round, ids.tolist(), cause_of(error)) from error
     return models
 
 

@@ -14,6 +14,7 @@ from fedloom.algorithms import Algorithm, Kept, primary_field, upload_fields, up
 from fedloom.algorithms._base import Sent, encodings
 from fedloom.choose import Sampler, Weigher
 from fedloom.data.federation import Federation
+from fedloom.errors import blamed
 from fedloom.local import Ctx, Local
 from fedloom.local.oracles import Network
 from fedloom.models import ModelSpec
@@ -199,7 +200,8 @@ class Job:
         """The download of a cohort; all clients when None."""
         ctx = self.ctx(round, ids)
         kept = self.kept.read(ctx.ids) if self.algorithm.mixes else None
-        return self.algorithm.down(server, kept, ctx)
+        with blamed("method", self.algorithm, f"round {round}"):
+            return self.algorithm.down(server, kept, ctx)
 
     @cached_property
     def masks(self) -> Mapping[str, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Kept, Mean, Rows, primary_field
-from fedloom.errors import ConfigError, RunStopped, Stop
+from fedloom.errors import ConfigError, RunStopped, Stop, blamed
 from fedloom.local import Ctx, Work
 from fedloom.local.oracles import chunk_count
 from fedloom.running import metrics
@@ -34,7 +34,7 @@ def play(job: Job, pool: Crew, state: State) -> State:
     ctx = job.ctx(t, cohort)
     shares = torch.bincount(drawn, minlength=job.n)[cohort, None].double()
     if not job.weigher.probes:
-        shares = shares * job.weigher.apply(state.weigher, None, ctx)[0]
+        shares = shares * _weights(job, state, None, ctx)[0]
     for store in job.stores.values():
         store.touch(cohort)
     if job.algorithm.mixes:
@@ -60,11 +60,15 @@ def play(job: Job, pool: Crew, state: State) -> State:
         reason = Stop.DIVERGED if accepted.m == 0 else Stop.TOO_FEW
         raise RunStopped(reason, f"round {t}: {accepted.m} of {len(cohort)} uploads were finite and within bounds")
     up, weigher, aggregator = total.aggregate(accepted, state)
-    server = job.algorithm.server(state.server, up, accepted)
+    with blamed("method", job.algorithm, f"round {t}"):
+        server = job.algorithm.server(state.server, up, accepted)
+        if getattr(server, "_fields", None) != state.server._fields:
+            raise TypeError(f"server must return a {type(state.server).__name__}, got {type(server).__name__}")
     if not all(bool(f.isfinite().all()) for f in server):
         raise RunStopped(Stop.DIVERGED, f"round {t}: the server's state is not finite")
     if job.sampler.learns:
-        sampler = job.sampler.learn(sampler, total.told(), accepted)
+        with blamed("sampler", job.sampler, f"round {t}"):
+            sampler = job.sampler.learn(sampler, total.told(), accepted)
     counts = torch.cat([total.counts.sum(0) + asked, torch.tensor([len(total.dropped)])])
     return state.with_(
         round=t, server=server, sampler=sampler, weigher=weigher, aggregator=aggregator, sums=total.sums,
@@ -78,12 +82,31 @@ def _sample(job: Job, pool: Crew, state: State, t: int) -> tuple[Tensor, Any, Te
     ctx = job.ctx(t)
     info, cost = None, torch.zeros(len(COUNTS), dtype=torch.long)
     if job.sampler.probes:
-        candidates = job.sampler.query(state.sampler, ctx)
+        with blamed("sampler", job.sampler, f"round {t}"):
+            candidates = _ids(job.sampler.query(state.sampler, ctx), job.n)
         tasks = [AskTask(t, ids) for ids in candidates.tensor_split(chunk_count(len(candidates), job.chunk))]
         answers = list(pool.map("ask", job.algorithm.global_model(state.server), tasks))
         info, cost = torch.cat([a for a, _ in answers]), torch.cat([c for _, c in answers]).sum(0)
-    cohort, sampler = job.sampler.apply(state.sampler, info, ctx)
-    return cohort, sampler, cost
+    with blamed("sampler", job.sampler, f"round {t}"):
+        cohort, sampler = job.sampler.apply(state.sampler, info, ctx)
+        return _ids(cohort, job.n), sampler, cost
+
+
+def _ids(found: Tensor, n: int) -> Tensor:
+    """Positions of clients, if that is what they are."""
+    if found.dtype != torch.long or found.dim() != 1 or not len(found) or found.min() < 0 or found.max() >= n:
+        raise ValueError(f"clients must be a tensor int64 [m] of numbers from 0 to {n - 1}, not empty, got {found}")
+    return found
+
+
+def _weights(job: Job, state: State, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Any]:
+    """Weights ``[m, 1]`` of a cohort, and the weigher's new state."""
+    with blamed("weigher", job.weigher, f"round {ctx.round}"):
+        weights, weigher = job.weigher.apply(state.weigher, info, ctx)
+        if weights.shape != (ctx.m, 1) or bool((weights < 0).any()):
+            got = f"{[*weights.shape]}, at least {float(weights.min())}"
+            raise ValueError(f"weights must be [m, 1] = [{ctx.m}, 1] and not negative, got {got}")
+    return weights, weigher
 
 
 def _longest_first(job: Job, cohort: Tensor) -> Tensor:
@@ -136,7 +159,7 @@ class _Total:
         weigher, aggregator, combined = state.weigher, state.aggregator, dict[str, Tensor]()
         shares = torch.cat(self._share)
         if job.weigher.probes:
-            weights, weigher = job.weigher.apply(weigher, torch.cat(self._rows["info"]), ctx)
+            weights, weigher = _weights(job, state, torch.cat(self._rows["info"]), ctx)
             shares = shares * weights
         if job.robust and job.aggregator is not None:
             rows, ids = self._robust_rows(ctx)
@@ -146,7 +169,10 @@ class _Total:
             if isinstance(kind, Kept) and kind.weight is not None:
                 weights = rows[kind.weight]
             try:
-                combined, aggregator = job.aggregator.apply(aggregator, rows, weights, primary, job.ctx(ctx.round, ids))
+                with blamed("aggregator", job.aggregator, f"round {ctx.round}"):
+                    deciding = job.ctx(ctx.round, ids)
+                    combined, aggregator = job.aggregator.apply(aggregator, rows, weights, primary, deciding)
+                    _check_combined(combined, rows)
             except ConfigError as error:
                 raise RunStopped(Stop.TOO_FEW, f"round {ctx.round}: {error}") from error
         values = []
@@ -176,6 +202,14 @@ class _Total:
         return {name: torch.cat(self._rows[f"rows/{name}"]) for name in means}, ctx.ids
 
 
+def _check_combined(combined: dict[str, Tensor], rows: dict[str, Tensor]) -> None:
+    """That an aggregator gave one vector of every field."""
+    wanted = {name: [*value.shape[1:]] for name, value in rows.items()}
+    got = {name: [*value.shape] for name, value in combined.items()}
+    if got != wanted:
+        raise ValueError(f"it must give one vector of every field, of the shapes {wanted}, got {got}")
+
+
 def _mean(rows: Tensor, weights: Tensor) -> Tensor:
     return ((weights / weights.sum()).T.to(rows.device, torch.float64) @ rows.double())[0]
 
@@ -200,7 +234,10 @@ def evaluate(job: Job, pool: Crew, state: State) -> Scores:
 def scores_of(job: Job, pool: Crew, state: State) -> Scores:
     """Scores of every model that there is after a round."""
     t, n = state.round, job.judge.n
-    shared = job.algorithm.global_model(state.server)
+    with blamed("method", job.algorithm, f"round {t}"):
+        shared = job.algorithm.global_model(state.server)
+        if shared is not None and shared.shape != (job.oracle.layout.d,):
+            raise ValueError(f"global_model must return [d] = [{job.oracle.layout.d}], got {[*shared.shape]}")
     if shared is not None or job.has_personal:
         if job.has_personal and job.algorithm.mixes:
             job.homes.everywhere(torch.arange(job.n))

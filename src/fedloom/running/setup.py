@@ -14,7 +14,7 @@ from torch import Tensor
 from fedloom.algorithms import Algorithm, Composition, Kept, Mean, check_declaration, primary_field, upload_fields
 from fedloom.choose import Sampler, Uniform, UniformWeigher, Weigher
 from fedloom.data.federation import Federation
-from fedloom.errors import ConfigError, Refused
+from fedloom.errors import ConfigError, Refused, blamed
 from fedloom.imports import source_of
 from fedloom.local import Ctx, Local, Nothing, Work
 from fedloom.local.oracles import Network, chunk_limit, make_oracle
@@ -94,7 +94,8 @@ def make_job(
     shares = sizes / sizes.sum() if weights == "samples" else torch.full((fed.n, 1), 1 / fed.n, dtype=torch.float64)
     ids = torch.arange(fed.n)
     ctx = Ctx(0, fed.n, fed.n, ids, layout, shares.to(dtype), sizes, fed.groups, local, seed)
-    server, template, kept = method.init(layout.vector(module, dtype).to(device), ctx)
+    with blamed("method", method, "init"):
+        server, template, kept = method.init(layout.vector(module, dtype).to(device), ctx)
     notes = method.check(layout, ctx)
     workers = worker_count(engine, rounds, layout.d, int(sizes.sum())) if ranks.size == 1 else 1
     if aggregator is not None and (fewest := sampler.smallest(fed.n)) is not None:

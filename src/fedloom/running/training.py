@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from fedloom.algorithms._base import Kept, Rows, base_of, kept_term, primary_field
-from fedloom.errors import ClientError, FedloomError
+from fedloom.errors import ClientError, FedloomError, blamed, cause_of
 from fedloom.local import Work
 from fedloom.rows.attacks import Forgery
 from fedloom.running.job import Job, rows_of, to_device
@@ -139,7 +139,10 @@ def attack(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | N
     base = base_of(job.fields[name], sides.down, sides.rows)
     absolute = getattr(own, name) + base
     received = sides.down[0].expand_as(absolute)
-    forged = job.attack.forge(honest, received, absolute, m, sides.work.rng("attack"))
+    with blamed("attack", job.attack, f"round {task.round}"):
+        forged = job.attack.forge(honest, received, absolute, m, sides.work.rng("attack"))
+        if forged.shape != absolute.shape:
+            raise ValueError(f"forge must return models {[*absolute.shape]}, got {[*forged.shape]}")
     source, _, state = job.fields[name].base.partition(".")
     if source == "rows":
         new = new._replace(**{state: forged})
@@ -156,12 +159,33 @@ def _sides(job: Job, down: Any, task: TrainTask) -> _Sides:
 
 def _client(job: Job, sides: _Sides, work: Work) -> tuple[Any, Any]:
     try:
-        return job.algorithm.client(sides.down, sides.rows, work)
+        made = job.algorithm.client(sides.down, sides.rows, work)
     except FedloomError:
         raise
     except Exception as error:
-        cause = f"{type(error).__name__}: {error}"
-        raise ClientError("client step", work.round, work.ids.tolist(), cause) from error
+        raise ClientError("client step", work.round, work.ids.tolist(), cause_of(error)) from error
+    wrong = _wrong(job, sides, made)
+    if wrong:
+        raise ClientError("client step", work.round, work.ids.tolist(), wrong)
+    return made
+
+
+def _wrong(job: Job, sides: _Sides, made: Any) -> str:
+    """What is not as declared in what a client's step returned; empty if all is well."""
+    if not (isinstance(made, tuple) and len(made) == 2 and all(hasattr(part, "_fields") for part in made)):
+        return f"it must return (upload, rows), got {type(made).__name__}"
+    up, new = made
+    if up._fields != tuple(job.fields) or new._fields != sides.rows._fields:
+        return f"it must return the fields {(*job.fields, *sides.rows._fields)}, got {(*up._fields, *new._fields)}"
+    for name, kind in job.fields.items():
+        value, base = getattr(up, name), base_of(kind, sides.down, sides.rows)
+        width = value.shape[-1] if isinstance(base, float) else base.shape[-1]
+        if value.shape != (sides.work.m, width):
+            return f"its upload field {name!r} must be [{sides.work.m}, {width}], got {[*value.shape]}"
+    for name, value, old in zip(new._fields, new, sides.rows, strict=True):
+        if value.shape != old.shape:
+            return f"its rows {name!r} must be {[*old.shape]}, got {[*value.shape]}"
+    return ""
 
 
 def _made(job: Job, sides: _Sides, up: Any, new: Any, noise: Sequence[Generator] | None = None) -> Made:
@@ -172,10 +196,13 @@ def _made(job: Job, sides: _Sides, up: Any, new: Any, noise: Sequence[Generator]
     info = told = model = residue = None
     if job.asks:
         model = getattr(up, name) + base_of(job.fields[name], sides.down, sides.rows)
-        info = job.weigher.probe(sides.down, model, work) if job.weigher.probes else None
-        told = job.sampler.report(model, work) if job.sampler.learns else None
+        with blamed("weigher", job.weigher, f"round {work.round}"):
+            info = job.weigher.probe(sides.down, model, work) if job.weigher.probes else None
+        with blamed("sampler", job.sampler, f"round {work.round}"):
+            told = job.sampler.report(model, work) if job.sampler.learns else None
     if job.channel is not None:
-        up, residue = _through(job, up, job.residue.read(work.ids), noise or work.rng("channel"))
+        with blamed("channel", job.channel, f"round {work.round}"):
+            up, residue = _through(job, up, job.residue.read(work.ids), noise or work.rng("channel"))
     if name:
         model = getattr(up, name) + base_of(job.fields[name], sides.down, sides.rows)
     return Made(up, info, told, model, new, residue, _done(work, work.steps[:, 0]))
@@ -249,7 +276,8 @@ def ask(job: Job, model: Tensor, task: AskTask) -> tuple[Tensor, Tensor]:
     """Answers ``[m, k]`` of candidates about the global model, and what they cost, ``[m, 7]`` (`COUNTS`)."""
     ids, device = task.ids, job.oracle.device
     work = Work(job.oracle, ids, job.alpha[ids].to(device), job.local, seed=job.seed, round=task.round)
-    answer = job.sampler.probe(model.to(device), work).cpu()
+    with blamed("sampler", job.sampler, f"round {task.round}"):
+        answer = job.sampler.probe(model.to(device), work).cpu()
     return answer, asked_counts(job, answer, _done(work, torch.zeros_like(ids)))
 
 

@@ -12,7 +12,7 @@ import optuna
 import torch
 
 from fedloom.data.federation import Federation, Split
-from fedloom.errors import ClientError, ConfigError, RunStopped, Stop
+from fedloom.errors import CodeError, ConfigError, RunStopped, Stop
 from fedloom.experiment import Experiment
 from fedloom.experiment.schema import Method
 from fedloom.running.hybrid import HIGHER
@@ -148,7 +148,7 @@ def attempt(
     except _Hopeless as hopeless:
         rounds, samples = hopeless.state.round, samples + _samples(hopeless.state)
         state, reason = "pruned", "below the median of the complete trials at this point"
-    except (RunStopped, ClientError) as error:
+    except (RunStopped, CodeError) as error:
         state, reason = "failed", str(error)
     return Trial(
         number=trial.number,

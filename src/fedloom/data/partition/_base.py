@@ -15,7 +15,7 @@ from fedloom.data.federation import Federation, Split
 from fedloom.data.partition.changes import add_noise, prepared, relabelled
 from fedloom.data.partition.deal import Dealt, Ints, choose_each, owners, round_to_total
 from fedloom.data.partition.parts import cut_parts
-from fedloom.errors import PartitionError, Refused
+from fedloom.errors import PartitionError, Refused, blamed
 from fedloom.seeds import numpy_generator
 from fedloom.values import Value
 
@@ -117,7 +117,9 @@ class Partition(Value):
         """
         seed_of_draw, fold = (seed, None) if self.folds is None else divmod(seed, self.folds)
         pool = self._pool(data)
-        draw = self.draw(pool, seed_of_draw)
+        with blamed("partition", self, f"draw, seed {seed}"):
+            draw = self.draw(pool, seed_of_draw)
+            _check_dealt(draw.dealt, len(data))
         self._check(draw, data)
         y = None if data.task == "regression" else data.y.numpy()
         own = 0.0 if self.test_from != "own" else self.test
@@ -190,6 +192,15 @@ class Partition(Value):
                 f"{data.classes[c]!r}, {data.name} has {held[c]}; lower test_count"
             )
         return choose_each(lists, wanted, rng)
+
+
+def _check_dealt(dealt: Dealt, samples: int) -> None:
+    """That it says which samples every client has."""
+    index, offsets = dealt
+    if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(index) or (np.diff(offsets) < 0).any():
+        raise ValueError(f"offsets [n + 1] must rise from 0 to the {len(index)} entries of index, got {offsets}")
+    if len(index) and (index.min() < 0 or index.max() >= samples):
+        raise ValueError(f"index must be positions from 0 to {samples - 1}, got {index.min()} to {index.max()}")
 
 
 class Sized(Partition):
