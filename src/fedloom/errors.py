@@ -111,13 +111,15 @@ def blamed(what: str, part: object, where: str) -> Iterator[None]:
         where: e.g. ``"round 3"``.
 
     Raises:
-        CodeError: an error that is none of fedloom's own.
+        CodeError: an error that is neither one of fedloom's own nor of a file.
     """
     try:
         yield
     except FedloomError:
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.filename is not None:  # of a file that the message names
+            raise
         raise CodeError(f"{what} {type(part).__name__} failed in {where}: {cause_of(error)}") from error
 
 

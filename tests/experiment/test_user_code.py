@@ -12,17 +12,19 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from fedloom import load, partition
 from fedloom.algorithms import FedAvg, Kept, Mean
 from fedloom.choose import Uniform, UniformWeigher
 from fedloom.cli import app
+from fedloom.data import Source
 from fedloom.data.partition._base import Draw
 from fedloom.data.partition.deal import Dealt
 from fedloom.errors import CodeError, ConfigError, FedloomError, RunDirError
 from fedloom.experiment import Experiment, Plan, json_schema, parse
+from fedloom.models import Import
 from fedloom.rows.aggregate import Median
 from fedloom.rows.attacks import SignFlip
 from fedloom.rows.channel import Clip
@@ -299,6 +301,33 @@ FAULTS = {
     "global of a shape": ({"algorithm": (FedAvg, {"global_model": lambda *_: torch.ones(4)})}, r"\[d\] = \[650\]"),
     "personal of a shape": ({"algorithm": (FedAvg, {"personal": lambda *_: torch.ones(4)})}, r"must return \[3, 650\]"),
 }
+
+
+class _Picky(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 2:
+            raise ValueError("too many")
+        return super().forward(x.flatten(1))
+
+
+def test_a_model_or_a_diagnosis_that_fails_is_blamed_too() -> None:
+    fed = partition.iid(clients=3)(load("digits"))
+    with pytest.raises(
+        CodeError, match=r"model Import failed in round 0: ValueError: too many \(test_user_code.py, line"
+    ):
+        simulate(FedAvg(), fed, Import(path=f"{__name__}:_Picky"), rounds=1)
+    with pytest.raises(CodeError, match="method Broken failed in the diagnostics of round 0: KeyError"):
+        simulate(_broken(FedAvg, diagnostics=_fails), fed, rounds=1)
+
+
+def test_a_data_set_that_fails_is_blamed() -> None:
+    with pytest.raises(CodeError, match="data set Broken failed in load: KeyError"):
+        _broken(Source, load=_fails).read()
+    with pytest.raises(CodeError, match="must return a fedloom.data.Dataset, got int"):
+        _broken(Source, load=lambda *_: 5).read()
 
 
 @pytest.mark.parametrize("what", FAULTS)

@@ -31,7 +31,7 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
     """
     mine = parse({**experiment.settings(), "data": site.data}, f"{site.site}: the site file")
     try:
-        data = mine.source.load(site.data_dir)
+        data = mine.source.read(site.data_dir)
     except NoSamples:
         return federation_of(site.samples, torch.zeros(site.clients, len(PARTS), dtype=torch.long))
     check_columns(site, data)

@@ -87,7 +87,7 @@ def plan(
     one = _single(experiment, method, seed, rounds)
     check_deployable(one)
     seed = one.head.seeds[0]
-    data = one.source.load(data_dir)
+    data = one.source.read(data_dir)
     fed = one.partition(data, seed)
     job, start = make_job(**one.arguments(one.methods[0], fed, seed))  # refuses what does not go together
     if sites is None and own_data:

@@ -75,7 +75,7 @@ class Bench:
             choose("oracle", {**ORACLES}, name)
         self.experiment, self.rounds = experiment, rounds
         seed = experiment.head.seeds[0]
-        self.federation: Federation = experiment.partition(experiment.source.load(data_dir), seed)
+        self.federation: Federation = experiment.partition(experiment.source.read(data_dir), seed)
         self.processes = side_by_side(experiment, [self.federation])
         counts = workers or (1, cores() if experiment.engine.device == "cpu" else 1)
         self.ways = {m.label: self._ways(m, oracles, counts) for m in experiment.methods}

@@ -61,7 +61,7 @@ class Plan:
         self.experiment, self.out, self.ranks = experiment, out, ranks
         if ranks.rank == 0:
             _check_directory(out, None if force else experiment)
-        data = experiment.source.load(data_dir)
+        data = experiment.source.read(data_dir)
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}
         self.runs = [(m, seed) for m in experiment.methods for seed in experiment.head.seeds]
         for fed in self.federations.values():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.federation import Federation
-from fedloom.errors import ClientError, FedloomError, cause_of
+from fedloom.errors import ClientError, FedloomError, blamed, cause_of
 from fedloom.local import Work
 from fedloom.local.oracles import Network
 from fedloom.running.counts import sizes_of
@@ -37,6 +37,11 @@ class ScoreTask(NamedTuple):
 
 def score(job: Job, down: Any, global_model: Tensor | None, task: ScoreTask) -> Scores:
     """Scores of the global and the personal models of a chunk of clients."""
+    with blamed("model", job.spec, f"round {task.round}"):
+        return _scores(job, down, global_model, task)
+
+
+def _scores(job: Job, down: Any, global_model: Tensor | None, task: ScoreTask) -> Scores:
     scores: Scores = {}
     if global_model is not None:
         row = global_model.to(job.oracle.device)

@@ -319,6 +319,11 @@ def diagnose(job: Job, state: State) -> dict[str, float]:
     """The method's own figures after a round; not counted as its work."""
     ctx = job.ctx(state.round)
     down = job.down(state.server, state.round)
+    with blamed("method", job.algorithm, f"the diagnostics of round {state.round}"):
+        return _figures(job, state, ctx, down)
+
+
+def _figures(job: Job, state: State, ctx: Ctx, down: Any) -> dict[str, float]:
     total: Any = None
     for ids in ctx.ids.tensor_split(chunk_count(ctx.m, job.chunk)):
         rows = to_device(job.clients.read(ids), job.oracle.device)

@@ -97,7 +97,7 @@ class Tuning:
                 raise ConfigError(f"{where}: nothing to look for in {label}; give it a setting in [tune.space.{label}]")
             check_values(document, place, space, where, read)
         seeds = self.tune.seeds or self.experiment.head.seeds[:1]
-        data = self.experiment.source.load(data_dir)
+        data = self.experiment.source.read(data_dir)
         self.federations: dict[int, Federation] = {s: without_test(self.experiment.partition(data, s)) for s in seeds}
         if any(not int(fed.sizes(PART).sum()) for fed in self.federations.values()):
             raise ConfigError(

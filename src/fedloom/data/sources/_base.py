@@ -15,7 +15,8 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.data.dataset import Dataset
-from fedloom.errors import DataError
+from fedloom.errors import DataError, blamed
+from fedloom.imports import path_of
 from fedloom.values import Value
 
 ENV = "FEDLOOM_DATA"
@@ -41,6 +42,21 @@ class Source(Value):
             DataError: a file that is missing, damaged or not what it should be. Nothing half-loaded is returned.
         """
         ...
+
+    def read(self, data_dir: str | Path | None = None) -> Dataset:
+        """What `load` gives, if it is a data set; a user's source may fail in its own ways.
+
+        Raises:
+            DataError: as `load`.
+            CodeError: the user's code failed, or gave something else.
+        """
+        if path_of(type(self)) is None:
+            return self.load(data_dir)
+        with blamed("data set", self, "load"):
+            data = self.load(data_dir)
+            if not isinstance(data, Dataset):
+                raise TypeError(f"load must return a fedloom.data.Dataset, got {type(data).__name__}")
+        return data
 
 
 class FileSource(Source):
