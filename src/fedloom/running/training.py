@@ -160,11 +160,11 @@ def _sides(job: Job, down: Any, task: TrainTask) -> _Sides:
 def _client(job: Job, sides: _Sides, work: Work) -> tuple[Any, Any]:
     try:
         made = job.algorithm.client(sides.down, sides.rows, work)
+        wrong = _wrong(job, sides, made)
     except FedloomError:
         raise
     except Exception as error:
         raise ClientError("client step", work.round, work.ids.tolist(), cause_of(error)) from error
-    wrong = _wrong(job, sides, made)
     if wrong:
         raise ClientError("client step", work.round, work.ids.tolist(), wrong)
     return made
