@@ -243,7 +243,8 @@ def test_the_command_runs_a_recipe_and_writes_its_page(tmp_path: Path) -> None:
 
 def test_all_stops_in_time(tmp_path: Path) -> None:
     where = ("--out", str(tmp_path / "out"), "--results", str(tmp_path / "results"))
-    call("--all", "--scale", "smoke", "--budget", "0.2s", *where, code=130)
+    output = call("--all", "--scale", "smoke", "--budget", "0.2s", *where, code=130)
+    assert "the same command goes on from here" in output
     assert len(list((tmp_path / "results").glob("*.json"))) <= 2
 
 

@@ -67,6 +67,7 @@ def reproduce(
             if time.left <= 0 or not _run(
                 one, how_much, out, results, data_dir, workers, given, only or [], time, all_
             ):
+                typer.echo(f"stopped at {one.name}: the same command goes on from here", err=True)
                 raise typer.Exit(130)
 
 
