@@ -319,6 +319,19 @@ def test_training_leaves_the_statistics_alone() -> None:
     assert torch.equal(next(oracle.outputs(row, torch.arange(5))), before)
 
 
+def test_samples_evaluated_together_fill_the_room_of_the_widest_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 4 x 8 x 8 sample becomes 6 x 8 x 8 after the convolution, in float64: 3,072 bytes."""
+    fed = handwritten.federation((7, 20, 50), shape=(4, 8, 8))
+    module = seeded(lambda: nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.Flatten(), nn.Linear(6 * 64, CLASSES)))
+    row, index = oracle_of(module, fed).layout.vector(module, torch.float64), torch.arange(77)
+    whole = list(oracle_of(module, fed).outputs(row, index))
+    assert [len(piece) for piece in whole] == [77]
+    monkeypatch.setattr("fedloom.local.oracles.network.CPU_ACTIVATION", 10 * 3072 + 3071)
+    pieces = list(oracle_of(module, fed).outputs(row, index))
+    assert [len(piece) for piece in pieces] == [10] * 7 + [7]
+    torch.testing.assert_close(torch.cat(pieces), whole[0])
+
+
 @pytest.mark.parametrize("piece", [4096, 10])
 def test_statistics_of_a_row_are_those_of_the_training_parts(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedloom.local.oracles.network.PIECE", piece)

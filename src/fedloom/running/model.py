@@ -17,7 +17,7 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.facts import Facts, lone_client
 from fedloom.data.federation import Federation
 from fedloom.errors import LayoutError
-from fedloom.local.oracles.network import BATCH_STATISTICS, PIECE
+from fedloom.local.oracles.network import BATCH_STATISTICS, evaluated_together
 from fedloom.models import ModelSpec
 from fedloom.rows.layout import Layout
 from fedloom.running.checkpoint import save_tensors
@@ -145,7 +145,8 @@ class Model:
 @torch.no_grad()
 def outputs_of(module: nn.Module, fed: Federation, index: Tensor) -> Tensor:
     """Outputs ``[b, k]`` of a module on samples of a federation."""
-    return torch.cat([module(fed.fetch(piece)) for piece in index.split(PIECE)])
+    together = evaluated_together(module, fed.fetch(index[:1]))
+    return torch.cat([module(fed.fetch(piece)) for piece in index.split(together)])
 
 
 def running_statistics(module: nn.Module) -> list[Tensor]:

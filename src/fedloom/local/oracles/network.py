@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from fedloom.tasks import Task
 
 PIECE = 4096
-"""Samples evaluated together."""
+"""Samples evaluated together at most."""
+
+CPU_ACTIVATION, GPU_ACTIVATION = 16 << 20, 256 << 20
+"""Bytes of the widest activation of samples evaluated together: twice as many double a CNN's time on a CPU."""
 
 ALLOCATOR_HINT = 31 << 20
 """Bytes allocated and freed once: from then on the C library keeps blocks up to that size for reuse (its mmap threshold
@@ -176,8 +179,12 @@ class Network(Oracle):
 
     def outputs(self, row: Tensor, index: Tensor) -> Iterator[Tensor]:
         """Outputs of the model ``row [d]`` on the samples ``index``, in pieces."""
-        for piece in index.split(PIECE):
+        for piece in index.split(self._together):
             yield self.run(row, self.fed.fetch(piece))
+
+    @cached_property
+    def _together(self) -> int:
+        return evaluated_together(self.module, self._sample())
 
     @torch.no_grad()
     def set_statistics(self, row: Tensor, ids: Tensor) -> None:
@@ -224,10 +231,13 @@ class Network(Oracle):
         ]
         self.module.eval()
         with torch.no_grad():
-            self.module(self.fed.fetch(self.fed.parts["train"].index[:1]))
+            self.module(self._sample())
         for hook in hooks:
             hook.remove()
         return shapes
+
+    def _sample(self) -> Tensor:
+        return self.fed.fetch(self.fed.parts["train"].index[:1])
 
     def _mask(self, name: str, batch: Batch, row: int, count: int) -> Tensor:
         """Mask ``[count, *features]`` of a dropout layer, from the client's own generator."""
@@ -257,3 +267,19 @@ def scale_(target: Tensor, beta: float | Tensor) -> Tensor:
 def at_least_two(x: Tensor) -> Tensor:
     """A single sample twice, so that batch normalisation has a (zero) variance; means are unchanged."""
     return x.repeat(2, *[1] * (x.dim() - 1)) if len(x) == 1 else x
+
+
+def evaluated_together(module: nn.Module, sample: Tensor) -> int:
+    """Samples that a network evaluates together: its widest activation of one ``sample [1, ...]`` decides."""
+    widths = [sample.numel()]
+    hooks = [
+        m.register_forward_hook(lambda _m, _x, out: widths.append(out.numel()) if isinstance(out, Tensor) else None)
+        for m in module.modules()
+    ]
+    module.eval()
+    with torch.no_grad():
+        module(sample)
+    for hook in hooks:
+        hook.remove()
+    room = CPU_ACTIVATION if sample.device.type == "cpu" else GPU_ACTIVATION
+    return max(1, min(PIECE, room // (max(widths) * sample.element_size())))
