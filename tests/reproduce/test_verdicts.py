@@ -158,6 +158,27 @@ def test_figures_are_what_was_recorded(finished: Path) -> None:
         Reference.of("flame", "accuracy")
 
 
+def test_figures_are_of_benign_clients(tmp_path: Path) -> None:
+    attacked = TINY | {"attack": {"kind": "random-labels", "fraction": 0.5}, "variants": ["many"]}
+    reproduce(make_recipe("attacked", attacked), "full", tmp_path, only=["flame"], seeds=[3])
+    (run,) = read_runs([tmp_path / "many"])
+    (record,) = run.summary.runs
+    assert len(record.attackers) == 3
+    table = [
+        row
+        for row in pq.read_table(tmp_path / "many" / "metrics.parquet").to_pylist()
+        if row["client"] not in record.attackers
+    ]
+    both = _per_client(table, 3)
+    expected = {
+        "personal": np.mean([personal for (_, personal), _ in both]),
+        "global": np.mean([shared for _, (_, shared) in both]),
+        "hybrid-validation": np.mean([max(pair, key=lambda known: known[0])[1] for pair in both]),
+    }
+    for model, mean in expected.items():
+        assert values(run, Reference.of(f"flame: {model}", "accuracy"))[3] == pytest.approx(mean)
+
+
 def _per_client(table: list[dict[str, object]], seed: int) -> list[list[tuple[float, float]]]:
     """Per client (validation, test) accuracy of the personal, then of the global model, after the last round."""
     known = {

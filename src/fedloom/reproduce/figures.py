@@ -84,9 +84,9 @@ def _curve(run: Run, key: Key) -> Curve:
 
 
 def _by_validation(run: Run, key: Key) -> Curve:
-    """Mean over clients, each with the global model where that is better on its validation part."""
+    """Mean over benign clients, each with the global model where that is better on its validation part."""
     parts = {
-        (model, part): run.series.get(key._replace(model=model, part=part))
+        (model, part): run.benign(key._replace(model=model, part=part))
         for model in ("global", "personal")
         for part in ("validation", key.part)
     }
