@@ -26,7 +26,7 @@ PIECE = 4096
 """Samples evaluated together at most."""
 
 CPU_ACTIVATION, GPU_ACTIVATION = 16 << 20, 256 << 20
-"""Bytes of the widest activation of samples evaluated together: `PIECE` of them double or treble a CNN's time on a CPU."""
+"""Bytes of the widest activation of a piece: with `PIECE` samples a CNN takes two to three times as long."""
 
 ALLOCATOR_HINT = 31 << 20
 """Bytes allocated and freed once: from then on the C library keeps blocks up to that size for reuse (its mmap threshold
