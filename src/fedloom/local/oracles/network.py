@@ -144,11 +144,12 @@ class Network(Oracle):
         name = penultimate(self.module) if layer == "penultimate" else layer
         if name != "logits" and name not in modules:
             raise unknown("layer", layer, ["penultimate", "logits", *modules])
+        pieces = index.split(self._together)  # measured by a forward pass, which the hook must not see
         caught: list[Tensor] = []
         hook = modules.get(name, self.module).register_forward_hook(lambda _m, _i, out: caught.append(out))
         try:
-            for _ in self.outputs(row, index):
-                pass
+            for piece in pieces:
+                self.run(row, self.fed.fetch(piece))
         finally:
             hook.remove()
         return torch.cat(caught).flatten(1)
