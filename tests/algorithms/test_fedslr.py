@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedloom.algorithms import LPGD, FedAvg, FedSLR, encodings
 from fedloom.algorithms._base import ranks
+from fedloom.algorithms.fedslr import Seen
 from fedloom.algorithms.lpgd import Client, Down
 from fedloom.local import Local
 from fedloom.rows.fields import Field
@@ -43,6 +44,14 @@ def mixed(method: FedSLR, p: Problem, state: State) -> Tensor:
     found = personal_models(method, Federation(p.oracle(), p.alpha, Local()), state)
     assert found is not None
     return found
+
+
+def figures(method: FedSLR, p: Problem, state: State) -> dict[str, float]:
+    """The record of a round: observed at every client, summed."""
+    fed, everyone = Federation(p.oracle(), p.alpha, Local()), range(p.n)
+    ctx = fed.ctx(state.round, everyone)
+    seen = method.observe(method.down(state.server, None, ctx), state.rows, fed.work(state.round, everyone))
+    return method.diagnostics(state.server, Seen(seen.nonzeros.sum(0)), ctx)
 
 
 def naive(p: Problem, eta_g: float, lam: float, cohorts: Any, divide: bool = False) -> Tensor:
@@ -160,6 +169,7 @@ def test_personal_components_are_exactly_sparse_and_the_limit_of_p2() -> None:
     assert 0 < zero.sum() < own.numel()
     assert (g[zero].abs() <= mu + 1e-9).all()
     same(g[~zero], -mu * own[~zero].sign())
+    assert figures(method, p, end)["personal_nonzeros"] == float((own != 0).sum()) / p.n
 
 
 def test_a_large_mu_leaves_the_global_model() -> None:
@@ -228,8 +238,8 @@ def test_ranks_in_the_server_s_state_are_those_of_the_download() -> None:
         assert got.tolist() == [int((s > 1e-10).sum()) for s in shapes]
     assert found[0].tolist() == [4, 4]
     assert (found[-1] < found[0]).all()
-    end = method.diagnostics(states[-1].server, None, Federation(p.oracle(), p.alpha, Local()).ctx(8, range(5)))
-    assert end == {"rank": float(found[-1].sum()), "nonzeros": float(states[-1].server.x.count_nonzero())}
+    end = figures(method, p, states[-1])
+    assert (end["rank"], end["nonzeros"]) == (float(found[-1].sum()), float(states[-1].server.x.count_nonzero()))
 
 
 def test_the_download_travels_as_factors() -> None:

@@ -71,6 +71,12 @@ class Up(NamedTuple):
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, accumulates=True)]
 
 
+class Seen(NamedTuple):
+    """Parameters of p that are not zero, int64 ``[m, 1]``."""
+
+    nonzeros: Tensor
+
+
 class FedSLR(Algorithm):
     """FedSLR (Huang et al. 2023, Algorithm 3)."""
 
@@ -131,5 +137,13 @@ class FedSLR(Algorithm):
     def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
         return down.x + rows.p  # GKR + p_i
 
-    def diagnostics(self, server: Server, total: None, ctx: Ctx) -> dict[str, float]:
-        return {"rank": float(server.ranks.sum()), "nonzeros": float(server.x.count_nonzero())}
+    def observe(self, down: Down, rows: Client, work: Work) -> Seen:
+        return Seen((rows.p != 0).sum(1, keepdim=True))
+
+    def diagnostics(self, server: Server, total: Seen, ctx: Ctx) -> dict[str, float]:
+        x, personal = server.x, float(total.nonzeros) / ctx.n
+        return {
+            "rank": float(server.ranks.sum()),
+            "nonzeros": float(x.count_nonzero()),
+            "personal_nonzeros": personal,
+        }

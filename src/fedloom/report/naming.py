@@ -38,6 +38,7 @@ OTHERS = {
     "nmi": Metric("Cluster recovery (NMI)"),
     "nnz": Metric("Non-zero parameters", higher=False),
     "nonzeros": Metric("Non-zero parameters", higher=False),
+    "personal_nonzeros": Metric("Non-zero parameters of a personal component, mean", higher=False),
     "factorised": Metric("Parameters as thin factors", higher=False),
     "rank": Metric("Rank", higher=False),
     "kkt": Metric("KKT residual", higher=False),
@@ -49,7 +50,7 @@ OTHERS = {
 """Figures of the whole federation that have a proper name."""
 GROUPS = {
     "nmi": "clusters",
-    **dict.fromkeys(("nnz", "nonzeros", "rank", "factorised"), "structure"),
+    **dict.fromkeys(("nnz", "nonzeros", "personal_nonzeros", "rank", "factorised"), "structure"),
     **dict.fromkeys(("kkt", "consensus_gap", "lyapunov", "local_iterations"), "convergence"),
 }
 """Sections of the page for figures of the whole federation; the rest are among the others."""
