@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fedloom.local.oracles.network import Network, Samples, at_least_two, scale_
+from fedloom.local.oracles.network import Network, Samples, at_least_two, forked, scale_
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
@@ -30,7 +29,6 @@ class Looped(Network):
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         super().__init__(module, task, fed, augment)
         self.draws = draws_itself(self.module, fed)
-        self.memory_format = self._memory_format()
 
     def addgrad_(
         self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None
@@ -50,25 +48,13 @@ class Looped(Network):
             views = self.views(w[i])
             self._hold(views)
             with torch.enable_grad():
-                outputs = self._forward(data.x[i, :count].clone(memory_format=self.memory_format), batch, i)
+                outputs = self._forward(self.arranged(data.x[i, :count]), batch, i)
             slope = self.task.dloss(outputs.detach(), data.y[i, :count]).mul_(data.weight[i, 0])
             grads = torch.autograd.grad(outputs, self.parameters, slope, allow_unused=True, materialize_grads=True)
             scale_(out[i : i + 1], factor)
             torch._foreach_add_(views if out is w else self.views(out[i]), grads, alpha=alpha)
         if steady is not None:
             out.add_(steady)
-
-    def _memory_format(self) -> torch.memory_format:
-        """Channels last for images, which is faster on a CPU, if the module can take them so."""
-        x = self.fed.fetch(self.fed.parts["train"].index[:2])
-        if x.dim() != 4 or self.device.type != "cpu":
-            return torch.contiguous_format
-        try:
-            with torch.no_grad(), _forked(self.device):
-                self.module.eval()(x.clone(memory_format=torch.channels_last))
-        except RuntimeError:  # a view() in user code, for one
-            return torch.contiguous_format
-        return torch.channels_last
 
     def _forward(self, x: Tensor, batch: Batch, i: int) -> Tensor:
         if self.normalisers and len(x) == 1:
@@ -78,7 +64,7 @@ class Looped(Network):
     def _call(self, x: Tensor, batch: Batch, i: int) -> Tensor:
         if not self.draws:
             return self.module(x)  # type: ignore[no-any-return]
-        with _forked(self.device):
+        with forked(self.device):
             torch.manual_seed(batch.draw.derive(i, "module"))  # noqa: TID251 (forked: restored on exit)
             return self.module(x)  # type: ignore[no-any-return]
 
@@ -86,15 +72,10 @@ class Looped(Network):
 def draws_itself(module: nn.Module, fed: Federation) -> bool:
     """Whether the module draws from a global generator in training, found out by running a copy on one sample."""
     probe = copy.deepcopy(module).to(device=fed.device, dtype=fed.dtype).train()
-    with _forked(fed.device), torch.no_grad():
+    with forked(fed.device), torch.no_grad():
         before = _global_state(fed.device)
         probe(at_least_two(fed.fetch(fed.parts["train"].index[:1])))
         return not torch.equal(before, _global_state(fed.device))
-
-
-def _forked(device: torch.device) -> AbstractContextManager[None]:
-    """The global generators of a device as they were afterwards."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def _global_state(device: torch.device) -> Tensor:

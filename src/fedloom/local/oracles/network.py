@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -96,6 +97,7 @@ class Network(Oracle):
         self.normalisers = [m for m in self.module.modules() if isinstance(m, BATCH_STATISTICS)]
         self._train_sizes = fed.sizes("train").cpu()
         self._features = self._dropout_shapes() if self.dropouts else {}
+        self.memory_format = self._memory_format()
         torch.empty(ALLOCATOR_HINT, dtype=torch.uint8)
 
     def sizes(self, ids: Tensor) -> Tensor:
@@ -176,7 +178,7 @@ class Network(Oracle):
         """Outputs ``[b, k]`` of the model ``row [d]`` in evaluation mode."""
         self._hold(self.views(row))
         self.module.eval()
-        return self.module(x)  # type: ignore[no-any-return]
+        return self.module(self.arranged(x))  # type: ignore[no-any-return]
 
     def outputs(self, row: Tensor, index: Tensor) -> Iterator[Tensor]:
         """Outputs of the model ``row [d]`` on the samples ``index``, in pieces."""
@@ -204,7 +206,7 @@ class Network(Oracle):
         samples = sum(len(piece) for piece in pieces)
         total = [torch.zeros_like(s) for s in self._statistics()]
         for piece in pieces:
-            self.module(at_least_two(self.fed.fetch(piece)))
+            self.module(at_least_two(self.arranged(self.fed.fetch(piece))))
             for t, s in zip(total, self._statistics(), strict=True):
                 t.add_(s, alpha=len(piece) / samples)
         for target, value in zip(self._statistics(), total, strict=True):
@@ -237,6 +239,23 @@ class Network(Oracle):
             hook.remove()
         return shapes
 
+    def arranged(self, x: Tensor) -> Tensor:
+        """Samples ``[b, *shape]`` in the memory format that suits the module; the values are the same."""
+        return x if self.memory_format is torch.contiguous_format else x.clone(memory_format=self.memory_format)
+
+    def _memory_format(self) -> torch.memory_format:
+        """Channels last for convolutions of images, which is faster on a CPU, if the module can take them so."""
+        convolves = any(isinstance(m, nn.Conv2d) for m in self.module.modules())
+        sample = at_least_two(self._sample())
+        if not convolves or sample.dim() != 4 or self.device.type != "cpu":
+            return torch.contiguous_format
+        try:
+            with torch.no_grad(), forked(self.device):
+                self.module.eval()(sample.clone(memory_format=torch.channels_last))
+        except RuntimeError:  # a view() in user code, for one
+            return torch.contiguous_format
+        return torch.channels_last
+
     def _sample(self) -> Tensor:
         return self.fed.fetch(self.fed.parts["train"].index[:1])
 
@@ -263,6 +282,11 @@ def scale_(target: Tensor, beta: float | Tensor) -> Tensor:
     if beta == 0:
         return target.zero_()
     return target if beta == 1 else target.mul_(beta)
+
+
+def forked(device: torch.device) -> AbstractContextManager[None]:
+    """The global generators of a device as they were afterwards."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def at_least_two(x: Tensor) -> Tensor:
