@@ -332,6 +332,16 @@ def test_samples_evaluated_together_fill_the_room_of_the_widest_activation(monke
     torch.testing.assert_close(torch.cat(pieces), whole[0])
 
 
+@pytest.mark.parametrize("make", [Viewing, lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(192, 4))])
+@pytest.mark.parametrize("name", ["stacked", "looped"])
+def test_outputs_do_not_depend_on_the_order_in_memory(name: str, make: Callable[[], nn.Module]) -> None:
+    fed, module = handwritten.federation(shape=IMAGE), seeded(make).double()
+    oracle, index = oracle_of(module, fed, name), torch.arange(9)
+    assert oracle.memory_format is (torch.contiguous_format if make is Viewing else torch.channels_last)
+    got = next(oracle.outputs(oracle.layout.vector(module, torch.float64), index))
+    torch.testing.assert_close(got, module(fed.fetch(index)))
+
+
 @pytest.mark.parametrize("piece", [4096, 10])
 def test_statistics_of_a_row_are_those_of_the_training_parts(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedloom.local.oracles.network.PIECE", piece)
