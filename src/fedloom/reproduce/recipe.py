@@ -134,7 +134,8 @@ class Recipe:
         """How a scale differs from the protocol, for people."""
         if scale == "smoke":
             return "handwritten digits in place of the data, one round: shows only that the recipe runs"
-        return str(self.scales.get(scale, {}).get("says", "as in the protocol"))
+        plain = "as in the protocol" if self.paper.reduced is None else "as reduced"
+        return str(self.scales.get(scale, {}).get("says", plain))
 
     def as_the_paper(self, scale: Scale) -> bool:
         """Whether a scale is the protocol, but for seeds, and for variants or methods left out."""
