@@ -141,9 +141,5 @@ class FedSLR(Algorithm):
         return Seen((rows.p != 0).sum(1, keepdim=True))
 
     def diagnostics(self, server: Server, total: Seen, ctx: Ctx) -> dict[str, float]:
-        x, personal = server.x, float(total.nonzeros) / ctx.n
-        return {
-            "rank": float(server.ranks.sum()),
-            "nonzeros": float(x.count_nonzero()),
-            "personal_nonzeros": personal,
-        }
+        figures = {"rank": float(server.ranks.sum()), "nonzeros": float(server.x.count_nonzero())}
+        return {**figures, "personal_nonzeros": float(total.nonzeros) / ctx.n}
