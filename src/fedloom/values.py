@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
-from pydantic_core import ErrorDetails
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+)
+from pydantic_core import CoreSchema, ErrorDetails, PydanticKnownError, core_schema
 
 from fedloom.errors import ConfigError, nearest, unknown
 from fedloom.imports import find_class, is_path, path_of
 
 T = TypeVar("T")
+NUMBERS: dict[str, Literal["int_type", "float_type"]] = {"int": "int_type", "float": "float_type"}
+"""Numbers in a schema of pydantic, and the error that refuses what is none."""
+LARGEST = 2**63 - 1
+"""The largest whole number of a tensor, or of a TOML file."""
+UNTYPED = ("metadata", "default", "expected", "serialization")
+"""What a schema of pydantic holds besides schemas."""
 
 
 class Value(BaseModel):
@@ -41,6 +55,11 @@ class Value(BaseModel):
         path = path_of(cls)
         if path is not None and "kind" not in {*vars(cls), *cls.model_fields}:
             cls.kind = path  # type: ignore[attr-defined]
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
+        found: CoreSchema = _exact(handler(source), cls)
+        return found
 
     @model_serializer(mode="wrap")
     def _with_path(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -100,7 +119,9 @@ def make(make_value: Callable[..., T], options: Mapping[str, Any], where: str, f
     try:
         return make_value(**options)
     except ValidationError as error:
-        raise ConfigError("; ".join(_sentence(e, where, fields) for e in error.errors())) from None
+        found = error.errors()
+        counted = [e for e in found if e["type"] != "too_short"]  # of a list with a wrong item, the item is the matter
+        raise ConfigError("; ".join(_sentence(e, where, fields) for e in counted or found)) from None
 
 
 def fields_of(value: Any) -> Mapping[str, Any]:
@@ -136,6 +157,28 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         raise ConfigError(f"cannot read the {what} {path}: {error.strerror}; give the path of a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a TOML file: {error}") from None
+
+
+def _exact(schema: Any, owner: type) -> Any:
+    """The schema of ``owner``, where text and booleans are not taken for numbers, nor numbers for booleans."""
+    if isinstance(schema, (list, tuple)):
+        return type(schema)(_exact(item, owner) for item in schema)
+    if not isinstance(schema, dict) or schema.get("cls", owner) is not owner:
+        return schema
+    kind = schema.get("type")
+    if kind == "bool":
+        return {**schema, "strict": True}
+    if kind in NUMBERS:
+        return core_schema.no_info_before_validator_function(partial(_number, NUMBERS[kind]), schema)
+    return {key: value if key in UNTYPED else _exact(value, owner) for key, value in schema.items()}
+
+
+def _number(refusal: Literal["int_type", "float_type"], value: Any) -> Any:
+    if isinstance(value, (bool, str, bytes)):
+        raise PydanticKnownError(refusal)
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise PydanticKnownError("less_than_equal", {"le": LARGEST})
+    return value
 
 
 def _sentence(error: ErrorDetails, where: str, fields: Mapping[str, Any]) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, field_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, field_validator
 
 from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset
 from fedloom.choose import SAMPLERS, WEIGHERS, Sampler, Weigher
@@ -69,11 +70,22 @@ class Method:
         }
 
 
+def _printable(text: str) -> str:
+    if not text.strip() or any(unicodedata.category(c) in ("Cc", "Cs") for c in text):
+        raise ValueError(f"must be text that can be printed, got {text!r}")
+    return text
+
+
+Title = Annotated[str, AfterValidator(_printable)]
+"""What tables and charts call something."""
+Rounds = Annotated[int, Field(ge=1, description="communication rounds")]
+
+
 class Head(Value):
     """The plain keys of an experiment file."""
 
-    name: str = Field("experiment", min_length=1, description="name of the experiment")
-    rounds: int = Field(100, ge=1, description="communication rounds")
+    name: Title = Field("experiment", description="name of the experiment")
+    rounds: Rounds = 100
     seeds: tuple[NonNegativeInt, ...] = Field((0,), min_length=1, description="one run of every method per seed")
     weights: Literal["uniform", "samples"] = Field(
         "uniform", description="clients' shares alpha_i of the objective: 1/n, or by their samples"
@@ -85,6 +97,11 @@ class Head(Value):
         if len(set(seeds)) < len(seeds):
             raise ValueError(f"every seed once, got {list(seeds)}")
         return seeds
+
+
+class _MethodHead(Value):
+    label: Title = Field(description="what the method is called in tables and charts")
+    rounds: Rounds
 
 
 @dataclass(frozen=True)
@@ -256,8 +273,10 @@ def _method(
             return _optional(what, registry, given, place, base)
         return make_kind(what, registry, given, place, "uniform", base=base)
 
+    head = {"label": options.get("label", name.rpartition(":")[2]), "rounds": options.get("rounds", rounds)}
+    plain = make(_MethodHead, head, where, _MethodHead.model_fields)
     return Method(
-        label=str(options.get("label", name.rpartition(":")[2])),
+        label=plain.label,
         algorithm=name,
         options=own,
         composition=made if isinstance(made, Composition) else Composition(made),
@@ -266,5 +285,5 @@ def _method(
         weigher=own_kind("weigher", WEIGHERS, Weigher),
         aggregator=own_kind("aggregator", AGGREGATORS, Aggregator, optional=True),
         channel=own_kind("channel", CHANNELS, Channel, optional=True),
-        rounds=make(Head, {"rounds": options.get("rounds", rounds)}, where, Head.model_fields).rounds,
+        rounds=plain.rounds,
     )

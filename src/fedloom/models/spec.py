@@ -39,13 +39,20 @@ class ModelSpec(Value, ABC):
             seed: seed of the initial values.
 
         Raises:
-            ConfigError: the model does not fit ``shape``.
+            ConfigError: the model does not fit ``shape``, or memory.
         """
         if outputs < 1 or not shape or min(shape) < 1:
             raise ConfigError(f"a model needs a sample shape and at least one output, got {tuple(shape)} and {outputs}")
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(derive(seed, purpose="model"))  # noqa: TID251 (forked: restored on exit)
-            return self.module(tuple(shape), outputs)
+            try:
+                return self.module(tuple(shape), outputs)
+            except RuntimeError as error:
+                if "allocate memory" not in str(error):
+                    raise
+                raise ConfigError(
+                    f"the model is larger than the memory of this machine; make it smaller: {self!r}"
+                ) from None
 
     @abstractmethod
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:

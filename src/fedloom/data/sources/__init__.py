@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -78,4 +79,4 @@ def source(name_or_path: str | Path, **options: Any) -> Source:
 
 
 def _is_path(name: str) -> bool:
-    return "/" in name or "\\" in name or bool(Path(name).suffix) or Path(name).exists()
+    return "/" in name or "\\" in name or bool(Path(name).suffix) or os.path.exists(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def detect(path: Path) -> type[FileSource]:
     Raises:
         DataError: nothing there, or nothing that a reader knows.
     """
-    if not path.exists():
+    if not os.path.exists(path):
         raise DataError(f"{path}: no such file or folder; check the path")
     ending = Path(bare(path.name)).suffix
     if path.is_file() and ending in BY_ENDING:
