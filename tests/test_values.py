@@ -20,13 +20,14 @@ NUMBERS = {int, float, type(None)}
 
 
 class Sizes(Value):
-    """Numbers, alone, optional, in a list, and in a value within."""
+    """Numbers, alone, optional, in a list, in a table, and in a value within."""
 
     count: int = 1
     rate: float | None = None
     sides: tuple[int, ...] = Field((1,), min_length=1)
     within: Sizes | None = None
     whole: bool = False
+    rounds: dict[int, float] = Field(default_factory=dict)
 
 
 def values() -> Iterator[type[Value]]:
@@ -71,7 +72,13 @@ def test_numbers_of_other_libraries_and_integral_floats_are_numbers() -> None:
     assert Sizes(rate=1).rate == 1.0
 
 
-@pytest.mark.parametrize("options", [{"sides": [1, True]}, {"within": {"count": "2"}}, {"within": {"sides": ["1"]}}])
+def test_keys_of_a_table_are_text_in_files() -> None:
+    assert make(Sizes, {"rounds": {"1": 0.5}}, "file", fields_of(Sizes)) == Sizes(rounds={1: 0.5})
+
+
+@pytest.mark.parametrize(
+    "options", [{"sides": [1, True]}, {"within": {"count": "2"}}, {"within": {"sides": ["1"]}}, {"rounds": {1: "2"}}]
+)
 def test_the_rule_holds_in_lists_and_in_values_within(options: dict[str, Any]) -> None:
     assert places(Sizes, options) == set(options)
 

@@ -26,8 +26,8 @@ NUMBERS: dict[str, Literal["int_type", "float_type"]] = {"int": "int_type", "flo
 """Numbers in a schema of pydantic, and the error that refuses what is none."""
 LARGEST = 2**63 - 1
 """The largest whole number of a tensor, or of a TOML file."""
-UNTYPED = ("metadata", "default", "expected", "serialization")
-"""What a schema of pydantic holds besides schemas."""
+LEFT = ("metadata", "default", "expected", "serialization", "keys_schema")
+"""What a schema of pydantic holds besides schemas of values; keys are text in every file."""
 
 
 class Value(BaseModel):
@@ -170,7 +170,7 @@ def _exact(schema: Any, owner: type) -> Any:
         return {**schema, "strict": True}
     if kind in NUMBERS:
         return core_schema.no_info_before_validator_function(partial(_number, NUMBERS[kind]), schema)
-    return {key: value if key in UNTYPED else _exact(value, owner) for key, value in schema.items()}
+    return {key: value if key in LEFT else _exact(value, owner) for key, value in schema.items()}
 
 
 def _number(refusal: Literal["int_type", "float_type"], value: Any) -> Any:
