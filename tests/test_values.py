@@ -89,5 +89,5 @@ def test_of_a_list_with_a_wrong_item_the_item_is_the_matter() -> None:
     assert (
         str(one.value) == "file: sides.0: input should be a valid integer, got a number with a fractional part, got 1.5"
     )
-    with pytest.raises(ConfigError, match="at least 1 item"):
-        make(Sizes, {"sides": []}, "file", fields_of(Sizes))
+    with pytest.raises(ConfigError, match="count: input should be a valid integer.*; file: sides: .*at least 1 item"):
+        make(Sizes, {"sides": [], "count": "1"}, "file", fields_of(Sizes))

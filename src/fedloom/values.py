@@ -120,8 +120,9 @@ def make(make_value: Callable[..., T], options: Mapping[str, Any], where: str, f
         return make_value(**options)
     except ValidationError as error:
         found = error.errors()
-        counted = [e for e in found if e["type"] != "too_short"]  # of a list with a wrong item, the item is the matter
-        raise ConfigError("; ".join(_sentence(e, where, fields) for e in counted or found)) from None
+        within = {e["loc"][:-1] for e in found}  # of a list with a wrong item, the item is the matter
+        matters = [e for e in found if e["type"] != "too_short" or e["loc"] not in within]
+        raise ConfigError("; ".join(_sentence(e, where, fields) for e in matters)) from None
 
 
 def fields_of(value: Any) -> Mapping[str, Any]:

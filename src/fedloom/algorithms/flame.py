@@ -93,11 +93,11 @@ class FLAME(Algorithm):
         if self.eps0 is not None and ctx.local.momentum:
             raise Refused("FLAME with eps0 takes plain gradient steps until a tolerance is met; set local.momentum = 0")
         pull, rho = self.lam * ctx.weight, self.rho
-        share = (pull / rho) * (pull / rho)
+        square = (pull / rho) * (pull / rho)
         broken = {  # of Theorem 1, the last one with L = 0, which is the weakest
-            "lam^2 alpha_i^2 (1 + rho)/rho^2 < (lam alpha_i + rho)/2": share * (1 + rho) >= (pull + rho) / 2,
+            "lam^2 alpha_i^2 (1 + rho)/rho^2 < (lam alpha_i + rho)/2": square * (1 + rho) >= (pull + rho) / 2,
             "rho >= lam alpha_i": pull > rho,
-            "lam^2 alpha_i^2 (1 - rho^2)/rho^2 > (L alpha_i + rho)/2": share * (1 - rho * rho) <= rho / 2,
+            "lam^2 alpha_i^2 (1 - rho^2)/rho^2 > (L alpha_i + rho)/2": square * (1 - rho * rho) <= rho / 2,
         }
         found = [f"{what} fails for {int(who.sum())} of {ctx.n} clients" for what, who in broken.items() if who.any()]
         return [f"FLAME may not converge: of Theorem 1's conditions, {'; '.join(found)}"] if found else []
