@@ -1,4 +1,4 @@
-"""Loops compiled for the processor at hand (numba): gathering samples, and the three products of a linear layer.
+"""Loops compiled for the processor at hand (numba): gathering samples, pooling, the three products of a linear layer.
 
 A layer of many clients is many small matrix products, on which a library for large ones loses most of its time to
 packing and calls. Here four rows meet four rows, which keeps the vector registers at work, and gradient, decay and
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 
 FLAGS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "nsz"},  # numbers that are not finite stay so
@@ -69,6 +70,60 @@ def gather(data: Any, index: Any, scale: Any, shift: Any, out: Any) -> Any:
             for k in range(len(row)):
                 to[k] = kind(row[k]) * scale[k] + shift[k]
     return touched
+
+
+@compiled
+def pool(x: Any, out: Any, place: Any) -> None:
+    """``out <- max(0, max of every 2x2 square of x)``; what is not a number stays so.
+
+    Args:
+        x: ``[b, h, w, c]``; an odd row or column at the end is left out.
+        out: ``[b, h // 2, w // 2, c]``.
+        place: where each maximum is, the first if there are several: 0 and 1 in the upper row, 2 and 3 in the lower,
+            4 if the output is zero; bytes of ``out``'s shape.
+    """
+    zero = x.dtype.type(0)
+    samples, high, wide, channels = out.shape
+    for s in range(samples):
+        for i in range(high):
+            for j in range(wide):
+                first, second = x[s, 2 * i, 2 * j], x[s, 2 * i, 2 * j + 1]
+                third, fourth = x[s, 2 * i + 1, 2 * j], x[s, 2 * i + 1, 2 * j + 1]
+                to, where = out[s, i, j], place[s, i, j]
+                for k in range(channels):
+                    best, found = first[k], np.uint8(0)
+                    if second[k] > best or second[k] != second[k]:
+                        best, found = second[k], np.uint8(1)
+                    if third[k] > best or third[k] != third[k]:
+                        best, found = third[k], np.uint8(2)
+                    if fourth[k] > best or fourth[k] != fourth[k]:
+                        best, found = fourth[k], np.uint8(3)
+                    if best <= 0:
+                        best, found = zero, np.uint8(4)
+                    to[k], where[k] = best, found
+
+
+@compiled
+def unpool(delta: Any, place: Any, out: Any) -> None:
+    """``out [b, h, w, c] <-`` gradient of `pool`'s input; ``delta [b, h // 2, w // 2, c]`` is that of its output."""
+    samples, high, wide, _ = delta.shape
+    for s in range(samples):
+        for i in range(high):
+            for y in range(2):
+                row = out[s, 2 * i + y]
+                for j in range(wide):
+                    _scatter(row[2 * j], delta[s, i, j], place[s, i, j], np.uint8(2 * y))
+                    _scatter(row[2 * j + 1], delta[s, i, j], place[s, i, j], np.uint8(2 * y + 1))
+                row[2 * wide :] = 0
+        out[s, 2 * high :] = 0
+
+
+@compiled
+def _scatter(to: Any, delta: Any, place: Any, here: Any) -> None:
+    """``to <- delta`` where its place is here, else 0: one target at a time, which takes few checks for overlap."""
+    zero = delta.dtype.type(0)
+    for k in range(len(to)):
+        to[k] = delta[k] if place[k] == here else zero
 
 
 @compiled

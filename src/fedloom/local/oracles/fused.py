@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.errors import Refused
-from fedloom.local.oracles.network import Network, Samples
+from fedloom.local.oracles.network import Network, Samples, hooked
 from fedloom.local.oracles.products import Batched, Compiled, Linear, Products
 from fedloom.models.dropout import Dropout
 
@@ -47,7 +47,7 @@ def chain_of(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
     own = {f"{name}.{part}" for name in linear for part, p in module._modules[name].named_parameters()}
     if not linear or len({id(layer) for _, layer in chain}) < len(chain) or own != known:
         return None
-    if any(map(_hooked, module.modules())):
+    if any(map(hooked, module.modules())):
         return None
     seen_linear = False
     for _, layer in chain:
@@ -58,11 +58,6 @@ def chain_of(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
         elif type(layer) not in (nn.Linear, Dropout) and (type(layer) not in BACKWARD or not seen_linear):
             return None
     return chain
-
-
-def _hooked(layer: nn.Module) -> bool:
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(layer, name) for name in hooks)
 
 
 class Fused(Network):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.local.oracles.network import Network, Samples, at_least_two, forked, scale_
+from fedloom.local.oracles.pooling import join
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
@@ -29,6 +30,8 @@ class Looped(Network):
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         super().__init__(module, task, fed, augment)
         self.draws = draws_itself(self.module, fed)
+        if self.memory_format is torch.channels_last:
+            join(self.module)
 
     def addgrad_(
         self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None

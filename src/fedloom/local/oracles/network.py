@@ -284,6 +284,12 @@ def scale_(target: Tensor, beta: float | Tensor) -> Tensor:
     return target if beta == 1 else target.mul_(beta)
 
 
+def hooked(layer: nn.Module) -> bool:
+    """Whether something looks at what goes into the layer or comes out."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(layer, name) for name in hooks)
+
+
 def forked(device: torch.device) -> AbstractContextManager[None]:
     """The global generators of a device as they were afterwards."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
