@@ -19,6 +19,7 @@ from PIL import Image
 
 from fedloom.data import Dataset, load, source
 from fedloom.data.sources import archive, arrays
+from fedloom.data.sources.detect import detect
 from fedloom.errors import ConfigError, DataError
 from tests.data.files import WRAPPINGS, as_tar, as_zip, batch, idx, idx_files, leaf, png, records, write
 
@@ -77,6 +78,33 @@ def test_a_missing_file_and_a_missing_folder_say_where(tmp_path: Path, monkeypat
     monkeypatch.setenv("FEDLOOM_DATA", str(tmp_path / "mnist"))
     write(tmp_path / "mnist" / "mnist", idx_files())
     assert len(load("mnist")) == 10
+
+
+def test_a_folder_is_walked_in_the_order_of_names(tmp_path: Path) -> None:
+    names = ["b/c.txt", "a.txt", "a/z.txt", "a b/x.txt", "a/b/c.txt", "B.txt", "a-1/é.txt"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "a" / "again").symlink_to(tmp_path, target_is_directory=True)
+    (tmp_path / "c.txt").symlink_to(tmp_path / "a.txt")
+    expected = sorted(Path(name) for name in [*names, "c.txt"])
+    assert [Path(entry.name) for entry in archive.entries(tmp_path)] == expected
+
+
+def test_the_root_of_the_file_system_is_refused(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to("/")
+    for place in ("/", str(link), str(link / ".")):
+        with pytest.raises(DataError, match="root of the file system"):
+            load(place)
+
+
+def test_a_folder_without_a_known_name_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {f"{i:03}.unknown": b"" for i in range(50)} | {"z.csv": b"a,label\n1,x\n2,y\n"})
+    assert detect(tmp_path).__name__ == "Csv"
+    monkeypatch.setitem(detect.__globals__, "GIVEN_UP", 20)
+    with pytest.raises(DataError, match="no known data set there"):
+        detect(tmp_path)
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])

@@ -129,6 +129,16 @@ def test_the_first_variant_chooses_for_all_where_it_is_to(whole: Any, tmp_path: 
     assert lrs[0] == lrs[1]
 
 
+def test_variants_whose_names_are_alike_have_run_directories_of_their_own(tmp_path: Path) -> None:
+    alike = {"few!": TINY["variant"]["few"], "few?": TINY["variant"]["many"]}  # type: ignore[index]
+    paper = {**TINY["paper"], "cells": {}}  # type: ignore[dict-item]
+    done = reproduce(make_recipe("tiny", {**TINY, "variant": alike, "paper": paper}), "full", tmp_path, seeds=[3])
+    assert done is not None
+    assert done.complete
+    clients = [_settings(folder)["partition"]["clients"] for folder in tmp_path.glob("few*")]
+    assert sorted(clients) == [4, 6]
+
+
 def test_one_method_after_the_other_is_the_same(whole: Any, tmp_path: Path) -> None:
     for only in (["ditto"], ["fedavg"], []):
         done = reproduce(grid(), "full", tmp_path, seeds=[3], only=only)

@@ -31,8 +31,9 @@ from fedloom.reproduce.choices import (
     write_choices,
 )
 from fedloom.reproduce.recipe import Recipe, Scale
-from fedloom.reproduce.summary import Summary, folder_of
+from fedloom.reproduce.summary import Summary
 from fedloom.running.distributed import check_alone
+from fedloom.running.files import file_name
 from fedloom.values import choose
 
 Show = Callable[[int], AbstractContextManager[Tell]]
@@ -125,7 +126,7 @@ def reproduce(
         import fedloom.tune  # noqa: F401 (without Optuna nothing is begun)
 
         for variant, document in documents.items():
-            check_folder(out / TRIALS / trials_of(document, folder_of(variant)))
+            check_folder(out / TRIALS / trials_of(document, file_name(variant)))
     command = shlex.join(
         ["fedloom", "reproduce", recipe.name, "--scale", scale]
         + (["--seeds", ",".join(map(str, seeds))] if seeds else [])
@@ -133,7 +134,7 @@ def reproduce(
     )
     done = None
     for variant, document in documents.items():
-        folder = out / folder_of(variant)
+        folder = out / file_name(variant)
         with summaries.counted(out, variant) as note:
             chooses = next(iter(documents.values())) if document.get("choose", {}).get("once") else document
             ended = budget.left > 0 and _variant(

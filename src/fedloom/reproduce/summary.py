@@ -19,7 +19,7 @@ from fedloom.report.reading import Run, read_runs
 from fedloom.reproduce.choices import TRIALS, read_choices, trials_of
 from fedloom.reproduce.figures import Reference, values
 from fedloom.reproduce.recipe import Recipe, Scale, label_of
-from fedloom.running.files import make_folder, write_atomic
+from fedloom.running.files import file_name, make_folder, write_atomic
 
 SPENT = "spent.json"
 PAUSE = 5.0
@@ -67,7 +67,7 @@ def summarise(recipe: Recipe, scale: Scale, command: str, documents: Mapping[str
     versions: dict[str, str] = {}
     missing = False
     for variant, document in documents.items():
-        folder = out / folder_of(variant)
+        folder = out / file_name(variant)
         if not (folder / "summary.json").exists():
             missing = True
             continue
@@ -89,11 +89,6 @@ def summarise(recipe: Recipe, scale: Scale, command: str, documents: Mapping[str
         machine(), versions, not missing, list(some["seeds"]), some["rounds"],
         round(sum(_spent(out).values()) / 60, 2), chosen, failures, numbers,
     )  # fmt: skip
-
-
-def folder_of(variant: str) -> str:
-    """Name of a variant's run directory."""
-    return "".join(c if c.isalnum() or c in "._-" else "-" for c in variant)
 
 
 def machine() -> str:

@@ -13,7 +13,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
@@ -158,7 +158,7 @@ def entries(path: Path, wanted: Wanted = lambda name: True) -> Iterator[Entry]:
         DataError: nothing at `path`, a damaged archive, or a declared size that cannot be honest.
     """
     if path.is_dir():
-        for file in sorted(path.rglob("*")):
+        for file in _walk(path):
             name = bare(file.relative_to(path).as_posix())
             if file.is_file() and file.name.endswith(ARCHIVES):
                 yield from entries(file, wanted)
@@ -174,6 +174,16 @@ def entries(path: Path, wanted: Wanted = lambda name: True) -> Iterator[Entry]:
             yield from _tar_entries(path, stream, wanted)
         elif wanted(bare(path.name)):
             yield Entry(bare(path.name), stream, str(path), path.stat().st_size)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """What lies below a folder and is no folder, in the order of names; links to folders are not followed."""
+    with suppress(PermissionError):
+        for path in sorted(folder.iterdir()):
+            if path.is_dir() and not path.is_symlink():
+                yield from _walk(path)
+            else:
+                yield path
 
 
 def _zip_entries(path: Path, wanted: Wanted) -> Iterator[Entry]:

@@ -32,16 +32,21 @@ BY_NAME: tuple[tuple[re.Pattern[str], type[FileSource]], ...] = (
 WEAK = 6
 """From this pattern on a name decides only where no other name in the folder or archive says more."""
 LOOKED_AT = 2000
+"""Names after which a weak one decides."""
+GIVEN_UP = 100_000
+"""Names after which a folder without a known one is given up."""
 
 
 def detect(path: Path) -> type[FileSource]:
     """The source whose reader fits.
 
     Raises:
-        DataError: nothing there, or nothing that a reader knows.
+        DataError: nothing there, nothing that a reader knows, or the root of the file system.
     """
     if not os.path.exists(path):
         raise DataError(f"{path}: no such file or folder; check the path")
+    if path.resolve() == Path(path.resolve().anchor):
+        raise DataError(f"{path}: the root of the file system is no data set; give the folder that holds the files")
     ending = Path(bare(path.name)).suffix
     if path.is_file() and ending in BY_ENDING:
         return BY_ENDING[ending]
@@ -50,7 +55,7 @@ def detect(path: Path) -> type[FileSource]:
     def enough(name: str) -> bool:
         nonlocal best, seen
         best, seen = min([best, *(i for i, (pattern, _) in enumerate(BY_NAME) if pattern.search(name))]), seen + 1
-        return best < WEAK or (best < len(BY_NAME) and seen > LOOKED_AT)
+        return best < WEAK or (best < len(BY_NAME) and seen > LOOKED_AT) or seen > GIVEN_UP
 
     for _ in entries(path, enough):
         break
