@@ -14,10 +14,12 @@ from fedloom.algorithms import REGISTRY, Composition, FedAvg, FedDyn, FedSkip, L
 from fedloom.choose import (
     Availability,
     Bernoulli,
+    FairFedWeigher,
     PowerOfChoice,
     RoundRobin,
     Sampler,
     SamplesWeigher,
+    SizeWeighted,
     Uniform,
     UniformWeigher,
 )
@@ -29,7 +31,7 @@ from fedloom.local import Ctx, Nothing, Work
 from fedloom.local import Local as Settings
 from fedloom.local.oracles import make_oracle
 from fedloom.models import spec_of
-from fedloom.rows.aggregate import Krum, Median
+from fedloom.rows.aggregate import GeometricMedian, Krum, Median
 from fedloom.rows.attacks import ATTACKS, Gaussian, SameValue
 from fedloom.rows.channel import TopK
 from fedloom.running.result import Result
@@ -41,6 +43,7 @@ from fedloom.testing.federate import begin
 from fedloom.testing.federate import play as play_plainly
 
 LOCAL = Settings(lr=0.05, epochs=1, batch_size=8)
+SIGNED = FairFedWeigher(floor=False)
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +86,17 @@ def rows(result: Result) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", sorted(set(REGISTRY) - {"centralized"}))
 def test_engine_equals_the_plain_reference(fed: Federation, name: str) -> None:
+    check_against_the_plain_reference(fed, composed(name)._replace(sampler=None))
+
+
+def test_weights_below_zero_are_those_of_the_plain_reference(fed: Federation) -> None:
+    weigher = FairFedWeigher(beta=0.6, metric="loss", floor=False)
+    result = check_against_the_plain_reference(fed, Composition(FedAvg(), weigher=weigher))
+    assert float(result.state.weigher.omega.min()) < 0
+
+
+def check_against_the_plain_reference(fed: Federation, preset: Composition) -> Result:
     """Chunks, stores, sums and commits compute what the equations say: sampled cohorts, ragged clients, float64."""
-    preset = composed(name)._replace(sampler=None)
     weigher = preset.weigher or UniformWeigher()
     got = run(fed, preset, rounds=3, engine=Engine(dtype="float64", chunk=3, oracle="fused"))
     job = got.job
@@ -102,6 +114,7 @@ def test_engine_equals_the_plain_reference(fed: Federation, name: str) -> None:
     if len(job.clients.template):
         for want, have in zip(state.rows, job.clients.read(torch.arange(job.n)), strict=True):
             torch.testing.assert_close(have, want.expand_as(have), rtol=1e-9, atol=1e-9)
+    return got
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "flame", "fedacs", "equitable-fl", "ditto"])
@@ -258,6 +271,8 @@ def test_refusals_follow_from_the_kinds() -> None:
         (Local(), {"aggregator": Median()}, "uploads nothing"),
         (composed("flame"), {"channel": TopK()}, "absolute"),
         (composed("scaffold"), {"local": Settings(momentum=0.5)}, "momentum"),
+        (FedAvg(), {"weigher": SIGNED, "aggregator": GeometricMedian()}, "gives negative weights"),
+        (FedAvg(), {"weigher": SIGNED, "sampler": SizeWeighted(clients=3)}, "need not have a positive sum"),
     ):
         with pytest.raises(Refused, match=sentence):
             run(fed, method, **rule)
@@ -281,6 +296,44 @@ def test_a_cohort_that_turns_out_too_small_for_the_rule_ends_the_run_with_a_sent
     result = run(fed, sampler=Bernoulli(probability=0.01), aggregator=Krum(f=1))
     assert result.stop is Stop.TOO_FEW
     assert result.detail.startswith("round 1: krum needs m >= 2 f + 3, got m = 1 rows")
+
+
+@pytest.mark.parametrize(
+    ("settings", "way_out"),
+    [
+        ({"schedule": "cosine", "horizon": 3}, "local.horizon to 4 or more"),
+        ({"schedule": "exponential", "decay": 1e-200}, "local.decay"),
+    ],
+)
+def test_a_schedule_that_ends_before_the_run_is_refused(
+    fed: Federation, settings: dict[str, Any], way_out: str
+) -> None:
+    local = Settings(lr=0.1, **settings)
+    with pytest.raises(ConfigError, match=f"the step size 0 by round 4, the last: .*{way_out}"):
+        run(fed, local=local)
+    assert run(fed, local=local, rounds=2).stop is Stop.DONE
+
+
+@pytest.mark.parametrize("schedule", ["exponential", "inverse-sqrt", "cosine"])
+def test_the_models_before_the_first_round_are_made_with_its_step_size(fed: Federation, schedule: str) -> None:
+    """Ditto's personal model of a client never seen takes local steps, in the evaluation before round 1 too."""
+    found = []
+    for local in (LOCAL, LOCAL.with_(schedule=schedule, decay=0.5)):
+        table = run(fed, composed("ditto"), local=local, rounds=1).table()
+        found.append([r["value"] for r in table.to_pylist() if r["round"] == 0 and r["model"] == "personal"])
+    assert len(found[0]) > fed.n
+    assert found[0] == found[1]
+
+
+def test_it_is_said_that_a_client_drawn_twice_counts_once_where_uploads_add_up(fed: Federation) -> None:
+    for method, sampler, said in (
+        (FedDyn(), SizeWeighted(clients=5), True),
+        (composed("flame"), SizeWeighted(clients=5), True),
+        (FedDyn(), SizeWeighted(clients=5, replacement=False), False),
+        (FedAvg(), SizeWeighted(clients=5), False),
+    ):
+        notes = run(fed, method, sampler=sampler, rounds=1).notes
+        assert any("may draw a client twice; it counts once" in note for note in notes) == said
 
 
 def test_every_upload_field_declares_its_kind() -> None:

@@ -16,7 +16,8 @@ single clients.
 
 Deviations: a client takes local steps instead of one, and its change counts in proportion to lam_i within the cohort;
 share is n lam_i, 1 at the start. With everyone and one full-batch step this is the paper's step. The losses of a
-cohort, times n/m, are an unbiased estimate of all losses. The model is the last iterate, not the mean of all.
+cohort, times n/m, are an unbiased estimate of all losses. The model is the last iterate, not the mean of all. What
+travels is the change times share, so the model that a weigher, a sampler or an attacker sees is x + dw.
 
 Use it to bound the loss of the worst client, with few clients that all return often.
 """

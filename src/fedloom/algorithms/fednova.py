@@ -17,7 +17,8 @@ Kept by a client: nothing. Sent per round: d down, d + 1 up (dw, size).
 
 Deviations: p_i is uniform over the cohort unless the run's weigher says otherwise (``samples`` is the paper's n_i/n).
 Momentum is the local one of the run, as in Section 3 of the paper; the proximal and decaying-rate variants of a_i are
-left out. What travels is the change divided by ||a_i||_1, so the model that a weigher or an attacker sees is x + dw.
+left out. What travels is the change divided by ||a_i||_1, so the model that a weigher, a sampler or an attacker
+sees is x + dw.
 
 Use it where clients take different numbers of local steps. With equal numbers it is FedAvg.
 """

@@ -117,4 +117,4 @@ class GIFAIR(Algorithm):
         return ctx.weight[:, 0] * torch.bincount(groups)[groups]
 
     def _bound(self, ctx: Ctx) -> float:
-        return float(self._mass(ctx).min()) / max(int(self._groups(ctx).max()), 1)
+        return float(self._mass(ctx).min()) / max(len(self._groups(ctx).unique()) - 1, 1)

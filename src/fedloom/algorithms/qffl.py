@@ -17,7 +17,8 @@ Kept by a client: nothing. Sent per round: d down, d + 1 up (dw, h), both means.
 
 Deviations: Delta_k and h_k are sent divided by L, with the sign of a difference, so that dw is the change of the model
 when q = 0. A loss below 1e-10 counts as 1e-10, as in the public code. The cohort is the run's sampler's; the paper
-draws with p_k (sampler ``size-weighted``). The loss is that of the received model on the whole training part.
+draws with p_k (sampler ``size-weighted``). The loss is that of the received model on the whole training part. What
+travels is the change times F_k^q, so the model that a weigher, a sampler or an attacker sees is x + dw.
 
 Use it for a more even accuracy over clients at some cost of the mean; tune q. q = 0 is FedAvg with uniform weights.
 """

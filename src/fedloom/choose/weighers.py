@@ -22,6 +22,11 @@ class Weigher(Value, ABC):
     probes: ClassVar[bool] = False
     """The client answers a question after training, with its reply; counted in work and bytes."""
 
+    @property
+    def signed(self) -> bool:
+        """Shares may be negative; those of a cohort have a positive sum in any case."""
+        return False
+
     def init(self, ctx: Ctx) -> Any:
         """State before the first round."""
         return Nothing()
@@ -32,7 +37,7 @@ class Weigher(Value, ABC):
 
     @abstractmethod
     def apply(self, state: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Any]:
-        """Shares ``[m, 1]`` of the clients ``ctx.ids``, not negative; the engine divides by their sum."""
+        """Shares ``[m, 1]`` of the clients ``ctx.ids``; the engine divides by their sum."""
 
     def check(self, n: int) -> None:
         """Refuse a federation of ``n`` clients that cannot be weighed.
@@ -162,6 +167,11 @@ class FairFedWeigher(Weigher):
     floor: bool = Field(True, description="weights are at least 0 (Equitable-FL); the paper lets them be negative")
 
     probes: ClassVar[bool] = True
+
+    @property
+    def signed(self) -> bool:
+        """Without the floor."""
+        return not self.floor
 
     def init(self, ctx: Ctx) -> Masses:
         """omega_i = n_i / n."""

@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from fedloom.errors import ConfigError
 from fedloom.values import Value
 
 
@@ -39,7 +40,8 @@ class Local(Value):
         return self
 
     def lr_at(self, round: int) -> float:
-        """Step size in ``round`` (from 1)."""
+        """Step size in ``round`` (from 1); before the first round, that of the first."""
+        round = max(round, 1)
         match self.schedule:
             case "exponential":
                 return self.lr * self.decay ** (round - 1)
@@ -49,6 +51,16 @@ class Local(Value):
                 return self.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, (round - 1) / self.horizon)))
             case _:
                 return self.lr
+
+    def check(self, rounds: int) -> None:
+        """Refuse a schedule by which the last of ``rounds`` takes no step.
+
+        Raises:
+            ConfigError: with the sentence.
+        """
+        if self.lr_at(rounds) == 0:
+            longer = f"set local.horizon to {rounds} or more" if self.schedule == "cosine" else "raise local.decay"
+            raise ConfigError(f"schedule {self.schedule!r} makes the step size 0 by round {rounds}, the last: {longer}")
 
     def batches(self, size: int) -> int:
         """Steps of one epoch over ``size`` samples; the last batch may be short."""

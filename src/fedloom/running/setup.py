@@ -70,13 +70,14 @@ def make_job(
     sampler = preset.sampler.sized_like(sampler) if preset.sampler else sampler
     if rounds < 1:
         raise ConfigError(f"rounds must be at least 1, got {rounds}")
+    local.check(rounds)
     device, dtype = torch.device(engine.device), getattr(torch, engine.dtype)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"engine.device is {engine.device!r}, but no CUDA device is there; use 'cpu'")
     judge = fed.to(device, dtype)
     fed = judge.pooled() if preset.pooled else judge
     check_together(method, local, weigher, aggregator, attack, channel)
-    check_sampler(method, sampler)
+    check_sampler(method, sampler, weigher)
     if preset.pooled:
         sampler, weigher, aggregator, attack, channel = Uniform(), UniformWeigher(), None, None, None
     check_privacy(method, channel, aggregator, sampler, weigher)
@@ -91,12 +92,16 @@ def make_job(
     oracle = make_oracle(module, task, fed, engine.oracle, augment if augment and augment.changes else None)
     layout = oracle.layout
     sizes = fed.sizes("train").cpu()[:, None]
-    shares = sizes / sizes.sum() if weights == "samples" else torch.full((fed.n, 1), 1 / fed.n, dtype=torch.float64)
+    shares = (
+        sizes / sizes.sum(dtype=torch.float64)
+        if weights == "samples"
+        else torch.full((fed.n, 1), 1 / fed.n, dtype=torch.float64)
+    )
     ids = torch.arange(fed.n)
     ctx = Ctx(0, fed.n, fed.n, ids, layout, shares.to(dtype), sizes, fed.groups, local, seed)
     with blamed("method", method, "init"):
         server, template, kept = method.init(layout.vector(module, dtype).to(device), ctx)
-    notes = method.check(layout, ctx)
+    notes = [*method.check(layout, ctx), *_counted_once(method, sampler)]
     workers = worker_count(engine, rounds, layout.d, int(sizes.sum())) if ranks.size == 1 else 1
     if aggregator is not None and (fewest := sampler.smallest(fed.n)) is not None:
         aggregator.check(fewest)
@@ -217,6 +222,11 @@ def check_together(
         else:
             why = "its server adds uploads up over rounds, which needs their uniform mean"
         raise Refused(f"weigher {weigher.kind!r} has nothing to act on in {name}: {why}; leave the weigher out")
+    if weigher.signed and aggregator is not None and aggregator.weighted and not aggregator.linear:
+        raise Refused(
+            f"weigher {weigher.kind!r} without its floor gives negative weights, with which aggregator "
+            f"{_kind(aggregator)!r} has no meaning; keep the floor, or use aggregator 'mean'"
+        )
     for what, value in (("aggregator", aggregator), ("attack", attack), ("channel", channel)):
         if value is not None and not kinds and not isinstance(value, Poison):
             raise Refused(f"{what} {_kind(value)!r} has nothing to act on in {name}: it uploads nothing; leave it out")
@@ -237,8 +247,8 @@ def check_together(
         )
 
 
-def check_sampler(algorithm: Algorithm, sampler: Sampler) -> None:
-    """Refuse a sampler that needs what the method does not have.
+def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> None:
+    """Refuse a sampler that needs what the method does not have, or spoils the weigher's weights.
 
     Raises:
         Refused: the sentence says why.
@@ -248,6 +258,22 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler) -> None:
         raise Refused(f"sampler {sampler.kind!r} asks clients about the global model, but {name} has none")
     if sampler.learns and not upload_fields(type(algorithm)):
         raise Refused(f"sampler {sampler.kind!r} looks at uploads, but {name} uploads nothing")
+    if sampler.repeats and weigher.signed:
+        raise Refused(
+            f"sampler {sampler.kind!r} may draw a client twice, so that the weights of {weigher.kind!r} without its "
+            "floor need not have a positive sum; keep the floor"
+        )
+
+
+def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
+    """That a client which is drawn twice has one share all the same, where it has."""
+    once = [n for n, kind in upload_fields(type(algorithm)).items() if not isinstance(kind, Mean) or kind.accumulates]
+    if not sampler.repeats or not once:
+        return []
+    return [
+        f"sampler {sampler.kind!r} may draw a client twice; it counts once in what {type(algorithm).__name__} keeps or "
+        f"adds up over rounds ({', '.join(once)})"
+    ]
 
 
 def _kind(value: Any) -> str:

@@ -32,6 +32,11 @@ class Sampler(Value, ABC):
         """The sampler looks at the replies of the round (`learn`); it sees those of single clients."""
         return False
 
+    @property
+    def repeats(self) -> bool:
+        """A client may be in a cohort twice."""
+        return False
+
     def init(self, ctx: Ctx) -> Any:
         """State before the first round."""
         return Nothing()
@@ -54,7 +59,8 @@ class Sampler(Value, ABC):
             ctx: all clients.
 
         Returns:
-            Ids, ascending. A client that is there twice trains once, and its share of the mean is doubled.
+            Ids, ascending. A client that is there twice (`repeats`) trains once, and its share of the mean is doubled;
+            not in fields that accumulate or are kept, which have one term per client.
         """
 
     def report(self, model: Tensor, work: Work) -> Tensor | None:

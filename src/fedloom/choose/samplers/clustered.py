@@ -46,6 +46,11 @@ class Clustered(Sized):
         """Algorithm 2 does."""
         return self.by == "similarity"
 
+    @property
+    def repeats(self) -> bool:
+        """From two distributions."""
+        return True
+
     def smallest(self, n: int) -> int | None:
         """Unknown: a client may be drawn from several distributions."""
         return None

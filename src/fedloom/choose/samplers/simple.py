@@ -44,11 +44,17 @@ class SizeWeighted(Sized):
     References: T. Li et al., "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020, Algorithm 2;
     X. Li et al., "On the Convergence of FedAvg on Non-IID Data", ICLR 2020, Scheme I (with replacement: unbiased).
 
-    With replacement a client may be drawn more than once: it trains once and its share of the mean is multiplied.
+    With replacement a client may be drawn more than once: it trains once and its share of the mean is multiplied (but
+    for what a method adds up over rounds or keeps per client, as FedDyn and FLAME do: there it counts once).
     """
 
     kind: ClassVar[str] = "size-weighted"
     replacement: bool = Field(True, description="draw with replacement (Scheme I); without, large clients count less")
+
+    @property
+    def repeats(self) -> bool:
+        """With replacement."""
+        return self.replacement
 
     def smallest(self, n: int) -> int | None:
         """Unknown with replacement: a client may be drawn twice."""
