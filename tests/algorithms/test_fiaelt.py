@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import FIAELT
+from fedloom.algorithms import FIAELT, FLAME, FedADMMInexact
 from fedloom.algorithms.fiaelt import Seen
+from fedloom.errors import Refused
 from fedloom.local import Local, Work, svrg
 from fedloom.local.gradient import gradient_descent
 from fedloom.local.smoothness import smoothness
@@ -165,6 +166,35 @@ def test_svrg_is_called_with_the_theory_s_step(lr: float | None, step: float) ->
     y, z = before.server.y, before.rows.z
     want = svrg(before.rows.x, fed.work(2, range(p.n)), ((4.0, y),), z, outer=2, inner=6, lr=step)
     assert torch.equal(after.rows.x, want.w)
+
+
+def test_an_epoch_of_one_step_is_two_steps_of_svrg() -> None:
+    p = Problem.random(3)
+    state = federate(FIAELT(smooth=largest(p), inner=None), p, 6, local=Local(batch_size="full"))[-1]
+    assert (state.rows.x - p.x0).abs().amax(1).min() > 0
+
+
+@pytest.mark.parametrize("setting", [{"momentum": 0.5}, {"clip": 1.0}])
+@pytest.mark.parametrize(
+    "method",
+    [FIAELT(solver="gd"), FIAELT(solver="svrg"), FLAME(eps0=0.1), FedADMMInexact()],
+    ids=["fiaelt gd", "fiaelt svrg", "flame", "fedadmm-inexact"],
+)
+def test_full_gradients_take_no_momentum_and_no_clipping(method: Any, setting: dict[str, float]) -> None:
+    p = Problem.random(0)
+    ctx = Federation(p.oracle(), p.alpha, Local(**setting)).ctx(0, range(p.n))
+    with pytest.raises(Refused, match=r"set local\.momentum = 0"):
+        method.check(ctx.layout, ctx)
+    free = Federation(p.oracle(), p.alpha, Local()).ctx(0, range(p.n))
+    assert all("converge" in note for note in method.check(free.layout, free))
+
+
+def test_a_penalty_below_l_is_said() -> None:
+    p = Problem.random(0)
+    ctx = Federation(p.oracle(), p.alpha, Local(momentum=0.5)).ctx(0, range(p.n))
+    for beta, smooth, said in ((1.0, 3.0, True), (3.0, 3.0, True), (3.1, 3.0, False), (None, 3.0, False)):
+        notes = FIAELT(beta=beta, smooth=smooth, solver="sgd").check(ctx.layout, ctx)
+        assert any("needs beta > L" in note for note in notes) == said
 
 
 def test_what_travels() -> None:

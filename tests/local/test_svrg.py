@@ -42,7 +42,7 @@ class Objective:
 
     def by_hand(self, w: Tensor, i: int, outer: int, inner: int | None, batch_size: int | str) -> Tensor:
         size = handwritten.SIZES[i]
-        count = handwritten.steps_of(size, batch_size, 1) if inner is None else inner
+        count = max(handwritten.steps_of(size, batch_size, 1), 2) if inner is None else inner
         snapshot = w
         for k in range(outer):
             full = self.sampled(snapshot, i) + self.declared(snapshot, i)

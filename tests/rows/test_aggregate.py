@@ -330,7 +330,7 @@ def test_steps_before_the_rule(seed, s):
     for i in range(M):
         chosen = sorted(range(M), key=lambda j: float((rows["w"][i] - rows["w"][j]).norm()))[: M - 3]
         for n in rows:
-            torch.testing.assert_close(near[n][i], rows[n][chosen].mean(0))
+            torch.testing.assert_close(near[n][i], rows[n][chosen].mean(0), rtol=0, atol=1e-14)
 
     clipped, _ = A.Clip(bound=2.0).mix(rows, weights, "w", ctx(M))
     whole, cut = torch.cat([rows["w"], rows["c"]], 1), torch.cat([clipped["w"], clipped["c"]], 1)

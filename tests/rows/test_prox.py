@@ -240,6 +240,18 @@ def test_total_of_sets_is_the_projection_on_their_intersection():
         torch.testing.assert_close(x[i], (v[i] - best).clamp(0, 0.1), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("others", [(P.LinfBall(radius=0.1),), (P.Box(lower=0.0, upper=0.2), P.L1(c=0.3))])
+def test_the_sum_is_finite_at_its_prox_and_infinite_outside(others: tuple[P.Prox, ...]):
+    f = P.Total(parts=(P.Simplex(radius=1.0), *others))
+    x = f.prox(rows(3, 1), 1.0)
+    value = f.f(x)
+    assert value.shape == (3, 1)
+    assert value.isfinite().all()
+    x[1, 0] += 1e-3
+    assert f.f(x).isfinite()[:, 0].tolist() == [True, False, True]
+    assert f.f(x[1]).isinf()
+
+
 def test_total_l1_and_box_is_clip_after_soft():
     f = P.Total(parts=(P.L1(c=0.3), P.Box(lower=0.1, upper=0.4)))
     v = rows(3, 2)

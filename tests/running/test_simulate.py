@@ -117,6 +117,18 @@ def check_against_the_plain_reference(fed: Federation, preset: Composition) -> R
     return got
 
 
+@pytest.mark.parametrize("name", sorted(set(REGISTRY) - {"centralized"}))
+def test_shares_by_samples_change_a_run_or_it_is_said_that_they_do_not(name: str) -> None:
+    fed = Dirichlet(clients=4, beta=0.5, min_size=2)(load("digits"), seed=0)
+    uniform, weighed = (
+        run(fed, composed(name), rounds=2, weights=weights, evaluate=Evaluate(every=2))
+        for weights in ("uniform", "samples")
+    )
+    said = any("weights = 'samples' changes nothing" in note for note in weighed.notes)
+    assert same(uniform.table(), weighed.table()) == said
+    assert not any("changes nothing" in note for note in uniform.notes)
+
+
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "flame", "fedacs", "equitable-fl", "ditto"])
 def test_two_workers_equal_one_bit_for_bit(fed: Federation, name: str) -> None:
     one, two = (run(fed, composed(name), engine=Engine(workers=w)) for w in (1, 2))

@@ -17,8 +17,8 @@ import torch
 from pydantic import AfterValidator
 from torch import Tensor
 
-from fedloom.errors import ConfigError, nearest
-from fedloom.local import Ctx, Work
+from fedloom.errors import ConfigError, Refused, nearest
+from fedloom.local import Ctx, Local, Work
 from fedloom.rows import algebra
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox import AnyProx, Prox
@@ -121,6 +121,16 @@ def ranks(x: Tensor, layout: Layout) -> Tensor:
     return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64)
 
 
+def check_full_gradients(name: str, local: Local) -> None:
+    """Refuse settings of stochastic steps that a method would leave aside.
+
+    Raises:
+        Refused: momentum, or a bound on batch gradients.
+    """
+    if local.momentum or local.clip is not None:
+        raise Refused(f"{name} takes full gradients as they are; set local.momentum = 0 and leave local.clip out")
+
+
 class Algorithm(Value, ABC):
     """A federated method. Its fields are its hyper-parameters; its functions have no state and change no argument."""
 
@@ -129,6 +139,9 @@ class Algorithm(Value, ABC):
     plain_sgd: ClassVar[str | None] = None
     """Why the method needs plain SGD, if it does: a run with momentum, clipping or such is refused with this
     sentence."""
+    uses_shares: ClassVar[bool] = False
+    """Reads the clients' shares alpha_i of the objective (``ctx.weight``, ``work.weight``); a run whose shares are not
+    uniform says so where they change nothing."""
     family: ClassVar[str] = "consensus"
     """consensus, personalised, composite, fair, clustered or reference; for lists."""
 

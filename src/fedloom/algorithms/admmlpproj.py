@@ -73,6 +73,7 @@ class ADMMLpProj(Algorithm):
     dim: int | None = Field(10, ge=1, description="d_sub; 10 in the public code; None: P is the identity")
 
     family: ClassVar[str] = "personalised"
+    uses_shares: ClassVar[bool] = True
     plain_sgd: ClassVar[str | None] = "its theta steps have a penalty in a subspace, without momentum"
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Up]:

@@ -35,9 +35,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept
+from fedloom.algorithms._base import Algorithm, Kept, check_full_gradients
 from fedloom.local import Ctx, Work, iterate
 from fedloom.rows.algebra import norm
+from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
@@ -80,7 +81,7 @@ class FedADMMInexact(Algorithm):
     iterations: int = Field(5, ge=1, description="k_0, dual steps between two communications")
     inner: int = Field(3, ge=1, description="most linearised steps per dual step; 3 in the MATLAB code")
     eps0: float | None = Field(
-        None, gt=0, description="first tolerance per parameter; k_0^2 when not given (MATLAB code)"
+        None, gt=0, description="first tolerance per parameter; (n k_0)^2 when not given: the MATLAB code's, for f_i/n"
     )
     shrink: float = Field(
         0.95, ge=0.5, lt=1, description="nu, factor of the tolerance per dual step; 0.95 in the MATLAB code"
@@ -90,8 +91,12 @@ class FedADMMInexact(Algorithm):
     plain_sgd: ClassVar[str | None] = "its local steps are linearised ADMM steps, which have no momentum"
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Up]:
-        eps = x0.new_tensor([self.iterations**2 if self.eps0 is None else self.eps0])
+        eps = x0.new_tensor([(ctx.n * self.iterations) ** 2 if self.eps0 is None else self.eps0])
         return Server(x0), Client(x0, torch.zeros_like(x0), eps), Up(x0)
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        check_full_gradients("FedADMMInexact", ctx.local)
+        return []
 
     def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
         return Down(server.x)

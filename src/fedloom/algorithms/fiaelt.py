@@ -32,10 +32,20 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Regulariser, Rows, Sent, penalty, proximal
+from fedloom.algorithms._base import (
+    Algorithm,
+    Mean,
+    Regulariser,
+    Rows,
+    Sent,
+    check_full_gradients,
+    penalty,
+    proximal,
+)
 from fedloom.local import Ctx, Work, descend, svrg
 from fedloom.local.gradient import gradient_descent
 from fedloom.local.smoothness import smoothness
+from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
@@ -89,7 +99,7 @@ class FIAELT(Algorithm):
     smooth: float | None = Field(None, gt=0, description="L; beta/5, or measured in the first round, when not given")
     solver: Literal["svrg", "gd", "sgd"] = Field("svrg", description="SVRG or gradient descent until (9), or local SGD")
     iterations: int = Field(10, ge=1, description="most outer iterations of svrg (Corollary 2), or steps of gd")
-    inner: int | None = Field(200, ge=1, description="m_i of svrg (Corollary 2); an epoch when None")
+    inner: int | None = Field(200, ge=2, description="m_i of svrg (Corollary 2); an epoch, at least 2, when None")
     lr: float | None = Field(None, gt=0, description="step; 1/(8 beta) = 1/(40 L) for svrg (Cor. 2), 1/beta for gd")
 
     family: ClassVar[str] = "composite"
@@ -98,6 +108,13 @@ class FIAELT(Algorithm):
         zero, none = torch.zeros_like(x0), x0.new_zeros(1)
         beta = x0.new_tensor([self.beta or 5 * (self.smooth or 0.0)])
         return Server(x0, x0, zero, beta, none), Client(x0, zero, none), None
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        if self.solver != "sgd":
+            check_full_gradients(f"FIAELT with solver {self.solver!r}", ctx.local)
+        if self.beta is None or self.smooth is None or self.beta > self.smooth:
+            return []
+        return [f"FIAELT may not converge: it needs beta > L, got {self.beta:g} and {self.smooth:g}"]
 
     def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
         return Down(server.y, server.beta)

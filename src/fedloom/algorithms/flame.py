@@ -35,8 +35,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept
-from fedloom.errors import Refused
+from fedloom.algorithms._base import Algorithm, Kept, check_full_gradients
 from fedloom.local import Ctx, Work, descend, iterate
 from fedloom.rows.layout import Layout
 
@@ -80,18 +79,21 @@ class FLAME(Algorithm):
 
     lam: float = Field(1.0, gt=0, description="Moreau weight lambda; 1 in Table III")
     rho: float = Field(0.1, gt=0, description="ADMM penalty rho; 0.1 in Table III, 0.02 with 50 clients (robustness)")
-    eps0: float | None = Field(None, gt=0, description="first tolerance of Eq. 17; None: the run's epochs of SGD")
+    eps0: float | None = Field(
+        None, gt=0, description="eps^0 of Eq. 18, before the first round; None: the run's epochs of SGD"
+    )
     shrink: float = Field(0.5, gt=0, lt=1, description="upsilon_i of Eq. 18, factor of the tolerance per round")
     most: int = Field(1000, ge=1, description="most gradient steps until the tolerance is met")
 
     family: ClassVar[str] = "personalised"
+    uses_shares: ClassVar[bool] = True
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Up]:
         return Server(x0), Client(x0, x0, torch.zeros_like(x0), x0.new_tensor([self.eps0 or 0.0])), Up(x0)
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        if self.eps0 is not None and ctx.local.momentum:
-            raise Refused("FLAME with eps0 takes plain gradient steps until a tolerance is met; set local.momentum = 0")
+        if self.eps0 is not None:
+            check_full_gradients("FLAME with eps0", ctx.local)
         pull, rho = self.lam * ctx.weight, self.rho
         square = (pull / rho) * (pull / rho)
         broken = {  # of Theorem 1, the last one with L = 0, which is the weakest

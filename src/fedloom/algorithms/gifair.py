@@ -72,6 +72,7 @@ class GIFAIR(Algorithm):
     )
 
     family: ClassVar[str] = "fair"
+    uses_shares: ClassVar[bool] = True
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
         zero = torch.zeros_like(ctx.weight[:, 0])

@@ -71,7 +71,8 @@ def svrg(
         pull: pairs (mu, x).
         shift: ``[d]`` or ``[m, d]``.
         outer: most outer iterations, ``[m, 1]`` or one number.
-        inner: steps of one outer iteration; an epoch of each client when None.
+        inner: steps of one outer iteration; an epoch of each client when None, but at least 2. With 1 nothing moves, as
+            the last iterate is never drawn.
         lr: step size; the step size of the round when None.
         until: stop rule on full directions already computed, checked before each outer iteration but the first.
         stream: name of the batches.
@@ -91,7 +92,7 @@ def svrg(
         return work.add_full_grad_(torch.addcmul(steady, w, mu), w)
 
     def sweep(rows: _Outer, work: Work) -> _Outer:
-        count = work.epochs(1) if inner is None else torch.full((work.m, 1), inner)
+        count = work.epochs(1).clamp(min=2) if inner is None else torch.full((work.m, 1), inner)
         pick = torch.stack(
             [
                 torch.randint(int(c), (1,), generator=g)

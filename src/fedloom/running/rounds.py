@@ -165,7 +165,7 @@ class _Total:
             rows, ids = self._robust_rows(ctx)
             primary = primary_field(type(job.algorithm))
             kind = job.fields[primary]
-            weights = torch.ones(len(ids), 1) if job.kept_fields else shares
+            weights = torch.ones(len(ids), 1, dtype=torch.float64) if job.kept_fields else shares
             if isinstance(kind, Kept) and kind.weight is not None:
                 weights = rows[kind.weight]
             try:

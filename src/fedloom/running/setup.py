@@ -102,6 +102,11 @@ def make_job(
     with blamed("method", method, "init"):
         server, template, kept = method.init(layout.vector(module, dtype).to(device), ctx)
     notes = [*method.check(layout, ctx), *_counted_once(method, sampler)]
+    if weights == "samples" and not method.uses_shares:
+        notes.append(
+            f"weights = 'samples' changes nothing in {type(method).__name__}, whose objective is the uniform mean over "
+            "clients; it is the weigher that weighs uploads"
+        )
     workers = worker_count(engine, rounds, layout.d, int(sizes.sum())) if ranks.size == 1 else 1
     if aggregator is not None and (fewest := sampler.smallest(fed.n)) is not None:
         aggregator.check(fewest)

@@ -76,7 +76,7 @@ class NNM(Value):
     def mix(self, rows: Rows, weights: Tensor, primary: str, ctx: Cohort) -> tuple[dict[str, Tensor], Tensor]:
         m = len(weights)
         near = distances(rows[primary]).argsort(dim=1, stable=True)[:, : m - self.f]
-        share = torch.zeros(m, m, device=near.device).scatter(1, near, 1 / (m - self.f))
+        share = torch.zeros(m, m, device=near.device, dtype=torch.float64).scatter(1, near, 1 / (m - self.f))
         return {name: share.to(r.dtype) @ r for name, r in rows.items()}, weights
 
 

@@ -69,7 +69,7 @@ class Total(Value):
     kind: Literal["total"] = "total"
     parts: tuple[Part, ...] = Field(min_length=1, description="functions of the sum, values or tables with a kind")
     tolerance: float = Field(
-        1e-6, gt=0, description="largest distance between the parts' points, relative to 1 + ||v||"
+        1e-6, gt=0, description="largest distance between the parts' points, relative to 1 + ||x||"
     )
     iterations: int = Field(20_000, ge=1, description="most iterations of the splitting")
 
@@ -93,7 +93,16 @@ class Total(Value):
         return [p for p in self.parts if isinstance(p, Prox)]
 
     def f(self, x: Tensor, layout: Layout | None = None) -> Tensor:
-        return torch.stack([p.f(x, layout) for p in self._functions]).sum(0)
+        return torch.stack([self._value(p, x, layout) for p in self._functions]).sum(0)
+
+    def _value(self, part: Prox, x: Tensor, layout: Layout | None) -> Tensor:
+        """f_i at x; where that is infinite, at the nearest point of its set, if that is within the tolerance."""
+        value = part.f(x, layout)
+        if not value.isinf().any():
+            return value
+        nearest = part.prox(x, 1.0, layout)
+        near = norm(x - nearest) <= self.tolerance * (1 + norm(x))
+        return torch.where(value.isinf() & near.view_as(value), part.f(nearest, layout), value)
 
     def prox(self, v: Tensor, t: Scalar, layout: Layout | None = None) -> Tensor:
         c = sum(p.c for p in self.parts if isinstance(p, SquaredL2))
@@ -109,14 +118,15 @@ class Total(Value):
 
     def _split(self, parts: list[Prox], v: Tensor, t: Scalar, layout: Layout | None) -> Tensor:
         """p_i = prox_{k t f_i}(z_i), z_i = y_i + v - mean y, u_i <- z_i - p_i; y is u with momentum, row by row."""
-        k, close = len(parts), max(self.tolerance, 4 * torch.finfo(v.dtype).eps) * (1 + norm(v))
+        k, rounding = len(parts), 4 * torch.finfo(v.dtype).eps * (1 + norm(v))
         x, arrived, gap = v, torch.zeros_like(v[..., :1], dtype=torch.bool), norm(v)
         u, y, age = v.new_zeros(k, *v.shape), v.new_zeros(k, *v.shape), torch.zeros_like(gap)
         for _ in range(self.iterations):
             z = y + (v - y.mean(0))
             p = torch.stack([part.prox(zi, k * t, layout) for part, zi in zip(parts, z, strict=True)])
-            gap = norm(p - p.mean(0)).amax(0)
-            x, arrived = torch.where(arrived, x, p.mean(0)), arrived | ~(gap > close)
+            mean = p.mean(0)
+            gap, close = norm(p - mean).amax(0), (self.tolerance * (1 + norm(mean))).maximum(rounding)
+            x, arrived = torch.where(arrived, x, mean), arrived | ~(gap > close)
             if arrived.all():
                 return x
             uphill = ((y - (z - p)) * (z - p - u)).sum((0, -1)).unsqueeze(-1) > 0
