@@ -41,7 +41,13 @@ def test_files_beside_the_page(page: Path) -> None:
     beside = page.with_suffix("")
     figures = {figure["id"] for figure in payload(page, "figures")}
     assert {path.stem for path in beside.glob("*.svg")} == figures
-    assert figures >= {"curves-accuracy-round", "curves-accuracy-bytes", "curves-accuracy-steps", "clients", "fairness"}
+    assert figures >= {
+        "curves-accuracy-round",
+        "curves-accuracy-bytes",
+        "curves-accuracy-samples_backward",
+        "clients",
+        "fairness",
+    }
     assert figures >= {"single-clients", "partition-0", "partition-2", "curves-loss-round"}
     assert all(path.read_text().startswith("<svg") for path in beside.glob("*.svg"))
     assert not list(page.parent.rglob("*.tmp"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -31,9 +32,9 @@ from fedloom.local import Ctx, Nothing, Work
 from fedloom.local import Local as Settings
 from fedloom.local.oracles import make_oracle
 from fedloom.models import spec_of
-from fedloom.rows.aggregate import GeometricMedian, Krum, Median
+from fedloom.rows.aggregate import GeometricMedian, Krum, Median, PrivateMean
 from fedloom.rows.attacks import ATTACKS, Gaussian, SameValue
-from fedloom.rows.channel import TopK
+from fedloom.rows.channel import CHANNELS, TopK
 from fedloom.running.result import Result
 from fedloom.running.settings import Engine, Evaluate
 from fedloom.running.simulate import simulate
@@ -346,6 +347,36 @@ def test_it_is_said_that_a_client_drawn_twice_counts_once_where_uploads_add_up(f
     ):
         notes = run(fed, method, sampler=sampler, rounds=1).notes
         assert any("may draw a client twice; it counts once" in note for note in notes) == said
+
+
+def test_it_is_said_that_a_rule_reads_no_weights(fed: Federation) -> None:
+    for rule, weigher, said in (
+        (Median(), SamplesWeigher(), True),
+        (PrivateMean(clip=1e6, sigma=0.0), SamplesWeigher(), True),
+        (GeometricMedian(), SamplesWeigher(), False),
+        (Median(), UniformWeigher(), False),
+    ):
+        notes = run(fed, aggregator=rule, weigher=weigher, rounds=1).notes
+        assert any("reads no weights: weigher 'samples' changes nothing" in note for note in notes) == said
+
+
+@pytest.mark.parametrize("common", [None, torch.arange(1500, 1797)])
+def test_personal_models_of_all_chunks_are_scored_on_the_common_test_set(common: torch.Tensor | None) -> None:
+    fed = Iid(clients=17)(replace(load("digits"), test=common), seed=0)
+    evaluate = Evaluate(every=1, personal_on_common=True)
+    result = run(fed, composed("ditto"), rounds=1, evaluate=evaluate, engine=Engine(chunk=2))
+    assert len(result.final("personal", "accuracy", "common")) == 17
+    own, judge = result.models.personal[16], result.job.judge
+    where = torch.cat([judge.indices("test", i) for i in range(17)]) if common is None else common
+    right = own(judge.fetch(where)).argmax(1) == judge.targets(where)
+    assert float(result.final("personal", "accuracy", "common")[16]) == pytest.approx(float(right.double().mean()))
+
+
+@pytest.mark.parametrize("kind", sorted(CHANNELS))
+def test_a_channel_passes_an_upload_of_nothing(fed: Federation, kind: str) -> None:
+    """FedPer shares what is not the head, which of a model that is all head is nothing."""
+    result = run(fed, composed("fedper"), channel=CHANNELS[kind](), rounds=2)
+    assert result.stop is Stop.DONE
 
 
 def test_every_upload_field_declares_its_kind() -> None:

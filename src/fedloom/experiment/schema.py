@@ -88,7 +88,7 @@ class Head(Value):
     rounds: Rounds = 100
     seeds: tuple[NonNegativeInt, ...] = Field((0,), min_length=1, description="one run of every method per seed")
     weights: Literal["uniform", "samples"] = Field(
-        "uniform", description="clients' shares alpha_i of the objective, for the methods that read them: 1/n, or by samples"
+        "uniform", description="clients' shares alpha_i of the objective, where a method reads them: 1/n, or by samples"
     )
 
     @field_validator("seeds")

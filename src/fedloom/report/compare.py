@@ -96,14 +96,14 @@ def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
         }
 
     target = common_target(rows, lead)
-    costs = {name: cost_to_reach(runs, rows, lead, target, name) for name in ("bytes", "steps")}
+    costs = {name: cost_to_reach(runs, rows, lead, target, name) for name in ("bytes", "samples_backward")}
     goal = f"until {shown.title} {target * shown.scale:.4g}{' %' if shown.unit == '%' else ''}"
     return [
         Criterion(lead, f"{shown.title}, mean over clients", shown.unit, shown.scale, shown.higher, of(lead)),
         Criterion(f"{lead}/worst10", worst, shown.unit, shown.scale, shown.higher, of(f"{lead}/worst10")),
         Criterion("loss/variance", "Fairness: variance of clients' test losses", "", 1.0, False, of("loss/variance")),
         Criterion("bytes", f"Traffic {goal}", "MB", 1 / MB, False, costs["bytes"]),
-        Criterion("steps", f"Gradient steps {goal}", "", 1.0, False, costs["steps"]),
+        Criterion("samples_backward", f"Gradients of samples {goal}", "", 1.0, False, costs["samples_backward"]),
     ]
 
 
@@ -116,7 +116,7 @@ def common_target(rows: list[Row], lead: str) -> float:
 
 
 def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, cost: str) -> dict[int, Estimate]:
-    """Traffic (``bytes``, both ways) or gradient ``steps`` spent when the mean test result first reaches the target.
+    """Traffic (``bytes``, both ways) or work (``samples_backward``) until the mean test result reaches the target.
 
     Rows that miss the target with any seed are left out.
     """

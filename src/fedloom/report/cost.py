@@ -14,7 +14,7 @@ from fedloom.report.numbers import Estimate, Row
 from fedloom.report.panels import NUMBERS, facets
 from fedloom.report.reading import Run
 
-REACHED = {"bytes": ("Traffic, both ways (MB)", 1 / MB), "steps": ("Gradient steps", 1.0)}
+REACHED = {"bytes": ("Traffic, both ways (MB)", 1 / MB), "samples_backward": ("Gradients of samples", 1.0)}
 
 
 def cost_pictures(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:

@@ -24,7 +24,7 @@ WIDE = 100.0
 AXES = {
     "round": ("by round", "Round", 1.0),
     "bytes": ("by traffic", "Traffic, both ways, all clients (MB)", 1 / MB),
-    "steps": ("by gradient steps", "Gradient steps, all clients", 1.0),
+    "samples_backward": ("by gradients of samples", "Gradients of samples, all clients", 1.0),
     "seconds": ("by time", "Seconds", 1.0),
 }
 

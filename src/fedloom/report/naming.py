@@ -97,7 +97,7 @@ STATISTICS = {
 }
 """Titles of statistics over clients, and of other places to measure."""
 COSTS = {
-    "steps": Metric("Gradient steps", higher=False),
+    "steps": Metric("Local steps", higher=False),
     "samples_backward": Metric("Samples backward", higher=False),
     "bytes_up": Metric("MB up", "", 1 / MB, higher=False),
     "bytes_down": Metric("MB down", "", 1 / MB, higher=False),

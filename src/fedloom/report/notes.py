@@ -68,7 +68,7 @@ def _work(own: list[Row]) -> str:
         return ""
     return (
         f"The methods did not do equal work: {plain(min(work))} to {plain(max(work))} samples backward. Compare them "
-        "by gradient steps too."
+        "by gradients of samples too."
     )
 
 

@@ -27,7 +27,7 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 """What the page may do: run its own scripts; it can reach no network."""
 
 PLACES = {
-    "curves": ("Learning curves", "How the result grows with rounds, traffic, gradient steps and time."),
+    "curves": ("Learning curves", "How the result grows with rounds, traffic, gradients of samples and time."),
     "clients": ("Clients", "A mean hides who gains and who loses; here is every client."),
     "fairness": ("Fairness", "A good mean that costs no client its share is best."),
     "attacks": ("Robustness", "How the result falls as more clients attack."),

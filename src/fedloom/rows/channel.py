@@ -47,6 +47,8 @@ class Channel(Value, ABC):
         Returns:
             [m, D] and the new state.
         """
+        if not diff.shape[1]:
+            return diff, state
         if state is None:
             return self.send(diff, gens), None
         whole = diff + state

@@ -26,7 +26,7 @@ class ScoreTask(NamedTuple):
         round: round after which models are scored.
         ids: ``[m]`` clients of the evaluated federation.
         cohort: ``[c]`` clients whose training parts give the normalisation statistics of the global model.
-        common: score the models on the common test set too.
+        common: score the global model on the common test set too.
     """
 
     round: int
@@ -55,7 +55,7 @@ def _scores(job: Job, down: Any, global_model: Tensor | None, task: ScoreTask) -
         models = personal_models(job, down, task.round, task.ids)
         scores |= _score_personal(job, models, task.ids)
         scores["personal", ""] = sizes_of(job.algorithm, job.oracle.layout, models)
-        if task.common and job.evaluate.personal_on_common and job.judge.test is not None:
+        if job.evaluate.personal_on_common:
             found = [_score_common(job, row) for row in models]
             scores["personal", "common"] = {name: torch.cat([f[name] for f in found]) for name in found[0]}
     return scores

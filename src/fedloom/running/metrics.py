@@ -59,7 +59,8 @@ def jain(values: Values) -> float:
 def disagreement(values: Values) -> float:
     """Client disagreement CD (Equitable-FL, Eq. 9): sum over ordered pairs of |l_i - l_j| over binom(r, 2).
 
-    It is twice the mean absolute difference of a pair.
+    It is twice the mean absolute difference of a pair. The paper sums over the participants of a round; records have it
+    over all clients, whoever took part, so that rounds and methods compare.
     """
     found = np.sort(_known(values))
     r = len(found)

@@ -4,13 +4,14 @@ Noise of the channel is local: each client adds it before its upload leaves the 
 client-level local differential privacy of all that one client has sent, against everyone who sees it, the server
 included. Noise of the aggregator ``private-mean`` is central: the server adds it to the sum, and the figure holds
 against who sees the models that leave the server, not against the server. Both are the Gaussian mechanism composed
-over the rounds in which a client took part, for the client that took part most often. No amplification by sampling is
-claimed. A simulation draws its noise
-from seeded generators; the figure is that of the same run with noise from the operating system.
+over the rounds in which a client took part, for the client that took part most often: one Gaussian mechanism with
+multiplier / sqrt(rounds), whose epsilon is exact with ``pld``. No amplification by sampling is claimed. A simulation
+draws its noise from seeded generators; the figure is that of the same run with noise from the operating system.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from importlib.util import find_spec
 from typing import Literal
@@ -95,11 +96,14 @@ def spent(channel: Noise, sampler: Sampler, uploads: Tensor, round: int) -> floa
 
 @cache
 def composed(multiplier: float, times: int, delta: float, accountant: Accountant) -> float:
-    """Epsilon of ``times`` Gaussian mechanisms, each with this noise multiplier."""
+    """Epsilon of ``times`` Gaussian mechanisms with this noise multiplier: of one with multiplier/sqrt(times)."""
     if not times:
         return 0.0
-    from dp_accounting import dp_event, pld, rdp
+    from dp_accounting import dp_event, get_epsilon_gaussian, rdp
 
-    book = rdp.RdpAccountant() if accountant == "rdp" else pld.PLDAccountant()
-    book.compose(dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(multiplier), times))
+    together = multiplier / math.sqrt(times)
+    if accountant == "pld":
+        return float(get_epsilon_gaussian(together, delta))
+    book = rdp.RdpAccountant()
+    book.compose(dp_event.GaussianDpEvent(together))
     return float(book.get_epsilon(delta))

@@ -102,6 +102,8 @@ def make_job(
     with blamed("method", method, "init"):
         server, template, kept = method.init(layout.vector(module, dtype).to(device), ctx)
     notes = [*method.check(layout, ctx), *_counted_once(method, sampler)]
+    if aggregator is not None and not aggregator.weighted and not isinstance(weigher, UniformWeigher):
+        notes.append(f"aggregator {_kind(aggregator)!r} reads no weights: weigher {weigher.kind!r} changes nothing")
     if weights == "samples" and not method.uses_shares:
         notes.append(
             f"weights = 'samples' changes nothing in {type(method).__name__}, whose objective is the uniform mean over "

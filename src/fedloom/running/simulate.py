@@ -75,8 +75,8 @@ def simulate(
         attack: what a part of the clients does instead of being honest.
         channel: what a client's upload passes through.
         augment: random changes of training images; none when None.
-        weights: the clients' shares alpha_i of the objective, 1/n or n_i/sum n; a method that does not read them says so
-            in the notes of the run. What weighs uploads is the weigher.
+        weights: the clients' shares alpha_i of the objective, 1/n or n_i/sum n; the notes say where a method does not
+            read them. What weighs uploads is the weigher.
         evaluate: when and on what models are scored.
         engine: how it is computed.
         folder: for checkpoints and client state; running again with the same arguments goes on from there.
