@@ -213,6 +213,16 @@ def test_shards_give_q_labels(variant: str, q: int) -> None:
         assert int(labels.max()) <= (2 * q if variant == "mcmahan" else q)
 
 
+def test_samples_that_belong_to_nobody_are_counted() -> None:
+    few = PARTITIONS["shards"](clients=3, labels_per_client=1, test=0, validation=0)(toy(), 2)
+    assert f"{600 - int(few.class_counts().sum())} of 600 samples belong to no client" in few.notes
+    assert (
+        PARTITIONS["shards"](clients=5, labels_per_client=1, test=0, validation=0)(toy(), 2).class_counts().sum() == 600
+    )
+    for fed in (PARTITIONS["shards"](clients=5, labels_per_client=1)(toy(), 2), PARTITIONS["iid"](clients=7)(toy(), 2)):
+        assert not any("belong to no client" in note for note in fed.notes)
+
+
 def test_dirichlet_by_class_has_the_marginal_of_the_theory() -> None:
     data, n, beta = toy(20_000, classes=2), 5, 0.7
     shares = []

@@ -144,7 +144,7 @@ class Partition(Value):
             partition={"kind": self.kind, **self.model_dump(exclude_defaults=True)},
             seed=seed,
             groups=None if draw.groups is None else torch.from_numpy(draw.groups),
-            notes=(*draw.notes, *_notes(cut, y, names, data.classes)),
+            notes=(*draw.notes, *_unused(draw.dealt, pool), *_notes(cut, y, names, data.classes)),
         )
 
     def _pool(self, data: Dataset) -> Pool:
@@ -215,6 +215,11 @@ class Sized(Partition):
                 f"{self.kind}: {self.clients} clients of at least {self.min_size} samples, but {pool.data.name} has "
                 f"{len(pool)} to give; use fewer clients or a smaller min_size"
             )
+
+
+def _unused(dealt: Dealt, pool: Pool) -> list[str]:
+    left = len(pool) - len(np.unique(dealt.index))
+    return [f"{left} of {len(pool)} samples belong to no client"] if left else []
 
 
 def _notes(cut: dict[str, Dealt], y: Ints | None, names: tuple[str, ...], classes: tuple[str, ...]) -> list[str]:
