@@ -103,7 +103,7 @@ def _weights(job: Job, state: State, info: Tensor | None, ctx: Ctx) -> tuple[Ten
     """Weights ``[m, 1]`` of a cohort, and the weigher's new state."""
     with blamed("weigher", job.weigher, f"round {ctx.round}"):
         weights, weigher = job.weigher.apply(state.weigher, info, ctx)
-        if weights.shape != (ctx.m, 1) or bool((weights < 0).any()) > job.weigher.signed:
+        if weights.shape != (ctx.m, 1) or (bool((weights < 0).any()) and not job.weigher.signed):
             got = f"{[*weights.shape]}, at least {float(weights.min())}"
             raise ValueError(f"weights must be [m, 1] = [{ctx.m}, 1] and not negative, got {got}")
     return weights, weigher

@@ -273,8 +273,8 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
 
 
 def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
-    """That a client which is drawn twice has one share all the same, where it has."""
-    once = [n for n, kind in upload_fields(type(algorithm)).items() if not isinstance(kind, Mean) or kind.accumulates]
+    """The note that a client which is drawn twice counts once in kept and accumulating fields, if there are any."""
+    once = [n for n, kind in upload_fields(type(algorithm)).items() if isinstance(kind, Kept) or kind.accumulates]
     if not sampler.repeats or not once:
         return []
     return [
