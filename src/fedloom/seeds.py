@@ -1,23 +1,52 @@
 """The one randomness rule: every draw comes from a generator of (seed, round, client, purpose).
 
 Nothing in fedloom uses a global generator: the size of the cohort, chunks, workers and restarts change no draw.
+
+A hash of the four goes into the whole state of the generator: all 19,968 bits of PyTorch's Mersenne Twister come from
+SHAKE-128, and numpy's generators get 128 bits of BLAKE2b. PyTorch's own seeding would keep 32 bits of a seed. Among q
+streams, two are equal with a probability of at most q^2 / 2^129 (birthday bound of 128 bits). A run of 10^10 < 2^34
+streams, 10^5 rounds of 10^3 clients with 100 draws each, stays below 2^-61. A module that draws for itself on a GPU has
+the 124 bits of state that CUDA's generator has room for: below 2^-60 up to 2^32 such streams.
+
+These generators are for simulation. They are not cryptographic: `fedloom.deploy.noise` protects real data.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch import Tensor
 
 SERVER = -1
 """The client id of draws that belong to no client."""
 
 Purpose = str | tuple[str | int, ...]
 
+_WORDS = 624
+"""32-bit words in the state of a Mersenne Twister."""
+
+_HEADER = 24
+"""Bytes of a state of PyTorch's CPU generator before its words, which take 8 bytes each."""
+
+
+class _Blank(threading.local):
+    """The state of a fresh CPU generator, whose words each thread overwrites for the generator at hand."""
+
+    def __init__(self) -> None:
+        self.state = torch.Generator().get_state()
+        self.words = self.state.numpy()[_HEADER : _HEADER + 8 * _WORDS].view(np.uint64)
+
+
+_blank = _Blank()
+
 
 def derive(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose = "") -> int:
-    """A 63-bit integer that depends on all four arguments and on nothing else.
+    """A 128-bit integer that depends on all four arguments and on nothing else.
 
     Args:
         seed: seed of the run.
@@ -28,15 +57,58 @@ def derive(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose = "
     >>> derive(0, 1, 2, "local") == derive(0, 1, 2, "local") != derive(0, 1, 2, "other")
     True
     """
-    text = f"{seed}|{round}|{client}|{purpose!r}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    return int.from_bytes(hashlib.blake2b(_name(seed, round, client, purpose), digest_size=16).digest(), "little")
 
 
 def generator(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose = "") -> torch.Generator:
     """A CPU `torch.Generator` of (seed, round, client, purpose)."""
-    return torch.Generator().manual_seed(derive(seed, round, client, purpose))
+    drawn = hashlib.shake_128(_name(seed, round, client, purpose)).digest(4 * _WORDS)
+    _blank.words[:] = np.frombuffer(drawn, "<u4")
+    made = torch.Generator()
+    made.set_state(_blank.state)
+    return made
 
 
 def numpy_generator(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose = "") -> np.random.Generator:
     """A `numpy.random.Generator` of (seed, round, client, purpose)."""
     return np.random.Generator(np.random.PCG64(derive(seed, round, client, purpose)))
+
+
+def random_state(gen: torch.Generator) -> np.random.RandomState:
+    """A `numpy.random.RandomState` from 128 bits of ``gen``, for libraries that take no other generator."""
+    return np.random.RandomState(words(gen))
+
+
+def words(gen: torch.Generator) -> list[int]:
+    """Four 32-bit integers from ``gen``: a seed for libraries that seed a `numpy.random.RandomState` themselves."""
+    return torch.randint(2**32, (4,), generator=gen).tolist()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def as_global(gen: torch.Generator, device: torch.device) -> Iterator[None]:
+    """Code that knows only the global generators draws from the stream of ``gen``; afterwards they are as before.
+
+    Args:
+        gen: a CPU generator; it is not moved on when ``device`` is the CPU.
+        device: whose generator is meant beside the CPU's.
+    """
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.set_rng_state(gen.get_state())
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(cuda_state(gen), device)
+        yield
+
+
+def cuda_state(gen: torch.Generator) -> Tensor:
+    """The state of a CUDA generator, uint8 ``[16]``, from ``gen``: a key of 64 bits and an offset of 62.
+
+    The offset is a multiple of 4, as PyTorch demands, so 60 of its bits are drawn.
+    """
+    state = torch.randint(256, (16,), generator=gen, dtype=torch.uint8)
+    state[8] &= 0b11111100
+    state[15] &= 0b00111111
+    return state
+
+
+def _name(seed: int, round: int, client: int, purpose: Purpose) -> bytes:
+    return f"{seed}|{round}|{client}|{purpose!r}".encode()

@@ -62,7 +62,16 @@ def test_projection_has_rows_of_length_1_and_depends_on_its_key_only() -> None:
 
 
 def test_projections_have_keys_of_their_own() -> None:
-    assert len({int(new_key(generator(seed))) for seed in range(200)}) == 200
+    assert len({tuple(new_key(generator(seed)).tolist()) for seed in range(200)}) == 200
+
+
+def test_every_bit_of_a_key_counts() -> None:
+    like, key = torch.zeros(1, 7), new_key(generator(0))
+    flipped = [key.clone() for _ in range(128)]
+    for bit, other in enumerate(flipped):
+        other.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
+    drawn = [projection(k, 2, like).matrix for k in (key, *flipped)]
+    assert len({tuple(m.flatten().tolist()) for m in drawn if m is not None}) == 129
 
 
 def test_projection_and_its_transpose() -> None:

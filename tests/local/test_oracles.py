@@ -23,7 +23,7 @@ from fedloom.errors import ClientError, ConfigError, Refused
 from fedloom.local import Local, descend, oracles
 from fedloom.local.oracles import Network, chain_of, chunk_count, chunk_limit, make_oracle
 from fedloom.models import CNN, MLP, Dropout, ResNet18
-from fedloom.seeds import derive
+from fedloom.seeds import generator
 from fedloom.tasks import task_of
 
 CLASSES = handwritten.CLASSES
@@ -407,7 +407,7 @@ def test_a_modules_own_randomness_comes_from_the_clients_seed(make: Callable[[],
         x, y = handwritten.samples(fed, i)
         where = handwritten.positions(len(x), 20, 1, i, seed=2, round=3)[0]
         with torch.random.fork_rng():
-            torch.default_generator.manual_seed(derive(2, 3, i, ("local", 0, "module")))  # noqa: TID251 (forked)
+            torch.set_rng_state(generator(2, 3, i, ("local", 0, "module")).get_state())
             g = torch.autograd.grad(handwritten.mean_loss(twin(x[where]), y[where]), list(twin.parameters()))
         one = trained(oracle, Local(lr=0.3, steps=1), module, [i])
         torch.testing.assert_close(one[0], start - 0.3 * torch.cat([v.reshape(-1) for v in g]), **TOLERANCE)

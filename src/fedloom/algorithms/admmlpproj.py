@@ -16,7 +16,7 @@ Personalization, Robustness, and Fairness", Appendix C, Algorithm 2, Eqs. 183-18
     rho        rho           ADMM penalty
     alpha_i    work.weight   the client's share
 
-Kept by a client: d + 2 d_sub (theta, w, pi). Sent per round: d_sub + 1 down (w, and the key from which P is drawn),
+Kept by a client: d + 2 d_sub (theta, w, pi). Sent per round: d_sub + 2 down (w, and the key from which P is drawn),
 d_sub up; the server keeps the last u of every client.
 
 Deviations: "z" in line 5 of Algorithm 2 is u. The public code never moves w_i and pi_i. Defaults are FLAME's.
@@ -38,14 +38,14 @@ from fedloom.rows.projection import new_key, projection
 
 
 class Server(NamedTuple):
-    """w ``[dim]``, key ``[1]``."""
+    """w ``[dim]``, key ``[2]``."""
 
     w: Tensor
     key: Tensor
 
 
 class Down(NamedTuple):
-    """w ``[dim]``, key ``[1]``."""
+    """w ``[dim]``, key ``[2]``."""
 
     w: Tensor
     key: Tensor

@@ -14,7 +14,7 @@ Robustness and Fairness", NeurIPS 2022 (public code: desternylin/perfed).
     eta        eta              step of w_i
     beta       beta             server step
 
-Kept by a client: d (theta). Sent per round: d_sub + 1 down (w, and the key from which P is drawn), d_sub up.
+Kept by a client: d (theta). Sent per round: d_sub + 2 down (w, and the key from which P is drawn), d_sub up.
 
 Deviations: w starts at zero, as in the public code. For 1 < p the code's step of w_i is that of the norm, not of
 its p-th power over p, unless p = 2; here the problem's (the same for p = 1). A local round has the run's local steps of
@@ -37,14 +37,14 @@ from fedloom.rows.projection import new_key, projection
 
 
 class Server(NamedTuple):
-    """w ``[dim]``, key ``[1]``."""
+    """w ``[dim]``, key ``[2]``."""
 
     w: Tensor
     key: Tensor
 
 
 class Down(NamedTuple):
-    """w ``[dim]``, key ``[1]``."""
+    """w ``[dim]``, key ``[2]``."""
 
     w: Tensor
     key: Tensor

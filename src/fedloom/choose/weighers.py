@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedloom.errors import ConfigError
 from fedloom.local import Ctx, Nothing, Work
+from fedloom.seeds import random_state
 from fedloom.values import Value
 
 
@@ -108,9 +109,7 @@ class EquitableWeigher(Weigher):
     def apply(self, state: Labels, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Labels]:
         """p_i = 1/(C |cluster of i|), Algorithm 1, lines 8-11."""
         assert info is not None
-        found = spectral_clusters(
-            info, self.clusters, seed=int(torch.randint(2**31, (1,), generator=ctx.rng("k-means")))
-        )
+        found = spectral_clusters(info, self.clusters, random_state(ctx.rng("k-means")))
         size = torch.bincount(found)
         labels = state.labels.clone()
         labels[ctx.ids] = found
@@ -129,7 +128,7 @@ def _log_softmax(a: Tensor) -> Tensor:
     return a.log_softmax(-1)
 
 
-def spectral_clusters(a: Tensor, clusters: int, seed: int) -> Tensor:
+def spectral_clusters(a: Tensor, clusters: int, rng: np.random.RandomState) -> Tensor:
     """Labels ``[m]`` of the rows of ``a [m, k]``: k-means on the leading eigenvectors of A A' (unnormalised)."""
     from sklearn.cluster import KMeans
     from threadpoolctl import threadpool_limits
@@ -139,7 +138,7 @@ def spectral_clusters(a: Tensor, clusters: int, seed: int) -> Tensor:
         return torch.arange(len(values))
     embedding = np.linalg.eigh(values @ values.T)[1][:, -clusters:]
     with threadpool_limits(1):
-        found = KMeans(clusters, n_init=10, random_state=seed).fit_predict(embedding)
+        found = KMeans(clusters, n_init=10, random_state=rng).fit_predict(embedding)
     return torch.as_tensor(found, dtype=torch.long)
 
 

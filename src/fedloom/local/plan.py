@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.batches import plan as plan_client
-from fedloom.seeds import Purpose, derive, generator
+from fedloom.seeds import Purpose, generator
 
 PASS = "pass"
 """Stream of the passes over a client's whole training part."""
@@ -26,14 +26,8 @@ class Draw(NamedTuple):
 
     def generator(self, row: int, purpose: str) -> torch.Generator:
         """The generator of the client in ``row``, of (seed, round, client, (*stream, k, purpose))."""
-        return generator(self.seed, self.round, self.ids[row], self._purpose(purpose))
-
-    def derive(self, row: int, purpose: str) -> int:
-        """The seed of that generator."""
-        return derive(self.seed, self.round, self.ids[row], self._purpose(purpose))
-
-    def _purpose(self, purpose: str) -> Purpose:
-        return (*(self.stream if isinstance(self.stream, tuple) else (self.stream,)), self.k, purpose)
+        stream = self.stream if isinstance(self.stream, tuple) else (self.stream,)
+        return generator(self.seed, self.round, self.ids[row], (*stream, self.k, purpose))
 
 
 class Batch(NamedTuple):
@@ -114,7 +108,7 @@ def make_plan(
     if batch_size is not None:
         width = min(batch_size, width)
     drawn = [
-        plan_client(size, batch_size, count, generator(seed, round, i, stream))
+        plan_client(size, batch_size, count, None if batch_size is None else generator(seed, round, i, stream))
         for i, size, count in zip(names, sizes.tolist(), steps.tolist(), strict=True)
     ]
     if len({d.shape for d in drawn}) == 1:

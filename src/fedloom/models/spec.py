@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fedloom.errors import ConfigError
-from fedloom.seeds import derive
+from fedloom.seeds import as_global, generator
 from fedloom.values import Value
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
@@ -43,8 +43,7 @@ class ModelSpec(Value, ABC):
         """
         if outputs < 1 or not shape or min(shape) < 1:
             raise ConfigError(f"a model needs a sample shape and at least one output, got {tuple(shape)} and {outputs}")
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(derive(seed, purpose="model"))  # noqa: TID251 (forked: restored on exit)
+        with as_global(generator(seed, purpose="model"), torch.device("cpu")):
             try:
                 return self.module(tuple(shape), outputs)
             except RuntimeError as error:

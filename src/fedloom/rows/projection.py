@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedloom.rows.algebra import norm
+from fedloom.seeds import generator
 
 
 class Projection(NamedTuple):
@@ -25,9 +26,9 @@ class Projection(NamedTuple):
         return rows if self.matrix is None else rows @ self.matrix
 
 
-def new_key(generator: torch.Generator) -> Tensor:
-    """Int64 ``[1]``: names a random projection."""
-    return torch.randint(2**62, (1,), generator=generator)
+def new_key(gen: torch.Generator) -> Tensor:
+    """Int64 ``[2]``: 128 bits that name a random projection."""
+    return torch.randint(256, (16,), generator=gen, dtype=torch.uint8).view(torch.int64)
 
 
 def projection(key: Tensor, k: int | None, like: Tensor) -> Projection:
@@ -40,11 +41,11 @@ def projection(key: Tensor, k: int | None, like: Tensor) -> Projection:
     """
     if k is None:
         return Projection(None)
-    return Projection(_matrix(int(key), k, like.shape[-1], like.dtype, like.device))
+    return Projection(_matrix(tuple(key.tolist()), k, like.shape[-1], like.dtype, like.device))
 
 
 @lru_cache(maxsize=1)
-def _matrix(key: int, k: int, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _matrix(key: tuple[int, ...], k: int, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Drawn once for all that ask in turn; nobody writes to it."""
-    p = torch.randn(k, d, generator=torch.Generator().manual_seed(key), dtype=torch.float64)
+    p = torch.randn(k, d, generator=generator(0, purpose=("projection", *key)), dtype=torch.float64)
     return (p / norm(p)).to(device, dtype)

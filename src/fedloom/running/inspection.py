@@ -14,7 +14,7 @@ from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError, Refused
 from fedloom.running.result import Result
 from fedloom.running.settings import Evaluate
-from fedloom.seeds import derive
+from fedloom.seeds import generator, random_state
 
 FEWEST = 5
 """t-SNE needs so many test samples of a client."""
@@ -89,8 +89,8 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
         index = fed.indices("test", client)
         seen = oracle.representations(row, index).double().cpu().numpy()
         labels = [math.nan] * len(index) if fed.data.task == "regression" else fed.targets(index).tolist()
-        seed = derive(result.job.seed, client=client, purpose="tsne") % 2**32
-        plane = TSNE(perplexity=min(PERPLEXITY, (len(index) - 1) / 3), init="random", random_state=seed, n_jobs=1)
+        rng = random_state(generator(result.job.seed, client=client, purpose="tsne"))
+        plane = TSNE(perplexity=min(PERPLEXITY, (len(index) - 1) / 3), init="random", random_state=rng, n_jobs=1)
         places = plane.fit_transform(seen).tolist()
         rows += [(client, model, float(label), *place) for label, place in zip(labels, places, strict=True)]
     kind = pa.float64()

@@ -26,7 +26,7 @@ from pydantic import Field, TypeAdapter
 from fedloom.errors import RunDirError
 from fedloom.experiment.tuning import Dimension, Range
 from fedloom.running.files import write_atomic
-from fedloom.seeds import derive
+from fedloom.seeds import generator, words
 from fedloom.tune.spaces import Params
 from fedloom.values import Value
 
@@ -129,7 +129,7 @@ class Search:
 
     def ask(self, trials: Sequence[Trial]) -> optuna.Trial:
         """The next trial after those recorded, of a search that has not ended."""
-        seed = derive(self._seed, len(trials), purpose=("tune", self._label)) % 2**32
+        seed: Any = words(generator(self._seed, len(trials), purpose=("tune", self._label)))
         pruner: optuna.pruners.BasePruner = optuna.pruners.NopPruner()
         if self._startup is not None:
             pruner = optuna.pruners.MedianPruner(n_startup_trials=self._startup)
@@ -158,7 +158,7 @@ class Search:
     def _shuffled(self, space: Mapping[str, Dimension]) -> list[Params]:
         """Every setting of a space of lists in a seeded order, the file's own first."""
         lists = {key: list(dict.fromkeys(choices)) for key, choices in space.items() if isinstance(choices, tuple)}
-        seed = derive(self._seed, purpose=("tune", self._label)) % 2**32
+        seed: Any = words(generator(self._seed, purpose=("tune", self._label)))
         study = optuna.create_study(sampler=optuna.samplers.GridSampler(lists, seed=seed))
         found: list[Params] = [study.ask(self._space).params for _ in range(int(self.settings))]
         return sorted(found, key=lambda params: params != self._first)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedloom.local.oracles.network import Network, Samples, at_least_two, forked, scale_
 from fedloom.local.oracles.pooling import join
+from fedloom.seeds import as_global
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
@@ -67,8 +68,7 @@ class Looped(Network):
     def _call(self, x: Tensor, batch: Batch, i: int) -> Tensor:
         if not self.draws:
             return self.module(x)  # type: ignore[no-any-return]
-        with forked(self.device):
-            torch.manual_seed(batch.draw.derive(i, "module"))  # noqa: TID251 (forked: restored on exit)
+        with as_global(batch.draw.generator(i, "module"), self.device):
             return self.module(x)  # type: ignore[no-any-return]
 
 
