@@ -12,12 +12,18 @@ import pytest
 import torch
 from flwr.app import Message
 
-from fedloom.deploy import ledger as ledger_module
+from fedloom.algorithms import FedAvg
+from fedloom.deploy.check import check_site
+from fedloom.deploy.client import Client
+from fedloom.deploy.envelope import PROTOCOL, digest_of, seal
 from fedloom.deploy.ledger import Ledger
+from fedloom.deploy.noise import ReleasedNoise, released
+from fedloom.deploy.plan import plan
 from fedloom.engine.privacy import epsilon
 from fedloom.errors import Refused, Stop
 from fedloom.rows.aggregate import PrivateMean
 from fedloom.rows.channel import GaussianNoise
+from fedloom.version import __version__
 from tests.deploy.grid import wire
 from tests.deploy.scene import Scene, scene
 
@@ -42,8 +48,8 @@ def limited(here: Scene, limit: float) -> Scene:
 
 def test_a_site_stops_before_its_budget_is_exceeded(tmp_path: Path) -> None:  # 26
     here = scene(tmp_path, "fedavg", **SMALL, **LOCAL)
-    noise = here.experiment.methods[0].channel
-    assert isinstance(noise, GaussianNoise)
+    noise = released(here.experiment.methods[0].channel)
+    assert isinstance(noise, ReleasedNoise)
     here = limited(here, (epsilon(noise, 2) + epsilon(noise, 3)) / 2)
     assert here.serve() is Stop.TOO_FEW
     for site in here.sites:
@@ -56,7 +62,7 @@ def test_a_run_stops_before_its_budget_is_exceeded(tmp_path: Path) -> None:  # 2
     for how, settings in (("local", LOCAL), ("central", CENTRAL)):
         here = scene(tmp_path / how, "fedavg", **SMALL, **settings)
         method = here.experiment.methods[0]
-        noise = method.channel or method.aggregator
+        noise = released(method.channel or method.aggregator)
         assert isinstance(noise, GaussianNoise | PrivateMean)
         limit = (epsilon(noise, 2) + epsilon(noise, 3)) / 2
         assert here.serve(epsilon=limit) is Stop.BUDGET
@@ -73,7 +79,7 @@ def test_the_entry_comes_before_the_noise(tmp_path: Path, monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(GaussianNoise, "send", crash)
+        patch.setattr(ReleasedNoise, "send", crash)
         with pytest.raises(KeyboardInterrupt):
             here.serve()
     assert [x["round"] for x in lines(here.sites[0].state)] == [1]
@@ -134,13 +140,6 @@ def test_noise_comes_from_the_operating_system(tmp_path: Path) -> None:
         assert torch.equal(first, second)
 
 
-def test_no_seed_can_be_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(ledger_module.secrets, "randbits", lambda bits: asked.append(bits) or 7)
-    ledger_module.entropy()
-    assert asked == [63]
-
-
 def test_the_private_mean_is_bounded_and_refuses_what_it_cannot_protect(tmp_path: Path) -> None:
     rows = {"w": torch.randn(5, 40, dtype=torch.float64) * 100, "c": torch.randn(5, 3, dtype=torch.float64)}
     other = {name: value.clone() for name, value in rows.items()}
@@ -152,7 +151,7 @@ def test_the_private_mean_is_bounded_and_refuses_what_it_cannot_protect(tmp_path
     b, _ = rule.apply({}, other, torch.ones(5, 1), "w", ctx)
     change = torch.cat([a[name] - b[name] for name in rows]).norm()
     assert 0 < float(change) <= 2.0 / 5 + 1e-12
-    for method, why in (("fedacs", "mixes|single clients"), ("flame", "absolute|single clients")):
+    for method, why in (("fedacs", "mixes|absolute|single clients"), ("flame", "absolute|single clients")):
         with pytest.raises(Refused, match=why):
             scene(tmp_path / method, method, **SMALL, **CENTRAL).serve()
 
@@ -162,3 +161,150 @@ def test_replies_are_what_was_signed(tmp_path: Path) -> None:
     here = scene(tmp_path, "fedavg", **{**SMALL, "rounds": 1}, **LOCAL)
     assert here.serve(here.grid(lambda _node, _message, reply: wire(reply))) is Stop.DONE
     assert not here.audit("rejected")
+
+
+# --- what leaves a site when a delta is in force
+
+
+def replies(here: Scene, **settings: Any) -> dict[str, list[Message]]:
+    """Every reply of a run to its end, by the kind of message it answers."""
+    seen: dict[str, list[Message]] = {}
+
+    def look(_node: int, message: Message, reply: Message) -> Message:
+        seen.setdefault(message.content["head"]["kind"], []).append(reply)
+        return reply
+
+    assert here.serve(here.grid(look), **settings) is Stop.DONE
+    return seen
+
+
+@pytest.mark.parametrize("limit", [None, 1000.0])
+@pytest.mark.parametrize("how", [LOCAL, CENTRAL])
+def test_no_score_and_no_count_of_work_leaves_a_site(tmp_path: Path, how: dict[str, Any], limit: float | None) -> None:
+    """With and without a limit of the site's own: noised uploads, what is public, and acknowledgements."""
+    here = scene(tmp_path, "fedavg", **{**SMALL, "evaluate": {"every": 1}}, **how)
+    if limit is not None and how is LOCAL:
+        here = limited(here, limit)
+    seen = replies(here)
+    assert {kind: len(found) for kind, found in seen.items()} == {"hello": 3, "score": 15, "train": 12}
+    for kind, found in seen.items():
+        for reply in found:
+            head = dict(reply.content["head"])
+            assert not reply.content.get("metrics")
+            assert head["reason"] == ""
+            assert len(reply.content.get("arrays", ())) == (kind == "train")
+            if kind == "train":
+                assert head["work"] == [0, 0, 0]
+    assert not here.audit("rejected")
+
+
+def test_scores_leave_a_site_that_promises_nothing(tmp_path: Path) -> None:
+    """The same run without a delta has them: the test above looks at the right place."""
+    bare = {"channel": {k: v for k, v in LOCAL["channel"].items() if k != "delta"}}
+    seen = replies(scene(tmp_path, "fedavg", **{**SMALL, "rounds": 1}, **bare))
+    assert all(reply.content["metrics"] for reply in seen["score"])
+    assert all(sum(reply.content["head"]["work"]) > 0 for reply in seen["train"])
+
+
+def test_a_question_is_refused_whatever_the_server_asks(tmp_path: Path) -> None:
+    """A server that asks what the agreed sampler never would."""
+    for how, word in ((LOCAL, "answers no question"), (CENTRAL, "answers no question")):
+        here = scene(tmp_path / word / str(how is LOCAL), "fedavg", **SMALL, **how)
+        site = Client(here.sites[0])
+        head = {
+            "protocol": PROTOCOL, "release": __version__, "experiment": here.sites[0].fingerprint, "kind": "ask",
+            "round": 1, "client": 0, "nonce": b"0" * 16, "digest": digest_of([b"x"]),
+        }  # fmt: skip
+        question = Message(seal(head, [b"x"]), dst_node_id=100, message_type="query", ttl=9.0)
+        reply = dict(site.answer(question).content["head"])
+        assert reply["status"] == "refused"
+        assert word in reply["reason"]
+
+
+def test_answers_without_noise_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    """At `deploy init`, at `deploy check` and by the server."""
+    for n, asks in enumerate(
+        ({"sampler": {"kind": "power-of-choice", "clients": 2}}, {"weigher": {"kind": "fairfed"}})
+    ):
+        here = scene(tmp_path / str(n), "fedavg", **SMALL, **LOCAL, **asks)
+        found = [f.sentence for f in check_site(here.sites[0], offline=True) if f.level == "refused"]
+        assert any("answer without noise" in sentence for sentence in found)
+        with pytest.raises(Refused, match="answer without noise"):
+            plan(here.experiment)
+        with pytest.raises(Refused, match="answer without noise"):
+            here.serve()
+
+
+def test_the_check_says_what_an_upload_costs(tmp_path: Path) -> None:
+    here = scene(tmp_path, "fedavg", **SMALL, **LOCAL)
+    noise = released(here.experiment.methods[0].channel)
+    [said] = [f for f in check_site(here.sites[0], offline=True) if "privacy" in f.sentence]
+    assert said.level == "ok"
+    assert f"epsilon {epsilon(noise, 1):.3g}, 4 of them {epsilon(noise, 4):.3g}" in said.sentence
+    bare = limited(scene(tmp_path / "bare", "fedavg", **SMALL), 1.0)
+    assert any("without accounted noise" in f.sentence for f in check_site(bare.sites[0], offline=True))
+
+
+@pytest.mark.parametrize("how", ["raises", "not finite"])
+def test_training_that_fails_is_no_answer_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], how: str
+) -> None:
+    """Whether the samples of a site break the training is no answer either: noise alone is sent."""
+    here = scene(tmp_path, "fedavg", **{**SMALL, "rounds": 1}, **LOCAL)
+    whole = FedAvg.client
+
+    def broken(self: FedAvg, down: Any, rows: Any, work: Any) -> Any:
+        if work.ids.tolist() == [1] and bool(work.steps.any()):
+            if how == "raises":
+                raise ValueError("patient 4711 has a weight of 1e999")
+            up, rows = whole(self, down, rows, work)
+            return type(up)(up[0] * torch.nan), rows
+        return whole(self, down, rows, work)
+
+    monkeypatch.setattr(FedAvg, "client", broken)
+    seen = replies(here)
+    assert len(seen["train"]) == 3
+    assert len(here.audit("accepted", kind="train")) == 3
+    assert not here.audit("rejected")
+    assert all("4711" not in str(reply.content["head"]) for found in seen.values() for reply in found)
+    assert ("4711" in capfd.readouterr().err) == (how == "raises")  # a row that is not finite passes the channel as 0
+    norms = [r["norm"] for r in here.audit("accepted", kind="train")]
+    assert all(0.8 < norm / (3 * 650**0.5) < 1.2 for norm in norms)
+
+
+def test_errors_tell_the_server_nothing_of_the_samples(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Without a delta the server reads the sentence; with one, only the site's own log has it."""
+    for how, withheld in ((LOCAL, True), (CENTRAL, True), ({}, False)):
+        here = scene(tmp_path / str(len(how)) / str(how is LOCAL), "fedavg", **SMALL, **how)
+        table = tmp_path / "patients.csv"
+        table.write_text("age,disease\n4711,maybe\n12,no\n")
+        data = {"source": "csv", "path": str(table), "label": "disease"}
+        broken = here.sites[0].with_(data=data, share="all")
+        here = here._replace(sites=[broken, *here.sites[1:]])
+        assert here.serve() is Stop.TOO_FEW
+        [reason] = {r["reason"] for r in here.audit("rejected")}
+        log = capfd.readouterr().err
+        assert ("its own log says why" in reason) == withheld
+        assert ("disease" in log or "shape" in log or "task" in log) == withheld
+
+
+def test_sites_and_rounds_have_noise_of_their_own(tmp_path: Path) -> None:
+    """Three sites, four rounds, training stands still: twelve uploads of noise, none like another, all on the grid."""
+    here = scene(tmp_path, "fedavg", **SMALL, **STILL, **LOCAL)
+    clients, sent = here.clients(), []
+    by_node = {100 + c.site.client: c for c in clients}
+
+    def look(node: int, message: Message, reply: Message) -> Message:
+        if message.content["head"]["kind"] == "train":
+            data = next(iter(reply.content["arrays"].values())).data
+            sent.append(by_node[node].forms.read_up(data).up[0][0])
+        return reply
+
+    assert here.serve(here.grid(look, clients)) is Stop.DONE
+    rows = torch.stack(sent)
+    assert rows.shape == (12, 650)
+    assert float(torch.corrcoef(rows).fill_diagonal_(0).abs().max()) < 6 / 650**0.5
+    assert len(set(rows.flatten().tolist())) > 0.999 * rows.numel()
+    assert float(rows.std()) == pytest.approx(3.0, rel=0.05)
+    steps = rows * 2.0**29
+    assert torch.equal(steps, steps.round())

@@ -21,10 +21,15 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
 from fedloom.deploy.code import read_agreed
+from fedloom.deploy.ledger import Ledger
 from fedloom.deploy.local_data import part_sizes, site_federation
+from fedloom.deploy.noise import released
 from fedloom.deploy.processes import check_free
+from fedloom.deploy.server import check_deployable
 from fedloom.deploy.settings import Site
+from fedloom.engine.privacy import accounted, epsilon
 from fedloom.errors import FedloomError
+from fedloom.experiment import Experiment
 from fedloom.version import __version__
 
 FLOWER = ((1, 41), (1, 43))
@@ -88,11 +93,26 @@ def _versions(site: Site) -> Iterator[Finding]:
 
 
 def _experiment(site: Site) -> Iterator[Finding]:
-    read_agreed(site)
+    experiment = read_agreed(site)
+    check_deployable(experiment)
     yield Finding("ok", f"experiment: {site.name}, SHA-256 {site.fingerprint[:16]}...")
+    yield from _privacy(site, experiment)
     own = [*site.code, *site.installed]
     if own:
         yield Finding("ok", f"user code: {', '.join(own)}: as agreed on, and it imports")
+
+
+def _privacy(site: Site, experiment: Experiment) -> Iterator[Finding]:
+    method = experiment.methods[0]
+    own, central = accounted(released(method.channel)), accounted(None, method.aggregator)
+    if own is not None:
+        one, most = epsilon(own, 1), epsilon(own, method.rounds)
+        cost = f"an upload costs epsilon {one:.3g}, {method.rounds} of them {most:.3g}, at delta {own.delta}"
+        yield Finding("ok", f"privacy: {cost}; scores stay here")
+    elif site.epsilon is not None:
+        Ledger(site.state, None, site.epsilon, f"site {site.site}").release(0)
+    elif central is not None:
+        yield Finding("ok", "privacy: the server adds the noise; uploads reach it as they are, scores stay here")
 
 
 def _data(site: Site) -> Iterator[Finding]:

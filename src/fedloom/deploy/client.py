@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -16,19 +17,23 @@ from fedloom.deploy.code import read_agreed
 from fedloom.deploy.envelope import ASKED, PROTOCOL, REASON, Kind, Letter, digest_of, seal, unseal
 from fedloom.deploy.forms import Forms
 from fedloom.deploy.identity import sign, signing_key
-from fedloom.deploy.ledger import Ledger, entropy
+from fedloom.deploy.ledger import Ledger, Spent
 from fedloom.deploy.local_data import part_sizes, schema_of, site_federation
 from fedloom.deploy.memory import Generation, Memory
+from fedloom.deploy.noise import released
 from fedloom.deploy.settings import Site, check_version
-from fedloom.engine.chunk import ask, make, usable
+from fedloom.engine.chunk import Made, ask, make, usable
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import Noise, accounted
 from fedloom.engine.scoring import Scores, personal_models, score
 from fedloom.engine.setup import make_job
-from fedloom.errors import FedloomError, Refused
+from fedloom.errors import CheckpointError, FedloomError, Refused, RunDirError, WireError
+from fedloom.experiment import Experiment
 from fedloom.processes.chunks import AskTask, ScoreTask, TrainTask
-from fedloom.rows.channel import GaussianNoise
 from fedloom.version import __version__
+
+SAFE = (Spent, CheckpointError, RunDirError, WireError)
+"""Errors whose sentence holds nothing of the samples, whenever they are raised."""
 
 
 class Client:
@@ -46,18 +51,25 @@ class Client:
         self._memory = Memory(site.state, site.fingerprint, site.client)
 
     def answer(self, message: Message) -> Message:
-        """The signed reply to any message from the server; a refusal says why."""
+        """The signed reply to any message from the server; a refusal says why.
+
+        Under differential privacy it says so only where the reason holds nothing of the samples.
+        """
         head: dict[str, Any] = {}
+        secret = False
         try:
             letter = unseal(message, ASKED, {}, self.site.message_limit)
             head = letter.head
             self._check(letter)
+            secret = self._private
             with self._memory.open():
                 more, arrays, metrics = self._act(letter)
             more |= {"status": "ok", "reason": "; ".join(self._memory.notes)[:REASON]}
         except Exception as error:  # the server is told, and logs it
             known = isinstance(error, FedloomError)
             reason = str(error) if known else f"{type(error).__name__}: {error}"
+            if secret and not isinstance(error, SAFE):
+                reason = self._withheld(reason)
             more, arrays, metrics = {"status": "refused", "reason": reason[:REASON]}, [], None
         self._memory.notes.clear()
         return Message(self._signed(head, more, arrays, metrics), reply_to=message)
@@ -96,6 +108,13 @@ class Client:
             raise Refused(f"the message is for client {head['client']}, site {site.site} is client {site.client}")
         if head["digest"] != digest_of(letter.arrays):
             raise Refused("the arrays did not arrive as they were sent")
+        if head["kind"] == "ask" and self._private:
+            raise Refused(f"site {site.site} answers no question: the experiment has a delta, and answers no noise")
+
+    def _withheld(self, reason: str) -> str:
+        """The sentence for the server in the place of one that may tell of the samples; that goes to the site's log."""
+        sys.stderr.write(f"fedloom: site {self.site.site}: {reason}\n")
+        return f"site {self.site.site} could not answer; its own log says why"
 
     def _act(self, letter: Letter) -> tuple[dict[str, Any], list[bytes], dict[str, float] | None]:
         kind: Kind = letter.head["kind"]
@@ -117,7 +136,8 @@ class Client:
         job, state = self._seated(letter)
         if kind == "train":
             new = self._train(job, state, letter)
-            return {**samples, "work": list(new.reply["work"])}, [bytes(new.tensors["reply"].numpy())], None
+            work = [0, 0, 0] if self._private else list(new.reply["work"])
+            return {**samples, "work": work}, [bytes(new.tensors["reply"].numpy())], None
         model, metrics = self._score(job, letter, there=bool(samples["samples"]))
         return {**samples, "model": model}, [], metrics
 
@@ -126,13 +146,24 @@ class Client:
     @cached_property
     def fed(self) -> Federation:
         """The site's samples, as one client of the federation."""
+        return site_federation(self._experiment, self.site)
+
+    @cached_property
+    def _experiment(self) -> Experiment:
         check_version(self.site)
-        return site_federation(read_agreed(self.site), self.site)
+        return read_agreed(self.site, chunk=1, workers=1)
+
+    @cached_property
+    def _private(self) -> bool:
+        """Whether a delta is in force, at the sites or at the server: nothing leaves that epsilon does not cover."""
+        method = self._experiment.methods[0]
+        return accounted(method.channel, method.aggregator) is not None
 
     @cached_property
     def _run(self) -> tuple[Job, Any]:
-        experiment = read_agreed(self.site, chunk=1, workers=1)
-        return make_job(**experiment.arguments(experiment.methods[0], self.fed, experiment.head.seeds[0]))
+        experiment = self._experiment
+        job, server = make_job(**experiment.arguments(experiment.methods[0], self.fed, experiment.head.seeds[0]))
+        return replace(job, channel=released(job.channel)), server
 
     @property
     def job(self) -> Job:
@@ -169,7 +200,8 @@ class Client:
         """A round of training; one that was asked for before is answered with what is kept.
 
         Raises:
-            FedloomError: the training failed, its result is not finite, or the privacy budget is spent.
+            FedloomError: the privacy budget is spent; or, without accounted noise of the site's own, the training
+                failed or its result is not finite.
         """
         t, base, digest = letter.head["round"], 0 if state is None else state.round, letter.head["digest"]
         kept = self._memory.answered(t, base, digest)
@@ -177,16 +209,36 @@ class Client:
             return kept
         down = self.forms.read_down(letter.arrays[0])
         Ledger(self._memory.folder, self._noise, self.site.epsilon, f"site {self.site.site}").release(t)
-        noise = [entropy()] if isinstance(job.channel, GaussianNoise) else None
-        made = make(job, down, TrainTask(t, torch.tensor([0]), self._ids, torch.ones(1, 1)), noise)
-        if not bool(usable((*made.up, *made.new), 1, None).all()):
-            raise Refused(f"round {t}: the result of the training is not finite")
+        made = self._made(job, down, t)
         tensors = {f"rows.{name}": value[0] for name, value in made.new._asdict().items()}
         tensors |= {f"residue.{n}": v[0] for n, v in (made.residue._asdict() if made.residue else {}).items()}
         tensors["reply"] = torch.frombuffer(bytearray(self.forms.write_up(made)), dtype=torch.uint8)
         new = Generation(t, base, digest, tensors, {"work": made.work[0].tolist()})
         self._memory.keep(new)
         return new
+
+    def _made(self, job: Job, down: Any, t: int) -> Made:
+        """What a round makes; under accounted noise of the site's own, whether the training worked is no answer either.
+
+        Then noise alone is sent, and the state stays as it was.
+        """
+        try:
+            made = make(job, down, TrainTask(t, torch.tensor([0]), self._ids, torch.ones(1, 1)))
+            if not bool(usable((*made.up, *made.new), 1, None).all()):
+                raise Refused(f"round {t}: the result of the training is not finite")
+        except FedloomError as error:
+            if self._noise is None:
+                raise
+            self._withheld(str(error))
+            return self._noise_alone(job)
+        return made
+
+    def _noise_alone(self, job: Job) -> Made:
+        assert job.channel is not None
+        idle, ids = self.forms.idle, self._ids
+        sent, _ = job.channel.apply(None, torch.zeros_like(job.update(idle)), ())
+        up = job.with_update(idle, sent)
+        return Made(up, None, None, None, job.clients.read(ids), job.residue.read(ids), torch.zeros(1, 3).long())
 
     def _score(self, job: Job, letter: Letter, *, there: bool) -> tuple[str, dict[str, float]]:
         """Keep the newest model, and score every model on the site's own parts."""
@@ -201,7 +253,7 @@ class Client:
             self._memory.keep_model(row.cpu(), job.oracle.layout.header(), t, kind)
         else:
             kind = ""
-        if not there or self.site.epsilon is not None:  # scores have no noise, so no limit could count them
+        if not there or self._private or self.site.epsilon is not None:  # scores have no noise
             return kind, {}
         found: Scores = score(job, everyone, shared, ScoreTask(t, ids, ids, common=False))
         values = {

@@ -32,6 +32,9 @@ class Forms:
         job: the run, as either end has it.
         server: the server's state before the first round.
         client: the number of a client, any.
+
+    Attributes:
+        idle: the upload of a client that takes no step.
     """
 
     def __init__(self, job: Job, server: Any, client: int = 0) -> None:
@@ -39,7 +42,7 @@ class Forms:
         ids = torch.tensor([client])
         self._down = job.down(server, 1, ids)
         start = (server, job.clients.template, job.kept.template if job.kept_fields else None)
-        self._up = idle_upload(job.algorithm, start, job.oracle, job.ctx(0, ids))
+        self.idle = idle_upload(job.algorithm, start, job.oracle, job.ctx(0, ids))
         self._work = Work(job.oracle, ids, job.alpha[ids], job.local, seed=job.seed).idle()
 
     # ------------------------------------------------------------------------------------------------- training
@@ -73,10 +76,10 @@ class Forms:
         job = self._job
         found = {name: value[None] for name, value in self._upload.decode(message).items()}
         info, told = found.pop(INFO, None), found.pop(TOLD, None)
-        if job.channel is None or not self._up:
-            return Sent(type(self._up)(**found), info, told)
+        if job.channel is None or not self.idle:
+            return Sent(type(self.idle)(**found), info, told)
         update = found.pop("update")
-        return Sent(job.with_update(self._up._replace(**found), update), info, told)
+        return Sent(job.with_update(self.idle._replace(**found), update), info, told)
 
     # ------------------------------------------------------------------------------ questions before a round
 
@@ -158,7 +161,7 @@ class Forms:
         if job.sampler.learns:
             told = job.sampler.report(model, self._work)
             asked |= {} if told is None else {TOLD: told}
-        return self._with(job.letter_up(self._up).codec.fields, asked)
+        return self._with(job.letter_up(self.idle).codec.fields, asked)
 
     def _with(self, fields: Mapping[str, Field], asked: Mapping[str, Tensor]) -> Codec:
         more = {name: Field((value.shape[1],), value.dtype) for name, value in asked.items()}

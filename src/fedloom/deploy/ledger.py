@@ -2,25 +2,24 @@
 
 A crash between the entry and the release costs budget and releases nothing. A round that is asked again of a site is
 answered with the reply that is kept, so it is neither noised nor counted again; one that has to be computed anew,
-because the download is another, is counted again. Noise comes from generators seeded by the operating system.
+because the download is another, is counted again.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
 from datetime import UTC, datetime
 from pathlib import Path
 
-from torch import Generator
-
 from fedloom.engine.privacy import Noise, epsilon
 from fedloom.errors import Refused
-from fedloom.rows.aggregate import PrivateMean
-from fedloom.rows.context import Cohort
 from fedloom.storage.files import append_synced, make_folder
 
 NAME = "ledger.jsonl"
+
+
+class Spent(Refused):
+    """A release that the budget does not allow; the sentence holds nothing of the samples."""
 
 
 class Ledger:
@@ -44,20 +43,20 @@ class Ledger:
         """Enter one release.
 
         Raises:
-            Refused: the limit would be exceeded, or what is spent cannot be known.
+            Spent: the limit would be exceeded, or what is spent cannot be known.
             CheckpointError: the entry cannot be written.
         """
         if self._noise is None and self._limit is None:
             return
         if self._noise is None:
-            raise Refused(
+            raise Spent(
                 f"{self._who} releases nothing without accounted noise (epsilon = {self._limit}), but the experiment "
                 "has neither channel 'gaussian-noise' nor aggregator 'private-mean' with a delta"
             )
         count = self.releases() + 1
         spent = epsilon(self._noise, count)
         if self._limit is not None and spent > self._limit:
-            raise Refused(
+            raise Spent(
                 f"the privacy budget of {self._who} is spent: release {count} would make epsilon {spent:.4g}, the "
                 f"limit is {self._limit:.4g}"
             )
@@ -65,16 +64,3 @@ class Ledger:
         make_folder(self._path.parent)
         self._path.touch()
         append_synced(self._path, [json.dumps(entry).encode() + b"\n"])
-
-
-def entropy() -> Generator:
-    """A generator seeded by the operating system."""
-    return Generator().manual_seed(secrets.randbits(63))
-
-
-class Released(PrivateMean):
-    """The private mean of a deployed server: its noise cannot be drawn again from the run's seed."""
-
-    def generator(self, ctx: Cohort) -> Generator:
-        """One seeded by the operating system."""
-        return entropy()

@@ -18,13 +18,14 @@ from fedloom.choose import Uniform, UniformWeigher
 from fedloom.deploy.audit import Audit
 from fedloom.deploy.code import read_agreed
 from fedloom.deploy.forms import Forms
-from fedloom.deploy.ledger import Ledger, Released
+from fedloom.deploy.ledger import Ledger
 from fedloom.deploy.local_data import federation_of
+from fedloom.deploy.noise import released
 from fedloom.deploy.post import Post
 from fedloom.deploy.settings import Server, check_version
 from fedloom.deploy.sites import Sites
 from fedloom.engine.job import Job
-from fedloom.engine.privacy import accounted, spent
+from fedloom.engine.privacy import accounted, check_privacy, spent
 from fedloom.engine.resume import Disk
 from fedloom.engine.round import play, record, scores_of
 from fedloom.engine.setup import make_job
@@ -32,7 +33,6 @@ from fedloom.engine.state import State, initial_state
 from fedloom.errors import Refused, RunStopped, Stop
 from fedloom.experiment import Experiment
 from fedloom.local import Nothing
-from fedloom.rows.aggregate import PrivateMean
 from fedloom.rows.channel import GaussianNoise
 from fedloom.storage.checkpoint import Checkpoints, save_tensors
 from fedloom.storage.files import lock, make_folder, write_atomic
@@ -98,8 +98,10 @@ def check_deployable(experiment: Experiment) -> None:
         raise Refused("an attack is for simulation: leave the table [attack] out to deploy this experiment")
     if method.composition.pooled:
         raise Refused(f"{method.label} pools the data of all clients, which real sites do not give; choose another")
-    fields = upload_fields(type(method.composition.algorithm))
-    sampler = method.composition.sampler or method.sampler
+    composed = method.composition
+    fields = upload_fields(type(composed.algorithm))
+    sampler, weigher = composed.sampler or method.sampler, composed.weigher or method.weigher
+    check_privacy(composed.algorithm, method.channel, method.aggregator, sampler, weigher)
     if sampler.learns and any(k.primary and k.base.startswith("rows.") for k in fields.values()):
         raise Refused(
             f"sampler {sampler.kind!r} looks at the clients' models, but {method.label} uploads a difference to a "
@@ -196,8 +198,7 @@ class _Run:
         arguments["engine"] = experiment.engine.with_(quorum=1e-9, device="cpu")
         job, server = make_job(**arguments, folder=self._settings.checkpoints)
         forms = Forms(job, server)
-        if isinstance(job.aggregator, PrivateMean):
-            job = replace(job, aggregator=Released(**job.aggregator.model_dump()))
+        job = replace(job, channel=released(job.channel), aggregator=released(job.aggregator))
         return replace(job, clients=Store(job.n, Nothing()), residue=Store(job.n, Nothing())), server, forms
 
     def _release(self, job: Job, state: State) -> None:

@@ -83,7 +83,8 @@ class Site(Shared):
     free_disk: int = Field(1024, ge=0, description="megabytes that must be free where the state is")
     message_limit: int = Field(1 << 30, ge=1, description="most bytes of arrays that the site reads from one message")
     epsilon: PositiveFloat | None = Field(
-        None, description="epsilon that the site never exceeds, and it sends no scores then; none: no limit"
+        None,
+        description="epsilon that the site never exceeds; it sends no scores then, nor under a delta; none: no limit",
     )
 
     @field_validator("data")

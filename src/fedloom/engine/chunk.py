@@ -57,21 +57,20 @@ def train(job: Job, down: Any, server: Any, task: TrainTask) -> Trained:
     return receive(job, server, task, received, make(job, received, task))
 
 
-def make(job: Job, down: Any, task: TrainTask, noise: Sequence[Generator] | None = None) -> Made:
+def make(job: Job, down: Any, task: TrainTask) -> Made:
     """What clients do: train, answer, and pass the channel. Nothing is stored.
 
     Args:
         job: the run.
         down: what these clients received.
         task: who they are.
-        noise: the clients' generators of what the channel draws; those of the run's seed when None.
 
     Raises:
         ClientError: code of the method failed.
     """
     sides = _sides(job, down, task)
     up, new = _client(job, sides, sides.work)
-    return _made(job, sides, up, new, noise)
+    return _made(job, sides, up, new)
 
 
 def attack(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | None, m: int) -> Trained:
@@ -145,7 +144,7 @@ def _wrong(job: Job, sides: _Sides, made: Any) -> str:
     return ""
 
 
-def _made(job: Job, sides: _Sides, up: Any, new: Any, noise: Sequence[Generator] | None = None) -> Made:
+def _made(job: Job, sides: _Sides, up: Any, new: Any) -> Made:
     """Answer the weigher and the sampler, and pass the channel."""
     work = sides.work
     up = up._replace(**{name: getattr(up, name) * mask for name, mask in job.masks.items()})
@@ -159,7 +158,7 @@ def _made(job: Job, sides: _Sides, up: Any, new: Any, noise: Sequence[Generator]
             told = job.sampler.report(model, work) if job.sampler.learns else None
     if job.channel is not None:
         with blamed("channel", job.channel, f"round {work.round}"):
-            up, residue = _through(job, up, job.residue.read(work.ids), noise or work.rng("channel"))
+            up, residue = _through(job, up, job.residue.read(work.ids), work.rng("channel"))
     if name:
         model = getattr(up, name) + base_of(job.fields[name], sides.down, sides.rows)
     return Made(up, info, told, model, new, residue, _done(work, work.steps[:, 0]))

@@ -5,8 +5,14 @@ client-level local differential privacy of all that one client has sent, against
 included. Noise of the aggregator ``private-mean`` is central: the server adds it to the sum, and the figure holds
 against who sees the models that leave the server, not against the server. Both are the Gaussian mechanism composed
 over the rounds in which a client took part, for the client that took part most often: one Gaussian mechanism with
-multiplier / sqrt(rounds), whose epsilon is exact with ``pld``. No amplification by sampling is claimed. A simulation
-draws its noise from seeded generators; the figure is that of the same run with noise from the operating system.
+multiplier / sqrt(rounds), whose epsilon is exact with ``pld``. No amplification by sampling is claimed.
+
+A simulation draws continuous noise from seeded generators and protects nobody; its figure is that of the same run with
+ideal Gaussian noise. A deployment adds discrete Gaussian noise on a grid (`fedloom.deploy.noise`) and always accounts
+by ``rdp``: the discrete Gaussian in any dimension is rho-concentrated with the rho of the continuous one (Canonne,
+Kamath, Steinke, NeurIPS 2020, Theorem 14), so its Renyi divergence of every order alpha > 1 is at most alpha * rho,
+which is what ``rdp`` composes and converts (Proposition 12). The exact epsilon of ``pld`` is proven for continuous
+noise only.
 """
 
 from __future__ import annotations

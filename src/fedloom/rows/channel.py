@@ -42,7 +42,7 @@ class Channel(Value, ABC):
         Args:
             state: [m, D] of the clients, or None (see `init`).
             diff: [m, D] differences, all fields of a client side by side.
-            gens: m generators, one per client; of a deployed privacy mechanism seeded by the operating system.
+            gens: m generators, one per client.
 
         Returns:
             [m, D] and the new state.
@@ -74,7 +74,9 @@ class GaussianNoise(Channel):
     """x min(1, clip / ||x||) + N(0, (sigma clip)^2 I) (Dwork and Roth, 2014, appendix A; McMahan et al., ICLR 2018).
 
     With a delta, the epsilon of the client that has sent most uploads is recorded (`fedloom.engine.privacy`). Every
-    client adds its own noise, so this is local differential privacy, which costs far more than noise on a sum.
+    client adds its own noise, so this is local differential privacy, which costs far more than noise on a sum. A
+    simulation draws it from seeded generators, so it protects nobody; a deployment has noise of its own
+    (`fedloom.deploy.noise`), accounted by Renyi divergences.
     """
 
     kind: Literal["gaussian-noise"] = "gaussian-noise"
@@ -84,7 +86,9 @@ class GaussianNoise(Channel):
     neighbours: Literal["replace", "zero"] = Field(
         "replace", description="epsilon compares any two uploads (sensitivity 2 clip), or one with none (clip)"
     )
-    accountant: Literal["rdp", "pld"] = Field("pld", description="Renyi divergences, or privacy losses (tighter)")
+    accountant: Literal["rdp", "pld"] = Field(
+        "pld", description="Renyi divergences, as every deployment, or privacy losses (tighter)"
+    )
 
     @model_validator(mode="after")
     def _has_noise(self) -> Self:

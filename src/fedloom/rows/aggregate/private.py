@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
-from torch import Generator, Tensor
+from torch import Tensor
 
 from fedloom.rows.aggregate._base import Aggregator, Clip, Rows, State
 from fedloom.rows.context import Cohort
@@ -17,7 +17,8 @@ class PrivateMean(Aggregator):
 
     x_i are all fields of client i side by side. The noise is that of the sum, so that one client's part in it is at
     most clip. The number m of clients is taken as known. Whoever sees the uploads (the server) is trusted; what is
-    protected is what leaves it: the model.
+    protected is what leaves it: the model. A simulation draws the noise from the run's seed, so it protects nobody; a
+    deployment has noise of its own (`fedloom.deploy.noise`), accounted by Renyi divergences.
     """
 
     kind: Literal["private-mean"] = "private-mean"
@@ -27,7 +28,9 @@ class PrivateMean(Aggregator):
     neighbours: Literal["replace", "zero"] = Field(
         "zero", description="epsilon compares an upload with none (sensitivity clip), or any two (2 clip)"
     )
-    accountant: Literal["rdp", "pld"] = Field("pld", description="Renyi divergences, or privacy losses (tighter)")
+    accountant: Literal["rdp", "pld"] = Field(
+        "pld", description="Renyi divergences, as every deployment, or privacy losses (tighter)"
+    )
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
@@ -37,15 +40,11 @@ class PrivateMean(Aggregator):
             raise ValueError("private-mean bounds every client by itself; pre would mix them before: leave it empty")
         return self
 
-    def generator(self, ctx: Cohort) -> Generator:
-        """Where the noise comes from: in a simulation, the run's seed."""
-        return ctx.rng("noise")
-
     def combine(
         self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort
     ) -> tuple[dict[str, Tensor], State]:
         clipped, _ = Clip(bound=self.clip).mix(rows, weights, primary, ctx)
-        source, m = self.generator(ctx), len(weights)
+        source, m = ctx.rng("noise"), len(weights)
         noisy = {}
         for name, r in clipped.items():
             noise = torch.randn(r.shape[1], generator=source, dtype=r.dtype).to(r.device)

@@ -1,0 +1,117 @@
+"""Noise of a deployment: the discrete Gaussian of Canonne, Kamath and Steinke (NeurIPS 2020), sampled by OpenDP.
+
+Real numbers are rounded to a grid before noise from the same grid is added in integers, so the floating point of the
+result carries no trace of what was noised (Mironov, CCS 2012). OpenDP samples the discrete Gaussian exactly, in integer
+arithmetic, from bytes of OpenSSL's generator, which the operating system seeds with 256 bits; no PyTorch or numpy
+generator takes part.
+
+Why the multiplier is what the settings say: rows are clipped, then rounded toward zero, and the integers' Euclidean
+norm is at most t / sigma, compared in exact arithmetic, where t is the scale handed to OpenDP. So adding or removing a
+row changes the sum of integers by at most t / sigma, replacing one by at most 2 t / sigma, and the mechanism is
+rho-concentrated with rho = sensitivity^2 / (2 t^2) (Theorem 14): 1 / (2 sigma^2) or 2 / sigma^2, in any dimension.
+All that comes after the integers is post-processing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import opendp.prelude as dp
+import torch
+from torch import Generator, Tensor
+
+from fedloom.rows.aggregate import PrivateMean
+from fedloom.rows.aggregate._base import Rows, State
+from fedloom.rows.channel import Channel, GaussianNoise
+from fedloom.rows.context import Cohort
+
+_FINE, _WIDE = 30, 52
+"""Powers of two that the clip and the noise's scale have at most in steps of the grid; sums stay far inside 64 bits."""
+
+
+def noisy_sum(rows: Tensor, clip: float, sigma: float) -> Tensor:
+    """The sum of clipped rows plus discrete Gaussian noise of standard deviation ``sigma * clip``.
+
+    Args:
+        rows: ``[m, D]``; one that is not finite counts as zero, so that there is always a result.
+        clip: largest norm of a row, above 0.
+        sigma: noise multiplier, above 0.
+
+    Returns:
+        ``[D]`` float64 on the CPU, multiples of the grid.
+    """
+    exponent, scale, bound = _grid(clip, sigma)
+    total = np.zeros(rows.shape[1], dtype=np.int64)
+    for row in rows.detach().to("cpu", torch.float64).numpy():
+        total += _integers(row, clip, exponent, bound)
+    noised = np.asarray(_measurement(scale)(total), dtype=np.float64)
+    return torch.from_numpy(np.ldexp(noised, exponent))
+
+
+def _grid(clip: float, sigma: float) -> tuple[int, float, int]:
+    """Exponent e of the grid 2^e, scale t of the noise in its steps, and the largest square of a row's norm in them."""
+    exponent = max(math.frexp(clip)[1] - _FINE, math.frexp(clip)[1] + math.frexp(sigma)[1] - _WIDE)
+    step = Fraction(2) ** exponent
+    scale = float(Fraction(clip) * Fraction(sigma) / step)
+    return exponent, scale, math.floor(min(Fraction(scale) / Fraction(sigma), Fraction(clip) / step) ** 2)
+
+
+def _integers(row: np.ndarray[Any, Any], clip: float, exponent: int, bound: int) -> np.ndarray[Any, Any]:
+    """A row clipped and rounded toward zero to the grid ``[D]`` int64; the square of its norm is at most ``bound``."""
+    largest = float(np.abs(row).max(initial=0.0))
+    if not math.isfinite(largest) or largest == 0:
+        return np.zeros(len(row), dtype=np.int64)
+    unit = row / largest  # no square of it overflows, and of the largest none vanishes
+    length = math.fsum(unit * unit) ** 0.5
+    factor = min(largest, clip / length)
+    while True:
+        steps = np.trunc(np.ldexp(unit * factor, -exponent)).astype(np.int64)
+        if int(np.dot(steps, steps)) <= bound:
+            return steps
+        factor *= 1 - 2.0**-40  # rounding errors of the length
+
+
+@lru_cache(maxsize=8)
+def _measurement(scale: float) -> Any:
+    dp.enable_features("contrib")
+    return dp.m.make_gaussian(dp.vector_domain(dp.atom_domain(T="i64")), dp.l2_distance(T="f64"), scale=scale)
+
+
+class ReleasedNoise(GaussianNoise):
+    """The channel `GaussianNoise` of a deployed site; accounted by Renyi divergences, which hold for this noise."""
+
+    def send(self, x: Tensor, gens: Sequence[Generator]) -> Tensor:
+        """C(x); the generators are left alone."""
+        if not self.sigma:
+            return super().send(x, gens)
+        return torch.stack([noisy_sum(row[None], self.clip, self.sigma) for row in x]).to(x)
+
+
+class ReleasedMean(PrivateMean):
+    """The aggregator `PrivateMean` of a deployed server; accounted by Renyi divergences, which hold for this noise."""
+
+    def combine(
+        self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort
+    ) -> tuple[dict[str, Tensor], State]:
+        """The mean of clipped rows with noise; no generator of ``ctx`` takes part."""
+        if not self.sigma:
+            return super().combine(state, rows, weights, primary, ctx)
+        total = noisy_sum(torch.cat([*rows.values()], 1), self.clip, self.sigma) / len(weights)
+        parts = total.split([r.shape[1] for r in rows.values()])
+        return {name: part.to(r) for (name, r), part in zip(rows.items(), parts, strict=True)}, state
+
+
+def released(part: Channel | Any | None) -> Any:
+    """A channel or aggregator as it is deployed: noise from the operating system where it adds noise.
+
+    Args:
+        part: of a run; all but the two mechanisms of noise stay as they are.
+    """
+    kinds: Mapping[type, type] = {GaussianNoise: ReleasedNoise, PrivateMean: ReleasedMean}
+    kind = kinds.get(type(part))
+    return part if kind is None else kind(**part.model_dump() | {"accountant": "rdp"})
