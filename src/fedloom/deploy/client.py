@@ -132,7 +132,7 @@ class Client:
     @cached_property
     def _run(self) -> tuple[Job, Any]:
         experiment = read_agreed(self.site, chunk=1, workers=1)
-        return make_job(**experiment.arguments(experiment.methods[0], self.fed, experiment.head.seeds[0]))
+        return make_job(experiment.methods[0].setting, self.fed)
 
     @property
     def job(self) -> Job:
