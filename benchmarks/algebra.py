@@ -33,6 +33,7 @@ from workloads import WORKLOADS, Workload
 from fedloom.algorithms import ALGORITHMS, REGISTRY, Composition
 from fedloom.engine import simulate as running
 from fedloom.engine.round import play
+from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import initial_state
 from fedloom.local import Local, Work
@@ -90,7 +91,7 @@ class Run:
         made: Any = REGISTRY[name](**NEEDED.get(name, {}))
         local = Local(lr=0.01, epochs=1, batch_size=workload.batch)
         composition = made if isinstance(made, Composition) else Composition(made)
-        self.job, server = make_job(composition, workload.federation(), workload.model, local=local)
+        self.job, server = make_job(Setting.of(composition, model=workload.model, local=local), workload.federation())
         self.state = initial_state(self.job, server)
         self.pool = stack.enter_context(running.pool_of(self.job))
         self.inside = Inside(self.job.oracle, TIMED)

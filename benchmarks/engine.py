@@ -29,7 +29,7 @@ from workloads import WORKLOADS, Workload
 from fedloom.algorithms import ALGORITHMS
 from fedloom.choose import Uniform
 from fedloom.data.federation import Federation
-from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.engine.timing import QUIET, wait_for_quiet, watched
 from fedloom.local import Local

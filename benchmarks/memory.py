@@ -28,7 +28,7 @@ from fedloom.choose import Uniform
 from fedloom.data.dataset import Dataset
 from fedloom.data.federation import Federation
 from fedloom.data.partition import Iid
-from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.local import Local
 from fedloom.models import CNN, MLP, ModelSpec, Softmax

@@ -25,7 +25,7 @@ from workloads import WORKLOADS
 from fedloom.algorithms import FedAvg
 from fedloom.choose import Uniform
 from fedloom.data.federation import Federation
-from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.engine.timing import QUIET, busy, own, wait_for_quiet
 from fedloom.local import Local

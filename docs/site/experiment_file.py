@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from fedloom.choose import SAMPLERS, WEIGHERS
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES
-from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.setting import Engine, Evaluate
 from fedloom.experiment.schema import Head
 from fedloom.experiment.tuning import Range, Tune
 from fedloom.local import Local

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from fedloom.data.federation import Federation as Federation
     from fedloom.data.sources import load as load
     from fedloom.engine import callbacks as callbacks
-    from fedloom.engine.settings import Engine as Engine
-    from fedloom.engine.settings import Evaluate as Evaluate
+    from fedloom.engine.setting import Engine as Engine
+    from fedloom.engine.setting import Evaluate as Evaluate
+    from fedloom.engine.setting import Setting as Setting
     from fedloom.engine.simulate import simulate as simulate
     from fedloom.errors import FedloomError as FedloomError
     from fedloom.experiment import open_run as open_run
@@ -43,11 +44,12 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "Dataset": "fedloom.data.dataset:Dataset",
-    "Engine": "fedloom.engine.settings:Engine",
-    "Evaluate": "fedloom.engine.settings:Evaluate",
+    "Engine": "fedloom.engine.setting:Engine",
+    "Evaluate": "fedloom.engine.setting:Evaluate",
     "Federation": "fedloom.data.federation:Federation",
     "FedloomError": "fedloom.errors:FedloomError",
     "Local": "fedloom.local.settings:Local",
+    "Setting": "fedloom.engine.setting:Setting",
     "aggregate": "fedloom.rows.aggregate",
     "algorithms": "fedloom.algorithms",
     "attacks": "fedloom.rows.attacks",

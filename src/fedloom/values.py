@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -35,6 +36,9 @@ class Value(BaseModel):
 
     A class of user code is known by its import path, which is its ``kind`` wherever values are written down.
     """
+
+    free: ClassVar[tuple[str, ...]] = ()
+    """Fields that change no number of a run."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -140,6 +144,33 @@ def table(options: Any, where: str) -> dict[str, Any]:
     if not isinstance(options, dict):
         raise ConfigError(f"{where}: must be a table, got {options!r}")
     return options
+
+
+def dump(value: BaseModel, **first: Any) -> dict[str, Any]:
+    """A value as a TOML table: every field that is set to something."""
+    return {**first, **{k: v for k, v in value.model_dump(mode="json").items() if v is not None}}
+
+
+def flat(document: Mapping[str, Any]) -> dict[str, Any]:
+    """A document by dotted keys; of a list of methods every table is named by its label."""
+    found: dict[str, Any] = {}
+    for key, value in document.items():
+        inner = {}
+        if isinstance(value, Mapping):
+            inner = {f"{key}.{k}": v for k, v in flat(value).items()}
+        elif key == "method" and isinstance(value, list):  # FedSLR has an option of that name
+            inner = {f"method {m['label']}: {k}": v for m in value for k, v in flat(m).items()}
+        found |= inner or {key: list(value) if isinstance(value, tuple) else value}
+    return found
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The first key by name in which two documents of dotted keys differ, for a message; empty where none does."""
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key):
+            old, new = (json.dumps(d[key], default=str) if key in d else "not set" for d in (before, now))
+            return f"{key} was {old}, now it is {new}"
+    return ""
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from fedloom.data import load
 from fedloom.data.federation import Federation as Data
 from fedloom.data.partition import Dirichlet
 from fedloom.engine.result import Result
-from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.errors import Refused
 from fedloom.local import Ctx, Local, Nothing, Work

@@ -14,7 +14,7 @@ from fedloom.algorithms.fedopt import Server, Up
 from fedloom.choose import SamplesWeigher, Uniform
 from fedloom.data import load
 from fedloom.data.partition import Dirichlet
-from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.local import Local
 from fedloom.seeds import generator

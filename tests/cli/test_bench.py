@@ -74,7 +74,7 @@ def test_what_is_picked_is_what_a_run_takes() -> None:
     asked = experiment(oracle="looped", workers=2)
     plan = Bench(asked)
     method = asked.methods[0]
-    job, _ = make_job(**asked.arguments(method, plan.federation, 0))
+    job, _ = make_job(method.setting, plan.federation)
     assert plan.ways["fedavg"][0] == (job.oracle.name, job.workers, True) == ("looped", 2, True)
 
 
@@ -82,8 +82,7 @@ def test_samples_are_those_of_the_method_and_the_estimate_adds_up_all_runs() -> 
     plan = Bench(experiment(), rounds=2, oracles=["fused"], workers=[1])
     speeds = list(plan.measure())
     assert [s.method for s in speeds] == ["fedavg", "ditto"]
-    arguments = plan.experiment.arguments(plan.experiment.methods[0], plan.federation, 0)
-    assert timing.samples_per_round(**arguments) == 4 * 3 * 10
+    assert timing.samples_per_round(plan.experiment.methods[0].setting, plan.federation) == 4 * 3 * 10
     assert plan.minutes(speeds) == pytest.approx((2 * 30 * speeds[0].seconds + 2 * 10 * speeds[1].seconds) / 60)
     assert all(s.seconds > 0 and s.samples > 0 for s in speeds)
 

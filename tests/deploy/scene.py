@@ -88,7 +88,7 @@ class Scene(NamedTuple):
         experiment = self.experiment
         seed, method = experiment.head.seeds[0], experiment.methods[0]
         fed = experiment.partition(experiment.source.load(), seed)
-        return simulate(**(experiment.arguments(method, fed, seed) | changes))
+        return simulate(method.setting, fed, **changes)
 
 
 def scene(folder: Path, method: dict[str, Any] | str, **changes: Any) -> Scene:

@@ -84,7 +84,7 @@ def test_what_an_experiment_names_is_copied_with_what_it_imports(deployed):
 
 def test_it_runs_from_there(deployed):
     site = read_site(deployed / "sites" / "site-0" / "site.toml")
-    found = type(read_agreed(site).methods[0].composition.algorithm)
+    found = type(read_agreed(site).methods[0].setting.method)
     assert found.__name__ == "Mine"
     assert Path(sys.modules[found.__module__].__file__) == site.experiment.parent / "code" / "method_of_mine.py"
 

@@ -63,7 +63,7 @@ def deployed(scene: Scene) -> Uploads:
 
 def is_exact(scene: Scene) -> bool:
     """Low rank travels as factors, whose product has other last bits; all else travels as it is."""
-    algorithm = scene.experiment.methods[0].composition.algorithm
+    algorithm = scene.experiment.methods[0].setting.method
     return all(s.encoding != "lowrank" for way in ("down", "up") for s in encodings(algorithm, way).values())
 
 

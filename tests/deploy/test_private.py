@@ -62,7 +62,7 @@ def test_a_run_stops_before_its_budget_is_exceeded(tmp_path: Path) -> None:  # 2
     for how, settings in (("local", LOCAL), ("central", CENTRAL)):
         here = scene(tmp_path / how, "fedavg", **SMALL, **settings)
         method = here.experiment.methods[0]
-        noise = released(method.channel or method.aggregator)
+        noise = released(method.setting.channel or method.setting.aggregator)
         assert isinstance(noise, GaussianNoise | PrivateMean)
         limit = (epsilon(noise, 2) + epsilon(noise, 3)) / 2
         assert here.serve(epsilon=limit) is Stop.BUDGET

@@ -36,7 +36,7 @@ def simulated(folder):
     experiment = read(folder / "server" / "experiment.toml")
     seed = experiment.head.seeds[0]
     fed = experiment.partition(experiment.source.load(), seed)
-    return simulate(**experiment.arguments(experiment.methods[0], fed, seed))
+    return simulate(experiment.methods[0].setting, fed)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -13,7 +13,7 @@ from fedloom.data import load
 from fedloom.data.federation import Federation
 from fedloom.data.partition import Iid
 from fedloom.engine.result import Result
-from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.experiment import json_schema, parse
@@ -66,8 +66,8 @@ def test_a_run_is_not_continued_with_another_augmentation(fed: Federation, tmp_p
 def test_experiment_files_have_a_table_for_it() -> None:
     assert parse(TEXT).augment == Augment()
     experiment = parse({**TEXT, "augment": {"flip": 0.5, "crop": 4, "crop_probability": 0.5}})
-    assert experiment.augment == Augment(flip=0.5, crop=4, crop_probability=0.5)
-    assert parse(experiment.settings()).augment == experiment.augment
+    assert experiment.common.augment == Augment(flip=0.5, crop=4, crop_probability=0.5)
+    assert parse(experiment.settings()).common.augment == experiment.common.augment
     assert set(json.loads(json_schema())["properties"]["augment"]["properties"]) == set(Augment.model_fields)
     with pytest.raises(ConfigError, match=r"\[augment\]: unknown key 'flp'; did you mean 'flip'"):
         parse({**TEXT, "augment": {"flp": 0.5}})

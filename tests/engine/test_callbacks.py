@@ -15,7 +15,7 @@ import fedloom as fl
 from fedloom.algorithms import Ditto, FedAvg
 from fedloom.data.federation import Federation
 from fedloom.engine.records import Records
-from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.state import State
 from fedloom.errors import ConfigError, Stop
 from fedloom.local import Local

@@ -27,7 +27,7 @@ from fedloom.choose import SAMPLERS, WEIGHERS, Uniform
 from fedloom.data import load
 from fedloom.data.federation import Federation
 from fedloom.data.partition import Hybrid
-from fedloom.engine.settings import Evaluate
+from fedloom.engine.setting import Evaluate, Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import simulate
 from fedloom.errors import Refused, Stop
@@ -204,7 +204,7 @@ PARTIAL = Uniform(clients=8)
 @cache
 def always_there(fed: Federation) -> int:
     """A client that the sampler draws in every round."""
-    job, _ = make_job(composed("fedavg"), fed, MODEL, rounds=ROUNDS, local=LOCAL)
+    job, _ = make_job(Setting.of(composed("fedavg"), model=MODEL, rounds=ROUNDS, local=LOCAL), fed)
     cohorts = [set(PARTIAL.apply(Nothing(), None, job.ctx(t))[0].tolist()) for t in range(1, ROUNDS + 1)]
     return min(set.intersection(*cohorts))
 

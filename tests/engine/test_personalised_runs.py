@@ -12,7 +12,7 @@ from fedloom.data import load
 from fedloom.data.federation import Federation
 from fedloom.data.partition import Hybrid
 from fedloom.engine.result import Result
-from fedloom.engine.settings import Evaluate
+from fedloom.engine.setting import Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.errors import Refused
 from fedloom.local import Local

@@ -28,7 +28,7 @@ from fedloom.data.federation import Federation
 from fedloom.data.partition import Iid
 from fedloom.engine import privacy
 from fedloom.engine.result import Result
-from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, Refused
 from fedloom.local import Local, Nothing, Work

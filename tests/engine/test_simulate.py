@@ -28,7 +28,7 @@ from fedloom.data import load
 from fedloom.data.federation import Federation
 from fedloom.data.partition import Dirichlet, Iid
 from fedloom.engine.result import Result
-from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, Refused, RunDirError, Stop
 from fedloom.local import Ctx, Nothing, Work

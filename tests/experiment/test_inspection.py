@@ -11,7 +11,7 @@ import torch
 from fedloom.algorithms import FLAME
 from fedloom.data import partition
 from fedloom.data.sources import load
-from fedloom.engine.settings import Evaluate
+from fedloom.engine.setting import Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, Refused
 from fedloom.experiment.execute import Plan

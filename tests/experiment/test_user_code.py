@@ -94,7 +94,7 @@ def document(text: str = EVERYTHING, **changes: Any) -> dict[str, Any]:
 
 def run(experiment: Experiment, **more: Any) -> list[Result]:
     fed = experiment.partition(experiment.source.load())
-    return [simulate(**experiment.arguments(method, fed, 0), **more) for method in experiment.methods]
+    return [simulate(method.setting.with_(seed=0), fed, **more) for method in experiment.methods]
 
 
 def test_every_kind_of_part_runs_by_its_import_path() -> None:
@@ -132,7 +132,7 @@ def test_a_part_whose_code_has_changed_does_not_go_on_from_another(own_module: P
 
 
 def test_a_user_s_method_obeys_the_laws_and_has_a_card() -> None:
-    found = parse(document()).methods[0].composition.algorithm
+    found = parse(document()).methods[0].setting.method
     check_algorithm(found)
     shown = CliRunner().invoke(app, ["describe", f"{MODULE}:Pulled"])
     assert shown.exit_code == 0, shown.output

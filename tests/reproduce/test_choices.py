@@ -101,14 +101,14 @@ def test_the_choice_is_the_best_score_of_plain_runs(whole: Any) -> None:
                 plain = {k: v for k, v in document.items() if k != "choose"}
                 made = parse({**plain, "method": [{"rounds": 3, **table}]})
                 fed = made.partition(made.source.load(), 3)
-                result = fl.simulate(**made.arguments(made.methods[0], fed, 3))
+                result = fl.simulate(made.methods[0].setting.with_(seed=3), fed)
                 models = ("global", "personal") if label_of(method) == "ditto" else ("global",)
                 values = [float(result.final(model, "accuracy", "validation").nanmean()) for model in models]
                 scores[text] = round(sum(values) / len(values), 6)
             assert list(choice["scores"].items()) == list(scores.items())
             assert scores[choice["chosen"]] == max(scores.values())
     run = parse({k: v for k, v in _settings(out / "few").items() if k != "resolved"})
-    assert [m.rounds for m in run.methods] == [4, 2, 4]
+    assert [m.setting.rounds for m in run.methods] == [4, 2, 4]
     assert f"local.lr = {run.methods[0].local.lr}" == done.choices["few"]["fedavg"]["chosen"]
     assert (out / "choose" / "few" / "tuning.md").exists()
     assert not (out / "choose" / "few" / "tuned.toml").exists()

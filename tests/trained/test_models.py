@@ -31,7 +31,7 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.facts import Facts, lone_client
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
-from fedloom.engine.settings import Engine
+from fedloom.engine.setting import Engine
 from fedloom.errors import ConfigError, DataError, LayoutError
 from fedloom.local import Ctx, Local, Work, descend
 from fedloom.local.oracles import make_oracle

@@ -147,7 +147,7 @@ def test_a_score_is_the_mean_over_the_models_of_a_plain_run(whole: tuple[Path, l
             rounds = {"fedavg": 2, "ditto": 3}[f.study.method.label]
             experiment = parse(with_params(document, f.study.place, trial.params, rounds=rounds))
             fed = experiment.partition(experiment.source.load(), 0)
-            result = fl.simulate(**experiment.arguments(experiment.methods[f.study.place], fed, 0))
+            result = fl.simulate(experiment.methods[f.study.place].setting, fed)
             models = ["global", "personal"][: len(f.study.goal.models)]
             scores = [float(result.final(model, "accuracy", "validation").nanmean()) for model in models]
             assert trial.value == pytest.approx(sum(scores) / len(scores), abs=1e-12)
@@ -158,7 +158,7 @@ def test_a_score_is_the_mean_over_the_models_of_a_plain_run(whole: tuple[Path, l
 
 def test_the_tuned_file_keeps_the_rounds(whole: tuple[Path, list[Found]]) -> None:
     tuned = parse(tomllib.loads((whole[0] / "tuned.toml").read_text()))
-    assert [m.rounds for m in tuned.methods] == [2, 6]
+    assert [m.setting.rounds for m in tuned.methods] == [2, 6]
 
 
 def test_whose_rounds_count_is_part_of_the_search(whole: tuple[Path, list[Found]]) -> None:

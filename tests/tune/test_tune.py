@@ -101,9 +101,9 @@ def test_the_tuned_file_is_complete_and_gives_the_score_that_was_found(finished:
     fed = experiment.partition(experiment.source.load(), 0)
     for method in experiment.methods:
         row = best[method.label]
-        assert method.local.lr == float(row["local.lr"])
+        assert method.setting.local.lr == float(row["local.lr"])
         assert all(r["value"] <= row["value"] for r in rows(finished) if r["method"] == method.label and r["value"])
-        result = fl.simulate(**experiment.arguments(method, fed, 0))
+        result = fl.simulate(method.setting.with_(seed=0), fed)
         model = "personal" if result.job.has_personal else "global"
         score = result.final(model, "accuracy", "validation").nanmean()
         assert float(score) == pytest.approx(float(row["value"]), abs=1e-12)
@@ -114,7 +114,7 @@ def test_equal_work_of_the_tuned_file(finished: Path) -> None:
     fed = experiment.partition(experiment.source.load(), 1)
     work = set()
     for method in experiment.methods:
-        result = fl.simulate(**experiment.arguments(method, fed, 1))
+        result = fl.simulate(method.setting.with_(seed=1), fed)
         counted = result.state.records.last("", "", "samples_backward")
         assert counted is not None
         work.add(counted[0])
@@ -138,7 +138,7 @@ def test_no_test_data_are_read(tmp_path: Path) -> None:
     np.savez(tmp_path / "poisoned.npz", x=poisoned, y=y)
     bad = TWO.replace('"digits"', f'"{tmp_path}/poisoned.npz"')
     spoilt = parse(tomllib.loads(bad))
-    result = fl.simulate(**spoilt.arguments(spoilt.methods[0], spoilt.partition(spoilt.source.load(), 0), 0))
+    result = fl.simulate(spoilt.methods[0].setting, spoilt.partition(spoilt.source.load(), 0))
     assert float(result.final("global", "loss").mean()) > 1e3  # a run that reads them shows it
     values = []
     for name, text in (("clean", clean), ("poisoned", bad)):
@@ -304,7 +304,7 @@ def test_every_default_space_fits_its_method() -> None:
         own = own_params(method, space)
         if method.algorithm != "fiaelt":  # its beta follows from the data
             assert own is not None
-            assert parse(with_params(document, place, own)).methods[place].composition == method.composition
+            assert parse(with_params(document, place, own)).methods[place].setting.algorithm == method.setting.algorithm
 
 
 def test_a_suggestion_depends_on_what_was_tried_only() -> None:

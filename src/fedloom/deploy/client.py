@@ -161,8 +161,7 @@ class Client:
 
     @cached_property
     def _run(self) -> tuple[Job, Any]:
-        experiment = self._experiment
-        job, server = make_job(**experiment.arguments(experiment.methods[0], self.fed, experiment.head.seeds[0]))
+        job, server = make_job(self._experiment.methods[0].setting, self.fed)
         return replace(job, channel=released(job.channel)), server
 
     @property

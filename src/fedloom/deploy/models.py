@@ -44,7 +44,7 @@ def owned(folder: Path) -> list[Owned]:
 def module_of(one: Owned) -> nn.Module:
     """A site's model as a plain module in evaluation mode."""
     samples, experiment = one.site.samples, read_agreed(one.site)
-    module = experiment.model.build(samples.shape, samples.outputs, experiment.head.seeds[0])
+    module = experiment.common.model.build(samples.shape, samples.outputs, experiment.head.seeds[0])
     Layout.of(module).load(module, load_file(one.model.path)["rows"][0])
     return module.eval()
 

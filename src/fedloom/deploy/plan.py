@@ -91,7 +91,7 @@ def plan(
     seed = one.head.seeds[0]
     data = one.source.read(data_dir)
     fed = one.partition(data, seed)
-    job, start = make_job(**one.arguments(one.methods[0], fed, seed))  # refuses what does not go together
+    job, start = make_job(one.methods[0].setting, fed)  # refuses what does not go together
     if sites is None and own_data:
         raise ConfigError("with data of their own the number of sites is open: say it with --sites")
     if sites is not None and sites != fed.n and not own_data:
@@ -132,7 +132,7 @@ def _bound(job: Job, server: Any) -> float | None:
 def _single(experiment: Experiment, label: str | None, seed: int | None, rounds: int | None) -> Experiment:
     """The experiment of one method and one seed."""
     chosen = _chosen(experiment, label)
-    method = {**chosen.settings(), "rounds": rounds or chosen.rounds}
+    method = {**chosen.settings(), "rounds": rounds or chosen.setting.rounds}
     seeds = [experiment.head.seeds[0] if seed is None else seed]
     return parse({**experiment.settings(), "seeds": seeds, "method": [method]})
 

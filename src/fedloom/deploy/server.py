@@ -94,14 +94,13 @@ def check_deployable(experiment: Experiment) -> None:
         Refused: the sentence says why.
     """
     method = experiment.methods[0]
-    if experiment.attack is not None:
+    if experiment.common.attack is not None:
         raise Refused("an attack is for simulation: leave the table [attack] out to deploy this experiment")
-    if method.composition.pooled:
+    if method.setting.pooled:
         raise Refused(f"{method.label} pools the data of all clients, which real sites do not give; choose another")
-    composed = method.composition
-    fields = upload_fields(type(composed.algorithm))
-    sampler, weigher = composed.sampler or method.sampler, composed.weigher or method.weigher
-    check_privacy(composed.algorithm, method.channel, method.aggregator, sampler, weigher)
+    setting = method.setting.resolved()
+    fields, sampler = upload_fields(type(setting.method)), setting.sampler
+    check_privacy(setting.method, setting.channel, setting.aggregator, sampler, setting.weigher)
     if sampler.learns and any(k.primary and k.base.startswith("rows.") for k in fields.values()):
         raise Refused(
             f"sampler {sampler.kind!r} looks at the clients' models, but {method.label} uploads a difference to a "
@@ -180,9 +179,9 @@ class _Run:
             self._post.sizes.copy_(known)
             self._post.fix()
         method = self._experiment.methods[0]
-        plain = isinstance(method.sampler, Uniform) and isinstance(method.weigher, UniformWeigher)
-        composed = method.composition.sampler is not None or method.composition.weigher is not None
-        everyone = known is None and (self._experiment.head.weights == "samples" or not plain or composed)
+        setting = method.setting.resolved()
+        plain = isinstance(setting.sampler, Uniform) and isinstance(setting.weigher, UniformWeigher)
+        everyone = known is None and (setting.weights == "samples" or not plain)
         self._post.gather(everyone)
 
     def _known_sizes(self) -> Tensor | None:
@@ -194,9 +193,9 @@ class _Run:
         """The run without samples or client state; a round needs the quorum of the settings."""
         fed = federation_of(self._settings.samples, self._post.sizes)
         experiment = self._experiment
-        arguments = experiment.arguments(experiment.methods[0], fed, experiment.head.seeds[0])
-        arguments["engine"] = experiment.engine.with_(quorum=1e-9, device="cpu")
-        job, server = make_job(**arguments, folder=self._settings.checkpoints)
+        setting = experiment.methods[0].setting
+        setting = setting.with_(engine=setting.engine.with_(quorum=1e-9, device="cpu"))
+        job, server = make_job(setting, fed, folder=self._settings.checkpoints)
         forms = Forms(job, server)
         job = replace(job, channel=released(job.channel), aggregator=released(job.aggregator))
         return replace(job, clients=Store(job.n, Nothing()), residue=Store(job.n, Nothing())), server, forms

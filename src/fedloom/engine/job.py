@@ -14,7 +14,7 @@ from fedloom.algorithms import Algorithm, Kept, primary_field, upload_fields, up
 from fedloom.algorithms._base import Sent, encodings
 from fedloom.choose import Sampler, Weigher
 from fedloom.data.federation import Federation
-from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.setting import Engine, Evaluate, Setting
 from fedloom.errors import blamed
 from fedloom.local import Ctx, Local
 from fedloom.local.oracles import Network
@@ -54,6 +54,7 @@ class Job:
     """A run, ready to be computed.
 
     Attributes:
+        setting: what a user chose, presets resolved.
         algorithm: the method.
         oracle: the local problems.
         fed: the data that clients train on.
@@ -80,6 +81,7 @@ class Job:
         notes: what the method warns of.
     """
 
+    setting: Setting
     algorithm: Algorithm
     oracle: Network
     fed: Federation

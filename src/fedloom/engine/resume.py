@@ -32,6 +32,7 @@ class Disk:
         self._kept = folder is not None
         self._checkpoints = None if folder is None or job.ranks.rank > 0 else Checkpoints(folder)
         self._mark = "" if self._checkpoints is None else mark or fingerprint(job)
+        self._numbers = job.setting.numbers()
         self._saved = time.monotonic()
         self.seconds: list[float] = []
         self.detail = ""
@@ -48,7 +49,9 @@ class Disk:
         return (state if ranks.rank == 0 else start.restored(round, tensors, notes)), name and Stop[name]
 
     def _resume(self, start: State) -> tuple[State, Stop | None]:
-        loaded = None if self._checkpoints is None else self._checkpoints.resume(self._mark, self._stores)
+        loaded = (
+            None if self._checkpoints is None else self._checkpoints.resume(self._mark, self._stores, self._numbers)
+        )
         if loaded is None:
             return start, None
         meta = loaded.meta
@@ -65,7 +68,7 @@ class Disk:
         meta: dict[str, Any] = {
             "round": state.round,
             "stop": stop and stop.name, "detail": detail, "notes": state.notes, "seconds": self.seconds,
-            "more": self.more,
+            "more": self.more, "numbers": self._numbers,
         }  # fmt: skip
         newest = max(self._checkpoints.generations(), default=0)
         self._checkpoints.save(newest + 1, state.tensors(), meta, fingerprint=self._mark, stores=self._stores)

@@ -6,22 +6,21 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import Algorithm, Composition, Kept, Mean, check_declaration, primary_field, upload_fields
+from fedloom.algorithms import Algorithm, Kept, Mean, check_declaration, primary_field, upload_fields
 from fedloom.choose import Sampler, Uniform, UniformWeigher, Weigher
 from fedloom.data.federation import Federation
 from fedloom.engine.job import Job, channel_fields
 from fedloom.engine.privacy import check_privacy
-from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.setting import Engine, Setting
 from fedloom.errors import ConfigError, Refused, blamed
 from fedloom.imports import source_of
 from fedloom.local import Ctx, Local, Nothing, Work
 from fedloom.local.oracles import Network, chunk_limit, make_oracle
-from fedloom.models import Augment, ModelSpec, spec_of
 from fedloom.processes.pool import cores
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.rows.aggregate import Aggregator
@@ -38,48 +37,39 @@ WORTH_FORKING = 2e11
 """Multiply-adds of a run, about four seconds of one core, from which more workers pay."""
 
 
-def make_job(
-    algorithm: Algorithm | Composition,
-    fed: Federation,
-    model: str | ModelSpec = "softmax",
-    *,
-    rounds: int = 100,
-    seed: int = 0,
-    local: Local | None = None,
-    sampler: Sampler | None = None,
-    weigher: Weigher | None = None,
-    aggregator: Aggregator | None = None,
-    attack: Attack | None = None,
-    channel: Channel | None = None,
-    augment: Augment | None = None,
-    weights: Literal["uniform", "samples"] = "uniform",
-    evaluate: Evaluate | None = None,
-    engine: Engine | None = None,
-    folder: Path | None = None,
-    ranks: Ranks = ALONE,
-) -> tuple[Job, Any]:
-    """The job, and the server's state before the first round; arguments as in `simulate`.
+def make_job(setting: Setting, fed: Federation, *, folder: Path | None = None, ranks: Ranks = ALONE) -> tuple[Job, Any]:
+    """The job, and the server's state before the first round.
+
+    Args:
+        setting: the run.
+        fed: the clients and their data.
+        folder: of the clients' state; None keeps it in memory.
+        ranks: processes that all make this call.
 
     Raises:
         ConfigError: values that cannot work, or (Refused) do not work together.
     """
-    local, evaluate, engine = local or Local(), evaluate or Evaluate(), engine or Engine()
-    preset = algorithm if isinstance(algorithm, Composition) else Composition(algorithm)
-    method = preset.algorithm
+    pooled, setting = setting.pooled, setting.resolved()
+    method = setting.method
+    local, evaluate, engine, seed, rounds = (
+        setting.local,
+        setting.evaluate,
+        setting.engine,
+        setting.seed,
+        setting.rounds,
+    )
+    sampler, weigher, aggregator = setting.sampler, setting.weigher, setting.aggregator
+    attack, channel, augment, weights = setting.attack, setting.channel, setting.augment, setting.weights
     check_declaration(type(method))
-    sampler, weigher = sampler or Uniform(), preset.weigher or weigher or UniformWeigher()
-    sampler = preset.sampler.sized_like(sampler) if preset.sampler else sampler
-    if rounds < 1:
-        raise ConfigError(f"rounds must be at least 1, got {rounds}")
     local.check(rounds)
     device, dtype = torch.device(engine.device), getattr(torch, engine.dtype)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"engine.device is {engine.device!r}, but no CUDA device is there; use 'cpu'")
     judge = fed.to(device, dtype)
-    fed = judge.pooled() if preset.pooled else judge
+    fed = judge.pooled() if pooled else judge
     check_together(method, local, weigher, aggregator, attack, channel)
     check_sampler(method, sampler, weigher)
-    if preset.pooled:
+    if pooled:
         sampler, weigher, aggregator, attack, channel = Uniform(), UniformWeigher(), None, None, None
     check_privacy(method, channel, aggregator, sampler, weigher)
     sampler.check(fed.n)
@@ -87,10 +77,10 @@ def make_job(
     attackers = torch.arange(0) if attack is None else attack.attackers(fed.n, seed)
     if isinstance(attack, Poison):
         fed = poisoned(fed, attack, attackers, seed)
-    spec = spec_of(model) if isinstance(model, str) else model
+    spec = setting.model
     task = task_of(fed.data)
     module = spec.build(tuple(fed.data.shape), task.outputs, seed)
-    oracle = make_oracle(module, task, fed, engine.oracle, augment if augment and augment.changes else None)
+    oracle = make_oracle(module, task, fed, engine.oracle, augment if augment.changes else None)
     layout = oracle.layout
     sizes = fed.sizes("train").cpu()[:, None]
     shares = (
@@ -127,6 +117,7 @@ def make_job(
         return Store(fed.n, on_cpu, path=path, budget=engine.store_budget << 20, memory=memory)
 
     job = Job(
+        setting=setting,
         algorithm=method,
         oracle=oracle,
         fed=fed,
@@ -297,29 +288,18 @@ def worker_count(engine: Engine, rounds: int, d: int, samples: int) -> int:
     return cores() if engine.device == "cpu" and 3.0 * rounds * samples * d > WORTH_FORKING else 1
 
 
-def fingerprint(job: Job, extra: str = "") -> str:
+def fingerprint(job: Job) -> str:
     """Everything that a run's numbers depend on, as 16 hexadecimal digits."""
     data = hashlib.blake2b(digest_size=16)
     for part in sorted(job.judge.parts):
         data.update(job.judge.parts[part].index.cpu().numpy().tobytes())
         data.update(job.judge.parts[part].offsets.cpu().numpy().tobytes())
-    engine = job.engine.model_dump(mode="json", exclude={"workers", "checkpoint_every", "store_budget"})
-    chosen = (job.algorithm, job.sampler, job.weigher, job.aggregator, job.attack, job.channel, job.spec)
     text = json.dumps(
         {
-            "method": [type(job.algorithm).__qualname__, job.algorithm.model_dump(mode="json")],
-            "local": job.local.model_dump(mode="json"),
-            "sampler": [job.sampler.kind, job.sampler.model_dump(mode="json")],
-            "weigher": [job.weigher.kind, job.weigher.model_dump(mode="json")],
-            "rules": [v and v.model_dump(mode="json") for v in (job.aggregator, job.attack, job.channel)],
-            "model": [type(job.spec).__qualname__, job.spec.model_dump(mode="json")],
-            **({} if job.oracle.augment is None else {"augment": job.oracle.augment.model_dump(mode="json")}),
-            "evaluate": job.evaluate.model_dump(mode="json", exclude={"confusion", "tsne"}),
-            "engine": [engine, job.oracle.name, job.chunk],
-            "run": [job.seed, job.rounds, job.alpha.tolist()],
-            "data": [job.judge.data.checksum(), data.hexdigest(), job.fed.n],
-            "user code": [source for value in chosen if (source := source_of(type(value)))],
-            "extra": extra,
+            "setting": job.setting.numbers(),
+            "engine": [job.oracle.name, job.chunk],
+            "data": [job.judge.data.checksum(), data.hexdigest(), job.fed.n, job.alpha.tolist()],
+            "user code": [source for _, value in job.setting if (source := source_of(type(value)))],
         },
         sort_keys=True,
     )

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 
 from fedloom.algorithms import Algorithm, Composition
-from fedloom.choose import Sampler, Weigher
 from fedloom.data.federation import Federation
 from fedloom.engine.chunk import ask, train
 from fedloom.engine.job import Job
@@ -20,71 +20,45 @@ from fedloom.engine.resume import Disk
 from fedloom.engine.round import evaluate as evaluate_round
 from fedloom.engine.round import play
 from fedloom.engine.scoring import score
-from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check_ranks, make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.errors import RunStopped, Stop
-from fedloom.local import Local
-from fedloom.models import Augment, ModelSpec
+from fedloom.models import ModelSpec
 from fedloom.processes.pool import Handler, Pool
 from fedloom.processes.rank_pool import RankPool
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
-from fedloom.rows.aggregate import Aggregator
-from fedloom.rows.attacks import Attack
-from fedloom.rows.channel import Channel
+from fedloom.values import make
 
 Progress = Callable[[State], object]
 """Called after every round, with the state after it; a sentence ends the run (`fedloom.engine.callbacks`)."""
 
 
 def simulate(
-    algorithm: Algorithm | Composition,
+    algorithm: Algorithm | Composition | Setting | str,
     fed: Federation,
-    model: str | ModelSpec = "softmax",
+    model: str | ModelSpec | None = None,
     *,
-    rounds: int = 100,
-    seed: int = 0,
-    local: Local | None = None,
-    sampler: Sampler | None = None,
-    weigher: Weigher | None = None,
-    aggregator: Aggregator | None = None,
-    attack: Attack | None = None,
-    channel: Channel | None = None,
-    augment: Augment | None = None,
-    weights: Literal["uniform", "samples"] = "uniform",
-    evaluate: Evaluate | None = None,
-    engine: Engine | None = None,
     folder: Path | str | None = None,
     progress: Sequence[Progress] = (),
     advance: bool = True,
     ranks: Ranks = ALONE,
+    **choices: Any,
 ) -> Result:
     """Run a method on a federation.
 
     Args:
-        algorithm: a method, or what a preset makes.
+        algorithm: a method or its name, what a preset makes, or a whole `fedloom.Setting`.
         fed: the clients and their data.
-        model: a name of `fedloom.models`, or a specification.
-        rounds: communication rounds, >= 1.
-        seed: of everything that is drawn.
-        local: how clients train.
-        sampler: who takes part; everyone when None.
-        weigher: who counts how much in the mean; all the same when None.
-        aggregator: how the uploads become one; their weighted mean when None.
-        attack: what a part of the clients does instead of being honest.
-        channel: what a client's upload passes through.
-        augment: random changes of training images; none when None.
-        weights: the clients' shares alpha_i of the objective, 1/n or n_i/sum n; the notes say where a method does not
-            read them. What weighs uploads is the weigher.
-        evaluate: when and on what models are scored.
-        engine: how it is computed.
+        model: a name of `fedloom.models`, or a specification; softmax when None.
         folder: for checkpoints and client state; running again with the same arguments goes on from there.
             None keeps everything in memory.
         progress: called after every round; a sentence that one returns ends the run (`fedloom.callbacks`).
         advance: False only reads what the folder holds.
         ranks: processes that all make this call, from `fedloom.processes.distributed.joined`; the models are then those
             of rank 0.
+        choices: the other fields of `fedloom.Setting`; None leaves a default.
 
     Returns:
         Metrics and models. A run that diverged or was interrupted says so in `Result.stop`.
@@ -96,25 +70,14 @@ def simulate(
         CheckpointError: a checkpoint cannot be written or read.
     """
     place = None if folder is None else Path(folder)
-    job, server = make_job(
-        algorithm,
-        fed,
-        model,
-        rounds=rounds,
-        seed=seed,
-        local=local,
-        sampler=sampler,
-        weigher=weigher,
-        aggregator=aggregator,
-        attack=attack,
-        channel=channel,
-        augment=augment,
-        weights=weights,
-        evaluate=evaluate,
-        engine=engine,
-        folder=place,
-        ranks=ranks,
-    )
+    choices = {"model": model, **choices}
+    if isinstance(algorithm, Setting):
+        given = {name: value for name, value in choices.items() if value is not None}
+        setting = make(algorithm.with_, given, "", Setting.model_fields)
+    else:
+        setting = Setting.of(algorithm, **choices)
+    job, server = make_job(setting, fed, folder=place, ranks=ranks)
+    rounds = setting.rounds
     check_ranks(job)
     disk = Disk(job, place)
     state, stop = disk.resume(initial_state(job, server))
@@ -171,3 +134,28 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _signature() -> inspect.Signature:
+    """That of `simulate` with every choice by name, for help and completion."""
+    own = inspect.signature(simulate)
+    before = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    named = {p.name for p in before}
+    choices = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=field.annotation)
+        for name, field in Setting.model_fields.items()
+        if name not in named
+    ]
+    place = [p.name for p in before].index("folder")
+    return own.replace(parameters=[*before[:place], *choices, *before[place:]])
+
+
+simulate.__signature__ = _signature()  # type: ignore[attr-defined]
+simulate.__doc__ = (simulate.__doc__ or "").replace(
+    "        choices: the other fields of `fedloom.Setting`; None leaves a default.\n",
+    "".join(
+        f"        {name}: {field.description}.\n"
+        for name, field in Setting.model_fields.items()
+        if name not in ("algorithm", "model")
+    ),
+)

@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from fedloom.data.federation import Federation
 from fedloom.engine.round import play
+from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import one_thread, pool_of
 from fedloom.engine.state import initial_state
@@ -37,20 +39,21 @@ class Played(NamedTuple):
     workers: int
 
 
-def played(count: int, clock: Callable[[], float] = time.perf_counter, **arguments: Any) -> Played:
+def played(setting: Setting, fed: Federation, count: int = 1, clock: Callable[[], float] = time.perf_counter) -> Played:
     """Play the first rounds of a run.
 
     Args:
+        setting: the run.
+        fed: the clients and their data.
         count: rounds to play, >= 1.
-        clock: what tells the seconds.
-        arguments: of `simulate`, without folder, progress, advance and ranks; ``rounds`` are those of the whole run.
+        clock: tells the seconds.
 
     Raises:
         ConfigError: values that cannot work, or (Refused) do not work together.
         RunStopped: too few uploads of a round are usable, or it diverged.
         ClientError: code of the method failed.
     """
-    job, server = make_job(**arguments)
+    job, server = make_job(setting, fed)
     rounds, before = [], 0
     with one_thread(), pool_of(job) as pool:
         state = initial_state(job, server)
@@ -63,9 +66,9 @@ def played(count: int, clock: Callable[[], float] = time.perf_counter, **argumen
     return Played(rounds, job.oracle.name, job.workers)
 
 
-def samples_per_round(**arguments: Any) -> int:
+def samples_per_round(setting: Setting, fed: Federation) -> int:
     """Samples whose gradient the first round takes, over its cohort; see `played`."""
-    return played(1, **arguments).rounds[0].samples
+    return played(setting, fed).rounds[0].samples
 
 
 def busy() -> float:

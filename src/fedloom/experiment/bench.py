@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fedloom.data.federation import Federation
+from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.timing import QUIET, played, wait_for_quiet, watched
 from fedloom.errors import Refused
@@ -77,7 +78,7 @@ class Bench:
         seed = experiment.head.seeds[0]
         self.federation: Federation = experiment.partition(experiment.source.read(data_dir), seed)
         self.processes = side_by_side(experiment, [self.federation])
-        counts = workers or (1, cores() if experiment.engine.device == "cpu" else 1)
+        counts = workers or (1, cores() if experiment.common.engine.device == "cpu" else 1)
         self.ways = {m.label: self._ways(m, oracles, counts) for m in experiment.methods}
 
     def measure(self, patience: float = 0.0) -> Iterator[Speed]:
@@ -86,7 +87,7 @@ class Bench:
             for way in self.ways[method.label]:
                 wait_for_quiet(patience)
                 with watched() as others:
-                    found = played(self.rounds + 1, **self._arguments(method, way.oracle, way.workers))
+                    found = played(self._setting(method, way.oracle, way.workers), self.federation, self.rounds + 1)
                 counted = found.rounds[1:]
                 seconds = statistics.median(r.seconds for r in counted)
                 samples = sum(r.samples for r in counted) / sum(r.seconds for r in counted)
@@ -94,16 +95,16 @@ class Bench:
 
     def minutes(self, speeds: Sequence[Speed]) -> float:
         """Minutes for all methods, rounds and seeds, as measured in the way that is picked, without evaluation."""
-        rounds = {m.label: m.rounds * len(self.experiment.head.seeds) for m in self.experiment.methods}
+        rounds = {m.label: m.setting.rounds * len(self.experiment.head.seeds) for m in self.experiment.methods}
         return sum(s.seconds * rounds[s.method] for s in speeds if s.way.picked) / self.processes / 60
 
-    def _arguments(self, method: Method, oracle: str, workers: int | str) -> dict[str, Any]:
-        given = self.experiment.arguments(method, self.federation, self.experiment.head.seeds[0])
-        return given | {"engine": self.experiment.engine.with_(oracle=oracle, workers=workers)}
+    def _setting(self, method: Method, oracle: str, workers: int | str) -> Setting:
+        engine = method.setting.engine.with_(oracle=oracle, workers=workers)
+        return method.setting.with_(engine=engine)  # type: ignore[no-any-return]
 
     def _ways(self, method: Method, oracles: Sequence[str], workers: Sequence[int]) -> list[Way]:
-        asked = self.experiment.engine.workers if self.processes == 1 else 1
-        job, _ = make_job(**self._arguments(method, self.experiment.engine.oracle, asked))
+        asked = self.experiment.common.engine.workers if self.processes == 1 else 1
+        job, _ = make_job(self._setting(method, method.setting.engine.oracle, asked), self.federation)
         mine = Way(job.oracle.name, job.workers, picked=True)
         able = [mine.oracle, *(name for name in oracles or ORACLES if self._can(method, name, named=bool(oracles)))]
         counts = dict.fromkeys([mine.workers, *workers])
@@ -112,7 +113,7 @@ class Bench:
 
     def _can(self, method: Method, oracle: str, *, named: bool) -> bool:
         try:
-            make_job(**self._arguments(method, oracle, 1))
+            make_job(self._setting(method, oracle, 1), self.federation)
         except Refused:
             if named:
                 raise

@@ -6,11 +6,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import create_model
+
 from fedloom.algorithms import REGISTRY
 from fedloom.choose import SAMPLERS, WEIGHERS
 from fedloom.data.partition import PARTITIONS
 from fedloom.data.sources import SOURCES
-from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.setting import Engine, Evaluate, Setting
 from fedloom.experiment.schema import Head
 from fedloom.experiment.tuning import Tune
 from fedloom.imports import PATTERN
@@ -50,7 +52,9 @@ def json_schema() -> str:
         "aggregator": kinds(AGGREGATORS),
         "channel": kinds(CHANNELS),
     }
-    head = one(Head)["properties"]
+    fields: Any = {name: (f.annotation, f) for name, f in Setting.model_fields.items() if name in Setting.plain()}
+    plain = create_model("Head", __base__=Head, **fields)
+    head = one(plain)["properties"]
     method = kinds(REGISTRY, "algorithm", **overrides, rounds=head["rounds"], label={"type": "string"})
     other_source = {
         "type": "object",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tomllib
 from collections.abc import Collection, Mapping
@@ -14,6 +13,7 @@ import tomli_w
 from fedloom import report
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
+from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import simulate
 from fedloom.errors import CodeError, RunDirError
@@ -25,6 +25,7 @@ from fedloom.processes.pool import Pool, cores
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
 from fedloom.storage.files import file_name, is_unused, lock, make_folder
+from fedloom.values import difference, flat
 
 if TYPE_CHECKING:
     from fedloom.experiment.track import Tracker
@@ -65,9 +66,9 @@ class Plan:
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}
         self.runs = [(m, seed) for m in experiment.methods for seed in experiment.head.seeds]
         for fed in self.federations.values():
-            check_inspection(experiment.evaluate, fed)
+            check_inspection(experiment.common.evaluate, fed)
         for method in experiment.methods:
-            make_job(**self._settings(method, experiment.head.seeds[0]))
+            make_job(method.setting, self.federations[experiment.head.seeds[0]])
         if ranks.rank == 0:
             if force:
                 _clear(out)
@@ -76,7 +77,7 @@ class Plan:
     @property
     def rounds(self) -> int:
         """Rounds of all runs together."""
-        return sum(method.rounds for method, _ in self.runs)
+        return sum(method.setting.rounds for method, _ in self.runs)
 
     def run(self, tell: Tell = lambda *_: None, *, page: bool = True, tracker: Tracker | None = None) -> list[Outcome]:
         """Do what is missing, and write every file of the run directory, the report if ``page``.
@@ -113,13 +114,20 @@ class Plan:
         return outcomes
 
     def _run_one(self, method: Method, seed: int, tell: Tell, *, alone: bool, advance: bool = True) -> Outcome:
-        progress = Teller(lambda now: tell(method.label, seed, method.rounds, now), 0.0 if alone else PAUSE)
-        settings = self._settings(method, seed)
+        progress = Teller(lambda now: tell(method.label, seed, method.setting.rounds, now), 0.0 if alone else PAUSE)
+        setting = method.setting.with_(seed=seed)
         if not alone:
-            settings["engine"] = settings["engine"].with_(workers=1)
+            setting = setting.with_(engine=setting.engine.with_(workers=1))
         folder = self._folder("checkpoints", method, seed)
         try:
-            result = simulate(**settings, folder=folder, progress=[progress], advance=advance, ranks=self.ranks)
+            result = simulate(
+                setting,
+                self.federations[seed],
+                folder=folder,
+                progress=[progress],
+                advance=advance,
+                ranks=self.ranks,
+            )
         except CodeError as error:
             return Outcome(method.label, method.algorithm, seed, None, str(error))
         return Outcome(method.label, method.algorithm, seed, result)
@@ -135,7 +143,7 @@ class Plan:
 
         def hear(k: int, now: Now | None) -> None:
             method, seed = self.runs[k]
-            tell(method.label, seed, method.rounds, now)
+            tell(method.label, seed, method.setting.rounds, now)
 
         with Pool({"run": handle}, processes) as pool, interruptible() as interrupted, line.heard(hear):
             for _ in pool.map("run", None, range(len(self.runs)), interrupted):
@@ -147,11 +155,8 @@ class Plan:
             if outcome.result is not None and outcome.status == "done":
                 _save_models(outcome.result, self._folder("models", method, seed))
         write_tables(self.out, outcomes)
-        more = write_inspection(self.out, self.experiment.evaluate, outcomes)
+        more = write_inspection(self.out, self.experiment.common.evaluate, outcomes)
         write_summary(self.out, self.experiment, outcomes, self.federations, more)
-
-    def _settings(self, method: Method, seed: int) -> dict[str, Any]:
-        return self.experiment.arguments(method, self.federations[seed], seed)
 
     def _folder(self, kind: str, method: Method, seed: int) -> Path:
         return folder_of(self.out, kind, method.label, seed)
@@ -159,10 +164,10 @@ class Plan:
 
 def side_by_side(experiment: Experiment, federations: Collection[Federation]) -> int:
     """Runs at a time: more than one where cohorts are small."""
-    wanted = experiment.engine.workers
+    wanted = experiment.common.engine.workers
     if wanted == "auto":
         wanted = cores()
-    small = all(fed.n < FEW_CLIENTS for fed in federations) and experiment.engine.device == "cpu"
+    small = all(fed.n < FEW_CLIENTS for fed in federations) and experiment.common.engine.device == "cpu"
     return min(wanted, len(experiment.methods) * len(experiment.head.seeds)) if small else 1
 
 
@@ -198,27 +203,14 @@ def _check_directory(out: Path, experiment: Experiment | None) -> None:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise RunDirError(f"{settings} is damaged: {error}; choose another --out, or start anew with --force") from None
     now = _identity(tomllib.loads(tomli_w.dumps(experiment.settings())))
-    for key in sorted(before.keys() & now.keys()):
-        if before[key] != now[key]:
-            raise RunDirError(
-                f"{out} holds another experiment: {key} was {_text(before[key])}, now it is {_text(now[key])}; "
-                "choose another --out, or start anew with --force"
-            )
+    both = before.keys() & now.keys()
+    if changed := difference({k: before[k] for k in both}, {k: now[k] for k in both}):
+        raise RunDirError(
+            f"{out} holds another experiment: {changed}; choose another --out, or start anew with --force"
+        )
 
 
 def _identity(document: Mapping[str, Any]) -> dict[str, Any]:
     """What must agree for a run to be continued, by dotted key."""
-    free = {"engine.workers", "engine.checkpoint_every", "engine.store_budget", "name", "rounds"}
-    free |= {"evaluate.confusion", "evaluate.tsne"}
-    flat: dict[str, Any] = {}
-    for key, value in document.items():
-        if key in ("method", "seeds", "resolved"):
-            continue
-        for inner, v in value.items() if isinstance(value, dict) else [("", value)]:
-            flat[f"{key}.{inner}".rstrip(".")] = v
-    flat = {key: v for key, v in flat.items() if key not in free}
-    return flat | {f"method {m['label']}": m for m in document["method"]}
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, default=str)
+    free = {"name", "rounds", "seeds"} | {f"{k}.{f}" for k, v in Setting.tables().items() for f in v.base.free}
+    return {k: v for k, v in flat(document).items() if k not in free and not k.startswith("resolved.")}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
-from fedloom.engine.settings import Evaluate
+from fedloom.engine.setting import Evaluate
 from fedloom.errors import ConfigError, Refused
 from fedloom.seeds import generator, random_state
 

@@ -181,8 +181,8 @@ class Opened:
         """The files of the models of a run."""
         chosen: Method = next(m for m in self.experiment.methods if m.label == method)
         folder = folder_of(self.path, "models", method, seed)
-        algorithm = chosen.composition.algorithm
-        return Shelf(folder, algorithm, self.experiment.model, chosen.local, seed, method)
+        algorithm = chosen.setting.method
+        return Shelf(folder, algorithm, chosen.setting.model, chosen.setting.local, seed, method)
 
     def read(self, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
         """New data: a name or a path, as ``[data] source`` has it, read with the run's options where they apply.
@@ -202,7 +202,7 @@ class Opened:
     def low_rank(self, method: str) -> bool:
         """Whether a method's server sends a model of low rank."""
         chosen = next(m for m in self.experiment.methods if m.label == method)
-        return any(s.encoding == "lowrank" for s in encodings(chosen.composition.algorithm, "down").values())
+        return any(s.encoding == "lowrank" for s in encodings(chosen.setting.method, "down").values())
 
     def load(self, path: Path | str) -> Model:
         """A model that was adapted to one of the runs, from its file.
@@ -210,7 +210,7 @@ class Opened:
         Raises:
             LayoutError: no file of a model, or of another architecture.
         """
-        return Model.load(path, self.experiment.model)
+        return Model.load(path, self.experiment.common.model)
 
     def _repr_html_(self) -> str:
         """The result table: a row per method and model, means over seeds."""

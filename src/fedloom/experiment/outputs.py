@@ -16,7 +16,7 @@ import tomli_w
 
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
-from fedloom.engine.settings import Evaluate
+from fedloom.engine.setting import Evaluate
 from fedloom.experiment.inspection import confusion, tsne
 from fedloom.experiment.schema import Experiment
 from fedloom.storage.files import write_atomic
@@ -122,7 +122,7 @@ def write_summary(
             "skew": [fed.skew() for fed in feds],
             "groups": [fed.groups.tolist() if fed.groups is not None else [] for fed in feds],
         },
-        "select_on": experiment.evaluate.select_on,
+        "select_on": experiment.common.evaluate.select_on,
         "warnings": list(dict.fromkeys([*notes, *more])),
     }
     write_atomic(out / "summary.json", json.dumps(summary, indent=1).encode())

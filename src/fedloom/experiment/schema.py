@@ -4,70 +4,51 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, NonNegativeInt, field_validator
 
-from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset
-from fedloom.choose import SAMPLERS, WEIGHERS, Sampler, Weigher
-from fedloom.data.federation import Federation
+from fedloom.algorithms import REGISTRY, Algorithm, Preset
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source
 from fedloom.data.sources import source as source_of
-from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, DataError, unknown
-from fedloom.experiment.tables import dump
 from fedloom.experiment.tuning import Tune
-from fedloom.imports import find, is_path
-from fedloom.local import Local
-from fedloom.models import MODELS, PAPERS, Augment, Import, ModelSpec, spec_of
-from fedloom.rows.aggregate import AGGREGATORS, Aggregator
-from fedloom.rows.attacks import ATTACKS, Attack
-from fedloom.rows.channel import CHANNELS, Channel
-from fedloom.values import Value, choose, fields_of, make, make_kind, read_toml, table
-
-OVERRIDES = ("local", "sampler", "weigher", "aggregator", "channel", "rounds")
-"""Tables that a method may have for itself."""
+from fedloom.imports import is_path
+from fedloom.models import Import
+from fedloom.values import Value, choose, dump, fields_of, make, make_kind, read_toml, table
 
 
 @dataclass(frozen=True)
 class Method:
-    """One method of the comparison, with everything that it has for itself."""
+    """One method of the comparison.
+
+    Attributes:
+        label: what it is called.
+        algorithm: what the file names: an entry of the registry, or a class of user code.
+        options: its own keys.
+        setting: its run, with the first seed.
+    """
 
     label: str
     algorithm: str
     options: dict[str, Any]
-    composition: Composition
-    local: Local
-    sampler: Sampler
-    weigher: Weigher
-    aggregator: Aggregator | None
-    channel: Channel | None
-    rounds: int
+    setting: Setting
 
     @property
     def entry(self) -> type[Algorithm] | Preset:
-        """What `algorithm` names: an entry of the registry, or a class of user code."""
+        """What `algorithm` names."""
         return choose("algorithm", REGISTRY, self.algorithm, base=Algorithm)
 
     def settings(self) -> dict[str, Any]:
         """The method as a TOML table, defaults filled in."""
-        known = fields_of(self.entry)
-        algorithm = {k: v for k, v in dump(self.composition.algorithm).items() if k in known}
-        local = {k: v for k, v in dump(self.local).items() if k != "epochs" or self.local.steps is None}
-        return {
-            "algorithm": self.algorithm,
-            "label": self.label,
-            "rounds": self.rounds,
-            **algorithm,
-            **self.options,
-            "local": local,
-            "sampler": dump(self.sampler, kind=self.sampler.kind),
-            "weigher": dump(self.weigher, kind=self.weigher.kind),
-            **{k: dump(v) for k, v in (("aggregator", self.aggregator), ("channel", self.channel)) if v is not None},
-        }
+        known, algorithm = fields_of(self.entry), dump(self.setting.method)
+        own = {k: v for k, v in self.setting.document().items() if k in Setting.own}
+        named = {"algorithm": self.algorithm, "label": self.label}
+        return {**named, **{k: v for k, v in algorithm.items() if k in known}, **self.options, **own}
 
 
 def _printable(text: str) -> str:
@@ -78,18 +59,13 @@ def _printable(text: str) -> str:
 
 Title = Annotated[str, AfterValidator(_printable)]
 """What tables and charts call something."""
-Rounds = Annotated[int, Field(ge=1, description="communication rounds")]
 
 
 class Head(Value):
-    """The plain keys of an experiment file."""
+    """The plain keys of an experiment file that are no choices of a run; the others are those of `Setting`."""
 
     name: Title = Field("experiment", description="name of the experiment")
-    rounds: Rounds = 100
     seeds: tuple[NonNegativeInt, ...] = Field((0,), min_length=1, description="one run of every method per seed")
-    weights: Literal["uniform", "samples"] = Field(
-        "uniform", description="clients' shares alpha_i of the objective, where a method reads them: 1/n, or by samples"
-    )
 
     @field_validator("seeds")
     @classmethod
@@ -99,59 +75,49 @@ class Head(Value):
         return seeds
 
 
-class _MethodHead(Value):
+class _Label(Value):
     label: Title = Field(description="what the method is called in tables and charts")
-    rounds: Rounds
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A comparison of methods on the same federation, over seeds."""
+    """A comparison of methods on the same federation, over seeds.
+
+    Attributes:
+        head: its name and seeds.
+        source: where the data come from.
+        source_options: the table [data].
+        partition: how they are split.
+        model_kind: kind of the table [model].
+        common: what methods have that choose nothing for themselves.
+        tune: the table [tune].
+        methods: what is compared.
+    """
 
     head: Head
     source: Source
     source_options: dict[str, Any]
     partition: Partition
-    model: ModelSpec
     model_kind: str
-    augment: Augment
-    attack: Attack | None
-    evaluate: Evaluate
-    engine: Engine
+    common: Setting
     tune: Tune
     methods: tuple[Method, ...]
 
-    def arguments(self, method: Method, fed: Federation, seed: int) -> dict[str, Any]:
-        """What `simulate` takes for one run of a method."""
-        return {
-            "algorithm": method.composition,
-            "fed": fed,
-            "model": self.model,
-            "rounds": method.rounds,
-            "seed": seed,
-            "local": method.local,
-            "sampler": method.sampler,
-            "weigher": method.weigher,
-            "aggregator": method.aggregator,
-            "augment": self.augment,
-            "attack": self.attack,
-            "channel": method.channel,
-            "weights": self.head.weights,
-            "evaluate": self.evaluate,
-            "engine": self.engine,
-        }
+    def with_(self, **choices: Any) -> Experiment:
+        """The same experiment with other choices, in every method."""
+        methods = tuple(replace(m, setting=m.setting.with_(**choices)) for m in self.methods)
+        return replace(self, common=self.common.with_(**choices), methods=methods)
 
     def settings(self) -> dict[str, Any]:
         """The whole experiment as a TOML document, defaults filled in."""
+        common = {k: v for k, v in self.common.document().items() if k == "rounds" or k not in Setting.own}
         return {
             **dump(self.head),
+            **{k: common.pop(k) for k in Setting.plain()},
             "data": self.source_options,
             "partition": dump(self.partition, kind=self.partition.kind),
-            "model": dump(self.model, kind=self.model_kind),
-            **({} if self.attack is None else {"attack": dump(self.attack)}),
-            "augment": dump(self.augment),
-            "evaluate": dump(self.evaluate),
-            "engine": dump(self.engine),
+            **common,
+            "model": {**common["model"], "kind": self.model_kind},
             "method": [m.settings() for m in self.methods],
         }
 
@@ -167,7 +133,8 @@ def read(path: Path, **engine: Any) -> Experiment:
     return parse({**document, "engine": {**table(document.get("engine", {}), f"{path}: [engine]"), **given}}, str(path))
 
 
-TABLES = ("data", "partition", "model", "augment", *OVERRIDES[:-1], "attack", "evaluate", "engine", "tune")
+TABLES = ("data", "partition", *Setting.tables(), "tune")
+KEYS = (*TABLES, *Head.model_fields, *Setting.plain(), "method")
 
 
 def parse(document: Mapping[str, Any], where: str = "experiment") -> Experiment:
@@ -178,8 +145,8 @@ def parse(document: Mapping[str, Any], where: str = "experiment") -> Experiment:
             and what is allowed.
     """
     for key in document:
-        if key not in (*TABLES, *Head.model_fields, "method"):
-            raise unknown("key", key, (*TABLES, *Head.model_fields, "method"), where)
+        if key not in KEYS:
+            raise unknown("key", key, KEYS, where)
     tables = {name: table(document.get(name, {}), f"{where}: [{name}]") for name in TABLES}
     if "data" not in document:
         raise ConfigError(f'{where}: the table [data] is missing; for example source = "digits"')
@@ -189,9 +156,10 @@ def parse(document: Mapping[str, Any], where: str = "experiment") -> Experiment:
     methods = document.get("method")
     if not isinstance(methods, list) or not methods:
         raise ConfigError(f'{where}: at least one [[method]] is needed; for example algorithm = "fedavg"')
-    plain = {key: document[key] for key in Head.model_fields if key in document}
-    head = make(Head, plain, where, Head.model_fields)
-    model = _model(tables["model"], f"{where}: [model]")
+    head = make(Head, {k: document[k] for k in Head.model_fields if k in document}, where, Head.model_fields)
+    plain = {key: document[key] for key in Setting.plain() if key in document}
+    read = {name: kind.read(tables[name], f"{where}: [{name}]") for name, kind in Setting.tables().items()}
+    common = make(Setting, {"algorithm": "fedavg", **plain, **read, "seed": head.seeds[0]}, where, Setting.model_fields)
     experiment = Experiment(
         head=head,
         source=_source(data, f"{where}: [data]"),
@@ -199,15 +167,11 @@ def parse(document: Mapping[str, Any], where: str = "experiment") -> Experiment:
         partition=make_kind(
             "partition", PARTITIONS, tables["partition"], f"{where}: [partition]", "iid", base=Partition
         ),
-        model=model,
-        model_kind="import" if isinstance(model, Import) else tables["model"].get("kind", "softmax"),
-        augment=make(Augment, tables["augment"], f"{where}: [augment]", Augment.model_fields),
-        attack=_optional("attack", ATTACKS, tables["attack"], f"{where}: [attack]", Attack),
-        evaluate=make(Evaluate, tables["evaluate"], f"{where}: [evaluate]", Evaluate.model_fields),
-        engine=make(Engine, tables["engine"], f"{where}: [engine]", Engine.model_fields),
+        model_kind="import" if isinstance(common.model, Import) else tables["model"].get("kind", "softmax"),
+        common=common,
         tune=make(Tune, tables["tune"], f"{where}: [tune]", Tune.model_fields),
         methods=tuple(
-            _method(table(m, f"{where}: [[method]] {k}"), tables, head.rounds, where, f"{where}: [[method]] {k}")
+            _method(table(m, f"{where}: [[method]] {k}"), tables["local"], common, f"{where}: [[method]] {k}")
             for k, m in enumerate(methods, 1)
         ),
     )
@@ -231,59 +195,23 @@ def _source(data: Mapping[str, Any], where: str) -> Source:
     return make(lambda **o: source_of(name, **o), options, where, fields_of(type(found)))
 
 
-def _model(options: Mapping[str, Any], where: str) -> ModelSpec:
-    kind = options.get("kind", "softmax")
-    rest = {k: v for k, v in options.items() if k != "kind"}
-    if is_path(kind):
-        found = find(kind, "model", where)
-        if not (isinstance(found, type) and issubclass(found, ModelSpec)):
-            return Import(path=kind, options=rest)
-        return make_kind("model", {}, options, where, base=ModelSpec)  # type: ignore[no-any-return]
-    if kind not in (*MODELS, *PAPERS):
-        raise unknown("model kind", kind, (*MODELS, *PAPERS), where)
-    value = type(PAPERS[kind]) if kind in PAPERS else MODELS[kind]
-    return make(lambda **given: spec_of(kind, **given), rest, where, fields_of(value))
-
-
-def _optional(what: str, registry: Mapping[str, Any], options: Mapping[str, Any], where: str, base: type) -> Any:
-    """The value of a table that may be left out; with ``kind = "none"`` it is as if it was."""
-    if not options or options.get("kind") == "none":
-        return None
-    if "kind" not in options:
-        raise ConfigError(f"{where}: kind is missing; allowed: {', '.join(registry)}, none")
-    return make_kind(what, registry, options, where, base=base)
-
-
-def _method(
-    options: Mapping[str, Any], tables: Mapping[str, Mapping[str, Any]], rounds: int, file: str, where: str
-) -> Method:
+def _method(options: Mapping[str, Any], local: Mapping[str, Any], common: Setting, where: str) -> Method:
     name: Any = options.get("algorithm")
     entry = choose("algorithm", REGISTRY, name, where, Algorithm)
-    own = {k: v for k, v in options.items() if k not in ("algorithm", "label", *OVERRIDES)}
-    made: Any = make(entry, own, where, {**fields_of(entry), **dict.fromkeys(("label", *OVERRIDES))})
-    local = {**tables["local"], **table(options.get("local", {}), f"{where}: local")}
-    for one, other in (("steps", "epochs"), ("epochs", "steps")):
-        if one in options.get("local", {}) and other not in options["local"]:
-            local.pop(other, None)
+    own = {k: v for k, v in options.items() if k not in ("algorithm", "label", *Setting.own)}
+    made: Any = make(entry, own, where, {**fields_of(entry), **dict.fromkeys(("label", *Setting.own))})
+    label = make(_Label, {"label": options.get("label", name.rpartition(":")[2])}, where, _Label.model_fields).label
+    given = {k: v for k, v in options.items() if k in Setting.own}
+    for what, kind in Setting.tables().items():
+        if what in given:
+            mine = table(given[what], f"{where}: {what}")
+            given[what] = kind.read(_merged(local, mine) if what == "local" else mine, f"{where}: {what}")
+    setting = make(common.with_, {**given, "algorithm": made}, where, Setting.model_fields)
+    return Method(label, name, own, setting)
 
-    def own_kind(what: str, registry: Mapping[str, Any], base: type, *, optional: bool = False) -> Any:
-        place = f"{where}: {what}" if what in options else f"{file}: [{what}]"
-        given = table(options.get(what, tables[what]), place)
-        if optional:
-            return _optional(what, registry, given, place, base)
-        return make_kind(what, registry, given, place, "uniform", base=base)
 
-    head = {"label": options.get("label", name.rpartition(":")[2]), "rounds": options.get("rounds", rounds)}
-    plain = make(_MethodHead, head, where, _MethodHead.model_fields)
-    return Method(
-        label=plain.label,
-        algorithm=name,
-        options=own,
-        composition=made if isinstance(made, Composition) else Composition(made),
-        local=make(Local, local, f"{where}: local" if "local" in options else f"{file}: [local]", Local.model_fields),
-        sampler=own_kind("sampler", SAMPLERS, Sampler),
-        weigher=own_kind("weigher", WEIGHERS, Weigher),
-        aggregator=own_kind("aggregator", AGGREGATORS, Aggregator, optional=True),
-        channel=own_kind("channel", CHANNELS, Channel, optional=True),
-        rounds=plain.rounds,
-    )
+def _merged(local: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The table [local] with a method's own keys: epochs take the place of steps, and the other way round."""
+    pairs = (("steps", "epochs"), ("epochs", "steps"))
+    out = {other for one, other in pairs if one in own and other not in own}
+    return {**{k: v for k, v in local.items() if k not in out}, **own}

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fedloom.algorithms import FedAvg
-from fedloom.choose import Uniform
 from fedloom.data.dataset import Dataset
 from fedloom.data.partition import Iid
 from fedloom.data.sources import Source
+from fedloom.engine.setting import Setting
 from fedloom.engine.timing import played, samples_per_round
 from fedloom.errors import DataError, FedloomError
 from fedloom.experiment import Experiment
@@ -77,7 +77,7 @@ def minutes(recipe: Recipe, scale: Scale) -> float:
             seconds = gradients * _speed(plan, method, data, min(clients, 10), samples / clients)
             trials = len(candidates(table)) if scale != "smoke" and len(candidates(table)) > 1 else 0
             trials = 0 if number and document.get("choose", {}).get("once") else trials
-            rounds = method.rounds * len(plan.head.seeds) + trials * rounds_of(document, table)
+            rounds = method.setting.rounds * len(plan.head.seeds) + trials * rounds_of(document, table)
             total += seconds * rounds
     return total / 60
 
@@ -96,30 +96,31 @@ def _sizes(document: Mapping[str, Any], data: Nominal) -> tuple[int, float]:
 
 def _cohort(method: Method, clients: int) -> float:
     """Clients of a round."""
-    if method.composition.pooled:
+    if method.setting.pooled:
         return clients
-    sampler = method.sampler
+    sampler = method.setting.sampler
     fixed = getattr(sampler, "clients", None)
     return float(fixed or clients * getattr(sampler, "fraction", getattr(sampler, "probability", 1.0)))
 
 
 def _gradients(method: Method, samples: float) -> float:
     """Gradients of samples that one client takes in a round."""
-    size = 20 if method.local.batch_size == "full" else method.local.batch_size
-    local = method.local if method.local.batch_size == "full" else method.local.with_(batch_size=size)
+    local = method.setting.local
+    size = 20 if local.batch_size == "full" else local.batch_size
+    sized = local if local.batch_size == "full" else local.with_(batch_size=size)
     try:
-        counted = _counted(method.composition.algorithm, local, 2 * size)
+        counted = _counted(method.setting.method, sized, 2 * size)
     except FedloomError:
-        counted = 2 * size * max(1, method.local.epochs)
-    fixed = method.local.steps is not None or method.algorithm in FIXED
+        counted = 2 * size * max(1, local.epochs)
+    fixed = local.steps is not None or method.algorithm in FIXED
     return counted * (1 if fixed else samples / (2 * size))
 
 
 @cache
 def _counted(algorithm: Any, local: Local, samples: int) -> float:
     fed = Iid(clients=2, test=0.0, validation=0.0)(_random((4,), 3, 2 * samples), 0)
-    arguments = {"model": MLP(hidden=(3,)), "rounds": 1, "local": local, "sampler": Uniform()}
-    return samples_per_round(algorithm=algorithm, fed=fed, **arguments) / 2
+    setting = Setting(algorithm=algorithm, model=MLP(hidden=(3,)), rounds=1, local=local)
+    return samples_per_round(setting, fed) / 2
 
 
 @cache
@@ -127,16 +128,18 @@ def _seconds(spec: ModelSpec, shape: tuple[int, ...], classes: int, batch: int, 
     """Seconds of the processor per gradient of a sample: the second of two rounds of two steps."""
     data = _random(shape, classes, clients * 2 * batch)
     fed = Iid(clients=clients, test=0.0, validation=0.0)(data, 0)
-    arguments = {"algorithm": FedAvg(), "fed": fed, "model": spec, "local": Local(batch_size=batch, lr=1e-4)}
-    found = played(2, time.process_time, **arguments, rounds=2).rounds[1]
+    local = Local(batch_size=batch, lr=1e-4)
+    setting = Setting(algorithm=FedAvg(), model=spec, local=local, rounds=2)
+    found = played(setting, fed, 2, time.process_time).rounds[1]
     return found.seconds / found.samples
 
 
 def _speed(plan: Experiment, method: Method, data: Nominal, clients: int, samples: float) -> float:
-    batch = int(samples) if method.local.batch_size == "full" else method.local.batch_size
-    heavy = len(data.shape) == 3 and not isinstance(plan.model, MLP) and plan.model_kind != "softmax"
+    wanted, model = method.setting.local.batch_size, plan.common.model
+    batch = int(samples) if wanted == "full" else wanted
+    heavy = len(data.shape) == 3 and not isinstance(model, MLP) and plan.model_kind != "softmax"
     size = max(1, min(batch, int(samples), HEAVY if heavy else batch))
-    return _seconds(plan.model, data.shape, 10 if heavy else data.classes, size, 1 if heavy else clients)
+    return _seconds(model, data.shape, 10 if heavy else data.classes, size, 1 if heavy else clients)
 
 
 def _random(shape: tuple[int, ...], classes: int, samples: int) -> Dataset:

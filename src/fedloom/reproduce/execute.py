@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedloom.algorithms import Composition
 from fedloom.errors import RunStopped, Stop
 from fedloom.experiment import Experiment, Plan, parse
 from fedloom.experiment.schema import Method
@@ -55,8 +54,9 @@ def experiment(document: Mapping[str, Any], where: str, workers: int | str = 1) 
 
 def _published(method: Method) -> Method:
     kind = choose("method as published", AS_PUBLISHED, method.algorithm)
-    fields = method.composition.algorithm
-    return replace(method, composition=Composition(kind(**{k: getattr(fields, k) for k in fields.model_fields_set})))
+    fields = method.setting.method
+    algorithm = kind(**{k: getattr(fields, k) for k in fields.model_fields_set})
+    return replace(method, setting=method.setting.with_(algorithm=algorithm))
 
 
 class Budget:

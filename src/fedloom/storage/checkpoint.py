@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from fedloom.errors import CheckpointError, RunDirError
 from fedloom.storage.files import discard, make_folder, write_atomic
 from fedloom.storage.journal import raw
+from fedloom.values import difference
 
 if TYPE_CHECKING:
     import io
@@ -164,11 +165,12 @@ class Checkpoints:
         for store in stores.values():
             store.prune(kept[0])
 
-    def load(self, fingerprint: str) -> Loaded | None:
+    def load(self, fingerprint: str, numbers: Mapping[str, Any] | None = None) -> Loaded | None:
         """The newest intact generation, or None where there is none at all; nothing is changed.
 
         Args:
             fingerprint: of the experiment.
+            numbers: the experiment by dotted key, to name what differs from the ``numbers`` in the generation's meta.
 
         Raises:
             CheckpointError: every generation is damaged.
@@ -182,17 +184,24 @@ class Checkpoints:
                 continue
             body, tensors = read
             if (body["format"], body["fingerprint"]) != (_FORMAT, fingerprint):
+                before = body["meta"].get("numbers")
+                changed = difference(before, json.loads(json.dumps(numbers))) if before and numbers else ""
+                changed = changed or f"its fingerprint is {body['fingerprint']}, that of this one {fingerprint}"
                 raise RunDirError(
-                    f"{self.folder} holds checkpoints of experiment {body['fingerprint']} (format {body['format']}), "
-                    f"this one is {fingerprint} (format {_FORMAT}); choose another --out folder, "
-                    "or start anew with --force"
+                    f"{self.folder} holds checkpoints of another run: {changed}; choose another --out folder, or start "
+                    "anew with --force"
                 )
             return Loaded(generation, tensors, body["meta"], warnings)
         if warnings:
             raise CheckpointError(f"no checkpoint can be read: {'; '.join(warnings)}; start anew with --force")
         return None
 
-    def resume(self, fingerprint: str, stores: Mapping[str, Store[Any]] | None = None) -> Loaded | None:
+    def resume(
+        self,
+        fingerprint: str,
+        stores: Mapping[str, Store[Any]] | None = None,
+        numbers: Mapping[str, Any] | None = None,
+    ) -> Loaded | None:
         """`load`, and brings the stores back to that generation (or to no row); newer ones are forgotten.
 
         Raises:
@@ -200,7 +209,7 @@ class Checkpoints:
             RunDirError: the generation is of another experiment.
         """
         stores = stores or {}
-        loaded = self.load(fingerprint)
+        loaded = self.load(fingerprint, numbers)
         if loaded is None:
             for store in stores.values():
                 store.reset()

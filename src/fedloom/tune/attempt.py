@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import optuna
 import torch
@@ -14,13 +14,12 @@ import torch
 from fedloom.data.federation import Federation, Split
 from fedloom.engine.hybrid import HIGHER
 from fedloom.engine.records import Records
-from fedloom.engine.settings import Evaluate
+from fedloom.engine.setting import Evaluate, Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import Progress, simulate
 from fedloom.engine.state import State
 from fedloom.engine.timing import samples_per_round
 from fedloom.errors import CodeError, ConfigError, RunStopped, Stop
-from fedloom.experiment import Experiment
 from fedloom.experiment.schema import Method
 from fedloom.tune.trials import Trial, setting
 
@@ -60,9 +59,9 @@ class Goal(NamedTuple):
         """Samples whose gradient a trial takes, over all its seeds; None: what its rounds cost."""
         return None if self.plain is None else self.rounds * self.plain * len(self.seeds)
 
-    def rounds_of(self, run: Mapping[str, Any], rounds: int) -> int:
+    def rounds_of(self, setting: Setting, fed: Federation, rounds: int) -> int:
         """Rounds of a run whose work is nearest to that of ``rounds`` plain ones; ``rounds`` where they are its own."""
-        cost = 0 if self.plain is None else samples_per_round(**run)
+        cost = 0 if self.plain is None else samples_per_round(setting, fed)
         return max(1, round(rounds * self.plain / cost)) if self.plain is not None and cost else rounds
 
 
@@ -73,19 +72,21 @@ def without_test(fed: Federation) -> Federation:
     return replace(fed, parts=parts, test=none)
 
 
-def arguments(experiment: Experiment, method: Method, fed: Federation, seed: int) -> dict[str, Any]:
-    """What a trial gives to `simulate`: the method's run, evaluated on validation only."""
-    evaluate = Evaluate(parts=(PART,), select_on=PART)
-    return {**experiment.arguments(method, fed, seed), "evaluate": evaluate}
+def judged(setting: Setting, seed: int, every: int = 5) -> Setting:
+    """A trial's run: evaluated on validation only."""
+    evaluate = Evaluate(every=every, parts=(PART,), select_on=PART)
+    return setting.with_(seed=seed, evaluate=evaluate)  # type: ignore[no-any-return]
 
 
-def judged_models(given: Mapping[str, Any], wanted: str, metric: str | None, label: str) -> tuple[tuple[str, ...], str]:
+def judged_models(
+    setting: Setting, fed: Federation, wanted: str, metric: str | None, label: str
+) -> tuple[tuple[str, ...], str]:
     """The models and the metric that decide.
 
     Raises:
         ConfigError: the method has no such model, or the task no such metric; or the run cannot work.
     """
-    job, server = make_job(**given)
+    job, server = make_job(setting, fed)
     there = ["global"] if job.algorithm.global_model(server) is not None else []
     there += ["personal"] if job.has_personal else []
     models = {"mean": tuple(there), "auto": tuple(there[-1:])}.get(wanted, (wanted,))
@@ -102,7 +103,6 @@ def judged_models(given: Mapping[str, Any], wanted: str, metric: str | None, lab
 
 
 def attempt(
-    experiment: Experiment,
     method: Method,
     federations: Mapping[int, Federation],
     goal: Goal,
@@ -113,8 +113,7 @@ def attempt(
     """Train and score a setting.
 
     Args:
-        experiment: with the setting in its method.
-        method: the one that is tried.
+        method: the one that is tried, with the setting.
         federations: without test data, by seed.
         goal: what every trial gets.
         trial: what Optuna asked for.
@@ -124,21 +123,20 @@ def attempt(
     Raises:
         Interrupted: the user asked to stop.
     """
-    runs = {seed: arguments(experiment, method, federations[seed], seed) for seed in goal.seeds}
     marks: dict[int, float] = {}
     values: list[float] = []
     rounds = samples = 0
     state: Literal["complete", "pruned", "failed"] = "complete"
     reason = ""
     try:
-        wanted = goal.rounds_of(runs[goal.seeds[0]], goal.rounds)
+        first = goal.seeds[0]
+        wanted = goal.rounds_of(judged(method.setting, first), federations[first], goal.rounds)
         every = -(-wanted // POINTS)
-        evaluate = Evaluate(every=every, parts=(PART,), select_on=PART)
         for place, seed in enumerate(goal.seeds):
             watch = _watch(marks, place * POINTS, wanted, every, goal, trial)
             tell = teller(f"{method.label}: {setting(trial.params)}", seed, wanted)
-            run = {**runs[seed], "rounds": wanted, "evaluate": evaluate}
-            result = simulate(**run, folder=folder / str(seed), progress=[tell, watch])
+            run = judged(method.setting, seed, every).with_(rounds=wanted)
+            result = simulate(run, federations[seed], folder=folder / str(seed), progress=[tell, watch])
             if result.stop is Stop.INTERRUPTED:
                 raise Interrupted
             rounds, samples = result.rounds, samples + _samples(result.state)

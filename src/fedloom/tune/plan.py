@@ -5,18 +5,17 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tomli_w
 
 from fedloom.data.federation import Federation
+from fedloom.engine.setting import Engine, Setting
 from fedloom.engine.timing import samples_per_round
 from fedloom.errors import ConfigError, RunStopped, Stop
 from fedloom.experiment import Experiment, parse
 from fedloom.experiment.schema import Method
-from fedloom.experiment.tables import dump
 from fedloom.experiment.telling import PAUSE, Line, Now, Teller
 from fedloom.experiment.telling import Tell as Watch
 from fedloom.experiment.tuning import Dimension
@@ -24,11 +23,12 @@ from fedloom.processes.distributed import check_alone
 from fedloom.processes.pool import Pool, cores
 from fedloom.processes.signals import interruptible
 from fedloom.storage.files import file_name, lock, write_atomic
-from fedloom.tune.attempt import PART, Goal, Interrupted, arguments, attempt, judged_models, without_test
+from fedloom.tune.attempt import PART, Goal, Interrupted, attempt, judged, judged_models, without_test
 from fedloom.tune.claim import claim
 from fedloom.tune.report import write_report
 from fedloom.tune.spaces import Read, check_names, check_values, own_params, space_of, with_params
 from fedloom.tune.trials import Search, Trial, read_trials, write_trials
+from fedloom.values import dump
 
 Tell = Callable[[str, Trial], None]
 """(label, trial): called after every trial."""
@@ -105,11 +105,11 @@ class Tuning:
                 "validation, for example 0.1"
             )
         plain = self._plain() if self.tune.equal_work else None
-        rounds = self.tune.rounds or self.experiment.head.rounds
+        rounds = self.tune.rounds or self.experiment.common.rounds
         self.studies: list[Study] = []
         for place, (method, space) in enumerate(zip(self.experiment.methods, spaces, strict=True)):
-            given = self._arguments(self._document, place)
-            models, metric = judged_models(given, self.tune.model, self.tune.metric, method.label)
+            given = self._run(self._document, place)
+            models, metric = judged_models(*given, self.tune.model, self.tune.metric, method.label)
             own = rounds if self.tune.equal_work else document["method"][place].get("rounds", rounds)
             goal = Goal(own, plain, metric, tuple(seeds), models)
             self.studies.append(Study(place, method, space, goal, self._search(method, space, goal)))
@@ -180,14 +180,15 @@ class Tuning:
         trials = read_trials(path)
         while not study.search.ended(trials) and not asked() and not self._stopped:
             trial = study.search.ask(trials)
-            experiment = self._experiment(with_params(self._document, study.place, trial.params), workers)
-            method = experiment.methods[study.place]
+            method = self._experiment(with_params(self._document, study.place, trial.params), workers).methods[
+                study.place
+            ]
             place = folder / str(trial.number)
             for old in folder.glob("*"):
                 if old != place:
                     shutil.rmtree(old)
             try:
-                trials.append(attempt(experiment, method, self.federations, study.goal, trial, place, teller))
+                trials.append(attempt(method, self.federations, study.goal, trial, place, teller))
             except Interrupted:
                 self._stopped = True
                 return
@@ -216,10 +217,8 @@ class Tuning:
     def _rounds(self, study: Study, document: Mapping[str, Any], best: Trial) -> dict[str, int]:
         if not self.tune.equal_work or "rounds" in document["method"][study.place]:
             return {}
-        rounds = self.experiment.head.rounds
-        needed = self.goal.rounds_of(
-            self._arguments(with_params(document, study.place, best.params), study.place), rounds
-        )
+        rounds = self.experiment.common.rounds
+        needed = self.goal.rounds_of(*self._run(with_params(document, study.place, best.params), study.place), rounds)
         return {} if needed == rounds else {"rounds": needed}
 
     def _plain(self) -> int:
@@ -227,16 +226,15 @@ class Tuning:
         plain = {**self._document, "method": [{"algorithm": "fedavg"}]}
         for table in ("weigher", "aggregator", "channel"):
             plain.pop(table, None)
-        return samples_per_round(**self._arguments(plain, 0))
+        return samples_per_round(*self._run(plain, 0))
 
-    def _arguments(self, document: Mapping[str, Any], place: int) -> dict[str, Any]:
-        experiment = self._experiment(document)
+    def _run(self, document: Mapping[str, Any], place: int) -> tuple[Setting, Federation]:
         seed, fed = next(iter(self.federations.items()))
-        return arguments(experiment, experiment.methods[place], fed, seed)
+        return judged(self._experiment(document).methods[place].setting, seed), fed
 
     def _experiment(self, document: Mapping[str, Any], workers: int = 1) -> Experiment:
         experiment = self._read(document, self._where)
-        return replace(experiment, engine=experiment.engine.with_(workers=workers))
+        return experiment.with_(engine=experiment.common.engine.with_(workers=workers))
 
     def _search(self, method: Method, space: Mapping[str, Dimension], goal: Goal) -> Search:
         tune = self.tune
@@ -246,10 +244,10 @@ class Tuning:
 
     def _workers(self) -> int:
         """Processes: for methods side by side, or, where one is tuned at a time, for its rounds."""
-        wanted = self.experiment.engine.workers
+        wanted = self.experiment.common.engine.workers
         if wanted == "auto":
             wanted = cores()
-        return wanted if self.experiment.engine.device == "cpu" else 1
+        return wanted if self.experiment.common.engine.device == "cpu" else 1
 
     def _records(self, method: Method) -> Path:
         return self.out / "trials" / f"{file_name(method.label)}.json"
@@ -259,8 +257,8 @@ class Tuning:
         settings = self.experiment.settings()
         for free in ("seeds", "name", "evaluate"):
             settings.pop(free)
-        for free in ("workers", "checkpoint_every", "store_budget"):
-            settings["engine"].pop(free)
+        for free in Engine.free:
+            settings["engine"].pop(free, None)
         spaces = {s.method.label: {k: _table(d) for k, d in s.space.items()} for s in self.studies}
         tune = {**dump(self.tune), "space": spaces, "seeds": list(self.goal.seeds), "rounds": self.goal.rounds}
         if not self.tune.equal_work:

@@ -1,0 +1,247 @@
+"""Setting: one run as a value. Its tables are those of an experiment file, its numbers what a run is known by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, GetCoreSchemaHandler, NonNegativeInt, PlainValidator
+from pydantic_core import CoreSchema, core_schema
+
+from fedloom.algorithms import REGISTRY, Algorithm, Composition
+from fedloom.choose import SAMPLERS, WEIGHERS, Sampler, Uniform, UniformWeigher, Weigher
+from fedloom.errors import ConfigError, unknown
+from fedloom.imports import find, is_path
+from fedloom.local import Local
+from fedloom.models import MODELS, PAPERS, Augment, Import, ModelSpec, Softmax, spec_of
+from fedloom.rows.aggregate import AGGREGATORS, Aggregator
+from fedloom.rows.attacks import ATTACKS, Attack
+from fedloom.rows.channel import CHANNELS, Channel
+from fedloom.values import Value, choose, dump, fields_of, flat, make, make_kind
+
+Part = Literal["train", "validation", "test"]
+
+
+class Evaluate(Value):
+    """When and on what models are scored. Nothing here changes what is learned."""
+
+    free: ClassVar[tuple[str, ...]] = ("confusion", "tsne")
+
+    every: int = Field(5, ge=1, description="rounds between evaluations; the last round is always evaluated")
+    select_on: Literal["validation", "test"] = Field(
+        "validation", description="part on which the hybrid model chooses; 'test' is FLAME's protocol, and reported"
+    )
+    parts: tuple[Part, ...] = Field(
+        ("train", "validation", "test"), description="parts of every client that are scored", min_length=1
+    )
+    personal_on_common: bool = Field(False, description="score personal models on the common test set as well")
+    confusion: bool = Field(
+        False, description="count predicted classes by true class on every client's test part, at the end"
+    )
+    tsne: tuple[NonNegativeInt, ...] = Field(
+        (), description="clients whose test samples are laid out in the plane by t-SNE, at the end (FedSLR, Fig. 4)"
+    )
+
+
+class Engine(Value):
+    """How a run is computed. Workers change no result; oracle, chunk and dtype change it by rounding only."""
+
+    free: ClassVar[tuple[str, ...]] = ("workers", "checkpoint_every", "store_budget")
+
+    workers: int | Literal["auto"] = Field(
+        1,
+        description="processes of one thread each on this machine; under torchrun, its ranks are the workers",
+        union_mode="left_to_right",
+    )
+    oracle: Literal["auto", "fused", "stacked", "looped"] = Field("auto", description="how gradients are computed")
+    chunk: int | None = Field(None, ge=1, description="most clients of a chunk; a fixed rule when not given")
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
+    dtype: Literal["float32", "float64"] = Field("float32", description="type of models and samples")
+    checkpoint_every: float = Field(30.0, gt=0, description="seconds of work between checkpoints")
+    store_budget: int = Field(1024, ge=0, description="MiB of client state kept in memory; beyond it, files")
+    quorum: float = Field(0.5, gt=0, le=1, description="share of a cohort that must return a usable update")
+    norm_bound: float | None = Field(None, gt=0, description="largest norm of an accepted upload")
+
+
+@dataclass(frozen=True)
+class Table:
+    """How a field of `Setting` is given: as a value, or as in an experiment file, by a name or a table of options.
+
+    Attributes:
+        base: class of the values.
+        kinds: classes by the table's ``kind``; empty where there is one.
+        default: the kind of a table that names none; None: a table without kind is no choice, and neither is "none".
+    """
+
+    base: type[Any]
+    kinds: Mapping[str, Any] = field(default_factory=dict)
+    default: str | None = None
+
+    def read(self, given: Any, where: str = "") -> Any:
+        """The value of a table.
+
+        Args:
+            given: a value, a kind, a table of options, or None.
+            where: file and table, for the message.
+
+        Raises:
+            ConfigError: an unknown kind or key, a wrong type or a value out of range.
+        """
+        if given is None or isinstance(given, self.base):
+            return given
+        options = {"kind": given} if isinstance(given, str) and self.kinds else given
+        if not isinstance(options, Mapping):
+            raise ConfigError(f"{where}{where and ': '}must be a {self.base.__name__} or a table, got {given!r}")
+        if not self.kinds:
+            return make(self.base, options, where, self.base.model_fields)
+        if self.default is None and (not options or options.get("kind") == "none"):
+            return None
+        what = self.base.__name__.lower()
+        if self.base is ModelSpec:
+            return _model(options, where)
+        if self.default is None and "kind" not in options:
+            raise ConfigError(f"{where}: kind is missing; allowed: {', '.join(self.kinds)}, none")
+        return make_kind(what, self.kinds, options, where, self.default or "", base=self.base)
+
+    def kind(self, value: Any) -> dict[str, str]:
+        """The key ``kind`` of a value's table, where there are several."""
+        named = {getattr(value, "kind", None), *(name for name, kind in self.kinds.items() if type(value) is kind)}
+        return {"kind": str(next(name for name in named if name))} if self.kinds else {}
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.read)
+
+
+def _model(options: Mapping[str, Any], where: str) -> ModelSpec:
+    """The specification of a table: of a kind, of a paper's name, or of user code."""
+    kind = options.get("kind", "softmax")
+    rest = {k: v for k, v in options.items() if k != "kind"}
+    if is_path(kind):
+        found = find(kind, "model", where)
+        if not (isinstance(found, type) and issubclass(found, ModelSpec)):
+            return Import(path=kind, options=rest)
+        return make_kind("model", {}, options, where, base=ModelSpec)  # type: ignore[no-any-return]
+    if kind not in (*MODELS, *PAPERS):
+        raise unknown("model kind", kind, (*MODELS, *PAPERS), where)
+    value = type(PAPERS[kind]) if kind in PAPERS else MODELS[kind]
+    return make(lambda **given: spec_of(kind, **given), rest, where, fields_of(value))
+
+
+def _method(given: Any) -> Algorithm | Composition:
+    """A method: itself, what a preset makes, or the defaults of a name of the registry."""
+    if isinstance(given, str):
+        entry: Any = choose("algorithm", REGISTRY, given, base=Algorithm)
+        return entry()  # type: ignore[no-any-return]
+    if not isinstance(given, Algorithm | Composition):
+        raise ConfigError(f"must be a method such as fl.algorithms.FedAvg() or its name, got {given!r}")
+    return given
+
+
+Rounds = Annotated[int, Field(ge=1, description="communication rounds")]
+Method = Annotated[Algorithm | Composition, PlainValidator(_method)]
+
+
+class Setting(Value):
+    """One run of one method, whatever the data: every choice that a user has, each a key or table of a file.
+
+    A choice that is added here is read from experiment files, written to them, offered by `fedloom.simulate`, part of
+    what a checkpoint must agree on and named where a directory holds another run.
+    """
+
+    own: ClassVar[tuple[str, ...]] = ("local", "sampler", "weigher", "aggregator", "channel", "rounds")
+    """What every method of an experiment may have for itself."""
+
+    algorithm: Method = Field(description="a method, or what a preset makes")
+    model: Annotated[ModelSpec, Table(ModelSpec, {**MODELS, **PAPERS}, "softmax")] = Field(
+        default_factory=Softmax, description="a model's name, or its specification"
+    )
+    rounds: Rounds = 100
+    seed: int = Field(0, description="seed of everything that is drawn")
+    local: Annotated[Local, Table(Local)] = Field(default_factory=Local, description="how clients train")
+    sampler: Annotated[Sampler, Table(Sampler, SAMPLERS, "uniform")] = Field(
+        default_factory=Uniform, description="who takes part"
+    )
+    weigher: Annotated[Weigher, Table(Weigher, WEIGHERS, "uniform")] = Field(
+        default_factory=UniformWeigher, description="how much every client counts in the mean"
+    )
+    aggregator: Annotated[Aggregator | None, Table(Aggregator, AGGREGATORS)] = Field(
+        None, description="how uploads become one; their weighted mean when None"
+    )
+    attack: Annotated[Attack | None, Table(Attack, ATTACKS)] = Field(
+        None, description="what a part of the clients does instead of being honest"
+    )
+    channel: Annotated[Channel | None, Table(Channel, CHANNELS)] = Field(
+        None, description="what a client's upload passes through"
+    )
+    augment: Annotated[Augment, Table(Augment)] = Field(
+        default_factory=Augment, description="random changes of training images"
+    )
+    weights: Literal["uniform", "samples"] = Field(
+        "uniform", description="clients' shares alpha_i of the objective, where a method reads them: 1/n, or by samples"
+    )
+    evaluate: Annotated[Evaluate, Table(Evaluate)] = Field(
+        default_factory=Evaluate, description="when and on what models are scored"
+    )
+    engine: Annotated[Engine, Table(Engine)] = Field(default_factory=Engine, description="how it is computed")
+
+    @classmethod
+    def of(cls, algorithm: Any, **choices: Any) -> Setting:
+        """The setting of a method; a choice that is None is left as it is by default.
+
+        Raises:
+            ConfigError: an unknown choice, a wrong type or a value out of range.
+        """
+        given = {name: value for name, value in choices.items() if value is not None}
+        return make(cls, {"algorithm": algorithm, **given}, "", cls.model_fields)
+
+    @classmethod
+    def tables(cls) -> dict[str, Table]:
+        """The fields that an experiment file has tables for."""
+        parts = {name: [m for m in field.metadata if isinstance(m, Table)] for name, field in cls.model_fields.items()}
+        return {name: found[0] for name, found in parts.items() if found}
+
+    @classmethod
+    def plain(cls) -> list[str]:
+        """The fields that are plain keys of an experiment file; its seeds are those of several runs."""
+        return [name for name in cls.model_fields if name not in ("algorithm", "seed", *cls.tables())]
+
+    def document(self) -> dict[str, Any]:
+        """Every choice but the method and the seed as an experiment file has it, defaults filled in."""
+        tables, found = type(self).tables(), dict[str, Any]()
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if name in tables and value is not None:
+                found[name] = {**tables[name].kind(value), **dump(value)}
+            elif name not in tables and name not in ("algorithm", "seed"):
+                found[name] = value
+        if self.local.steps is not None:
+            found["local"].pop("epochs")
+        return found
+
+    def numbers(self) -> dict[str, Any]:
+        """What decides a run's numbers, by dotted key."""
+        run = self.resolved()
+        algorithm = {"class": type(run.algorithm).__qualname__, **dump(run.method)}
+        found = flat({**run.document(), "algorithm": algorithm, "seed": run.seed})
+        free = {f"{name}.{key}" for name, table in type(self).tables().items() for key in table.base.free}
+        return {key: value for key, value in found.items() if key not in free}
+
+    @property
+    def method(self) -> Algorithm:
+        """The algorithm; of a preset, its own."""
+        return self.algorithm.algorithm if isinstance(self.algorithm, Composition) else self.algorithm
+
+    @property
+    def pooled(self) -> bool:
+        """All clients' data are one client's."""
+        return isinstance(self.algorithm, Composition) and self.algorithm.pooled
+
+    def resolved(self) -> Setting:
+        """The same run without a preset: its method, sampler and weigher in their places."""
+        preset = self.algorithm
+        if not isinstance(preset, Composition):
+            return self
+        sampler = preset.sampler.sized_like(self.sampler) if preset.sampler else self.sampler
+        parts = {"algorithm": preset.algorithm, "sampler": sampler, "weigher": preset.weigher or self.weigher}
+        return self.with_(**parts)  # type: ignore[no-any-return]
