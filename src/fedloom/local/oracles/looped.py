@@ -13,7 +13,7 @@ from fedloom.local.oracles.pooling import join
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
-    from fedloom.local.plan import Batch
+    from fedloom.local.batches import Batch
     from fedloom.models import Augment
     from fedloom.tasks import Task
 
