@@ -89,6 +89,28 @@ class Dataset:
             found += _outside("the test set", self.test, n)
         refuse(self.name, found)
 
+    @classmethod
+    def of(cls, obj: Any, target: Any = None, **options: Any) -> Dataset:
+        """A data set of what is in memory: see `fedloom.data.sources.memory.as_dataset`, which says what is taken.
+
+        >>> Dataset.of(np.eye(3), [0, 1, 1])
+        Dataset('data': 3 samples of shape 3, classification of 2 classes)
+        """
+        if isinstance(obj, cls) and target is None and not options:
+            return obj
+        from fedloom.data.sources.memory import as_dataset  # which needs data sets
+
+        return as_dataset(obj, target, **options)
+
+    def __repr__(self) -> str:
+        size = "x".join(map(str, self.shape)) or "1"
+        kinds = f" of {len(self.classes)} classes" if self.classes else ""
+        more = [f"{len(self.test)} of them the official test set"] if self.test is not None else []
+        more += [f"{len(self.user_names)} users"] if self.user_names else []
+        return (
+            f"Dataset({self.name!r}: {', '.join([f'{len(self):,} samples of shape {size}', *more, self.task + kinds])})"
+        )
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of one sample."""
