@@ -251,6 +251,16 @@ def test_images_by_folder(wrapping: str, tmp_path: Path) -> None:
     assert data.x[data.test, 0, 0, 0].tolist() == [30]
 
 
+@pytest.mark.parametrize("wrapping", ["plain", "gz", "tar.xz"])
+def test_an_image_longer_than_a_buffer_is_read_whole(wrapping: str, tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (500, 500)).astype(np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noise).save(buffer, "PNG")
+    assert buffer.tell() > 2**17
+    place = WRAPPINGS[wrapping](tmp_path, {"a/1.png": buffer.getvalue()})
+    assert np.array_equal(load("images", path=str(place)).x[0, 0].numpy(), noise)
+
+
 def test_colour_and_size_can_be_asked_for(tmp_path: Path) -> None:
     write(tmp_path, {"a/1.png": png(10, (8, 8), "RGB"), "b/1.png": png(20, (4, 4))})
     assert load(tmp_path, side=5).shape == (3, 5, 5)
@@ -357,12 +367,12 @@ def test_a_user_in_two_files_and_pixels_out_of_range_are_refused(tmp_path: Path)
 def test_arrays(tmp_path: Path) -> None:
     x = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
     np.savez_compressed(
-        tmp_path / "a.npz", x_train=x, y_train=[[0], [2]], x_test=np.asfortranarray(x[:1]), y_test=[[1]]
+        tmp_path / "a.npz", x_train=x, y_train=[[0], [2]], x_test=np.asfortranarray(x[:1]), y_test=[[2]]
     )
     data = load(tmp_path / "a.npz", channels_last=True)
     assert data.shape == (3, 4, 5)
     assert data.x[2].tolist() == x[0].transpose(2, 0, 1).tolist()
-    assert data.y.tolist() == [0, 2, 1]
+    assert data.y.tolist() == [0, 2, 2]
     assert data.test is not None
     assert data.test.tolist() == [2]
     np.savez(tmp_path / "b.npz", x=np.ones((3, 2)), y=[0.5, 1, 2], users=["b", "a", "b"])

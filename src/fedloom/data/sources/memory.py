@@ -199,7 +199,7 @@ def _side(obj: Any, target: Any, column: str | None, users: Any, name: str) -> _
         obj = obj.tensors
     if isinstance(obj, (tuple, list)) and len(obj) == 2 and target is None:
         return _Side(_plain(obj[0], name), _plain(obj[1], name))
-    if isinstance(obj, (np.ndarray, torch.Tensor)):
+    if isinstance(obj, (np.ndarray, torch.Tensor, list, tuple)):
         if target is None or isinstance(target, str):
             raise ConfigError(f"{name}: features without targets; give the pair (x, y), or target")
         return _Side(_plain(obj, name), _plain(target, name))
@@ -282,7 +282,7 @@ def _is_table(obj: Any) -> bool:
     """A pandas table, or a data set of the hub whose columns are all single numbers or texts."""
     if hasattr(obj, "columns") and hasattr(obj, "iloc"):
         return True
-    return _is_hub(obj) and len(obj) > 0 and all(np.isscalar(cell) or cell is None for cell in obj[0].values())
+    return _is_hub(obj) and len(obj) > 0 and all(np.ndim(cell) == 0 for cell in obj[0].values())
 
 
 def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[str, Any]) -> Dataset:
@@ -301,7 +301,11 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
     def cells() -> Iterator[Piece]:
         for column in names:
             values = obj[column]
-            values = values.astype(object).where(values.notna(), None).tolist() if frame else list(values)
+            values = (
+                values.astype(object).where(values.notna(), None).tolist()
+                if frame
+                else [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in values]
+            )
             yield Piece(0, str(column), values)
 
     return read_table(spec, name, [str(c) for c in names], cells(), Problems(name, first=0))
