@@ -136,7 +136,7 @@ CASES = {
     "missing cell": by_path("t.csv", b"a,b\n1,0\n,1\n", "t.csv: row 3, column 'a': missing value; repair it, "),
     "text in a number": by_path("t.csv", b"a,b\n1,0\nx,1\n", "row 3, column 'a': expected a finite number, got 'x'; "),
     "infinite number": by_path("t.csv", b"a,b\n1,0\ninf,1\n", "row 3, column 'a': expected a finite number, got 'inf'"),
-    "missing label": by_path("t.csv", b"a,b\n1,0\n2,\n", "row 3, column 'b': missing value; repair it"),
+    "missing label": by_path("t.csv", b"a,b\n1,0\n2,\n3,1\n", "row 3, column 'b': missing value; repair it"),
     "label with fractions": by_path("t.csv", b"a,b\n1,0\n2,.5\n", "t.csv: the label has fractions; set task"),
     "short row": by_path("t.csv", b"a,b\n1,0\n2\n", "row 3 has 1 cells, expected 2; .*repair the row"),
     "no feature": by_path("t.csv", b"a;b\n1;0\n2;1\n", "no column is left as a feature, the header has 'a;b'; "),
