@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from fedloom.cli import app
 from fedloom.data.sources import archive
-from tests.data.files import as_tar, as_zip, batch, idx_files, leaf, png, records, write
+from tests.data.files import as_tar, as_zip, idx_files, leaf, png, records, write
 
 RUNNER = CliRunner()
 A, B = ([[0.5, 1.0], [1, 0.25]], [0, 2]), ([[3, 4]], [1.0])
@@ -113,9 +113,9 @@ CASES = {
     "unknown label, FEMNIST": Case(
         "femnist", {"a.json": leaf({"u": ([[1.0] * 784], [62])})}, "user 'u' has the unknown label 62, allowed 0..61;"
     ),
-    "unknown label, heart": heart(HEART[:-1] + "7", "row 1, num: unknown label 7, allowed 0..4; fetch"),
+    "unknown label, heart": heart(HEART[:-1] + "7", "row 1, column 'num': unknown label '7'; .* 0, 1, 2, 3, 4; fetch"),
     "unknown label, arrays": npz("unknown label 1e\\+09 of sample 1, .*; repair", x=np.zeros((2, 1)), y=[0, 10**9]),
-    "unknown level": heart(HEART.replace("6.0,0", "5.0,0"), "row 1, thal: unknown level 5.0, the schema has"),
+    "unknown level": heart(HEART.replace("6.0,0", "5.0,0"), "row 1, column 'thal': unknown level '5.0'; the"),
     "empty client, LEAF": by_path("a.json", leaf({"u": A, "v": ([], [])}), "user 'v' has no sample; remove the user"),
     "empty client, heart": heart("", "processed.switzerland.data: empty, .*; fetch"),
     "duplicate users": by_path("a.json", leaf({"u": A}, users=["u", "u"]), "user 'u' is listed twice; every user may"),
@@ -128,14 +128,7 @@ CASES = {
     "no y": by_path("a.json", leaf({"u": A}).replace(b'"y"', b'"w"'), "user 'u' has 2 x and 0 y; make them equal"),
     "users that are no names": by_path("a.json", leaf({"u": A}, users=[1]), "no list of users or no user_data"),
     "nested too deeply": by_path("a.json", b'{"users":' + b"[" * 100_000, "nested too deeply; .* fetch it again"),
-    "pickle with code": cifar(
-        pickle.dumps({b"labels": [1], b"data": Evil()}, 2), "refused, the pickle holds the object .*mkdir, allowed"
-    ),
-    "pickle with objects": cifar(
-        pickle.dumps({b"labels": [1], b"data": np.array([{}], object)}, 2), "refused, the pickle holds an array of 'O"
-    ),
-    "pickle with a set": cifar(pickle.dumps({b"labels": {1}}, 2), "refused, the pickle holds the object .*set"),
-    "truncated pickle": cifar(batch([1, 2])[:-300], "not a readable batch .*; fetch"),
+    "pickle": cifar(pickle.dumps(Evil(), 2), "a pickle, .*; take the binary version .*cifar-10-binary.tar.gz from"),
     "arrays with objects": npz("x.npy: holds object \\(a pickle\\), .*; save it", x=np.array([{}], object), y=[0]),
     "arrays of text": npz("a.npz: x holds text .*, allowed are numbers;", x=np.array([["a"]]), y=[0]),
     "arrays that do not match": npz("3 samples but 2 targets; every sample needs", x=np.zeros((3, 1)), y=[0, 1]),
@@ -143,9 +136,9 @@ CASES = {
     "missing cell": by_path("t.csv", b"a,b\n1,0\n,1\n", "t.csv: row 3, column 'a': missing value; repair it, "),
     "text in a number": by_path("t.csv", b"a,b\n1,0\nx,1\n", "row 3, column 'a': expected a finite number, got 'x'; "),
     "infinite number": by_path("t.csv", b"a,b\n1,0\ninf,1\n", "row 3, column 'a': expected a finite number, got 'inf'"),
-    "missing label": by_path("t.csv", b"a,b\n1,0\n2,\n", "row 3, column 'b': missing value; repair it"),
+    "missing label": by_path("t.csv", b"a,b\n1,0\n2,\n3,1\n", "row 3, column 'b': missing value; repair it"),
     "label with fractions": by_path("t.csv", b"a,b\n1,0\n2,.5\n", "t.csv: the label has fractions; set task"),
-    "short row": by_path("t.csv", b"a,b\n1,0\n2\n", "row 3 has 1 cells, the header has 2; repair the row"),
+    "short row": by_path("t.csv", b"a,b\n1,0\n2\n", "row 3 has 1 cells, expected 2; .*repair the row"),
     "no feature": by_path("t.csv", b"a;b\n1;0\n2;1\n", "no column is left as a feature, the header has 'a;b'; "),
     "empty table": by_path("t.csv", b"", "t.csv: empty; a table needs a header row"),
     "two tables": Case("csv", {"s.csv": b"a,b\n1,0\n", "t.csv": b"a,b\n1,0\n"}, "more than one table, .*; give"),

@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import lzma
-import pickle  # noqa: TID251  (to write what CIFAR's authors wrote)
 import struct
 import tarfile
 import zipfile
@@ -71,11 +70,6 @@ WRAPPINGS: dict[str, Callable[[Path, dict[str, bytes]], Path]] = {
 def records(labels: list[int], prefix: bytes = b"", seed: int = 0) -> bytes:
     rng = np.random.default_rng(seed)
     return b"".join(prefix + bytes([label]) + rng.integers(0, 256, 3072, dtype=np.uint8).tobytes() for label in labels)
-
-
-def batch(labels: list[int], key: bytes = b"labels", protocol: int = 2) -> bytes:
-    pixels = np.frombuffer(records(labels), np.uint8).reshape(-1, 3073)[:, 1:].copy()
-    return pickle.dumps({key: labels, b"data": pixels, b"filenames": [b"a.png"] * len(labels)}, protocol)
 
 
 def png(value: int, size: tuple[int, int] = (6, 4), mode: str = "L") -> bytes:

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from fedloom.data import load
-from fedloom.data.problems import Attack, LinearRegression, LowRank, SparseLogistic
+from fedloom.data.problems import LinearRegression, LowRank, SparseLogistic
 from fedloom.seeds import numpy_generator
+from tests.data import known_answers as known
+from tests.data.known_answers import Attack
 
 DRAWS = 2000
 LAM, RHO = 1.0, 0.1
@@ -51,9 +53,9 @@ def simulate(problem: LinearRegression, lam: float, rho: float | None, attack: A
 @pytest.mark.parametrize("rho", [RHO, None])
 def test_mean_losses_under_attack_are_those_of_proposition_2(attack: Attack, rho: float | None) -> None:
     problem = LinearRegression(malicious=3, gamma=1.5, sigma=1.2, b=0.7)
-    q = problem.q(LAM, rho) if rho is not None else 1.0  # pFedMe and Ditto send the solution itself
+    q = known.q(problem, LAM, rho) if rho is not None else 1.0  # pFedMe and Ditto send the solution itself
     losses = simulate(problem, LAM, rho, attack)
-    expected = np.array(problem.losses(q, LAM, attack))
+    expected = np.array(known.losses(problem, q, LAM, attack))
     error = losses.std(0, ddof=1) / np.sqrt(DRAWS)
     assert (np.abs(losses.mean(0) - expected) < 3 * error).all()
 
@@ -65,9 +67,9 @@ def test_where_the_condition_of_proposition_2_holds_the_ordering_holds(attack: A
         for spread, sigma in ((3.0, 1.0), (0.1, 0.3), (3.0, 10.0)):
             bad = 0 if attack == "none" else 4
             problem = LinearRegression(malicious=bad, seed=seed, spread=spread, sigma=sigma)
-            threshold = problem.thresholds(LAM, attack)
+            threshold = known.thresholds(problem, LAM, attack)
             for q in (0.2, 0.6, 0.9):
-                ours, theirs = problem.losses(q, LAM, attack), problem.losses(1.0, LAM, attack)
+                ours, theirs = known.losses(problem, q, LAM, attack), known.losses(problem, 1.0, LAM, attack)
                 for k in range(2):
                     if q >= threshold[k]:
                         held += 1
@@ -80,16 +82,16 @@ def test_where_the_condition_of_proposition_2_holds_the_ordering_holds(attack: A
 def test_thresholds_are_where_the_loss_is_least() -> None:
     problem = LinearRegression(malicious=3, spread=3.0)
     for attack in ("same-value", "sign-flip", "gaussian"):
-        threshold = problem.thresholds(LAM, attack)
+        threshold = known.thresholds(problem, LAM, attack)
         for k in range(2):
-            here, left, right = (problem.losses(threshold[k] + h, LAM, attack)[k] for h in (0, -1e-3, 1e-3))
+            here, left, right = (known.losses(problem, threshold[k] + h, LAM, attack)[k] for h in (0, -1e-3, 1e-3))
             assert here < min(left, right)
 
 
 def test_variances_of_test_losses_are_those_of_proposition_3() -> None:
     problem = LinearRegression(sigma=0.5)
     theta, x = problem.truth()
-    q, b, n = problem.q(LAM, RHO), problem.b, problem.samples
+    q, b, n = known.q(problem, LAM, RHO), problem.b, problem.samples
     losses = np.empty((DRAWS, 2, problem.clients))
     for draw in range(DRAWS):
         solution = np.einsum("mnd,mn->md", x, problem.targets(draw)) / (n * b)
@@ -98,7 +100,7 @@ def test_variances_of_test_losses_are_those_of_proposition_3() -> None:
         for k, model in enumerate((w, personal)):
             losses[draw, k] = problem.sigma**2 / 2 + b / 2 * ((model - theta) ** 2).sum(-1)
     mean = losses.mean(0)
-    expected = problem.variances(q, LAM)
+    expected = known.variances(problem, q, LAM)
     blocks = losses.reshape(20, -1, 2, problem.clients).mean(1).var(-1)  # spread of the estimate, by blocks of draws
     for k in range(2):
         error = blocks[:, k].std(ddof=1) / np.sqrt(20)
@@ -112,8 +114,8 @@ def test_proposition_3_holds_for_models_of_equal_length_only() -> None:
         free = LinearRegression(seed=seed, spread=2.0)
         for q in (0.1, 0.5, 0.9):
             for k in range(2):
-                assert equal.variances(q, LAM)[k] < equal.variances(1.0, LAM)[k]
-                worse += free.variances(q, LAM)[k] > free.variances(1.0, LAM)[k]
+                assert known.variances(equal, q, LAM)[k] < known.variances(equal, 1.0, LAM)[k]
+                worse += known.variances(free, q, LAM)[k] > known.variances(free, 1.0, LAM)[k]
     assert worse > 0  # the claim without the condition is false
 
 
@@ -127,7 +129,7 @@ def test_features_are_orthogonal_as_stated() -> None:
 
 def test_sparse_logistic_optimum_satisfies_its_conditions() -> None:
     problem = SparseLogistic()
-    data, (w, value) = problem.load(), problem.optimum()
+    data, (w, value) = problem.load(), known.sparse_optimum(problem)
     x, y = data.x.numpy(), data.y.numpy()
     g = x.T @ (1 / (1 + np.exp(-x @ w)) - y) / len(x)
     on = w != 0
@@ -141,7 +143,7 @@ def test_sparse_logistic_optimum_satisfies_its_conditions() -> None:
 
 def test_low_rank_optimum_satisfies_its_conditions() -> None:
     problem = LowRank()
-    data, (w, value) = problem.load(), problem.optimum()
+    data, (w, value) = problem.load(), known.low_rank_optimum(problem)
     x, y = data.x.numpy(), data.y.numpy()
     g = 2 * (x @ w.T - y).T @ x / y.size  # gradient of the mean squared error
     u, s, v = np.linalg.svd(w)
@@ -161,7 +163,7 @@ def test_problems_refuse_what_cannot_be() -> None:
     with pytest.raises(ValueError, match="malicious < clients"):
         LinearRegression(malicious=10)
     with pytest.raises(ValueError, match="need an attack"):
-        LinearRegression(malicious=1).losses(0.5, 1.0)
+        known.losses(LinearRegression(malicious=1), 0.5, 1.0)
 
 
 def test_synthetic_users_are_their_own_and_equal_seeds_are_equal() -> None:

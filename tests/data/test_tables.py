@@ -104,9 +104,12 @@ def hearts(folder: Path, **rows: str) -> Path:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        (HEART.replace("1.0,1.0,145", "1.0,7.0,145"), "row 1, cp: unknown level 7.0, the schema has"),
-        (HEART.replace(",6.0,0", ",6.0,5"), "row 1, num: unknown label 5"),
-        (HEART.replace("233.0", "high"), "row 1, chol: expected a number, got 'high'"),
+        (
+            HEART.replace("1.0,1.0,145", "1.0,7.0,145"),
+            "row 1, column 'cp': unknown level '7.0'; the schema has 1, 2, 3, 4",
+        ),
+        (HEART.replace(",6.0,0", ",6.0,5"), "row 1, column 'num': unknown label '5'"),
+        (HEART.replace("233.0", "high"), "row 1, column 'chol': expected a finite number, got 'high'"),
         (HEART[:30] + "\n", "cells, expected 14"),
     ],
 )
@@ -132,7 +135,7 @@ def test_a_spoiled_adult_file_is_refused(tmp_path: Path) -> None:
     file.write_text(row)
     assert load(tmp_path).y.tolist() == [0]
     for old, new, words in (
-        ("State-gov", "Nobody", "workclass: unknown level 'Nobody'"),
+        ("State-gov", "Nobody", "column 'workclass': unknown level 'Nobody'"),
         ("<=50K", "a lot", "unknown label 'a lot'"),
         (", 40", "", "14 cells, expected 15"),
     ):

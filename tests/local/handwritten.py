@@ -1,6 +1,6 @@
 """Local training written by hand over plain modules and `torch.optim.SGD`; shares no code with ``fedloom.local``.
 
-Batches come from `fedloom.data.batches.plan`, random draws from `fedloom.seeds`, as documented.
+Batches come from `fedloom.data.order.plan`, random draws from `fedloom.seeds`, as documented.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from fedloom.data.batches import plan
 from fedloom.data.dataset import Dataset
 from fedloom.data.federation import Federation, Split
+from fedloom.data.order import plan
 from fedloom.models import Dropout
 from fedloom.seeds import generator
 

@@ -28,8 +28,8 @@ from fedloom.algorithms import (
     PerFedAvg,
 )
 from fedloom.data.dataset import Dataset
-from fedloom.data.facts import Facts, lone_client
 from fedloom.data.federation import Federation
+from fedloom.data.input_spec import InputSpec, lone_client
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Engine
 from fedloom.errors import ConfigError, DataError, LayoutError
@@ -162,7 +162,7 @@ def test_clients_are_found_by_number_and_by_name_and_unknown_ones_are_refused(fe
 
 
 def test_new_data_is_refused_with_the_reason(fed: Federation, stranger: Dataset) -> None:
-    facts = Facts.of(fed.data)
+    facts = InputSpec.of(fed.data)
 
     def refused(sentence: str, **changes: Any) -> None:
         with pytest.raises(DataError, match=sentence):
@@ -190,8 +190,8 @@ def test_a_table_with_other_columns_or_levels_is_refused(tmp_path: Path) -> None
     rows = [f"{k},{('red', 'green', 'blue')[k % 3]},{k % 2}" for k in range(60)]
     data = table("\n".join(["a,colour,y", *rows]))
     fed = fl.partition.iid(clients=2)(data, seed=0)
-    facts = Facts.of(fed.data)
-    again = Facts.model_validate_json(facts.model_dump_json())
+    facts = InputSpec.of(fed.data)
+    again = InputSpec.model_validate_json(facts.model_dump_json())
     assert again == facts
     fewer = again.take(table("colour,a,y\nblue,3,1\nred,4,0\nblue,5,1\n"))
     assert fewer.x.tolist() == [[3, 0], [4, 2], [5, 0]]
@@ -212,7 +212,7 @@ def test_a_table_with_other_columns_or_levels_is_refused(tmp_path: Path) -> None
 def started(result: Result, data: Dataset) -> tuple[Work, Tensor]:
     """The work of a new client in the round after the last, and the global model."""
     job = result.job
-    fed = lone_client(Facts.of(job.judge.data).take(data))
+    fed = lone_client(InputSpec.of(job.judge.data).take(data))
     oracle = make_oracle(result.models.recipe.build(), task_of(fed.data), fed)
     seed = derive(job.seed, client=job.n, purpose="adapt")
     share = torch.full((1, 1), 1 / (job.n + 1))
@@ -351,7 +351,7 @@ def test_exported_models_predict_alike_everywhere(fed: Federation, tmp_path: Pat
     for count in (1, 2, len(x)):
         (got,) = session.run(None, {"samples": x[:count].numpy()})
         torch.testing.assert_close(torch.from_numpy(got), want[:count], rtol=0, atol=1e-5)
-    facts = Facts.model_validate_json(session.get_modelmeta().custom_metadata_map["facts"])
+    facts = InputSpec.model_validate_json(session.get_modelmeta().custom_metadata_map["facts"])
     assert facts.classes == fed.data.classes
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fedloom.data import partition
-from fedloom.data.batches import plan
 from fedloom.data.dataset import Dataset, Prepare, Task
 from fedloom.data.federation import PARTS, Federation, Split
+from fedloom.data.order import plan
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source, load, source
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedloom.errors import DataError, NoSamples
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from fedloom.data.tables import Fitted
 
@@ -80,17 +80,36 @@ class Dataset:
         n = len(self.x)
         if n == 0:
             raise NoSamples(f"{self.name}: no samples; a data set needs at least one")
-        if len(self.y) != n:
-            raise DataError(f"{self.name}: {n} samples but {len(self.y)} targets; every sample needs one target")
-        self._check_x()
-        self._check_y()
-        self._check_scale()
+        found = [*self._wrong_x(), *self._wrong_y(n), *self._wrong_scale()]
         for what, codes, names in self._coded():
             if len(codes) != n:
-                raise DataError(f"{self.name}: {what} has {len(codes)} codes for {n} samples; give one per sample")
-            self._in_range(what, codes, len(names))
+                found.append(f"{what} has {len(codes)} codes for {n} samples; give one per sample")
+            found += _outside(what, codes, len(names))
         if self.test is not None:
-            self._in_range("the test set", self.test, n)
+            found += _outside("the test set", self.test, n)
+        refuse(self.name, found)
+
+    @classmethod
+    def of(cls, obj: Any, target: Any = None, **options: Any) -> Dataset:
+        """A data set of what is in memory: see `fedloom.data.sources.memory.as_dataset`, which says what is taken.
+
+        >>> Dataset.of(np.eye(3), [0, 1, 1])
+        Dataset('data': 3 samples of shape 3, classification of 2 classes)
+        """
+        if isinstance(obj, cls) and target is None and not options:
+            return obj
+        from fedloom.data.sources.memory import as_dataset  # which needs data sets
+
+        return as_dataset(obj, target, **options)
+
+    def __repr__(self) -> str:
+        size = "x".join(map(str, self.shape)) or "1"
+        kinds = f" of {len(self.classes)} classes" if self.classes else ""
+        more = [f"{len(self.test)} of them the official test set"] if self.test is not None else []
+        more += [f"{len(self.user_names)} users"] if self.user_names else []
+        return (
+            f"Dataset({self.name!r}: {', '.join([f'{len(self):,} samples of shape {size}', *more, self.task + kinds])})"
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -138,46 +157,57 @@ class Dataset:
         coded = [(f"column {key!r}", codes, self.levels.get(key, ())) for key, codes in self.columns.items()]
         return coded if self.users is None else [*coded, ("users", self.users, self.user_names)]
 
-    def _in_range(self, what: str, codes: Tensor, count: int) -> None:
-        if codes.dtype != torch.int64 or codes.ndim != 1:
-            raise DataError(f"{self.name}: {what} must be int64 of one dimension, got {codes.dtype} {codes.ndim}-d")
-        if len(codes) and (int(codes.min()) < 0 or int(codes.max()) >= count):
-            got = f"{int(codes.min())}..{int(codes.max())}"
-            raise DataError(f"{self.name}: {what} must be within 0..{count - 1}, got {got}")
-
-    def _check_x(self) -> None:
+    def _wrong_x(self) -> Iterator[str]:
         if self.x.dtype == torch.uint8:
             return
         if not self.x.dtype.is_floating_point:
-            raise DataError(f"{self.name}: features must be uint8 or float, got {self.x.dtype}; convert them")
-        if bool(torch.isfinite(self.x.sum())):  # NaN and Inf survive a sum
-            return
-        bad = ~torch.isfinite(self.x) if self.prepare is None else torch.isinf(self.x)
-        if bool(bad.any()):
+            yield f"features must be uint8 or float, got {self.x.dtype}; convert them"
+        elif not bool(torch.isfinite(self.x.sum())):  # NaN and Inf survive a sum
+            bad = ~torch.isfinite(self.x) if self.prepare is None else torch.isinf(self.x)
             where: list[int] = bad.reshape(len(bad), -1).any(1).nonzero().flatten().tolist()
-            raise DataError(
-                f"{self.name}: NaN or Inf in the features of {len(where)} samples (first: sample {where[0]}); "
-                "remove or repair them"
-            )
+            if where:
+                yield (
+                    f"NaN or Inf in the features of {len(where)} samples (first: sample {where[0]}); "
+                    "remove or repair them"
+                )
 
-    def _check_y(self) -> None:
-        if self.task == "regression":
-            if self.y.ndim != 2 or not self.y.dtype.is_floating_point:
-                raise DataError(f"{self.name}: regression targets must be float [N, k], got {self.y.dtype}")
-            if not bool(torch.isfinite(self.y).all()):
-                raise DataError(f"{self.name}: NaN or Inf in the targets; remove or repair those samples")
-            return
-        if self.task == "binary" and len(self.classes) != 2:
-            raise DataError(f"{self.name}: a binary task has 2 classes, got {len(self.classes)}")
-        self._in_range("labels", self.y, len(self.classes))
+    def _wrong_y(self, n: int) -> Iterator[str]:
+        if len(self.y) != n:
+            yield f"{n} samples but {len(self.y)} targets; every sample needs one target"
+        if self.task != "regression":
+            if self.task == "binary" and len(self.classes) != 2:
+                yield f"a binary task has 2 classes, got {len(self.classes)}"
+            yield from _outside("labels", self.y, len(self.classes))
+        elif self.y.ndim != 2 or not self.y.dtype.is_floating_point:
+            yield f"regression targets must be float [N, k], got {self.y.dtype}"
+        elif not bool(torch.isfinite(self.y).all()):
+            yield "NaN or Inf in the targets; remove or repair those samples"
 
-    def _check_scale(self) -> None:
+    def _wrong_scale(self) -> Iterator[str]:
         for what, values in (("mean", self.mean), ("std", self.std)):
+            channels = self.shape[0] if self.shape else 1
             if values is None:
                 continue
-            channels = self.shape[0] if self.shape else 1
             if values.ndim != 1 or len(values) not in (1, channels) or not bool(torch.isfinite(values).all()):
-                got = values.tolist()
-                raise DataError(f"{self.name}: {what} must be finite with 1 or {channels} values, got {got}")
-        if self.std is not None and bool((self.std <= 0).any()):
-            raise DataError(f"{self.name}: std must be > 0, got {self.std.tolist()}")
+                yield f"{what} must be finite with 1 or {channels} values, got {values.tolist()}"
+            elif what == "std" and bool((values <= 0).any()):
+                yield f"std must be > 0, got {values.tolist()}"
+
+
+def refuse(where: str, problems: Sequence[str]) -> None:
+    """Says everything that is wrong with data at once; nothing where nothing is.
+
+    Raises:
+        DataError: there are problems.
+    """
+    if len(problems) == 1:
+        raise DataError(f"{where}: {problems[0]}")
+    if problems:
+        raise DataError(f"{where}: {len(problems)} problems" + "".join(f"\n  - {problem}" for problem in problems))
+
+
+def _outside(what: str, codes: Tensor, count: int) -> Iterator[str]:
+    if codes.dtype != torch.int64 or codes.ndim != 1:
+        yield f"{what} must be int64 of one dimension, got {codes.dtype} {codes.ndim}-d"
+    elif len(codes) and (int(codes.min()) < 0 or int(codes.max()) >= count):
+        yield f"{what} must be within 0..{count - 1}, got {int(codes.min())}..{int(codes.max())}"

@@ -80,6 +80,14 @@ class Federation:
         object.__setattr__(self, "_flat", self.data.x.reshape(len(self.data), -1))
         object.__setattr__(self, "_affine", self._scale_and_shift())
 
+    def __repr__(self) -> str:
+        sizes = {part: self.sizes(part) for part in PARTS}
+        held = ", ".join(f"{int(held.sum()):,} {part}" for part, held in sizes.items())
+        least, most = int(sizes["train"].min()), int(sizes["train"].max())
+        how = f" by {self.partition['kind']}" if "kind" in self.partition else ""
+        each = f"{least} to {most} training samples each"
+        return f"Federation({self.n:,} clients{how}, {held} samples, {each}, of {self.data!r})"
+
     @property
     def n(self) -> int:
         """Number of clients."""

@@ -9,7 +9,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from fedloom.data.facts import Facts
+from fedloom.data.input_spec import InputSpec
 from fedloom.engine.hybrid import choose_model
 from fedloom.engine.job import Job
 from fedloom.engine.records import not_measured
@@ -83,7 +83,7 @@ class Live:
     def __init__(self, job: Job, state: State) -> None:
         self._job, self._state = job, state
         self.names = job.judge.names
-        self.recipe = Recipe(job.spec, Facts.of(job.judge.data), job.seed, job.oracle.dtype)
+        self.recipe = Recipe(job.spec, InputSpec.of(job.judge.data), job.seed, job.oracle.dtype)
         name = type(job.algorithm).__name__
         self.about = {"method": name, "algorithm": name, "seed": job.seed, "rounds": state.round}
 

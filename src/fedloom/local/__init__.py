@@ -1,9 +1,9 @@
 """Local training: settings, the loop, and the oracles; the only floor that calls autograd."""
 
+from fedloom.local.batches import Batch
 from fedloom.local.context import Ctx, Nothing
 from fedloom.local.descend import Pull, descend
 from fedloom.local.iterate import iterate
-from fedloom.local.plan import Batch
 from fedloom.local.settings import Local
 from fedloom.local.step import step_, where_moved
 from fedloom.local.svrg import SvrgResult, svrg

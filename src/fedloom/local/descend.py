@@ -13,7 +13,7 @@ from fedloom.local.rows import each_client, per_client
 from fedloom.rows.masks import spans
 
 if TYPE_CHECKING:
-    from fedloom.local.plan import Batch
+    from fedloom.local.batches import Batch
     from fedloom.local.work import Work
     from fedloom.rows.prox import Prox
     from fedloom.seeds import Purpose

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from fedloom.local.plan import Batch
+    from fedloom.local.batches import Batch
     from fedloom.local.work import Work
 
 

@@ -13,8 +13,8 @@ from fedloom.local.rows import each_client, per_client
 from fedloom.local.step import step_
 
 if TYPE_CHECKING:
+    from fedloom.local.batches import Batch
     from fedloom.local.descend import Pull
-    from fedloom.local.plan import Batch
     from fedloom.local.work import Work
     from fedloom.seeds import Purpose
 

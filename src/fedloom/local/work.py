@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedloom.local.batches import PASS, Batch, Draw, Plan, make_plan
 from fedloom.local.oracles.base import Oracle, Reduce
-from fedloom.local.plan import PASS, Batch, Draw, Plan, make_plan
 from fedloom.local.rows import each_client
 from fedloom.local.settings import Local
 from fedloom.rows.layout import Layout

@@ -17,8 +17,8 @@ from fedloom.rows.layout import Layout
 from fedloom.seeds import generator
 
 if TYPE_CHECKING:
+    from fedloom.local.batches import Batch
     from fedloom.local.oracles.base import Oracle
-    from fedloom.local.plan import Batch
 
 LAYOUT = Layout.from_shapes({"body.weight": (2, 2), "head.weight": (1, 2), "head.bias": (1,)})
 """Seven scalars in three named blocks, so that masks of a body or a head mean something."""

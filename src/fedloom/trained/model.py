@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.facts import Facts, lone_client
 from fedloom.data.federation import Federation
+from fedloom.data.input_spec import InputSpec, lone_client
 from fedloom.errors import LayoutError
 from fedloom.local.oracles.network import BATCH_STATISTICS, evaluated_together
 from fedloom.models import ModelSpec
@@ -37,7 +37,7 @@ class Recipe:
     """
 
     spec: ModelSpec
-    facts: Facts
+    facts: InputSpec
     seed: int
     dtype: torch.dtype = torch.float32
 
@@ -74,7 +74,7 @@ class Model:
     about: Mapping[str, Any]
 
     def module(self) -> nn.Module:
-        """A plain `nn.Module` in evaluation mode; it takes samples that are scaled as `Facts` says."""
+        """A plain `nn.Module` in evaluation mode; it takes samples that are scaled as `InputSpec` says."""
         module = self.recipe.build()
         self.recipe.layout.load(module, self.row)
         places = running_statistics(module)
@@ -177,7 +177,7 @@ def file_layout(path: Path | str) -> Layout:
         return Layout.from_header(file.metadata() or {})
 
 
-def facts_of(file: Any, path: Path) -> tuple[Facts, dict[str, Any]]:
+def facts_of(file: Any, path: Path) -> tuple[InputSpec, dict[str, Any]]:
     """What a file's header says of the data and of the models.
 
     Raises:
@@ -185,7 +185,7 @@ def facts_of(file: Any, path: Path) -> tuple[Facts, dict[str, Any]]:
     """
     header = file.metadata() or {}
     try:
-        return Facts.model_validate_json(header["facts"]), dict(json.loads(header["about"]))
+        return InputSpec.model_validate_json(header["facts"]), dict(json.loads(header["about"]))
     except (KeyError, ValueError, TypeError) as error:
         raise LayoutError(f"{path}: its header does not say what data its models take ({error!r:.120})") from None
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.facts import lone_client
+from fedloom.data.input_spec import lone_client
 from fedloom.errors import ConfigError, nearest
 from fedloom.local import Local
 from fedloom.trained.adapt import adapted

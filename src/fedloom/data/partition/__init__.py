@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from fedloom.data.partition._base import Draw, Partition, Pool, Sized
-from fedloom.data.partition.amounts import Quantity
-from fedloom.data.partition.few import Few
 from fedloom.data.partition.groups import Clusters, Column, Writers
-from fedloom.data.partition.labels import Dirichlet, Iid, Shards
 from fedloom.data.partition.nested import PARTITIONS, Concept, Hybrid, Quality
+from fedloom.data.partition.skew import Dirichlet, Few, Iid, Quantity, Shards
 
 clusters, column, concept, dirichlet, few, hybrid = Clusters, Column, Concept, Dirichlet, Few, Hybrid
 iid, quality, quantity, shards, writers = Iid, Quality, Quantity, Shards, Writers

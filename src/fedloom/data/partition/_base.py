@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from fedloom.data.federation import Federation, Split
 from fedloom.data.partition.changes import add_noise, prepared, relabelled
 from fedloom.data.partition.deal import Dealt, Ints, choose_each, owners, round_to_total
 from fedloom.data.partition.parts import cut_parts
-from fedloom.errors import PartitionError, Refused, blamed
+from fedloom.errors import DataError, PartitionError, Refused, blamed
 from fedloom.seeds import numpy_generator
 from fedloom.values import Value
 
@@ -108,13 +108,20 @@ class Partition(Value):
         """Who gets which samples; everything random comes from `seed`."""
         ...
 
-    def __call__(self, data: Dataset, seed: int = 0) -> Federation:
+    def __call__(self, data: Any, seed: int = 0) -> Federation:
         """The federation of this partition.
+
+        Args:
+            data: a `Dataset`, or what `Dataset.of` makes one of: arrays, tensors, torch, Hugging
+                Face and pandas data sets.
+            seed: everything random comes from it.
 
         Raises:
             PartitionError: more clients than samples, more labels than classes, or a client below `min_size`.
             Refused: a partition by class of a data set without classes.
+            DataError: data that cannot be read, or a table whose target is the same in every row.
         """
+        data = Dataset.of(data)
         seed_of_draw, fold = (seed, None) if self.folds is None else divmod(seed, self.folds)
         pool = self._pool(data)
         with blamed("partition", self, f"draw, seed {seed}"):
@@ -159,6 +166,8 @@ class Partition(Value):
         if len(sizes) == 0 or sizes.min() < self.min_size:
             who = f"client {sizes.argmin()} gets {sizes.min()} samples" if len(sizes) else "there are no clients"
             raise PartitionError(f"{self.kind}: {who} of {data.name}, min_size is {self.min_size}; use fewer clients")
+        if data.prepare is not None and len(sizes) > 1 and bool((data.y == data.y[0]).all()):
+            raise DataError(f"{data.name}: the target is the same in every row; nothing can be learned from it")
         if self.test_from != "own" and data.test is None:
             raise PartitionError(
                 f"{self.kind}: test_from = {self.test_from!r}, but {data.name} has no official test set"

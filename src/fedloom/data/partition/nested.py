@@ -10,11 +10,9 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from fedloom.data.partition._base import Draw, Partition, Pool, Sized
-from fedloom.data.partition.amounts import Quantity
 from fedloom.data.partition.deal import Dealt, Ints
-from fedloom.data.partition.few import Few
 from fedloom.data.partition.groups import Clusters, Column, Writers
-from fedloom.data.partition.labels import Dirichlet, Iid, Shards
+from fedloom.data.partition.skew import Dirichlet, Few, Iid, Quantity, Shards
 from fedloom.errors import ConfigError, PartitionError, Refused
 from fedloom.seeds import derive, numpy_generator
 from fedloom.values import choose

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,9 +55,9 @@ class _Bounded(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+    def readinto(self, buffer: Any) -> int:  # RawIOBase.read gives a bytearray, whose slice would be a copy
         try:
-            count = cast("io.BufferedIOBase", self._inner).readinto(buffer[:CHUNK])
+            count = cast("io.BufferedIOBase", self._inner).readinto(memoryview(buffer)[:CHUNK])
         except BROKEN as error:
             raise damaged(self._where, error) from error
         self._left -= count
@@ -255,6 +255,11 @@ class Rows:
     def __init__(self, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
         self._data: NDArray[np.generic] = np.empty((0, *shape), dtype)
         self.size = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of a row."""
+        return self._data.shape[1:]
 
     def room(self, count: int) -> NDArray[np.generic]:
         """`count` fresh rows to write into; they count from now on."""

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from fedloom.data.dataset import Dataset, Task
-from fedloom.data.sources._base import FileSource, lies_at, locate, numbered, scale
+from fedloom.data.dataset import Dataset
+from fedloom.data.sources._base import FileSource, locate
 from fedloom.data.sources.archive import Entry, check_size, entries, fill, finished
+from fedloom.data.sources.memory import of_arrays
 from fedloom.errors import DataError
 
 BLOCK = 2**20
@@ -59,7 +59,10 @@ class Npz(FileSource):
             assert whole is not None
             turn = self.channels_last and whole is x
             _into(entry, header, whole[start[key] : start[key] + header.shape[0]], turn=turn)
-        return self._data(place, x, y, users, sizes)
+        split = sizes[0] if len(sizes) == 2 else None
+        return of_arrays(
+            place.stem, x, y, self.task, where=place, split=split, mean=self.mean, std=self.std, users=users
+        )
 
     def _room_of_x(self, place: Path, headers: dict[str, _Header], keys: list[str]) -> NDArray[Any]:
         """Room for the features, as models take them: bytes or float32, channels first."""
@@ -70,40 +73,6 @@ class Npz(FileSource):
                 raise DataError(f"{place}: channels_last needs x [N, height, width, channels], got {shape}")
             shape = (shape[0], shape[3], *shape[1:3])
         return np.empty(shape, kind)
-
-    def _data(
-        self, place: Path, x: NDArray[Any], y: NDArray[Any], users: NDArray[Any] | None, sizes: list[int]
-    ) -> Dataset:
-        features = torch.from_numpy(x)
-        if features.ndim == 3:
-            features = features[:, None]
-        target, task, classes = self._target(place, y)
-        names, codes = (None, None) if users is None else np.unique(users, return_inverse=True)
-        with lies_at(place):
-            return Dataset(
-                place.stem,
-                features,
-                target,
-                task,
-                classes,
-                scale(self.mean),
-                scale(self.std),
-                torch.arange(sizes[0], len(x)) if len(sizes) == 2 else None,
-                users=None if codes is None else torch.from_numpy(codes),
-                user_names=() if names is None else tuple(str(name) for name in names),
-            )
-
-    def _target(self, place: Path, y: NDArray[Any]) -> tuple[torch.Tensor, Task, tuple[str, ...]]:
-        if y.ndim == 2 and y.shape[1] == 1:
-            y = y[:, 0]
-        if y.ndim not in (1, 2):
-            raise DataError(f"{place}: y must be [N] classes or [N, k] targets, got {y.shape}; give one row per sample")
-        whole = y.ndim == 1 and (y.dtype.kind in "iub" or bool((y == np.floor(y)).all()))
-        if self.task == "classification" and not whole:
-            raise DataError(f"{place}: y must be whole numbers [N] for a classification, got {y.dtype} {y.shape}")
-        if self.task == "regression" or not whole:
-            return torch.from_numpy(y.reshape(len(y), -1).astype(np.float64)), "regression", ()
-        return torch.from_numpy(y.astype(np.int64, copy=False)), "classification", numbered(y, place)
 
 
 def _is_array(name: str) -> bool:

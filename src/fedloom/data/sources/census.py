@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from fedloom.data.dataset import Dataset
+from fedloom.data.dataset import Dataset, refuse
 from fedloom.data.sources._base import FileSource, locate
-from fedloom.data.sources.archive import Entry, Rows, entries
+from fedloom.data.sources.archive import Rows, entries
+from fedloom.data.sources.tabular import Problems, csv_rows, numbers, pieces
 from fedloom.data.tables import Column, Table
 from fedloom.errors import DataError, NoSamples
 
+Schema = Mapping[str, tuple[str, ...]]
+"""Levels of each column, the label last; no levels: a number, ``?`` is missing."""
+
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
-HEART: dict[str, tuple[int, ...]] = {  # levels of codes; empty: a number
+HEART: Schema = {
     "age": (),
-    "sex": (0, 1),
-    "cp": (1, 2, 3, 4),
+    "sex": ("0", "1"),
+    "cp": ("1", "2", "3", "4"),
     "trestbps": (),
     "chol": (),
-    "fbs": (0, 1),
-    "restecg": (0, 1, 2),
+    "fbs": ("0", "1"),
+    "restecg": ("0", "1", "2"),
     "thalach": (),
-    "exang": (0, 1),
+    "exang": ("0", "1"),
     "oldpeak": (),
-    "slope": (1, 2, 3),
+    "slope": ("1", "2", "3"),
     "ca": (),
-    "thal": (3, 6, 7),
+    "thal": ("3", "6", "7"),
+    "num": ("0", "1", "2", "3", "4"),
 }
 NEVER_MISSING = ("age", "sex", "cp")
 ZERO_IS_MISSING = ("trestbps", "chol")
@@ -47,33 +50,30 @@ class Heart(FileSource):
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """All four hospitals, raw values with NaN where missing."""
-        place = locate(
-            "UCI heart disease", self.path, data_dir, ("tabular/uci_heart", "uci_heart", "heart"), _has_heart
-        )
-        files = {f"processed.{hospital}.data": i for i, hospital in enumerate(HOSPITALS)}
-        found: dict[int, tuple[list[list[float]], list[int]]] = {}
-        for entry in entries(place, lambda name: name.rsplit("/", 1)[-1] in files):
-            rows = [_heart_row(row, line, entry) for line, row in _rows(entry, len(HEART) + 1)]
-            if not rows:
-                raise NoSamples(f"{entry.where}: empty, a hospital needs a patient; fetch the file again")
-            found[files[entry.name.rsplit("/", 1)[-1]]] = ([row for row, _ in rows], [num for _, num in rows])
-        lacking = [f"processed.{hospital}.data" for i, hospital in enumerate(HOSPITALS) if i not in found]
-        if lacking:
+        folders = ("tabular/uci_heart", "uci_heart", "heart")
+        place = locate("UCI heart disease", self.path, data_dir, folders, _holds("processed.*.data*", "*heart*.zip"))
+        files = [f"processed.{hospital}.data" for hospital in HOSPITALS]
+        found = dict(_tables(place, files, HEART))
+        if lacking := [file for file in files if file not in found]:
             raise DataError(f"UCI heart disease: {place} lacks {', '.join(lacking)}; put all four files there")
-        users = torch.tensor([i for i in range(len(HOSPITALS)) for _ in found[i][1]])
+        *features, _ = HEART
+        values = np.concatenate([found[file] for file in files])
+        for column in map(features.index, ZERO_IS_MISSING):
+            values[values[:, column] == 0, column] = np.nan
+        users = torch.arange(len(files)).repeat_interleave(torch.tensor([len(found[file]) for file in files]))
         columns = tuple(
             Column(
                 name=name,
-                levels=len(levels) if len(levels) > 2 else 0,
+                levels=len(HEART[name]) if len(HEART[name]) > 2 else 0,
                 flag=name not in NEVER_MISSING,
-                scale=not levels,
+                scale=not HEART[name],
             )
-            for name, levels in HEART.items()
+            for name in features
         )
         return Dataset(
             "heart",
-            torch.tensor([row for i in range(len(HOSPITALS)) for row in found[i][0]], dtype=torch.float64),
-            torch.tensor([int(num > 0) for i in range(len(HOSPITALS)) for num in found[i][1]]),
+            torch.from_numpy(values[:, :-1].copy()),
+            torch.from_numpy(values[:, -1] > 0).long(),
             "binary",
             ("healthy", "disease"),
             columns={"hospital": users},
@@ -84,53 +84,7 @@ class Heart(FileSource):
         )
 
 
-def _has_heart(place: Path) -> bool:
-    return not place.is_dir() or any(place.glob("*processed.*.data*")) or any(place.glob("*heart*.zip"))
-
-
-def _heart_row(cells: list[str], line: int, entry: Entry) -> tuple[list[float], int]:
-    values: list[float] = []
-    for (name, levels), cell in zip(HEART.items(), cells[:-1], strict=True):
-        value = float("nan") if cell == "?" else _number(cell, name, line, entry)
-        if name in ZERO_IS_MISSING and value == 0:
-            value = float("nan")
-        if levels and value == value:
-            if value not in levels:
-                raise DataError(f"{entry.where}: row {line}, {name}: unknown level {cell}, the schema has {levels}")
-            value = float(levels.index(int(value)))
-        values.append(value)
-    num = _number(cells[-1], "num", line, entry)
-    if num not in range(5):
-        raise DataError(
-            f"{entry.where}: row {line}, num: unknown label {cells[-1]}, allowed 0..4; fetch the file again"
-        )
-    return values, int(num)
-
-
-def _number(cell: str, name: str, line: int, entry: Entry) -> float:
-    try:
-        return float(cell)
-    except ValueError as error:
-        raise DataError(
-            f"{entry.where}: row {line}, {name}: expected a number, got {cell!r}; repair the cell"
-        ) from error
-
-
-def _rows(entry: Entry, width: int) -> Iterator[tuple[int, list[str]]]:
-    """Line number and cells of every row of data."""
-    text = io.TextIOWrapper(cast("io.BufferedReader", entry.stream), "ascii", errors="replace", newline="")
-    for line, row in enumerate(csv.reader(text, skipinitialspace=True), 1):
-        if not row or row[0].startswith("|"):  # adult.test begins with a comment
-            continue
-        if len(row) != width:
-            raise DataError(
-                f"{entry.where}: row {line} has {len(row)} cells, expected {width}; truncated or another file"
-            )
-        yield line, row
-    text.detach()
-
-
-ADULT: dict[str, tuple[str, ...]] = {  # levels of codes in the order of adult.names; empty: a number
+ADULT: Schema = {  # in the order of adult.names
     "age": (),
     "workclass": (
         *("Private", "Self-emp-not-inc", "Self-emp-inc", "Federal-gov"),
@@ -164,6 +118,7 @@ ADULT: dict[str, tuple[str, ...]] = {  # levels of codes in the order of adult.n
         *("Taiwan", "Haiti", "Columbia", "Hungary", "Guatemala", "Nicaragua", "Scotland", "Thailand", "Yugoslavia"),
         *("El-Salvador", "Trinadad&Tobago", "Peru", "Hong", "Holand-Netherlands", "?"),
     ),
+    "income": ("<=50K", ">50K"),
 }
 LOG = ("capital-gain", "capital-loss")
 RANGE = {"age": 100.0, "education-num": 16.0, "hours-per-week": 100.0, "capital-gain": 12.0, "capital-loss": 12.0}
@@ -179,48 +134,70 @@ class Adult(FileSource):
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Both files; adult.test is the official test set."""
-        place = locate("UCI adult", self.path, data_dir, ("tabular/adult.tar.xz", "tabular/adult", "adult"), _has_adult)
-        coded = [name for name, levels in ADULT.items() if levels]
-        codes = {name: {level: i for i, level in enumerate(ADULT[name])} for name in coded}
-        starts = dict(zip(coded, np.cumsum([0] + [len(ADULT[name]) for name in coded]).tolist(), strict=False))
-        width = sum(len(ADULT[name]) for name in coded)
-        x, facts = Rows((width + len(RANGE),), np.float32), Rows((len(coded) + 2,), np.uint8)
-        for entry in entries(place, lambda name: name.rsplit("/", 1)[-1] in ("adult.data", "adult.test")):
-            in_test = entry.name.endswith("adult.test")
-            for line, row in _rows(entry, len(ADULT) + 1):
-                cells = dict(zip(ADULT, row, strict=False))
-                out, fact = x.room(1)[0], facts.room(1)[0]
-                out[:] = 0
-                for j, name in enumerate(coded):
-                    code = codes[name].get(cells[name])
-                    if code is None:
-                        raise DataError(
-                            f"{entry.where}: row {line}, {name}: unknown level {cells[name]!r}; not this file"
-                        )
-                    out[starts[name] + code] = 1
-                    fact[j] = code
-                for j, (name, bound) in enumerate(RANGE.items()):
-                    value = _number(cells[name], name, line, entry)
-                    out[width + j] = (np.log1p(value) if name in LOG else value) / bound
-                label = row[-1].rstrip(".")
-                if label not in ("<=50K", ">50K"):
-                    raise DataError(f"{entry.where}: row {line}: unknown label {row[-1]!r}; allowed <=50K and >50K")
-                fact[-2:] = label == ">50K", in_test
-        if x.size == 0:
+        folders = ("tabular/adult.tar.xz", "tabular/adult", "adult")
+        place = locate("UCI adult", self.path, data_dir, folders, _holds("adult.data*", "adult*.tar*"))
+        found = list(_tables(place, ("adult.data", "adult.test"), ADULT))
+        if not found:
             raise DataError(f"UCI adult: {place} has neither adult.data nor adult.test; put both there")
-        table = torch.from_numpy(facts.done())
-        test = table[:, -1].nonzero().flatten()
+        in_test = np.repeat([name == "adult.test" for name, _ in found], [len(values) for _, values in found])
+        values = np.concatenate([values for _, values in found])
+        column = {name: torch.from_numpy(values[:, j]) for j, name in enumerate(ADULT)}
+        codes = {name: column[name].long() for name, levels in ADULT.items() if levels}
+        y, start = codes.pop("income"), 0
+        x = torch.zeros(len(y), sum(len(ADULT[name]) for name in codes) + len(RANGE))
+        for name, code in codes.items():
+            x[torch.arange(len(x)), start + code] = 1
+            start += len(ADULT[name])
+        for name, bound in RANGE.items():
+            x[:, start] = (column[name].log1p() if name in LOG else column[name]) / bound
+            start += 1
+        test = torch.from_numpy(np.flatnonzero(in_test))
         return Dataset(
             "adult",
-            torch.from_numpy(x.done()),
-            table[:, -2].long(),
+            x,
+            y,
             "binary",
-            ("<=50K", ">50K"),
-            test=test if 0 < len(test) < len(table) else None,
-            columns={name: table[:, j].long() for j, name in enumerate(coded)},
-            levels={name: ADULT[name] for name in coded},
+            ADULT["income"],
+            test=test if 0 < len(test) < len(x) else None,
+            columns=codes,
+            levels={name: ADULT[name] for name in codes},
         )
 
 
-def _has_adult(place: Path) -> bool:
-    return not place.is_dir() or any(place.glob("adult.data*")) or any(place.glob("adult*.tar*"))
+def _tables(place: Path, files: Sequence[str], schema: Schema) -> Iterator[tuple[str, NDArray[np.float64]]]:
+    """Each file that is there, and its cells [N, columns]: numbers, and positions of levels; NaN is missing."""
+    *_, label = schema
+    places = {name: {level: float(i) for i, level in enumerate(levels)} for name, levels in schema.items() if levels}
+    for entry in entries(place, lambda name: name.rsplit("/", 1)[-1] in files):
+        problems, table = Problems(entry.where, first=1), Rows((len(schema),), np.float64)
+        for piece in pieces(csv_rows(entry, ",", comment="|"), list(schema), problems):
+            codes = places.get(piece.column)
+            missing = np.array([cell == "?" for cell in piece.cells]) & (codes is None or "?" not in codes)
+            if codes is None:
+                values = numbers(piece, missing, problems, "fetch the file again")
+            else:
+                values = np.array([codes.get(cell, codes.get(_plain(cell), np.nan)) for cell in piece.cells])
+                bad = np.flatnonzero(np.isnan(values) & ~(missing & (piece.column != label)))
+                if len(bad):
+                    cells, kind = [piece.cells[k] for k in bad], "label" if piece.column == label else "level"
+                    what = f"row {1 + piece.start + bad[0]}, column {piece.column!r}: unknown {kind} {cells[0]!r}"
+                    cure = f"the schema has {', '.join(codes)}; fetch the file again"
+                    problems.add("level", piece.column, what, cells, cure)
+            table.at(piece.start, len(values))[:, list(schema).index(piece.column)] = values
+        if found := problems.sentences():
+            refuse(entry.where, found)
+        if table.size == 0:
+            raise NoSamples(f"{entry.where}: empty, it needs a row; fetch the file again")
+        yield entry.name.rsplit("/", 1)[-1], table.done()
+
+
+def _plain(cell: str) -> str:
+    """A level as the schema writes it: 7.0 is 7, and the labels of adult.test end in a dot."""
+    try:
+        return f"{float(cell):g}"
+    except ValueError:
+        return cell.removesuffix(".")
+
+
+def _holds(*patterns: str) -> Callable[[Path], bool]:
+    return lambda place: not place.is_dir() or any(any(place.glob(pattern)) for pattern in patterns)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import torch
 from pydantic import Field
 
-from fedloom.data.dataset import Dataset, Task
-from fedloom.data.sources._base import Source, scale
-from fedloom.data.sources.archive import Rows
+from fedloom.data.dataset import Dataset
+from fedloom.data.sources._base import Source
+from fedloom.data.sources.memory import as_dataset
 from fedloom.errors import ConfigError, DataError, nearest
 
 
@@ -44,62 +43,16 @@ class Hub(Source):
             ) from error
         if self.train not in splits:
             raise DataError(f"hub:{self.name}: no split {self.train!r}; {nearest(self.train, splits)}")
-        sides = [splits[self.train]]
-        if self.test is not None and self.test in splits:
-            sides.append(splits[self.test])
-        return self._read(sides)
-
-    def _read(self, sides: list[Any]) -> Dataset:
-        names: list[str] = list(sides[0].column_names)
-        y_name = self.y or next((n for n in ("label", "labels", "fine_label", "target") if n in names), None)
-        x_name = self.x or next((n for n in names if n not in (y_name, self.users)), None)
-        for what in (x_name, y_name, self.users or y_name):
-            if what not in names:
-                raise DataError(
-                    f"hub:{self.name}: no column {what!r} for x or y; its columns: {', '.join(names)}; set x, y"
-                )
-        x: Rows | None = None
-        y: list[Any] = []
-        users: list[str] = []
-        for side in sides:
-            for row in side:
-                value = np.asarray(row[x_name])
-                if value.dtype.kind not in "uifb":
-                    raise DataError(
-                        f"hub:{self.name}: column {x_name!r} holds {value.dtype}, only images and numbers work"
-                    )
-                planes = value.transpose(2, 0, 1) if value.ndim == 3 else value[None] if value.ndim == 2 else value
-                x = x or Rows(planes.shape, np.uint8 if planes.dtype == np.uint8 else np.float32)
-                room = x.room(1)[0]
-                if planes.shape != room.shape:
-                    raise DataError(
-                        f"hub:{self.name}: sample {len(y)} has shape {planes.shape}, others {room.shape}; one size only"
-                    )
-                room[...] = planes
-                y.append(row[y_name])
-                if self.users is not None:
-                    users.append(str(row[self.users]))
-        if x is None:
-            raise DataError(f"hub:{self.name}: no samples")
-        target, task, classes = self._target(y, getattr(sides[0].features[y_name], "names", None))
-        levels, codes = np.unique(np.array(users), return_inverse=True) if users else ((), None)
-        return Dataset(
-            self.name,
-            torch.from_numpy(x.done()),
-            target,
-            task,
-            classes,
-            scale(self.mean),
-            scale(self.std),
-            torch.arange(len(sides[0]), len(y)) if len(sides) == 2 else None,
-            users=None if codes is None else torch.from_numpy(codes),
-            user_names=tuple(str(level) for level in levels),
+        data = as_dataset(
+            splits[self.train],
+            self.y,
+            task=self.task if self.task == "regression" else None,
+            test=splits[self.test] if self.test is not None and self.test in splits else None,
+            name=f"hub:{self.name}",
+            **{
+                k: v
+                for k, v in (("features", self.x), ("users", self.users), ("mean", self.mean), ("std", self.std))
+                if v
+            },
         )
-
-    def _target(self, y: list[Any], names: list[str] | None) -> tuple[torch.Tensor, Task, tuple[str, ...]]:
-        if self.task == "regression":
-            return torch.tensor(y, dtype=torch.float64).reshape(len(y), -1), "regression", ()
-        if not all(isinstance(label, int) for label in y):
-            raise DataError(f"hub:{self.name}: labels are not whole numbers; set task or y")
-        labels = torch.tensor(y)
-        return labels, "classification", tuple(names or (str(i) for i in range(int(labels.max()) + 1)))
+        return replace(data, name=self.name)

@@ -1,10 +1,11 @@
-"""LEAF JSON: samples by user, read as a stream; FEMNIST with its writers.
+"""LEAF JSON: samples by user; FEMNIST with its writers.
 
 Caldas et al. 2019, LEAF: a benchmark for federated settings, arXiv 1812.01097.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path, PurePosixPath
@@ -18,7 +19,6 @@ from pydantic import Field
 from fedloom.data.dataset import Dataset, Task
 from fedloom.data.sources._base import MOST_CLASSES, FileSource, lies_at, locate, numbered
 from fedloom.data.sources.archive import Entry, Rows, entries
-from fedloom.data.sources.json_stream import JsonStream
 from fedloom.errors import DataError, NoSamples
 
 Floats = NDArray[np.float64]
@@ -38,112 +38,129 @@ class _Collector:
         self.counts: list[int] = []
         self.in_test: list[bool] = []
         self.codes: dict[str, int] = {}
-        self._width = 0
         self._seen: dict[tuple[str, bool], str] = {}
 
     def file(self, entry: Entry, in_test: bool) -> None:
-        """Reads one file."""
-        stream = JsonStream(entry.stream, entry.where)
-        declared: Any = None
-        sizes: Any = None
-        found: dict[str, int] = {}
-        for key in stream.members():
-            if key == "users":
-                declared = stream.value()
-            elif key == "num_samples":
-                sizes = stream.value()
-            elif key == "user_data":
-                for user in stream.members():
-                    found[user] = self._user(stream, user, in_test, entry)
-            else:
-                stream.value()
-        stream.end()
-        if not isinstance(declared, list) or not all(isinstance(user, str) for user in declared) or not found:
-            raise DataError(f"{entry.where}: no list of users or no user_data; not a LEAF file")
+        """Reads one file: its text and the lists of one user are the most that is held beside the arrays."""
+        where = entry.where
+
+        def compact(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+            found = dict(pairs)
+            if len(found) < len(pairs):
+                key = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
+                what = "user" if isinstance(found[key], dict) else "key"
+                raise DataError(f"{where}: {what} {key!r} comes twice (also in {where}); every {what} may come once")
+            if isinstance(found.get("x"), list):
+                found["x"] = self._features(found["x"])
+            return found
+
+        try:
+            found = json.loads(entry.stream.read(), object_pairs_hook=compact)
+        except (ValueError, RecursionError) as error:
+            if isinstance(error, DataError):
+                raise
+            why = "nested too deeply" if isinstance(error, RecursionError) else error
+            raise DataError(
+                f"{where}: broken JSON, {why}; the file is truncated or not LEAF, fetch it again"
+            ) from error
+        document: dict[str, Any] = found if isinstance(found, dict) else {}
+        declared, data, sizes = (document.get(key) for key in ("users", "user_data", "num_samples"))
+        if not (isinstance(declared, list) and all(isinstance(u, str) for u in declared)) or not isinstance(data, dict):
+            raise DataError(f"{where}: no list of users or no user_data; not a LEAF file")
+        held = {user: self._user(own, user, in_test, where) for user, own in data.items()}
+        if not held:
+            raise DataError(f"{where}: no list of users or no user_data; not a LEAF file")
         if len(set(declared)) != len(declared):
             twice = next(user for user in declared if declared.count(user) > 1)
-            raise DataError(f"{entry.where}: user {twice!r} is listed twice; every user may come once")
-        if set(declared) != set(found):
-            odd = sorted(set(declared) ^ set(found))[0]
-            raise DataError(f"{entry.where}: user {odd!r} is in only one of users and user_data; fetch the file again")
-        if sizes is not None and sizes != [found[user] for user in declared]:
-            raise DataError(f"{entry.where}: num_samples is not what user_data holds; fetch the file again")
+            raise DataError(f"{where}: user {twice!r} is listed twice; every user may come once")
+        if set(declared) != set(held):
+            odd = min(set(declared) ^ set(held))
+            raise DataError(f"{where}: user {odd!r} is in only one of users and user_data; fetch the file again")
+        if sizes is not None and sizes != [held[user] for user in declared]:
+            raise DataError(f"{where}: num_samples is not what user_data holds; fetch the file again")
 
-    def _user(self, stream: JsonStream, user: str, in_test: bool, entry: Entry) -> int:
+    def _features(self, rows: list[Any]) -> NDArray[np.generic] | str:
+        """Samples [n, width] as they are kept, or what is wrong with them."""
+        found = _numbers(rows)
+        if found is None:
+            widths = [len(row) if isinstance(row, list) else 1 for row in rows]
+            odd = next((width for width in widths if width != widths[0]), None)
+            if odd is None:
+                return "has x that are not numbers; every sample needs a list of numbers of one size"
+            return f"has a sample of {odd} values, the others have {widths[0]}; all samples need one size"
+        x = found.reshape(1 if found.ndim == 1 else len(rows), -1) if rows else np.empty((0, 0))
+        if not self._options.pixels:
+            return x.astype(np.float32)
+        scaled = np.rint(x * 255)
+        if x.size and (not (abs(x * 255 - scaled) < 1e-2).all() or scaled.min() < 0 or scaled.max() > 255):
+            return "has pixels other than k/255; read it with source = 'leaf' and pixels = false"
+        return scaled.astype(np.uint8)
+
+    def _user(self, own: Any, user: str, in_test: bool, where: str) -> int:
         if (user, in_test) in self._seen:
             other = self._seen[user, in_test]
-            raise DataError(f"{entry.where}: user {user!r} comes twice (also in {other}); every user may come once")
-        self._seen[user, in_test] = entry.where
-        start = self.x.size if self.x is not None else 0
-        y: Floats | None = None
-        for key in stream.members():
-            if key == "x":
-                for row in stream.rows():
-                    self._row(row, user, entry)
-            elif key == "y":
-                rows = list(stream.rows())
-                y = np.concatenate(rows) if rows else np.empty(0)
-            else:
-                stream.value()
-        got = (self.x.size if self.x is not None else 0) - start
-        if y is not None and len(y) == got == 0:
-            raise DataError(f"{entry.where}: user {user!r} has no sample; remove the user")
-        if y is None or self.x is None or len(y) != got:
-            raise DataError(
-                f"{entry.where}: user {user!r} has {got} x and {0 if y is None else len(y)} y; make them equal"
-            )
+            raise DataError(f"{where}: user {user!r} comes twice (also in {other}); every user may come once")
+        self._seen[user, in_test] = where
+        x, listed = (own.get(key, []) if isinstance(own, dict) else [] for key in ("x", "y"))
+        if isinstance(x, str):
+            raise DataError(f"{where}: user {user!r} {x}")
+        y = _numbers(listed)
+        if y is None:
+            raise DataError(f"{where}: user {user!r} has y that are not numbers; every sample needs one number")
+        y = y.ravel()
+        if len(x) != len(y):
+            raise DataError(f"{where}: user {user!r} has {len(x)} x and {len(y)} y; make them equal")
+        if len(y) == 0:
+            raise DataError(f"{where}: user {user!r} has no sample; remove the user")
         if self._options.task == "classification":
-            self._check_labels(y, user, entry)
+            self._check_labels(y, user, where)
+        if self.x is None:
+            shape = self._options.shape
+            if shape is not None and math.prod(shape) != x.shape[1]:
+                raise DataError(
+                    f"{where}: samples of {x.shape[1]} values cannot have the shape {shape}; not the data set that was "
+                    "asked for"
+                )
+            self.x = Rows(x.shape[1:], x.dtype.type)
+        if x.shape[1:] != self.x.shape:
+            raise DataError(
+                f"{where}: user {user!r} has a sample of {x.shape[1]} values, the others have {self.x.shape[0]}; "
+                "all samples need one size"
+            )
+        held = len(y)
         if self._kept is not None:
             mask = (y >= self._kept.start) & (y < self._kept.stop)
-            self.x.keep(start, mask)
-            y = y[mask] - self._kept.start
+            x, y = x[mask], y[mask] - self._kept.start
         if len(y):
-            code = self.codes.setdefault(user, len(self.codes))
-            self.user.append(code)
+            self.x.room(len(y))[:] = x
+            self.user.append(self.codes.setdefault(user, len(self.codes)))
             self.counts.append(len(y))
             self.in_test.append(in_test)
             self.y.append(y)
-        return got
+        return held
 
-    def _check_labels(self, y: Floats, user: str, entry: Entry) -> None:
+    def _check_labels(self, y: Floats, user: str, where: str) -> None:
         count = self._options.classes or MOST_CLASSES
         if (y != np.floor(y)).any():
             raise DataError(
-                f"{entry.where}: user {user!r} has labels that are not whole numbers; set task = 'regression' if they "
+                f"{where}: user {user!r} has labels that are not whole numbers; set task = 'regression' if they "
                 "are measurements"
             )
         if ((y < 0) | (y >= count)).any():
             bad = y[((y < 0) | (y >= count)).argmax()]
             raise DataError(
-                f"{entry.where}: user {user!r} has the unknown label {bad:g}, allowed 0..{count - 1}; repair the file, "
+                f"{where}: user {user!r} has the unknown label {bad:g}, allowed 0..{count - 1}; repair the file, "
                 "or set task = 'regression' if labels are measurements"
             )
 
-    def _row(self, row: Floats, user: str, entry: Entry) -> None:
-        shape, pixels = self._options.shape, self._options.pixels
-        if self.x is None:
-            if shape is not None and math.prod(shape) != len(row):
-                raise DataError(
-                    f"{entry.where}: samples of {len(row)} values cannot have the shape {shape}; not the data set "
-                    "that was asked for"
-                )
-            self.x = Rows((len(row),), np.uint8 if pixels else np.float32)
-            self._width = len(row)
-        if len(row) != self._width:
-            raise DataError(
-                f"{entry.where}: user {user!r} has a sample of {len(row)} values, the others have {self._width}; "
-                "all samples need one size"
-            )
-        if pixels:
-            bytes_ = np.rint(row * 255)
-            if not (abs(row * 255 - bytes_) < 1e-2).all() or bytes_.min() < 0 or bytes_.max() > 255:
-                raise DataError(
-                    f"{entry.where}: user {user!r} has pixels other than k/255; read it with source = 'leaf' and "
-                    "pixels = false"
-                )
-            row = bytes_
-        self.x.room(1)[0] = row
+
+def _numbers(values: Any) -> Floats | None:
+    """A list, nested evenly, of numbers and nothing else."""
+    try:
+        found = np.array(values)
+    except ValueError:
+        return None
+    return found.astype(np.float64) if found.dtype.kind in "iuf" or found.size == 0 else None
 
 
 class Leaf(FileSource):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice, repeat
 from pathlib import Path
@@ -15,13 +15,16 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from fedloom.data.dataset import Dataset, Task
+from fedloom.data.dataset import Dataset, Task, refuse
 from fedloom.data.sources._base import FileSource, lies_at, locate
-from fedloom.data.sources.archive import Rows, check_size, entries
+from fedloom.data.sources.archive import Entry, Rows, check_size, entries
 from fedloom.data.tables import Column, Table
 from fedloom.errors import ConfigError, DataError, NoSamples, nearest
 
 BATCH = 512
+LEVELS = 6
+"""Levels of a column that an error shows."""
+ROLES = "repair the cell, or say what the column is: label, users (whose row it is), categorical or drop"
 Cells = Sequence[Any]
 
 
@@ -53,16 +56,9 @@ class Csv(TableSource):
         place = locate("CSV", self.path, data_dir, (), lambda p: True)
         files = entries(place, lambda name: name.endswith((".csv", ".tsv", ".data", ".txt")))
         for entry in files:
-            text = io.TextIOWrapper(cast("io.BufferedReader", entry.stream), "utf-8-sig", newline="")
-            try:
-                rows = csv.reader(text, delimiter=self.separator, skipinitialspace=True, strict=True)
-                names = next(rows, [])
-                data = _read(self, place.stem, entry.where, names, _batches(rows, names, entry.where))
-            except (csv.Error, UnicodeDecodeError) as error:
-                raise DataError(
-                    f"{entry.where}: not a CSV file in UTF-8 ({error}); check separator and encoding"
-                ) from error
-            text.detach()
+            rows, problems = csv_rows(entry, self.separator), Problems(entry.where)
+            names = next(rows, [])
+            data = read_table(self, place.stem, names, pieces(rows, names, problems), problems)
             if (other := next(files, None)) is not None:
                 raise DataError(f"{place}: more than one table, {entry.name} and {other.name}; give the path of one")
             return data
@@ -83,12 +79,12 @@ class Parquet(TableSource):
                 declared = sum(file.metadata.row_group(i).total_byte_size for i in groups)
                 check_size(str(place), declared, place.stat().st_size)
                 names = list(file.schema_arrow.names)
-                return _read(self, place.stem, str(place), names, _columns(file, names, self.drop))
+                return read_table(self, place.stem, names, _columns(file, names, self.drop), Problems(str(place)))
         except (ArrowException, OSError) as error:
             raise DataError(f"{place}: not a readable Parquet file ({error}); write it again") from error
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
     """Cells of a column, from a row on, counted from 0."""
 
     start: int
@@ -96,25 +92,68 @@ class _Piece(NamedTuple):
     cells: Cells
 
 
-def _columns(file: Any, names: list[str], drop: tuple[str, ...]) -> Iterator[_Piece]:
+class Problems:
+    """What is wrong with a table, gathered so that all of it is said at once: the first of each kind, and how many.
+
+    Args:
+        where: the file.
+        first: number of the first row below the header.
+    """
+
+    def __init__(self, where: str, first: int = 2) -> None:
+        self.where, self.first = where, first
+        self._found: dict[tuple[str, str], tuple[str, list[Any], str]] = {}
+
+    def add(self, kind: str, column: str, what: str, cells: Sequence[Any], cure: str) -> None:
+        """Cells of a column that are wrong in the same way; `what` describes the first."""
+        self._found.setdefault((kind, column), (what, [], cure))[1].extend(cells)
+
+    def sentences(self) -> list[str]:
+        """One for each column and kind."""
+        said: list[str] = []
+        for what, cells, cure in self._found.values():
+            levels = list(dict.fromkeys(str(cell) for cell in cells if cell is not None))
+            more = f" and {len(levels) - LEVELS} more" if len(levels) > LEVELS else ""
+            names = f", values {', '.join(map(repr, levels[:LEVELS]))}{more}" if len(levels) > 1 else ""
+            said.append(f"{what}{f' ({len(cells)} such{names})' if len(cells) > 1 else ''}; {cure}")
+        return said
+
+
+def csv_rows(entry: Entry, separator: str, comment: str | None = None) -> Iterator[list[str]]:
+    """Rows of a CSV file in UTF-8; with a comment mark, blank and marked rows are left out.
+
+    Raises:
+        DataError: it is no such file.
+    """
+    text = io.TextIOWrapper(cast("io.BufferedReader", entry.stream), "utf-8-sig", newline="")
+    try:
+        for row in csv.reader(text, delimiter=separator, skipinitialspace=True, strict=True):
+            if comment is None or (row and not row[0].startswith(comment)):
+                yield row
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{entry.where}: not a CSV file in UTF-8 ({error}); check separator and encoding") from error
+    text.detach()
+
+
+def pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) -> Iterator[Piece]:
+    """Rows as pieces of columns; a row of another length is a problem and left out."""
+    start, line, width = 0, problems.first, len(names)
+    while block := list(islice(rows, BATCH)):
+        for number, row in enumerate(block, line):
+            if len(row) != width:
+                what = f"row {number} has {len(row)} cells, expected {width}"
+                problems.add("width", "", what, [None], "truncated or another file, repair the row")
+        line, block = line + len(block), [row for row in block if len(row) == width]
+        yield from map(Piece, repeat(start), names, zip(*block, strict=True))
+        start += len(block)
+
+
+def _columns(file: Any, names: list[str], drop: tuple[str, ...]) -> Iterator[Piece]:
     for name in names:
         start = 0
         for batch in file.iter_batches(BATCH, columns=[name], use_threads=False) if name not in drop else ():
-            yield _Piece(start, name, batch.column(name).to_pylist())
+            yield Piece(start, name, batch.column(name).to_pylist())
             start += len(batch)
-
-
-def _batches(rows: Iterator[list[str]], names: list[str], where: str) -> Iterator[_Piece]:
-    line = 1
-    while block := list(islice(rows, BATCH)):
-        start = line - 1
-        for row in block:
-            line += 1
-            if len(row) != len(names):
-                raise DataError(
-                    f"{where}: row {line} has {len(row)} cells, the header has {len(names)}; repair the row"
-                )
-        yield from map(_Piece, repeat(start), names, zip(*block, strict=True))
 
 
 class _Codes:
@@ -146,16 +185,16 @@ def _natural(text: str) -> tuple[float, str]:
         return np.inf, text
 
 
-def _numbers(cells: Cells, missing: NDArray[np.bool_], where: str, column: str, first: int) -> NDArray[np.float64]:
+def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: str = ROLES) -> NDArray[np.float64]:
+    """The cells as numbers, NaN where missing; any other cell is a problem."""
+    start, column, cells = piece
     out = np.full(len(cells), np.nan)
     with suppress(ValueError, TypeError, OverflowError):
         out[~missing] = np.array([cell for cell, gone in zip(cells, missing, strict=True) if not gone], np.float64)
     if not np.isfinite(out[~missing]).all():
-        row = next(k for k, gone in enumerate(missing.tolist()) if not gone and not _is_number(cells[k]))
-        raise DataError(
-            f"{where}: row {first + row}, column {column!r}: expected a finite number, got {cells[row]!r}; repair the "
-            "cell, or say what the column is: label, users (whose row it is), categorical or drop"
-        )
+        bad = [k for k, gone in enumerate(missing.tolist()) if not gone and not _is_number(cells[k])]
+        what = f"row {problems.first + start + bad[0]}, column {column!r}: expected a finite number, got "
+        problems.add("number", column, what + repr(cells[bad[0]]), [cells[k] for k in bad], cure)
     return out
 
 
@@ -166,83 +205,105 @@ def _is_number(cell: Any) -> bool:
         return False
 
 
-def _read(spec: TableSource, name: str, where: str, names: list[str], pieces: Iterator[_Piece]) -> Dataset:
-    """The rows of a table as a data set."""
+def read_table(spec: TableSource, name: str, names: list[str], cells: Iterable[Piece], problems: Problems) -> Dataset:
+    """The columns of a table as a data set.
+
+    Args:
+        spec: roles of the columns.
+        name: of the data set.
+        names: of the columns.
+        cells: all of them, by pieces of columns.
+        problems: what was or will be found wrong.
+
+    Raises:
+        ConfigError: columns that are not there, or none that is a feature.
+        DataError: missing values, text in numbers, rows of another length, a label that does not fit the task: all of
+            it at once.
+    """
+    where = problems.where
     if not names:
         raise NoSamples(f"{where}: empty; a table needs a header row and rows below it")
-    label = spec.label if spec.label is not None else (names[-1] if names else "")
-    asked = {label, *spec.categorical, *spec.drop, *spec.columns, *([spec.users] if spec.users else [])}
-    for column in sorted(asked):
-        if column not in names:
-            raise ConfigError(f"{where}: no column {column!r}; {nearest(column, names)}")
-    if len(set(names)) != len(names):
-        raise DataError(f"{where}: two columns have the same name; rename one")
-    coded = {c: _Codes() for c in {label, *spec.categorical, *spec.columns, *([spec.users] if spec.users else [])}}
+    label = spec.label if spec.label is not None else names[-1]
+    special = [*spec.columns, *([spec.users] if spec.users else [])]
+    absent = sorted({label, *spec.categorical, *spec.drop, *special} - set(names))
+    if absent:
+        raise ConfigError(
+            f"{where}: " + "; ".join(f"no column {column!r}; {nearest(column, names)}" for column in absent)
+        )
+    if twice := sorted({column for column in names if names.count(column) > 1}):
+        raise DataError(f"{where}: two columns have the same name, {', '.join(map(repr, twice))}; rename one")
+    coded = {column: _Codes() for column in {label, *spec.categorical, *special}}
     features = [c for c in names if c not in {label, spec.users, *spec.drop}]
     if not features:
         raise ConfigError(
             f"{where}: no column is left as a feature, the header has {', '.join(map(repr, names))}; check separator, "
             "label and drop"
         )
-    numbers = [c for c in features if c not in spec.categorical]
-    x, label_numbers = Rows((len(features),), np.float64), Rows((), np.float64)
-    for start, column, cells in pieces:
-        rows, first = x.at(start, len(cells)), start + 2
-        gone = np.array([cell is None or cell in spec.missing or cell != cell for cell in cells])
+    numeric = [c for c in features if c not in spec.categorical]
+    x, measured = Rows((len(features),), np.float64), Rows((), np.float64)
+    for piece in cells:
+        start, column, values = piece
+        if column in spec.drop and column not in coded:
+            continue
+        rows, gone = x.at(start, len(values)), np.array([c is None or c in spec.missing or c != c for c in values])
         if gone.any() and column not in spec.drop and (not spec.impute or column not in features):
-            raise DataError(
-                f"{where}: row {first + int(gone.argmax())}, column {column!r}: missing value; repair it, name the "
-                "column in drop, or set impute = true for a feature"
-            )
+            what = f"row {problems.first + start + int(gone.argmax())}, column {column!r}: missing value"
+            cure = "repair it, name the column in drop, or set impute = true for a feature"
+            problems.add("missing", column, what, [None] * int(gone.sum()), cure)
         if column in coded:
-            coded[column].add(cells, gone)
-        if column in numbers:
-            rows[:, features.index(column)] = _numbers(cells, gone, where, column, first)
+            coded[column].add(values, gone)
+        if column in numeric:
+            rows[:, features.index(column)] = numbers(piece, gone, problems)
         if column == label and spec.task == "regression":
-            label_numbers.at(start, len(cells))[:] = _numbers(cells, gone, where, column, first)
-    if x.size == 0:
+            measured.at(start, len(values))[:] = numbers(piece, gone, problems)
+    found = problems.sentences()
+    if x.size == 0 and not found:
         raise NoSamples(f"{where}: no rows below the header; an empty table")
+    done = {column: codes.done() if codes.rows else (np.empty(0), ()) for column, codes in coded.items()}
+    task, wrong = _task(spec, label, done[label][1], bool(found))
+    if found := [*found, *wrong]:
+        refuse(where, found)
     values = torch.from_numpy(x.done())
-    done = {column: codes.done() for column, codes in coded.items()}
     for column in spec.categorical:
         if column in features:
             values[:, features.index(column)] = torch.from_numpy(done[column][0])
     flags = [bool(column.isnan().any()) for column in values.T]
     table = Table(
         columns=tuple(
-            Column(name=c, levels=len(names), names=names, flag=flag, scale=spec.scale)
+            Column(name=c, levels=len(levels), names=levels, flag=flag, scale=spec.scale)
             for c, flag in zip(features, flags, strict=True)
-            for names in [done[c][1] if c in spec.categorical else ()]
+            for levels in [done[c][1] if c in spec.categorical else ()]
         )
     )
-    y, task, classes = _target(spec, where, done[label], torch.from_numpy(label_numbers.done()))
-    extra = [*spec.columns, *([spec.users] if spec.users else [])]
+    regression = task == "regression"
+    y = torch.from_numpy(measured.done())[:, None] if regression else torch.from_numpy(done[label][0]).long()
     with lies_at(Path(where)):
         return Dataset(
             name,
             values,
             y,
             task,
-            classes,
-            columns={c: torch.from_numpy(done[c][0]).long() for c in extra},
-            levels={c: done[c][1] for c in extra},
+            () if regression else done[label][1],
+            columns={c: torch.from_numpy(done[c][0]).long() for c in special},
+            levels={c: done[c][1] for c in special},
             users=torch.from_numpy(done[spec.users][0]).long() if spec.users else None,
             user_names=done[spec.users][1] if spec.users else (),
             prepare=table,
         )
 
 
-def _target(
-    spec: TableSource, where: str, coded: tuple[NDArray[np.float64], tuple[str, ...]], numbers: torch.Tensor
-) -> tuple[torch.Tensor, Task, tuple[str, ...]]:
-    codes, levels = coded
+def _task(spec: TableSource, label: str, levels: tuple[str, ...], doubtful: bool) -> tuple[Task, list[str]]:
+    """The task that the label's levels make, and what is wrong with them.
+
+    One level alone is no error, since a trained model may be tried on such a table; of a `doubtful` one it is told.
+    """
+    wrong: list[str] = []
+    if doubtful and len(levels) == 1:
+        wrong.append(f"the label {label!r} is {levels[0]!r} in every row; nothing can be learned from it")
     if spec.task == "regression":
-        return numbers[:, None], "regression", ()
+        return "regression", wrong
     if spec.task == "auto" and any(np.isfinite(v := _natural(level)[0]) and v != np.floor(v) for level in levels):
-        raise ConfigError(
-            f"{where}: the label has fractions; set task = 'regression', or 'classification' if they are names"
-        )
-    task: Task = "binary" if spec.task != "classification" and len(levels) == 2 else "classification"
-    if spec.task == "binary" and task != "binary":
-        raise ConfigError(f"{where}: task = 'binary', but the label has {len(levels)} values; use classification")
-    return torch.from_numpy(codes).long(), task, levels
+        wrong.append("the label has fractions; set task = 'regression', or 'classification' if they are names")
+    if spec.task == "binary" and len(levels) != 2:
+        wrong.append(f"task = 'binary', but the label has {len(levels)} values; use classification")
+    return "binary" if spec.task != "classification" and len(levels) == 2 else "classification", wrong

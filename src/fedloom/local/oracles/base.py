@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import Refused
-from fedloom.local.plan import Batch
+from fedloom.local.batches import Batch
 from fedloom.rows.layout import Layout
 
 Reduce = Callable[[Tensor], Tensor]

@@ -18,7 +18,7 @@ from fedloom.models.dropout import Dropout
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
-    from fedloom.local.plan import Batch
+    from fedloom.local.batches import Batch
     from fedloom.models import Augment
     from fedloom.tasks import Task
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.errors import Refused, unknown
+from fedloom.local.batches import PASS
 from fedloom.local.oracles.base import Oracle, Reduce
-from fedloom.local.plan import PASS
 from fedloom.models import Augment, penultimate
 from fedloom.models.dropout import Dropout
 from fedloom.rows.layout import Layout
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
-    from fedloom.local.plan import Batch
+    from fedloom.local.batches import Batch
     from fedloom.tasks import Task
 
 PIECE = 4096

@@ -11,7 +11,7 @@ from fedloom.local.oracles.base import Oracle, Reduce
 from fedloom.rows.layout import Layout
 
 if TYPE_CHECKING:
-    from fedloom.local.plan import Batch
+    from fedloom.local.batches import Batch
 
 
 class Quadratic(Oracle):

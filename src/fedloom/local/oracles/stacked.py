@@ -12,7 +12,7 @@ from fedloom.errors import ClientError
 from fedloom.local.oracles.network import Network, Samples, scale_
 
 if TYPE_CHECKING:
-    from fedloom.local.plan import Batch
+    from fedloom.local.batches import Batch
 
 
 class Stacked(Network):

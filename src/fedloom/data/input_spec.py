@@ -1,4 +1,4 @@
-"""Facts: what a model must know of the data it was trained on, to take new samples and to refuse others."""
+"""InputSpec: what a model must know of the data it was trained on, to take new samples and to refuse others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedloom.seeds import numpy_generator
 from fedloom.values import Value
 
 
-class Facts(Value):
+class InputSpec(Value):
     """Shape, classes, scaling and columns of a data set; no sample of it."""
 
     shape: tuple[int, ...] = Field(description="shape of one sample, as a model takes it")
@@ -33,7 +33,7 @@ class Facts(Value):
     table: Table | None = Field(None, description="columns that the features come from")
 
     @classmethod
-    def of(cls, data: Dataset) -> Facts:
+    def of(cls, data: Dataset) -> InputSpec:
         """The facts of the data of a federation."""
         return cls(
             shape=data.shape,
@@ -127,7 +127,7 @@ def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0, fitted: Tens
     """A federation of one client that holds all samples.
 
     Args:
-        data: what `Facts.take` gave.
+        data: what `InputSpec.take` gave.
         holdout: share of the samples for its test part, in [0, 1); every class keeps a training sample.
         seed: of the cut.
         fitted: ``[p, 3]`` what the columns of a table were fitted to at that client; None: fitted to this training

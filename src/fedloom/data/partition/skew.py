@@ -1,4 +1,4 @@
-"""Equal clients and label skew: iid, q labels per client, Dirichlet."""
+"""Equal clients, unequal sizes and label skew: iid, quantity, q labels per client, a few in turn, Dirichlet."""
 
 from __future__ import annotations
 
@@ -39,6 +39,30 @@ class Iid(Sized):
         self.fits(pool)
         order = numpy_generator(seed, purpose="iid").permutation(len(pool)) if self.shuffle else slice(None)
         return Draw(Dealt(pool.index[order], offsets_of(even(len(pool), self.clients))))
+
+
+class Quantity(Sized):
+    """Sizes by Dirichlet shares, labels alike (NIID-Bench, section 4.1, "q ~ Dir(beta)"; FLAME)."""
+
+    kind: ClassVar[str] = "quantity"
+    beta: float = Field(default=0.5, gt=0, description="concentration (FLAME, Table III: 0.5)")
+    overlap: bool = Field(
+        default=False,
+        description="every client draws from all samples anew, so clients overlap (FLAME's code, with min_size 100)",
+    )
+
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        """A permutation, cut at Dirichlet shares."""
+        self.fits(pool)
+        rng, total = numpy_generator(seed, purpose="quantity"), np.array([len(pool)])
+        order = pool.index[rng.permutation(len(pool))]
+        sizes = redraw(
+            lambda: cut_by(rng.dirichlet(np.full(self.clients, self.beta))[:, None], total),
+            self.min_size,
+            f"quantity: {len(pool)} samples of {pool.data.name}, {self.clients} clients, beta {self.beta}",
+            "raise beta, or lower clients or min_size",
+        )
+        return Draw(choose_each([order], sizes, rng) if self.overlap else Dealt(order, offsets_of(sizes[:, 0])))
 
 
 class Shards(Sized):
@@ -106,6 +130,51 @@ def _shared_classes(lists: list[Ints], n: int, q: int, rng: np.random.Generator,
     for c in np.flatnonzero(taken).tolist():
         counts[has[:, c], c] = even(int(held[c]), int(taken[c]))
     return counts
+
+
+class Few(Sized):
+    """A few classes per user, sizes log-normal: FedProx's FEMNIST (Li et al. 2020, arXiv 1812.06127, and its sampler).
+
+    User i holds ``max(2, floor((exp(mean + std z) + extra) / labels_per_client))`` samples, z standard normal, of each
+    of the classes i, i + 1, ..., i + labels_per_client - 1 (mod C). Users are disjoint; in the published code an index
+    is reset by mistake, such that they share the first images of a class. What is left over belongs to nobody.
+    """
+
+    kind: ClassVar[str] = "few"
+    clients: int = Field(default=200, ge=1, description="number of users (FedProx on FEMNIST: 200)")
+    labels_per_client: int = Field(default=3, ge=1, description="classes of each user (FedProx on FEMNIST: 3)")
+    mean: float = Field(default=4.0, description="mean of the logarithm of a user's size")
+    std: float = Field(default=1.0, ge=0, description="standard deviation of the logarithm of a user's size")
+    extra: int = Field(default=5, ge=0, description="samples that every user gets on top")
+
+    def draw(self, pool: Pool, seed: int) -> Draw:
+        """Sizes, then the next samples of each user's classes."""
+        rng = numpy_generator(seed, purpose="few")
+        lists = pool.by_class(self.kind, rng)
+        held = np.array([len(own) for own in lists])
+        if self.labels_per_client > len(lists):
+            raise PartitionError(
+                f"few: labels_per_client = {self.labels_per_client}, but {pool.data.name} has {len(lists)} classes; "
+                f"use at most {len(lists)}"
+            )
+        counts = self._counts(len(lists), rng)
+        wanted = counts.sum(0)
+        if (wanted > held).any():
+            c = int((wanted - held).argmax())
+            raise PartitionError(
+                f"few: {self.clients} users ask for {wanted.sum()} samples, {wanted[c]} of class "
+                f"{pool.data.classes[c]!r}, but {pool.data.name} has {held[c]} of it to give; lower clients or mean"
+            )
+        return Draw(deal(lists, counts))
+
+    def _counts(self, classes: int, rng: np.random.Generator) -> Ints:
+        q = self.labels_per_client
+        sizes = rng.lognormal(self.mean, self.std, self.clients) + self.extra
+        each = np.maximum(np.floor(sizes / q).astype(np.int64), 2)
+        counts = np.zeros((self.clients, classes), np.int64)
+        users = np.arange(self.clients)[:, None]
+        counts[users, (users + np.arange(q)) % classes] = each[:, None]
+        return counts
 
 
 class Dirichlet(Sized):

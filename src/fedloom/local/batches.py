@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.data.batches import plan as plan_client
+from fedloom.data.order import plan as plan_client
 from fedloom.seeds import Purpose, generator
 
 PASS = "pass"

@@ -1,0 +1,311 @@
+"""Data as people have them in memory (arrays, tensors, torch, Hugging Face and pandas data sets) as a `Dataset`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import IterableDataset, TensorDataset
+
+from fedloom.data.dataset import Dataset, Task, refuse
+from fedloom.data.sources._base import lies_at, numbered, scale
+from fedloom.data.sources.archive import Rows
+from fedloom.data.sources.tabular import Csv, Piece, Problems, TableSource, read_table
+from fedloom.errors import ConfigError, DataError, NoSamples, nearest
+from fedloom.values import fields_of, make
+
+LABELS = ("label", "labels", "fine_label", "target", "y")
+KNOWN = (
+    "arrays or tensors (x, y), a dictionary with x and y, a torch Dataset, a Hugging Face Dataset, a pandas DataFrame"
+)
+
+
+def as_dataset(
+    obj: Any,
+    target: Any = None,
+    *,
+    task: Task | None = None,
+    test: Any = None,
+    name: str = "data",
+    **options: Any,
+) -> Dataset:
+    """A data set of what a user has in memory.
+
+    Args:
+        obj: a `Dataset` (given back as it is); features ``[N, ...]`` as a numpy array or tensor; a pair ``(x, y)``; a
+            dictionary with ``x`` and ``y``, or with ``train`` and ``test`` that are one of these; a torch `Dataset` of
+            pairs; a Hugging Face `Dataset` or `DatasetDict`; a pandas `DataFrame`.
+        target: targets ``[N]`` or ``[N, k]`` of features that come alone; or the name of the target's column, None:
+            ``label``, ``labels``, ``fine_label``, ``target`` or ``y``, and of a table otherwise the last.
+        task: what the targets are; None: classification if they are whole numbers, text or booleans.
+        test: the official test set, of the same kind as `obj`; not for tables, whose scaling is fitted per client.
+        name: of the data set, for reports and messages.
+        options: of arrays and samples: ``classes`` (names), ``mean``, ``std``, ``users`` (owner of each sample, or the
+            column that names it), ``features`` (column of the features), ``channels_last``. Of tables, as of a CSV
+            file: ``users``, ``categorical``, ``drop``, ``columns``, ``missing``, ``impute``, ``scale``.
+
+    Raises:
+        ConfigError: it is of no known kind, or an option or column does not exist.
+        DataError: shapes, types, lengths or values that cannot be; all of it is said at once.
+    """
+    if isinstance(obj, Dataset):
+        if target is not None or task is not None or test is not None or options:
+            raise ConfigError(f"{obj.name}: is a Dataset already; give target, task, test and options when it is made")
+        return obj
+    if isinstance(obj, Mapping) and "train" in obj:
+        sides = [obj["train"], *([obj["test"]] if test is None and "test" in obj else [])]
+    else:
+        sides = [obj]
+    sides += [test] if test is not None else []
+    first = sides[0]
+    if _is_table(first):
+        if len(sides) > 1:
+            raise ConfigError(f"{name}: a table has no separate test set, its scaling is fitted per client; join both")
+        return _table(first, target, task, name, options)
+    allowed = ("classes", "mean", "std", "users", "features", "channels_last")
+    if odd := [key for key in options if key not in allowed]:
+        raise ConfigError(f"{name}: unknown option {odd[0]!r}; {nearest(odd[0], allowed)}")
+    column, users = options.pop("features", None), options.get("users")
+    parts = [
+        _side(side, None if i and not isinstance(target, str) else target, column, users, name)
+        for i, side in enumerate(sides)
+    ]
+    if len({part.x.shape[1:] for part in parts}) > 1:
+        raise DataError(
+            f"{name}: training samples of shape {parts[0].x.shape[1:]}, test samples of {parts[1].x.shape[1:]}"
+        )
+    if parts[0].users is not None:
+        options["users"] = np.concatenate([part.users for part in parts])
+    x, y = (
+        values[0] if len(parts) == 1 else np.concatenate(values)
+        for values in zip(*((p.x, p.y) for p in parts), strict=True)
+    )
+    options.setdefault("classes", parts[0].classes)
+    return of_arrays(name, x, y, task, split=len(parts[0].x) if len(parts) == 2 else None, **options)
+
+
+def of_arrays(
+    name: str,
+    x: NDArray[Any],
+    y: NDArray[Any],
+    task: Task | None = None,
+    *,
+    where: object = None,
+    split: int | None = None,
+    classes: Sequence[str] = (),
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    users: Any = None,
+    channels_last: bool = False,
+) -> Dataset:
+    """A data set of arrays.
+
+    Args:
+        name: of the data set.
+        x: features [N, ...]; bytes are kept, other numbers become float32; [N, height, width] gets a channel.
+        y: whole numbers, booleans or text [N], or numbers [N, k].
+        task: see `as_dataset`.
+        where: file, for messages; None: the name.
+        split: first sample of the official test set, if there is one.
+        classes: their names; empty: numbers from 0, or the sorted texts.
+        mean: subtracted, of pixels in [0, 1] if bytes.
+        std: divides after that.
+        users: owner of each sample [N].
+        channels_last: images are [N, height, width, channels].
+
+    Raises:
+        DataError: shapes, types, lengths or values that cannot be.
+    """
+    place = str(where or name)
+    y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
+    problems = []
+    if x.dtype.kind not in "uifb" or x.ndim == 0:
+        problems.append(f"x must be numbers [N, ...], got {x.dtype} {x.shape}; encode text as numbers first")
+    if channels_last and x.ndim != 4:
+        problems.append(f"channels_last needs x [N, height, width, channels], got {x.shape}")
+    if y.ndim not in (1, 2) or y.dtype.kind not in "uifbU" or (y.ndim == 2 and y.dtype.kind == "U"):
+        problems.append(f"y must be [N] classes or [N, k] targets, got {y.dtype} {y.shape}; give one row per sample")
+    if len(x.shape) and len(y.shape) and len(x) != len(y):
+        problems.append(f"{len(x)} samples but {len(y)} targets; every sample needs one target")
+    if users is not None and np.shape(users) != x.shape[:1]:
+        problems.append(f"users have shape {np.shape(users)} for {len(x)} samples; give one per sample")
+    refuse(place, problems)
+    if channels_last:
+        x = x.transpose(0, 3, 1, 2)
+    features = torch.from_numpy(np.ascontiguousarray(x if x.dtype == np.uint8 else x.astype(np.float32, copy=False)))
+    target, kind, names = _targets(y, task, tuple(classes), place)
+    if split is not None and kind != "regression":
+        new = sorted(set(target[split:].tolist()) - set(target[:split].tolist()))
+        shown = ", ".join(repr(names[c]) if c < len(names) else str(c) for c in new)
+        refuse(place, [f"the test set has classes that no training sample has: {shown}; leave them out"] if new else [])
+    levels, codes = (None, None) if users is None else np.unique(_plain(users, name), return_inverse=True)
+    with lies_at(Path(place)):
+        return Dataset(
+            name,
+            features[:, None] if features.ndim == 3 else features,
+            target,
+            kind,
+            names,
+            scale(mean),
+            scale(std),
+            None if split is None else torch.arange(split, len(x)),
+            users=None if codes is None else torch.from_numpy(codes),
+            user_names=() if levels is None else tuple(str(level) for level in levels),
+        )
+
+
+def _targets(
+    y: NDArray[Any], task: Task | None, classes: tuple[str, ...], place: str
+) -> tuple[torch.Tensor, Task, tuple[str, ...]]:
+    if y.dtype.kind == "U" and task != "regression":
+        levels, codes = np.unique(y, return_inverse=True)
+        names = classes or tuple(str(level) for level in levels)
+        if odd := [str(level) for level in levels if str(level) not in names]:
+            raise DataError(f"{place}: y has {', '.join(map(repr, odd))}, the classes are {', '.join(names)}")
+        y, classes = np.array([names.index(str(level)) for level in levels])[codes], names
+    whole = y.ndim == 1 and (y.dtype.kind in "iub" or (y.dtype.kind == "f" and bool((y == np.floor(y)).all())))
+    if task in ("classification", "binary") and not whole:
+        raise DataError(f"{place}: y must be whole numbers [N] for a classification, got {y.dtype} {y.shape}")
+    if task == "regression" and y.dtype.kind == "U":
+        raise DataError(f"{place}: y holds text, which is no target of a regression; leave task out")
+    if task == "regression" or not whole:
+        return torch.from_numpy(y.reshape(len(y), -1).astype(np.float64)), "regression", ()
+    names = classes or numbered(y, place)
+    return torch.from_numpy(y.astype(np.int64, copy=False)), task or "classification", names
+
+
+class _Side(NamedTuple):
+    """Features, targets and owners of a training or test set, and what it knows of its classes."""
+
+    x: NDArray[Any]
+    y: NDArray[Any]
+    users: NDArray[Any] | None = None
+    classes: tuple[str, ...] = ()
+
+
+def _side(obj: Any, target: Any, column: str | None, users: Any, name: str) -> _Side:
+    if _is_hub(obj):
+        return _hub_side(obj, target, column, users, name)
+    if isinstance(obj, Mapping) and "x" in obj and "y" in obj:
+        return _Side(
+            _plain(obj["x"], name), _plain(obj["y"], name), _plain(obj["users"], name) if "users" in obj else None
+        )
+    if isinstance(obj, TensorDataset):
+        obj = obj.tensors
+    if isinstance(obj, (tuple, list)) and len(obj) == 2 and target is None:
+        return _Side(_plain(obj[0], name), _plain(obj[1], name))
+    if isinstance(obj, (np.ndarray, torch.Tensor, list, tuple)):
+        if target is None or isinstance(target, str):
+            raise ConfigError(f"{name}: features without targets; give the pair (x, y), or target")
+        return _Side(_plain(obj, name), _plain(target, name))
+    if isinstance(obj, TorchDataset):
+        samples = iter(obj) if isinstance(obj, IterableDataset) else (obj[i] for i in range(len(obj)))  # type: ignore[arg-type]
+        x, y = _stacked(_pairs(samples, name), name)
+        return _Side(x, y, classes=tuple(str(c) for c in getattr(obj, "classes", ())))
+    raise ConfigError(f"{name}: cannot make a data set of {type(obj).__name__}; known are {KNOWN}")
+
+
+def _pairs(samples: Iterable[Any], name: str) -> Iterator[tuple[Any, Any]]:
+    for k, sample in enumerate(samples):
+        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+            raise DataError(f"{name}: sample {k} is {type(sample).__name__}, expected the pair (features, target)")
+        yield sample[0], sample[1]
+
+
+def _hub_side(obj: Any, target: Any, column: str | None, users: str | None, name: str) -> _Side:
+    names: list[str] = list(obj.column_names)
+    y_name = target or next((n for n in LABELS if n in names), None)
+    x_name = column or next((n for n in names if n not in (y_name, users)), None)
+    for what in (x_name, y_name, users or y_name):
+        if what not in names:
+            raise DataError(f"{name}: no column {what!r} for x or y; its columns: {', '.join(names)}; name both")
+    owners: list[str] = []
+
+    def samples() -> Iterator[tuple[Any, Any]]:
+        for row in obj:
+            if users is not None:
+                owners.append(str(row[users]))
+            value = row[x_name]
+            yield value if isinstance(value, torch.Tensor) else _planes(np.asarray(value)), row[y_name]
+
+    x, y = _stacked(samples(), name)
+    classes = getattr(obj.features[y_name], "names", None) or ()
+    return _Side(x, y, np.array(owners) if users is not None else None, tuple(classes))
+
+
+def _planes(value: NDArray[Any]) -> NDArray[Any]:
+    return value.transpose(2, 0, 1) if value.ndim == 3 else value
+
+
+def _stacked(samples: Iterable[tuple[Any, Any]], name: str) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Features one below the other, never held twice, and targets."""
+    x: Rows | None = None
+    y: list[Any] = []
+    for value, label in samples:
+        found = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
+        if not isinstance(value, (torch.Tensor, np.ndarray)):
+            found = _planes(found)  # a picture
+        if found.dtype.kind not in "uifb":
+            raise DataError(f"{name}: sample {len(y)} holds {found.dtype}, only images and numbers work")
+        found = found[None] if found.ndim == 2 else found
+        x = x or Rows(found.shape, np.uint8 if found.dtype == np.uint8 else np.float32)
+        if found.shape != x.shape:
+            raise DataError(f"{name}: sample {len(y)} has shape {found.shape}, others {x.shape}; one size only")
+        x.room(1)[0] = found
+        y.append(label.tolist() if isinstance(label, (torch.Tensor, np.ndarray, np.generic)) else label)
+    if x is None:
+        raise NoSamples(f"{name}: no samples")
+    return x.done(), _plain(y, name)
+
+
+def _plain(values: Any, name: str) -> NDArray[Any]:
+    """An array of numbers or text."""
+    try:
+        found = values.numpy(force=True) if isinstance(values, torch.Tensor) else np.asarray(values)
+    except ValueError:
+        raise DataError(f"{name}: rows of different lengths make no array; give every sample one size") from None
+    if found.dtype == object and all(isinstance(value, str) for value in found.ravel().tolist()):
+        found = found.astype(str)
+    return found
+
+
+def _is_hub(obj: Any) -> bool:
+    return hasattr(obj, "column_names") and hasattr(obj, "features")
+
+
+def _is_table(obj: Any) -> bool:
+    """A pandas table, or a data set of the hub whose columns are all single numbers or texts."""
+    if hasattr(obj, "columns") and hasattr(obj, "iloc"):
+        return True
+    return _is_hub(obj) and len(obj) > 0 and all(np.ndim(cell) == 0 for cell in obj[0].values())
+
+
+def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[str, Any]) -> Dataset:
+    if target is not None and not isinstance(target, str):
+        raise ConfigError(f"{name}: target names a column of the table, got {type(target).__name__}")
+    frame = not _is_hub(obj)
+    names = list(obj.columns if frame else obj.column_names)
+    if frame:
+        coded = [str(c) for c, kind in zip(names, obj.dtypes, strict=True) if kind.name == "category"]
+        options["categorical"] = tuple({*options.get("categorical", ()), *coded} - {target or str(names[-1])})
+    else:
+        target = target or next((n for n in LABELS if n in names), None)
+    given = {"label": target, "task": task or "auto", **options}
+    spec = make(Csv, given, name, {k: v for k, v in fields_of(TableSource).items() if k != "path"})
+
+    def cells() -> Iterator[Piece]:
+        for column in names:
+            values = obj[column]
+            values = (
+                values.astype(object).where(values.notna(), None).tolist()
+                if frame
+                else [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in values]
+            )
+            yield Piece(0, str(column), values)
+
+    return read_table(spec, name, [str(c) for c in names], cells(), Problems(name, first=0))

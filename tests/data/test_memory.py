@@ -1,0 +1,167 @@
+"""Arrays, torch, Hugging Face and pandas data sets as data sets: the same samples by every door, or one sentence."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import IterableDataset, TensorDataset
+
+import fedloom as fl
+from fedloom.data import Dataset, load, partition
+from fedloom.errors import ConfigError, DataError
+
+X = np.random.default_rng(0).integers(0, 256, (12, 4, 5)).astype(np.uint8)
+Y = np.arange(12) % 3
+
+
+class Pairs(TorchDataset[Any]):
+    classes: ClassVar = ["0", "1", "2"]
+
+    def __init__(self, give: Callable[[int], Any]) -> None:
+        self._give = give
+
+    def __len__(self) -> int:
+        return len(X)
+
+    def __getitem__(self, i: int) -> Any:
+        return self._give(i)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return zip(X, Y, strict=True)
+
+
+class HubSplit(list[dict[str, Any]]):
+    column_names = ("image", "label")
+    features: ClassVar = {"label": types.SimpleNamespace(names=["0", "1", "2"])}
+
+
+DOORS: dict[str, Any] = {
+    "pair": (X, Y),
+    "lists": (X[:, None], Y.tolist()),
+    "tensors": (torch.from_numpy(X), torch.from_numpy(Y)),
+    "dictionary": {"x": X, "y": Y},
+    "column of targets": (X, Y[:, None]),
+    "targets as text": (X, Y.astype(str)),
+    "TensorDataset": TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)),
+    "torch pairs": Pairs(lambda i: (torch.from_numpy(X[i]), int(Y[i]))),
+    "pictures": Pairs(lambda i: (Image.fromarray(X[i]), Y[i])),
+    "stream": Stream(),
+    "hub": HubSplit({"image": image, "label": int(label)} for image, label in zip(X, Y, strict=True)),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_door_gives_the_same_data_set(door: str) -> None:
+    data = Dataset.of(DOORS[door])
+    assert data.task == "classification"
+    assert data.classes == ("0", "1", "2")
+    assert (
+        data.checksum()
+        == Dataset("d", torch.from_numpy(X)[:, None], torch.from_numpy(Y), classes=data.classes).checksum()
+    )
+    fed = partition.iid(clients=3)(DOORS[door], seed=1)
+    same = partition.iid(clients=3)(data, seed=1)
+    assert torch.equal(fed.parts["train"].index, same.parts["train"].index)
+
+
+def test_options_of_arrays() -> None:
+    data = fl.Dataset.of(X, Y, test=(X[:2], Y[:2]), users=list("abcdefghijklmn"), mean=[0.5], classes=["x", "y", "z"])
+    assert (len(data), data.classes, data.user_names[-1]) == (14, ("x", "y", "z"), "n")
+    assert data.test is not None
+    assert data.test.tolist() == [12, 13]
+    assert Dataset.of({"train": (X, Y), "test": (X[:2], Y[:2])}).checksum() == data.checksum()
+    assert Dataset.of(X, Y / 2).task == "regression"
+    assert Dataset.of(X, Y > 0, task="binary").outputs == 1
+    assert Dataset.of(data) is data
+    last = Dataset.of(np.zeros((2, 4, 5, 3)), [0, 1], channels_last=True)
+    assert last.shape == (3, 4, 5)
+    assert last.x.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Dataset.of(X), ConfigError, "features without targets; give the pair"),
+        (lambda: Dataset.of(3), ConfigError, "cannot make a data set of int; known are arrays"),
+        (lambda: Dataset.of((X, Y), clases=[1]), ConfigError, "unknown option 'clases'; did you mean 'classes'"),
+        (lambda: Dataset.of(load("digits"), Y), ConfigError, "digits: is a Dataset already"),
+        (lambda: Dataset.of(X, Y[:3]), DataError, "12 samples but 3 targets"),
+        (
+            lambda: Dataset.of(X.astype(str), Y[:3]),
+            DataError,
+            "2 problems\n  - x must be numbers.*\n  - 12 samples but 3",
+        ),
+        (lambda: Dataset.of(([[1], [2, 3]], [0, 1])), DataError, "rows of different lengths"),
+        (lambda: Dataset.of(X, Y / 2, task="binary"), DataError, "must be whole numbers"),
+        (lambda: Dataset.of(X, Y.astype(str), classes=["0", "1"]), DataError, "y has '2', the classes are 0, 1"),
+        (lambda: Dataset.of((X, Y), test=(X[:1], [7])), DataError, "no training sample has: '7'"),
+        (lambda: Dataset.of((X, Y), test=(X[:1, :2], [0])), DataError, "training samples of shape .* test samples of"),
+        (lambda: Dataset.of(X, Y, users=["a"]), DataError, "users have shape \\(1,\\) for 12 samples"),
+        (lambda: Dataset.of(Pairs(lambda i: 1.0)), DataError, "sample 0 is float, expected the pair"),
+        (lambda: Dataset.of(Pairs(lambda i: (X[i][: i + 1], 0))), DataError, "sample 1 has shape .* one size only"),
+        (lambda: Dataset.of(Pairs(lambda i: ("a", 0))), DataError, "only images and numbers work"),
+        (lambda: Dataset.of((np.full((2, 2), np.nan), [0, 1])), DataError, "NaN or Inf in the features of 2 samples"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_a_sentence(
+    make: Callable[[], Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_a_pandas_table_is_read_as_a_csv_file(tmp_path: Any) -> None:
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame({"a": [1.0, 2, 3, 4], "s": ["u", "v", "u", "v"], "y": ["n", "n", "p", "p"]})
+    frame.to_csv(tmp_path / "data.csv", index=False)
+    read = load(tmp_path / "data.csv", categorical=("s",))
+    for data in (Dataset.of(frame, "y", categorical=("s",)), Dataset.of(frame.astype({"s": "category"}))):
+        assert data.checksum() == read.checksum()
+        assert data.prepare == read.prepare
+    assert partition.iid(clients=2)(frame.drop(columns="s")).n == 2
+    with pytest.raises(
+        DataError, match=r"row 0, column 's': expected a finite number, got 'u' \(4 such, values 'u', 'v'\)"
+    ):
+        Dataset.of(frame)
+    with pytest.raises(DataError, match="3 problems"):
+        Dataset.of(frame.assign(a=[1, None, 2, 3], y="n"))
+    with pytest.raises(ConfigError, match="no column 'z'"):
+        Dataset.of(frame, "z")
+    with pytest.raises(DataError, match="the target is the same in every row"):
+        partition.iid(clients=2)(frame[["a", "y"]].assign(y="n"))
+
+
+def test_everything_wrong_with_a_table_is_said_at_once(tmp_path: Any) -> None:
+    (tmp_path / "t.csv").write_text("a,b,c,y\n1,x,,n\n2,y,3,n\nz,z,4\n5,x,6,n\n")
+    with pytest.raises(DataError) as caught:
+        load(tmp_path / "t.csv")
+    said = str(caught.value).split("\n  - ")
+    assert said[0].endswith("t.csv: 4 problems")
+    for sentence, words in zip(
+        said[1:],
+        (
+            "row 4 has 3 cells, expected 4",
+            "row 2, column 'b': expected a finite number, got 'x' (3 such, values 'x', 'y')",
+            "row 2, column 'c': missing value",
+            "the label 'y' is 'n' in every row",
+        ),
+        strict=True,
+    ):
+        assert sentence.startswith(words)
+
+
+def test_data_and_federations_print_in_one_line() -> None:
+    data = load("digits")
+    assert repr(data) == "Dataset('digits': 1,797 samples of shape 1x8x8, classification of 10 classes)"
+    fed = repr(partition.iid(clients=10)(data))
+    assert fed.startswith("Federation(10 clients by iid, 1,257 train, 180 validation, 360 test samples, 125 to 126 ")
+    assert "\n" not in fed + repr(load("sklearn", set="diabetes"))
