@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedloom.algorithms import FLAME, SCAFFOLD, Kept, Mean, primary_field, upload_fields, upload_type
 from fedloom.algorithms._base import base_of, gradient_mapping, ranks
-from fedloom.algorithms.scaffold import Client, Down, Up
+from fedloom.algorithms.scaffold import Client, Server, Up
 from fedloom.choose import EquitableWeigher
 from fedloom.local import Local, Work
 from fedloom.rows.prox import L1
@@ -29,7 +29,7 @@ def test_fields_of_an_upload_are_read_from_the_annotation() -> None:
 
 def test_base_of_a_field() -> None:
     x, c, ci = (torch.full((2, 7), float(k)) for k in range(3))
-    down, rows = Down(x, c), Client(ci)
+    down, rows = Server(x, c), Client(ci)
     assert base_of(Mean(base="down.c"), down, rows) is c
     assert base_of(Mean(base="rows.ci"), down, rows) is ci
     assert base_of(Kept(primary=True), down, rows) == 0.0

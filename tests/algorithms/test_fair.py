@@ -12,7 +12,7 @@ import torch
 from fair_optima import losses
 from torch import Tensor
 
-from fedloom.algorithms import AFL, GIFAIR, QFFL, REGISTRY, Algorithm, Composition, FedAvg, fedavg
+from fedloom.algorithms import AFL, GIFAIR, QFFL, REGISTRY, Algorithm, Composition, Delta, FedAvg, Model
 from fedloom.choose import Clustered, FairFedWeigher, PowerOfChoice, Sampler, SizeWeighted, Uniform, UniformWeigher
 from fedloom.data import load
 from fedloom.data.federation import Federation as Data
@@ -381,9 +381,9 @@ def test_the_clustered_server_remembers_what_clients_changed(digits: Data) -> No
 class Broken(FedAvg):
     """FedAvg whose client 3 uploads something that is not finite."""
 
-    def client(self, down: fedavg.Down, rows: Nothing, work: Work) -> tuple[fedavg.Up, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         up, rows = super().client(down, rows, work)
-        return fedavg.Up(torch.where(work.ids[:, None] == 3, torch.nan, up.dw)), rows
+        return Delta(torch.where(work.ids[:, None] == 3, torch.nan, up.dw)), rows
 
 
 def test_a_sampler_learns_from_accepted_clients_only(digits: Data) -> None:

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.algorithms import LPGD, FedAvg, FedSLR, encodings
+from fedloom.algorithms import LPGD, FedAvg, FedSLR, Model, encodings
 from fedloom.algorithms._base import ranks
 from fedloom.algorithms.fedslr import Seen
-from fedloom.algorithms.lpgd import Client, Down
+from fedloom.algorithms.lpgd import Client
 from fedloom.local import Local
 from fedloom.rows.fields import Field
 from fedloom.rows.layout import Layout
@@ -272,7 +272,7 @@ def test_an_upload_of_lpgd_travels_as_factors() -> None:
     p = Problem.random(9, layout=WIDE)
     method = LPGD(lam=15.0, personal_epochs=0)
     work = Federation(p.oracle(), p.alpha, Local(lr=0.2, steps=3)).work(1, range(5))
-    up = method.client(Down(p.x0), Client(torch.zeros(5, WIDE.d, dtype=torch.float64)), work)[0]
+    up = method.client(Model(p.x0), Client(torch.zeros(5, WIDE.d, dtype=torch.float64)), work)[0]
     assert encodings(method, "up")["w"].encoding == "lowrank"
     assert encodings(method, "down")["x"].encoding == "dense"
     codec = Codec(WIDE, {"w": Field((WIDE.d,), torch.float64, encoding="lowrank", layout=WIDE)})

@@ -14,7 +14,7 @@ from fedloom.algorithms import FIAELT, FLAME, FedADMMInexact
 from fedloom.algorithms.fiaelt import Seen
 from fedloom.errors import Refused
 from fedloom.local import Local, Work, svrg
-from fedloom.local.gradient import gradient_descent
+from fedloom.local.inexact import gradient_descent
 from fedloom.local.smoothness import smoothness
 from fedloom.rows.prox import L1, Nuclear, SquaredL2
 from fedloom.testing import Problem, federate

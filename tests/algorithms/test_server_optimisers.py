@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import Algorithm, FedAvg, FedNova, FedOpt
-from fedloom.algorithms.fedopt import Server, Up
+from fedloom.algorithms import Algorithm, Delta, FedAvg, FedNova, FedOpt
+from fedloom.algorithms.fedopt import Server
 from fedloom.choose import SamplesWeigher, Uniform
 from fedloom.data import load
 from fedloom.data.partition import Dirichlet
@@ -50,7 +50,7 @@ def stepped(method: FedOpt, changes: Tensor) -> list[Server]:
     ctx = Federation(p.oracle(), p.alpha, SGD).ctx(0, range(p.n))
     states = [method.init(p.x0, ctx)[0]]
     for dw in changes:
-        states.append(method.server(states[-1], Up(dw), ctx))
+        states.append(method.server(states[-1], Delta(dw), ctx))
     return states
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedloom.algorithms import REGISTRY, Ditto
-from fedloom.algorithms.flame import FLAME, Client, Down
+from fedloom.algorithms import REGISTRY, Ditto, Model
+from fedloom.algorithms.flame import FLAME, Client
 from fedloom.data import load
 from fedloom.data.partition import Shards
 from fedloom.local import Local, Work
@@ -50,7 +50,7 @@ def test_flame_as_published_pulls_to_the_received_model(method: type[FLAME], cen
     oracle = Quadratic(b * torch.eye(d, dtype=torch.float64).expand(n, d, d), c, solve=True)
     work = Work(oracle, ids, torch.full((n, 1), 1 / n, dtype=torch.float64), Local(), seed=0)
     rows = Client(torch.zeros_like(w), w, pi, torch.zeros_like(w[:, :1]))
-    _, after = method(lam=lam).client(Down(x[0]), rows, work)
+    _, after = method(lam=lam).client(Model(x[0]), rows, work)
     z = {"w": w, "x": x}[centre]
     assert torch.allclose(after.theta, (b * c + lam * z) / (b + lam), atol=1e-12)
 

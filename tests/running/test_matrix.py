@@ -37,6 +37,8 @@ from fedloom.rows.channel import CHANNELS
 from fedloom.running.settings import Evaluate
 from fedloom.running.setup import make_job
 from fedloom.running.simulate import simulate
+from fedloom.testing import Problem
+from fedloom.testing.federate import Federation as Clients
 
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
 KINDS: dict[str, dict[str, Any]] = {
@@ -89,6 +91,12 @@ REASONS = {
 """Why a pair is refused: what the error says, and what the page says."""
 
 
+def has_global_model(method: Algorithm) -> bool:
+    p = Problem.random(0)
+    ctx = Clients(p.oracle(), p.alpha, Settings()).ctx(0, range(p.n))
+    return method.global_model(method.init(p.x0, ctx)[0]) is not None
+
+
 def refusal(made: Composition, kind: str, plugin: str) -> str | None:
     """The reason why a method refuses a plug-in, or None."""
     method = made.algorithm
@@ -98,7 +106,7 @@ def refusal(made: Composition, kind: str, plugin: str) -> str | None:
     if made.pooled:
         return None
     if kind == "sampler":
-        if plugin in ASKERS and type(method).global_model is Algorithm.global_model:
+        if plugin in ASKERS and not has_global_model(method):
             return "no model"
         if plugin in LEARNERS and projected:
             return "projected"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from fedloom.algorithms import FedAvg, FedRep, fedavg
+from fedloom.algorithms import Delta, FedAvg, FedRep, Model
 from fedloom.choose import (
     SAMPLERS,
     WEIGHERS,
@@ -125,9 +125,9 @@ def test_who_is_drawn_by_uploads_counts_every_round(fed: Federation) -> None:
 class Silent(FedAvg):
     """FedAvg whose client 3 sends something that is not finite."""
 
-    def client(self, down: fedavg.Down, rows: Nothing, work: Work) -> tuple[fedavg.Up, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         up, rows = super().client(down, rows, work)
-        return fedavg.Up(torch.where(work.ids[:, None] == 3, torch.nan, up.dw)), rows
+        return Delta(torch.where(work.ids[:, None] == 3, torch.nan, up.dw)), rows
 
 
 def test_what_was_sent_in_vain_was_sent(fed: Federation) -> None:

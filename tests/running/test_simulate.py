@@ -11,7 +11,18 @@ import pyarrow as pa
 import pytest
 import torch
 
-from fedloom.algorithms import REGISTRY, Composition, FedAvg, FedDyn, FedSkip, Local, fedavg, fedskip, upload_fields
+from fedloom.algorithms import (
+    REGISTRY,
+    Composition,
+    Delta,
+    FedAvg,
+    FedDyn,
+    FedSkip,
+    Local,
+    Model,
+    fedskip,
+    upload_fields,
+)
 from fedloom.choose import (
     Availability,
     Bernoulli,
@@ -203,9 +214,9 @@ def test_divergence_ends_the_run_with_a_sentence(fed: Federation) -> None:
 class Broken(FedAvg):
     """FedAvg whose client 3 uploads something that is not finite."""
 
-    def client(self, down: fedavg.Down, rows: Nothing, work: Work) -> tuple[fedavg.Up, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         up, rows = super().client(down, rows, work)
-        return fedavg.Up(torch.where(work.ids[:, None] == 3, torch.nan, up.dw)), rows
+        return Delta(torch.where(work.ids[:, None] == 3, torch.nan, up.dw)), rows
 
 
 class Without(Sampler):

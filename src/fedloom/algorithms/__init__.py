@@ -2,9 +2,11 @@
 
 from fedloom.algorithms._base import (
     Algorithm,
+    Delta,
     Kept,
     Kind,
     Mean,
+    Model,
     Regulariser,
     Rows,
     Sent,
@@ -111,6 +113,7 @@ __all__ = [
     "ADMMLpProj",
     "Algorithm",
     "Composition",
+    "Delta",
     "Ditto",
     "FedACS",
     "FedADMM",
@@ -140,6 +143,7 @@ __all__ = [
     "Local",
     "LpProj",
     "Mean",
+    "Model",
     "PFedMe",
     "PerFedAvg",
     "Preset",

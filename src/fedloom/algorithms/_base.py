@@ -11,17 +11,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_type_hints
 
 import torch
 from pydantic import AfterValidator
 from torch import Tensor
 
 from fedloom.errors import ConfigError, Refused, nearest
-from fedloom.local import Ctx, Local, Work
+from fedloom.local import Ctx, Local, Nothing, Work
 from fedloom.rows import algebra
 from fedloom.rows.layout import Layout
-from fedloom.rows.prox import AnyProx, Prox
+from fedloom.rows.prox import AnyProx, Form, Prox, made_by
 from fedloom.values import Value
 
 
@@ -71,14 +71,14 @@ class Sent:
 
     Attributes:
         encoding: the shortest form that the field can have.
-        prox: the attribute of the algorithm that holds a function with a prox, or None; the field comes out of that
-            prox, which decides in place of ``encoding``.
+        prox: name of a function in `Algorithm.proxes`; the field comes out of its prox, whose ``makes`` decides in
+            place of ``encoding``.
         ranks: the field of the server's state that has the ranks of a download's matrices, ``[matrices]`` in the order
             of `Layout.matrix_shapes`; measured when None.
         part: name of a mask of the algorithm (`Algorithm.part`) for a download of which clients have the rest.
     """
 
-    encoding: Literal["dense", "sparse", "lowrank"] = "dense"
+    encoding: Form = "dense"
     prox: str | None = None
     ranks: str | None = None
     part: str | None = None
@@ -87,6 +87,8 @@ class Sent:
 def _has_prox(f: Value | None) -> Value | None:
     if f is not None and not isinstance(f, Prox):
         raise ValueError(f"a regulariser needs f, prox and convex, got {type(f).__name__}")
+    if made_by(f) not in get_args(Form):
+        raise ValueError(f"makes of {type(f).__name__} must be one of {', '.join(get_args(Form))}, got {made_by(f)!r}")
     return f
 
 
@@ -131,6 +133,18 @@ def check_full_gradients(name: str, local: Local) -> None:
         raise Refused(f"{name} takes full gradients as they are; set local.momentum = 0 and leave local.clip out")
 
 
+class Model(NamedTuple):
+    """x ``[d]``: the state of a server that has the model only, and a download of it."""
+
+    x: Tensor
+
+
+class Delta(NamedTuple):
+    """dw ``[m, d]``: an upload of the difference to the received model."""
+
+    dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
+
+
 class Algorithm(Value, ABC):
     """A federated method. Its fields are its hyper-parameters; its functions have no state and change no argument."""
 
@@ -145,9 +159,8 @@ class Algorithm(Value, ABC):
     family: ClassVar[str] = "consensus"
     """consensus, personalised, composite, fair, clustered or reference; for lists."""
 
-    @abstractmethod
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Any, Any, Any]:
-        """State before the first round.
+        """State before the first round; by default the server has the model and clients keep nothing.
 
         Args:
             x0: ``[d]`` the initial model.
@@ -157,10 +170,19 @@ class Algorithm(Value, ABC):
             Server state, the template of a client's rows, and what the server keeps of a client before its first
             upload (None without `Kept` fields).
         """
+        return Model(x0), Nothing(), None
 
-    @abstractmethod
     def down(self, server: Any, kept: Any, ctx: Ctx) -> Any:
-        """The download: fields ``[d]``, or ``[m, .]`` where clients differ; the first field is the received model."""
+        """The download: fields ``[d]``, or ``[m, .]`` where clients differ; the first field is the received model.
+
+        By default `Model`, the field x of the server's state.
+
+        Raises:
+            ConfigError: the server's state has no x.
+        """
+        if not hasattr(server, "x"):
+            raise ConfigError(f"{type(self).__name__} must define down: its server state has no field x to send")
+        return Model(server.x)
 
     @abstractmethod
     def client(self, down: Any, rows: Any, work: Work) -> tuple[Any, Any]:
@@ -171,8 +193,8 @@ class Algorithm(Value, ABC):
         """The server's step on the aggregated upload of the accepted cohort."""
 
     def global_model(self, server: Any) -> Tensor | None:
-        """``[d]``, or None for a method without a global model."""
-        return None
+        """``[d]``, or None for a method without a global model; by default the field x of the server's state."""
+        return getattr(server, "x", None)
 
     def personal(self, down: Any, rows: Any, work: Work) -> Tensor | None:
         """``[m, d]``, or None for a method without personal models."""
@@ -198,6 +220,14 @@ class Algorithm(Value, ABC):
         """
         return {}
 
+    def proxes(self) -> dict[str, Prox]:
+        """The functions whose prox makes models of this method, by the name that `Sent` gives; by default its fields.
+
+        A method that has some is composite: the non-zeros, and with a low rank the ranks, of its models are recorded.
+        """
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: value for name, value in values.items() if isinstance(value, Prox)}
+
     def part(self, name: str, layout: Layout) -> Tensor:
         """The bool mask ``[d]`` that a field of an upload names as its part."""
         raise AssertionError(f"{type(self).__name__} names no part {name!r}")
@@ -219,6 +249,8 @@ def _returned(algorithm: type[Algorithm], function: str, wanted: str) -> Any:
     """
     replaced = [vars(base)[function] for base in algorithm.__mro__ if function in vars(base)]
     said = next(f for f in replaced if "return" in f.__annotations__)
+    if said is Algorithm.down:
+        return Model
     try:
         found = get_type_hints(said)["return"]
     except NameError as error:
@@ -296,26 +328,23 @@ def check_declaration(algorithm: type[Algorithm]) -> None:
 
 
 def encodings(algorithm: Algorithm, message: Literal["down", "up"]) -> dict[str, Sent]:
-    """How every field of a message is written, with ``prox`` resolved to an encoding."""
+    """How every field of a message is written, with ``prox`` resolved to an encoding.
+
+    Raises:
+        ConfigError: a field names a prox that the method does not have.
+    """
     fields = download_type(type(algorithm)) if message == "down" else upload_type(type(algorithm))
     hints = get_type_hints(fields, include_extras=True)
     sent = {name: next((a for a in get_args(hints[name]) if isinstance(a, Sent)), Sent()) for name in fields._fields}
+    proxes = algorithm.proxes()
+    for name, s in sent.items():
+        if s.prox not in {None, *proxes, *type(algorithm).model_fields}:
+            where = f"{type(algorithm).__name__}: prox of the field {name!r}"
+            raise ConfigError(f"{where} is {s.prox!r}; {nearest(str(s.prox), proxes)}")
     return {
-        name: s if s.prox is None else replace(s, encoding=_form(getattr(algorithm, s.prox)), prox=None)
+        name: s if s.prox is None else replace(s, encoding=made_by(proxes.get(s.prox)), prox=None)
         for name, s in sent.items()
     }
-
-
-_FORMS: dict[str, Literal["sparse", "lowrank"]] = {
-    **dict.fromkeys(("l1", "elastic-net", "group-l1", "scad", "mcp", "l1-ball", "simplex"), "sparse"),
-    **dict.fromkeys(("nuclear", "nuclear-ball"), "lowrank"),
-}
-
-
-def _form(f: object) -> Literal["dense", "sparse", "lowrank"]:
-    """What the prox of f makes of a vector."""
-    kinds = [getattr(part, "kind", "") for part in getattr(f, "parts", (f,))]
-    return next((_FORMS[kind] for kind in kinds if kind in _FORMS), "dense")
 
 
 def primary_field(algorithm: type[Algorithm]) -> str:

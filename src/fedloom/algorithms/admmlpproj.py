@@ -38,14 +38,7 @@ from fedloom.rows.projection import new_key, projection
 
 
 class Server(NamedTuple):
-    """w ``[dim]``, key ``[1]``."""
-
-    w: Tensor
-    key: Tensor
-
-
-class Down(NamedTuple):
-    """w ``[dim]``, key ``[1]``."""
+    """w ``[dim]``, key ``[1]``, all of it sent."""
 
     w: Tensor
     key: Tensor
@@ -81,10 +74,10 @@ class ADMMLpProj(Algorithm):
         w = projection(key, self.dim, x0)(x0)
         return Server(w, key), Client(x0, w, torch.zeros_like(w)), Up(w)
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.w, server.key)
+    def down(self, server: Server, kept: None, ctx: Ctx) -> Server:
+        return server
 
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+    def client(self, down: Server, rows: Client, work: Work) -> tuple[Up, Client]:
         p = projection(down.key, self.dim, rows.theta)
 
         def step(r: Client, work: Work, batch: Batch) -> Client:
@@ -100,5 +93,5 @@ class ADMMLpProj(Algorithm):
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         return server._replace(w=up.u)  # Eq. 188
 
-    def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
+    def personal(self, down: Server, rows: Client, work: Work) -> Tensor:
         return rows.theta

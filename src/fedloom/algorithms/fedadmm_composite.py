@@ -29,14 +29,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept, Regulariser, Sent, proximal
+from fedloom.algorithms._base import Algorithm, Kept, Model, Regulariser, Sent, proximal
 from fedloom.local import Ctx, Work, descend
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Down(NamedTuple):
@@ -66,10 +60,10 @@ class FedADMMComposite(Algorithm):
 
     family: ClassVar[str] = "composite"
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Up]:
-        return Server(x0), Client(x0, torch.zeros_like(x0)), Up(x0)
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Up]:
+        return Model(x0), Client(x0, torch.zeros_like(x0)), Up(x0)
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
+    def down(self, server: Model, kept: None, ctx: Ctx) -> Down:
         return Down(server.x)
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
@@ -80,8 +74,5 @@ class FedADMMComposite(Algorithm):
         y = y + (w - x) / self.eta  # z_i += (x_i - xbar)/eta
         return Up(w + self.eta * y), Client(w, y)  # xhat_i = x_i + eta z_i
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(proximal(self.regulariser, up.u, self.eta, ctx.layout))  # xbar = prox_{eta g}(mean of xhat_i)
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
+    def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
+        return Model(proximal(self.regulariser, up.u, self.eta, ctx.layout))  # xbar = prox_{eta g}(mean of xhat_i)

@@ -26,17 +26,11 @@ from typing import Annotated, ClassVar, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Sent
+from fedloom.algorithms._base import Algorithm, Mean, Model, Sent
 from fedloom.errors import Refused
 from fedloom.local import Ctx, Work, descend
 from fedloom.rows import masks
 from fedloom.rows.layout import Layout
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Down(NamedTuple):
@@ -75,10 +69,10 @@ class FedBN(Algorithm):
     def part(self, name: str, layout: Layout) -> Tensor:
         return ~masks.normalisation(layout, self.layers)
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
-        return Server(x0), Client(x0[masks.normalisation(ctx.layout, self.layers)]), None
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
+        return Model(x0), Client(x0[masks.normalisation(ctx.layout, self.layers)]), None
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
+    def down(self, server: Model, kept: None, ctx: Ctx) -> Down:
         return Down(server.x)
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
@@ -87,9 +81,12 @@ class FedBN(Algorithm):
         own = masks.part(w, norm)
         return Up(masks.only_(w.sub_(down.x), ~norm)), Client(own)
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
+    def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         shared = self.part("shared", ctx.layout).to(server.x.device)
-        return Server(server.x + up.dw * shared)  # mean of every layer that is not BN
+        return Model(server.x + up.dw * shared)  # mean of every layer that is not BN
+
+    def global_model(self, server: Model) -> None:
+        return None  # x has no normalisation layers
 
     def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
         return masks.joined(down.x, rows.norm, masks.normalisation(work.layout, self.layers))

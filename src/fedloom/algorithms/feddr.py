@@ -32,14 +32,8 @@ from typing import Annotated, ClassVar, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept, Regulariser, Sent, proximal
+from fedloom.algorithms._base import Algorithm, Kept, Model, Regulariser, Sent, proximal
 from fedloom.local import Ctx, Work, descend
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Down(NamedTuple):
@@ -72,10 +66,10 @@ class FedDR(Algorithm):
 
     family: ClassVar[str] = "composite"
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Up]:
-        return Server(x0), Client(x0, x0), Up(x0)
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Up]:
+        return Model(x0), Client(x0, x0), Up(x0)
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
+    def down(self, server: Model, kept: None, ctx: Ctx) -> Down:
         return Down(server.x)
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
@@ -84,8 +78,5 @@ class FedDR(Algorithm):
         w = descend(w, work, pull=((1 / self.eta, y),))  # x_i ~ prox_{eta f_i}(y_i)
         return Up(2 * w - y), Client(w, y)  # xhat_i = 2 x_i - y_i
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(proximal(self.regulariser, up.u, self.eta, ctx.layout))  # xbar = prox_{eta g}(mean of xhat_i)
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
+    def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
+        return Model(proximal(self.regulariser, up.u, self.eta, ctx.layout))  # xbar = prox_{eta g}(mean of xhat_i)

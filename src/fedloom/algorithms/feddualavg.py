@@ -90,6 +90,3 @@ class FedDualAvg(Algorithm):
         z = server.z + self.server_lr * up.dz  # z += eta_s mean of Delta
         t = server.t + self.server_lr * up.time  # eta_s eta_c K (r + 1)
         return Server(proximal(self.regulariser, z, t, ctx.layout), z, t)
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x

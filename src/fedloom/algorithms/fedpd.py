@@ -26,20 +26,14 @@ saves communication only where clients differ little.
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept
+from fedloom.algorithms._base import Algorithm, Kept, Model
 from fedloom.local import Ctx, Work, descend, iterate
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Down(NamedTuple):
@@ -78,12 +72,10 @@ class FedPD(Algorithm):
         0.0, ge=0, lt=1, description="probability p of an iteration without communication (Algorithm 1)"
     )
 
-    family: ClassVar[str] = "consensus"
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Up]:
+        return Model(x0), Client(x0, torch.zeros_like(x0)), Up(x0)
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Up]:
-        return Server(x0), Client(x0, torch.zeros_like(x0)), Up(x0)
-
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
+    def down(self, server: Model, kept: None, ctx: Ctx) -> Down:
         u = torch.rand((), generator=ctx.rng("communication"), dtype=torch.float64).item()
         more = math.log(1 - u) / math.log(self.skip) if self.skip else 0.0  # with probability p no communication
         return Down(server.x, server.x.new_tensor([1 + math.floor(more)]))
@@ -99,8 +91,5 @@ class FedPD(Algorithm):
         w, y, u = iterate(solve, start, work, down.iterations, batches=0)
         return Up(u), Client(w, y)
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(up.u)  # x_0^{r+1} = (1/N) sum of x_{0,i}^{r+}
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
+    def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
+        return Model(up.u)  # x_0^{r+1} = (1/N) sum of x_{0,i}^{r+}

@@ -29,14 +29,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept
+from fedloom.algorithms._base import Algorithm, Kept, Model
 from fedloom.local import Ctx, Nothing, Work, descend
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Down(NamedTuple):
@@ -59,12 +53,11 @@ class FedSkip(Algorithm):
     skip: int = Field(3, ge=1, description="rounds from one aggregation to the next; 3 in the authors' code")
 
     mixes: ClassVar[bool] = True
-    family: ClassVar[str] = "consensus"
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, Up]:
-        return Server(x0), Nothing(), Up(x0, torch.zeros_like(x0[:1]))
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Nothing, Up]:
+        return Model(x0), Nothing(), Up(x0, torch.zeros_like(x0[:1]))
 
-    def down(self, server: Server, kept: Up, ctx: Ctx) -> Down:
+    def down(self, server: Model, kept: Up, ctx: Ctx) -> Down:
         if (ctx.round - 1) % self.skip == 0:
             return Down(server.x.expand(ctx.m, -1), torch.zeros_like(kept.seen))  # aggregation: all start at the mean
         order = torch.argsort(ctx.ids)  # a permutation of clients, whatever the order of the cohort
@@ -75,8 +68,5 @@ class FedSkip(Algorithm):
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         return Up(descend(down.w, work), down.seen + work.sizes.to(down.seen)), rows
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(up.w)  # mean of all local models, weighted by their samples
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
+    def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
+        return Model(up.w)  # mean of all local models, weighted by their samples

@@ -98,9 +98,6 @@ class GIFAIR(Algorithm):
         loss[ctx.ids], seen[ctx.ids] = up.loss[:, 0].to(loss), 1.0
         return Server(server.x + up.dw, loss, seen)  # mean over the cohort
 
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
-
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if self.level == "group" and ctx.groups is None:
             raise Refused("GIFAIR with level 'group' needs clients in groups; use a partition that has them")

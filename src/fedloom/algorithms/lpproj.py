@@ -37,14 +37,7 @@ from fedloom.rows.projection import new_key, projection
 
 
 class Server(NamedTuple):
-    """w ``[dim]``, key ``[1]``."""
-
-    w: Tensor
-    key: Tensor
-
-
-class Down(NamedTuple):
-    """w ``[dim]``, key ``[1]``."""
+    """w ``[dim]``, key ``[1]``, all of it sent."""
 
     w: Tensor
     key: Tensor
@@ -84,10 +77,10 @@ class LpProj(Algorithm):
         key = new_key(ctx.rng("projection"))
         return Server(x0.new_zeros(self.dim or len(x0)), key), Client(x0), None
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.w, server.key)
+    def down(self, server: Server, kept: None, ctx: Ctx) -> Server:
+        return server
 
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+    def client(self, down: Server, rows: Client, work: Work) -> tuple[Up, Client]:
         p = projection(down.key, self.dim, rows.theta)
 
         def slope(r: _Rows) -> Tensor:  # gradient of 1/p ||v||_p^p at v = w - P theta
@@ -109,5 +102,5 @@ class LpProj(Algorithm):
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         return server._replace(w=server.w + self.beta * up.dw)  # (1 - beta) w + beta mean of w_i
 
-    def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
+    def personal(self, down: Server, rows: Client, work: Work) -> Tensor:
         return rows.theta

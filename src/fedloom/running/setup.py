@@ -101,6 +101,9 @@ def make_job(
     ctx = Ctx(0, fed.n, fed.n, ids, layout, shares.to(dtype), sizes, fed.groups, local, seed)
     with blamed("method", method, "init"):
         server, template, kept = method.init(layout.vector(module, dtype).to(device), ctx)
+    if sampler.probes and method.global_model(server) is None:
+        name = type(method).__name__
+        raise Refused(f"sampler {sampler.kind!r} asks clients about the global model, but {name} has none")
     notes = [*method.check(layout, ctx), *_counted_once(method, sampler)]
     if aggregator is not None and not aggregator.weighted and not isinstance(weigher, UniformWeigher):
         notes.append(f"aggregator {_kind(aggregator)!r} reads no weights: weigher {weigher.kind!r} changes nothing")
@@ -261,8 +264,6 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
         Refused: the sentence says why.
     """
     name = type(algorithm).__name__
-    if sampler.probes and type(algorithm).global_model is Algorithm.global_model:
-        raise Refused(f"sampler {sampler.kind!r} asks clients about the global model, but {name} has none")
     if sampler.learns and not upload_fields(type(algorithm)):
         raise Refused(f"sampler {sampler.kind!r} looks at uploads, but {name} uploads nothing")
     if sampler.repeats and weigher.signed:
