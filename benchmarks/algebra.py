@@ -31,7 +31,7 @@ import torch
 from workloads import WORKLOADS, Workload
 
 from fedloom.algorithms import ALGORITHMS, REGISTRY, Composition
-from fedloom.local import Local, Work
+from fedloom.local import LocalSGD, Work
 from fedloom.running import simulate as running
 from fedloom.running.rounds import play
 from fedloom.running.setup import make_job
@@ -88,7 +88,7 @@ class Run:
 
     def __init__(self, name: str, workload: Workload, stack: ExitStack) -> None:
         made: Any = REGISTRY[name](**NEEDED.get(name, {}))
-        local = Local(lr=0.01, epochs=1, batch_size=workload.batch)
+        local = LocalSGD(lr=0.01, epochs=1, batch_size=workload.batch)
         composition = made if isinstance(made, Composition) else Composition(made)
         self.job, server = make_job(composition, workload.federation(), workload.model, local=local)
         self.state = initial_state(self.job, server)

@@ -29,7 +29,7 @@ from workloads import WORKLOADS, Workload
 from fedloom.algorithms import ALGORITHMS
 from fedloom.choose import Uniform
 from fedloom.data.federation import Federation
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.running.settings import Engine, Evaluate
 from fedloom.running.simulate import simulate
 from fedloom.running.timing import QUIET, wait_for_quiet, watched
@@ -82,7 +82,7 @@ class Simulation:
             "algorithm": ALGORITHMS[method](),
             "fed": fed,
             "model": workload.model,
-            "local": Local(lr=RATE, batch_size=workload.batch),
+            "local": LocalSGD(lr=RATE, batch_size=workload.batch),
             "sampler": Uniform(fraction=workload.cohort / workload.clients),
             "evaluate": Evaluate(every=1_000_000, parts=("validation",)),  # the clients have none
             "engine": Engine(workers=workers, chunk=chunk),

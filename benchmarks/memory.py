@@ -28,7 +28,7 @@ from fedloom.choose import Uniform
 from fedloom.data.dataset import Dataset
 from fedloom.data.federation import Federation
 from fedloom.data.partition import Iid
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.models import CNN, MLP, ModelSpec, Softmax
 from fedloom.running.settings import Engine, Evaluate
 from fedloom.running.simulate import simulate
@@ -114,7 +114,7 @@ def main() -> int:
             fed,
             case.model,
             rounds=given.rounds,
-            local=Local(lr=0.01, batch_size=10),
+            local=LocalSGD(lr=0.01, batch_size=10),
             sampler=Uniform(),
             evaluate=Evaluate(every=given.rounds, parts=("validation", "test")),
             engine=Engine(store_budget=64, workers=given.workers),

@@ -25,7 +25,7 @@ from workloads import WORKLOADS
 from fedloom.algorithms import FedAvg
 from fedloom.choose import Uniform
 from fedloom.data.federation import Federation
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.running.distributed import joined
 from fedloom.running.ranks import ALONE, Ranks
 from fedloom.running.settings import Engine, Evaluate
@@ -45,7 +45,7 @@ def block(fed: Federation, name: str, rounds: int, workers: int, ranks: Ranks) -
         fed,
         workload.model,
         rounds=rounds + 1,
-        local=Local(lr=RATE, batch_size=workload.batch),
+        local=LocalSGD(lr=RATE, batch_size=workload.batch),
         sampler=Uniform(fraction=workload.cohort / workload.clients),
         evaluate=Evaluate(every=rounds + 1, parts=("validation",)),  # the clients have none
         engine=Engine(workers=workers),

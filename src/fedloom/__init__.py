@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fedloom.data.sources import load as load
     from fedloom.errors import FedloomError as FedloomError
     from fedloom.experiment import open_run as open_run
-    from fedloom.local.settings import Local as Local
+    from fedloom.local.settings import LocalSGD as LocalSGD
     from fedloom.rows import aggregate as aggregate
     from fedloom.rows import attacks as attacks
     from fedloom.rows import channel as channel
@@ -46,7 +46,7 @@ _WHERE = {
     "Evaluate": "fedloom.running.settings:Evaluate",
     "Federation": "fedloom.data.federation:Federation",
     "FedloomError": "fedloom.errors:FedloomError",
-    "Local": "fedloom.local.settings:Local",
+    "LocalSGD": "fedloom.local.settings:LocalSGD",
     "aggregate": "fedloom.rows.aggregate",
     "algorithms": "fedloom.algorithms",
     "attacks": "fedloom.rows.attacks",

@@ -12,7 +12,7 @@ from fedloom.algorithms import FLAME, SCAFFOLD, Kept, Mean, primary_field, uploa
 from fedloom.algorithms._base import base_of, gradient_mapping, ranks
 from fedloom.algorithms.scaffold import Client, Server, Up
 from fedloom.choose import EquitableWeigher
-from fedloom.local import Local, Work
+from fedloom.local import LocalSGD, Work
 from fedloom.rows.prox import L1
 from fedloom.testing import LAYOUT, Problem, federate
 
@@ -46,7 +46,7 @@ class Listening(EquitableWeigher):
 
 
 def test_a_weigher_is_asked_about_the_absolute_model_whatever_the_base() -> None:
-    p, local = Problem.random(3), Local(lr=0.1, batch_size=2)
+    p, local = Problem.random(3), LocalSGD(lr=0.1, batch_size=2)
     differences, absolute = Listening(), Listening()
     federate(SCAFFOLD(), p, 1, local=local, weigher=differences)
     end = federate(FLAME(), p, 1, local=local, weigher=absolute)[-1]

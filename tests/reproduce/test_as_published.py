@@ -9,7 +9,7 @@ from fedloom.algorithms import REGISTRY, Ditto, Model
 from fedloom.algorithms.flame import FLAME, Client
 from fedloom.data import load
 from fedloom.data.partition import Shards
-from fedloom.local import Local, Work
+from fedloom.local import LocalSGD, Work
 from fedloom.local.oracles import Quadratic
 from fedloom.reproduce.as_published import AS_PUBLISHED, DittoAsPublished, FLAMEAsPublished
 from fedloom.running.simulate import simulate
@@ -20,12 +20,12 @@ FED = Shards(clients=4, labels_per_client=3, keep=40)(DATA, 0)
 
 
 def personal(method: object, rounds: int, **local: object) -> torch.Tensor:
-    result = simulate(method, FED, rounds=rounds, local=Local(lr=0.05, **local), seed=1)
+    result = simulate(method, FED, rounds=rounds, local=LocalSGD(lr=0.05, **local), seed=1)
     return result.job.clients.read(torch.arange(FED.n))[0]
 
 
 def shared(method: object, rounds: int, **local: object) -> torch.Tensor:
-    result = simulate(method, FED, rounds=rounds, local=Local(lr=0.05, **local), seed=1)
+    result = simulate(method, FED, rounds=rounds, local=LocalSGD(lr=0.05, **local), seed=1)
     model = result.job.algorithm.global_model(result.state.server)
     assert model is not None
     return model
@@ -48,7 +48,7 @@ def test_flame_as_published_pulls_to_the_received_model(method: type[FLAME], cen
     c, w, pi, x = (torch.randn(k, d, dtype=torch.float64, generator=generator(k)) for k in (n, n, n, 1))
     ids = torch.arange(n)
     oracle = Quadratic(b * torch.eye(d, dtype=torch.float64).expand(n, d, d), c, solve=True)
-    work = Work(oracle, ids, torch.full((n, 1), 1 / n, dtype=torch.float64), Local(), seed=0)
+    work = Work(oracle, ids, torch.full((n, 1), 1 / n, dtype=torch.float64), LocalSGD(), seed=0)
     rows = Client(torch.zeros_like(w), w, pi, torch.zeros_like(w[:, :1]))
     _, after = method(lam=lam).client(Model(x[0]), rows, work)
     z = {"w": w, "x": x}[centre]

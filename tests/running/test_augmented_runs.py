@@ -14,7 +14,7 @@ from fedloom.data.federation import Federation
 from fedloom.data.partition import Iid
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.experiment import json_schema, parse
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.models import Augment
 from fedloom.running.result import Result
 from fedloom.running.settings import Engine, Evaluate
@@ -34,7 +34,7 @@ def run(fed: Federation, augment: Augment | None = AUGMENT, folder: Path | None 
         FedAvg(),
         fed,
         rounds=2,
-        local=Local(lr=0.1, batch_size=50),
+        local=LocalSGD(lr=0.1, batch_size=50),
         augment=augment,
         evaluate=Evaluate(every=2, parts=("train",)),
         engine=Engine(dtype="float64", **engine),  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from fedloom.algorithms import REGISTRY
 from fedloom.data import load
 from fedloom.data.federation import Federation
 from fedloom.data.partition import Iid
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.models import MLP
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox import L1, Nuclear
@@ -31,7 +31,7 @@ def run(fed: Federation, method: Any) -> Any:
         fed,
         MLP(hidden=(12,)),
         rounds=2,
-        local=Local(lr=0.1, batch_size=50),
+        local=LocalSGD(lr=0.1, batch_size=50),
         evaluate=Evaluate(every=2, parts=("validation", "test")),
         engine=Engine(dtype="float64"),
     )

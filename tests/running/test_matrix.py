@@ -28,8 +28,7 @@ from fedloom.data import load
 from fedloom.data.federation import Federation
 from fedloom.data.partition import Hybrid
 from fedloom.errors import Refused, Stop
-from fedloom.local import Local as Settings
-from fedloom.local import Nothing
+from fedloom.local import LocalSGD, Nothing
 from fedloom.models import MLP
 from fedloom.rows.aggregate import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
@@ -93,7 +92,7 @@ REASONS = {
 
 def has_global_model(method: Algorithm) -> bool:
     p = Problem.random(0)
-    ctx = Clients(p.oracle(), p.alpha, Settings()).ctx(0, range(p.n))
+    ctx = Clients(p.oracle(), p.alpha, LocalSGD()).ctx(0, range(p.n))
     return method.global_model(method.init(p.x0, ctx)[0]) is not None
 
 
@@ -205,7 +204,7 @@ def fed() -> Federation:
 
 
 MODEL, ROUNDS = MLP(hidden=(16,)), 2
-LOCAL = Settings(lr=0.05, steps=2, batch_size=8)
+LOCAL = LocalSGD(lr=0.05, steps=2, batch_size=8)
 PARTIAL = Uniform(clients=8)
 
 

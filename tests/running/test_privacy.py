@@ -27,7 +27,7 @@ from fedloom.data import load
 from fedloom.data.federation import Federation
 from fedloom.data.partition import Iid
 from fedloom.errors import ConfigError, Refused
-from fedloom.local import Local, Nothing, Work
+from fedloom.local import LocalSGD, Nothing, Work
 from fedloom.models import MLP
 from fedloom.rows.channel import Clip, GaussianNoise, Sign
 from fedloom.running import privacy
@@ -92,7 +92,7 @@ CHANNEL = GaussianNoise(sigma=5.0, delta=DELTA)
 def run(fed: Federation, **changes: Any) -> Result:
     settings: dict[str, Any] = {
         "algorithm": FedAvg(), "model": "softmax", "rounds": 4, "channel": CHANNEL, "sampler": Uniform(clients=3),
-        "local": Local(steps=1, batch_size=4), "evaluate": Evaluate(every=2, parts=("test",)), **changes,
+        "local": LocalSGD(steps=1, batch_size=4), "evaluate": Evaluate(every=2, parts=("test",)), **changes,
     }  # fmt: skip
     return simulate(fed=fed, **settings)
 

@@ -18,7 +18,7 @@ from pydantic import AfterValidator
 from torch import Tensor
 
 from fedloom.errors import ConfigError, Refused, nearest
-from fedloom.local import Ctx, Local, Nothing, Work
+from fedloom.local import Ctx, LocalSGD, Nothing, Work
 from fedloom.rows import algebra
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox import AnyProx, Form, Prox, made_by
@@ -123,7 +123,7 @@ def ranks(x: Tensor, layout: Layout) -> Tensor:
     return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64)
 
 
-def check_full_gradients(name: str, local: Local) -> None:
+def check_full_gradients(name: str, local: LocalSGD) -> None:
     """Refuse settings of stochastic steps that a method would leave aside.
 
     Raises:

@@ -20,7 +20,7 @@ from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.experiment.tables import dump
 from fedloom.experiment.tuning import Tune
 from fedloom.imports import find, is_path
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.models import MODELS, PAPERS, Augment, Import, ModelSpec, spec_of
 from fedloom.rows.aggregate import AGGREGATORS, Aggregator
 from fedloom.rows.attacks import ATTACKS, Attack
@@ -40,7 +40,7 @@ class Method:
     algorithm: str
     options: dict[str, Any]
     composition: Composition
-    local: Local
+    local: LocalSGD
     sampler: Sampler
     weigher: Weigher
     aggregator: Aggregator | None
@@ -280,7 +280,9 @@ def _method(
         algorithm=name,
         options=own,
         composition=made if isinstance(made, Composition) else Composition(made),
-        local=make(Local, local, f"{where}: local" if "local" in options else f"{file}: [local]", Local.model_fields),
+        local=make(
+            LocalSGD, local, f"{where}: local" if "local" in options else f"{file}: [local]", fields_of(LocalSGD)
+        ),
         sampler=own_kind("sampler", SAMPLERS, Sampler),
         weigher=own_kind("weigher", WEIGHERS, Weigher),
         aggregator=own_kind("aggregator", AGGREGATORS, Aggregator, optional=True),

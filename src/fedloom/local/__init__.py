@@ -4,7 +4,7 @@ from fedloom.local.context import Ctx, Nothing
 from fedloom.local.descend import Pull, descend
 from fedloom.local.iterate import iterate
 from fedloom.local.plan import Batch
-from fedloom.local.settings import Local
+from fedloom.local.settings import LocalSGD
 from fedloom.local.step import step_, where_moved
 from fedloom.local.svrg import SvrgResult, svrg
 from fedloom.local.work import Counts, Work
@@ -13,7 +13,7 @@ __all__ = [
     "Batch",
     "Counts",
     "Ctx",
-    "Local",
+    "LocalSGD",
     "Nothing",
     "Pull",
     "SvrgResult",

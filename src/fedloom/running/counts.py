@@ -17,9 +17,9 @@ WORTH = 2e9
 def sizes_of(algorithm: Algorithm, layout: Layout, rows: Tensor) -> dict[str, Tensor]:
     """Figures of the models ``rows [m, d]`` of a composite method, float64 ``[m]`` each; none for other methods.
 
-    ``nonzeros`` are the parameters that are not zero. With a prox that makes matrices of low rank, and where it is cheap
-    enough, ``rank`` is the sum of the numerical ranks of a model's matrices and ``factorised`` its parameters, each
-    matrix as two thin ones where these are fewer.
+    ``nonzeros`` are the parameters that are not zero. With a prox that makes low ranks, and where it is cheap enough,
+    ``rank`` is the sum of the numerical ranks of a model's matrices and ``factorised`` its parameters, each matrix as
+    two thin ones where these are fewer.
     """
     forms = {made_by(value) for value in algorithm.proxes().values()}
     if not forms:

@@ -15,7 +15,7 @@ from fedloom.algorithms._base import Sent, encodings
 from fedloom.choose import Sampler, Weigher
 from fedloom.data.federation import Federation
 from fedloom.errors import blamed
-from fedloom.local import Ctx, Local
+from fedloom.local import Ctx, LocalSGD
 from fedloom.local.oracles import Network
 from fedloom.models import ModelSpec
 from fedloom.rows.aggregate import Aggregator
@@ -84,7 +84,7 @@ class Job:
     oracle: Network
     fed: Federation
     judge: Federation
-    local: Local
+    local: LocalSGD
     sampler: Sampler
     weigher: Weigher
     aggregator: Aggregator | None

@@ -16,7 +16,7 @@ from fedloom.choose import Sampler, Uniform, UniformWeigher, Weigher
 from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError, Refused, blamed
 from fedloom.imports import source_of
-from fedloom.local import Ctx, Local, Nothing, Work
+from fedloom.local import Ctx, LocalSGD, Nothing, Work
 from fedloom.local.oracles import Network, chunk_limit, make_oracle
 from fedloom.models import Augment, ModelSpec, spec_of
 from fedloom.rows.aggregate import Aggregator
@@ -44,7 +44,7 @@ def make_job(
     *,
     rounds: int = 100,
     seed: int = 0,
-    local: Local | None = None,
+    local: LocalSGD | None = None,
     sampler: Sampler | None = None,
     weigher: Weigher | None = None,
     aggregator: Aggregator | None = None,
@@ -62,7 +62,7 @@ def make_job(
     Raises:
         ConfigError: values that cannot work, or (Refused) do not work together.
     """
-    local, evaluate, engine = local or Local(), evaluate or Evaluate(), engine or Engine()
+    local, evaluate, engine = local or LocalSGD(), evaluate or Evaluate(), engine or Engine()
     preset = algorithm if isinstance(algorithm, Composition) else Composition(algorithm)
     method = preset.algorithm
     check_declaration(type(method))
@@ -209,7 +209,7 @@ def poisoned(fed: Federation, attack: Poison, attackers: Tensor, seed: int) -> F
 
 def check_together(
     algorithm: Algorithm,
-    local: Local,
+    local: LocalSGD,
     weigher: Weigher,
     aggregator: Aggregator | None = None,
     attack: Attack | None = None,

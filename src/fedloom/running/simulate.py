@@ -14,7 +14,7 @@ from fedloom.algorithms import Algorithm, Composition
 from fedloom.choose import Sampler, Weigher
 from fedloom.data.federation import Federation
 from fedloom.errors import RunStopped, Stop
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.models import Augment, ModelSpec
 from fedloom.rows.aggregate import Aggregator
 from fedloom.rows.attacks import Attack
@@ -45,7 +45,7 @@ def simulate(
     *,
     rounds: int = 100,
     seed: int = 0,
-    local: Local | None = None,
+    local: LocalSGD | None = None,
     sampler: Sampler | None = None,
     weigher: Weigher | None = None,
     aggregator: Aggregator | None = None,
