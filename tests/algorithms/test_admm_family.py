@@ -29,7 +29,8 @@ from fedloom.algorithms import (
     FedSplit,
     encodings,
 )
-from fedloom.algorithms._base import Algorithm, gradient_mapping
+from fedloom.algorithms._base import Algorithm
+from fedloom.algorithms._regulariser import gradient_mapping
 from fedloom.choose.weighers import SamplesWeigher
 from fedloom.local import LocalSGD
 from fedloom.rows.prox import L1, Nuclear

@@ -24,7 +24,8 @@ from fedloom.algorithms import (
     upload_fields,
     upload_type,
 )
-from fedloom.algorithms._base import base_of, download_type, gradient_mapping, ranks
+from fedloom.algorithms._base import base_of, download_type
+from fedloom.algorithms._regulariser import gradient_mapping
 from fedloom.algorithms.scaffold import Client, Server, Up
 from fedloom.choose import EquitableWeigher
 from fedloom.errors import ConfigError
@@ -83,9 +84,9 @@ def test_gradient_mapping_without_penalty_is_the_norm_of_the_gradient() -> None:
 def test_ranks_of_matrices() -> None:
     body = torch.tensor([[1.0, 2.0], [2.0, 4.0]])
     row = torch.cat([body.flatten(), torch.tensor([0.0, 0.0, 5.0])])
-    assert ranks(row, LAYOUT).tolist() == [1, 0]
+    assert LAYOUT.ranks(row).tolist() == [1, 0]
     for broken in (torch.inf, -torch.inf, torch.nan):
-        assert ranks(torch.full((7,), broken), LAYOUT).tolist() == [0, 0]
+        assert LAYOUT.ranks(torch.full((7,), broken)).tolist() == [0, 0]
 
 
 class Nameless(Algorithm):

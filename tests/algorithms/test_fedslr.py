@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedloom.algorithms import LPGD, FedAvg, FedSLR, Model, encodings
-from fedloom.algorithms._base import ranks
 from fedloom.algorithms.fedslr import Seen
 from fedloom.algorithms.lpgd import Client
 from fedloom.local import LocalSGD
@@ -290,5 +289,5 @@ def test_an_upload_of_lpgd_is_what_its_prox_makes(components: Any, form: str) ->
 
 def test_ranks_of_a_diverged_model_and_of_a_model_without_matrices() -> None:
     for bad in (torch.nan, torch.inf, -torch.inf):
-        assert ranks(torch.full((WIDE.d,), bad), WIDE).tolist() == [0, 0]
-    assert ranks(torch.ones(3), Layout.from_shapes({"w": (3,)})).tolist() == []
+        assert WIDE.ranks(torch.full((WIDE.d,), bad)).tolist() == [0, 0]
+    assert Layout.from_shapes({"w": (3,)}).ranks(torch.ones(3)).tolist() == []

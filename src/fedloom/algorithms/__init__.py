@@ -7,7 +7,6 @@ from fedloom.algorithms._base import (
     Kind,
     Mean,
     Model,
-    Regulariser,
     Rows,
     Sent,
     check_declaration,
@@ -16,6 +15,7 @@ from fedloom.algorithms._base import (
     upload_fields,
     upload_type,
 )
+from fedloom.algorithms._regulariser import Regulariser
 from fedloom.algorithms.admmlpproj import ADMMLpProj
 from fedloom.algorithms.afl import AFL
 from fedloom.algorithms.apfl import APFL

@@ -13,15 +13,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_type_hints
 
-import torch
-from pydantic import AfterValidator
 from torch import Tensor
 
 from fedloom.errors import ConfigError, Refused, nearest
 from fedloom.local import Ctx, LocalSGD, Nothing, Work
-from fedloom.rows import algebra
 from fedloom.rows.layout import Layout
-from fedloom.rows.prox import AnyProx, Form, Prox, made_by
+from fedloom.rows.prox import Form, Prox, made_by
 from fedloom.values import Value
 
 
@@ -84,45 +81,6 @@ class Sent:
     part: str | None = None
 
 
-def _has_prox(f: Value | None) -> Value | None:
-    if f is not None and not isinstance(f, Prox):
-        raise ValueError(f"a regulariser needs f, prox and convex, got {type(f).__name__}")
-    if made_by(f) not in get_args(Form):
-        raise ValueError(f"makes of {type(f).__name__} must be one of {', '.join(get_args(Form))}, got {made_by(f)!r}")
-    return f
-
-
-Regulariser = Annotated[AnyProx | None, AfterValidator(_has_prox)]
-"""Type of a field that holds the nonsmooth term of a composite problem; None is no term."""
-
-
-def with_prox(f: object) -> Prox | None:
-    """A regulariser as what it is: a function with a prox, or None."""
-    return f if isinstance(f, Prox) else None
-
-
-def proximal(f: object, v: Tensor, t: float | Tensor, layout: Layout) -> Tensor:
-    """prox_{t f}(v), and v itself without f; v ``[d]`` or ``[m, d]``, t a number or ``[m, 1]``."""
-    return f.prox(v, t, layout) if isinstance(f, Prox) else v
-
-
-def penalty(f: object, x: Tensor, layout: Layout) -> Tensor:
-    """f(x), and 0 without f: ``[m, 1]`` of ``[m, d]``, a scalar of ``[d]``."""
-    return f.f(x, layout) if isinstance(f, Prox) else algebra.total(torch.zeros_like(x))
-
-
-def gradient_mapping(f: object, x: Tensor, gradient: Tensor, t: float, layout: Layout) -> Tensor:
-    """||x - prox_{t f}(x - t gradient)|| / t: zero exactly where 0 is in gradient + df(x) (f convex), ``[..., 1]``."""
-    gap = x - proximal(f, x - t * gradient, t, layout)
-    return algebra.norm(gap) / t
-
-
-def ranks(x: Tensor, layout: Layout) -> Tensor:
-    """Numerical ranks of the matrices of ``x [d]``, int64 in the order of `Layout.matrix_shapes`; 0 if not finite."""
-    found = [algebra.ranks(w.nan_to_num(0.0, 0.0, 0.0)) for w in layout.matrices(x).values()]
-    return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64)
-
-
 def check_full_gradients(name: str, local: LocalSGD) -> None:
     """Refuse settings of stochastic steps that a method would leave aside.
 
@@ -175,14 +133,16 @@ class Algorithm(Value, ABC):
     def down(self, server: Any, kept: Any, ctx: Ctx) -> Any:
         """The download: fields ``[d]``, or ``[m, .]`` where clients differ; the first field is the received model.
 
-        By default `Model`, the field x of the server's state.
+        By default the fields of the server's state that the annotation of `client`'s download names.
 
         Raises:
-            ConfigError: the server's state has no x.
+            ConfigError: the server's state lacks one.
         """
-        if not hasattr(server, "x"):
-            raise ConfigError(f"{type(self).__name__} must define down: its server state has no field x to send")
-        return Model(server.x)
+        fields = download_type(type(self))
+        for name in fields._fields:
+            if not hasattr(server, name):
+                raise ConfigError(f"{type(self).__name__} must define down: its server state has no field {name!r}")
+        return fields(*(getattr(server, name) for name in fields._fields))
 
     @abstractmethod
     def client(self, down: Any, rows: Any, work: Work) -> tuple[Any, Any]:
@@ -241,25 +201,36 @@ class Algorithm(Value, ABC):
         return []
 
 
-def _returned(algorithm: type[Algorithm], function: str, wanted: str) -> Any:
-    """The NamedTuple that a function returns, first of several, by its annotation or that of the function it replaces.
+def _hint(algorithm: type[Algorithm], function: str, name: str) -> tuple[Any, str]:
+    """The type of a function's argument or result, and its annotation there or in the function that it overrides.
 
     Raises:
-        ConfigError: none of them says so.
+        ConfigError: the annotation cannot be read.
     """
-    replaced = [vars(base)[function] for base in algorithm.__mro__ if function in vars(base)]
-    said = next(f for f in replaced if "return" in f.__annotations__)
-    if said is Algorithm.down:
-        return Model
+    overridden = [vars(base)[function] for base in algorithm.__mro__ if function in vars(base)]
+    said = next(f for f in overridden if name in f.__annotations__)
     try:
-        found = get_type_hints(said)["return"]
+        return get_type_hints(said)[name], said.__annotations__[name]
     except NameError as error:
         raise ConfigError(f"{algorithm.__name__}.{function}: its annotation cannot be read: {error}") from None
-    found = next(iter(get_args(found)), found)
-    if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
+
+
+def _fields(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
+
+
+def _returned(algorithm: type[Algorithm], function: str, wanted: str) -> Any:
+    """The NamedTuple that a function returns, the first of several.
+
+    Raises:
+        ConfigError: its annotation does not say.
+    """
+    hint, annotation = _hint(algorithm, function, "return")
+    found = next(iter(get_args(hint)), hint)
+    if not _fields(found):
         raise ConfigError(
             f"{algorithm.__name__}.{function} must be annotated with what it returns, -> {wanted}, whose fields say "
-            f"how they travel; got {said.__annotations__['return']!r}"
+            f"how they travel; got {annotation!r}"
         )
     return found
 
@@ -276,12 +247,15 @@ def upload_type(algorithm: type[Algorithm]) -> Any:
 
 @cache
 def download_type(algorithm: type[Algorithm]) -> Any:
-    """The NamedTuple that `down` returns, read from its annotation.
+    """The NamedTuple that `down` returns, read from its annotation; by default the download that `client` takes.
 
     Raises:
         ConfigError: it has none.
     """
-    return _returned(algorithm, "down", "'Down' with a NamedTuple Down")
+    if algorithm.down is not Algorithm.down:
+        return _returned(algorithm, "down", "'Down' with a NamedTuple Down")
+    found, _ = _hint(algorithm, "client", "down")
+    return found if _fields(found) else Model
 
 
 @cache

@@ -74,9 +74,6 @@ class ADMMLpProj(Algorithm):
         w = projection(key, self.dim, x0)(x0)
         return Server(w, key), Client(x0, w, torch.zeros_like(w)), Up(w)
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Server:
-        return server
-
     def client(self, down: Server, rows: Client, work: Work) -> tuple[Up, Client]:
         p = projection(down.key, self.dim, rows.theta)
 

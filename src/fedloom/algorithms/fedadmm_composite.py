@@ -29,7 +29,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept, Model, Regulariser, Sent, proximal
+from fedloom.algorithms._base import Algorithm, Kept, Model, Sent
+from fedloom.algorithms._regulariser import Regulariser, proximal
 from fedloom.local import Ctx, Work, descend
 
 
@@ -62,9 +63,6 @@ class FedADMMComposite(Algorithm):
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Up]:
         return Model(x0), Client(x0, torch.zeros_like(x0)), Up(x0)
-
-    def down(self, server: Model, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         x, (w, y) = down.x, rows

@@ -72,9 +72,6 @@ class FedBN(Algorithm):
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(x0[masks.normalisation(ctx.layout, self.layers)]), None
 
-    def down(self, server: Model, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         norm = masks.normalisation(work.layout, self.layers).to(down.x.device)
         w = descend(masks.joined(down.x, rows.norm, norm), work)

@@ -32,7 +32,8 @@ from typing import Annotated, ClassVar, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept, Model, Regulariser, Sent, proximal
+from fedloom.algorithms._base import Algorithm, Kept, Model, Sent
+from fedloom.algorithms._regulariser import Regulariser, proximal
 from fedloom.local import Ctx, Work, descend
 
 
@@ -68,9 +69,6 @@ class FedDR(Algorithm):
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Up]:
         return Model(x0), Client(x0, x0), Up(x0)
-
-    def down(self, server: Model, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         w, y = rows

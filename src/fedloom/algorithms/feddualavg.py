@@ -31,7 +31,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Regulariser, proximal
+from fedloom.algorithms._base import Algorithm, Mean
+from fedloom.algorithms._regulariser import Regulariser, proximal
 from fedloom.local import Batch, Ctx, Nothing, Work, iterate, step_
 
 
@@ -73,9 +74,6 @@ class FedDualAvg(Algorithm):
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
         return Server(x0, x0, torch.zeros_like(x0[:1])), Nothing(), None
-
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.z, server.t)
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         def step(rows: _Dual, work: Work, batch: Batch) -> _Dual:

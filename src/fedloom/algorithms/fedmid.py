@@ -30,7 +30,8 @@ from typing import Annotated, ClassVar, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Model, Regulariser, Sent, proximal, with_prox
+from fedloom.algorithms._base import Algorithm, Mean, Model, Sent
+from fedloom.algorithms._regulariser import Regulariser, proximal, with_prox
 from fedloom.local import Ctx, Nothing, Work, descend
 
 
@@ -57,9 +58,6 @@ class FedMiD(Algorithm):
     plain_sgd: ClassVar[str | None] = (
         "its thresholds are the step size times the weight of psi, which momentum outgrows"
     )
-
-    def down(self, server: Model, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         psi = with_prox(self.regulariser)

@@ -64,9 +64,6 @@ class FedRep(Algorithm):
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(x0[masks.head(ctx.layout, self.head)]), None
 
-    def down(self, server: Model, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         head = masks.head(work.layout, self.head).to(down.x.device)
         w = masks.joined(down.x, rows.head, head)

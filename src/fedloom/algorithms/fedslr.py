@@ -39,11 +39,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Sent, ranks
+from fedloom.algorithms._base import Algorithm, Mean, Sent
+from fedloom.algorithms._regulariser import Components, penalties
 from fedloom.local import Ctx, Work, descend
-from fedloom.rows.prox import L1, Nuclear, Prox
-
-Components = Literal["lr+s", "s+s", "s+lr", "lr+lr"]
+from fedloom.rows.prox import Prox
 
 
 class Server(NamedTuple):
@@ -99,10 +98,7 @@ class FedSLR(Algorithm):
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         zero = torch.zeros_like(x0)
         p = x0 if self.personal_start == "model" else zero
-        return Server(x0, zero, ranks(x0, ctx.layout)), Client(zero, p), None
-
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
+        return Server(x0, zero, ctx.layout.ranks(x0)), Client(zero, p), None
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         x, (gi, p) = down.x, rows
@@ -124,7 +120,7 @@ class FedSLR(Algorithm):
             x = self.proxes()["global"].prox(x - self.eta_g * gamma, self.eta_g, ctx.layout)  # Eq. 6
         elif self.method == "gpgd":
             x = self.proxes()["global"].prox(x, ctx.local.lr_at(ctx.round), ctx.layout)  # Eq. 21
-        return Server(x, gamma, ranks(x, ctx.layout))
+        return Server(x, gamma, ctx.layout.ranks(x))
 
     def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
         return down.x + rows.p  # GKR + p_i
@@ -135,12 +131,3 @@ class FedSLR(Algorithm):
     def diagnostics(self, server: Server, total: Seen, ctx: Ctx) -> dict[str, float]:
         figures = {"rank": float(server.ranks.sum()), "nonzeros": float(server.x.count_nonzero())}
         return {**figures, "personal_nonzeros": float(total.nonzeros) / ctx.n}
-
-
-def penalties(components: Components, lam: float, mu: float) -> dict[str, Prox]:
-    """R of (P1) and R~ of (P2)."""
-    shared, own = components.split("+")
-    return {"global": _PENALTIES[shared](c=lam), "personal": _PENALTIES[own](c=mu)}
-
-
-_PENALTIES: dict[str, type[L1 | Nuclear]] = {"lr": Nuclear, "s": L1}

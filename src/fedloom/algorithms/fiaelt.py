@@ -32,7 +32,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Regulariser, Rows, Sent, check_full_gradients, penalty, proximal
+from fedloom.algorithms._base import Algorithm, Mean, Rows, Sent, check_full_gradients
+from fedloom.algorithms._regulariser import Regulariser, penalty, proximal
 from fedloom.local import Ctx, Work
 from fedloom.local.inexact import Solver, augmented_lagrangian, inexact, lyapunov_step
 from fedloom.local.smoothness import smoothness
@@ -106,9 +107,6 @@ class FIAELT(Algorithm):
         if self.beta is None or self.smooth is None or self.beta > self.smooth:
             return []
         return [f"FIAELT may not converge: it needs beta > L, got {self.beta:g} and {self.smooth:g}"]
-
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.y, server.beta)
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         y, beta, (x, z, _) = down.y, float(down.beta), rows

@@ -24,16 +24,33 @@ not. The server sees single models: no secure aggregation.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm
-from fedloom.algorithms.fedamp import Client, Down, Up
+from fedloom.algorithms._base import Algorithm, Kept
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows import algebra
+
+
+class Down(NamedTuple):
+    """u ``[m, d]``."""
+
+    u: Tensor
+
+
+class Client(NamedTuple):
+    """w ``[m, d]``."""
+
+    w: Tensor
+
+
+class Up(NamedTuple):
+    """w ``[m, d]``."""
+
+    w: Annotated[Tensor, Kept(primary=True)]
 
 
 class HeurFedAMP(Algorithm):

@@ -63,9 +63,6 @@ class LGFedAvg(Algorithm):
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(x0[~masks.head(ctx.layout, self.head)]), None
 
-    def down(self, server: Model, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         head = masks.head(work.layout, self.head).to(down.x.device)
         w = descend(masks.joined(down.x, rows.body, ~head), work)  # (theta_g, theta_m) <- SGD

@@ -31,7 +31,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean, Model, Sent
-from fedloom.algorithms.fedslr import Components, penalties
+from fedloom.algorithms._regulariser import Components, penalties
 from fedloom.local import Ctx, Work, descend
 from fedloom.rows.prox import Prox
 

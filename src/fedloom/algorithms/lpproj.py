@@ -77,9 +77,6 @@ class LpProj(Algorithm):
         key = new_key(ctx.rng("projection"))
         return Server(x0.new_zeros(self.dim or len(x0)), key), Client(x0), None
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Server:
-        return server
-
     def client(self, down: Server, rows: Client, work: Work) -> tuple[Up, Client]:
         p = projection(down.key, self.dim, rows.theta)
 

@@ -64,9 +64,6 @@ class SCAFFOLD(Algorithm):
         zero = torch.zeros_like(x0)
         return Server(x0, zero), Client(zero), None
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Server:
-        return server
-
     def client(self, down: Server, rows: Client, work: Work) -> tuple[Up, Client]:
         x, c, ci = down.x, down.c, rows.ci
         dy = descend(x, work, shift=c - ci).sub_(x)  # Eq. 3: y <- y - eta_l (g(y) - c_i + c)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm
-from fedloom.algorithms._base import ranks
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox import made_by
 
@@ -28,7 +27,7 @@ def sizes_of(algorithm: Algorithm, layout: Layout, rows: Tensor) -> dict[str, Te
     shapes = torch.tensor(list(layout.matrix_shapes.values())).reshape(-1, 2)
     cost = 10 * len(rows) * float((shapes.prod(1) * shapes.amin(1)).sum())
     if "lowrank" in forms and cost <= WORTH:
-        found = torch.stack([ranks(row, layout) for row in rows]).cpu()
+        found = torch.stack([layout.ranks(row) for row in rows]).cpu()
         dense = shapes.prod(1)
         figures["rank"] = found.sum(1).double()
         figures["factorised"] = (layout.d - dense.sum() + (found * shapes.sum(1)).minimum(dense).sum(1)).double()
