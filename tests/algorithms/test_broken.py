@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import FLAME, SCAFFOLD, Algorithm, Delta, FedACS, FedAvg, Kept, Mean, Model
-from fedloom.algorithms.flame import Up as Message
+from fedloom.algorithms import FLAME, SCAFFOLD, Algorithm, Delta, FedACS, FedAvg, Kept, Mean, Model, Point
 from fedloom.algorithms.scaffold import Up as Variates
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows.layout import Layout
@@ -214,7 +213,7 @@ class ForgetsItsOptions(FedAvg):
 
 
 class KeepsNoRows(FLAME):
-    def client(self, down: Any, rows: Any, work: Work) -> tuple[Message, Any]:
+    def client(self, down: Any, rows: Any, work: Work) -> tuple[Point, Any]:
         up, new = super().client(down, rows, work)
         return up, new._replace(pi=new.pi[:1])
 

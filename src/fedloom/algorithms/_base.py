@@ -103,6 +103,12 @@ class Delta(NamedTuple):
     dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
 
 
+class Point(NamedTuple):
+    """u ``[m, .]``: an upload of which the server keeps each client's last and gets the mean over all clients."""
+
+    u: Annotated[Tensor, Kept(primary=True)]
+
+
 class Algorithm(Value, ABC):
     """A federated method. Its fields are its hyper-parameters; its functions have no state and change no argument."""
 

@@ -29,13 +29,13 @@ size 1/rho: rho must then exceed half the curvature of the mean loss, whatever t
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept, Model, check_full_gradients
+from fedloom.algorithms._base import Algorithm, Model, Point, check_full_gradients
 from fedloom.local import Ctx, Work, iterate
 from fedloom.rows.algebra import norm
 from fedloom.rows.layout import Layout
@@ -47,12 +47,6 @@ class Client(NamedTuple):
     w: Tensor
     y: Tensor
     eps: Tensor
-
-
-class Up(NamedTuple):
-    """u ``[m, d]``."""
-
-    u: Annotated[Tensor, Kept(primary=True)]
 
 
 class _Solve(NamedTuple):
@@ -77,15 +71,15 @@ class FedADMMInexact(Algorithm):
 
     plain_sgd: ClassVar[str | None] = "its local steps are linearised ADMM steps, which have no momentum"
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Up]:
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
         eps = x0.new_tensor([(ctx.n * self.iterations) ** 2 if self.eps0 is None else self.eps0])
-        return Model(x0), Client(x0, torch.zeros_like(x0), eps), Up(x0)
+        return Model(x0), Client(x0, torch.zeros_like(x0), eps), Point(x0)
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         check_full_gradients("FedADMMInexact", ctx.local)
         return []
 
-    def client(self, down: Model, rows: Client, work: Work) -> tuple[Up, Client]:
+    def client(self, down: Model, rows: Client, work: Work) -> tuple[Point, Client]:
         def linearised(s: _Solve, work: Work) -> _Solve:
             s.w.sub_(s.residual, alpha=1 / (1 / work.lr + self.rho))  # x_i = (r x_i + sigma x - pi_i - g_i)/(r + sigma)
             residual_(s.residual, s.w, s.y, work)
@@ -107,7 +101,7 @@ class FedADMMInexact(Algorithm):
         w, y = rows.w.clone(), rows.y.clone()
         start = _Solve(w, y, rows.eps, residual_(torch.empty_like(w), w, y, work))
         w, y, eps, _ = iterate(dual, start, work, self.iterations * (work.steps > 0), batches=0)
-        return Up(torch.add(w, y, alpha=1 / self.rho)), Client(w, y, eps)  # z_i / sigma
+        return Point(torch.add(w, y, alpha=1 / self.rho)), Client(w, y, eps)  # z_i / sigma
 
-    def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
+    def server(self, server: Model, up: Point, ctx: Ctx) -> Model:
         return Model(up.u)  # x = sum z_i / sum sigma_i over ALL clients

@@ -32,7 +32,7 @@ from typing import Annotated, ClassVar, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept, Model, Sent
+from fedloom.algorithms._base import Algorithm, Model, Point, Sent
 from fedloom.algorithms._regulariser import Regulariser, proximal
 from fedloom.local import Ctx, Work, descend
 
@@ -50,12 +50,6 @@ class Client(NamedTuple):
     y: Tensor
 
 
-class Up(NamedTuple):
-    """u ``[m, d]``."""
-
-    u: Annotated[Tensor, Kept(primary=True)]
-
-
 class FedDR(Algorithm):
     """FedDR (Tran-Dinh et al. 2021, Algorithm 1)."""
 
@@ -67,14 +61,14 @@ class FedDR(Algorithm):
 
     family: ClassVar[str] = "composite"
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Up]:
-        return Model(x0), Client(x0, x0), Up(x0)
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
+        return Model(x0), Client(x0, x0), Point(x0)
 
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+    def client(self, down: Down, rows: Client, work: Work) -> tuple[Point, Client]:
         w, y = rows
         y = y + self.alpha * (down.x - w)  # y_i += alpha (xbar - x_i)
         w = descend(w, work, pull=((1 / self.eta, y),))  # x_i ~ prox_{eta f_i}(y_i)
-        return Up(2 * w - y), Client(w, y)  # xhat_i = 2 x_i - y_i
+        return Point(2 * w - y), Client(w, y)  # xhat_i = 2 x_i - y_i
 
-    def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
+    def server(self, server: Model, up: Point, ctx: Ctx) -> Model:
         return Model(proximal(self.regulariser, up.u, self.eta, ctx.layout))  # xbar = prox_{eta g}(mean of xhat_i)
