@@ -76,7 +76,7 @@ def find_class(path: str, what: str, base: type, where: str = "") -> Any:
     lacking = sorted(getattr(found, "__abstractmethods__", ()))
     if lacking:
         raise ConfigError(
-            f"{place}{what} {path!r} lacks {', '.join(lacking)}; define every function of {base.__name__}"
+            f"{place}{what} {path!r} lacks {', '.join(lacking)}; define them, as in {base.__name__}"
         )
     return found
 

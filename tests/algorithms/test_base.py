@@ -116,7 +116,7 @@ class Typo(NamedTuple):
 
 
 def test_a_server_without_x_must_define_its_download() -> None:
-    with pytest.raises(ConfigError, match="Nameless must define down: its server state has no field x"):
+    with pytest.raises(ConfigError, match="Nameless must define down: its server state has no field 'x'"):
         federate(Nameless(), Problem.random(0), 1)
 
 

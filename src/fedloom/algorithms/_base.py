@@ -1,4 +1,4 @@
-"""What an algorithm is: a frozen value with pure functions, and fields that say what they are.
+"""The base of every algorithm: a frozen value with pure functions; fields of messages declare how they travel.
 
 Letters, the same in every file: x the server's model ``[d]``, w local models ``[m, d]``, v personal models, g
 gradients, y duals, c control variates; m clients of the cohort, n of all clients. Per-client scalars are ``[m, 1]``.
@@ -27,7 +27,7 @@ class Kind:
     """How a field of an upload travels.
 
     Attributes:
-        base: what the value is a difference to: ``"zero"`` (absolute), ``"down.<field>"`` or ``"rows.<field>"``.
+        base: the value that it is a difference to: ``"zero"`` (absolute), ``"down.<field>"`` or ``"rows.<field>"``.
         primary: the field that carries the model.
         accumulates: the server adds it up over rounds; arrives as its uniform mean over the cohort.
         part: name of a mask of the algorithm (`Algorithm.part`): only those coordinates travel.
@@ -131,8 +131,8 @@ class Algorithm(Value, ABC):
             ctx: round 0.
 
         Returns:
-            Server state, the template of a client's rows, and what the server keeps of a client before its first
-            upload (None without `Kept` fields).
+            Server state, the template of a client's rows, and the server's copy of a client's upload before its
+            first one (None without `Kept` fields).
         """
         return Model(x0), Nothing(), None
 
@@ -199,7 +199,7 @@ class Algorithm(Value, ABC):
         raise AssertionError(f"{type(self).__name__} names no part {name!r}")
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        """Refuse what the method cannot do with this model and setting; sentences to warn of are returned.
+        """Refuse a model or setting that the method cannot work with; returns sentences of warning.
 
         Raises:
             Refused: the combination makes no sense; the sentence says why.
@@ -207,16 +207,20 @@ class Algorithm(Value, ABC):
         return []
 
 
-def _hint(algorithm: type[Algorithm], function: str, name: str) -> tuple[Any, str]:
-    """The type of a function's argument or result, and its annotation there or in the function that it overrides.
+def _annotated(algorithm: type[Algorithm], function: str, name: str) -> Any:
+    """The method's function with an annotation of ``name``, or the one that it overrides."""
+    overridden = [vars(base)[function] for base in algorithm.__mro__ if function in vars(base)]
+    return next(f for f in overridden if name in f.__annotations__)
+
+
+def _hint(algorithm: type[Algorithm], function: str, name: str) -> Any:
+    """The type of a function's argument or result.
 
     Raises:
         ConfigError: the annotation cannot be read.
     """
-    overridden = [vars(base)[function] for base in algorithm.__mro__ if function in vars(base)]
-    said = next(f for f in overridden if name in f.__annotations__)
     try:
-        return get_type_hints(said)[name], said.__annotations__[name]
+        return get_type_hints(_annotated(algorithm, function, name))[name]
     except NameError as error:
         raise ConfigError(f"{algorithm.__name__}.{function}: its annotation cannot be read: {error}") from None
 
@@ -231,12 +235,12 @@ def _returned(algorithm: type[Algorithm], function: str, wanted: str) -> Any:
     Raises:
         ConfigError: its annotation does not say.
     """
-    hint, annotation = _hint(algorithm, function, "return")
+    hint = _hint(algorithm, function, "return")
     found = next(iter(get_args(hint)), hint)
     if not _fields(found):
         raise ConfigError(
             f"{algorithm.__name__}.{function} must be annotated with what it returns, -> {wanted}, whose fields say "
-            f"how they travel; got {annotation!r}"
+            f"how they travel; got {_annotated(algorithm, function, 'return').__annotations__['return']!r}"
         )
     return found
 
@@ -258,9 +262,9 @@ def download_type(algorithm: type[Algorithm]) -> Any:
     Raises:
         ConfigError: it has none.
     """
-    if algorithm.down is not Algorithm.down:
+    if _annotated(algorithm, "down", "return") is not Algorithm.down:
         return _returned(algorithm, "down", "'Down' with a NamedTuple Down")
-    found, _ = _hint(algorithm, "client", "down")
+    found = _hint(algorithm, "client", "down")
     return found if _fields(found) else Model
 
 
@@ -288,10 +292,10 @@ def upload_fields(algorithm: type[Algorithm]) -> Mapping[str, Kind]:
 
 
 def check_declaration(algorithm: type[Algorithm]) -> None:
-    """Refuse a method whose functions do not say what they return, or whose fields name what is not there.
+    """Refuse a method without annotations of its messages, or whose fields name missing fields.
 
     Raises:
-        ConfigError: what is missing, and how it is said.
+        ConfigError: with the missing part and the way to write it.
     """
     fields, down, name = upload_fields(algorithm), download_type(algorithm), algorithm.__name__
     for field, kind in fields.items():

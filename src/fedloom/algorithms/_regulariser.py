@@ -27,7 +27,7 @@ Regulariser = Annotated[AnyProx | None, AfterValidator(_has_prox)]
 
 
 def with_prox(f: object) -> Prox | None:
-    """A regulariser as what it is: a function with a prox, or None."""
+    """The regulariser as a function with a prox, or None."""
     return f if isinstance(f, Prox) else None
 
 

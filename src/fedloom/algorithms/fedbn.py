@@ -46,7 +46,7 @@ class Client(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, zero in what stays."""
+    """dw ``[m, d]``, zero in the parameters that stay."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="shared")]
 
@@ -54,7 +54,9 @@ class Up(NamedTuple):
 class FedBN(Algorithm):
     """FedBN (Li et al. 2021, Algorithm 1)."""
 
-    layers: tuple[str, ...] = Field((), description="prefixes of what stays; the normalisation layers when empty")
+    layers: tuple[str, ...] = Field(
+        (), description="prefixes of the parameters that stay; the normalisation layers when empty"
+    )
 
     family: ClassVar[str] = "personalised"
 
@@ -62,7 +64,7 @@ class FedBN(Algorithm):
         if not masks.normalisation(layout, self.layers).any():
             raise Refused(
                 "FedBN keeps normalisation layers at the clients, and the model has none: it would be FedAvg; take a "
-                "model with norm, or name what stays in the option layers"
+                "model with norm, or name the parameters that stay in the option layers"
             )
         return []
 

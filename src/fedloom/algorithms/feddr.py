@@ -17,8 +17,8 @@ for Nonconvex Federated Composite Optimization", NeurIPS 2021, arXiv:2103.03452,
 Kept by a client: 2d (w, y). Sent per round: d down (sparse or of low rank as the prox makes it), d up; the server keeps
 the last u of every client.
 
-Deviations: clients start with x_i = y_i = x^0, so that a client's first round is what the paper does before the first
-(x_i = prox of x^0). u travels, not its difference to the last one; the server's mean over all clients is the same. The
+Deviations: clients start with x_i = y_i = x^0, so that a client's first round is the paper's step before the first (x_i
+= prox of x^0). u travels, not its difference to the last one; the server's mean over all clients is the same. The
 public code starts y at zero and weighs by samples.
 
 Use it for composite problems with partial participation. A large eta with few local steps behaves like local training;

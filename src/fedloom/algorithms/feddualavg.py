@@ -16,8 +16,8 @@ Reference: H. Yuan, M. Zaheer, S. Reddi, "Federated Composite Optimization", ICM
 
 Kept by a client: nothing. Sent per round: d + 1 down, d + 1 up.
 
-Deviations: t is added up by the server from what the clients report, because step sizes and numbers of steps may
-change; with constant ones it is the paper's. The received model that weighers may ask about is z.
+Deviations: the server adds t up from the clients' reports, because step sizes and numbers of steps may change; with
+constant ones it is the paper's. The received model that weighers may ask about is z.
 
 Use it for sparse or low-rank global models with several local steps: unlike FedMiD's, its mean does not undo the prox.
 The weight t of psi grows without bound as the steps add up, so it wants small steps near the end.

@@ -17,8 +17,7 @@ the last model of every client.
 Deviations: the paper has every client take part; here the models of the cohort are permuted among the cohort, and the
 mean is over the last models of all clients that have taken part. The server sees single models: no secure aggregation.
 
-Use it where clients may see each other's models. With ``skip`` 1 and full participation it is FedAvg
-weighted by samples.
+Use it where clients may see each other's models. With ``skip`` 1 and everyone it is FedAvg weighted by samples.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class FedSkip(Algorithm):
         order = torch.argsort(ctx.ids)  # a permutation of clients, whatever the order of the cohort
         source = torch.empty_like(order)
         source[order] = order[torch.randperm(ctx.m, generator=ctx.rng("permutation"))]
-        return Down(kept.w[source], kept.seen[source])  # skip: every client goes on with another's model
+        return Down(kept.w[source], kept.seen[source])  # skip: every client continues with another's model
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         return Up(descend(down.w, work), down.seen + work.sizes.to(down.seen)), rows

@@ -1,6 +1,6 @@
 """FIAELT: inexact ADMM for composite problems whose local solvers stop by a relative criterion.
 
-Problem: min over y of sum_i f_i(y) + g(y): the SUM over the n clients, so that g weighs 1/n of what it does in a mean.
+Problem: min over y of sum_i f_i(y) + g(y): the SUM over the n clients, so that g weighs 1/n of its weight in a mean.
 
 Reference: "Inexact Alternating Direction Method of Multipliers with Efficient Local Termination Criterion for
 Cross-Silo Federated Learning", anonymous, under review at TMLR 2024, Algorithm 1.
@@ -58,7 +58,7 @@ class Down(NamedTuple):
 
 
 class Client(NamedTuple):
-    """x, z ``[m, d]``, moved ``[m, 1]``: what the last change of x and z adds to H_t."""
+    """x, z ``[m, d]``, moved ``[m, 1]``: the term of H_t in the last change of x and z."""
 
     x: Tensor
     z: Tensor

@@ -38,7 +38,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """x ``[d]``; of every client, its last loss ``[n]`` and whether it told one ``[n]`` (0 or 1)."""
+    """x ``[d]``; of every client, the last loss ``[n]`` and whether there is one ``[n]`` (0 or 1)."""
 
     x: Tensor
     loss: Tensor

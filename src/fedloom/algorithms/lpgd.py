@@ -19,7 +19,7 @@ itself, as factors U, V where they are shorter.
 
 Deviations: the paper counts dense uploads and says that factors are possible. p starts at zero.
 
-Use it to see what FedSLR gains, or where the upload is what costs. Its limit is biased: neither the problem's solution
+Use it to see the gain of FedSLR, or where uploads are dear. Its limit is biased: neither the problem's solution
 nor of low rank, unless all clients agree. Every step costs the singular values of every matrix.
 """
 

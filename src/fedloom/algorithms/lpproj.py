@@ -20,7 +20,7 @@ Deviations: w starts at zero, as in the public code. For 1 < p the code's step o
 its p-th power over p, unless p = 2; here the problem's (the same for p = 1). A local round has the run's local steps of
 theta (20 in the code), then one of w_i. Only sampled clients train; in the code all do.
 
-Use it against attackers (p = 1 bounds what one client can do to w) and where uploads must be tiny. There is no global
+Use it against attackers (p = 1 bounds the effect of one client on w) and where uploads must be tiny. There is no global
 model.
 """
 

@@ -17,7 +17,7 @@ arXiv:2006.08848, Algorithm 1 (public code: CharlieDinh/pFedMe).
 
 Kept by a client: d (theta). Sent per round: d down, d up.
 
-Deviations: theta starts at the received model in every round and goes on from batch to batch, as in the public code; K
+Deviations: theta starts every round at the received model and is carried from batch to batch, as in the public code; K
 steps in place of the accuracy nu. The public code trains all clients and averages the sampled ones; here the sampled
 ones train. Its weight decay of 0.001 in the inner step is left to the run's settings.
 
