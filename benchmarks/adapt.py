@@ -15,8 +15,7 @@ from dataclasses import replace
 import torch
 
 import fedloom as fl
-from fedloom.algorithms import FLAME, Algorithm, Ditto, FedSLR
-from fedloom.algorithms import Local as LocalOnly
+from fedloom.algorithms import FLAME, Algorithm, Ditto, FedSLR, Local
 from fedloom.data.dataset import Dataset
 from fedloom.data.federation import Federation, Split
 
@@ -24,7 +23,7 @@ METHODS: dict[str, Algorithm] = {
     "flame": FLAME(lam=1.0, rho=0.1),
     "ditto": Ditto(lam=1.0),
     "fedslr": FedSLR(lam=1e-3, mu=1e-3),
-    "local": LocalOnly(),
+    "local": Local(),
 }
 SPLITS = {
     "two labels per client": fl.partition.shards(clients=30, labels_per_client=2),
@@ -53,7 +52,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    data, local = fl.load("digits"), fl.Local(lr=0.05, batch_size=20)
+    data, local = fl.load("digits"), fl.LocalSGD(lr=0.05, batch_size=20)
     for title, split in SPLITS.items():
         print(f"\n{title}: test accuracy in % of {HELD_OUT} unseen clients, mean over {options.seeds} seeds")
         print("method   global   " + "  ".join(f"{k:>2} rounds (better, worse)" for k in ADAPTED))

@@ -36,7 +36,7 @@ from fedloom.engine.round import play
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import initial_state
-from fedloom.local import Local, Work
+from fedloom.local import LocalSGD, Work
 
 ALLOWED = 0.15
 EXCUSED = {
@@ -89,7 +89,7 @@ class Run:
 
     def __init__(self, name: str, workload: Workload, stack: ExitStack) -> None:
         made: Any = REGISTRY[name](**NEEDED.get(name, {}))
-        local = Local(lr=0.01, epochs=1, batch_size=workload.batch)
+        local = LocalSGD(lr=0.01, epochs=1, batch_size=workload.batch)
         composition = made if isinstance(made, Composition) else Composition(made)
         self.job, server = make_job(Setting.of(composition, model=workload.model, local=local), workload.federation())
         self.state = initial_state(self.job, server)

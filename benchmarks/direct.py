@@ -11,7 +11,7 @@ from workloads import CLASSES, Workload
 
 from fedloom.algorithms import ALGORITHMS
 from fedloom.data.federation import Federation
-from fedloom.local import Ctx, Local, Work
+from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.local.oracles import chunk_count, chunk_limit, make_oracle
 from fedloom.local.rows import map_rows
 from fedloom.tasks import Classification
@@ -27,7 +27,7 @@ class DirectRounds:
         m, n = workload.cohort, workload.clients
         self.chunks = math.ceil(m / chunk) if chunk else chunk_count(m, chunk_limit(self.oracle))
         layout = self.oracle.layout
-        local = Local(lr=0.01, batch_size=workload.batch)
+        local = LocalSGD(lr=0.01, batch_size=workload.batch)
         weight, sizes = torch.full((n, 1), 1 / n), fed.sizes()[:, None]
         self.ctx = Ctx(0, n, m, workload.cohort_of(0), layout, weight, sizes, None, local, 0)
         self.server, template, _ = self.algorithm.init(layout.vector(module), self.ctx)

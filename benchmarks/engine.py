@@ -32,7 +32,7 @@ from fedloom.data.federation import Federation
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.engine.timing import QUIET, wait_for_quiet, watched
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 
 WORKERS = {"auto": 1, "auto x2": 2}
 """Whole runs of `fedloom.simulate`: the oracle that the engine picks, and the processes."""
@@ -82,7 +82,7 @@ class Simulation:
             "algorithm": ALGORITHMS[method](),
             "fed": fed,
             "model": workload.model,
-            "local": Local(lr=RATE, batch_size=workload.batch),
+            "local": LocalSGD(lr=RATE, batch_size=workload.batch),
             "sampler": Uniform(fraction=workload.cohort / workload.clients),
             "evaluate": Evaluate(every=1_000_000, parts=("validation",)),  # the clients have none
             "engine": Engine(workers=workers, chunk=chunk),

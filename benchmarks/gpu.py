@@ -24,7 +24,7 @@ import torch
 from workloads import CLASSES, Workload
 
 from fedloom.errors import FedloomError
-from fedloom.local import Local, Work, descend
+from fedloom.local import LocalSGD, Work, descend
 from fedloom.local.oracles import chunk_count, chunk_limit, make_oracle
 from fedloom.models import CNN, MLP, ResNet18, Softmax
 from fedloom.tasks import Classification
@@ -53,7 +53,7 @@ class Measured:
         module = spec.build(shape, CLASSES)
         self.oracle = make_oracle(module, Classification(classes=CLASSES), self.fed, oracle)
         self.row = self.oracle.layout.vector(module, PRECISIONS[precision]).to(given.device)
-        self.local = Local(lr=0.01, batch_size=BATCH, steps=given.steps)
+        self.local = LocalSGD(lr=0.01, batch_size=BATCH, steps=given.steps)
         limit = given.chunk or chunk_limit(self.oracle)
         self.chunks = torch.arange(clients).tensor_split(chunk_count(clients, limit))
         self.share = torch.full((clients, 1), 1 / clients, device=given.device, dtype=PRECISIONS[precision])

@@ -30,7 +30,7 @@ from fedloom.data.federation import Federation
 from fedloom.data.partition import Iid
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.models import CNN, MLP, ModelSpec, Softmax
 
 
@@ -114,7 +114,7 @@ def main() -> int:
             fed,
             case.model,
             rounds=given.rounds,
-            local=Local(lr=0.01, batch_size=10),
+            local=LocalSGD(lr=0.01, batch_size=10),
             sampler=Uniform(),
             evaluate=Evaluate(every=given.rounds, parts=("validation", "test")),
             engine=Engine(store_budget=64, workers=given.workers),

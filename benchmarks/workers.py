@@ -28,7 +28,7 @@ from fedloom.data.federation import Federation
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.engine.timing import QUIET, busy, own, wait_for_quiet
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.processes.distributed import joined
 from fedloom.processes.ranks import ALONE, Ranks
 
@@ -45,7 +45,7 @@ def block(fed: Federation, name: str, rounds: int, workers: int, ranks: Ranks) -
         fed,
         workload.model,
         rounds=rounds + 1,
-        local=Local(lr=RATE, batch_size=workload.batch),
+        local=LocalSGD(lr=RATE, batch_size=workload.batch),
         sampler=Uniform(fraction=workload.cohort / workload.clients),
         evaluate=Evaluate(every=rounds + 1, parts=("validation",)),  # the clients have none
         engine=Engine(workers=workers),

@@ -13,7 +13,7 @@ from fedloom.data.sources import SOURCES
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.experiment.schema import Head
 from fedloom.experiment.tuning import Range, Tune
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.models import MODELS, PAPERS, Augment
 from fedloom.rows.aggregate import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
@@ -67,7 +67,7 @@ def page() -> str:
         _values("[partition]: what every kind takes", "How the samples are cut into clients.", Partition),
         _kinds("[partition]: kinds", "`kind` is one of", PARTITIONS, shared=Partition),
         _kinds("[model]", "`kind` is one of", models),
-        _values("[local]", "How clients train, whatever the method.", Local),
+        _values("[local]", "How clients train, whatever the method.", LocalSGD),
         _values("[augment]", "Random changes of training images.", Augment),
         _kinds("[sampler]", "Who takes part in a round.", SAMPLERS),
         _kinds("[weigher]", "How much a client counts in the mean.", WEIGHERS),

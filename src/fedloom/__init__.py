@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fedloom.engine.simulate import simulate as simulate
     from fedloom.errors import FedloomError as FedloomError
     from fedloom.experiment import open_run as open_run
-    from fedloom.local.settings import Local as Local
+    from fedloom.local.settings import LocalSGD as LocalSGD
     from fedloom.rows import aggregate as aggregate
     from fedloom.rows import attacks as attacks
     from fedloom.rows import channel as channel
@@ -48,7 +48,7 @@ _WHERE = {
     "Evaluate": "fedloom.engine.setting:Evaluate",
     "Federation": "fedloom.data.federation:Federation",
     "FedloomError": "fedloom.errors:FedloomError",
-    "Local": "fedloom.local.settings:Local",
+    "LocalSGD": "fedloom.local.settings:LocalSGD",
     "Setting": "fedloom.engine.setting:Setting",
     "aggregate": "fedloom.rows.aggregate",
     "algorithms": "fedloom.algorithms",

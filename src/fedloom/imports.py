@@ -75,9 +75,7 @@ def find_class(path: str, what: str, base: type, where: str = "") -> Any:
         raise ConfigError(f"{place}{what} {path!r} must be a subclass of {wanted}, got {got}")
     lacking = sorted(getattr(found, "__abstractmethods__", ()))
     if lacking:
-        raise ConfigError(
-            f"{place}{what} {path!r} lacks {', '.join(lacking)}; define every function of {base.__name__}"
-        )
+        raise ConfigError(f"{place}{what} {path!r} lacks {', '.join(lacking)}; define them, as in {base.__name__}")
     return found
 
 

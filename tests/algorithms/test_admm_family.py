@@ -29,9 +29,10 @@ from fedloom.algorithms import (
     FedSplit,
     encodings,
 )
-from fedloom.algorithms._base import Algorithm, gradient_mapping
+from fedloom.algorithms._base import Algorithm
+from fedloom.algorithms._regulariser import gradient_mapping
 from fedloom.choose.weighers import SamplesWeigher
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.rows.prox import L1, Nuclear
 from fedloom.testing import Problem, federate
 from fedloom.testing.federate import Federation, State
@@ -40,7 +41,7 @@ from fedloom.testing.problems import Penalty
 SOME = [(0, 1, 2), (2, 3), (0, 4, 3), (1, 2, 4, 0), (3,), (0, 1, 2, 3, 4)]
 """Cohorts of partial participation."""
 
-SGD = Local(lr=0.07, batch_size=2, epochs=2)
+SGD = LocalSGD(lr=0.07, batch_size=2, epochs=2)
 seeds = st.integers(0, 10**6)
 
 
@@ -180,7 +181,7 @@ def test_consensus_limits(method: Algorithm) -> None:
 
 def test_feddualavg_ends_at_the_composite_solution_where_fedmid_does_not() -> None:
     """With one local step: the mean of the dual variables keeps the prox, the mean of the models undoes it."""
-    p, local = Problem.random(9), Local(lr=0.2, steps=1)
+    p, local = Problem.random(9), LocalSGD(lr=0.2, steps=1)
     best = p.composite("l1", 0.4)
     dual = models(FedDualAvg(regulariser=L1(c=0.4)), p, 500, local=local)[-1]
     same(dual, best)
@@ -217,7 +218,7 @@ def test_fedpd_iterates_without_communication() -> None:
 def test_fedpd_skips_with_probability_p() -> None:
     p, method = Problem.random(0), FedPD(skip=0.7)
     fed = federate(method, p, 0)[0]
-    ctx = Federation(p.oracle(), p.alpha, Local()).ctx(1, range(p.n))
+    ctx = Federation(p.oracle(), p.alpha, LocalSGD()).ctx(1, range(p.n))
     draws = [int(method.down(fed.server, None, ctx._replace(round=t)).iterations) for t in range(1, 2001)]
     for k in (1, 2, 3):
         share, want = sum(d == k for d in draws) / 2000, 0.3 * 0.7 ** (k - 1)
@@ -230,7 +231,7 @@ def test_inexact_fedadmm_in_the_paper_s_units() -> None:
     p = Problem.random(11)
     lr, rho, k0, inner, eps0, nu = 0.3, 0.8, 3, 4, 0.5, 0.9
     method = FedADMMInexact(rho=rho, iterations=k0, inner=inner, eps0=eps0, shrink=nu)
-    states = federate(method, p, 6, local=Local(lr=lr), cohorts=SOME)
+    states = federate(method, p, 6, local=LocalSGD(lr=lr), cohorts=SOME)
     m, sigma, r = p.n, rho / p.n, 1 / lr / p.n
     x, w, pi = p.x0, [p.x0] * m, [torch.zeros_like(p.x0)] * m
     z, eps, taken = [sigma * p.x0] * m, [eps0 / m**2] * m, []
@@ -256,7 +257,7 @@ def test_inexact_fedadmm_in_the_paper_s_units() -> None:
 
 
 def test_inexact_fedadmm_ends_at_the_consensus() -> None:
-    p, local = Problem.random(11), Local(lr=0.5)
+    p, local = Problem.random(11), LocalSGD(lr=0.5)
     x = models(FedADMMInexact(rho=1.0, iterations=2), p, 200, local=local, cohorts=lambda t: SOME[t % 6])[-1]
     same(x, p.consensus())
 
@@ -268,13 +269,13 @@ def soft(v: Tensor, t: float) -> Tensor:
 def test_fedmid_takes_the_prox_twice() -> None:
     """One client, one step, eta_s = 1: the threshold is 2 eta_c c."""
     p, lr, c = Problem.random(12, n=1), 0.2, 0.3
-    x = models(FedMiD(regulariser=L1(c=c)), p, 5, local=Local(lr=lr, steps=1))
+    x = models(FedMiD(regulariser=L1(c=c)), p, 5, local=LocalSGD(lr=lr, steps=1))
     for old, new in itertools.pairwise(x):
         same(new, soft(old - lr * p.gradient(old)[0], 2 * lr * c))
 
 
 def test_fedmid_written_out() -> None:
-    p, lr, c, eta_s, local = Problem.random(12), 0.1, 0.3, 0.7, Local(lr=0.1, batch_size=2)
+    p, lr, c, eta_s, local = Problem.random(12), 0.1, 0.3, 0.7, LocalSGD(lr=0.1, batch_size=2)
     x = models(FedMiD(regulariser=L1(c=c), server_lr=eta_s), p, 5, local=local)
     steps = [local.batches(k) for k in p.sizes.tolist()]
     for old, new in itertools.pairwise(x):
@@ -290,7 +291,7 @@ def test_fedmid_written_out() -> None:
 def test_feddualavg_with_one_client_is_regularised_dual_averaging() -> None:
     """RDA with the simple step (Xiao 2010): w_{k+1} = prox_{(k+1) lr psi}(w_0 - lr sum of g(w_j))."""
     p, lr, c = Problem.random(13, n=1), 0.2, 0.3
-    x = models(FedDualAvg(regulariser=L1(c=c)), p, 6, local=Local(lr=lr, steps=1))
+    x = models(FedDualAvg(regulariser=L1(c=c)), p, 6, local=LocalSGD(lr=lr, steps=1))
     total = torch.zeros_like(p.x0)
     for k in range(6):
         total = total + p.gradient(x[k])[0]
@@ -299,7 +300,7 @@ def test_feddualavg_with_one_client_is_regularised_dual_averaging() -> None:
 
 def test_feddualavg_written_out() -> None:
     p, lr, c, eta_s, k = Problem.random(13), 0.1, 0.2, 0.8, 3
-    x = models(FedDualAvg(regulariser=L1(c=c), server_lr=eta_s), p, 5, local=Local(lr=lr, steps=k))
+    x = models(FedDualAvg(regulariser=L1(c=c), server_lr=eta_s), p, 5, local=LocalSGD(lr=lr, steps=k))
     z = p.x0
     for r in range(5):
         ends = []
@@ -332,7 +333,7 @@ def test_fedskip_with_skip_1_is_fedavg() -> None:
 def test_fedskip_weighs_every_model_by_the_samples_it_was_trained_on() -> None:
     """Model by model: whose it goes on with is the one start from which a step of gradient descent leads to it."""
     p, lr, cohorts = Problem.random(15), 0.1, [(0, 1, 2), (2, 3), (0, 4, 3), (1, 2, 4, 0), (0, 1, 2, 3, 4)]
-    states = federate(FedSkip(skip=3), p, 5, local=Local(lr=lr, steps=1), cohorts=cohorts)
+    states = federate(FedSkip(skip=3), p, 5, local=LocalSGD(lr=lr, steps=1), cohorts=cohorts)
     at: dict[int, Tensor] = {}
     seen: dict[int, int] = {}
     for t, cohort in enumerate(cohorts):
@@ -350,7 +351,7 @@ def test_fedskip_weighs_every_model_by_the_samples_it_was_trained_on() -> None:
 
 def test_fedskip_permutes_models_and_averages_every_skip_rounds() -> None:
     p, lr = Problem.random(15), 0.1
-    states = federate(FedSkip(skip=3), p, 7, local=Local(lr=lr, steps=1))
+    states = federate(FedSkip(skip=3), p, 7, local=LocalSGD(lr=lr, steps=1))
     moved = 0
     for t, (before, after) in enumerate(itertools.pairwise(states)):
         w, kept = after.kept.w, before.kept.w
@@ -378,7 +379,7 @@ def test_fedskip_permutes_models_and_averages_every_skip_rounds() -> None:
 def test_a_client_without_steps_keeps_its_state_and_sends_what_it_sent(method: Algorithm) -> None:
     p = Problem.random(16)
     before = federate(method, p, 3)[-1]
-    after = federate(method, p, 1, start=before, local=Local(steps=0))[-1]
+    after = federate(method, p, 1, start=before, local=LocalSGD(steps=0))[-1]
     for name in ("u", "w", "x", "y", "z"):
         if name in before.rows._fields:
             assert torch.equal(getattr(after.rows, name), getattr(before.rows, name))

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
+import pytest
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms import FLAME, SCAFFOLD, Kept, Mean, primary_field, upload_fields, upload_type
-from fedloom.algorithms._base import base_of, gradient_mapping, ranks
-from fedloom.algorithms.scaffold import Client, Down, Up
+from fedloom.algorithms import (
+    FLAME,
+    SCAFFOLD,
+    Algorithm,
+    Delta,
+    FedAvg,
+    Kept,
+    Mean,
+    Model,
+    Sent,
+    encodings,
+    primary_field,
+    upload_fields,
+    upload_type,
+)
+from fedloom.algorithms._base import base_of, download_type
+from fedloom.algorithms._regulariser import gradient_mapping
+from fedloom.algorithms.scaffold import Client, Server, Up
 from fedloom.choose import EquitableWeigher
-from fedloom.local import Local, Work
+from fedloom.errors import ConfigError
+from fedloom.local import Ctx, LocalSGD, Nothing, Work, descend
 from fedloom.rows.prox import L1
 from fedloom.testing import LAYOUT, Problem, federate
+from fedloom.testing.federate import Federation
 
 
 def test_fields_of_an_upload_are_read_from_the_annotation() -> None:
@@ -29,7 +47,7 @@ def test_fields_of_an_upload_are_read_from_the_annotation() -> None:
 
 def test_base_of_a_field() -> None:
     x, c, ci = (torch.full((2, 7), float(k)) for k in range(3))
-    down, rows = Down(x, c), Client(ci)
+    down, rows = Server(x, c), Client(ci)
     assert base_of(Mean(base="down.c"), down, rows) is c
     assert base_of(Mean(base="rows.ci"), down, rows) is ci
     assert base_of(Kept(primary=True), down, rows) == 0.0
@@ -46,7 +64,7 @@ class Listening(EquitableWeigher):
 
 
 def test_a_weigher_is_asked_about_the_absolute_model_whatever_the_base() -> None:
-    p, local = Problem.random(3), Local(lr=0.1, batch_size=2)
+    p, local = Problem.random(3), LocalSGD(lr=0.1, batch_size=2)
     differences, absolute = Listening(), Listening()
     federate(SCAFFOLD(), p, 1, local=local, weigher=differences)
     end = federate(FLAME(), p, 1, local=local, weigher=absolute)[-1]
@@ -66,6 +84,51 @@ def test_gradient_mapping_without_penalty_is_the_norm_of_the_gradient() -> None:
 def test_ranks_of_matrices() -> None:
     body = torch.tensor([[1.0, 2.0], [2.0, 4.0]])
     row = torch.cat([body.flatten(), torch.tensor([0.0, 0.0, 5.0])])
-    assert ranks(row, LAYOUT).tolist() == [1, 0]
+    assert LAYOUT.ranks(row).tolist() == [1, 0]
     for broken in (torch.inf, -torch.inf, torch.nan):
-        assert ranks(torch.full((7,), broken), LAYOUT).tolist() == [0, 0]
+        assert LAYOUT.ranks(torch.full((7,), broken)).tolist() == [0, 0]
+
+
+class Nameless(Algorithm):
+    """Its server keeps z, which the default download cannot know."""
+
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Any, Nothing, None]:
+        return Hidden(x0), Nothing(), None
+
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
+        return Delta(descend(down.x, work) - down.x), rows
+
+    def server(self, server: Any, up: Delta, ctx: Ctx) -> Any:
+        return Hidden(server.z + up.dw)
+
+
+class Hidden(NamedTuple):
+    z: Tensor
+
+
+class Misnamed(Nameless):
+    def down(self, server: Any, kept: None, ctx: Ctx) -> Typo:
+        return Typo(server.z)
+
+
+class Typo(NamedTuple):
+    x: Annotated[Tensor, Sent(prox="regularizer")]
+
+
+def test_a_server_without_x_must_define_its_download() -> None:
+    with pytest.raises(ConfigError, match="Nameless must define down: its server state has no field 'x'"):
+        federate(Nameless(), Problem.random(0), 1)
+
+
+def test_a_field_that_names_an_unknown_prox_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Misnamed: prox of the field 'x' is 'regularizer'"):
+        encodings(Misnamed(), "down")
+
+
+def test_the_default_download_and_state_are_the_model() -> None:
+    p = Problem.random(0)
+    server, rows, kept = FedAvg().init(p.x0, Federation(p.oracle(), p.alpha, LocalSGD()).ctx(0, range(p.n)))
+    assert (server, rows, kept) == (Model(p.x0), Nothing(), None)
+    assert download_type(FedAvg) is Model
+    assert FedAvg().global_model(server) is p.x0
+    assert FedAvg().global_model(Hidden(p.x0)) is None

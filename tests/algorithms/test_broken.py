@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import FLAME, SCAFFOLD, Algorithm, FedACS, FedAvg, Kept, Mean
-from fedloom.algorithms.fedavg import Down, Server, Up
-from fedloom.algorithms.flame import Up as Message
+from fedloom.algorithms import FLAME, SCAFFOLD, Algorithm, Delta, FedACS, FedAvg, Kept, Mean, Model, Point
 from fedloom.algorithms.scaffold import Up as Variates
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows.layout import Layout
@@ -35,13 +33,13 @@ class Part(NamedTuple):
 
 
 class TwoPrimary(FedAvg):
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[TwoPrimaries, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[TwoPrimaries, Nothing]:
         up, rows = super().client(down, rows, work)
         return TwoPrimaries(up.dw, up.dw + down.x), rows
 
 
 class UnknownBase(FedAvg):
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Baseless, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Baseless, Nothing]:
         return Baseless(super().client(down, rows, work)[0].dw), rows
 
 
@@ -51,33 +49,33 @@ class NoTemplate(FLAME):
 
 
 class NotPerClient(FedAvg):
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
-        return Up(super().client(down, rows, work)[0].dw.mean(0)), rows
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
+        return Delta(super().client(down, rows, work)[0].dw.mean(0)), rows
 
 
 class NoModel(FedAvg):
-    def global_model(self, server: Server) -> Any:
+    def global_model(self, server: Model) -> Any:
         return None
 
 
 class LooksAtNeighbours(FedAvg):
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         dw = super().client(down, rows, work)[0].dw
-        return Up(dw - 1e-3 * (dw - dw.mean(0))), rows
+        return Delta(dw - 1e-3 * (dw - dw.mean(0))), rows
 
 
 class CohortAlone(FedAvg):
     """Right within a cohort, wrong for a client by itself."""
 
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         dw = super().client(down, rows, work)[0].dw
-        return Up(dw if work.m > 1 else 0.9 * dw), rows
+        return Delta(dw if work.m > 1 else 0.9 * dw), rows
 
 
 class FirstIsSpecial(FedAvg):
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         dw = super().client(down, rows, work)[0].dw
-        return Up(torch.cat([0.5 * dw[:1], dw[1:]])), rows
+        return Delta(torch.cat([0.5 * dw[:1], dw[1:]])), rows
 
 
 class FirstRowCounts(FedACS):
@@ -86,8 +84,8 @@ class FirstRowCounts(FedACS):
 
 
 class InPlaceServer(FedAvg):
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(server.x.add_(up.dw))
+    def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
+        return Model(server.x.add_(up.dw))
 
 
 class InPlaceRows(SCAFFOLD):
@@ -98,7 +96,7 @@ class InPlaceRows(SCAFFOLD):
 
 
 class ChangesWork(FedAvg):
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         answer = super().client(down, rows, work)
         work.lr = 0.5 * work.lr
         return answer
@@ -107,26 +105,26 @@ class ChangesWork(FedAvg):
 class Remembers(FedAvg):
     calls: ClassVar[list[int]] = []
 
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         self.calls.append(1)
-        return Up(super().client(down, rows, work)[0].dw / len(self.calls)), rows
+        return Delta(super().client(down, rows, work)[0].dw / len(self.calls)), rows
 
 
 class ChangesItself(FedAvg):
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
+    def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
         object.__setattr__(self, "server_lr", 0.9 * self.server_lr)
         return super().server(server, up, ctx)
 
 
 class GlobalNoise(FedAvg):
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         dw = super().client(down, rows, work)[0].dw
-        return Up(dw + 1e-3 * torch.randn_like(dw)), rows
+        return Delta(dw + 1e-3 * torch.randn_like(dw)), rows
 
 
 class CountsTheSampled(FedAvg):
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x / ctx.m)
+    def down(self, server: Model, kept: None, ctx: Ctx) -> Model:
+        return Model(server.x / ctx.m)
 
 
 class SumOfVariates(SCAFFOLD):
@@ -141,7 +139,7 @@ class OldMinusNew(SCAFFOLD):
 
 
 class ReadsOutside(FedAvg):
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Part, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Part, Nothing]:
         return Part(super().client(down, rows, work)[0].dw), rows
 
     def part(self, name: str, layout: Layout) -> Tensor:
@@ -160,51 +158,51 @@ class PeeksAtKept(FLAME):
 
 
 class DividesByZero(FedAvg):
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
-        return Up(super().client(down, rows, work)[0].dw / work.steps), rows
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
+        return Delta(super().client(down, rows, work)[0].dw / work.steps), rows
 
 
 class MovesWhenIdle(FedAvg):
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
-        return Up(super().client(down, rows, work)[0].dw + 0.1), rows
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
+        return Delta(super().client(down, rows, work)[0].dw + 0.1), rows
 
 
 class SaysDifference(FedAvg):
     """Sends the model, declares a difference."""
 
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
-        return Up(descend(down.x, work)), rows
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
+        return Delta(descend(down.x, work)), rows
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(up.dw)
+    def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
+        return Model(up.dw)
 
 
 class SaysAbsolute(FedAvg):
     """Sends a difference, declares the model."""
 
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Absolute, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Absolute, Nothing]:
         return Absolute(descend(down.x, work) - down.x), rows
 
-    def server(self, server: Server, up: Any, ctx: Ctx) -> Server:
-        return Server(server.x + up.w)
+    def server(self, server: Model, up: Any, ctx: Ctx) -> Model:
+        return Model(server.x + up.w)
 
 
 class KnowsTheOrigin(FedAvg):
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(0.99 * server.x + up.dw)
+    def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
+        return Model(0.99 * server.x + up.dw)
 
 
 class AlwaysDouble(FedAvg):
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
-        return Up(super().client(down, rows, work)[0].dw.double()), rows
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
+        return Delta(super().client(down, rows, work)[0].dw.double()), rows
 
 
 class RoundsTheSteps(FedAvg):
     """An integer tensor times a float is float32, whatever the model is."""
 
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         dw = super().client(down, rows, work)[0].dw
-        return Up(dw / (work.steps.clamp(min=1) * work.lr) * work.lr), rows
+        return Delta(dw / (work.steps.clamp(min=1) * work.lr) * work.lr), rows
 
 
 class ForgetsItsOptions(FedAvg):
@@ -215,7 +213,7 @@ class ForgetsItsOptions(FedAvg):
 
 
 class KeepsNoRows(FLAME):
-    def client(self, down: Any, rows: Any, work: Work) -> tuple[Message, Any]:
+    def client(self, down: Any, rows: Any, work: Work) -> tuple[Point, Any]:
         up, new = super().client(down, rows, work)
         return up, new._replace(pi=new.pi[:1])
 

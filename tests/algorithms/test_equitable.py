@@ -9,7 +9,7 @@ from torch import Tensor
 from fedloom.algorithms import PRESETS, REGISTRY, FedAvg, FedProx, Preset
 from fedloom.choose import EquitableWeigher
 from fedloom.errors import ConfigError
-from fedloom.local import Ctx, Local
+from fedloom.local import Ctx, LocalSGD
 from fedloom.seeds import generator
 from fedloom.testing import Problem, federate
 from fedloom.testing.federate import Federation
@@ -19,7 +19,7 @@ GROUPS = torch.tensor([0, 1, 0, 2, 2, 0, 1])
 
 def context(m: int, seed: int = 0) -> Ctx:
     p = Problem.random(0, n=m + 2)
-    return Federation(p.oracle(), p.alpha, Local(), seed).ctx(1, range(m))
+    return Federation(p.oracle(), p.alpha, LocalSGD(), seed).ctx(1, range(m))
 
 
 def activations(seed: int, rows: int = 7, k: int = 9) -> Tensor:
@@ -75,7 +75,7 @@ def test_groups_are_recovered_from_noisy_activations_whatever_the_order_and_seed
 
 def test_activations_are_log_softmax_of_the_trained_model() -> None:
     p = Problem.random(0)
-    work = Federation(p.oracle(), p.alpha, Local()).work(1, range(p.n))
+    work = Federation(p.oracle(), p.alpha, LocalSGD()).work(1, range(p.n))
     w = p.minimiser
     equal(EquitableWeigher().probe(None, w, work), w - torch.logsumexp(w, 1, keepdim=True))
     equal(EquitableWeigher(log_softmax=False).probe(None, w, work), w)
@@ -88,7 +88,7 @@ def test_more_clusters_than_clients_are_refused() -> None:
 
 
 def test_one_cluster_without_pull_is_fedavg_and_with_pull_fedprox() -> None:
-    p, options = Problem.random(1), {"local": Local(lr=0.1, batch_size=2), "noise": 0.5}
+    p, options = Problem.random(1), {"local": LocalSGD(lr=0.1, batch_size=2), "noise": 0.5}
     for mu, same in ((0.0, FedAvg()), (0.5, FedProx(mu=0.5))):
         preset = REGISTRY["equitable-fl"](clusters=1, mu=mu)
         got = federate(preset.algorithm, p, 4, weigher=preset.weigher, **options)[-1]

@@ -12,7 +12,7 @@ import torch
 from fair_optima import losses
 from torch import Tensor
 
-from fedloom.algorithms import AFL, GIFAIR, QFFL, REGISTRY, Algorithm, Composition, FedAvg, fedavg
+from fedloom.algorithms import AFL, GIFAIR, QFFL, REGISTRY, Algorithm, Composition, Delta, FedAvg, Model
 from fedloom.choose import Clustered, FairFedWeigher, PowerOfChoice, Sampler, SizeWeighted, Uniform, UniformWeigher
 from fedloom.data import load
 from fedloom.data.federation import Federation as Data
@@ -21,17 +21,17 @@ from fedloom.engine.result import Result
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.errors import Refused
-from fedloom.local import Ctx, Local, Nothing, Work
+from fedloom.local import Ctx, LocalSGD, Nothing, Work
 from fedloom.testing import Problem, State, federate
 from fedloom.testing.federate import Federation
 
 SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])
-SGD = Local(lr=0.1, batch_size=2)  # one to four steps
-FULL = Local(lr=0.1, steps=1, batch_size="full")
+SGD = LocalSGD(lr=0.1, batch_size=2)  # one to four steps
+FULL = LocalSGD(lr=0.1, steps=1, batch_size="full")
 PARTIAL = [(0, 1), (1, 3, 4), (2,), (0, 2, 4), (1, 2, 3)]
 
 
-def run(algorithm: Algorithm, p: Problem, rounds: int = 5, local: Local = SGD, **options: Any) -> list[State]:
+def run(algorithm: Algorithm, p: Problem, rounds: int = 5, local: LocalSGD = SGD, **options: Any) -> list[State]:
     return federate(algorithm, p, rounds, local=local, **{"noise": 0.5, **options})
 
 
@@ -43,7 +43,7 @@ def models(states: list[State]) -> Tensor:
     return torch.stack([s.server.x for s in states])
 
 
-def ends(p: Problem, x: Tensor, local: Local = SGD) -> Tensor:
+def ends(p: Problem, x: Tensor, local: LocalSGD = SGD) -> Tensor:
     """Where every client's local descent from x leads, ``[n, d]``."""
     return p.descent(x, torch.tensor([[local.batches(size)] for size in p.sizes.tolist()]), local.lr)
 
@@ -75,7 +75,7 @@ def test_q_fedavg_step_by_the_papers_sums(seed: int, q: float, lipschitz: float 
 
 
 def test_l_follows_the_step_size_of_the_round() -> None:
-    p, local = Problem.random(0), Local(lr=0.2, schedule="exponential", decay=0.5, steps=1, batch_size=2)
+    p, local = Problem.random(0), LocalSGD(lr=0.2, schedule="exponential", decay=0.5, steps=1, batch_size=2)
     first, second = run(QFFL(q=1), p, 2, local)[1:]
     fixed = run(QFFL(q=1, lipschitz=10.0), p, 1, local, start=first)[-1]
     equal(second.server.x, fixed.server.x)
@@ -96,7 +96,7 @@ def test_a_larger_q_makes_losses_more_even() -> None:
     p = Problem.random(3)
     spreads = []
     for q in (0.0, 1.0, 3.0):
-        x = run(QFFL(q=q), p, 150, Local(lr=0.5, steps=1), noise=0.0)[-1].server.x
+        x = run(QFFL(q=q), p, 150, LocalSGD(lr=0.5, steps=1), noise=0.0)[-1].server.x
         spreads.append(float(losses(p, x).var()))
     assert spreads[0] > 1.05 * spreads[1] > 1.05**2 * spreads[2]
 
@@ -168,7 +168,7 @@ def test_a_cohort_without_weight_leaves_the_model() -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.5])
 def test_no_penalty_is_fedavg(seed: int, momentum: float) -> None:
     p = Problem.random(seed)
-    local = Local(lr=0.1, batch_size=2, momentum=momentum, weight_decay=0.01, clip=1.0, epochs=2)
+    local = LocalSGD(lr=0.1, batch_size=2, momentum=momentum, weight_decay=0.01, clip=1.0, epochs=2)
     got = models(run(GIFAIR(lam=0), p, local=local, cohorts=PARTIAL))
     equal(got, models(run(FedAvg(), p, local=local, cohorts=PARTIAL)))
 
@@ -218,7 +218,7 @@ def test_a_factor_of_the_gradient_is_a_factor_of_the_step_size(seed: int) -> Non
     server = GIFAIR().init(p.x0, fed.ctx(0, [0]))[0]
     down = GIFAIR().down(server, None, fed.ctx(1, [2]))
     up, _ = GIFAIR().client(down._replace(scale=torch.tensor([[1.7]], dtype=torch.float64)), server, fed.work(1, [2]))
-    faster = Federation(p.oracle(noise=0.5), p.alpha, Local(lr=0.17, batch_size=2))
+    faster = Federation(p.oracle(noise=0.5), p.alpha, LocalSGD(lr=0.17, batch_size=2))
     want, _ = FedAvg().client(down, server, faster.work(1, [2]))
     equal(up.dw, want.dw)
     equal(up.loss, fed.work(1, [2]).loss(p.x0))
@@ -289,7 +289,7 @@ def digits() -> Data:
 def simulated(fed: Data, method: Any, **changes: Any) -> Result:
     settings: dict[str, Any] = {
         "rounds": 3,
-        "local": Local(lr=0.05, batch_size=8),
+        "local": LocalSGD(lr=0.05, batch_size=8),
         "sampler": Uniform(fraction=0.4),
         "evaluate": Evaluate(every=3),
         **changes,
@@ -317,7 +317,7 @@ def test_digits_with_one_and_two_workers(digits: Data, name: str) -> None:
     for group in ("sampler", "weigher", "server"):
         for a, b in zip(getattr(one.state, group), getattr(two.state, group), strict=True):
             assert torch.equal(a, b)
-    start = simulated(digits, METHODS[name](), rounds=1, local=Local(lr=1e-9, batch_size=8))
+    start = simulated(digits, METHODS[name](), rounds=1, local=LocalSGD(lr=1e-9, batch_size=8))
     assert float(one.final("global", "loss").nanmean()) < float(start.final("global", "loss").nanmean())
     assert len(one.state.cohort) <= 5
 
@@ -370,7 +370,8 @@ def test_the_clustered_server_remembers_what_clients_changed(digits: Data) -> No
     result = simulated(digits, REGISTRY["clustered-sampling"](), rounds=1, engine=Engine(dtype="float64"))
     g, cohort = result.state.sampler.g, result.state.cohort
     assert g.count_nonzero(1).bool().nonzero()[:, 0].tolist() == cohort.sort().values.tolist()
-    start = simulated(digits, FedAvg(), rounds=1, local=Local(lr=1e-12, batch_size=8), engine=Engine(dtype="float64"))
+    still = LocalSGD(lr=1e-12, batch_size=8)
+    start = simulated(digits, FedAvg(), rounds=1, local=still, engine=Engine(dtype="float64"))
     sampler, job = result.job.sampler, result.job
     times = torch.bincount(sampler.apply(sampler.init(job.ctx(0)), None, job.ctx(1))[0])
     mean = (times[cohort, None] * g[cohort].double()).sum(0) / times.sum()
@@ -381,9 +382,9 @@ def test_the_clustered_server_remembers_what_clients_changed(digits: Data) -> No
 class Broken(FedAvg):
     """FedAvg whose client 3 uploads something that is not finite."""
 
-    def client(self, down: fedavg.Down, rows: Nothing, work: Work) -> tuple[fedavg.Up, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         up, rows = super().client(down, rows, work)
-        return fedavg.Up(torch.where(work.ids[:, None] == 3, torch.nan, up.dw)), rows
+        return Delta(torch.where(work.ids[:, None] == 3, torch.nan, up.dw)), rows
 
 
 def test_a_sampler_learns_from_accepted_clients_only(digits: Data) -> None:

@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.algorithms import LPGD, FedAvg, FedSLR, encodings
-from fedloom.algorithms._base import ranks
+from fedloom.algorithms import LPGD, FedAvg, FedSLR, Model, encodings
 from fedloom.algorithms.fedslr import Seen
-from fedloom.algorithms.lpgd import Client, Down
-from fedloom.local import Local
+from fedloom.algorithms.lpgd import Client
+from fedloom.local import LocalSGD
 from fedloom.rows.fields import Field
 from fedloom.rows.layout import Layout
 from fedloom.rows.wire import Codec
@@ -27,7 +26,7 @@ from fedloom.testing.problems import shrunk
 
 SOME = [(0, 1, 2), (2, 3), (0, 4, 3), (1, 2, 4, 0), (3,), (0, 1, 2, 3, 4)]
 ALL = [tuple(range(5))] * 6
-SGD = Local(lr=0.07, batch_size=2, epochs=2)
+SGD = LocalSGD(lr=0.07, batch_size=2, epochs=2)
 WIDE = Layout.from_shapes({"conv": (3, 2, 2, 2), "fc": (4, 6), "bias": (4,)})
 seeds = st.integers(0, 10**6)
 
@@ -41,14 +40,14 @@ def global_models(states: list[State]) -> Tensor:
 
 
 def mixed(method: FedSLR, p: Problem, state: State) -> Tensor:
-    found = personal_models(method, Federation(p.oracle(), p.alpha, Local()), state)
+    found = personal_models(method, Federation(p.oracle(), p.alpha, LocalSGD()), state)
     assert found is not None
     return found
 
 
 def figures(method: FedSLR, p: Problem, state: State) -> dict[str, float]:
     """The record of a round: observed at every client, summed."""
-    fed, everyone = Federation(p.oracle(), p.alpha, Local()), range(p.n)
+    fed, everyone = Federation(p.oracle(), p.alpha, LocalSGD()), range(p.n)
     ctx = fed.ctx(state.round, everyone)
     seen = method.observe(method.down(state.server, None, ctx), state.rows, fed.work(state.round, everyone))
     return method.diagnostics(state.server, Seen(seen.nonzeros.sum(0)), ctx)
@@ -148,7 +147,7 @@ def phase_2(p: Problem, w: Tensor, start: Tensor, steps: list[int], lr: float, m
 def test_phase_2_written_out(components: Any, penalty: Any, start: Any) -> None:
     """One epoch of proximal steps on the RECEIVED model, from the last p_i."""
     p, lr, mu = Problem.random(4), 0.2, 0.6
-    local = Local(lr=lr, batch_size=2, epochs=2)
+    local = LocalSGD(lr=lr, batch_size=2, epochs=2)
     method = FedSLR(eta_g=2.0, lam=0.1, mu=mu, components=components, personal_start=start)
     states = federate(method, p, 4, local=local)
     same(states[0].rows.p, (p.x0 if start == "model" else torch.zeros_like(p.x0)).expand(p.n, -1))
@@ -161,7 +160,7 @@ def test_phase_2_written_out(components: Any, penalty: Any, start: Any) -> None:
 def test_personal_components_are_exactly_sparse_and_the_limit_of_p2() -> None:
     p, mu = Problem.random(5), 0.8
     method = FedSLR(eta_g=1.0, lam=0.2, mu=mu, personal_epochs=3)
-    end = federate(method, p, 300, local=Local(lr=0.4, batch_size=2), solve=True)[-1]
+    end = federate(method, p, 300, local=LocalSGD(lr=0.4, batch_size=2), solve=True)[-1]
     w, own = p.composite("nuclear", 0.2), end.rows.p
     same(end.server.x, w)
     g = p.gradient(w + own)
@@ -211,7 +210,7 @@ def test_without_penalties_the_alternatives_are_fedavg() -> None:
 def test_alternatives_written_out(kind: Any, components: Any, penalty: Any) -> None:
     """Eqs. 18-19 and 20-21; the server's threshold of GPGD is the local step size times lam."""
     p, lam = Problem.random(8), 0.4
-    local = Local(lr=0.2, batch_size=2, schedule="exponential", decay=0.9)
+    local = LocalSGD(lr=0.2, batch_size=2, schedule="exponential", decay=0.9)
     path = global_models(federate(kind(lam=lam, components=components), p, 4, local=local))
     for t, (old, new) in enumerate(itertools.pairwise(path)):
         lr, ends = 0.2 * 0.9**t, []
@@ -271,8 +270,8 @@ def test_an_upload_of_lpgd_travels_as_factors() -> None:
     """The codec with the declared encoding: shorter, the same models, and a length per client."""
     p = Problem.random(9, layout=WIDE)
     method = LPGD(lam=15.0, personal_epochs=0)
-    work = Federation(p.oracle(), p.alpha, Local(lr=0.2, steps=3)).work(1, range(5))
-    up = method.client(Down(p.x0), Client(torch.zeros(5, WIDE.d, dtype=torch.float64)), work)[0]
+    work = Federation(p.oracle(), p.alpha, LocalSGD(lr=0.2, steps=3)).work(1, range(5))
+    up = method.client(Model(p.x0), Client(torch.zeros(5, WIDE.d, dtype=torch.float64)), work)[0]
     assert encodings(method, "up")["w"].encoding == "lowrank"
     assert encodings(method, "down")["x"].encoding == "dense"
     codec = Codec(WIDE, {"w": Field((WIDE.d,), torch.float64, encoding="lowrank", layout=WIDE)})
@@ -290,5 +289,5 @@ def test_an_upload_of_lpgd_is_what_its_prox_makes(components: Any, form: str) ->
 
 def test_ranks_of_a_diverged_model_and_of_a_model_without_matrices() -> None:
     for bad in (torch.nan, torch.inf, -torch.inf):
-        assert ranks(torch.full((WIDE.d,), bad), WIDE).tolist() == [0, 0]
-    assert ranks(torch.ones(3), Layout.from_shapes({"w": (3,)})).tolist() == []
+        assert WIDE.ranks(torch.full((WIDE.d,), bad)).tolist() == [0, 0]
+    assert Layout.from_shapes({"w": (3,)}).ranks(torch.ones(3)).tolist() == []

@@ -13,8 +13,8 @@ from torch import Tensor
 from fedloom.algorithms import FIAELT, FLAME, FedADMMInexact
 from fedloom.algorithms.fiaelt import Seen
 from fedloom.errors import Refused
-from fedloom.local import Local, Work, svrg
-from fedloom.local.gradient import gradient_descent
+from fedloom.local import LocalSGD, Work, svrg
+from fedloom.local.inexact import gradient_descent
 from fedloom.local.smoothness import smoothness
 from fedloom.rows.prox import L1, Nuclear, SquaredL2
 from fedloom.testing import Problem, federate
@@ -34,10 +34,10 @@ def largest(p: Problem) -> float:
 
 
 def figures(
-    method: FIAELT, p: Problem, state: State, noise: float = 0.0, local: Local | None = None
+    method: FIAELT, p: Problem, state: State, noise: float = 0.0, local: LocalSGD | None = None
 ) -> dict[str, float]:
     """The record of a round: observed at every client, summed."""
-    fed, everyone = Federation(p.oracle(noise=noise), p.alpha, local or Local()), range(p.n)
+    fed, everyone = Federation(p.oracle(noise=noise), p.alpha, local or LocalSGD()), range(p.n)
     ctx = fed.ctx(state.round, everyone)
     seen = method.observe(method.down(state.server, None, ctx), state.rows, fed.work(state.round, everyone))
     return method.diagnostics(state.server, Seen(*(part.sum(0) for part in seen)), ctx)
@@ -79,7 +79,7 @@ def test_svrg_meets_criterion_9_within_nine_outer_iterations() -> None:
     for seed in range(2):
         p = Problem.random(seed, n=8)
         smooth = largest(p)
-        fed = Federation(p.oracle(noise=1.0), p.alpha, Local(batch_size=1), seed)
+        fed = Federation(p.oracle(noise=1.0), p.alpha, LocalSGD(batch_size=1), seed)
         x, y = 2 * p.x0 + p.minimiser, p.x0
         eye, right = torch.eye(p.d, dtype=x.dtype), torch.einsum("nij,nj->ni", p.hessian, p.minimiser)
         a = p.hessian + 5 * smooth * eye
@@ -106,13 +106,13 @@ def test_r_zero_takes_all_iterations() -> None:
     for solver in ("svrg", "gd"):
         run = federate(FIAELT(smooth=2.0, r=0.0, solver=solver, iterations=4, inner=5), p, 2)
         assert [float(s.server.iterations) for s in run[1:]] == [4, 4]
-    sgd = federate(FIAELT(smooth=2.0, solver="sgd"), p, 1, local=Local(lr=0.05, steps=7))
+    sgd = federate(FIAELT(smooth=2.0, solver="sgd"), p, 1, local=LocalSGD(lr=0.05, steps=7))
     assert float(sgd[1].server.iterations) == 7
 
 
 def test_gradient_descent_stops_after_its_own_number_of_steps() -> None:
     p = Problem.random(1)
-    work = Federation(p.oracle(), p.alpha, Local(lr=0.3)).work(1, range(p.n))
+    work = Federation(p.oracle(), p.alpha, LocalSGD(lr=0.3)).work(1, range(p.n))
 
     def direction(w: Tensor) -> Tensor:
         return p.gradient(w) + 0.7 * (w - p.x0) + 0.1
@@ -162,7 +162,7 @@ def test_svrg_is_called_with_the_theory_s_step(lr: float | None, step: float) ->
     p = Problem.random(12)
     method = FIAELT(beta=4.0, r=0.0, iterations=2, inner=6, lr=lr)
     before, after = federate(method, p, 2, noise=0.5)[-2:]
-    fed = Federation(p.oracle(noise=0.5), p.alpha, Local())
+    fed = Federation(p.oracle(noise=0.5), p.alpha, LocalSGD())
     y, z = before.server.y, before.rows.z
     want = svrg(before.rows.x, fed.work(2, range(p.n)), ((4.0, y),), z, outer=2, inner=6, lr=step)
     assert torch.equal(after.rows.x, want.w)
@@ -170,7 +170,7 @@ def test_svrg_is_called_with_the_theory_s_step(lr: float | None, step: float) ->
 
 def test_an_epoch_of_one_step_is_two_steps_of_svrg() -> None:
     p = Problem.random(3)
-    state = federate(FIAELT(smooth=largest(p), inner=None), p, 6, local=Local(batch_size="full"))[-1]
+    state = federate(FIAELT(smooth=largest(p), inner=None), p, 6, local=LocalSGD(batch_size="full"))[-1]
     assert (state.rows.x - p.x0).abs().amax(1).min() > 0
 
 
@@ -182,16 +182,16 @@ def test_an_epoch_of_one_step_is_two_steps_of_svrg() -> None:
 )
 def test_full_gradients_take_no_momentum_and_no_clipping(method: Any, setting: dict[str, float]) -> None:
     p = Problem.random(0)
-    ctx = Federation(p.oracle(), p.alpha, Local(**setting)).ctx(0, range(p.n))
+    ctx = Federation(p.oracle(), p.alpha, LocalSGD(**setting)).ctx(0, range(p.n))
     with pytest.raises(Refused, match=r"set local\.momentum = 0"):
         method.check(ctx.layout, ctx)
-    free = Federation(p.oracle(), p.alpha, Local()).ctx(0, range(p.n))
+    free = Federation(p.oracle(), p.alpha, LocalSGD()).ctx(0, range(p.n))
     assert all("converge" in note for note in method.check(free.layout, free))
 
 
 def test_a_penalty_below_l_is_said() -> None:
     p = Problem.random(0)
-    ctx = Federation(p.oracle(), p.alpha, Local(momentum=0.5)).ctx(0, range(p.n))
+    ctx = Federation(p.oracle(), p.alpha, LocalSGD(momentum=0.5)).ctx(0, range(p.n))
     for beta, smooth, said in ((1.0, 3.0, True), (3.0, 3.0, True), (3.1, 3.0, False), (None, 3.0, False)):
         notes = FIAELT(beta=beta, smooth=smooth, solver="sgd").check(ctx.layout, ctx)
         assert any("needs beta > L" in note for note in notes) == said
@@ -201,7 +201,7 @@ def test_what_travels() -> None:
     """2d + 2 numbers per client in every round, the measuring one included."""
     p = Problem.random(12)
     for method in (FIAELT(), FIAELT(beta=3.0, inner=3), FIAELT(beta=3.0, solver="sgd")):
-        state, fed = federate(method, p, 0)[0], Federation(p.oracle(), p.alpha, Local())
+        state, fed = federate(method, p, 0)[0], Federation(p.oracle(), p.alpha, LocalSGD())
         down = method.down(state.server, None, fed.ctx(1, range(p.n)))
         up, _ = method.client(down, state.rows, fed.work(1, range(p.n)))
         assert [tuple(f.shape) for f in up] == [(p.n, p.d), (p.n, p.d), (p.n, 1), (p.n, 1)]
@@ -218,7 +218,7 @@ def test_smoothness_is_the_largest_eigenvalue() -> None:
         basis = torch.linalg.eigh(p.hessian).eigenvectors
         scale = torch.arange(1.0, p.n + 1, dtype=torch.float64)[:, None, None]
         p = replace(p, hessian=scale * basis @ torch.diag(spectrum) @ basis.mT).to(dtype)
-        work: Work = Federation(p.oracle(), p.alpha, Local()).work(1, range(p.n))
+        work: Work = Federation(p.oracle(), p.alpha, LocalSGD()).work(1, range(p.n))
         found = smoothness(p.x0, work)
         same(found, 4 * scale[:, 0].to(dtype), tol)
         assert (smoothness(p.x0, work, 2) < found).all()
@@ -229,7 +229,7 @@ def test_smoothness_far_from_the_origin_of_flat_and_of_constant_functions() -> N
     p = Problem.random(2)
     for scale in (0.0, 0.01):
         q = replace(p, hessian=scale * p.hessian, x0=1e4 * p.x0).to(torch.float32)
-        found = smoothness(q.x0, Federation(q.oracle(), q.alpha, Local()).work(1, range(p.n)), 60)
+        found = smoothness(q.x0, Federation(q.oracle(), q.alpha, LocalSGD()).work(1, range(p.n)), 60)
         top = scale * torch.linalg.eigvalsh(p.hessian)[:, -1]
         torch.testing.assert_close(found[:, 0].double(), top, rtol=0.05, atol=1e-12)
 
@@ -354,7 +354,7 @@ def test_lyapunov_value_is_its_definition(smooth: float | None) -> None:
 
 
 def test_weight_decay_is_part_of_the_local_problems() -> None:
-    p, local = Problem.random(7), Local(weight_decay=0.3)
+    p, local = Problem.random(7), LocalSGD(weight_decay=0.3)
     method = FIAELT(smooth=largest(p) + 0.3, solver="gd")
     end = federate(method, p, 200, local=local)[-1]
     a = p.hessian + 0.3 * torch.eye(p.d, dtype=p.x0.dtype)

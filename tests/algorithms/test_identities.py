@@ -9,20 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import REGISTRY, SCAFFOLD, Algorithm, Ditto, FedAvg, FedDyn, FedProx
-from fedloom.algorithms import Local as LocalOnly
+from fedloom.algorithms import REGISTRY, SCAFFOLD, Algorithm, Ditto, FedAvg, FedDyn, FedProx, Local
 from fedloom.choose import SamplesWeigher
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.testing import Problem, State, federate
 from fedloom.testing.federate import Federation, begin
 
 SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])
-SGD = Local(lr=0.1, batch_size=2)  # one to four steps
-ONE = Local(lr=0.1, steps=1, batch_size=2)
+SGD = LocalSGD(lr=0.1, batch_size=2)  # one to four steps
+ONE = LocalSGD(lr=0.1, steps=1, batch_size=2)
 PARTIAL = [(0, 1), (1, 3, 4), (2,), (0, 2, 4), (1, 2, 3)]
 
 
-def run(algorithm: Algorithm, p: Problem, rounds: int = 5, local: Local = SGD, **options: Any) -> list[State]:
+def run(algorithm: Algorithm, p: Problem, rounds: int = 5, local: LocalSGD = SGD, **options: Any) -> list[State]:
     return federate(algorithm, p, rounds, local=local, **{"noise": 0.5, **options})
 
 
@@ -34,7 +33,7 @@ def models(states: list[State]) -> Tensor:
     return torch.stack([s.server.x for s in states])
 
 
-def steps_of(p: Problem, local: Local = SGD) -> Tensor:
+def steps_of(p: Problem, local: LocalSGD = SGD) -> Tensor:
     return torch.tensor([[local.batches(size)] for size in p.sizes.tolist()])
 
 
@@ -44,7 +43,7 @@ def steps_of(p: Problem, local: Local = SGD) -> Tensor:
 @SEEDS
 def test_fedavg_with_one_full_batch_step_is_gradient_descent_on_the_pooled_loss(seed: int) -> None:
     p = Problem.random(seed, weights="samples")
-    states = run(FedAvg(), p, local=Local(lr=0.1, batch_size="full"), weigher=SamplesWeigher())
+    states = run(FedAvg(), p, local=LocalSGD(lr=0.1, batch_size="full"), weigher=SamplesWeigher())
     x = p.x0
     for state in states[1:]:
         x = x - 0.1 * (p.sizes[:, None] * p.gradient(x)).sum(0) / p.sizes.sum()
@@ -88,7 +87,7 @@ def test_fedprox_with_an_infinite_pull_stays(seed: int) -> None:
 def test_local_is_descent_of_every_client_by_itself(seed: int) -> None:
     p = Problem.random(seed)
     rounds_of = torch.tensor([[sum(i in cohort for cohort in PARTIAL)] for i in range(p.n)])
-    end = run(LocalOnly(), p, noise=0.0, cohorts=PARTIAL)[-1]
+    end = run(Local(), p, noise=0.0, cohorts=PARTIAL)[-1]
     equal(end.rows.v, p.descent(p.x0, rounds_of * steps_of(p), 0.1))
 
 
@@ -152,7 +151,7 @@ def test_scaffold_with_equal_variates_is_fedavg(seed: int) -> None:
 def test_scaffold_by_hand(seed: int) -> None:
     """Every step written out, with other step sizes and other numbers of steps from round to round."""
     p = Problem.random(seed)
-    local = Local(lr=0.1, batch_size=2, schedule="exponential", decay=0.7)
+    local = LocalSGD(lr=0.1, batch_size=2, schedule="exponential", decay=0.7)
     for option in ("I", "II"):
         x, c, ci = p.x0, torch.zeros_like(p.x0), torch.zeros_like(p.minimiser)
         for state in run(SCAFFOLD(option=option, server_lr=0.8), p, local=local, noise=0.0, cohorts=PARTIAL)[1:]:
@@ -231,7 +230,7 @@ def test_feddyn_with_everyone_is_fedpd(seed: int) -> None:
 @SEEDS
 def test_ditto_without_pull_is_local_training_beside_fedavg(seed: int) -> None:
     p = Problem.random(seed)
-    ditto, alone, fedavg = (run(a, p, cohorts=PARTIAL) for a in (Ditto(lam=0), LocalOnly(), FedAvg()))
+    ditto, alone, fedavg = (run(a, p, cohorts=PARTIAL) for a in (Ditto(lam=0), Local(), FedAvg()))
     equal(ditto[-1].rows.v, alone[-1].rows.v, 0)
     equal(models(ditto), models(fedavg), 0)
     equal(models(run(Ditto(lam=2.0), p, cohorts=PARTIAL)), models(fedavg), 0)
@@ -241,7 +240,7 @@ def test_ditto_without_pull_is_local_training_beside_fedavg(seed: int) -> None:
 def test_ditto_has_its_own_length_and_step_size(seed: int) -> None:
     p = Problem.random(seed)
     ditto = Ditto(lam=0, personal_epochs=3, personal_lr=0.02)
-    alone = run(LocalOnly(), p, local=Local(lr=0.02, batch_size=2, epochs=3))
+    alone = run(Local(), p, local=LocalSGD(lr=0.02, batch_size=2, epochs=3))
     equal(run(ditto, p)[-1].rows.v, alone[-1].rows.v, 0)
     frozen = run(Ditto(personal_epochs=0), p)[-1]
     equal(frozen.rows.v, p.x0.expand(p.n, -1), 0)

@@ -7,16 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import FedACS
-from fedloom.algorithms import Local as LocalOnly
+from fedloom.algorithms import FedACS, Local
 from fedloom.algorithms.fedacs import attention
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.seeds import generator
 from fedloom.testing import Problem, federate
 
 SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])
 QUANTILES = [0.0, 0.1, 0.37, 0.5, 0.74, 0.9, 1.0]
-SGD = Local(lr=0.1, batch_size=2)
+SGD = LocalSGD(lr=0.1, batch_size=2)
 PARTIAL = [(0, 1), (1, 3, 4), (2,), (0, 2, 4), (1, 2, 3)]
 
 
@@ -60,7 +59,7 @@ def test_with_the_highest_threshold_it_is_local_training(seed: int) -> None:
     p = Problem.random(seed)
     options = {"local": SGD, "noise": 0.5, "cohorts": PARTIAL}
     got = federate(FedACS(quantile=1.0), p, 5, **options)
-    want = federate(LocalOnly(), p, 5, **options)
+    want = federate(Local(), p, 5, **options)
     for a, b in zip(got, want, strict=True):
         equal(a.rows.w, b.rows.v)
         equal(a.kept.w, b.rows.v)

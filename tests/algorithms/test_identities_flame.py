@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms import FLAME
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.testing import Problem, State, difference, federate
 from fedloom.testing.federate import Federation
 
 SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])
-SGD = Local(lr=0.1, batch_size=2)
+SGD = LocalSGD(lr=0.1, batch_size=2)
 PARTIAL = [(0, 1), (1, 3, 4), (2,), (0, 2, 4), (1, 2, 3)]
 
 
@@ -131,7 +131,7 @@ def test_the_moreau_minimiser_is_left_alone_for_every_lambda(lam: float, solve: 
         rows=state.rows._replace(theta=best.theta, w=w, pi=pi),
         kept=state.kept._replace(u=w + pi / rho),
     )
-    local = Local(lr=0.1 / lam, batch_size=2)
+    local = LocalSGD(lr=0.1 / lam, batch_size=2)
     end = run(FLAME(lam=lam, rho=rho), p, 3, local=local, noise=0.0, solve=solve, cohorts=PARTIAL, start=state)[-1]
     assert difference(end.parts(), state.parts(), 1e-11) is None
 

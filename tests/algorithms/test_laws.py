@@ -16,13 +16,13 @@ from fair_optima import agnostic, penalised, q_fair
 from torch import Tensor
 
 from fedloom.algorithms import REGISTRY, Composition
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.rows.projection import new_key, projection
 from fedloom.rows.prox import L1, Nuclear
 from fedloom.testing import LAWS, Problem, check_law, federate, laws_of, personal_models
 from fedloom.testing.federate import Federation
 
-DESCENT = Local(lr=0.4, batch_size=2)  # one to four steps a round, by client
+DESCENT = LocalSGD(lr=0.4, batch_size=2)  # one to four steps a round, by client
 Models = dict[str, Tensor]  # "global" [d], "personal" [n, d]
 
 
@@ -46,7 +46,7 @@ class Row:
     limit: Callable[[Problem, Models], Models]
     rounds: int = 80
     options: Mapping[str, Any] = field(default_factory=dict)
-    local: Local = DESCENT
+    local: LocalSGD = DESCENT
     solve: bool = False
     problem: Callable[[], Problem] = lambda: Problem.random(3)
     lean: Mapping[str, Any] = field(default_factory=dict)
@@ -235,7 +235,7 @@ def fedspa(p: Problem, end: Models) -> Models:
 def subspace(p: Problem, end: Models) -> Models:
     """Stationary theta_i, and w = sum alpha_i P theta_i."""
     matrix = projection(
-        new_key(Federation(p.oracle(), p.alpha, Local()).ctx(0, (0,)).rng("projection")), 3, p.x0
+        new_key(Federation(p.oracle(), p.alpha, LocalSGD()).ctx(0, (0,)).rng("projection")), 3, p.x0
     ).matrix
     assert matrix is not None
     h = p.hessian + 0.8 * matrix.T @ matrix
@@ -270,7 +270,7 @@ ROWS: dict[str, Row] = {
     "fedavg": Row(lambda p, end: {"global": mean_of_descents(p)}, variants=({"server_lr": 0.5},)),
     "fedprox": Row(lambda p, end: {"global": mean_of_descents(p, 0.5)}, options={"mu": 0.5}),
     "local": Row(lambda p, end: {"personal": p.minimiser}, rounds=120),
-    "scaffold": Row(consensus, rounds=150, local=Local(lr=0.2, batch_size=2), variants=({"option": "I"},)),
+    "scaffold": Row(consensus, rounds=150, local=LocalSGD(lr=0.2, batch_size=2), variants=({"option": "I"},)),
     "feddyn": Row(consensus, rounds=150, options={"alpha": 0.5}, solve=True),
     "fedpd": Row(consensus, rounds=150, options={"eta": 2.0}, solve=True, variants=({"skip": 0.5},)),
     "fedadmm": Row(
@@ -302,7 +302,7 @@ ROWS: dict[str, Row] = {
         sparse,
         rounds=300,
         options={"regulariser": L1(c=1.0)},
-        local=Local(lr=0.4, steps=1),
+        local=LocalSGD(lr=0.4, steps=1),
         variants=({"regulariser": L1(c=1.0)},),
     ),
     "fedskip": Row(by_samples, options={"skip": 1}, variants=({"skip": 1},)),
@@ -361,7 +361,7 @@ ROWS: dict[str, Row] = {
         variants=({"dim": None},),
     ),
     "centralized": Row(consensus, problem=lambda: Problem.random(3, weights="samples")),
-    "afl": Row(lambda p, end: {"global": agnostic(p)[0]}, 400, {"lambda_lr": 0.02}, Local(lr=0.4, steps=1)),
+    "afl": Row(lambda p, end: {"global": agnostic(p)[0]}, 400, {"lambda_lr": 0.02}, LocalSGD(lr=0.4, steps=1)),
     "fednova": Row(fednova),
     "fedopt": Row(
         lambda p, end: {"global": mean_of_descents(p)},
@@ -370,10 +370,10 @@ ROWS: dict[str, Row] = {
         variants=({"optimiser": "yogi"}, {"optimiser": "adagrad"}, {"optimiser": "momentum"}),
     ),
     "gifair-fl": Row(
-        lambda p, end: {"global": penalised(p, 0.01, torch.arange(p.n))}, 100, {"lam": 0.01}, Local(lr=0.4, steps=1)
+        lambda p, end: {"global": penalised(p, 0.01, torch.arange(p.n))}, 100, {"lam": 0.01}, LocalSGD(lr=0.4, steps=1)
     ),
     "q-ffl": Row(
-        lambda p, end: {"global": q_fair(p, 1.0)}, 120, {"q": 1.0}, Local(lr=1.0, steps=1), variants=({"q": 0.5},)
+        lambda p, end: {"global": q_fair(p, 1.0)}, 120, {"q": 1.0}, LocalSGD(lr=1.0, steps=1), variants=({"q": 0.5},)
     ),
     "clustered-sampling": Row(lambda p, end: {"global": mean_of_descents(p)}),  # everyone, once
     "power-of-choice": Row(lambda p, end: {"global": mean_of_descents(p)}),  # everyone

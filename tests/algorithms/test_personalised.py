@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import APFL, Algorithm, FedAMP, FedAvg, HeurFedAMP, PerFedAvg, PFedMe
-from fedloom.algorithms import Local as LocalOnly
+from fedloom.algorithms import APFL, Algorithm, FedAMP, FedAvg, HeurFedAMP, Local, PerFedAvg, PFedMe
 from fedloom.algorithms.fedamp import Up
-from fedloom.local import Batch, Local, Work
+from fedloom.local import Batch, LocalSGD, Work
 from fedloom.testing import Problem, State, federate, personal_models
 from fedloom.testing.federate import Federation
 
 SEEDS = pytest.mark.parametrize("seed", [0, 1])
-SGD = Local(lr=0.1, batch_size=2, schedule="exponential", decay=0.8, weight_decay=0.05)  # one to four steps
+SGD = LocalSGD(lr=0.1, batch_size=2, schedule="exponential", decay=0.8, weight_decay=0.05)  # one to four steps
 PARTIAL = [(0, 1), (1, 3, 4), (2,), (0, 2, 4), (1, 2, 3)]
 
 
@@ -34,11 +33,11 @@ def models(states: list[State]) -> Tensor:
     return torch.stack([s.server.x for s in states])
 
 
-def steps_of(p: Problem, local: Local = SGD) -> Tensor:
+def steps_of(p: Problem, local: LocalSGD = SGD) -> Tensor:
     return torch.tensor([[local.batches(size)] for size in p.sizes.tolist()])
 
 
-def alone(p: Problem, round: int, i: int, local: Local = SGD) -> tuple[Work, int]:
+def alone(p: Problem, round: int, i: int, local: LocalSGD = SGD) -> tuple[Work, int]:
     """The noisy local problem of one client, and its steps."""
     work = Federation(p.oracle(noise=0.5), p.alpha, local).work(round, [i])
     return work, int(work.steps)
@@ -82,10 +81,10 @@ def test_pfedme_by_hand(seed: int) -> None:
 @SEEDS
 def test_pfedme_takes_the_step_size_of_the_round(seed: int) -> None:
     p = Problem.random(seed)
-    constant = Local(lr=0.08, batch_size=2)
+    constant = LocalSGD(lr=0.08, batch_size=2)
     equal(
         models(run(PFedMe(lam=1.0), p, local=constant)),
-        models(run(PFedMe(lam=1.0, personal_lr=0.08), p, local=Local(lr=0.5, batch_size=2))),
+        models(run(PFedMe(lam=1.0, personal_lr=0.08), p, local=LocalSGD(lr=0.5, batch_size=2))),
         0,
     )
     end, other = (run(PFedMe(lam=1.0, personal_lr=lr), p)[-1] for lr in (None, 0.1))
@@ -111,7 +110,7 @@ def test_pfedme_with_a_tiny_step_stays(seed: int) -> None:
 def test_pfedme_exact_theta_in_closed_form(seed: int) -> None:
     p = Problem.random(seed, same_curvature=True)
     b, lam = float(p.hessian[0, 0, 0]), 3.0
-    local = Local(lr=1 / (b + lam), steps=1)
+    local = LocalSGD(lr=1 / (b + lam), steps=1)
     for before, after in pairwise(run(PFedMe(lam=lam, inner=1), p, local=local, noise=0.0)):
         equal(after.rows.theta, (b * p.minimiser + lam * before.server.x) / (b + lam))
 
@@ -122,7 +121,7 @@ EXACT: dict[str, Any] = {"lam": 2.0, "inner": 22, "personal_lr": 0.3}
 @SEEDS
 def test_pfedme_with_one_local_round_ends_at_the_moreau_minimiser(seed: int) -> None:
     p = Problem.random(seed)
-    end = run(PFedMe(eta=0.5, **EXACT), p, 80, local=Local(steps=1), noise=0.0)[-1]
+    end = run(PFedMe(eta=0.5, **EXACT), p, 80, local=LocalSGD(steps=1), noise=0.0)[-1]
     best = p.moreau(2.0)
     equal(end.server.x, best.w, 1e-9)
     equal(end.rows.theta, best.theta, 1e-9)
@@ -132,7 +131,7 @@ def test_pfedme_with_one_local_round_ends_at_the_moreau_minimiser(seed: int) -> 
 @pytest.mark.parametrize("rounds", [1, 4])
 def test_pfedme_weighs_clients_by_how_far_their_local_rounds_get(seed: int, rounds: int) -> None:
     p, b = flat(seed)
-    end = run(PFedMe(eta=0.3, **EXACT), p, 120 // rounds, local=Local(steps=rounds), noise=0.0)[-1]
+    end = run(PFedMe(eta=0.3, **EXACT), p, 120 // rounds, local=LocalSGD(steps=rounds), noise=0.0)[-1]
     s = 0.3 * 2.0 * b / (b + 2.0)
     weight = 1 - (1 - s) ** rounds
     equal(end.server.x, (weight * p.minimiser).sum(0) / weight.sum(), 1e-9)
@@ -171,7 +170,7 @@ def test_perfedavg_direction_on_a_quadratic(seed: int, variant: Any, delta: floa
     """(I - alpha A) g(w - alpha g(w)), whatever delta; without the Hessian term in the first-order form."""
     p, lr, alpha = Problem.random(seed), 0.3, 0.2
     algorithm = PerFedAvg(alpha=alpha, variant=variant, delta=delta)
-    (after,) = run(algorithm, p, 1, local=Local(lr=lr, steps=1), noise=0.0)[1:]
+    (after,) = run(algorithm, p, 1, local=LocalSGD(lr=lr, steps=1), noise=0.0)[1:]
     g = p.gradient(p.x0 - alpha * p.gradient(p.x0))
     if variant == "hf":
         g = g - alpha * torch.einsum("nij,nj->ni", p.hessian, g)
@@ -202,7 +201,7 @@ def test_perfedavg_personal_model_is_one_step_on_training_data(seed: int) -> Non
 @pytest.mark.parametrize(("variant", "gradients"), [("hf", 4), ("fo", 2)])
 def test_perfedavg_counts_every_gradient(variant: Any, gradients: int) -> None:
     p = Problem.random(0)
-    fed = Federation(p.oracle(), p.alpha, Local(lr=0.1, batch_size="full", steps=3))
+    fed = Federation(p.oracle(), p.alpha, LocalSGD(lr=0.1, batch_size="full", steps=3))
     algorithm = PerFedAvg(variant=variant)
     state = federate(algorithm, p, 0)[0]
     work = fed.work(1, range(p.n))
@@ -257,14 +256,14 @@ def test_apfl_with_alpha_0_never_moves_v(seed: int) -> None:
 def test_apfl_with_alpha_1_is_local_training(seed: int) -> None:
     p = Problem.random(seed)
     end = run(APFL(alpha=1.0), p, cohorts=PARTIAL)[-1]
-    equal(end.rows.v, run(LocalOnly(), p, cohorts=PARTIAL)[-1].rows.v)
+    equal(end.rows.v, run(Local(), p, cohorts=PARTIAL)[-1].rows.v)
     got = personal_models(APFL(alpha=1.0), Federation(p.oracle(), p.alpha, SGD), end)
     assert got is not None
     equal(got, end.rows.v, 0)
 
 
 def test_apfl_share_stays_between_0_and_1_and_moves_both_ways() -> None:
-    p, local = Problem.random(0), Local(lr=0.3, batch_size=2)
+    p, local = Problem.random(0), LocalSGD(lr=0.3, batch_size=2)
     shares = torch.cat([s.rows.alpha for s in run(APFL(adaptive=True), p, 12, local=local)], 1)
     assert shares.min() >= 0
     assert shares.max() <= 1
@@ -276,7 +275,7 @@ def test_apfl_share_stays_between_0_and_1_and_moves_both_ways() -> None:
 def test_apfl_on_equal_clients_finds_their_minimiser() -> None:
     p = Problem.random(0)
     p = replace(p, hessian=p.hessian[:1].expand(p.n, -1, -1), minimiser=p.minimiser[:1].expand(p.n, -1))
-    end = run(APFL(alpha=0.7), p, 150, local=Local(lr=0.4, steps=2), noise=0.0)[-1]
+    end = run(APFL(alpha=0.7), p, 150, local=LocalSGD(lr=0.4, steps=2), noise=0.0)[-1]
     equal(end.rows.v, p.minimiser, 1e-9)
     equal(end.server.x, p.minimiser[0], 1e-9)
 
@@ -327,7 +326,7 @@ def test_fedamp_without_neighbours_or_step_leaves_every_model(seed: int) -> None
 @pytest.mark.parametrize("kind", [FedAMP, HeurFedAMP])
 def test_fedamp_without_pull_is_local_training(seed: int, kind: type[FedAMP | HeurFedAMP]) -> None:
     p = Problem.random(seed)
-    local = run(LocalOnly(), p, cohorts=PARTIAL)[-1].rows.v
+    local = run(Local(), p, cohorts=PARTIAL)[-1].rows.v
     equal(run(kind(lam=0), p, cohorts=PARTIAL)[-1].rows.w, local, 0)
 
 
@@ -336,7 +335,7 @@ def test_fedamp_without_pull_is_local_training(seed: int, kind: type[FedAMP | He
 def test_fedamp_starts_at_the_own_model_and_is_pulled_to_the_mixture(
     seed: int, kind: type[FedAMP | HeurFedAMP]
 ) -> None:
-    p, local = Problem.random(seed), Local(lr=0.1, batch_size=2)
+    p, local = Problem.random(seed), LocalSGD(lr=0.1, batch_size=2)
     algorithm = kind(lam=0.6, alpha=1.5, sigma=8.0)
     for before, after in pairwise(run(algorithm, p, local=local, noise=0.0)):
         u = mixed(algorithm, before.rows.w)

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithms import Algorithm, FedAvg, FedBN, FedPer, FedRep, FedSpa, LGFedAvg, upload_fields
-from fedloom.algorithms import Local as LocalOnly
+from fedloom.algorithms import Algorithm, FedAvg, FedBN, FedPer, FedRep, FedSpa, LGFedAvg, Local, upload_fields
 from fedloom.errors import LayoutError, Refused
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.models import spec_of
 from fedloom.rows import masks
 from fedloom.rows.layout import Layout
@@ -23,7 +22,7 @@ from fedloom.testing.federate import Federation
 from fedloom.testing.problems import LAYOUT
 
 SEEDS = pytest.mark.parametrize("seed", [0, 1])
-SGD = Local(lr=0.1, batch_size=2, schedule="exponential", decay=0.8, weight_decay=0.05, momentum=0.3)
+SGD = LocalSGD(lr=0.1, batch_size=2, schedule="exponential", decay=0.8, weight_decay=0.05, momentum=0.3)
 PARTIAL = [(0, 1), (1, 3, 4), (2,), (0, 2, 4), (1, 2, 3)]
 DEEP = Layout.from_shapes(
     {"a.weight": (4, 5), "a.bias": (4,), "norm.weight": (4,), "norm.bias": (4,), "b.weight": (3, 4), "b.bias": (3,)}
@@ -75,7 +74,7 @@ def test_uncoupled_parts_train_as_local_at_home_and_as_fedavg_away(
     p, mask = uncoupled(seed, *home)
     quiet = {"noise": 0.0 if isinstance(algorithm, FedRep) else 0.5}  # FedRep's head has batches of its own
     end = run(algorithm, p, **quiet)[-1]
-    shared, alone = run(FedAvg(), p, **quiet)[-1].server.x, run(LocalOnly(), p, **quiet)[-1].rows.v
+    shared, alone = run(FedAvg(), p, **quiet)[-1].server.x, run(Local(), p, **quiet)[-1].rows.v
     got = personal(algorithm, p, end)
     equal(got[:, mask], alone[:, mask])
     equal(got[:, ~mask], shared[~mask].expand(p.n, -1))
@@ -87,13 +86,13 @@ def test_uncoupled_parts_train_as_local_at_home_and_as_fedavg_away(
 @SEEDS
 def test_limits_of_the_split(seed: int) -> None:
     p = Problem.random(seed)
-    alone, together = run(LocalOnly(), p)[-1].rows.v, run(FedAvg(), p)[-1].server.x
+    alone, together = run(Local(), p)[-1].rows.v, run(FedAvg(), p)[-1].server.x
     for algorithm in (FedPer(head=ALL), FedBN(layers=ALL)):
         equal(personal(algorithm, p, run(algorithm, p)[-1]), alone, 0)
     equal(run(LGFedAvg(head=ALL), p)[-1].server.x, together, 0)
     equal(run(FedBN(), p)[-1].server.x, together, 0)
     one = {"noise": 0.0}
-    equal(run(FedRep(head=ALL, head_epochs=1), p, **one)[-1].rows.head, run(LocalOnly(), p, **one)[-1].rows.v, 1e-14)
+    equal(run(FedRep(head=ALL, head_epochs=1), p, **one)[-1].rows.head, run(Local(), p, **one)[-1].rows.v, 1e-14)
 
 
 @SEEDS
@@ -125,7 +124,7 @@ def test_fedper_and_lgfedavg_are_each_other_with_head_and_body_exchanged(seed: i
 @SEEDS
 def test_fedper_by_hand(seed: int) -> None:
     """Joint descent from the shared body and the own head."""
-    p, local = Problem.random(seed), Local(lr=0.2, batch_size=2)
+    p, local = Problem.random(seed), LocalSGD(lr=0.2, batch_size=2)
     mask = p.layout.mask("head")
     steps = torch.tensor([[local.batches(size)] for size in p.sizes.tolist()])
     for before, after in pairwise(run(FedPer(), p, local=local, noise=0.0)):
@@ -152,7 +151,7 @@ def test_fedrep_solves_the_head_for_the_body_and_then_the_body_for_the_head(seed
         w[free] = c[free] - torch.linalg.solve(a[free][:, free], a[free][:, ~free] @ (w - c)[~free])
         return w
 
-    for before, after in pairwise(run(FedRep(), p, local=Local(), solve=True)):
+    for before, after in pairwise(run(FedRep(), p, local=LocalSGD(), solve=True)):
         bodies = []
         for i in PARTIAL[before.round]:
             w = best(i, torch.where(head, 0.0, before.server.x), head)
@@ -165,7 +164,7 @@ def test_fedrep_solves_the_head_for_the_body_and_then_the_body_for_the_head(seed
 @pytest.mark.parametrize("epochs", [0, 1, 3])
 def test_fedrep_has_epochs_of_the_head_on_batches_of_their_own(seed: int, epochs: int) -> None:
     p = Problem.random(seed)
-    head, local = p.layout.mask("head"), Local(lr=0.1, batch_size=2, epochs=2)
+    head, local = p.layout.mask("head"), LocalSGD(lr=0.1, batch_size=2, epochs=2)
     for before, after in pairwise(run(FedRep(head_epochs=epochs), p, local=local)):
         bodies = []
         for i in PARTIAL[before.round]:
@@ -197,7 +196,7 @@ def test_fedbn_refuses_a_model_without_normalisation() -> None:
 def test_fedbn_keeps_the_normalisation_layers(seed: int) -> None:
     p, mask = uncoupled(seed, "norm", layout=DEEP)
     end = run(FedBN(), p)[-1]
-    equal(personal(FedBN(), p, end)[:, mask], run(LocalOnly(), p)[-1].rows.v[:, mask])
+    equal(personal(FedBN(), p, end)[:, mask], run(Local(), p)[-1].rows.v[:, mask])
     equal(end.server.x[~mask], run(FedAvg(), p)[-1].server.x[~mask])
 
 
@@ -333,7 +332,7 @@ def test_fedspa_first_masks_differ_between_seeds_only() -> None:
 @SEEDS
 def test_fedspa_by_hand(seed: int) -> None:
     """Masked descent, masked update; the smallest weights leave, the largest gradients of one batch enter."""
-    p, local = spa(seed), Local(lr=0.1, batch_size=2, weight_decay=0.05)
+    p, local = spa(seed), LocalSGD(lr=0.1, batch_size=2, weight_decay=0.05)
     algorithm = FedSpa(density=0.5, exchange=0.8, horizon=4)
     kept = masks.erdos_renyi_kernel(DEEP, 0.5).tolist()
     changes = []

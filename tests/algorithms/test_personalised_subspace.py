@@ -9,19 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import APFL, FLAME, ADMMLpProj, Algorithm, LpProj, PerFedAvg, PFedMe
-from fedloom.algorithms import Local as LocalOnly
+from fedloom.algorithms import APFL, FLAME, ADMMLpProj, Algorithm, Local, LpProj, PerFedAvg, PFedMe
 from fedloom.choose import UniformWeigher
 from fedloom.engine.setup import check_together
 from fedloom.errors import Refused
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.rows.projection import Projection, new_key, projection
 from fedloom.seeds import generator
 from fedloom.testing import Problem, State, difference, federate, personal_models
 from fedloom.testing.federate import Federation
 
 SEEDS = pytest.mark.parametrize("seed", [0, 1])
-SGD = Local(lr=0.1, batch_size=2, schedule="exponential", decay=0.8, weight_decay=0.05)
+SGD = LocalSGD(lr=0.1, batch_size=2, schedule="exponential", decay=0.8, weight_decay=0.05)
 PARTIAL = [(0, 1), (1, 3, 4), (2,), (0, 2, 4), (1, 2, 3)]
 
 
@@ -141,7 +140,7 @@ def test_lpproj_by_hand(seed: int, p_norm: float, dim: int | None) -> None:
 def test_lpproj_without_penalty_is_local_training(seed: int) -> None:
     p = Problem.random(seed)
     end = run(LpProj(lam=0, dim=3, local_rounds=2), p, noise=0.0)[-1]
-    twice = run(LocalOnly(), p, noise=0.0, local=SGD.with_(epochs=2))[-1]
+    twice = run(Local(), p, noise=0.0, local=SGD.with_(epochs=2))[-1]
     equal(end.rows.theta, twice.rows.v)
     equal(end.server.w, torch.zeros_like(end.server.w), 0)
 
@@ -159,9 +158,9 @@ def test_lpproj_in_the_whole_space_begins_as_pfedme(seed: int) -> None:
     """From zero, with p = 2 and P = I: K steps to the proximal point, then eta lam of the way to it."""
     p = Problem.random(seed)
     p = Problem(p.hessian, p.minimiser, p.sizes, p.alpha, torch.zeros_like(p.x0))
-    steps = Local(lr=0.1, steps=4)
+    steps = LocalSGD(lr=0.1, steps=4)
     (a,) = run(LpProj(p=2, lam=1.5, dim=None, eta=0.2, local_rounds=3), p, 1, local=steps, noise=0.0)[1:]
-    (b,) = run(PFedMe(lam=1.5, eta=0.2, inner=4), p, 1, local=Local(lr=0.1, steps=3), noise=0.0)[1:]
+    (b,) = run(PFedMe(lam=1.5, eta=0.2, inner=4), p, 1, local=LocalSGD(lr=0.1, steps=3), noise=0.0)[1:]
     equal(a.server.w, b.server.x)
     equal(a.rows.theta, b.rows.theta)
 
@@ -225,14 +224,14 @@ def test_admmlpproj_by_hand(seed: int) -> None:
 def test_admmlpproj_with_a_vanishing_weight_is_local_training(seed: int) -> None:
     p = Problem.random(seed)
     end = run(ADMMLpProj(lam=1e-15, dim=3), p)[-1]
-    equal(end.rows.theta, run(LocalOnly(), p)[-1].rows.v)
+    equal(end.rows.theta, run(Local(), p)[-1].rows.v)
 
 
 def test_methods_with_steps_of_their_own_refuse_momentum() -> None:
     for algorithm in (PFedMe(), PerFedAvg(), APFL(), LpProj(), ADMMLpProj()):
         with pytest.raises(Refused, match="momentum"):
-            check_together(algorithm, Local(momentum=0.5), UniformWeigher())
-        check_together(algorithm, Local(), UniformWeigher())
+            check_together(algorithm, LocalSGD(momentum=0.5), UniformWeigher())
+        check_together(algorithm, LocalSGD(), UniformWeigher())
 
 
 # --- FLAME to a tolerance
@@ -245,7 +244,7 @@ def test_flame_to_a_tolerance_by_hand(seed: int, eps0: float, shrink: float) -> 
     p, lam = Problem.random(seed, weights="samples"), 1.7
     algorithm = FLAME(lam=lam, rho=0.3, eps0=eps0, shrink=shrink)
     counts = []
-    for before, after in pairwise(run(algorithm, p, local=Local(lr=0.2, batch_size=2))):
+    for before, after in pairwise(run(algorithm, p, local=LocalSGD(lr=0.2, batch_size=2))):
         for i in range(p.n):
             if i not in PARTIAL[before.round]:
                 equal(after.rows.theta[i], before.rows.theta[i], 0)
@@ -269,10 +268,10 @@ def test_flame_to_a_tolerance_by_hand(seed: int, eps0: float, shrink: float) -> 
 def test_flame_to_a_tolerance_takes_at_most_as_many_steps_as_allowed() -> None:
     p = Problem.random(0)
     algorithm = FLAME(lam=1.0, eps0=1e-20, most=3)
-    (after,) = run(algorithm, p, 1, local=Local(lr=0.2), cohorts=None)[1:]
+    (after,) = run(algorithm, p, 1, local=LocalSGD(lr=0.2), cohorts=None)[1:]
     steps = torch.full((p.n, 1), 3)
     equal(after.rows.theta, p.descent(p.x0, steps, 0.2, 1.0, p.x0))
-    fed = Federation(p.oracle(), p.alpha, Local(lr=0.2))
+    fed = Federation(p.oracle(), p.alpha, LocalSGD(lr=0.2))
     work = fed.work(2, range(p.n))
     algorithm.client(algorithm.down(after.server, None, fed.ctx(2, range(p.n))), after.rows, work)
     assert work.counts.backward.tolist() == (4 * p.sizes).tolist()
@@ -282,7 +281,7 @@ def test_flame_to_a_tolerance_ends_at_the_moreau_minimiser() -> None:
     p = Problem.random(1, weights="samples")
     cohorts = [[(t + k) % 5 for k in range(3)] for t in range(250)]
     algorithm = FLAME(lam=2.0, rho=0.2, eps0=1.0, shrink=0.7)
-    end = run(algorithm, p, 250, local=Local(lr=0.4), cohorts=cohorts, noise=0.0)[-1]
+    end = run(algorithm, p, 250, local=LocalSGD(lr=0.4), cohorts=cohorts, noise=0.0)[-1]
     best = p.moreau(2.0)
     equal(end.server.x, best.w, 1e-9)
     equal(end.rows.theta, best.theta, 1e-9)
@@ -298,7 +297,7 @@ def test_flame_without_steps_keeps_theta() -> None:
     assert all(difference(s.rows.eps, torch.zeros_like(s.rows.eps)) is None for s in plain)
 
 
-def warnings_of(algorithm: FLAME, alpha: list[float], local: Local = SGD) -> list[str]:
+def warnings_of(algorithm: FLAME, alpha: list[float], local: LocalSGD = SGD) -> list[str]:
     p = Problem.random(0, n=len(alpha))
     ctx = Federation(p.oracle(), torch.tensor(alpha, dtype=torch.float64)[:, None], local).ctx(0, range(len(alpha)))
     return algorithm.check(ctx.layout, ctx)
@@ -330,6 +329,6 @@ def test_flame_warns_when_theorem_1_does_not_hold() -> None:
 
 def test_flame_to_a_tolerance_refuses_momentum() -> None:
     with pytest.raises(Refused, match="momentum = 0"):
-        warnings_of(FLAME(eps0=0.1), [0.5, 0.5], Local(momentum=0.5))
-    warnings_of(FLAME(), [0.5, 0.5], Local(momentum=0.5))
+        warnings_of(FLAME(eps0=0.1), [0.5, 0.5], LocalSGD(momentum=0.5))
+    warnings_of(FLAME(), [0.5, 0.5], LocalSGD(momentum=0.5))
     warnings_of(FLAME(eps0=0.1), [0.5, 0.5])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedloom.algorithms import FLAME, FedAvg
 from fedloom.choose import SamplesWeigher
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.testing import LAYOUT, Problem, difference, federate
 from fedloom.testing.federate import Federation
 from fedloom.testing.problems import Penalty
@@ -74,7 +74,7 @@ def test_composite_optima_are_the_lowest(penalty: Penalty) -> None:
 @SEEDS
 def test_samples_have_the_gradients_of_their_losses(seed: int) -> None:
     p = Problem.random(seed)
-    work = Federation(p.oracle(noise=0.7), p.alpha, Local(batch_size=3)).work(1, range(p.n))
+    work = Federation(p.oracle(noise=0.7), p.alpha, LocalSGD(batch_size=3)).work(1, range(p.n))
     w = p.minimiser + 0.5
     equal(work.full_grad(w), p.gradient(w))
     batches = [work.plan("local", work.steps[:, 0]).batch(0)]
@@ -96,7 +96,7 @@ def test_pooled_moved_and_cast() -> None:
 
 def test_weigher_and_shares_in_the_plain_run() -> None:
     p = Problem.random(0)
-    options = {"local": Local(lr=0.1, steps=1), "cohorts": [(0, 2, 3)]}
+    options = {"local": LocalSGD(lr=0.1, steps=1), "cohorts": [(0, 2, 3)]}
     (after,) = federate(FedAvg(), p, 1, weigher=SamplesWeigher(), **options)[1:]
     share = p.sizes[[0, 2, 3], None] / p.sizes[[0, 2, 3]].sum().double()
     equal(after.server.x, p.x0 - 0.1 * (share * p.gradient(p.x0)[[0, 2, 3]]).sum(0))

@@ -9,24 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import Algorithm, FedAvg, FedNova, FedOpt
-from fedloom.algorithms.fedopt import Server, Up
+from fedloom.algorithms import Algorithm, Delta, FedAvg, FedNova, FedOpt
+from fedloom.algorithms.fedopt import Server
 from fedloom.choose import SamplesWeigher, Uniform
 from fedloom.data import load
 from fedloom.data.partition import Dirichlet
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.seeds import generator
 from fedloom.testing import Problem, State, federate
 from fedloom.testing.federate import Federation
 
 SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])
-SGD = Local(lr=0.1, batch_size=2)  # one to four steps
+SGD = LocalSGD(lr=0.1, batch_size=2)  # one to four steps
 PARTIAL = [(0, 1), (1, 3, 4), (2,), (0, 2, 4), (1, 2, 3)]
 
 
-def run(algorithm: Algorithm, p: Problem, rounds: int = 5, local: Local = SGD, **options: Any) -> list[State]:
+def run(algorithm: Algorithm, p: Problem, rounds: int = 5, local: LocalSGD = SGD, **options: Any) -> list[State]:
     return federate(algorithm, p, rounds, local=local, **{"noise": 0.5, **options})
 
 
@@ -50,7 +50,7 @@ def stepped(method: FedOpt, changes: Tensor) -> list[Server]:
     ctx = Federation(p.oracle(), p.alpha, SGD).ctx(0, range(p.n))
     states = [method.init(p.x0, ctx)[0]]
     for dw in changes:
-        states.append(method.server(states[-1], Up(dw), ctx))
+        states.append(method.server(states[-1], Delta(dw), ctx))
     return states
 
 
@@ -137,7 +137,7 @@ def test_the_second_moment_never_falls_below_zero(seed: int) -> None:
 @SEEDS
 @pytest.mark.parametrize("momentum", [0.0, 0.6])
 def test_equal_steps_are_fedavg(seed: int, momentum: float) -> None:
-    p, local = Problem.random(seed), Local(lr=0.1, batch_size=2, steps=3, momentum=momentum)
+    p, local = Problem.random(seed), LocalSGD(lr=0.1, batch_size=2, steps=3, momentum=momentum)
     equal(
         models(run(FedNova(), p, local=local, cohorts=PARTIAL)), models(run(FedAvg(), p, local=local, cohorts=PARTIAL))
     )
@@ -145,7 +145,7 @@ def test_equal_steps_are_fedavg(seed: int, momentum: float) -> None:
 
 @SEEDS
 def test_equal_steps_are_fedavg_for_any_weights(seed: int) -> None:
-    p, local = Problem.random(seed), Local(lr=0.1, batch_size=2, steps=4)
+    p, local = Problem.random(seed), LocalSGD(lr=0.1, batch_size=2, steps=4)
     options: dict[str, Any] = {"local": local, "cohorts": PARTIAL, "weigher": SamplesWeigher()}
     equal(models(run(FedNova(), p, **options)), models(run(FedAvg(), p, **options)))
 
@@ -165,7 +165,7 @@ def test_equation_8(seed: int) -> None:
 @pytest.mark.parametrize("rho", [0.0, 0.3, 0.9])
 def test_sizes_are_the_sums_of_the_weights_of_the_local_gradients(rho: float) -> None:
     p = Problem.random(1)
-    fed = Federation(p.oracle(), p.alpha, Local(lr=0.1, batch_size=1, momentum=rho))
+    fed = Federation(p.oracle(), p.alpha, LocalSGD(lr=0.1, batch_size=1, momentum=rho))
     work = fed.work(1, range(p.n))
     server = FedNova().init(p.x0, fed.ctx(0, [0]))[0]
     up, _ = FedNova().client(FedNova().down(server, None, fed.ctx(1, range(p.n))), None, work)
@@ -194,7 +194,7 @@ def test_the_objective_is_consistent_in_the_limit_of_small_steps(seed: int) -> N
     gaps = []
     for lr in (1e-2, 1e-3):
         nova = p.drifted(steps, lr, share=share / share.sum())
-        (after,) = run(FedNova(), p, 1, Local(lr=lr, batch_size=2), noise=0.0, start=started(p, nova))[1:]
+        (after,) = run(FedNova(), p, 1, LocalSGD(lr=lr, batch_size=2), noise=0.0, start=started(p, nova))[1:]
         equal(after.server.x, nova, 1e-11)
         avg = p.drifted(steps, lr)
         gaps.append([float(torch.linalg.vector_norm(x - p.consensus())) for x in (nova, avg)])
@@ -224,7 +224,7 @@ def test_digits_with_one_and_two_workers(method: Algorithm) -> None:
     fed = Dirichlet(clients=10, beta=0.5, min_size=4)(load("digits"), seed=0)
     options: dict[str, Any] = {
         "rounds": 3,
-        "local": Local(lr=0.05, batch_size=8),
+        "local": LocalSGD(lr=0.05, batch_size=8),
         "sampler": Uniform(fraction=0.5),
         "evaluate": Evaluate(every=3),
     }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedloom.choose import Clustered
 from fedloom.choose.samplers.clustered import Gradients, distances, subtrees
-from fedloom.local import Ctx, Local
+from fedloom.local import Ctx, LocalSGD
 from fedloom.seeds import generator
 from fedloom.testing import LAYOUT
 
@@ -24,7 +24,7 @@ FEDERATION = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 def context(sizes: list[int], round: int = 1, seed: int = 0) -> Ctx:
     n = len(sizes)
     share = torch.full((n, 1), 1 / n, dtype=torch.float64)
-    return Ctx(round, n, n, torch.arange(n), LAYOUT, share, torch.tensor(sizes)[:, None], None, Local(), seed)
+    return Ctx(round, n, n, torch.arange(n), LAYOUT, share, torch.tensor(sizes)[:, None], None, LocalSGD(), seed)
 
 
 def normal(seed: int, *shape: int) -> Tensor:

@@ -23,7 +23,7 @@ from fedloom.choose import (
     Uniform,
 )
 from fedloom.errors import ConfigError
-from fedloom.local import Ctx, Local, Work
+from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.rows.layout import Layout
 from fedloom.testing import LAYOUT, Problem
 from fedloom.testing.federate import Federation
@@ -34,7 +34,7 @@ SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 def context(sizes: list[int], round: int = 1, seed: int = 0, layout: Layout = LAYOUT) -> Ctx:
     n = len(sizes)
     share = torch.full((n, 1), 1 / n, dtype=torch.float64)
-    return Ctx(round, n, n, torch.arange(n), layout, share, torch.tensor(sizes)[:, None], None, Local(), seed)
+    return Ctx(round, n, n, torch.arange(n), layout, share, torch.tensor(sizes)[:, None], None, LocalSGD(), seed)
 
 
 def cohort(sampler: Sampler, ctx: Ctx, info: Tensor | None = None, state: Any = None) -> list[int]:
@@ -266,7 +266,7 @@ def test_candidates_are_refused_that_are_too_few_or_too_many() -> None:
 
 
 def work_of(p: Problem, ids: list[int], **local: Any) -> Work:
-    return Federation(p.oracle(noise=0.5), p.alpha, Local(batch_size=2, **local)).work(3, ids)
+    return Federation(p.oracle(noise=0.5), p.alpha, LocalSGD(batch_size=2, **local)).work(3, ids)
 
 
 def test_candidates_answer_the_loss_of_the_global_model() -> None:

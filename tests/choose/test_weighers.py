@@ -11,7 +11,7 @@ from fedloom.choose import EquitableWeigher, FairFedWeigher, SamplesWeigher, Uni
 from fedloom.data import load
 from fedloom.data.partition import Dirichlet
 from fedloom.errors import Refused
-from fedloom.local import Ctx, Local, Work
+from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.local.oracles import make_oracle
 from fedloom.models import spec_of
 from fedloom.tasks import task_of
@@ -20,7 +20,7 @@ from fedloom.testing.federate import Federation
 
 
 def context(p: Problem, ids: list[int]) -> Ctx:
-    return Federation(p.oracle(), p.alpha, Local()).ctx(1, ids)
+    return Federation(p.oracle(), p.alpha, LocalSGD()).ctx(1, ids)
 
 
 def column(*values: float) -> Tensor:
@@ -77,7 +77,7 @@ def test_fairfed_without_budget_is_fedavg_by_samples(seed: int) -> None:
     p, cohorts = Problem.random(seed), [(0, 1), (1, 3, 4), (2,)]
     made = REGISTRY["fairfed"](beta=0.0, metric="loss")
     assert isinstance(made, Composition)
-    options = {"local": Local(lr=0.1, batch_size=2), "noise": 0.5, "cohorts": cohorts}
+    options = {"local": LocalSGD(lr=0.1, batch_size=2), "noise": 0.5, "cohorts": cohorts}
     got = federate(made.algorithm, p, 3, weigher=made.weigher, **options)[-1]
     want = federate(FedAvg(), p, 3, weigher=SamplesWeigher(), **options)[-1]
     torch.testing.assert_close(got.server.x, want.server.x, rtol=0, atol=1e-12)
@@ -85,7 +85,7 @@ def test_fairfed_without_budget_is_fedavg_by_samples(seed: int) -> None:
 
 def test_fairfed_asks_about_the_received_model() -> None:
     p = Problem.random(1)
-    fed = Federation(p.oracle(), p.alpha, Local())
+    fed = Federation(p.oracle(), p.alpha, LocalSGD())
     down = FedAvg().down(FedAvg().init(p.x0, fed.ctx(0, [0]))[0], None, fed.ctx(1, [0, 2]))
     got = FairFedWeigher(metric="loss").probe(down, p.minimiser[[0, 2]], fed.work(1, [0, 2]))
     torch.testing.assert_close(got, fed.work(1, [0, 2]).loss(p.x0))
@@ -98,7 +98,7 @@ def digits() -> Work:
     fed = Dirichlet(clients=5, beta=0.5, min_size=5)(load("digits"), seed=0).to("cpu", torch.float64)
     module = spec_of("mlp", hidden=[6]).build(tuple(fed.data.shape), task_of(fed.data).outputs, 0)
     oracle = make_oracle(module, task_of(fed.data), fed, "looped")
-    return Work(oracle, torch.tensor([1, 3]), torch.full((2, 1), 0.2), Local(batch_size=7, epochs=2), round=2)
+    return Work(oracle, torch.tensor([1, 3]), torch.full((2, 1), 0.2), LocalSGD(batch_size=7, epochs=2), round=2)
 
 
 def test_accuracy_is_that_of_the_training_part_and_is_counted(digits: Work) -> None:

@@ -17,7 +17,7 @@ from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.experiment import json_schema, parse
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.models import Augment
 
 AUGMENT = Augment(flip=0.5, crop=1)
@@ -34,7 +34,7 @@ def run(fed: Federation, augment: Augment | None = AUGMENT, folder: Path | None 
         FedAvg(),
         fed,
         rounds=2,
-        local=Local(lr=0.1, batch_size=50),
+        local=LocalSGD(lr=0.1, batch_size=50),
         augment=augment,
         evaluate=Evaluate(every=2, parts=("train",)),
         engine=Engine(dtype="float64", **engine),  # type: ignore[arg-type]

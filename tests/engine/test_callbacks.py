@@ -18,7 +18,7 @@ from fedloom.engine.records import Records
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.state import State
 from fedloom.errors import ConfigError, Stop
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_the_test_part_cannot_end_a_run() -> None:
 
 
 def run(fed: Federation, progress: list[Any], **more: Any) -> Any:
-    settings = {"rounds": 30, "local": Local(lr=1.0, batch_size="full"), "evaluate": Evaluate(every=3), **more}
+    settings = {"rounds": 30, "local": LocalSGD(lr=1.0, batch_size="full"), "evaluate": Evaluate(every=3), **more}
     return fl.simulate(FedAvg(), fed, "softmax", progress=progress, **settings)
 
 
@@ -118,7 +118,7 @@ def test_a_history_grows_and_is_whole_after_a_restart(fed: Federation, tmp_path:
 
 
 def test_a_result_shows_itself_in_a_notebook(fed: Federation) -> None:
-    result = fl.simulate(Ditto(), fed, "softmax", rounds=4, evaluate=Evaluate(every=2), local=Local(lr=0.5))
+    result = fl.simulate(Ditto(), fed, "softmax", rounds=4, evaluate=Evaluate(every=2), local=LocalSGD(lr=0.5))
     shown = result._repr_html_()
     assert "Ditto, 4 rounds" in shown
     svg = ET.fromstring(shown[shown.index("<svg") :])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
 from fedloom.algorithms import REGISTRY
 from fedloom.data import load
@@ -14,10 +15,11 @@ from fedloom.data.partition import Iid
 from fedloom.engine import sparsity as counts
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.models import MLP
 from fedloom.rows.layout import Layout
-from fedloom.rows.prox import L1, Nuclear
+from fedloom.rows.prox import L1, Form, Nuclear, NuclearBall, Total
+from fedloom.values import Value
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def run(fed: Federation, method: Any) -> Any:
         fed,
         MLP(hidden=(12,)),
         rounds=2,
-        local=Local(lr=0.1, batch_size=50),
+        local=LocalSGD(lr=0.1, batch_size=50),
         evaluate=Evaluate(every=2, parts=("validation", "test")),
         engine=Engine(dtype="float64"),
     )
@@ -83,3 +85,64 @@ def test_ranks_are_for_nuclear_norms_that_are_cheap(monkeypatch: pytest.MonkeyPa
     assert set(counts.sizes_of(low, layout, rows)) == {"nonzeros", "rank", "factorised"}
     monkeypatch.setattr(counts, "WORTH", 1.0)
     assert set(counts.sizes_of(low, layout, rows)) == {"nonzeros"}
+
+
+class Shrink(Value):
+    """A prox of a user: the l1 norm once more, or a nuclear norm, by the name of what it makes."""
+
+    convex: ClassVar[bool] = True
+    c: float = 0.01
+
+    def f(self, x: Tensor, layout: Layout | None = None) -> Tensor:
+        return L1(c=self.c).f(x)
+
+    def prox(self, v: Tensor, t: Any, layout: Layout | None = None) -> Tensor:
+        return L1(c=self.c).prox(v, t)
+
+
+class Sparse(Shrink):
+    makes: ClassVar[Form] = "sparse"
+
+
+class LowRank(Shrink):
+    makes: ClassVar[Form] = "lowrank"
+
+    def prox(self, v: Tensor, t: Any, layout: Layout | None = None) -> Tensor:
+        return Nuclear(c=self.c).prox(v, t, layout)
+
+
+class Misspelt(Shrink):
+    makes: ClassVar[str] = "low-rank"
+
+
+def received(result: Any) -> float:
+    return float(result.state.records.last("", "", "bytes_down").sum())
+
+
+@pytest.mark.parametrize(
+    ("own", "built_in"), [(Sparse(c=1e-3), L1(c=1e-3)), (LowRank(c=0.01), Nuclear(c=0.01))], ids=["sparse", "low rank"]
+)
+def test_a_prox_of_a_user_is_sent_and_counted_like_a_built_in_one(fed: Federation, own: Any, built_in: Any) -> None:
+    ours, theirs = (run(fed, REGISTRY["feddr"](regulariser=f)) for f in (own, built_in))
+    assert torch.equal(ours.models.rows("global"), theirs.models.rows("global"))
+    assert recorded(ours, "global") == recorded(theirs, "global")
+    plain = run(fed, REGISTRY["feddr"]())
+    assert received(ours) == received(theirs) < received(plain)
+
+
+def test_a_prox_that_says_nothing_makes_models_that_are_sent_dense(fed: Federation) -> None:
+    silent, none = (run(fed, REGISTRY["feddr"](regulariser=f)) for f in (Shrink(c=1e-3), None))
+    assert received(silent) == received(none)
+    assert "nonzeros" in recorded(silent, "global")
+
+
+def test_an_unknown_form_is_refused() -> None:
+    with pytest.raises(ValueError, match="makes of Misspelt must be one of dense, sparse, lowrank, got 'low-rank'"):
+        REGISTRY["feddr"](regulariser=Misspelt())
+
+
+def test_every_function_that_makes_low_ranks_has_its_ranks_recorded() -> None:
+    layout = Layout.of(MLP(hidden=(5,)).build((6,), 3, 0))
+    rows = torch.ones(2, layout.d)
+    for low in (NuclearBall(), Total(parts=(Nuclear(c=0.1), Nuclear(c=0.2)))):
+        assert "rank" in counts.sizes_of(REGISTRY["fiaelt"](regulariser=low), layout, rows)

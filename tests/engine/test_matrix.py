@@ -31,12 +31,13 @@ from fedloom.engine.setting import Evaluate, Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import simulate
 from fedloom.errors import Refused, Stop
-from fedloom.local import Local as Settings
-from fedloom.local import Nothing
+from fedloom.local import LocalSGD, Nothing
 from fedloom.models import MLP
 from fedloom.rows.aggregate import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
 from fedloom.rows.channel import CHANNELS
+from fedloom.testing import Problem
+from fedloom.testing.federate import Federation as Clients
 
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
 KINDS: dict[str, dict[str, Any]] = {
@@ -89,6 +90,12 @@ REASONS = {
 """Why a pair is refused: what the error says, and what the page says."""
 
 
+def has_global_model(method: Algorithm) -> bool:
+    p = Problem.random(0)
+    ctx = Clients(p.oracle(), p.alpha, LocalSGD()).ctx(0, range(p.n))
+    return method.global_model(method.init(p.x0, ctx)[0]) is not None
+
+
 def refusal(made: Composition, kind: str, plugin: str) -> str | None:
     """The reason why a method refuses a plug-in, or None."""
     method = made.algorithm
@@ -98,7 +105,7 @@ def refusal(made: Composition, kind: str, plugin: str) -> str | None:
     if made.pooled:
         return None
     if kind == "sampler":
-        if plugin in ASKERS and type(method).global_model is Algorithm.global_model:
+        if plugin in ASKERS and not has_global_model(method):
             return "no model"
         if plugin in LEARNERS and projected:
             return "projected"
@@ -197,7 +204,7 @@ def fed() -> Federation:
 
 
 MODEL, ROUNDS = MLP(hidden=(16,)), 2
-LOCAL = Settings(lr=0.05, steps=2, batch_size=8)
+LOCAL = LocalSGD(lr=0.05, steps=2, batch_size=8)
 PARTIAL = Uniform(clients=8)
 
 

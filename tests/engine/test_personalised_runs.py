@@ -15,7 +15,7 @@ from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.errors import Refused
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.models import CNN, MLP
 
 D, HEAD = 64 * 16 + 16 + 16 * 10 + 10, 16 * 10 + 10
@@ -44,7 +44,7 @@ def fed() -> Federation:
 def run(fed: Federation, name: str, **changes: Any) -> Result:
     settings: dict[str, Any] = {
         "rounds": 12,
-        "local": Local(lr=0.1, epochs=2, batch_size=10),
+        "local": LocalSGD(lr=0.1, epochs=2, batch_size=10),
         "sampler": Uniform(fraction=0.5),
         "evaluate": Evaluate(every=12),
         **changes,
@@ -80,20 +80,20 @@ SENT = {
 
 @pytest.mark.parametrize("name", SENT)
 def test_uploads_are_as_long_as_the_card_says(fed: Federation, name: str) -> None:
-    result = run(fed, name, rounds=2, local=Local(lr=0.1, steps=1))
+    result = run(fed, name, rounds=2, local=LocalSGD(lr=0.1, steps=1))
     assert bytes_up(result, 2) == SENT[name]
 
 
 def test_fedspa_sends_no_more_than_its_density(fed: Federation) -> None:
     """Less where gradients are zero: pixels that are always black."""
-    result = run(fed, "fedspa", rounds=2, local=Local(lr=0.1, steps=1))
+    result = run(fed, "fedspa", rounds=2, local=LocalSGD(lr=0.1, steps=1))
     most = (D - 26) / 2 + 26
     assert most / 2 < bytes_up(result, 2) <= most + 1
 
 
 def test_fedbn_on_a_network_with_batch_normalisation(fed: Federation) -> None:
     net = CNN(channels=(4,), kernel=3, norm="batch", hidden=())
-    local, half = Local(lr=0.1, batch_size=20), Uniform(fraction=0.5)
+    local, half = LocalSGD(lr=0.1, batch_size=20), Uniform(fraction=0.5)
     result = simulate(REGISTRY["fedbn"](), fed, net, rounds=4, local=local, sampler=half, evaluate=Evaluate(every=4))
     assert float(result.final("personal").nanmean()) > 0.5
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from fedloom.algorithms import FedAvg, FedRep, fedavg
+from fedloom.algorithms import Delta, FedAvg, FedRep, Model
 from fedloom.choose import (
     SAMPLERS,
     WEIGHERS,
@@ -31,7 +31,7 @@ from fedloom.engine.result import Result
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, Refused
-from fedloom.local import Local, Nothing, Work
+from fedloom.local import LocalSGD, Nothing, Work
 from fedloom.models import MLP
 from fedloom.rows.channel import Clip, GaussianNoise, Sign
 
@@ -92,7 +92,7 @@ CHANNEL = GaussianNoise(sigma=5.0, delta=DELTA)
 def run(fed: Federation, **changes: Any) -> Result:
     settings: dict[str, Any] = {
         "algorithm": FedAvg(), "model": "softmax", "rounds": 4, "channel": CHANNEL, "sampler": Uniform(clients=3),
-        "local": Local(steps=1, batch_size=4), "evaluate": Evaluate(every=2, parts=("test",)), **changes,
+        "local": LocalSGD(steps=1, batch_size=4), "evaluate": Evaluate(every=2, parts=("test",)), **changes,
     }  # fmt: skip
     return simulate(fed=fed, **settings)
 
@@ -125,9 +125,9 @@ def test_who_is_drawn_by_uploads_counts_every_round(fed: Federation) -> None:
 class Silent(FedAvg):
     """FedAvg whose client 3 sends something that is not finite."""
 
-    def client(self, down: fedavg.Down, rows: Nothing, work: Work) -> tuple[fedavg.Up, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         up, rows = super().client(down, rows, work)
-        return fedavg.Up(torch.where(work.ids[:, None] == 3, torch.nan, up.dw)), rows
+        return Delta(torch.where(work.ids[:, None] == 3, torch.nan, up.dw)), rows
 
 
 def test_what_was_sent_in_vain_was_sent(fed: Federation) -> None:

@@ -11,7 +11,18 @@ import pyarrow as pa
 import pytest
 import torch
 
-from fedloom.algorithms import REGISTRY, Composition, FedAvg, FedDyn, FedSkip, Local, fedavg, fedskip, upload_fields
+from fedloom.algorithms import (
+    REGISTRY,
+    Composition,
+    Delta,
+    FedAvg,
+    FedDyn,
+    FedSkip,
+    Local,
+    Model,
+    fedskip,
+    upload_fields,
+)
 from fedloom.choose import (
     Availability,
     Bernoulli,
@@ -31,8 +42,7 @@ from fedloom.engine.result import Result
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, Refused, RunDirError, Stop
-from fedloom.local import Ctx, Nothing, Work
-from fedloom.local import Local as Settings
+from fedloom.local import Ctx, LocalSGD, Nothing, Work
 from fedloom.local.oracles import make_oracle
 from fedloom.models import spec_of
 from fedloom.rows.aggregate import GeometricMedian, Krum, Median, PrivateMean
@@ -43,7 +53,7 @@ from fedloom.testing.federate import Federation as Plain
 from fedloom.testing.federate import begin
 from fedloom.testing.federate import play as play_plainly
 
-LOCAL = Settings(lr=0.05, epochs=1, batch_size=8)
+LOCAL = LocalSGD(lr=0.05, epochs=1, batch_size=8)
 SIGNED = FairFedWeigher(floor=False)
 
 
@@ -177,7 +187,7 @@ def test_seeds_differ_and_repeat(fed: Federation) -> None:
 
 
 def test_work_and_traffic_are_counted(fed: Federation) -> None:
-    result = run(fed, rounds=2, sampler=Uniform(), local=Settings(lr=0.1, epochs=3, batch_size=8))
+    result = run(fed, rounds=2, sampler=Uniform(), local=LocalSGD(lr=0.1, epochs=3, batch_size=8))
     samples = int(fed.sizes("train").sum())
     totals = dict(zip(("backward", "forward", "steps"), result.state.totals.tolist(), strict=False))
     assert totals["backward"] == 2 * 3 * samples
@@ -195,7 +205,7 @@ def test_centralized_is_one_client_scored_on_the_original_ones(fed: Federation) 
 
 
 def test_divergence_ends_the_run_with_a_sentence(fed: Federation) -> None:
-    result = run(fed, local=Settings(lr=1e30, steps=5))
+    result = run(fed, local=LocalSGD(lr=1e30, steps=5))
     assert result.stop is Stop.DIVERGED
     assert "round" in result.detail
 
@@ -203,9 +213,9 @@ def test_divergence_ends_the_run_with_a_sentence(fed: Federation) -> None:
 class Broken(FedAvg):
     """FedAvg whose client 3 uploads something that is not finite."""
 
-    def client(self, down: fedavg.Down, rows: Nothing, work: Work) -> tuple[fedavg.Up, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         up, rows = super().client(down, rows, work)
-        return fedavg.Up(torch.where(work.ids[:, None] == 3, torch.nan, up.dw)), rows
+        return Delta(torch.where(work.ids[:, None] == 3, torch.nan, up.dw)), rows
 
 
 class Without(Sampler):
@@ -283,7 +293,7 @@ def test_refusals_follow_from_the_kinds() -> None:
         (composed("fedacs"), {"aggregator": Median()}, "mixes single models"),
         (Local(), {"aggregator": Median()}, "uploads nothing"),
         (composed("flame"), {"channel": TopK()}, "absolute"),
-        (composed("scaffold"), {"local": Settings(momentum=0.5)}, "momentum"),
+        (composed("scaffold"), {"local": LocalSGD(momentum=0.5)}, "momentum"),
         (FedAvg(), {"weigher": SIGNED, "aggregator": GeometricMedian()}, "gives negative weights"),
         (FedAvg(), {"weigher": SIGNED, "sampler": SizeWeighted(clients=3)}, "need not have a positive sum"),
     ):
@@ -321,7 +331,7 @@ def test_a_cohort_that_turns_out_too_small_for_the_rule_ends_the_run_with_a_sent
 def test_a_schedule_that_ends_before_the_run_is_refused(
     fed: Federation, settings: dict[str, Any], way_out: str
 ) -> None:
-    local = Settings(lr=0.1, **settings)
+    local = LocalSGD(lr=0.1, **settings)
     with pytest.raises(ConfigError, match=f"the step size 0 by round 4, the last: .*{way_out}"):
         run(fed, local=local)
     assert run(fed, local=local, rounds=2).stop is Stop.DONE

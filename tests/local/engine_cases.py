@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.data.federation import Federation
-from fedloom.local import Local, Work, descend
+from fedloom.local import LocalSGD, Work, descend
 from fedloom.local.oracles import Network, chain_of, make_oracle
 from fedloom.models import CNN, MLP, ModelSpec, Softmax
 from fedloom.tasks import task_of
@@ -93,7 +93,7 @@ class Problem:
     def by_engine(self, oracle: Network, setting: Setting, ids: list[int] | None = None) -> Tensor:
         """Rows after `descend`, of some clients in the order given."""
         chosen = torch.arange(M) if ids is None else torch.tensor(ids)
-        local = Local(**setting.local)
+        local = LocalSGD(**setting.local)
         work = Work(oracle, chosen, torch.full((len(chosen), 1), 1 / M), local, seed=4, round=setting.round)
 
         def some(v: Tensor | None) -> Tensor | None:
@@ -148,7 +148,7 @@ def oracles_of(problem: Problem) -> list[str]:
     return [*(["fused"] if chain_of(problem.module) is not None else []), "stacked", "looped"]
 
 
-def make_work(oracle: Any, local: Local, ids: list[int] | None = None, **options: Any) -> Work:
+def make_work(oracle: Any, local: LocalSGD, ids: list[int] | None = None, **options: Any) -> Work:
     """Work of some clients (all four when None) with uniform weights."""
     chosen = torch.arange(M) if ids is None else torch.tensor(ids)
     return Work(oracle, chosen, torch.full((len(chosen), 1), 1 / M, dtype=torch.float64), local, **options)

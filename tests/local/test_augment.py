@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from fedloom.errors import Refused
-from fedloom.local import Local, descend
+from fedloom.local import LocalSGD, descend
 from fedloom.local.oracles import Network, make_oracle
 from fedloom.models import MLP, Augment
 from fedloom.seeds import generator
@@ -61,7 +61,7 @@ def test_every_oracle_augments_as_the_handwritten_loop(case: str) -> None:
     problem = Problem(IMAGES[case])
     expected = torch.stack([by_hand(problem, i, 0.2, epochs=2, round=3) for i in range(M)])
     for name in oracles_of(problem):
-        work = make_work(oracle_of(problem, name), Local(lr=0.2, epochs=2, batch_size=20), seed=4, round=3)
+        work = make_work(oracle_of(problem, name), LocalSGD(lr=0.2, epochs=2, batch_size=20), seed=4, round=3)
         torch.testing.assert_close(descend(problem.start, work), expected, **TOLERANCE)
         plain = make_work(oracle_of(problem, name, None), work.local, seed=4, round=3)
         assert ((descend(problem.start, plain) - expected).abs().amax(1) > 1e-4).all()
@@ -70,7 +70,7 @@ def test_every_oracle_augments_as_the_handwritten_loop(case: str) -> None:
 @pytest.mark.parametrize("case", IMAGES)
 def test_a_client_is_augmented_alike_in_any_company(case: str) -> None:
     problem = Problem(IMAGES[case])
-    local = Local(lr=0.2, epochs=2, batch_size=20)
+    local = LocalSGD(lr=0.2, epochs=2, batch_size=20)
     for name in oracles_of(problem):
         oracle = oracle_of(problem, name)
         together = descend(problem.start, make_work(oracle, local))
@@ -86,7 +86,7 @@ def test_only_steps_see_augmented_samples(case: str) -> None:
         augmented, plain = oracle_of(problem, name), oracle_of(problem, name, None)
         answers = []
         for oracle in (augmented, plain):
-            work = make_work(oracle, Local(lr=0.2, batch_size=20))
+            work = make_work(oracle, LocalSGD(lr=0.2, batch_size=20))
             batch = work.last_batch()
             answers.append(
                 [

@@ -10,7 +10,7 @@ from engine_cases import CASES, TOLERANCE, M, Problem, Setting, make_work, oracl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.local.oracles import products
 
 SETTINGS = {
@@ -83,7 +83,7 @@ def test_batched_products_train_as_compiled_ones(monkeypatch: pytest.MonkeyPatch
 def test_rows_that_are_scattered_in_memory_are_changed_in_place() -> None:
     problem = Problem(CASES["mlp"])
     oracle = problem.oracle("fused")
-    work = make_work(oracle, Local(batch_size="full"))
+    work = make_work(oracle, LocalSGD(batch_size="full"))
     batch = work.plan("local", work.steps[:, 0]).batch(0)
     w = problem.start.clone()
     wide = torch.zeros(M, w.shape[1] + 3, dtype=w.dtype)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedloom.local import Batch, Local, Work, iterate
+from fedloom.local import Batch, LocalSGD, Work, iterate
 
 
 class Rows(NamedTuple):
@@ -34,7 +34,7 @@ def oracle() -> Any:
 
 @given(steps=st.lists(st.integers(0, 6), min_size=M, max_size=M), order=st.permutations(range(M)))
 def test_every_client_takes_its_own_number_of_steps(oracle: Any, steps: list[int], order: list[int]) -> None:
-    work = make_work(oracle, Local(), order)
+    work = make_work(oracle, LocalSGD(), order)
     wanted = torch.tensor(steps)[order][:, None]
     seen: list[tuple[int, list[int]]] = []
 
@@ -58,11 +58,11 @@ def test_steps_are_a_number_or_the_rounds_own(oracle: Any) -> None:
     def step(rows: Rows, work: Work) -> Rows:
         return rows._replace(taken=rows.taken + 1)
 
-    work = make_work(oracle, Local(epochs=2, batch_size=20))
+    work = make_work(oracle, LocalSGD(epochs=2, batch_size=20))
     assert iterate(step, start(work), work, 3, batches=0).taken.tolist() == [[3]] * M
     assert iterate(step, start(work), work, batches=0).taken.tolist() == [[2], [2], [2], [6]]
     assert iterate(step, start(work), work, 0, batches=0).taken.tolist() == [[0]] * M
-    fixed = make_work(oracle, Local(steps=4))
+    fixed = make_work(oracle, LocalSGD(steps=4))
     assert iterate(step, start(fixed), fixed, batches=0).taken.tolist() == [[4]] * M
     assert work.k == 0
 
@@ -70,7 +70,7 @@ def test_steps_are_a_number_or_the_rounds_own(oracle: Any) -> None:
 @pytest.mark.parametrize("batches", [1, 2, 3])
 @pytest.mark.parametrize("batch_size", [1, 6, 20, "full"])
 def test_batches_are_those_of_the_plan(oracle: Any, batches: int, batch_size: int | str) -> None:
-    work = make_work(oracle, Local(batch_size=batch_size), [3, 0, 2, 1], seed=8, round=5)
+    work = make_work(oracle, LocalSGD(batch_size=batch_size), [3, 0, 2, 1], seed=8, round=5)
     steps = torch.tensor([[2], [3], [0], [4]])
     got: dict[int, list[list[int]]] = {i: [] for i in range(M)}
 
@@ -101,13 +101,13 @@ def test_equal_streams_have_equal_batches(oracle: Any) -> None:
         iterate(step, start(work), work, 3, **options)
         return found
 
-    work = make_work(oracle, Local(batch_size=5), [2, 3], seed=1, round=2)
+    work = make_work(oracle, LocalSGD(batch_size=5), [2, 3], seed=1, round=2)
     reference = drawn_by(work, stream="a")
     assert drawn_by(work, stream="a") == reference
     assert drawn_by(work, stream="b") != reference
     assert drawn_by(work, stream=("a", 1)) != reference
     for other in ({"seed": 2, "round": 2}, {"seed": 1, "round": 3}):
-        assert drawn_by(make_work(oracle, Local(batch_size=5), [2, 3], **other), stream="a") != reference
+        assert drawn_by(make_work(oracle, LocalSGD(batch_size=5), [2, 3], **other), stream="a") != reference
 
 
 @given(
@@ -116,7 +116,7 @@ def test_equal_streams_have_equal_batches(oracle: Any) -> None:
     order=st.permutations(range(M)),
 )
 def test_until_ends_a_client_after_a_step(oracle: Any, steps: list[int], stops: list[int], order: list[int]) -> None:
-    work = make_work(oracle, Local(batch_size=6), order)
+    work = make_work(oracle, LocalSGD(batch_size=6), order)
     stop = torch.tensor(stops)[:, None]
     positions: dict[int, list[list[int]]] = {i: [] for i in range(M)}
 
@@ -139,7 +139,7 @@ def test_until_ends_a_client_after_a_step(oracle: Any, steps: list[int], stops: 
 
 
 def test_loops_nest(oracle: Any) -> None:
-    work = make_work(oracle, Local(batch_size=5), [3, 1, 2])
+    work = make_work(oracle, LocalSGD(batch_size=5), [3, 1, 2])
     outer_steps, inner_steps = torch.tensor([[1], [3], [2]]), {3: 2, 1: 4, 2: 1}
     seen: list[tuple[int, int, int, tuple[int, ...]]] = []
 
@@ -168,7 +168,7 @@ def test_loops_nest(oracle: Any) -> None:
 
 
 def test_work_of_some_clients_leaves_the_whole_alone(oracle: Any) -> None:
-    work = make_work(oracle, Local())
+    work = make_work(oracle, LocalSGD())
     some, later = work.take(torch.tensor([2, 0])), work.at(7)
     assert (some.ids.tolist(), some.m, later.k) == ([2, 0], 2, 7)
     assert (work.ids.tolist(), work.m, work.k, some.k) == ([0, 1, 2, 3], 4, 0, 0)

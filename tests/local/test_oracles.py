@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from fedloom.data.federation import Federation
 from fedloom.errors import ClientError, ConfigError, Refused
-from fedloom.local import Local, descend, oracles
+from fedloom.local import LocalSGD, descend, oracles
 from fedloom.local.oracles import Network, chain_of, chunk_count, chunk_limit, make_oracle
 from fedloom.models import CNN, MLP, Dropout, ResNet18
 from fedloom.seeds import generator
@@ -39,7 +39,7 @@ def oracle_of(module: nn.Module, fed: Federation, name: str = "auto") -> Network
     return make_oracle(module, task_of(fed.data), fed, name)
 
 
-def trained(oracle: Network, local: Local, module: nn.Module, ids: list[int] | None = None) -> Tensor:
+def trained(oracle: Network, local: LocalSGD, module: nn.Module, ids: list[int] | None = None) -> Tensor:
     return descend(oracle.layout.vector(module, torch.float64), make_work(oracle, local, ids, seed=2, round=3))
 
 
@@ -131,7 +131,7 @@ def test_what_fused_cannot_compute_is_left_to_others(case: str) -> None:
         oracle_of(module, fed, "fused")
     expected = by_hand(module, fed, lr=0.3, epochs=2)
     for name in ("stacked", "looped"):
-        got = trained(oracle_of(module, fed, name), Local(lr=0.3, epochs=2), module)
+        got = trained(oracle_of(module, fed, name), LocalSGD(lr=0.3, epochs=2), module)
         torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
@@ -141,7 +141,7 @@ def test_fused_computes_linear_layers_and_pointwise_activations(case: str) -> No
     oracle = oracle_of(module, fed)
     assert oracle.name == "fused"
     expected = by_hand(module, fed, lr=0.3, epochs=2)
-    torch.testing.assert_close(trained(oracle, Local(lr=0.3, epochs=2), module), expected, **TOLERANCE)
+    torch.testing.assert_close(trained(oracle, LocalSGD(lr=0.3, epochs=2), module), expected, **TOLERANCE)
 
 
 def test_a_dropout_layer_used_twice_is_left_to_others() -> None:
@@ -153,7 +153,7 @@ def test_dropout_of_the_inputs() -> None:
     fed, module = handwritten.federation(), seeded(lambda: nn.Sequential(layers))
     expected = by_hand(module, fed, lr=0.3, epochs=2, features={"drop": (6,)})
     for name in ("fused", "stacked", "looped"):
-        got = trained(oracle_of(module, fed, name), Local(lr=0.3, epochs=2), module)
+        got = trained(oracle_of(module, fed, name), LocalSGD(lr=0.3, epochs=2), module)
         torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
@@ -211,9 +211,9 @@ class Branches(nn.Module):
 def test_a_model_that_vmap_refuses_names_the_way_out() -> None:
     fed, module = handwritten.federation(), seeded(Branches)
     with pytest.raises(ClientError, match=r"gradient failed at clients \[0, 1, 2, 3\] in round 3.*oracle = 'looped'"):
-        trained(oracle_of(module, fed, "stacked"), Local(), module)
+        trained(oracle_of(module, fed, "stacked"), LocalSGD(), module)
     expected = by_hand(module, fed, lr=0.3)
-    torch.testing.assert_close(trained(oracle_of(module, fed), Local(lr=0.3), module), expected, **TOLERANCE)
+    torch.testing.assert_close(trained(oracle_of(module, fed), LocalSGD(lr=0.3), module), expected, **TOLERANCE)
 
 
 class Unused(nn.Module):
@@ -228,7 +228,7 @@ class Unused(nn.Module):
 @pytest.mark.parametrize("name", ["stacked", "looped"])
 def test_a_parameter_that_is_not_used_has_gradient_zero(name: str) -> None:
     fed, module = handwritten.federation(), seeded(Unused)
-    got = trained(oracle_of(module, fed, name), Local(lr=0.5), module)
+    got = trained(oracle_of(module, fed, name), LocalSGD(lr=0.5), module)
     start = torch.cat([p.detach().reshape(-1) for p in module.parameters()]).double()
     assert torch.equal(got[:, -12:], start[-12:].expand(M, -1))
     assert (got[:, :-12] != start[:-12]).any(1).all()
@@ -250,7 +250,7 @@ class Viewing(nn.Module):
 def test_a_model_that_depends_on_the_order_in_memory(name: str) -> None:
     fed, module = handwritten.federation(shape=IMAGE), seeded(Viewing)
     expected = by_hand(module, fed, lr=0.3, epochs=2)
-    got = trained(oracle_of(module, fed, name), Local(lr=0.3, epochs=2), module)
+    got = trained(oracle_of(module, fed, name), LocalSGD(lr=0.3, epochs=2), module)
     torch.testing.assert_close(got, expected, **TOLERANCE)
 
 
@@ -262,7 +262,7 @@ def test_a_model_that_depends_on_the_order_in_memory(name: str) -> None:
 def test_addgrad_scales_and_adds(case: str, beta: float | str) -> None:
     problem = Problem(CASES[case])
     for name in oracles_of(problem):
-        work = make_work(problem.oracle(name), Local(batch_size=6))
+        work = make_work(problem.oracle(name), LocalSGD(batch_size=6))
         batch = first_batch(work, 2)
         g = work.grad(problem.start, batch)
         factor = problem.mu if beta == "rows" else torch.full((M, 1), float(beta), dtype=torch.float64)
@@ -294,14 +294,14 @@ def test_batch_normalisation_uses_the_batch() -> None:
     oracle = oracle_of(module, fed)
     assert oracle.name == "looped"
     expected = by_hand(module, fed, lr=0.3, epochs=2)
-    torch.testing.assert_close(trained(oracle, Local(lr=0.3, epochs=2), module), expected, **TOLERANCE)
+    torch.testing.assert_close(trained(oracle, LocalSGD(lr=0.3, epochs=2), module), expected, **TOLERANCE)
 
 
 def test_batch_normalisation_of_a_single_sample() -> None:
     """As if the sample were there twice; the last batch of 41 samples has one too."""
     fed, module = handwritten.federation((1, 41, 7)), seeded(normalised)
     oracle = oracle_of(module, fed)
-    got = trained(oracle, Local(lr=0.3), module, [0, 1, 2])
+    got = trained(oracle, LocalSGD(lr=0.3), module, [0, 1, 2])
     assert got.isfinite().all()
     x, y = handwritten.samples(fed, 0)
     start = torch.cat([p.detach().reshape(-1) for p in module.parameters()]).double()
@@ -315,7 +315,7 @@ def test_training_leaves_the_statistics_alone() -> None:
     row = oracle.layout.vector(module, torch.float64)
     oracle.set_statistics(row, torch.arange(M))
     before = next(oracle.outputs(row, torch.arange(5)))
-    trained(oracle, Local(lr=0.3, epochs=2), module)
+    trained(oracle, LocalSGD(lr=0.3, epochs=2), module)
     assert torch.equal(next(oracle.outputs(row, torch.arange(5))), before)
 
 
@@ -370,7 +370,7 @@ def test_a_resnet_with_batch_normalisation_trains() -> None:
     module = ResNet18().build((3, 8, 8), CLASSES)
     oracle = oracle_of(module, fed)
     row = oracle.layout.vector(module)
-    assert descend(row, make_work(oracle, Local(lr=0.01), [0, 1])).isfinite().all()
+    assert descend(row, make_work(oracle, LocalSGD(lr=0.01), [0, 1])).isfinite().all()
 
 
 # --------------------------------------------------------------------------------------------------------- randomness
@@ -388,7 +388,7 @@ def test_a_modules_own_randomness_comes_from_the_clients_seed(make: Callable[[],
     fed, module = handwritten.federation(), seeded(make)
     oracle = oracle_of(module, fed)
     assert oracle.name == "looped"
-    local = Local(lr=0.3, epochs=2)
+    local = LocalSGD(lr=0.3, epochs=2)
     with torch.random.fork_rng():
         runs = []
         for poison in (1, 2):
@@ -409,7 +409,7 @@ def test_a_modules_own_randomness_comes_from_the_clients_seed(make: Callable[[],
         with torch.random.fork_rng():
             torch.set_rng_state(generator(2, 3, i, ("local", 0, "module")).get_state())
             g = torch.autograd.grad(handwritten.mean_loss(twin(x[where]), y[where]), list(twin.parameters()))
-        one = trained(oracle, Local(lr=0.3, steps=1), module, [i])
+        one = trained(oracle, LocalSGD(lr=0.3, steps=1), module, [i])
         torch.testing.assert_close(one[0], start - 0.3 * torch.cat([v.reshape(-1) for v in g]), **TOLERANCE)
 
 
@@ -423,7 +423,7 @@ def test_no_oracle_touches_the_global_generator(case: str) -> None:
             before = torch.get_rng_state()
             for name in oracles_of(problem):
                 oracle = problem.oracle(name)
-                work = make_work(oracle, Local(epochs=2))
+                work = make_work(oracle, LocalSGD(epochs=2))
                 results.append((poison, name, descend(problem.start, work), work.full_grad(problem.x)))
             assert torch.equal(torch.get_rng_state(), before)
     half = len(results) // 2
@@ -436,12 +436,12 @@ def test_dropout_differs_between_clients_steps_streams_and_rounds() -> None:
     problem = Problem(CASES["mlp dropout"])
     oracle = problem.oracle("fused")
     start = problem.x.expand(M, -1)
-    base = make_work(oracle, Local(steps=1, batch_size="full"))
+    base = make_work(oracle, LocalSGD(steps=1, batch_size="full"))
 
     def change(**options: object) -> Tensor:
         steps = options.pop("steps", 1)
         work = make_work(
-            oracle, Local(steps=steps, batch_size="full"), **{k: v for k, v in options.items() if k != "stream"}
+            oracle, LocalSGD(steps=steps, batch_size="full"), **{k: v for k, v in options.items() if k != "stream"}
         )  # type: ignore[arg-type]
         return descend(start, work, stream=str(options.get("stream", "local")))
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_oracles import oracle_of, seeded
 from torch import Tensor, nn
 
-from fedloom.local import Local, descend
+from fedloom.local import LocalSGD, descend
 from fedloom.local.oracles.pooling import join
 
 LAST = torch.channels_last
@@ -131,4 +131,4 @@ def test_a_looped_network_has_its_pairs_joined_and_trains_the_same(monkeypatch: 
         seen = [oracle.representations(row, index, name) for oracle in (together, apart)]
         assert torch.equal(*seen)
     assert torch.equal(*[torch.cat(list(oracle.outputs(row, index))) for oracle in (together, apart)])
-    assert torch.equal(*[descend(row, make_work(oracle, Local(lr=0.1, epochs=2))) for oracle in (together, apart)])
+    assert torch.equal(*[descend(row, make_work(oracle, LocalSGD(lr=0.1, epochs=2))) for oracle in (together, apart)])

@@ -7,7 +7,7 @@ import torch
 from engine_cases import TOLERANCE
 from torch import Tensor
 
-from fedloom.local import Local, Work, descend, iterate
+from fedloom.local import LocalSGD, Work, descend, iterate
 from fedloom.local.oracles import Quadratic
 
 N, D = 4, 5
@@ -29,7 +29,7 @@ MASKS = {"none": None, "d": torch.arange(D) % 2 == 0, "md": draw(3, D) > 0}
 
 def work(solve: bool = False, **local: object) -> Work:
     oracle = Quadratic(HESSIAN, MINIMISER, SIZES, solve=solve)
-    return Work(oracle, IDS, torch.full((3, 1), 1 / N), Local(**{"lr": 0.1, **local}))  # type: ignore[arg-type]
+    return Work(oracle, IDS, torch.full((3, 1), 1 / N), LocalSGD(**{"lr": 0.1, **local}))  # type: ignore[arg-type]
 
 
 def value(w: Tensor, i: int) -> Tensor:

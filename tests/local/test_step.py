@@ -9,7 +9,7 @@ import torch
 from engine_cases import CASES, TOLERANCE, M, Problem, make_work
 from torch import Tensor
 
-from fedloom.local import Batch, Local, Work, descend, step_, where_moved
+from fedloom.local import Batch, LocalSGD, Work, descend, step_, where_moved
 
 RATES = torch.arange(1.0, M + 1, dtype=torch.float64)[:, None] / 10
 
@@ -20,7 +20,7 @@ def problem() -> Problem:
 
 
 def work_of(problem: Problem, **local: Any) -> Work:
-    return make_work(problem.oracle("fused"), Local(**{"lr": 0.1, "batch_size": 6, **local}))
+    return make_work(problem.oracle("fused"), LocalSGD(**{"lr": 0.1, "batch_size": 6, **local}))
 
 
 def batch_of(work: Work) -> Batch:
@@ -64,7 +64,7 @@ def test_who_takes_no_step_keeps_what_was(problem: Problem) -> None:
     work, new, old = work_of(problem), problem.start, problem.rows
     assert where_moved(work, new, old) is new
     steps = torch.arange(M)[:, None] % 2
-    some = make_work(problem.oracle("fused"), Local(), steps=steps)
+    some = make_work(problem.oracle("fused"), LocalSGD(), steps=steps)
     assert torch.equal(where_moved(some, new, old), torch.stack([new[i] if i % 2 else old[i] for i in range(M)]))
 
 

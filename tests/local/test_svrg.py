@@ -10,7 +10,7 @@ import torch
 from engine_cases import CASES, TOLERANCE, M, Problem, make_work
 from torch import Tensor
 
-from fedloom.local import Local, Work, svrg
+from fedloom.local import LocalSGD, Work, svrg
 from fedloom.local.oracles import Quadratic
 from fedloom.seeds import generator
 
@@ -29,7 +29,7 @@ class Objective:
         }
 
     def work(self, ids: list[int] | None = None, **local: Any) -> Work:
-        return make_work(self.problem.oracle("fused"), Local(lr=LR, weight_decay=0.1, **local), ids, seed=3, round=2)
+        return make_work(self.problem.oracle("fused"), LocalSGD(lr=LR, weight_decay=0.1, **local), ids, seed=3, round=2)
 
     def sampled(self, w: Tensor, i: int, where: Tensor | None = None) -> Tensor:
         x, y = handwritten.samples(self.problem.fed, i)
@@ -78,7 +78,7 @@ def test_with_all_data_in_the_batch_it_is_gradient_descent() -> None:
     moved = 0
     for seed in range(6):
         work = make_work(
-            objective.problem.oracle("fused"), Local(lr=LR, weight_decay=0.1, batch_size="full"), seed=seed
+            objective.problem.oracle("fused"), LocalSGD(lr=LR, weight_decay=0.1, batch_size="full"), seed=seed
         )
         got = svrg(objective.problem.start, work, **objective.terms, outer=1, inner=inner).w
         for i in range(M):
@@ -98,7 +98,7 @@ def test_the_first_step_from_a_snapshot_is_the_full_gradient() -> None:
     start = objective.problem.start
     seen = set()
     for seed in range(8):
-        work = make_work(objective.problem.oracle("fused"), Local(lr=LR, weight_decay=0.1, batch_size=3), seed=seed)
+        work = make_work(objective.problem.oracle("fused"), LocalSGD(lr=LR, weight_decay=0.1, batch_size=3), seed=seed)
         got = svrg(start, work, **objective.terms, outer=1, inner=2).w
         for i in range(M):
             step = start[i] - LR * (objective.sampled(start[i], i) + objective.declared(start[i], i))
@@ -110,7 +110,7 @@ def test_the_first_step_from_a_snapshot_is_the_full_gradient() -> None:
 
 def test_the_choice_of_option_two_is_uniform() -> None:
     oracle = Quadratic(torch.eye(1, dtype=torch.float64).expand(200, 1, 1), torch.zeros(200, 1, dtype=torch.float64))
-    work = Work(oracle, torch.arange(200), torch.full((200, 1), 0.005), Local(lr=0.5))
+    work = Work(oracle, torch.arange(200), torch.full((200, 1), 0.005), LocalSGD(lr=0.5))
     got = svrg(torch.ones(1, dtype=torch.float64), work, outer=1, inner=4).w[:, 0]  # w_k = 2^-k
     counts = [int((got == 0.5**k).sum()) for k in range(4)]
     assert sum(counts) == 200
@@ -132,7 +132,7 @@ def test_it_solves_the_problem_with_pulls_and_shift() -> None:
     oracle = quadratic()
     mu, x = torch.tensor([[0.2], [1.0], [0.5]], dtype=torch.float64), torch.ones(4, dtype=torch.float64)
     shift = torch.arange(12, dtype=torch.float64).view(3, 4) / 10
-    work = Work(oracle, torch.arange(3), torch.full((3, 1), 1 / 3), Local(lr=0.4))
+    work = Work(oracle, torch.arange(3), torch.full((3, 1), 1 / 3), LocalSGD(lr=0.4))
     w = svrg(torch.zeros(4, dtype=torch.float64), work, pull=((mu, x),), shift=shift, outer=150, inner=5).w
     direction = work.full_grad(w) + mu * (w - x) + shift
     assert direction.abs().max() < 1e-12
@@ -143,7 +143,7 @@ def test_it_solves_the_problem_with_pulls_and_shift() -> None:
 def test_until_compares_directions_and_stops_single_clients() -> None:
     oracle = quadratic()
     shift = torch.ones(4, dtype=torch.float64)
-    work = Work(oracle, torch.tensor([2, 0, 1]), torch.full((3, 1), 1 / 3), Local(lr=0.3))
+    work = Work(oracle, torch.tensor([2, 0, 1]), torch.full((3, 1), 1 / 3), LocalSGD(lr=0.3))
     start = torch.full((3, 4), 5.0, dtype=torch.float64)
     first = work.full_grad(start) + shift
     calls: list[int] = []

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedloom.errors import ConfigError
-from fedloom.local import Batch, Local, Work, descend, iterate, svrg
+from fedloom.local import Batch, LocalSGD, Work, descend, iterate, svrg
 from fedloom.seeds import generator
 
 SIZES = torch.tensor(handwritten.SIZES)
@@ -45,7 +45,7 @@ def clipped(g: Tensor, bound: float | None) -> Tensor:
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_grad_is_the_gradient_of_the_mean_batch_loss(name: str, task: str, clip: float | None) -> None:
     problem = Problem(CASES["mlp"], task=task)
-    work = make_work(problem.oracle(name), Local(batch_size=20, weight_decay=0.3, clip=clip))
+    work = make_work(problem.oracle(name), LocalSGD(batch_size=20, weight_decay=0.3, clip=clip))
     batch = first_batch(work, 3)
     assert batch.count[:, 0].tolist() == [1, 7, 20, 13]
     got = work.grad(problem.start, batch)
@@ -66,7 +66,7 @@ def test_full_grad_and_loss_are_those_of_the_mean_loss(
     monkeypatch.setattr("fedloom.local.work.PIECE", piece)
     problem = Problem(CASES[case], task=task)
     for oracle in oracles_of(problem):
-        work = make_work(problem.oracle(oracle), Local(weight_decay=0.2, clip=1e-3))
+        work = make_work(problem.oracle(oracle), LocalSGD(weight_decay=0.2, clip=1e-3))
         got, loss = work.full_grad(problem.start), work.loss(problem.start)
         for i in range(M):
             x, y = handwritten.samples(problem.fed, i)
@@ -81,7 +81,7 @@ def test_full_grad_and_loss_are_those_of_the_mean_loss(
 
 def test_loss_of_a_batch(name: str) -> None:
     problem = Problem(CASES["softmax"])
-    work = make_work(problem.oracle(name), Local(batch_size=6, weight_decay=0.5))
+    work = make_work(problem.oracle(name), LocalSGD(batch_size=6, weight_decay=0.5))
     batch = first_batch(work, 2)
     got = work.loss(problem.x, batch)
     torch.nn.utils.vector_to_parameters(problem.x.clone(), problem.module.double().parameters())
@@ -97,7 +97,7 @@ def test_loss_of_a_batch(name: str) -> None:
 def test_dropout_does_nothing_in_losses_and_activations(name: str) -> None:
     problem = Problem(CASES["mlp dropout"])
     plain = Problem(CASES["mlp"])
-    some, other = make_work(problem.oracle(name), Local()), make_work(plain.oracle(name), Local())
+    some, other = make_work(problem.oracle(name), LocalSGD()), make_work(plain.oracle(name), LocalSGD())
     torch.testing.assert_close(some.loss(problem.x), other.loss(problem.x), **CLOSE)
     torch.testing.assert_close(some.activations(problem.x), other.activations(problem.x), **CLOSE)
 
@@ -109,7 +109,7 @@ def test_activations_are_what_a_forward_hook_sees(
 ) -> None:
     monkeypatch.setattr("fedloom.local.oracles.network.PIECE", piece)
     problem = Problem(CASES["mlp"])
-    work = make_work(problem.oracle(name), Local(), [2, 0, 3])
+    work = make_work(problem.oracle(name), LocalSGD(), [2, 0, 3])
     rows = problem.start[[2, 0, 3]]
     plain = work.activations(rows, layer)
     reduced = work.activations(rows, layer, reduce=lambda z: z.log_softmax(-1))
@@ -127,7 +127,7 @@ def test_activations_are_what_a_forward_hook_sees(
 
 
 def test_activations_name_the_layers_that_exist(name: str) -> None:
-    work = make_work(Problem(CASES["mlp"]).oracle(name), Local())
+    work = make_work(Problem(CASES["mlp"]).oracle(name), LocalSGD())
     with pytest.raises(ConfigError, match="did you mean 'fc1'.*allowed: .*penultimate"):
         work.activations(torch.zeros(work.layout.d, dtype=torch.float64), "fc11")
 
@@ -136,7 +136,7 @@ def test_activations_name_the_layers_that_exist(name: str) -> None:
 @pytest.mark.parametrize("batch_size", [1, 6, 20, "full"])
 def test_an_epoch_counts_every_sample_once(name: str, epochs: int, batch_size: int | str) -> None:
     problem = Problem(CASES["softmax"])
-    work = make_work(problem.oracle(name), Local(epochs=epochs, batch_size=batch_size))
+    work = make_work(problem.oracle(name), LocalSGD(epochs=epochs, batch_size=batch_size))
     descend(problem.x, work)
     assert torch.equal(work.counts.backward, epochs * SIZES)
     assert not work.counts.forward.any()
@@ -147,18 +147,18 @@ def test_an_epoch_counts_every_sample_once(name: str, epochs: int, batch_size: i
 
 def test_steps_count_their_batches() -> None:
     problem = Problem(CASES["mlp"])
-    work = make_work(problem.oracle("fused"), Local(batch_size=20), [3, 0, 2, 1])
+    work = make_work(problem.oracle("fused"), LocalSGD(batch_size=20), [3, 0, 2, 1])
     descend(problem.x, work, steps=torch.tensor([[4], [2], [0], [1]]))
     assert work.counts.backward.tolist() == [20 + 20 + 13 + 20, 1 + 1, 0, 7]
 
 
 def test_svrg_counts_full_gradients_and_both_gradients_of_a_step() -> None:
     problem = Problem(CASES["softmax"])
-    work = make_work(problem.oracle("fused"), Local(batch_size=20, lr=0.1))
+    work = make_work(problem.oracle("fused"), LocalSGD(batch_size=20, lr=0.1))
     svrg(problem.x, work, outer=3)
     epoch = torch.where(SIZES > 20, SIZES, 2 * SIZES)  # at least two steps
     assert torch.equal(work.counts.backward, (1 + 3) * SIZES + 3 * 2 * epoch)
-    stopping = make_work(problem.oracle("fused"), Local(batch_size=20, lr=0.1))
+    stopping = make_work(problem.oracle("fused"), LocalSGD(batch_size=20, lr=0.1))
     svrg(
         problem.x,
         stopping,
@@ -173,7 +173,7 @@ def test_svrg_counts_full_gradients_and_both_gradients_of_a_step() -> None:
 
 def test_work_knows_its_clients(name: str) -> None:
     problem = Problem(CASES["softmax"])
-    work = make_work(problem.oracle(name), Local(batch_size=6, epochs=2), [3, 1], seed=4, round=9)
+    work = make_work(problem.oracle(name), LocalSGD(batch_size=6, epochs=2), [3, 1], seed=4, round=9)
     assert work.m == 2
     assert work.layout.d == problem.d
     assert work.sizes.tolist() == [[53], [7]]
@@ -188,11 +188,11 @@ def test_no_argument_is_modified(name: str) -> None:
     problem = Problem(CASES["mlp dropout"])
     module_before = {k: v.clone() for k, v in problem.module.state_dict().items()}
     oracle = problem.oracle(name)
-    local = Local(momentum=0.9, weight_decay=0.1, clip=1.0, epochs=2)
+    local = LocalSGD(momentum=0.9, weight_decay=0.1, clip=1.0, epochs=2)
     arguments = {"start": problem.start, "x": problem.x, "rows": problem.rows, "mu": problem.mu, **problem.masks}
     before = {k: v.clone() for k, v in arguments.items()}
     data = problem.fed.data.x.clone(), problem.fed.parts["train"].index.clone()
-    for settings in (local, Local()):
+    for settings in (local, LocalSGD()):
         work = make_work(oracle, settings)
         batch = first_batch(work)
         work.grad(problem.start, batch)
@@ -215,7 +215,7 @@ def test_no_argument_is_modified(name: str) -> None:
 
 def test_results_do_not_share_memory_with_arguments(name: str) -> None:
     problem = Problem(CASES["softmax"])
-    work = make_work(problem.oracle(name), Local())
+    work = make_work(problem.oracle(name), LocalSGD())
     for steps in (0, 1):
         out = descend(problem.start, work, steps=steps)
         out.zero_()
@@ -237,7 +237,7 @@ def test_results_do_not_share_memory_with_arguments(name: str) -> None:
     ],
 )
 def test_schedules(options: dict[str, Any], rates: dict[int, float]) -> None:
-    local = Local(lr=0.5, **options)
+    local = LocalSGD(lr=0.5, **options)
     problem = Problem(CASES["softmax"])
     for t, rate in rates.items():
         assert math.isclose(local.lr_at(t), rate, abs_tol=1e-15)
@@ -263,4 +263,4 @@ def test_schedules(options: dict[str, Any], rates: dict[int, float]) -> None:
 )
 def test_settings_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
-        Local(**options)
+        LocalSGD(**options)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedloom.algorithms import REGISTRY, Ditto
-from fedloom.algorithms.flame import FLAME, Client, Down
+from fedloom.algorithms import REGISTRY, Ditto, Model
+from fedloom.algorithms.flame import FLAME, Client
 from fedloom.data import load
 from fedloom.data.partition import Shards
 from fedloom.engine.simulate import simulate
-from fedloom.local import Local, Work
+from fedloom.local import LocalSGD, Work
 from fedloom.local.oracles import Quadratic
 from fedloom.reproduce.as_published import AS_PUBLISHED, DittoAsPublished, FLAMEAsPublished
 from fedloom.seeds import generator
@@ -20,12 +20,12 @@ FED = Shards(clients=4, labels_per_client=3, keep=40)(DATA, 0)
 
 
 def personal(method: object, rounds: int, **local: object) -> torch.Tensor:
-    result = simulate(method, FED, rounds=rounds, local=Local(lr=0.05, **local), seed=1)
+    result = simulate(method, FED, rounds=rounds, local=LocalSGD(lr=0.05, **local), seed=1)
     return result.job.clients.read(torch.arange(FED.n))[0]
 
 
 def shared(method: object, rounds: int, **local: object) -> torch.Tensor:
-    result = simulate(method, FED, rounds=rounds, local=Local(lr=0.05, **local), seed=1)
+    result = simulate(method, FED, rounds=rounds, local=LocalSGD(lr=0.05, **local), seed=1)
     model = result.job.algorithm.global_model(result.state.server)
     assert model is not None
     return model
@@ -48,9 +48,9 @@ def test_flame_as_published_pulls_to_the_received_model(method: type[FLAME], cen
     c, w, pi, x = (torch.randn(k, d, dtype=torch.float64, generator=generator(k)) for k in (n, n, n, 1))
     ids = torch.arange(n)
     oracle = Quadratic(b * torch.eye(d, dtype=torch.float64).expand(n, d, d), c, solve=True)
-    work = Work(oracle, ids, torch.full((n, 1), 1 / n, dtype=torch.float64), Local(), seed=0)
+    work = Work(oracle, ids, torch.full((n, 1), 1 / n, dtype=torch.float64), LocalSGD(), seed=0)
     rows = Client(torch.zeros_like(w), w, pi, torch.zeros_like(w[:, :1]))
-    _, after = method(lam=lam).client(Down(x[0]), rows, work)
+    _, after = method(lam=lam).client(Model(x[0]), rows, work)
     z = {"w": w, "x": x}[centre]
     assert torch.allclose(after.theta, (b * c + lam * z) / (b + lam), atol=1e-12)
 

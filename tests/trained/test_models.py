@@ -33,7 +33,7 @@ from fedloom.data.input_spec import InputSpec, lone_client
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Engine
 from fedloom.errors import ConfigError, DataError, LayoutError
-from fedloom.local import Ctx, Local, Work, descend
+from fedloom.local import Ctx, LocalSGD, Work, descend
 from fedloom.local.oracles import make_oracle
 from fedloom.models import CNN, MLP, ModelSpec, Softmax
 from fedloom.rows.layout import Layout
@@ -45,7 +45,7 @@ from fedloom.trained.models import Models
 from fedloom.trained.saved import PIECE, Shelf
 
 NORMALISED = CNN(channels=(4,), kernel=3, norm="batch", hidden=(8,))
-LOCAL = Local(lr=0.1, batch_size=20)
+LOCAL = LocalSGD(lr=0.1, batch_size=20)
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +254,7 @@ def test_fedrep_adapts_its_head_only(fed: Federation, stranger: Dataset) -> None
 
 
 def test_perfedavg_adapts_by_one_step(fed: Federation, stranger: Dataset) -> None:
-    result = run(fed, PerFedAvg(alpha=0.05), local=Local(lr=0.1, batch_size="full"))
+    result = run(fed, PerFedAvg(alpha=0.05), local=LocalSGD(lr=0.1, batch_size="full"))
     work, x = started(result, stranger)
     torch.testing.assert_close(result.models.adapt(stranger).row, x - 0.05 * work.full_grad(x)[0])
 
@@ -263,9 +263,8 @@ def test_every_method_adapts_or_says_that_it_cannot(fed: Federation, stranger: D
     needed = {"fedspa": {"density": 0.5}}
     for name, kind in ALGORITHMS.items():
         made: Any = kind(**needed.get(name, {}))
-        result = run(
-            fed, made, NORMALISED if name == "fedbn" else Softmax(), rounds=1, local=Local(lr=0.05, batch_size="full")
-        )
+        model = NORMALISED if name == "fedbn" else Softmax()
+        result = run(fed, made, model, rounds=1, local=LocalSGD(lr=0.05, batch_size="full"))
         before = [t.clone() for t in result.state.server]
         if type(made).personal is Algorithm.personal:
             with pytest.raises(ConfigError, match="has no personal models"):
@@ -285,7 +284,7 @@ def test_adapting_helps_where_labels_are_skewed(fed: Federation, stranger: Datas
 
 
 def test_how_long_and_how_fast_is_for_the_caller(fed: Federation, stranger: Dataset) -> None:
-    models = run(fed, Ditto(), local=Local(lr=0.1, steps=3)).models
+    models = run(fed, Ditto(), local=LocalSGD(lr=0.1, steps=3)).models
     x = models.rows("global")
     far = [float((models.adapt(stranger, **how).row - x).norm()) for how in ({"steps": 1}, {}, {"epochs": 4})]
     assert far == sorted(far)
@@ -297,7 +296,7 @@ def test_how_long_and_how_fast_is_for_the_caller(fed: Federation, stranger: Data
         models.adapt(stranger, rounds=0)
     with pytest.raises(ConfigError, match="holdout must be"):
         models.adapt(stranger, holdout=1.0)
-    ended = run(fed, Ditto(), local=Local(lr=0.1, schedule="cosine", horizon=2)).models
+    ended = run(fed, Ditto(), local=LocalSGD(lr=0.1, schedule="cosine", horizon=2)).models
     with pytest.raises(ConfigError, match="step size is 0 in round 3"):
         ended.adapt(stranger)
     assert bool(ended.adapt(stranger, lr=0.1).row.isfinite().all())

@@ -1,57 +1,60 @@
 """The methods: one file per paper; ``REGISTRY`` has every name."""
 
-from fedloom.algorithms._base import (
-    Algorithm,
-    Kept,
-    Kind,
-    Mean,
-    Regulariser,
-    Rows,
-    Sent,
-    check_declaration,
-    encodings,
-    primary_field,
-    upload_fields,
-    upload_type,
-)
-from fedloom.algorithms.admmlpproj import ADMMLpProj
-from fedloom.algorithms.afl import AFL
-from fedloom.algorithms.apfl import APFL
-from fedloom.algorithms.ditto import Ditto
-from fedloom.algorithms.fedacs import FedACS
-from fedloom.algorithms.fedadmm import FedADMM
-from fedloom.algorithms.fedadmm_composite import FedADMMComposite
-from fedloom.algorithms.fedadmm_inexact import FedADMMInexact
-from fedloom.algorithms.fedamp import FedAMP
-from fedloom.algorithms.fedavg import FedAvg
-from fedloom.algorithms.fedbn import FedBN
-from fedloom.algorithms.feddr import FedDR
-from fedloom.algorithms.feddualavg import FedDualAvg
-from fedloom.algorithms.feddyn import FedDyn
-from fedloom.algorithms.fedmid import FedMiD
-from fedloom.algorithms.fednova import FedNova
-from fedloom.algorithms.fedopt import FedOpt
-from fedloom.algorithms.fedpd import FedPD
-from fedloom.algorithms.fedper import FedPer
-from fedloom.algorithms.fedprox import FedProx
-from fedloom.algorithms.fedrep import FedRep
-from fedloom.algorithms.fedskip import FedSkip
-from fedloom.algorithms.fedslr import FedSLR
-from fedloom.algorithms.fedspa import FedSpa
-from fedloom.algorithms.fedsplit import FedSplit
-from fedloom.algorithms.fiaelt import FIAELT
-from fedloom.algorithms.flame import FLAME
-from fedloom.algorithms.gifair import GIFAIR
-from fedloom.algorithms.heurfedamp import HeurFedAMP
-from fedloom.algorithms.lgfedavg import LGFedAvg
-from fedloom.algorithms.local_only import Local
-from fedloom.algorithms.lpgd import LPGD
-from fedloom.algorithms.lpproj import LpProj
-from fedloom.algorithms.perfedavg import PerFedAvg
-from fedloom.algorithms.pfedme import PFedMe
-from fedloom.algorithms.presets import PRESETS, Composition, Preset
-from fedloom.algorithms.qffl import QFFL
-from fedloom.algorithms.scaffold import SCAFFOLD
+from fedloom.algorithms._base import Algorithm as Algorithm
+from fedloom.algorithms._base import Delta as Delta
+from fedloom.algorithms._base import Kept as Kept
+from fedloom.algorithms._base import Kind as Kind
+from fedloom.algorithms._base import Mean as Mean
+from fedloom.algorithms._base import Model as Model
+from fedloom.algorithms._base import Point as Point
+from fedloom.algorithms._base import Rows as Rows
+from fedloom.algorithms._base import Sent as Sent
+from fedloom.algorithms._base import check_declaration as check_declaration
+from fedloom.algorithms._base import encodings as encodings
+from fedloom.algorithms._base import primary_field as primary_field
+from fedloom.algorithms._base import upload_fields as upload_fields
+from fedloom.algorithms._base import upload_type as upload_type
+from fedloom.algorithms._regulariser import Regulariser as Regulariser
+from fedloom.algorithms.admmlpproj import ADMMLpProj as ADMMLpProj
+from fedloom.algorithms.afl import AFL as AFL
+from fedloom.algorithms.apfl import APFL as APFL
+from fedloom.algorithms.ditto import Ditto as Ditto
+from fedloom.algorithms.fedacs import FedACS as FedACS
+from fedloom.algorithms.fedadmm import FedADMM as FedADMM
+from fedloom.algorithms.fedadmm_composite import FedADMMComposite as FedADMMComposite
+from fedloom.algorithms.fedadmm_inexact import FedADMMInexact as FedADMMInexact
+from fedloom.algorithms.fedamp import FedAMP as FedAMP
+from fedloom.algorithms.fedavg import FedAvg as FedAvg
+from fedloom.algorithms.fedbn import FedBN as FedBN
+from fedloom.algorithms.feddr import FedDR as FedDR
+from fedloom.algorithms.feddualavg import FedDualAvg as FedDualAvg
+from fedloom.algorithms.feddyn import FedDyn as FedDyn
+from fedloom.algorithms.fedmid import FedMiD as FedMiD
+from fedloom.algorithms.fednova import FedNova as FedNova
+from fedloom.algorithms.fedopt import FedOpt as FedOpt
+from fedloom.algorithms.fedpd import FedPD as FedPD
+from fedloom.algorithms.fedper import FedPer as FedPer
+from fedloom.algorithms.fedprox import FedProx as FedProx
+from fedloom.algorithms.fedrep import FedRep as FedRep
+from fedloom.algorithms.fedskip import FedSkip as FedSkip
+from fedloom.algorithms.fedslr import FedSLR as FedSLR
+from fedloom.algorithms.fedspa import FedSpa as FedSpa
+from fedloom.algorithms.fedsplit import FedSplit as FedSplit
+from fedloom.algorithms.fiaelt import FIAELT as FIAELT
+from fedloom.algorithms.flame import FLAME as FLAME
+from fedloom.algorithms.gifair import GIFAIR as GIFAIR
+from fedloom.algorithms.heurfedamp import HeurFedAMP as HeurFedAMP
+from fedloom.algorithms.lgfedavg import LGFedAvg as LGFedAvg
+from fedloom.algorithms.local_only import Local as Local
+from fedloom.algorithms.lpgd import LPGD as LPGD
+from fedloom.algorithms.lpproj import LpProj as LpProj
+from fedloom.algorithms.perfedavg import PerFedAvg as PerFedAvg
+from fedloom.algorithms.pfedme import PFedMe as PFedMe
+from fedloom.algorithms.presets import PRESETS as PRESETS
+from fedloom.algorithms.presets import Composition as Composition
+from fedloom.algorithms.presets import Preset as Preset
+from fedloom.algorithms.qffl import QFFL as QFFL
+from fedloom.algorithms.scaffold import SCAFFOLD as SCAFFOLD
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedavg": FedAvg,
@@ -95,60 +98,3 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 
 REGISTRY: dict[str, type[Algorithm] | Preset] = {**ALGORITHMS, **PRESETS}
 """Every method by name: an algorithm, or a preset that names a composition."""
-
-__all__ = [
-    "AFL",
-    "ALGORITHMS",
-    "APFL",
-    "FIAELT",
-    "FLAME",
-    "GIFAIR",
-    "LPGD",
-    "PRESETS",
-    "QFFL",
-    "REGISTRY",
-    "SCAFFOLD",
-    "ADMMLpProj",
-    "Algorithm",
-    "Composition",
-    "Ditto",
-    "FedACS",
-    "FedADMM",
-    "FedADMMComposite",
-    "FedADMMInexact",
-    "FedAMP",
-    "FedAvg",
-    "FedBN",
-    "FedDR",
-    "FedDualAvg",
-    "FedDyn",
-    "FedMiD",
-    "FedNova",
-    "FedOpt",
-    "FedPD",
-    "FedPer",
-    "FedProx",
-    "FedRep",
-    "FedSLR",
-    "FedSkip",
-    "FedSpa",
-    "FedSplit",
-    "HeurFedAMP",
-    "Kept",
-    "Kind",
-    "LGFedAvg",
-    "Local",
-    "LpProj",
-    "Mean",
-    "PFedMe",
-    "PerFedAvg",
-    "Preset",
-    "Regulariser",
-    "Rows",
-    "Sent",
-    "check_declaration",
-    "encodings",
-    "primary_field",
-    "upload_fields",
-    "upload_type",
-]

@@ -1,4 +1,4 @@
-"""What an algorithm is: a frozen value with pure functions, and fields that say what they are.
+"""The base of every algorithm: a frozen value with pure functions; fields of messages declare how they travel.
 
 Letters, the same in every file: x the server's model ``[d]``, w local models ``[m, d]``, v personal models, g
 gradients, y duals, c control variates; m clients of the cohort, n of all clients. Per-client scalars are ``[m, 1]``.
@@ -11,17 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_type_hints
 
-import torch
-from pydantic import AfterValidator
 from torch import Tensor
 
 from fedloom.errors import ConfigError, Refused, nearest
-from fedloom.local import Ctx, Local, Work
-from fedloom.rows import algebra
+from fedloom.local import Ctx, LocalSGD, Nothing, Work
 from fedloom.rows.layout import Layout
-from fedloom.rows.prox import AnyProx, Prox
+from fedloom.rows.prox import Form, Prox, made_by
 from fedloom.values import Value
 
 
@@ -30,7 +27,7 @@ class Kind:
     """How a field of an upload travels.
 
     Attributes:
-        base: what the value is a difference to: ``"zero"`` (absolute), ``"down.<field>"`` or ``"rows.<field>"``.
+        base: the value that it is a difference to: ``"zero"`` (absolute), ``"down.<field>"`` or ``"rows.<field>"``.
         primary: the field that carries the model.
         accumulates: the server adds it up over rounds; arrives as its uniform mean over the cohort.
         part: name of a mask of the algorithm (`Algorithm.part`): only those coordinates travel.
@@ -71,57 +68,20 @@ class Sent:
 
     Attributes:
         encoding: the shortest form that the field can have.
-        prox: the attribute of the algorithm that holds a function with a prox, or None; the field comes out of that
-            prox, which decides in place of ``encoding``.
+        prox: name of a function in `Algorithm.proxes`; the field comes out of its prox, whose ``makes`` decides in
+            place of ``encoding``.
         ranks: the field of the server's state that has the ranks of a download's matrices, ``[matrices]`` in the order
             of `Layout.matrix_shapes`; measured when None.
         part: name of a mask of the algorithm (`Algorithm.part`) for a download of which clients have the rest.
     """
 
-    encoding: Literal["dense", "sparse", "lowrank"] = "dense"
+    encoding: Form = "dense"
     prox: str | None = None
     ranks: str | None = None
     part: str | None = None
 
 
-def _has_prox(f: Value | None) -> Value | None:
-    if f is not None and not isinstance(f, Prox):
-        raise ValueError(f"a regulariser needs f, prox and convex, got {type(f).__name__}")
-    return f
-
-
-Regulariser = Annotated[AnyProx | None, AfterValidator(_has_prox)]
-"""Type of a field that holds the nonsmooth term of a composite problem; None is no term."""
-
-
-def with_prox(f: object) -> Prox | None:
-    """A regulariser as what it is: a function with a prox, or None."""
-    return f if isinstance(f, Prox) else None
-
-
-def proximal(f: object, v: Tensor, t: float | Tensor, layout: Layout) -> Tensor:
-    """prox_{t f}(v), and v itself without f; v ``[d]`` or ``[m, d]``, t a number or ``[m, 1]``."""
-    return f.prox(v, t, layout) if isinstance(f, Prox) else v
-
-
-def penalty(f: object, x: Tensor, layout: Layout) -> Tensor:
-    """f(x), and 0 without f: ``[m, 1]`` of ``[m, d]``, a scalar of ``[d]``."""
-    return f.f(x, layout) if isinstance(f, Prox) else algebra.total(torch.zeros_like(x))
-
-
-def gradient_mapping(f: object, x: Tensor, gradient: Tensor, t: float, layout: Layout) -> Tensor:
-    """||x - prox_{t f}(x - t gradient)|| / t: zero exactly where 0 is in gradient + df(x) (f convex), ``[..., 1]``."""
-    gap = x - proximal(f, x - t * gradient, t, layout)
-    return algebra.norm(gap) / t
-
-
-def ranks(x: Tensor, layout: Layout) -> Tensor:
-    """Numerical ranks of the matrices of ``x [d]``, int64 in the order of `Layout.matrix_shapes`; 0 if not finite."""
-    found = [algebra.ranks(w.nan_to_num(0.0, 0.0, 0.0)) for w in layout.matrices(x).values()]
-    return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64)
-
-
-def check_full_gradients(name: str, local: Local) -> None:
+def check_full_gradients(name: str, local: LocalSGD) -> None:
     """Refuse settings of stochastic steps that a method would leave aside.
 
     Raises:
@@ -129,6 +89,24 @@ def check_full_gradients(name: str, local: Local) -> None:
     """
     if local.momentum or local.clip is not None:
         raise Refused(f"{name} takes full gradients as they are; set local.momentum = 0 and leave local.clip out")
+
+
+class Model(NamedTuple):
+    """x ``[d]``: the state of a server that has the model only, and a download of it."""
+
+    x: Tensor
+
+
+class Delta(NamedTuple):
+    """dw ``[m, d]``: an upload of the difference to the received model."""
+
+    dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
+
+
+class Point(NamedTuple):
+    """u ``[m, .]``: an upload of which the server keeps each client's last and gets the mean over all clients."""
+
+    u: Annotated[Tensor, Kept(primary=True)]
 
 
 class Algorithm(Value, ABC):
@@ -145,22 +123,32 @@ class Algorithm(Value, ABC):
     family: ClassVar[str] = "consensus"
     """consensus, personalised, composite, fair, clustered or reference; for lists."""
 
-    @abstractmethod
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Any, Any, Any]:
-        """State before the first round.
+        """State before the first round; by default the server has the model and clients keep nothing.
 
         Args:
             x0: ``[d]`` the initial model.
             ctx: round 0.
 
         Returns:
-            Server state, the template of a client's rows, and what the server keeps of a client before its first
-            upload (None without `Kept` fields).
+            Server state, the template of a client's rows, and the server's copy of a client's upload before its
+            first one (None without `Kept` fields).
         """
+        return Model(x0), Nothing(), None
 
-    @abstractmethod
     def down(self, server: Any, kept: Any, ctx: Ctx) -> Any:
-        """The download: fields ``[d]``, or ``[m, .]`` where clients differ; the first field is the received model."""
+        """The download: fields ``[d]``, or ``[m, .]`` where clients differ; the first field is the received model.
+
+        By default the fields of the server's state that the annotation of `client`'s download names.
+
+        Raises:
+            ConfigError: the server's state lacks one.
+        """
+        fields = download_type(type(self))
+        for name in fields._fields:
+            if not hasattr(server, name):
+                raise ConfigError(f"{type(self).__name__} must define down: its server state has no field {name!r}")
+        return fields(*(getattr(server, name) for name in fields._fields))
 
     @abstractmethod
     def client(self, down: Any, rows: Any, work: Work) -> tuple[Any, Any]:
@@ -171,8 +159,8 @@ class Algorithm(Value, ABC):
         """The server's step on the aggregated upload of the accepted cohort."""
 
     def global_model(self, server: Any) -> Tensor | None:
-        """``[d]``, or None for a method without a global model."""
-        return None
+        """``[d]``, or None for a method without a global model; by default the field x of the server's state."""
+        return getattr(server, "x", None)
 
     def personal(self, down: Any, rows: Any, work: Work) -> Tensor | None:
         """``[m, d]``, or None for a method without personal models."""
@@ -198,12 +186,20 @@ class Algorithm(Value, ABC):
         """
         return {}
 
+    def proxes(self) -> dict[str, Prox]:
+        """The functions whose prox makes models of this method, by the name that `Sent` gives; by default its fields.
+
+        A method that has some is composite: the non-zeros, and with a low rank the ranks, of its models are recorded.
+        """
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return {name: value for name, value in values.items() if isinstance(value, Prox)}
+
     def part(self, name: str, layout: Layout) -> Tensor:
         """The bool mask ``[d]`` that a field of an upload names as its part."""
         raise AssertionError(f"{type(self).__name__} names no part {name!r}")
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        """Refuse what the method cannot do with this model and setting; sentences to warn of are returned.
+        """Refuse a model or setting that the method cannot work with; returns sentences of warning.
 
         Raises:
             Refused: the combination makes no sense; the sentence says why.
@@ -211,23 +207,40 @@ class Algorithm(Value, ABC):
         return []
 
 
-def _returned(algorithm: type[Algorithm], function: str, wanted: str) -> Any:
-    """The NamedTuple that a function returns, first of several, by its annotation or that of the function it replaces.
+def _annotated(algorithm: type[Algorithm], function: str, name: str) -> Any:
+    """The method's function with an annotation of ``name``, or the one that it overrides."""
+    overridden = [vars(base)[function] for base in algorithm.__mro__ if function in vars(base)]
+    return next(f for f in overridden if name in f.__annotations__)
+
+
+def _hint(algorithm: type[Algorithm], function: str, name: str) -> Any:
+    """The type of a function's argument or result.
 
     Raises:
-        ConfigError: none of them says so.
+        ConfigError: the annotation cannot be read.
     """
-    replaced = [vars(base)[function] for base in algorithm.__mro__ if function in vars(base)]
-    said = next(f for f in replaced if "return" in f.__annotations__)
     try:
-        found = get_type_hints(said)["return"]
+        return get_type_hints(_annotated(algorithm, function, name))[name]
     except NameError as error:
         raise ConfigError(f"{algorithm.__name__}.{function}: its annotation cannot be read: {error}") from None
-    found = next(iter(get_args(found)), found)
-    if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
+
+
+def _fields(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
+
+
+def _returned(algorithm: type[Algorithm], function: str, wanted: str) -> Any:
+    """The NamedTuple that a function returns, the first of several.
+
+    Raises:
+        ConfigError: its annotation does not say.
+    """
+    hint = _hint(algorithm, function, "return")
+    found = next(iter(get_args(hint)), hint)
+    if not _fields(found):
         raise ConfigError(
             f"{algorithm.__name__}.{function} must be annotated with what it returns, -> {wanted}, whose fields say "
-            f"how they travel; got {said.__annotations__['return']!r}"
+            f"how they travel; got {_annotated(algorithm, function, 'return').__annotations__['return']!r}"
         )
     return found
 
@@ -244,12 +257,15 @@ def upload_type(algorithm: type[Algorithm]) -> Any:
 
 @cache
 def download_type(algorithm: type[Algorithm]) -> Any:
-    """The NamedTuple that `down` returns, read from its annotation.
+    """The NamedTuple that `down` returns, read from its annotation; by default the download that `client` takes.
 
     Raises:
         ConfigError: it has none.
     """
-    return _returned(algorithm, "down", "'Down' with a NamedTuple Down")
+    if _annotated(algorithm, "down", "return") is not Algorithm.down:
+        return _returned(algorithm, "down", "'Down' with a NamedTuple Down")
+    found = _hint(algorithm, "client", "down")
+    return found if _fields(found) else Model
 
 
 @cache
@@ -276,10 +292,10 @@ def upload_fields(algorithm: type[Algorithm]) -> Mapping[str, Kind]:
 
 
 def check_declaration(algorithm: type[Algorithm]) -> None:
-    """Refuse a method whose functions do not say what they return, or whose fields name what is not there.
+    """Refuse a method without annotations of its messages, or whose fields name missing fields.
 
     Raises:
-        ConfigError: what is missing, and how it is said.
+        ConfigError: with the missing part and the way to write it.
     """
     fields, down, name = upload_fields(algorithm), download_type(algorithm), algorithm.__name__
     for field, kind in fields.items():
@@ -296,26 +312,23 @@ def check_declaration(algorithm: type[Algorithm]) -> None:
 
 
 def encodings(algorithm: Algorithm, message: Literal["down", "up"]) -> dict[str, Sent]:
-    """How every field of a message is written, with ``prox`` resolved to an encoding."""
+    """How every field of a message is written, with ``prox`` resolved to an encoding.
+
+    Raises:
+        ConfigError: a field names a prox that the method does not have.
+    """
     fields = download_type(type(algorithm)) if message == "down" else upload_type(type(algorithm))
     hints = get_type_hints(fields, include_extras=True)
     sent = {name: next((a for a in get_args(hints[name]) if isinstance(a, Sent)), Sent()) for name in fields._fields}
+    proxes = algorithm.proxes()
+    for name, s in sent.items():
+        if s.prox not in {None, *proxes, *type(algorithm).model_fields}:
+            where = f"{type(algorithm).__name__}: prox of the field {name!r}"
+            raise ConfigError(f"{where} is {s.prox!r}; {nearest(str(s.prox), proxes)}")
     return {
-        name: s if s.prox is None else replace(s, encoding=_form(getattr(algorithm, s.prox)), prox=None)
+        name: s if s.prox is None else replace(s, encoding=made_by(proxes.get(s.prox)), prox=None)
         for name, s in sent.items()
     }
-
-
-_FORMS: dict[str, Literal["sparse", "lowrank"]] = {
-    **dict.fromkeys(("l1", "elastic-net", "group-l1", "scad", "mcp", "l1-ball", "simplex"), "sparse"),
-    **dict.fromkeys(("nuclear", "nuclear-ball"), "lowrank"),
-}
-
-
-def _form(f: object) -> Literal["dense", "sparse", "lowrank"]:
-    """What the prox of f makes of a vector."""
-    kinds = [getattr(part, "kind", "") for part in getattr(f, "parts", (f,))]
-    return next((_FORMS[kind] for kind in kinds if kind in _FORMS), "dense")
 
 
 def primary_field(algorithm: type[Algorithm]) -> str:

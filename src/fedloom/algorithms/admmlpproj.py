@@ -26,26 +26,19 @@ Use it like Lp-Proj with p = 2, without its step size of w_i. There is no global
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept
+from fedloom.algorithms._base import Algorithm, Point
 from fedloom.local import Batch, Ctx, Work, iterate, step_
 from fedloom.rows.projection import new_key, projection
 
 
 class Server(NamedTuple):
-    """w ``[dim]``, key ``[2]``."""
-
-    w: Tensor
-    key: Tensor
-
-
-class Down(NamedTuple):
-    """w ``[dim]``, key ``[2]``."""
+    """w ``[dim]``, key ``[2]``, all of it sent."""
 
     w: Tensor
     key: Tensor
@@ -59,12 +52,6 @@ class Client(NamedTuple):
     pi: Tensor
 
 
-class Up(NamedTuple):
-    """u ``[m, dim]``."""
-
-    u: Annotated[Tensor, Kept(primary=True)]
-
-
 class ADMMLpProj(Algorithm):
     """ADMM-Lp-Proj-2 (Zhu et al., Algorithm 2)."""
 
@@ -76,15 +63,12 @@ class ADMMLpProj(Algorithm):
     uses_shares: ClassVar[bool] = True
     plain_sgd: ClassVar[str | None] = "its theta steps have a penalty in a subspace, without momentum"
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Up]:
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Point]:
         key = new_key(ctx.rng("projection"))
         w = projection(key, self.dim, x0)(x0)
-        return Server(w, key), Client(x0, w, torch.zeros_like(w)), Up(w)
+        return Server(w, key), Client(x0, w, torch.zeros_like(w)), Point(w)
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.w, server.key)
-
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+    def client(self, down: Server, rows: Client, work: Work) -> tuple[Point, Client]:
         p = projection(down.key, self.dim, rows.theta)
 
         def step(r: Client, work: Work, batch: Batch) -> Client:
@@ -95,10 +79,10 @@ class ADMMLpProj(Algorithm):
         pull = self.lam * work.weight  # lambda alpha_i
         w = (pull * p(theta) + self.rho * down.w - pi) / (pull + self.rho)  # Eq. 186
         pi = pi + self.rho * (w - down.w)  # Eq. 187
-        return Up(w + pi / self.rho), Client(theta, w, pi)
+        return Point(w + pi / self.rho), Client(theta, w, pi)
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
+    def server(self, server: Server, up: Point, ctx: Ctx) -> Server:
         return server._replace(w=up.u)  # Eq. 188
 
-    def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
+    def personal(self, down: Server, rows: Client, work: Work) -> Tensor:
         return rows.theta

@@ -80,6 +80,3 @@ class AFL(Algorithm):
         losses[ctx.ids] = up.loss[:, 0].to(losses) * (ctx.n / ctx.m)  # grad_lambda L(w_{t-1}, lambda_{t-1})
         lam = algebra.onto_simplex(server.lam + self.lambda_lr * losses, 1.0)  # projection on the simplex
         return Server(x, lam)
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x

@@ -23,26 +23,14 @@ Use it when the right amount of federation differs between clients: ``adaptive``
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean
+from fedloom.algorithms._base import Algorithm, Delta, Model
 from fedloom.local import Batch, Ctx, Work, iterate, step_
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
-
-
-class Down(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Client(NamedTuple):
@@ -50,12 +38,6 @@ class Client(NamedTuple):
 
     v: Tensor
     alpha: Tensor
-
-
-class Up(NamedTuple):
-    """dw ``[m, d]``."""
-
-    dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
 
 
 class _Rows(NamedTuple):
@@ -73,13 +55,10 @@ class APFL(Algorithm):
     family: ClassVar[str] = "personalised"
     plain_sgd: ClassVar[str | None] = "its two models take one plain step each per batch"
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
-        return Server(x0), Client(x0, x0.new_tensor([self.alpha])), None
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
+        return Model(x0), Client(x0, x0.new_tensor([self.alpha])), None
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+    def client(self, down: Model, rows: Client, work: Work) -> tuple[Delta, Client]:
         def step(r: _Rows, work: Work, batch: Batch) -> _Rows:
             w, v, alpha = r
             mix = torch.lerp(w, v, alpha)  # v-bar
@@ -94,13 +73,10 @@ class APFL(Algorithm):
             return r
 
         w, v, alpha = iterate(step, _Rows(down.x.repeat(work.m, 1), rows.v.clone(), rows.alpha), work)
-        return Up(w.sub_(down.x)), Client(v, alpha)
+        return Delta(w.sub_(down.x)), Client(v, alpha)
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(server.x + up.dw)
+    def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
+        return Model(server.x + up.dw)
 
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
-
-    def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
+    def personal(self, down: Model, rows: Client, work: Work) -> Tensor:
         return rows.alpha * rows.v + (1 - rows.alpha) * down.x  # v-bar_i with the mean of all w_i

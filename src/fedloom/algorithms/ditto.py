@@ -22,37 +22,19 @@ global model.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean
+from fedloom.algorithms._base import Algorithm, Delta, Model
 from fedloom.local import Ctx, Work, descend
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
-
-
-class Down(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Client(NamedTuple):
     """v ``[m, d]``."""
 
     v: Tensor
-
-
-class Up(NamedTuple):
-    """dw ``[m, d]``."""
-
-    dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
 
 
 class Ditto(Algorithm):
@@ -64,25 +46,19 @@ class Ditto(Algorithm):
 
     family: ClassVar[str] = "personalised"
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
-        return Server(x0), Client(x0), None
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
+        return Model(x0), Client(x0), None
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+    def client(self, down: Model, rows: Client, work: Work) -> tuple[Delta, Client]:
         w = descend(down.x, work)  # line 5: the global branch
         steps = None if self.personal_epochs is None else work.epochs(self.personal_epochs)
         v = descend(
             rows.v, work, pull=((self.lam, down.x),), steps=steps, lr=self.personal_lr
         )  # line 6, w^t as received
-        return Up(w - down.x), Client(v)
+        return Delta(w - down.x), Client(v)
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(server.x + up.dw)  # line 8
+    def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
+        return Model(server.x + up.dw)  # line 8
 
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
-
-    def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
+    def personal(self, down: Model, rows: Client, work: Work) -> Tensor:
         return rows.v

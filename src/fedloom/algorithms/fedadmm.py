@@ -24,26 +24,14 @@ the theory's) the server's model is the mean of u over ALL clients; with 1 it mo
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean
+from fedloom.algorithms._base import Algorithm, Mean, Model
 from fedloom.local import Ctx, Work, descend, where_moved
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
-
-
-class Down(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Client(NamedTuple):
@@ -70,15 +58,10 @@ class FedADMM(Algorithm):
         "server", description="where local SGD starts: theta (public code) or the client's own w_i"
     )
 
-    family: ClassVar[str] = "consensus"
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
+        return Model(x0), Client(x0, torch.zeros_like(x0)), None
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
-        return Server(x0), Client(x0, torch.zeros_like(x0)), None
-
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+    def client(self, down: Model, rows: Client, work: Work) -> tuple[Up, Client]:
         x, (u, y) = down.x, rows
         start = x if self.start == "server" else u - y / self.rho
         w = descend(start, work, pull=((self.rho, x),), shift=y)  # min f_i(w) + <y_i, w> + rho/2 ||w - theta||^2
@@ -86,9 +69,6 @@ class FedADMM(Algorithm):
         new = where_moved(work, torch.add(w, y, alpha=1 / self.rho), u)
         return Up(new - u), Client(new, y)  # Delta_i = (w_i^+ - w_i) + (y_i^+ - y_i)/rho
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
+    def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         eta = ctx.m / ctx.n if self.server_lr == "fraction" else self.server_lr
-        return Server(server.x + eta * up.du)  # theta += eta/|S| sum of Delta_i
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
+        return Model(server.x + eta * up.du)  # theta += eta/|S| sum of Delta_i

@@ -29,14 +29,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept, Regulariser, Sent, proximal
+from fedloom.algorithms._base import Algorithm, Model, Point, Sent
+from fedloom.algorithms._regulariser import Regulariser, proximal
 from fedloom.local import Ctx, Work, descend
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Down(NamedTuple):
@@ -52,12 +47,6 @@ class Client(NamedTuple):
     y: Tensor
 
 
-class Up(NamedTuple):
-    """u ``[m, d]``."""
-
-    u: Annotated[Tensor, Kept(primary=True)]
-
-
 class FedADMMComposite(Algorithm):
     """Composite FedADMM (Wang et al. 2022, Algorithm 1)."""
 
@@ -66,22 +55,16 @@ class FedADMMComposite(Algorithm):
 
     family: ClassVar[str] = "composite"
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Up]:
-        return Server(x0), Client(x0, torch.zeros_like(x0)), Up(x0)
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
+        return Model(x0), Client(x0, torch.zeros_like(x0)), Point(x0)
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+    def client(self, down: Down, rows: Client, work: Work) -> tuple[Point, Client]:
         x, (w, y) = down.x, rows
         w = descend(
             w, work, pull=((1 / self.eta, x),), shift=y
         )  # min f_i(w) + <z_i, w - xbar> + ||w - xbar||^2/(2 eta)
         y = y + (w - x) / self.eta  # z_i += (x_i - xbar)/eta
-        return Up(w + self.eta * y), Client(w, y)  # xhat_i = x_i + eta z_i
+        return Point(w + self.eta * y), Client(w, y)  # xhat_i = x_i + eta z_i
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(proximal(self.regulariser, up.u, self.eta, ctx.layout))  # xbar = prox_{eta g}(mean of xhat_i)
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
+    def server(self, server: Model, up: Point, ctx: Ctx) -> Model:
+        return Model(proximal(self.regulariser, up.u, self.eta, ctx.layout))  # xbar = prox_{eta g}(mean of xhat_i)

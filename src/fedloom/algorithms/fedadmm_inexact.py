@@ -29,28 +29,16 @@ size 1/rho: rho must then exceed half the curvature of the mean loss, whatever t
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept, check_full_gradients
+from fedloom.algorithms._base import Algorithm, Model, Point, check_full_gradients
 from fedloom.local import Ctx, Work, iterate
 from fedloom.rows.algebra import norm
 from fedloom.rows.layout import Layout
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
-
-
-class Down(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Client(NamedTuple):
@@ -59,12 +47,6 @@ class Client(NamedTuple):
     w: Tensor
     y: Tensor
     eps: Tensor
-
-
-class Up(NamedTuple):
-    """u ``[m, d]``."""
-
-    u: Annotated[Tensor, Kept(primary=True)]
 
 
 class _Solve(NamedTuple):
@@ -87,21 +69,17 @@ class FedADMMInexact(Algorithm):
         0.95, ge=0.5, lt=1, description="nu, factor of the tolerance per dual step; 0.95 in the MATLAB code"
     )
 
-    family: ClassVar[str] = "consensus"
     plain_sgd: ClassVar[str | None] = "its local steps are linearised ADMM steps, which have no momentum"
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Up]:
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
         eps = x0.new_tensor([(ctx.n * self.iterations) ** 2 if self.eps0 is None else self.eps0])
-        return Server(x0), Client(x0, torch.zeros_like(x0), eps), Up(x0)
+        return Model(x0), Client(x0, torch.zeros_like(x0), eps), Point(x0)
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         check_full_gradients("FedADMMInexact", ctx.local)
         return []
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+    def client(self, down: Model, rows: Client, work: Work) -> tuple[Point, Client]:
         def linearised(s: _Solve, work: Work) -> _Solve:
             s.w.sub_(s.residual, alpha=1 / (1 / work.lr + self.rho))  # x_i = (r x_i + sigma x - pi_i - g_i)/(r + sigma)
             residual_(s.residual, s.w, s.y, work)
@@ -123,10 +101,7 @@ class FedADMMInexact(Algorithm):
         w, y = rows.w.clone(), rows.y.clone()
         start = _Solve(w, y, rows.eps, residual_(torch.empty_like(w), w, y, work))
         w, y, eps, _ = iterate(dual, start, work, self.iterations * (work.steps > 0), batches=0)
-        return Up(torch.add(w, y, alpha=1 / self.rho)), Client(w, y, eps)  # z_i / sigma
+        return Point(torch.add(w, y, alpha=1 / self.rho)), Client(w, y, eps)  # z_i / sigma
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(up.u)  # x = sum z_i / sum sigma_i over ALL clients
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
+    def server(self, server: Model, up: Point, ctx: Ctx) -> Model:
+        return Model(up.u)  # x = sum z_i / sum sigma_i over ALL clients

@@ -20,31 +20,10 @@ Use it as the reference of every comparison. With several local steps and client
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
-
 from pydantic import Field
-from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean
+from fedloom.algorithms._base import Algorithm, Delta, Model
 from fedloom.local import Ctx, Nothing, Work, descend
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
-
-
-class Down(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
-
-
-class Up(NamedTuple):
-    """dw ``[m, d]``."""
-
-    dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
 
 
 class FedAvg(Algorithm):
@@ -52,20 +31,9 @@ class FedAvg(Algorithm):
 
     server_lr: float = Field(1.0, gt=0, description="server step on the mean difference; 1 in Algorithm 1")
 
-    family: ClassVar[str] = "consensus"
-
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
-        return Server(x0), Nothing(), None
-
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         w = descend(down.x, work)  # ClientUpdate(k, w_t)
-        return Up(w - down.x), rows
+        return Delta(w - down.x), rows
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(server.x + self.server_lr * up.dw)  # w_{t+1} = sum_k (n_k/n) w_k
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
+    def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
+        return Model(server.x + self.server_lr * up.dw)  # w_{t+1} = sum_k (n_k/n) w_k

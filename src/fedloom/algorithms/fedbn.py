@@ -26,17 +26,11 @@ from typing import Annotated, ClassVar, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Sent
+from fedloom.algorithms._base import Algorithm, Mean, Model, Sent
 from fedloom.errors import Refused
 from fedloom.local import Ctx, Work, descend
 from fedloom.rows import masks
 from fedloom.rows.layout import Layout
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Down(NamedTuple):
@@ -52,7 +46,7 @@ class Client(NamedTuple):
 
 
 class Up(NamedTuple):
-    """dw ``[m, d]``, zero in what stays."""
+    """dw ``[m, d]``, zero in the parameters that stay."""
 
     dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="shared")]
 
@@ -60,7 +54,9 @@ class Up(NamedTuple):
 class FedBN(Algorithm):
     """FedBN (Li et al. 2021, Algorithm 1)."""
 
-    layers: tuple[str, ...] = Field((), description="prefixes of what stays; the normalisation layers when empty")
+    layers: tuple[str, ...] = Field(
+        (), description="prefixes of the parameters that stay; the normalisation layers when empty"
+    )
 
     family: ClassVar[str] = "personalised"
 
@@ -68,18 +64,15 @@ class FedBN(Algorithm):
         if not masks.normalisation(layout, self.layers).any():
             raise Refused(
                 "FedBN keeps normalisation layers at the clients, and the model has none: it would be FedAvg; take a "
-                "model with norm, or name what stays in the option layers"
+                "model with norm, or name the parameters that stay in the option layers"
             )
         return []
 
     def part(self, name: str, layout: Layout) -> Tensor:
         return ~masks.normalisation(layout, self.layers)
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
-        return Server(x0), Client(x0[masks.normalisation(ctx.layout, self.layers)]), None
-
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
+        return Model(x0), Client(x0[masks.normalisation(ctx.layout, self.layers)]), None
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         norm = masks.normalisation(work.layout, self.layers).to(down.x.device)
@@ -87,9 +80,12 @@ class FedBN(Algorithm):
         own = masks.part(w, norm)
         return Up(masks.only_(w.sub_(down.x), ~norm)), Client(own)
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
+    def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         shared = self.part("shared", ctx.layout).to(server.x.device)
-        return Server(server.x + up.dw * shared)  # mean of every layer that is not BN
+        return Model(server.x + up.dw * shared)  # mean of every layer that is not BN
+
+    def global_model(self, server: Model) -> None:
+        return None  # x has no normalisation layers
 
     def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
         return masks.joined(down.x, rows.norm, masks.normalisation(work.layout, self.layers))

@@ -17,8 +17,8 @@ for Nonconvex Federated Composite Optimization", NeurIPS 2021, arXiv:2103.03452,
 Kept by a client: 2d (w, y). Sent per round: d down (sparse or of low rank as the prox makes it), d up; the server keeps
 the last u of every client.
 
-Deviations: clients start with x_i = y_i = x^0, so that a client's first round is what the paper does before the first
-(x_i = prox of x^0). u travels, not its difference to the last one; the server's mean over all clients is the same. The
+Deviations: clients start with x_i = y_i = x^0, so that a client's first round is the paper's step before the first (x_i
+= prox of x^0). u travels, not its difference to the last one; the server's mean over all clients is the same. The
 public code starts y at zero and weighs by samples.
 
 Use it for composite problems with partial participation. A large eta with few local steps behaves like local training;
@@ -32,14 +32,9 @@ from typing import Annotated, ClassVar, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept, Regulariser, Sent, proximal
+from fedloom.algorithms._base import Algorithm, Model, Point, Sent
+from fedloom.algorithms._regulariser import Regulariser, proximal
 from fedloom.local import Ctx, Work, descend
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Down(NamedTuple):
@@ -55,12 +50,6 @@ class Client(NamedTuple):
     y: Tensor
 
 
-class Up(NamedTuple):
-    """u ``[m, d]``."""
-
-    u: Annotated[Tensor, Kept(primary=True)]
-
-
 class FedDR(Algorithm):
     """FedDR (Tran-Dinh et al. 2021, Algorithm 1)."""
 
@@ -72,20 +61,14 @@ class FedDR(Algorithm):
 
     family: ClassVar[str] = "composite"
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Up]:
-        return Server(x0), Client(x0, x0), Up(x0)
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
+        return Model(x0), Client(x0, x0), Point(x0)
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+    def client(self, down: Down, rows: Client, work: Work) -> tuple[Point, Client]:
         w, y = rows
         y = y + self.alpha * (down.x - w)  # y_i += alpha (xbar - x_i)
         w = descend(w, work, pull=((1 / self.eta, y),))  # x_i ~ prox_{eta f_i}(y_i)
-        return Up(2 * w - y), Client(w, y)  # xhat_i = 2 x_i - y_i
+        return Point(2 * w - y), Client(w, y)  # xhat_i = 2 x_i - y_i
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(proximal(self.regulariser, up.u, self.eta, ctx.layout))  # xbar = prox_{eta g}(mean of xhat_i)
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
+    def server(self, server: Model, up: Point, ctx: Ctx) -> Model:
+        return Model(proximal(self.regulariser, up.u, self.eta, ctx.layout))  # xbar = prox_{eta g}(mean of xhat_i)

@@ -16,8 +16,8 @@ Reference: H. Yuan, M. Zaheer, S. Reddi, "Federated Composite Optimization", ICM
 
 Kept by a client: nothing. Sent per round: d + 1 down, d + 1 up.
 
-Deviations: t is added up by the server from what the clients report, because step sizes and numbers of steps may
-change; with constant ones it is the paper's. The received model that weighers may ask about is z.
+Deviations: the server adds t up from the clients' reports, because step sizes and numbers of steps may change; with
+constant ones it is the paper's. The received model that weighers may ask about is z.
 
 Use it for sparse or low-rank global models with several local steps: unlike FedMiD's, its mean does not undo the prox.
 The weight t of psi grows without bound as the steps add up, so it wants small steps near the end.
@@ -31,7 +31,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Regulariser, proximal
+from fedloom.algorithms._base import Algorithm, Mean
+from fedloom.algorithms._regulariser import Regulariser, proximal
 from fedloom.local import Batch, Ctx, Nothing, Work, iterate, step_
 
 
@@ -74,9 +75,6 @@ class FedDualAvg(Algorithm):
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
         return Server(x0, x0, torch.zeros_like(x0[:1])), Nothing(), None
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.z, server.t)
-
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         def step(rows: _Dual, work: Work, batch: Batch) -> _Dual:
             w = proximal(self.regulariser, rows.z, rows.t, work.layout)  # w_k = prox_{eta~ psi}(z_k)
@@ -90,6 +88,3 @@ class FedDualAvg(Algorithm):
         z = server.z + self.server_lr * up.dz  # z += eta_s mean of Delta
         t = server.t + self.server_lr * up.time  # eta_s eta_c K (r + 1)
         return Server(proximal(self.regulariser, z, t, ctx.layout), z, t)
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x

@@ -24,13 +24,13 @@ diverge.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean
+from fedloom.algorithms._base import Algorithm, Mean, Model
 from fedloom.local import Ctx, Work, descend
 
 
@@ -39,12 +39,6 @@ class Server(NamedTuple):
 
     x: Tensor
     h: Tensor
-
-
-class Down(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Client(NamedTuple):
@@ -66,16 +60,11 @@ class FedDyn(Algorithm):
         0.01, gt=0, description="dynamic regularisation; 0.01 in the authors' example (grid .1 .01 .001)"
     )
 
-    family: ClassVar[str] = "consensus"
-
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         zero = torch.zeros_like(x0)
         return Server(x0, zero), Client(zero), None
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+    def client(self, down: Model, rows: Client, work: Work) -> tuple[Up, Client]:
         x, hi = down.x, rows.hi
         w = descend(x, work, pull=((self.alpha, x),), shift=-hi)  # Eq. 1: min L_k - <hi, w> + alpha/2 ||w - x||^2
         return Up(w - x), Client(hi - self.alpha * (w - x))  # grad L_k(theta_k^t), below Eq. 1
@@ -83,6 +72,3 @@ class FedDyn(Algorithm):
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         h = server.h - self.alpha * up.dw * (ctx.m / ctx.n)  # h^t = h^{t-1} - alpha (1/m) sum_k (theta_k - theta^{t-1})
         return Server(server.x + up.dw - h / self.alpha, h)  # theta^t = mean over the cohort - h^t / alpha
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x

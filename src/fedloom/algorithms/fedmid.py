@@ -30,14 +30,9 @@ from typing import Annotated, ClassVar, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Regulariser, Sent, proximal, with_prox
+from fedloom.algorithms._base import Algorithm, Mean, Model, Sent
+from fedloom.algorithms._regulariser import Regulariser, proximal, with_prox
 from fedloom.local import Ctx, Nothing, Work, descend
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Down(NamedTuple):
@@ -64,21 +59,12 @@ class FedMiD(Algorithm):
         "its thresholds are the step size times the weight of psi, which momentum outgrows"
     )
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
-        return Server(x0), Nothing(), None
-
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         psi = with_prox(self.regulariser)
         w = descend(down.x, work, prox=None if psi is None else (psi, None))  # w <- prox_{eta_c psi}(w - eta_c g(w))
         return Up(w - down.x, work.lr * work.steps.to(w)), rows
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
+    def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         x = server.x + self.server_lr * up.dw
         t = self.server_lr * up.time
-        return Server(proximal(self.regulariser, x, t, ctx.layout))  # prox_{eta_s eta_c K psi}(w + eta_s mean of Delta)
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
+        return Model(proximal(self.regulariser, x, t, ctx.layout))  # prox_{eta_s eta_c K psi}(w + eta_s mean of Delta)

@@ -25,24 +25,12 @@ Use it where clients take different numbers of local steps. With equal numbers i
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean
+from fedloom.algorithms._base import Algorithm, Mean, Model
 from fedloom.local import Ctx, Nothing, Work, descend
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
-
-
-class Down(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Up(NamedTuple):
@@ -55,22 +43,11 @@ class Up(NamedTuple):
 class FedNova(Algorithm):
     """FedNova (Wang et al. 2020, Eq. 8)."""
 
-    family: ClassVar[str] = "consensus"
-
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
-        return Server(x0), Nothing(), None
-
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         change, rho = descend(down.x, work) - down.x, work.local.momentum
         tau = work.steps.to(change)
         size = (tau - rho * (1 - rho**tau) / (1 - rho)) / (1 - rho)  # ||a_i||_1 of SGD with momentum rho
         return Up(change / size.clamp(min=1), size), rows  # -eta d_i
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(server.x + up.size * up.dw)  # Eq. 8: x - tau_eff sum_i p_i eta d_i
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
+    def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
+        return Model(server.x + up.size * up.dw)  # Eq. 8: x - tau_eff sum_i p_i eta d_i

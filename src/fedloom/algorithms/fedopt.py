@@ -25,13 +25,13 @@ Use it where some coordinates see rare gradients (embeddings); tune server_lr an
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean
+from fedloom.algorithms._base import Algorithm, Delta, Model
 from fedloom.local import Ctx, Nothing, Work, descend
 
 
@@ -41,18 +41,6 @@ class Server(NamedTuple):
     x: Tensor
     m: Tensor
     v: Tensor
-
-
-class Down(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
-
-
-class Up(NamedTuple):
-    """dw ``[m, d]``."""
-
-    dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
 
 
 class FedOpt(Algorithm):
@@ -66,19 +54,14 @@ class FedOpt(Algorithm):
     beta2: float = Field(0.99, ge=0, lt=1, description="decay of the second moment of Adam and Yogi (Sec. 4)")
     tau: float = Field(1e-3, gt=0, description="adaptivity tau (Sec. 4)")
 
-    family: ClassVar[str] = "consensus"
-
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
         return Server(x0, torch.zeros_like(x0), torch.full_like(x0, self.tau**2)), Nothing(), None
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         w = descend(down.x, work)
-        return Up(w - down.x), rows  # Delta_i^t
+        return Delta(w - down.x), rows  # Delta_i^t
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
+    def server(self, server: Server, up: Delta, ctx: Ctx) -> Server:
         x, m, v = server
         beta1 = (0.0 if self.optimiser == "adagrad" else 0.9) if self.beta1 is None else self.beta1
         square = up.dw**2
@@ -94,6 +77,3 @@ class FedOpt(Algorithm):
                 v = v - (1 - self.beta2) * square * (v - square).sign()
         m = beta1 * m + (1 - beta1) * up.dw
         return Server(x + self.server_lr * m / (v.sqrt() + self.tau), m, v)
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x

@@ -26,20 +26,14 @@ saves communication only where clients differ little.
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept
+from fedloom.algorithms._base import Algorithm, Model, Point
 from fedloom.local import Ctx, Work, descend, iterate
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Down(NamedTuple):
@@ -54,12 +48,6 @@ class Client(NamedTuple):
 
     w: Tensor
     y: Tensor
-
-
-class Up(NamedTuple):
-    """u ``[m, d]``."""
-
-    u: Annotated[Tensor, Kept(primary=True)]
 
 
 class _Iterate(NamedTuple):
@@ -78,17 +66,15 @@ class FedPD(Algorithm):
         0.0, ge=0, lt=1, description="probability p of an iteration without communication (Algorithm 1)"
     )
 
-    family: ClassVar[str] = "consensus"
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
+        return Model(x0), Client(x0, torch.zeros_like(x0)), Point(x0)
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Up]:
-        return Server(x0), Client(x0, torch.zeros_like(x0)), Up(x0)
-
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
+    def down(self, server: Model, kept: None, ctx: Ctx) -> Down:
         u = torch.rand((), generator=ctx.rng("communication"), dtype=torch.float64).item()
         more = math.log(1 - u) / math.log(self.skip) if self.skip else 0.0  # with probability p no communication
         return Down(server.x, server.x.new_tensor([1 + math.floor(more)]))
 
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+    def client(self, down: Down, rows: Client, work: Work) -> tuple[Point, Client]:
         def solve(rows: _Iterate, work: Work) -> _Iterate:
             stream = ("local", work.k) if work.k else "local"
             w = descend(rows.w, work, pull=((1 / self.eta, rows.u),), shift=rows.y, stream=stream)  # Oracle_i(L_i)
@@ -97,10 +83,7 @@ class FedPD(Algorithm):
 
         start = _Iterate(rows.w, rows.y, down.x.expand_as(rows.w))
         w, y, u = iterate(solve, start, work, down.iterations, batches=0)
-        return Up(u), Client(w, y)
+        return Point(u), Client(w, y)
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(up.u)  # x_0^{r+1} = (1/N) sum of x_{0,i}^{r+}
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
+    def server(self, server: Model, up: Point, ctx: Ctx) -> Model:
+        return Model(up.u)  # x_0^{r+1} = (1/N) sum of x_{0,i}^{r+}

@@ -20,31 +20,10 @@ Use it where local training drifts: few rounds, many local steps. It slows clien
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
-
 from pydantic import Field
-from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean
+from fedloom.algorithms._base import Algorithm, Delta, Model
 from fedloom.local import Ctx, Nothing, Work, descend
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
-
-
-class Down(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
-
-
-class Up(NamedTuple):
-    """dw ``[m, d]``."""
-
-    dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
 
 
 class FedProx(Algorithm):
@@ -52,20 +31,9 @@ class FedProx(Algorithm):
 
     mu: float = Field(0.01, ge=0, description="proximal weight; the paper tunes it in {0.001, 0.01, 0.1, 1} (Sec. 5.1)")
 
-    family: ClassVar[str] = "consensus"
-
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
-        return Server(x0), Nothing(), None
-
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         w = descend(down.x, work, pull=((self.mu, down.x),))  # Eq. 2: min F_k(w) + mu/2 ||w - w^t||^2
-        return Up(w - down.x), rows
+        return Delta(w - down.x), rows
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(server.x + up.dw)  # w^{t+1} = mean of w_k^{t+1}
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
+    def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
+        return Model(server.x + up.dw)  # w^{t+1} = mean of w_k^{t+1}

@@ -26,16 +26,10 @@ from typing import Annotated, ClassVar, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Sent
+from fedloom.algorithms._base import Algorithm, Mean, Model, Sent
 from fedloom.local import Ctx, Work, descend
 from fedloom.rows import masks
 from fedloom.rows.layout import Layout
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Down(NamedTuple):
@@ -67,11 +61,8 @@ class FedRep(Algorithm):
     def part(self, name: str, layout: Layout) -> Tensor:
         return ~masks.head(layout, self.head)
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
-        return Server(x0), Client(x0[masks.head(ctx.layout, self.head)]), None
-
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
+        return Model(x0), Client(x0[masks.head(ctx.layout, self.head)]), None
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         head = masks.head(work.layout, self.head).to(down.x.device)
@@ -81,9 +72,12 @@ class FedRep(Algorithm):
         own = masks.part(w, head)
         return Up(masks.only_(w.sub_(down.x), ~head)), Client(own)
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
+    def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         body = self.part("body", ctx.layout).to(server.x.device)
-        return Server(server.x + up.dw * body)  # phi = mean of phi_i
+        return Model(server.x + up.dw * body)  # phi = mean of phi_i
+
+    def global_model(self, server: Model) -> None:
+        return None  # x has no head
 
     def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
         return masks.joined(down.x, rows.head, masks.head(work.layout, self.head))

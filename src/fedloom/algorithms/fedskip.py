@@ -17,8 +17,7 @@ the last model of every client.
 Deviations: the paper has every client take part; here the models of the cohort are permuted among the cohort, and the
 mean is over the last models of all clients that have taken part. The server sees single models: no secure aggregation.
 
-Use it where clients may see each other's models. With ``skip`` 1 and full participation it is FedAvg
-weighted by samples.
+Use it where clients may see each other's models. With ``skip`` 1 and everyone it is FedAvg weighted by samples.
 """
 
 from __future__ import annotations
@@ -29,14 +28,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept
+from fedloom.algorithms._base import Algorithm, Kept, Model
 from fedloom.local import Ctx, Nothing, Work, descend
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Down(NamedTuple):
@@ -59,24 +52,20 @@ class FedSkip(Algorithm):
     skip: int = Field(3, ge=1, description="rounds from one aggregation to the next; 3 in the authors' code")
 
     mixes: ClassVar[bool] = True
-    family: ClassVar[str] = "consensus"
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, Up]:
-        return Server(x0), Nothing(), Up(x0, torch.zeros_like(x0[:1]))
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Nothing, Up]:
+        return Model(x0), Nothing(), Up(x0, torch.zeros_like(x0[:1]))
 
-    def down(self, server: Server, kept: Up, ctx: Ctx) -> Down:
+    def down(self, server: Model, kept: Up, ctx: Ctx) -> Down:
         if (ctx.round - 1) % self.skip == 0:
             return Down(server.x.expand(ctx.m, -1), torch.zeros_like(kept.seen))  # aggregation: all start at the mean
         order = torch.argsort(ctx.ids)  # a permutation of clients, whatever the order of the cohort
         source = torch.empty_like(order)
         source[order] = order[torch.randperm(ctx.m, generator=ctx.rng("permutation"))]
-        return Down(kept.w[source], kept.seen[source])  # skip: every client goes on with another's model
+        return Down(kept.w[source], kept.seen[source])  # skip: every client continues with another's model
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         return Up(descend(down.w, work), down.seen + work.sizes.to(down.seen)), rows
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(up.w)  # mean of all local models, weighted by their samples
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
+    def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
+        return Model(up.w)  # mean of all local models, weighted by their samples

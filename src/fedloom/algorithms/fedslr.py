@@ -39,9 +39,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Sent, ranks
+from fedloom.algorithms._base import Algorithm, Mean, Sent
+from fedloom.algorithms._regulariser import Components, penalties
 from fedloom.local import Ctx, Work, descend
-from fedloom.rows.prox import L1, Nuclear
+from fedloom.rows.prox import Prox
 
 
 class Server(NamedTuple):
@@ -55,7 +56,7 @@ class Server(NamedTuple):
 class Down(NamedTuple):
     """x ``[d]``."""
 
-    x: Annotated[Tensor, Sent(prox="global_penalty", ranks="ranks")]
+    x: Annotated[Tensor, Sent(prox="global", ranks="ranks")]
 
 
 class Client(NamedTuple):
@@ -84,32 +85,20 @@ class FedSLR(Algorithm):
     lam: float = Field(1e-4, ge=0, description="weight lambda of the GKR's penalty (Sec. 6.1)")
     mu: float = Field(1e-3, ge=0, description="weight mu of the personal penalty (Sec. 6.1)")
     personal_epochs: int | None = Field(1, ge=0, description="epochs of phase II (Sec. 6.1); None: the local steps")
-    components: Literal["lr+s", "s+s", "s+lr", "lr+lr"] = Field(
-        "lr+s", description="global + personal part, of low rank or sparse (App. A.3)"
-    )
+    components: Components = Field("lr+s", description="global + personal part, of low rank or sparse (App. A.3)")
     method: Literal["fedslr", "gpgd"] = Field("fedslr", description="how (P1) is solved (App. A.2)")
     personal_start: Literal["zero", "model"] = Field("zero", description="p at the start; the public code copies w_0")
 
     family: ClassVar[str] = "personalised"
     plain_sgd: ClassVar[str | None] = "its local thresholds are the step size times mu, which momentum outgrows"
 
-    @property
-    def global_penalty(self) -> L1 | Nuclear:
-        """R of (P1)."""
-        return Nuclear(c=self.lam) if self.components in ("lr+s", "lr+lr") else L1(c=self.lam)
-
-    @property
-    def personal_penalty(self) -> L1 | Nuclear:
-        """R~ of (P2)."""
-        return Nuclear(c=self.mu) if self.components in ("s+lr", "lr+lr") else L1(c=self.mu)
+    def proxes(self) -> dict[str, Prox]:
+        return penalties(self.components, self.lam, self.mu)
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         zero = torch.zeros_like(x0)
         p = x0 if self.personal_start == "model" else zero
-        return Server(x0, zero, ranks(x0, ctx.layout)), Client(zero, p), None
-
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
+        return Server(x0, zero, ctx.layout.ranks(x0)), Client(zero, p), None
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         x, (gi, p) = down.x, rows
@@ -119,20 +108,19 @@ class FedSLR(Algorithm):
         else:
             w = descend(x, work)  # Eq. 20
         steps = None if self.personal_epochs is None else work.epochs(self.personal_epochs)
-        v = descend(x + p, work, prox=(self.personal_penalty, x), steps=steps, stream="phase II")  # Eq. 7, v = x + p
+        v = descend(
+            x + p, work, prox=(self.proxes()["personal"], x), steps=steps, stream="phase II"
+        )  # Eq. 7, v = x + p
         return Up(w - x), Client(gi, v - x)
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         x, gamma = server.x + up.dw, server.gamma
         if self.method == "fedslr":
             gamma = gamma - up.dw / self.eta_g * (ctx.m / ctx.n)  # Algorithm 3, line 6
-            x = self.global_penalty.prox(x - self.eta_g * gamma, self.eta_g, ctx.layout)  # Eq. 6
+            x = self.proxes()["global"].prox(x - self.eta_g * gamma, self.eta_g, ctx.layout)  # Eq. 6
         elif self.method == "gpgd":
-            x = self.global_penalty.prox(x, ctx.local.lr_at(ctx.round), ctx.layout)  # Eq. 21
-        return Server(x, gamma, ranks(x, ctx.layout))
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
+            x = self.proxes()["global"].prox(x, ctx.local.lr_at(ctx.round), ctx.layout)  # Eq. 21
+        return Server(x, gamma, ctx.layout.ranks(x))
 
     def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
         return down.x + rows.p  # GKR + p_i

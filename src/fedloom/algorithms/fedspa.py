@@ -31,21 +31,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Sent
+from fedloom.algorithms._base import Algorithm, Mean, Model, Sent
 from fedloom.local import Batch, Ctx, Work, descend, iterate, where_moved
 from fedloom.rows import masks
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
-
-
-class Down(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Client(NamedTuple):
@@ -74,16 +62,13 @@ class FedSpa(Algorithm):
 
     family: ClassVar[str] = "personalised"
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         score = torch.rand(len(x0), generator=ctx.rng("mask"), dtype=torch.float64)
         chosen = masks.smallest(score, ctx.layout, masks.erdos_renyi_kernel(ctx.layout, self.density))
         mask = chosen | ~masks.matrices(ctx.layout)  # the same for all clients
-        return Server(x0), Client(mask.to(x0)), None
+        return Model(x0), Client(mask.to(x0)), None
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+    def client(self, down: Model, rows: Client, work: Work) -> tuple[Up, Client]:
         def look(r: _Look, work: Work, batch: Batch) -> _Look:
             return r._replace(g=work.grad(r.w, batch))
 
@@ -93,10 +78,13 @@ class FedSpa(Algorithm):
         new = where_moved(work, self._searched(mask, w, g, work), mask)
         return Up(w.sub_(x).mul_(mask)), Client(new)
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(server.x + up.dw)  # w_{t+1} = w_t - mean of U_i
+    def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
+        return Model(server.x + up.dw)  # w_{t+1} = w_t - mean of U_i
 
-    def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
+    def global_model(self, server: Model) -> None:
+        return None  # a client has m_i * x
+
+    def personal(self, down: Model, rows: Client, work: Work) -> Tensor:
         return down.x * rows.mask  # m_i * w
 
     def _searched(self, mask: Tensor, w: Tensor, g: Tensor, work: Work) -> Tensor:

@@ -22,25 +22,13 @@ regulariser, and without strong convexity it need not converge.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept
+from fedloom.algorithms._base import Algorithm, Kept, Model
 from fedloom.local import Ctx, Work, descend
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
-
-
-class Down(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Client(NamedTuple):
@@ -62,22 +50,14 @@ class FedSplit(Algorithm):
         1.0, gt=0, description="s of the prox; 1/sqrt(l L) of the curvatures is the theory's (Theorem 1)"
     )
 
-    family: ClassVar[str] = "consensus"
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Up]:
+        return Model(x0), Client(x0), Up(x0)
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Up]:
-        return Server(x0), Client(x0), Up(x0)
-
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+    def client(self, down: Model, rows: Client, work: Work) -> tuple[Up, Client]:
         x, z = down.x, rows.z
         w = descend(x, work, pull=((1 / self.step, 2 * x - z),))  # local prox step
         z = z + 2 * (w - x)  # local centring step
         return Up(z), Client(z)
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(up.z)  # x = mean of z_j
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
+    def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
+        return Model(up.z)  # x = mean of z_j

@@ -1,6 +1,6 @@
 """FIAELT: inexact ADMM for composite problems whose local solvers stop by a relative criterion.
 
-Problem: min over y of sum_i f_i(y) + g(y): the SUM over the n clients, so that g weighs 1/n of what it does in a mean.
+Problem: min over y of sum_i f_i(y) + g(y): the SUM over the n clients, so that g weighs 1/n of its weight in a mean.
 
 Reference: "Inexact Alternating Direction Method of Multipliers with Efficient Local Termination Criterion for
 Cross-Silo Federated Learning", anonymous, under review at TMLR 2024, Algorithm 1.
@@ -26,24 +26,16 @@ Use it for composite problems on a few clients that all take part.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import (
-    Algorithm,
-    Mean,
-    Regulariser,
-    Rows,
-    Sent,
-    check_full_gradients,
-    penalty,
-    proximal,
-)
-from fedloom.local import Ctx, Work, descend, svrg
-from fedloom.local.gradient import gradient_descent
+from fedloom.algorithms._base import Algorithm, Mean, Rows, Sent, check_full_gradients
+from fedloom.algorithms._regulariser import Regulariser, penalty, proximal
+from fedloom.local import Ctx, Work
+from fedloom.local.inexact import Solver, augmented_lagrangian, inexact, lyapunov_step
 from fedloom.local.smoothness import smoothness
 from fedloom.rows.layout import Layout
 
@@ -66,7 +58,7 @@ class Down(NamedTuple):
 
 
 class Client(NamedTuple):
-    """x, z ``[m, d]``, moved ``[m, 1]``: what the last change of x and z adds to H_t."""
+    """x, z ``[m, d]``, moved ``[m, 1]``: the term of H_t in the last change of x and z."""
 
     x: Tensor
     z: Tensor
@@ -97,7 +89,7 @@ class FIAELT(Algorithm):
     r: float = Field(0.005, ge=0, lt=0.5, description="tolerance r_i of (9) (Corollary 2); 0: all iterations are taken")
     beta: float | None = Field(None, gt=0, description="penalty; 5 L when not given (Corollary 2)")
     smooth: float | None = Field(None, gt=0, description="L; beta/5, or measured in the first round, when not given")
-    solver: Literal["svrg", "gd", "sgd"] = Field("svrg", description="SVRG or gradient descent until (9), or local SGD")
+    solver: Solver = Field("svrg", description="SVRG or gradient descent until (9), or local SGD")
     iterations: int = Field(10, ge=1, description="most outer iterations of svrg (Corollary 2), or steps of gd")
     inner: int | None = Field(200, ge=2, description="m_i of svrg (Corollary 2); an epoch, at least 2, when None")
     lr: float | None = Field(None, gt=0, description="step; 1/(8 beta) = 1/(40 L) for svrg (Cor. 2), 1/beta for gd")
@@ -116,30 +108,18 @@ class FIAELT(Algorithm):
             return []
         return [f"FIAELT may not converge: it needs beta > L, got {self.beta:g} and {self.smooth:g}"]
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.y, server.beta)
-
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         y, beta, (x, z, _) = down.y, float(down.beta), rows
         none = torch.zeros_like(x[:, :1])
         if not beta:
             return Up(torch.zeros_like(x), torch.zeros_like(z), none, smoothness(y, work)), rows
-        smooth, most = self.smooth or beta / 5, self.iterations * (work.steps > 0)
-        bound = self.r * ((beta - smooth) / (beta + smooth)) ** 2
-
-        def met(now: Tensor, start: Tensor) -> Tensor:  # implies (9)
-            return now.square().sum(1, keepdim=True) <= bound * start.square().sum(1, keepdim=True)
-
-        pull = ((beta, y),)
-        if self.solver == "svrg":
-            new, taken = svrg(x, work, pull, z, most, self.inner, self.lr or 1 / (8 * beta), met)  # Eq. 8
-        elif self.solver == "gd":
-            new, taken = gradient_descent(x, work, pull, z, most, self.lr or 1 / beta, met)
-        else:
-            new, taken = descend(x, work, pull, z, lr=self.lr), work.steps
+        smooth = self.smooth or beta / 5
+        lr = self.lr or {"svrg": 1 / (8 * beta), "gd": 1 / beta, "sgd": None}[self.solver]
+        new, taken = inexact(  # Eq. 8 until (9)
+            x, work, (beta, y), z, self.solver, smooth, self.r, self.iterations, self.inner, lr
+        )
         dx, dz = new - x, self.tau * beta * (new - y) * (work.steps > 0)  # line 4
-        upsilon = (2 * beta**2 + 4 * smooth**2) / (self.tau * beta) * 4 * self.r / (1 - 2 * self.r)  # Proposition 5
-        moved = ((1 - self.tau) / self.tau**2 / beta * dz.square() + upsilon * dx.square()).sum(1, keepdim=True)
+        moved = lyapunov_step(dx, dz, beta, smooth, self.tau, self.r)
         return Up(dx, dz, taken.to(x), none), Client(new, z + dz, moved)
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
@@ -154,9 +134,8 @@ class FIAELT(Algorithm):
         return server.y
 
     def observe(self, down: Down, rows: Client, work: Work) -> Seen:
-        gap = rows.x - down.y
-        terms = gap * rows.z + down.beta / 2 * gap.square() + work.local.weight_decay / 2 * rows.x.square()  # Eq. 5
-        return Seen(work.full_grad(down.y), work.loss(rows.x) + terms.sum(1, keepdim=True) + rows.moved)
+        energy = augmented_lagrangian(rows.x, work, (down.beta, down.y), rows.z) + rows.moved
+        return Seen(work.full_grad(down.y), energy)
 
     def diagnostics(self, server: Server, total: Seen, ctx: Ctx) -> dict[str, float]:
         y, xbar, zbar, beta, iterations = server

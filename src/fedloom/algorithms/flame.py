@@ -29,27 +29,15 @@ each client the better of both on its validation part.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept, check_full_gradients
+from fedloom.algorithms._base import Algorithm, Model, Point, check_full_gradients
 from fedloom.local import Ctx, Work, descend, iterate
 from fedloom.rows.layout import Layout
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
-
-
-class Down(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Client(NamedTuple):
@@ -59,12 +47,6 @@ class Client(NamedTuple):
     w: Tensor
     pi: Tensor
     eps: Tensor
-
-
-class Up(NamedTuple):
-    """u ``[m, d]``."""
-
-    u: Annotated[Tensor, Kept(primary=True)]
 
 
 class _Solve(NamedTuple):
@@ -88,8 +70,8 @@ class FLAME(Algorithm):
     family: ClassVar[str] = "personalised"
     uses_shares: ClassVar[bool] = True
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Up]:
-        return Server(x0), Client(x0, x0, torch.zeros_like(x0), x0.new_tensor([self.eps0 or 0.0])), Up(x0)
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
+        return Model(x0), Client(x0, x0, torch.zeros_like(x0), x0.new_tensor([self.eps0 or 0.0])), Point(x0)
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if self.eps0 is not None:
@@ -104,10 +86,7 @@ class FLAME(Algorithm):
         found = [f"{what} fails for {int(who.sum())} of {ctx.n} clients" for what, who in broken.items() if who.any()]
         return [f"FLAME may not converge: of Theorem 1's conditions, {'; '.join(found)}"] if found else []
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+    def client(self, down: Model, rows: Client, work: Work) -> tuple[Point, Client]:
         x, (theta, w, pi, eps) = down.x, rows
         pull = self.lam * work.weight  # lambda alpha_i
         if self.eps0 is None:
@@ -117,15 +96,12 @@ class FLAME(Algorithm):
             theta = self._approximate(theta, w, eps, work)
         w = (pull * theta + self.rho * x - pi) / (pull + self.rho)  # Eq. 12
         pi = pi + self.rho * (w - x)  # Eq. 13
-        return Up(w + pi / self.rho), Client(theta, w, pi, eps)  # the message u_i of Algorithm 1
+        return Point(w + pi / self.rho), Client(theta, w, pi, eps)  # the message u_i of Algorithm 1
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(up.u)  # Eq. 14: w = (1/m) sum over ALL clients of w_i + pi_i/rho
+    def server(self, server: Model, up: Point, ctx: Ctx) -> Model:
+        return Model(up.u)  # Eq. 14: w = (1/m) sum over ALL clients of w_i + pi_i/rho
 
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
-
-    def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
+    def personal(self, down: Model, rows: Client, work: Work) -> Tensor:
         return rows.theta
 
     def _approximate(self, theta: Tensor, w: Tensor, eps: Tensor, work: Work) -> Tensor:

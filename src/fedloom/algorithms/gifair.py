@@ -38,7 +38,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """x ``[d]``; of every client, its last loss ``[n]`` and whether it told one ``[n]`` (0 or 1)."""
+    """x ``[d]``; of every client, the last loss ``[n]`` and whether there is one ``[n]`` (0 or 1)."""
 
     x: Tensor
     loss: Tensor
@@ -97,9 +97,6 @@ class GIFAIR(Algorithm):
         loss, seen = server.loss.clone(), server.seen.clone()
         loss[ctx.ids], seen[ctx.ids] = up.loss[:, 0].to(loss), 1.0
         return Server(server.x + up.dw, loss, seen)  # mean over the cohort
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if self.level == "group" and ctx.groups is None:

@@ -19,32 +19,21 @@ itself, as factors U, V where they are shorter.
 
 Deviations: the paper counts dense uploads and says that factors are possible. p starts at zero.
 
-Use it to see what FedSLR gains, or where the upload is what costs. Its limit is biased: neither the problem's solution
+Use it to see the gain of FedSLR, or where uploads are dear. Its limit is biased: neither the problem's solution
 nor of low rank, unless all clients agree. Every step costs the singular values of every matrix.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Sent
+from fedloom.algorithms._base import Algorithm, Mean, Model, Sent
+from fedloom.algorithms._regulariser import Components, penalties
 from fedloom.local import Ctx, Work, descend
-from fedloom.rows.prox import L1, Nuclear
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
-
-
-class Down(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
+from fedloom.rows.prox import Prox
 
 
 class Client(NamedTuple):
@@ -56,7 +45,7 @@ class Client(NamedTuple):
 class Up(NamedTuple):
     """w ``[m, d]``."""
 
-    w: Annotated[Tensor, Mean(primary=True), Sent(prox="global_penalty")]
+    w: Annotated[Tensor, Mean(primary=True), Sent(prox="global")]
 
 
 class LPGD(Algorithm):
@@ -65,41 +54,26 @@ class LPGD(Algorithm):
     lam: float = Field(1e-4, ge=0, description="weight lambda of the GKR's penalty (Sec. 6.1)")
     mu: float = Field(1e-3, ge=0, description="weight mu of the personal penalty (Sec. 6.1)")
     personal_epochs: int | None = Field(1, ge=0, description="epochs of phase II (Sec. 6.1); None: the local steps")
-    components: Literal["lr+s", "s+s", "s+lr", "lr+lr"] = Field(
-        "lr+s", description="global + personal part, of low rank or sparse (App. A.3)"
-    )
+    components: Components = Field("lr+s", description="global + personal part, of low rank or sparse (App. A.3)")
 
     family: ClassVar[str] = "personalised"
     plain_sgd: ClassVar[str | None] = "its local thresholds are the step size times lam and mu, which momentum outgrows"
 
-    @property
-    def global_penalty(self) -> L1 | Nuclear:
-        """R of (P1)."""
-        return Nuclear(c=self.lam) if self.components in ("lr+s", "lr+lr") else L1(c=self.lam)
+    def proxes(self) -> dict[str, Prox]:
+        return penalties(self.components, self.lam, self.mu)
 
-    @property
-    def personal_penalty(self) -> L1 | Nuclear:
-        """R~ of (P2)."""
-        return Nuclear(c=self.mu) if self.components in ("s+lr", "lr+lr") else L1(c=self.mu)
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
+        return Model(x0), Client(x0.new_zeros(x0.shape)), None
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
-        return Server(x0), Client(x0.new_zeros(x0.shape)), None
-
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
-        w = descend(down.x, work, prox=(self.global_penalty, None))  # Eq. 18
+    def client(self, down: Model, rows: Client, work: Work) -> tuple[Up, Client]:
+        w = descend(down.x, work, prox=(self.proxes()["global"], None))  # Eq. 18
         steps = None if self.personal_epochs is None else work.epochs(self.personal_epochs)
-        prox = (self.personal_penalty, down.x)
+        prox = (self.proxes()["personal"], down.x)
         v = descend(down.x + rows.p, work, prox=prox, steps=steps, stream="phase II")  # v = GKR + p_i, phase II
         return Up(w), Client(v - down.x)
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(up.w)  # Eq. 19
+    def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
+        return Model(up.w)  # Eq. 19
 
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
-
-    def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
+    def personal(self, down: Model, rows: Client, work: Work) -> Tensor:
         return down.x + rows.p  # GKR + p_i

@@ -20,7 +20,7 @@ Deviations: w starts at zero, as in the public code. For 1 < p the code's step o
 its p-th power over p, unless p = 2; here the problem's (the same for p = 1). A local round has the run's local steps of
 theta (20 in the code), then one of w_i. Only sampled clients train; in the code all do.
 
-Use it against attackers (p = 1 bounds what one client can do to w) and where uploads must be tiny. There is no global
+Use it against attackers (p = 1 bounds the effect of one client on w) and where uploads must be tiny. There is no global
 model.
 """
 
@@ -37,14 +37,7 @@ from fedloom.rows.projection import new_key, projection
 
 
 class Server(NamedTuple):
-    """w ``[dim]``, key ``[2]``."""
-
-    w: Tensor
-    key: Tensor
-
-
-class Down(NamedTuple):
-    """w ``[dim]``, key ``[2]``."""
+    """w ``[dim]``, key ``[2]``, all of it sent."""
 
     w: Tensor
     key: Tensor
@@ -84,10 +77,7 @@ class LpProj(Algorithm):
         key = new_key(ctx.rng("projection"))
         return Server(x0.new_zeros(self.dim or len(x0)), key), Client(x0), None
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.w, server.key)
-
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+    def client(self, down: Server, rows: Client, work: Work) -> tuple[Up, Client]:
         p = projection(down.key, self.dim, rows.theta)
 
         def slope(r: _Rows) -> Tensor:  # gradient of 1/p ||v||_p^p at v = w - P theta
@@ -109,5 +99,5 @@ class LpProj(Algorithm):
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         return server._replace(w=server.w + self.beta * up.dw)  # (1 - beta) w + beta mean of w_i
 
-    def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
+    def personal(self, down: Server, rows: Client, work: Work) -> Tensor:
         return rows.theta

@@ -23,32 +23,14 @@ Use it when new clients come with little data: they need one step only. "fo" dro
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean
+from fedloom.algorithms._base import Algorithm, Delta, Model
 from fedloom.local import Batch, Ctx, Nothing, Work, descend, iterate, step_
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
-
-
-class Down(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
-
-
-class Up(NamedTuple):
-    """dw ``[m, d]``."""
-
-    dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
 
 
 class PerFedAvg(Algorithm):
@@ -61,13 +43,7 @@ class PerFedAvg(Algorithm):
     family: ClassVar[str] = "personalised"
     plain_sgd: ClassVar[str | None] = "its local step is the gradient of a personal model after one plain step"
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
-        return Server(x0), Nothing(), None
-
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         def step(w: Tensor, work: Work, first: Batch, second: Batch, *third: Batch) -> Tensor:
             personal = step_(w.clone(), work, first, self.alpha, at=w)  # w - alpha grad f_i(w, D)
             d = work.grad(personal, second)
@@ -79,13 +55,10 @@ class PerFedAvg(Algorithm):
             return w.sub_(d, alpha=work.lr)  # w - beta (I - alpha grad^2 f_i(w, D'')) d
 
         w = iterate(step, down.x.repeat(work.m, 1), work, batches=3 if self.variant == "hf" else 2)
-        return Up(w.sub_(down.x)), rows
+        return Delta(w.sub_(down.x)), rows
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(server.x + up.dw)
+    def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
+        return Model(server.x + up.dw)
 
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
-
-    def personal(self, down: Down, rows: Nothing, work: Work) -> Tensor:
+    def personal(self, down: Model, rows: Nothing, work: Work) -> Tensor:
         return descend(down.x, work, steps=1, stream="personal", lr=self.alpha)  # w - alpha grad f_i(w, D)

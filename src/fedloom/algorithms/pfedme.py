@@ -17,7 +17,7 @@ arXiv:2006.08848, Algorithm 1 (public code: CharlieDinh/pFedMe).
 
 Kept by a client: d (theta). Sent per round: d down, d up.
 
-Deviations: theta starts at the received model in every round and goes on from batch to batch, as in the public code; K
+Deviations: theta starts every round at the received model and is carried from batch to batch, as in the public code; K
 steps in place of the accuracy nu. The public code trains all clients and averages the sampled ones; here the sampled
 ones train. Its weight decay of 0.001 in the inner step is left to the run's settings.
 
@@ -27,37 +27,19 @@ curvatures are equal (FLAME's is).
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean
+from fedloom.algorithms._base import Algorithm, Delta, Model
 from fedloom.local import Batch, Ctx, Work, iterate, step_
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
-
-
-class Down(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Client(NamedTuple):
     """theta ``[m, d]``."""
 
     theta: Tensor
-
-
-class Up(NamedTuple):
-    """dw ``[m, d]``."""
-
-    dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
 
 
 class _Rows(NamedTuple):
@@ -77,13 +59,10 @@ class PFedMe(Algorithm):
     family: ClassVar[str] = "personalised"
     plain_sgd: ClassVar[str | None] = "its inner steps solve a proximal problem on one batch, without momentum"
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
-        return Server(x0), Client(x0), None
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
+        return Model(x0), Client(x0), None
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+    def client(self, down: Model, rows: Client, work: Work) -> tuple[Delta, Client]:
         rate = work.lr if self.personal_lr is None else self.personal_lr
 
         def local_round(r: _Rows, work: Work, batch: Batch) -> _Rows:
@@ -95,13 +74,10 @@ class PFedMe(Algorithm):
             return r
 
         w, theta = iterate(local_round, _Rows(down.x.repeat(work.m, 1), down.x.repeat(work.m, 1)), work)
-        return Up(w.sub_(down.x)), Client(theta)
+        return Delta(w.sub_(down.x)), Client(theta)
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(server.x + self.beta * up.dw)  # w_{t+1} = (1 - beta) w_t + beta sum_i w_i / S
+    def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
+        return Model(server.x + self.beta * up.dw)  # w_{t+1} = (1 - beta) w_t + beta sum_i w_i / S
 
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
-
-    def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
+    def personal(self, down: Model, rows: Client, work: Work) -> Tensor:
         return rows.theta

@@ -30,23 +30,11 @@ from typing import Annotated, ClassVar, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean
+from fedloom.algorithms._base import Algorithm, Mean, Model
 from fedloom.local import Ctx, Nothing, Work, descend
 
 SMALLEST = 1e-10
 """Losses are at least this, so that their powers are finite."""
-
-
-class Server(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
-
-
-class Down(NamedTuple):
-    """x ``[d]``."""
-
-    x: Tensor
 
 
 class Up(NamedTuple):
@@ -64,13 +52,7 @@ class QFFL(Algorithm):
 
     family: ClassVar[str] = "fair"
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
-        return Server(x0), Nothing(), None
-
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x)
-
-    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         x, q = down.x, self.q
         lipschitz = 1 / work.lr if self.lipschitz is None else self.lipschitz
         change = descend(x, work) - x  # -Dw_k / L
@@ -79,8 +61,5 @@ class QFFL(Algorithm):
         h = q * f ** (q - 1) * lipschitz * square + f**q  # h_k / L
         return Up(f**q * change, h), rows  # -Delta_k / L
 
-    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        return Server(server.x + up.dw / up.h)  # w^{t+1} = w^t - sum Delta_k / sum h_k
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x
+    def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
+        return Model(server.x + up.dw / up.h)  # w^{t+1} = w^t - sum Delta_k / sum h_k

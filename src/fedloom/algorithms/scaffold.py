@@ -33,14 +33,7 @@ from fedloom.local import Ctx, Work, descend, where_moved
 
 
 class Server(NamedTuple):
-    """x, c ``[d]``."""
-
-    x: Tensor
-    c: Tensor
-
-
-class Down(NamedTuple):
-    """x, c ``[d]``."""
+    """x, c ``[d]``, all of it sent."""
 
     x: Tensor
     c: Tensor
@@ -65,17 +58,13 @@ class SCAFFOLD(Algorithm):
     server_lr: float = Field(1.0, gt=0, description="global step size eta_g; 1 in the paper's experiments (Sec. 7)")
     option: Literal["I", "II"] = Field("II", description="update of c_i: gradient at x (I) or mean local gradient (II)")
 
-    family: ClassVar[str] = "consensus"
     plain_sgd: ClassVar[str | None] = "option II divides x - y by K lr, which is the mean gradient of plain SGD only"
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         zero = torch.zeros_like(x0)
         return Server(x0, zero), Client(zero), None
 
-    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x, server.c)
-
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+    def client(self, down: Server, rows: Client, work: Work) -> tuple[Up, Client]:
         x, c, ci = down.x, down.c, rows.ci
         dy = descend(x, work, shift=c - ci).sub_(x)  # Eq. 3: y <- y - eta_l (g(y) - c_i + c)
         if self.option == "I":
@@ -88,6 +77,3 @@ class SCAFFOLD(Algorithm):
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         x, c = server
         return Server(x + self.server_lr * up.dy, c + up.dc * (ctx.m / ctx.n))  # Eq. 5
-
-    def global_model(self, server: Server) -> Tensor:
-        return server.x

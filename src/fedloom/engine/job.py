@@ -16,7 +16,7 @@ from fedloom.choose import Sampler, Weigher
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Engine, Evaluate, Setting
 from fedloom.errors import blamed
-from fedloom.local import Ctx, Local
+from fedloom.local import Ctx, LocalSGD
 from fedloom.local.oracles import Network
 from fedloom.models import ModelSpec
 from fedloom.processes.ranks import Ranks
@@ -86,7 +86,7 @@ class Job:
     oracle: Network
     fed: Federation
     judge: Federation
-    local: Local
+    local: LocalSGD
     sampler: Sampler
     weigher: Weigher
     aggregator: Aggregator | None

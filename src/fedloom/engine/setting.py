@@ -13,7 +13,7 @@ from fedloom.algorithms import REGISTRY, Algorithm, Composition
 from fedloom.choose import SAMPLERS, WEIGHERS, Sampler, Uniform, UniformWeigher, Weigher
 from fedloom.errors import ConfigError, unknown
 from fedloom.imports import find, is_path
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.models import MODELS, PAPERS, Augment, Import, ModelSpec, Softmax, spec_of
 from fedloom.rows.aggregate import AGGREGATORS, Aggregator
 from fedloom.rows.attacks import ATTACKS, Attack
@@ -158,7 +158,7 @@ class Setting(Value):
     )
     rounds: Rounds = 100
     seed: int = Field(0, description="seed of everything that is drawn")
-    local: Annotated[Local, Table(Local)] = Field(default_factory=Local, description="how clients train")
+    local: Annotated[LocalSGD, Table(LocalSGD)] = Field(default_factory=LocalSGD, description="how clients train")
     sampler: Annotated[Sampler, Table(Sampler, SAMPLERS, "uniform")] = Field(
         default_factory=Uniform, description="who takes part"
     )

@@ -19,7 +19,7 @@ from fedloom.engine.privacy import check_privacy
 from fedloom.engine.setting import Engine, Setting
 from fedloom.errors import ConfigError, Refused, blamed
 from fedloom.imports import source_of
-from fedloom.local import Ctx, Local, Nothing, Work
+from fedloom.local import Ctx, LocalSGD, Nothing, Work
 from fedloom.local.oracles import Network, chunk_limit, make_oracle
 from fedloom.processes.pool import cores
 from fedloom.processes.ranks import ALONE, Ranks
@@ -92,6 +92,9 @@ def make_job(setting: Setting, fed: Federation, *, folder: Path | None = None, r
     ctx = Ctx(0, fed.n, fed.n, ids, layout, shares.to(dtype), sizes, fed.groups, local, seed)
     with blamed("method", method, "init"):
         server, template, kept = method.init(layout.vector(module, dtype).to(device), ctx)
+    if sampler.probes and method.global_model(server) is None:
+        name = type(method).__name__
+        raise Refused(f"sampler {sampler.kind!r} asks clients about the global model, but {name} has none")
     notes = [*method.check(layout, ctx), *_counted_once(method, sampler)]
     if aggregator is not None and not aggregator.weighted and not isinstance(weigher, UniformWeigher):
         notes.append(f"aggregator {_kind(aggregator)!r} reads no weights: weigher {weigher.kind!r} changes nothing")
@@ -198,7 +201,7 @@ def poisoned(fed: Federation, attack: Poison, attackers: Tensor, seed: int) -> F
 
 def check_together(
     algorithm: Algorithm,
-    local: Local,
+    local: LocalSGD,
     weigher: Weigher,
     aggregator: Aggregator | None = None,
     attack: Attack | None = None,
@@ -253,8 +256,6 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
         Refused: the sentence says why.
     """
     name = type(algorithm).__name__
-    if sampler.probes and type(algorithm).global_model is Algorithm.global_model:
-        raise Refused(f"sampler {sampler.kind!r} asks clients about the global model, but {name} has none")
     if sampler.learns and not upload_fields(type(algorithm)):
         raise Refused(f"sampler {sampler.kind!r} looks at uploads, but {name} uploads nothing")
     if sampler.repeats and weigher.signed:

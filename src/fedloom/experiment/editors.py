@@ -16,7 +16,7 @@ from fedloom.engine.setting import Engine, Evaluate, Setting
 from fedloom.experiment.schema import Head
 from fedloom.experiment.tuning import Tune
 from fedloom.imports import PATTERN
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.models import MODELS, PAPERS, Augment
 from fedloom.rows.aggregate import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
@@ -46,7 +46,7 @@ def json_schema() -> str:
         return {"type": "object", "anyOf": choices}
 
     overrides = {
-        "local": one(Local),
+        "local": one(LocalSGD),
         "sampler": kinds(SAMPLERS),
         "weigher": kinds(WEIGHERS),
         "aggregator": kinds(AGGREGATORS),

@@ -1,10 +1,10 @@
-"""Local training: settings, the loop, and the oracles; the only floor that calls autograd."""
+"""LocalSGD training: settings, the loop, and the oracles; the only floor that calls autograd."""
 
 from fedloom.local.batches import Batch
 from fedloom.local.context import Ctx, Nothing
 from fedloom.local.descend import Pull, descend
 from fedloom.local.iterate import iterate
-from fedloom.local.settings import Local
+from fedloom.local.settings import LocalSGD
 from fedloom.local.step import step_, where_moved
 from fedloom.local.svrg import SvrgResult, svrg
 from fedloom.local.work import Counts, Work
@@ -13,7 +13,7 @@ __all__ = [
     "Batch",
     "Counts",
     "Ctx",
-    "Local",
+    "LocalSGD",
     "Nothing",
     "Pull",
     "SvrgResult",

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.local.settings import Local
+from fedloom.local.settings import LocalSGD
 from fedloom.rows.layout import Layout
 from fedloom.seeds import generator
 
@@ -40,7 +40,7 @@ class Ctx(NamedTuple):
     weight: Tensor
     sizes: Tensor
     groups: Tensor | None
-    local: Local
+    local: LocalSGD
     seed: int
 
     def rng(self, purpose: str) -> torch.Generator:

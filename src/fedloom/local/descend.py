@@ -49,7 +49,7 @@ def descend(
 ) -> Tensor:
     """Local SGD on s f_i(w) + sum mu/2 ||w - x||^2 + <shift, w>, started at ``w``.
 
-    A step is ``w <- w - lr (s g(w) + sum mu (w - x) + shift)``, with momentum, decay and clipping as `Local` says, then
+    A step is ``w <- w - lr (s g(w) + sum mu (w - x) + shift)``, with momentum, decay and clipping of `LocalSGD`, then
     ``w <- centre + prox_{lr f}(w - centre)`` if a prox is given.
 
     Args:

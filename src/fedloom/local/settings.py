@@ -1,4 +1,4 @@
-"""Local: the only owner of the settings of local training."""
+"""LocalSGD: the only owner of the settings of local training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedloom.errors import ConfigError
 from fedloom.values import Value
 
 
-class Local(Value):
+class LocalSGD(Value):
     """How a client trains: step size and its schedule over rounds, batches, length, momentum, decay, clipping.
 
     The direction of a step is the batch gradient (its norm bounded by ``clip``), plus ``weight_decay`` times the

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedloom.local.batches import PASS, Batch, Draw, Plan, make_plan
 from fedloom.local.oracles.base import Oracle, Reduce
 from fedloom.local.rows import each_client
-from fedloom.local.settings import Local
+from fedloom.local.settings import LocalSGD
 from fedloom.rows.layout import Layout
 from fedloom.seeds import Purpose, generator
 
@@ -52,7 +52,7 @@ class Work:
         oracle: Oracle,
         ids: Tensor,
         weight: Tensor,
-        local: Local,
+        local: LocalSGD,
         *,
         seed: int = 0,
         round: int = 1,

@@ -26,7 +26,7 @@ from fedloom.errors import DataError, FedloomError
 from fedloom.experiment import Experiment
 from fedloom.experiment.bench import duration
 from fedloom.experiment.schema import Method
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.models import MLP, ModelSpec
 from fedloom.reproduce.choices import candidates, first, rounds_of
 from fedloom.reproduce.execute import experiment
@@ -117,7 +117,7 @@ def _gradients(method: Method, samples: float) -> float:
 
 
 @cache
-def _counted(algorithm: Any, local: Local, samples: int) -> float:
+def _counted(algorithm: Any, local: LocalSGD, samples: int) -> float:
     fed = Iid(clients=2, test=0.0, validation=0.0)(_random((4,), 3, 2 * samples), 0)
     setting = Setting(algorithm=algorithm, model=MLP(hidden=(3,)), rounds=1, local=local)
     return samples_per_round(setting, fed) / 2
@@ -128,7 +128,7 @@ def _seconds(spec: ModelSpec, shape: tuple[int, ...], classes: int, batch: int, 
     """Seconds of the processor per gradient of a sample: the second of two rounds of two steps."""
     data = _random(shape, classes, clients * 2 * batch)
     fed = Iid(clients=clients, test=0.0, validation=0.0)(data, 0)
-    local = Local(batch_size=batch, lr=1e-4)
+    local = LocalSGD(batch_size=batch, lr=1e-4)
     setting = Setting(algorithm=FedAvg(), model=spec, local=local, rounds=2)
     found = played(setting, fed, 2, time.process_time).rounds[1]
     return found.seconds / found.samples

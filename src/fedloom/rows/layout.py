@@ -13,6 +13,7 @@ import torch
 from torch import Size, Tensor
 
 from fedloom.errors import LayoutError, nearest
+from fedloom.rows.algebra import ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -161,6 +162,11 @@ class Layout:
         return {
             name: self._swap(name, tree[name]).reshape((*lead, r, c)) for name, (r, c) in self.matrix_shapes.items()
         }
+
+    def ranks(self, x: Tensor) -> Tensor:
+        """Numerical ranks of the matrices of ``x [d]``, int64 in the order of `matrix_shapes`; 0 if not finite."""
+        found = [ranks(w.nan_to_num(0.0, 0.0, 0.0)) for w in self.matrices(x).values()]
+        return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64)
 
     def with_matrices(self, rows: Tensor, matrices: Mapping[str, Tensor]) -> Tensor:
         """New rows [..., d] with those matrices put back; all other parameters are those of `rows`."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedloom.algorithms import Algorithm, Kept, Rows, upload_fields
 from fedloom.algorithms._base import base_of, primary_field
-from fedloom.local import Ctx, Local, Work
+from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.local.rows import map_rows
 from fedloom.testing.trees import picked, received
 
@@ -53,7 +53,7 @@ class Federation(NamedTuple):
 
     oracle: Oracle
     weight: Tensor
-    local: Local
+    local: LocalSGD
     seed: int = 0
 
     @property
@@ -158,7 +158,7 @@ def federate(
     problem: Problem | tuple[Oracle, Tensor, Tensor],
     rounds: int,
     *,
-    local: Local | None = None,
+    local: LocalSGD | None = None,
     solve: bool = False,
     noise: float = 0.0,
     cohorts: Schedule | None = None,
@@ -191,7 +191,7 @@ def federate(
         oracle, x0, weight = problem
     else:
         oracle, x0, weight = problem.oracle(solve=solve, noise=noise), problem.x0, problem.alpha
-    fed = Federation(oracle, weight, local or Local(), seed)
+    fed = Federation(oracle, weight, local or LocalSGD(), seed)
     states = [begin(algorithm, fed, x0, weigher) if start is None else start]
     for _ in range(rounds):
         t = states[-1].round + 1

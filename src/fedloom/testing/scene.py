@@ -9,12 +9,12 @@ from typing import Any
 
 from fedloom.algorithms import Algorithm, Kept, Mean, upload_fields
 from fedloom.choose import Weigher
-from fedloom.local import Ctx, Local, Work
+from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.testing.federate import Federation, State, federate
 from fedloom.testing.problems import Problem
 from fedloom.testing.trees import difference, picked
 
-SETTINGS = Local(lr=0.1, batch_size=2, epochs=1)
+SETTINGS = LocalSGD(lr=0.1, batch_size=2, epochs=1)
 HISTORY = ((0, 1, 2), (1, 2, 3))
 COHORT = (0, 2, 4)
 TIGHT = 1e-9

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedloom.algorithms import Algorithm, Kept, upload_fields
 from fedloom.data.federation import Federation
 from fedloom.errors import ClientError, ConfigError, FedloomError, cause_of
-from fedloom.local import Ctx, Local, Work
+from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.local.oracles import Network, make_oracle
 from fedloom.local.rows import rows_of
 from fedloom.seeds import derive
@@ -33,7 +33,7 @@ class ServerSide(NamedTuple):
     """
 
     algorithm: Algorithm
-    local: Local
+    local: LocalSGD
     server: Any
     kept: Any
     weight: Tensor

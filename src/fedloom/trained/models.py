@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedloom.data.dataset import Dataset
 from fedloom.data.input_spec import lone_client
 from fedloom.errors import ConfigError, nearest
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.trained.adapt import adapted
 from fedloom.trained.model import Model, Recipe, running_statistics
 from fedloom.trained.model_source import Source
@@ -210,7 +210,7 @@ class Modules:
         return (self[i] for i in range(len(self)))
 
 
-def _changed(local: Local, epochs: int | None, steps: int | None, lr: float | None) -> Local:
+def _changed(local: LocalSGD, epochs: int | None, steps: int | None, lr: float | None) -> LocalSGD:
     """The settings with another length of a round, or another step size in all rounds."""
     if epochs is not None and steps is not None:
         raise ConfigError("give epochs or steps, not both")
@@ -220,4 +220,4 @@ def _changed(local: Local, epochs: int | None, steps: int | None, lr: float | No
         fields |= {"epochs": epochs} if steps is None else {"steps": steps}
     if lr is not None:
         fields |= {"lr": lr, "schedule": "constant"}
-    return Local(**fields)
+    return LocalSGD(**fields)

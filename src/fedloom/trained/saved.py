@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedloom.algorithms import Algorithm
 from fedloom.errors import ConfigError, LayoutError, RunDirError
-from fedloom.local import Ctx, Local
+from fedloom.local import Ctx, LocalSGD
 from fedloom.models import ModelSpec
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder
@@ -107,7 +107,7 @@ class Shelf:
     """
 
     def __init__(
-        self, folder: Path, algorithm: Algorithm, spec: ModelSpec, local: Local, seed: int, method: str
+        self, folder: Path, algorithm: Algorithm, spec: ModelSpec, local: LocalSGD, seed: int, method: str
     ) -> None:
         self._folder, self._algorithm, self._local = folder, algorithm, local
         there = [kind for kind in KINDS if self._path(kind).is_file()]

@@ -12,7 +12,7 @@ from fedloom.errors import ConfigError, unknown
 from fedloom.experiment import Experiment, parse
 from fedloom.experiment.schema import Method
 from fedloom.experiment.tuning import Dimension, Range, Tune
-from fedloom.local import Local
+from fedloom.local import LocalSGD
 from fedloom.values import fields_of
 
 Params = Mapping[str, Any]
@@ -37,7 +37,7 @@ def space_of(method: Method, tune: Tune, where: str) -> dict[str, Dimension]:
         ConfigError: a setting that the method has not.
     """
     known = defaults()[0] if tune.defaults else {}
-    own = [*fields_of(method.entry), *(f"local.{name}" for name in Local.model_fields)]
+    own = [*fields_of(method.entry), *(f"local.{name}" for name in LocalSGD.model_fields)]
     space: dict[str, Dimension] = {}
     for table in (known, tune.space):
         for name in dict.fromkeys((ALL, method.algorithm, method.label)):

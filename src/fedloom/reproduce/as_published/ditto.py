@@ -5,12 +5,11 @@ Its "global model" is then a mean of purely local runs, of which each takes one 
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from fedloom.algorithms import Mean
-from fedloom.algorithms.ditto import Ditto, Down, Server
+from fedloom.algorithms import Delta, Ditto, Model
 from fedloom.local import Ctx, Work, descend
 
 
@@ -21,19 +20,13 @@ class Client(NamedTuple):
     w: Tensor
 
 
-class Up(NamedTuple):
-    """dw ``[m, d]``: the branch relative to the received model."""
-
-    dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
-
-
 class DittoAsPublished(Ditto):
     """Ditto whose global branch goes on from the client's own."""
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:  # type: ignore[override]
-        return Server(x0), Client(x0, x0), None
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:  # type: ignore[override]
+        return Model(x0), Client(x0, x0), None
 
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:  # type: ignore[override]
+    def client(self, down: Model, rows: Client, work: Work) -> tuple[Delta, Client]:  # type: ignore[override]
         w = descend(rows.w, work, steps=(work.steps > 0) * work.local.epochs)
         v = descend(rows.v, work, pull=((self.lam, down.x),), lr=self.personal_lr)
-        return Up(w - down.x), Client(v, w)
+        return Delta(w - down.x), Client(v, w)

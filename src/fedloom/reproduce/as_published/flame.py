@@ -6,12 +6,13 @@ after every epoch, which is not done here.
 
 from __future__ import annotations
 
-from fedloom.algorithms.flame import FLAME, Client, Down, Up
+from fedloom.algorithms import Model, Point
+from fedloom.algorithms.flame import FLAME, Client
 from fedloom.local import Work
 
 
 class FLAMEAsPublished(FLAME):
     """FLAME whose prox centre is the received model."""
 
-    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+    def client(self, down: Model, rows: Client, work: Work) -> tuple[Point, Client]:
         return super().client(down, rows._replace(w=down.x.expand_as(rows.w)), work)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, SerializeAsAny
 
-from fedloom.rows.prox._base import Prox
+from fedloom.rows.prox._base import Form, Prox, made_by
 from fedloom.rows.prox.nonconvex import MCP, SCAD
 from fedloom.rows.prox.norms import L1, L2, ElasticNet, GroupL1, Linf, SquaredL2
 from fedloom.rows.prox.sets import Affine, Box, HalfSpace, L1Ball, L2Ball, LinfBall, Simplex
@@ -30,6 +30,7 @@ __all__ = [
     "AnyProx",
     "Box",
     "ElasticNet",
+    "Form",
     "GroupL1",
     "HalfSpace",
     "L1Ball",
@@ -42,4 +43,5 @@ __all__ = [
     "Simplex",
     "SquaredL2",
     "Total",
+    "made_by",
 ]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from fedloom.rows.algebra import Scalar
 from fedloom.rows.layout import Layout
 
+Form = Literal["dense", "sparse", "lowrank"]
+"""Form of a vector: nothing special, many zeros, or matrices of low rank."""
+
 
 @runtime_checkable
 class Prox(Protocol):
     """A function f of R^d with prox_{t f}(v) = argmin_x f(x) + ||x - v||^2 / (2 t), row by row.
 
-    Functions of matrices and of parameters need the layout, the others ignore it.
+    Functions of matrices and of parameters need the layout, the others ignore it. A class whose prox makes vectors
+    sparse or of low rank says so in ``makes: ClassVar[Form]``: they are then sent in that form and counted.
     """
 
     @property
@@ -33,3 +37,9 @@ class Prox(Protocol):
             ConfigError: no layout where one is needed, or t beyond what a weakly convex function allows.
         """
         ...
+
+
+def made_by(f: object) -> Form:
+    """The form that the prox of ``f`` gives a vector, ``f.makes``; "dense" where f does not say."""
+    form: Form = getattr(f, "makes", "dense")
+    return form

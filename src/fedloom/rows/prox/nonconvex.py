@@ -11,6 +11,7 @@ from torch import Tensor
 from fedloom.errors import ConfigError
 from fedloom.rows.algebra import Scalar, soft, total
 from fedloom.rows.layout import Layout
+from fedloom.rows.prox._base import Form
 from fedloom.values import Value
 
 
@@ -23,6 +24,7 @@ class SCAD(Value):
     """
 
     convex: ClassVar[bool] = False
+    makes: ClassVar[Form] = "sparse"
     kind: Literal["scad"] = "scad"
     c: float = Field(0.01, gt=0, description="threshold lambda")
     a: float = Field(3.7, gt=2, description="where the penalty becomes flat, in units of c (Fan and Li, section 2.2)")
@@ -52,6 +54,7 @@ class MCP(Value):
     """
 
     convex: ClassVar[bool] = False
+    makes: ClassVar[Form] = "sparse"
     kind: Literal["mcp"] = "mcp"
     c: float = Field(0.01, gt=0, description="threshold lambda")
     gamma: float = Field(3.0, gt=0, description="where the penalty becomes flat, in units of c")

@@ -11,6 +11,7 @@ from torch import Tensor
 from fedloom.errors import ConfigError
 from fedloom.rows.algebra import Scalar, norm, onto_l1_ball, soft, total
 from fedloom.rows.layout import Layout
+from fedloom.rows.prox._base import Form
 from fedloom.values import Value
 
 
@@ -18,6 +19,7 @@ class L1(Value):
     """f(x) = c ||x||_1; the prox is the soft threshold sign(v) max(|v| - c t, 0) (Parikh and Boyd, 6.5.2)."""
 
     convex: ClassVar[bool] = True
+    makes: ClassVar[Form] = "sparse"
     kind: Literal["l1"] = "l1"
     c: float = Field(0.01, ge=0, description="weight of the norm (FedDR, section 5)")
 
@@ -60,6 +62,7 @@ class ElasticNet(Value):
     """f(x) = a ||x||_1 + b ||x||^2; the prox is S_{a t}(v) / (1 + 2 b t) (Parikh and Boyd, 6.5.3)."""
 
     convex: ClassVar[bool] = True
+    makes: ClassVar[Form] = "sparse"
     kind: Literal["elastic-net"] = "elastic-net"
     a: float = Field(0.01, ge=0, description="weight of the l1 norm")
     b: float = Field(0.01, ge=0, description="weight of the squared l2 norm, without a factor 1/2")
@@ -93,6 +96,7 @@ class GroupL1(Value):
     """
 
     convex: ClassVar[bool] = True
+    makes: ClassVar[Form] = "sparse"
     kind: Literal["group-l1"] = "group-l1"
     c: float = Field(0.01, ge=0, description="weight of the norm")
     by: Literal["parameter", "unit"] | PositiveInt = Field("unit", description="what a group is")

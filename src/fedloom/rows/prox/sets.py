@@ -16,6 +16,7 @@ from torch import Tensor
 from fedloom.errors import ConfigError
 from fedloom.rows.algebra import Scalar, norm, onto_l1_ball, onto_simplex, total
 from fedloom.rows.layout import Layout
+from fedloom.rows.prox._base import Form
 from fedloom.values import Value
 
 
@@ -75,6 +76,7 @@ class L2Ball(ConvexSet):
 class L1Ball(ConvexSet):
     """{||x||_1 <= radius} (Duchi et al., ICML 2008, Fig. 1)."""
 
+    makes: ClassVar[Form] = "sparse"
     kind: Literal["l1-ball"] = "l1-ball"
     radius: float = Field(1.0, gt=0, description="radius of the ball")
 
@@ -85,6 +87,7 @@ class L1Ball(ConvexSet):
 class Simplex(ConvexSet):
     """{x >= 0, sum x = radius} (Duchi et al., ICML 2008, Fig. 1)."""
 
+    makes: ClassVar[Form] = "sparse"
     kind: Literal["simplex"] = "simplex"
     radius: float = Field(1.0, gt=0, description="sum of the coordinates")
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from fedloom.errors import ConfigError
 from fedloom.rows.algebra import Scalar, on_spectrum, onto_l1_ball, soft, total
 from fedloom.rows.layout import Layout
+from fedloom.rows.prox._base import Form
 from fedloom.rows.prox.sets import ConvexSet
 from fedloom.values import Value
 
@@ -23,6 +24,7 @@ class Nuclear(Value):
     """
 
     convex: ClassVar[bool] = True
+    makes: ClassVar[Form] = "lowrank"
     kind: Literal["nuclear"] = "nuclear"
     c: float = Field(1e-4, ge=0, description="weight of the norm (lambda of FedSLR, section 5)")
 
@@ -42,6 +44,7 @@ class NuclearBall(ConvexSet):
     (Parikh and Boyd, 6.7.3: an absolutely symmetric function of the singular values.) Needs the layout.
     """
 
+    makes: ClassVar[Form] = "lowrank"
     kind: Literal["nuclear-ball"] = "nuclear-ball"
     radius: float = Field(1.0, gt=0, description="largest nuclear norm of a layer")
 

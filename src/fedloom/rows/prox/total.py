@@ -12,7 +12,7 @@ from torch import Tensor
 from fedloom.errors import ConfigError
 from fedloom.rows.algebra import Scalar, norm
 from fedloom.rows.layout import Layout
-from fedloom.rows.prox._base import Prox
+from fedloom.rows.prox._base import Form, Prox, made_by
 from fedloom.rows.prox.nonconvex import MCP, SCAD
 from fedloom.rows.prox.norms import L1, L2, ElasticNet, GroupL1, Linf, SquaredL2
 from fedloom.rows.prox.sets import Affine, Box, HalfSpace, L1Ball, L2Ball, LinfBall, Simplex
@@ -87,6 +87,11 @@ class Total(Value):
     def convex(self) -> bool:
         """Whether every part is convex."""
         return all(p.convex for p in self._functions)
+
+    @property
+    def makes(self) -> Form:
+        """The form of the first part that makes one."""
+        return next((form for form in map(made_by, self.parts) if form != "dense"), "dense")
 
     @property
     def _functions(self) -> list[Prox]:

@@ -1,0 +1,58 @@
+"""The nonsmooth terms of composite problems: functions with a prox, or None for no term."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, get_args
+
+import torch
+from pydantic import AfterValidator
+from torch import Tensor
+
+from fedloom.rows import algebra
+from fedloom.rows.layout import Layout
+from fedloom.rows.prox import L1, AnyProx, Form, Nuclear, Prox, made_by
+from fedloom.values import Value
+
+
+def _has_prox(f: Value | None) -> Value | None:
+    if f is not None and not isinstance(f, Prox):
+        raise ValueError(f"a regulariser needs f, prox and convex, got {type(f).__name__}")
+    if made_by(f) not in get_args(Form):
+        raise ValueError(f"makes of {type(f).__name__} must be one of {', '.join(get_args(Form))}, got {made_by(f)!r}")
+    return f
+
+
+Regulariser = Annotated[AnyProx | None, AfterValidator(_has_prox)]
+"""Type of a field that holds the nonsmooth term of a composite problem; None is no term."""
+
+
+def with_prox(f: object) -> Prox | None:
+    """The regulariser as a function with a prox, or None."""
+    return f if isinstance(f, Prox) else None
+
+
+def proximal(f: object, v: Tensor, t: float | Tensor, layout: Layout) -> Tensor:
+    """prox_{t f}(v), and v itself without f; v ``[d]`` or ``[m, d]``, t a number or ``[m, 1]``."""
+    return f.prox(v, t, layout) if isinstance(f, Prox) else v
+
+
+def penalty(f: object, x: Tensor, layout: Layout) -> Tensor:
+    """f(x), and 0 without f: ``[m, 1]`` of ``[m, d]``, a scalar of ``[d]``."""
+    return f.f(x, layout) if isinstance(f, Prox) else algebra.total(torch.zeros_like(x))
+
+
+def gradient_mapping(f: object, x: Tensor, gradient: Tensor, t: float, layout: Layout) -> Tensor:
+    """||x - prox_{t f}(x - t gradient)|| / t: zero exactly where 0 is in gradient + df(x) (f convex), ``[..., 1]``."""
+    gap = x - proximal(f, x - t * gradient, t, layout)
+    return algebra.norm(gap) / t
+
+
+Components = Literal["lr+s", "s+s", "s+lr", "lr+lr"]
+"""Global + personal part of a model, each of low rank or sparse."""
+
+
+def penalties(components: Components, lam: float, mu: float) -> dict[str, Prox]:
+    """The penalty of the global part with the weight lam, and of the personal part with mu, per FedSLR's components."""
+    kinds: dict[str, type[L1 | Nuclear]] = {"lr": Nuclear, "s": L1}
+    shared, own = components.split("+")
+    return {"global": kinds[shared](c=lam), "personal": kinds[own](c=mu)}

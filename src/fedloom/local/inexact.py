@@ -1,0 +1,143 @@
+"""inexact: a local problem of ADMM solved until a relative criterion holds; gradient descent, one of its solvers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.local.descend import descend
+from fedloom.local.iterate import iterate
+from fedloom.local.rows import each_client, per_client
+from fedloom.local.svrg import svrg
+
+if TYPE_CHECKING:
+    from fedloom.local.descend import Pull
+    from fedloom.local.svrg import Until
+    from fedloom.local.work import Work
+
+Solver = Literal["svrg", "gd", "sgd"]
+"""SVRG, gradient descent, or the run's local SGD."""
+
+
+class DescentResult(NamedTuple):
+    """Where every client ended ``w [m, d]``, and the steps it took ``steps [m, 1]``."""
+
+    w: Tensor
+    steps: Tensor
+
+
+class _Rows(NamedTuple):
+    w: Tensor
+    direction: Tensor
+    start: Tensor
+    done: Tensor
+    mu: Tensor
+    steady: Tensor
+
+
+def gradient_descent(
+    w: Tensor,
+    work: Work,
+    pull: Sequence[Pull] = (),
+    shift: Tensor | None = None,
+    steps: Tensor | int | None = None,
+    lr: float | None = None,
+    until: Until | None = None,
+) -> DescentResult:
+    """``w <- w - lr grad L(w)`` on L(w) = f_i(w) + sum mu/2 ||w - x||^2 + <shift, w>, started at ``w``.
+
+    Args:
+        w: ``[d]`` or ``[m, d]``.
+        work: the local problems; a full gradient per step, and one more.
+        pull: pairs (mu, x).
+        shift: ``[d]`` or ``[m, d]``.
+        steps: most steps, ``[m, 1]`` or one number; the steps of the round when None.
+        lr: step size; the step size of the round when None.
+        until: stop rule, checked after each step.
+
+    Returns:
+        The last point and the number of steps of each client.
+    """
+    m, rate = work.m, work.lr if lr is None else lr
+    w = each_client(w, m)
+    mu = sum((per_client(k, m, w) for k, _ in pull), torch.zeros_like(w[:, :1]))
+    steady = torch.zeros_like(w) if shift is None else each_client(shift, m)
+    for k, x in pull:
+        steady = steady - per_client(k, m, w) * x
+
+    def direction(w: Tensor, work: Work, mu: Tensor, steady: Tensor) -> Tensor:
+        return work.add_full_grad_(torch.addcmul(steady, w, mu), w)
+
+    def step(rows: _Rows, work: Work) -> _Rows:
+        w = rows.w.sub_(rows.direction, alpha=rate)
+        return rows._replace(direction=direction(w, work, rows.mu, rows.steady), done=rows.done + 1)
+
+    first = direction(w, work, mu, steady)
+    done = torch.zeros(m, 1, dtype=torch.long, device=w.device)
+    rows = _Rows(w.clone(memory_format=torch.contiguous_format), first, first, done, mu, steady)
+    stop = None if until is None else (lambda rows, _work: until(rows.direction, rows.start))
+    end = iterate(step, rows, work, steps, batches=0, until=stop)
+    return DescentResult(end.w, end.done)
+
+
+def inexact(
+    w: Tensor,
+    work: Work,
+    pull: tuple[float, Tensor],
+    shift: Tensor,
+    solver: Solver,
+    smooth: float,
+    r: float,
+    most: int,
+    inner: int | None = None,
+    lr: float | None = None,
+) -> DescentResult:
+    """An approximate minimiser w' of L(w) = f_i(w) + beta/2 ||w - y||^2 + <shift, w>, from ``w``.
+
+    "svrg" and "gd" end with ||grad L(w')|| <= sqrt(r) (beta - L)/(beta + L) ||grad L(w)||. With gradients of f_i that
+    have the Lipschitz constant L < beta, this implies ||w' - w*||^2 <= r ||w - w*||^2, w* the minimiser, as
+    (beta - L) ||x - w*|| <= ||grad L(x)|| <= (beta + L) ||x - w*||. "sgd" is `descend`, which has no criterion.
+
+    Args:
+        w: ``[m, d]``.
+        work: the local problems.
+        pull: (beta, y).
+        shift: ``[m, d]``.
+        solver: SVRG, gradient descent, or the run's local SGD.
+        smooth: L.
+        r: tolerance, >= 0; 0 takes all iterations.
+        most: most outer iterations of SVRG or steps of gradient descent, for clients that take steps in the round.
+        inner: steps of an outer iteration, see `svrg`.
+        lr: step size; the step size of the round when None.
+
+    Returns:
+        The last point, and the iterations (steps of "gd" and "sgd") of each client.
+    """
+    beta, limit = pull[0], most * (work.steps > 0)
+    bound = r * ((beta - smooth) / (beta + smooth)) ** 2
+
+    def met(now: Tensor, start: Tensor) -> Tensor:
+        return now.square().sum(1, keepdim=True) <= bound * start.square().sum(1, keepdim=True)
+
+    if solver == "svrg":
+        return DescentResult(*svrg(w, work, (pull,), shift, limit, inner, lr, met))
+    if solver == "gd":
+        return gradient_descent(w, work, (pull,), shift, limit, lr, met)
+    return DescentResult(descend(w, work, (pull,), shift, lr=lr), work.steps)
+
+
+def augmented_lagrangian(x: Tensor, work: Work, pull: tuple[Tensor, Tensor], z: Tensor) -> Tensor:
+    """f_i(x) + <z, x - y> + beta/2 ||x - y||^2 with (beta, y) = ``pull``, weight decay included, ``[m, 1]``."""
+    beta, y = pull
+    gap = x - y
+    terms = gap * z + beta / 2 * gap.square() + work.local.weight_decay / 2 * x.square()
+    return work.loss(x) + terms.sum(1, keepdim=True)
+
+
+def lyapunov_step(dx: Tensor, dz: Tensor, beta: float, smooth: float, tau: float, r: float) -> Tensor:
+    """The last changes' term ``[m, 1]`` of inexact ADMM's Lyapunov function (FIAELT, Proposition 5)."""
+    upsilon = (2 * beta**2 + 4 * smooth**2) / (tau * beta) * 4 * r / (1 - 2 * r)
+    return ((1 - tau) / tau**2 / beta * dz.square() + upsilon * dx.square()).sum(1, keepdim=True)
