@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from fedloom.engine.scoring import Scores
-
-HIGHER = ("accuracy", "auroc", "r2")
-"""Metrics by which the hybrid chooses, the first that the task has; more is better."""
+from fedloom.metrics import METRICS, leading
 
 
 def choose_model(scores: Scores, select_on: str) -> Tensor:
@@ -18,9 +16,9 @@ def choose_model(scores: Scores, select_on: str) -> Tensor:
     part is empty (FLAME, model selection).
     """
     personal, shared = scores["personal", select_on], scores["global", select_on]
-    metric = next((name for name in HIGHER if name in personal), "loss")
-    sign = -1.0 if metric == "loss" else 1.0
-    return sign * shared[metric] > sign * personal[metric]
+    name = leading(personal, "client")
+    sign = 1.0 if METRICS[name].higher else -1.0
+    return sign * shared[name] > sign * personal[name]
 
 
 def hybrid_scores(scores: Scores, select_on: str) -> Scores:

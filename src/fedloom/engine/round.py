@@ -11,7 +11,7 @@ from torch import Tensor
 from fedloom import metrics
 from fedloom.algorithms._base import Algorithm, Kept, Mean, Rows, primary_field
 from fedloom.engine.chunk import attack
-from fedloom.engine.hybrid import HIGHER, hybrid_scores
+from fedloom.engine.hybrid import hybrid_scores
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted, spent
 from fedloom.engine.scoring import Scores
@@ -283,22 +283,14 @@ def _record_scores(job: Job, state: State, scores: Scores) -> None:
                 continue
             records.clients(t, model, part, name, value)
             v = value.numpy() if benign is None else value.numpy() * benign
-            records.total(t, model, part, f"{name}/mean", metrics.mean(v))
             if part == "common":
+                records.total(t, model, part, f"{name}/mean", metrics.mean(v))
                 continue
-            records.total(t, model, part, f"{name}/weighted", metrics.weighted(v, sizes))
-            records.total(t, model, part, f"{name}/worst10", metrics.worst(v, low=name in GOOD))
-            if name == "loss":
-                records.total(t, model, part, "loss/variance", metrics.variance(v))
-                records.total(t, model, part, "cd", metrics.disagreement(v))
-            if name in HIGHER:
-                records.total(t, model, part, f"{name}/variance", metrics.variance(v))
-                records.total(t, model, part, f"{name}/jain", metrics.jain(v))
-                centre = scores.get(("global", "common"), {}).get(name)
-                if centre is not None:
-                    records.total(t, model, part, f"{name}/sigma", metrics.spread(v, float(centre[0])))
-                for k, decile in enumerate(metrics.deciles(v), 1):
-                    records.total(t, model, part, f"{name}/decile{k}", float(decile))
+            centre = scores.get(("global", "common"), {}).get(name)
+            for figure, one in metrics.over_clients(
+                name, v, sizes, None if centre is None else float(centre[0])
+            ).items():
+                records.total(t, model, part, figure, one)
 
 
 def _record_extras(job: Job, state: State) -> None:
@@ -335,7 +327,3 @@ def _figures(job: Job, state: State, ctx: Ctx, down: Any) -> dict[str, float]:
             sums = [f.sum(0) for f in part]
             total = type(part)(*(sums if total is None else [a + b for a, b in zip(total, sums, strict=True)]))
     return job.algorithm.diagnostics(state.server, total, ctx)
-
-
-GOOD = (*HIGHER, "macro_f1", "f1", "auprc")
-"""Metrics of which more is better."""
