@@ -73,7 +73,7 @@ class Sites:
             c = int(task.ids)
             if c not in replies:
                 none = torch.zeros(1, len(COUNTS), dtype=torch.long)
-                yield Trained(torch.tensor([False]), {}, 0.0, none)
+                yield Trained(torch.tensor([False]), {}, {}, 0.0, none)
                 continue
             reply = replies.pop(c)
             made = made_of(reply.value, self._post.judge.model(reply.value, received[c]), _work(reply))

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from fedloom.algorithms._base import Kept, Rows, base_of, kept_term, primary_field
+from fedloom.algorithms._base import base_of, primary_field
 from fedloom.engine.job import Job
+from fedloom.engine.uploads import partials
 from fedloom.errors import ClientError, FedloomError, blamed, cause_of
 from fedloom.local import Work
 from fedloom.local.rows import rows_of, to_device
@@ -183,29 +184,20 @@ def receive(job: Job, server: Any, task: TrainTask, down: Any, made: Made) -> Tr
     if not everyone:
         up, new, info, told, model, residue = (_some(p, accepted) for p in (up, new, info, told, model, residue))
         ids, task = ids[accepted], task._replace(share=task.share[accepted])
-    tensors = {} if info is None else {"info": info}
+    answers = {} if info is None else {"info": info}
     if job.sees_honest and model is not None:
-        tensors["models"] = model
+        answers["models"] = model
     if job.sampler.learns and model is not None:
         received = down[0] if everyone else _received(down[0], accepted)
-        tensors["told"] = model - received if told is None else told
-    for name, kind in job.fields.items():
-        value = getattr(up, name)
-        if isinstance(kind, Kept):
-            now, old = (kept_term(kind, name, rows).cpu() for rows in (up, job.kept.read(ids)))
-            tensors[f"kept/{name}"] = _sum(now).sub_(_sum(old))
-        elif isinstance(kind, Rows) or job.gathers:
-            tensors[f"rows/{name}"] = value
-        else:
-            share = torch.ones_like(task.share) if kind.accumulates else task.share
-            tensors[f"sum/{name}"] = (share.T.to(value) @ value)[0]
+        answers["told"] = model - received if told is None else told
+    parts = partials(job, up, ids, task.share)
     if len(ids):
         job.clients.write(ids, new)
         if job.kept_fields:
             job.kept.write(ids, type(job.kept.template)(*[getattr(up, name) for name in job.kept_fields]))
         if residue is not None:
             job.residue.write(ids, residue)
-    return Trained(accepted, tensors, float(task.share.sum()), counts)
+    return Trained(accepted, parts, answers, float(task.share.sum()), counts)
 
 
 def _through(job: Job, up: Any, residue: Any, noise: Sequence[Generator]) -> tuple[Any, Any]:
@@ -230,14 +222,6 @@ def asked_counts(job: Job, answer: Tensor, work: Tensor) -> Tensor:
     """What asking cost ``[m, 7]`` (`COUNTS`): the model down, the answer ``[m, k]`` up, and the ``work [m, 3]``."""
     k, d, item = answer.shape[1], job.oracle.layout.d, job.oracle.dtype.itemsize
     return torch.cat([work, torch.tensor([k * item, d * item, 4 * k, 4 * d]).expand(len(work), -1)], 1)
-
-
-def _sum(rows: Tensor) -> Tensor:
-    """Sum ``[d]`` of rows ``[m, d]`` in double precision, without a copy of them in it."""
-    total = torch.zeros(rows.shape[1], dtype=torch.float64)
-    for row in rows:
-        total.add_(row)
-    return total
 
 
 def _done(work: Work, steps: Tensor) -> Tensor:

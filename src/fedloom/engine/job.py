@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import Algorithm, Kept, primary_field, upload_fields, upload_type
+from fedloom.algorithms import Algorithm, primary_field, upload_fields, upload_type
 from fedloom.algorithms._base import Sent, encodings
 from fedloom.choose import Sampler, Weigher
 from fedloom.data.federation import Federation
@@ -127,7 +127,7 @@ class Job:
 
     def weights(self, up: Any) -> list[Tensor]:
         """The fields ``[m, 1]`` of an upload that weight others in the mean of what clients keep."""
-        named = {kind.weight for kind in self.fields.values() if isinstance(kind, Kept) and kind.weight is not None}
+        named = {kind.weight for kind in self.fields.values() if kind.keeps and kind.weight is not None}
         return [getattr(up, name) for name in sorted(named)]
 
     @cached_property
@@ -178,7 +178,7 @@ class Job:
     @property
     def kept_fields(self) -> list[str]:
         """Upload fields of which the server keeps every client's last row."""
-        return [name for name, kind in self.fields.items() if isinstance(kind, Kept)]
+        return [name for name, kind in self.fields.items() if kind.keeps]
 
     @property
     def has_personal(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import Algorithm, Composition, Kept, Mean, check_declaration, primary_field, upload_fields
+from fedloom.algorithms import Algorithm, Composition, check_declaration, primary_field, upload_fields
 from fedloom.choose import Sampler, Uniform, UniformWeigher, Weigher
 from fedloom.data.federation import Federation
 from fedloom.engine.job import Job, channel_fields
@@ -222,10 +222,10 @@ def check_together(
     kinds = upload_fields(type(algorithm)).values()
     if algorithm.plain_sgd and local.momentum:
         raise Refused(f"{name} cannot take momentum: {algorithm.plain_sgd}; set local.momentum = 0")
-    if not isinstance(weigher, UniformWeigher) and not any(isinstance(k, Mean) and not k.accumulates for k in kinds):
+    if not isinstance(weigher, UniformWeigher) and not any(k.weighable for k in kinds):
         if not kinds:
             why = "it uploads nothing"
-        elif any(isinstance(k, Kept) for k in kinds):
+        elif any(k.keeps for k in kinds):
             why = "its server keeps every client's last upload and takes their uniform mean"
         else:
             why = "its server adds uploads up over rounds, which needs their uniform mean"
@@ -275,7 +275,7 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
 
 def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
     """The note that a client which is drawn twice counts once in kept and accumulating fields, if there are any."""
-    once = [n for n, kind in upload_fields(type(algorithm)).items() if isinstance(kind, Kept) or kind.accumulates]
+    once = [n for n, kind in upload_fields(type(algorithm)).items() if kind.keeps or kind.accumulates]
     if not sampler.repeats or not once:
         return []
     return [
