@@ -149,7 +149,7 @@ def _wrong(job: Job, sides: _Sides, made: Any) -> str:
 def _made(job: Job, sides: _Sides, up: Any, new: Any, noise: Sequence[Generator] | None = None) -> Made:
     """Answer the weigher and the sampler, and pass the channel."""
     work = sides.work
-    up = up._replace(**{name: getattr(up, name) * mask for name, mask in job.masks.items()})
+    up = up._replace(**{name: getattr(up, name) * mask for name, mask in job.messages.masks.items()})
     name = job.watched
     info = told = model = residue = None
     if job.asks:
@@ -203,10 +203,10 @@ def receive(job: Job, server: Any, task: TrainTask, down: Any, made: Made) -> Tr
 def _through(job: Job, up: Any, residue: Any, noise: Sequence[Generator]) -> tuple[Any, Any]:
     """The upload after the channel, which acts on what a client sends, side by side, and the new residue."""
     assert job.channel is not None
-    update = job.update(up)
+    update = job.messages.update(up)
     state = to_device(residue, up[0].device)[0] if residue else None
     sent, state = job.channel.apply(state, update, noise)
-    return job.with_update(up, sent), type(residue)(*([] if state is None else [state]))
+    return job.messages.with_update(up, sent), type(residue)(*([] if state is None else [state]))
 
 
 def ask(job: Job, model: Tensor, task: AskTask) -> tuple[Tensor, Tensor]:
@@ -251,7 +251,7 @@ def _some(part: Any, which: Tensor) -> Any:
 
 
 def _counts(job: Job, server: Any, work: Tensor, down: Any, up: Any, answer: int) -> Tensor:
-    up_bytes, up_paper = job.bytes_up(up)
-    down_bytes, down_paper = job.bytes_down(down, server)
+    up_bytes, up_paper = job.messages.up(up).bytes()
+    down_bytes, down_paper = job.messages.down(down, server).bytes()
     traffic = (up_bytes + answer * job.oracle.dtype.itemsize, down_bytes, up_paper + 4 * answer, down_paper)
     return torch.cat([work, torch.stack([c.expand(len(work)) for c in traffic], 1)], 1)

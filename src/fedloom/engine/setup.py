@@ -14,20 +14,20 @@ from torch import Tensor
 from fedloom.algorithms import Algorithm, Composition, check_declaration, primary_field, upload_fields
 from fedloom.choose import Sampler, Uniform, UniformWeigher, Weigher
 from fedloom.data.federation import Federation
-from fedloom.engine.job import Job, channel_fields
+from fedloom.engine.job import Job
+from fedloom.engine.messages import Messages, idle_upload
 from fedloom.engine.privacy import check_privacy
 from fedloom.engine.settings import Engine, Evaluate
 from fedloom.errors import ConfigError, Refused, blamed
 from fedloom.imports import source_of
-from fedloom.local import Ctx, Local, Nothing, Work
-from fedloom.local.oracles import Network, chunk_limit, make_oracle
+from fedloom.local import Ctx, Local, Nothing
+from fedloom.local.oracles import chunk_limit, make_oracle
 from fedloom.models import Augment, ModelSpec, spec_of
 from fedloom.processes.pool import cores
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.rows.aggregate import Aggregator
 from fedloom.rows.attacks import Attack, Poison
 from fedloom.rows.channel import Channel
-from fedloom.rows.layout import Layout
 from fedloom.seeds import generator
 from fedloom.storage.memory import Forked
 from fedloom.storage.store import Store
@@ -118,7 +118,8 @@ def make_job(
     if channel is not None or weigher.probes or sampler.learns:
         sample = idle_upload(method, (server, template, kept), oracle, ctx)
         check_width(method, sample, weigher, sampler, layout.d)
-        width = sum(_travelling(method, name, sample, layout) for name in channel_fields(type(method), channel))
+        if channel is not None:
+            width = Messages(method, layout, device, channel).update(sample).shape[1]
 
     def store(name: str, template: Any) -> Store[Any]:
         on_cpu = type(template)(*[t.cpu() for t in template])
@@ -165,21 +166,6 @@ def _residue(channel: Channel | None, width: int, dtype: torch.dtype) -> Any:
     """Template of the channel's memory at a client."""
     state = None if channel is None else channel.init(width, dtype)
     return Nothing() if state is None else Residue(state)
-
-
-def idle_upload(method: Algorithm, start: tuple[Any, Any, Any], oracle: Network, ctx: Ctx) -> Any:
-    """What one client uploads that takes no step: it shows the widths of the fields."""
-    server, template, kept = start
-    one = ctx._replace(m=1, ids=ctx.ids[:1])
-    rows = type(template)(*[t[None] for t in template])
-    down = method.down(server, kept and type(kept)(*[t[None] for t in kept]), one)
-    return method.client(down, rows, Work(oracle, one.ids, ctx.weight[:1], ctx.local).idle())[0]
-
-
-def _travelling(method: Algorithm, name: str, upload: Any, layout: Layout) -> int:
-    """Numbers of an upload field that leave the client."""
-    part = upload_fields(type(method))[name].part
-    return int(getattr(upload, name).shape[1]) if part is None else int(method.part(part, layout).sum())
 
 
 def check_width(method: Algorithm, upload: Any, weigher: Weigher, sampler: Sampler, d: int) -> None:
