@@ -23,7 +23,8 @@ from fedloom.deploy.settings import Site, check_version
 from fedloom.engine.chunk import ask, make, usable
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import Noise, accounted
-from fedloom.engine.scoring import Scores, personal_models, score
+from fedloom.engine.records import Scores
+from fedloom.engine.scoring import personal_models, score
 from fedloom.engine.setup import make_job
 from fedloom.errors import FedloomError, Refused
 from fedloom.processes.chunks import AskTask, ScoreTask, TrainTask

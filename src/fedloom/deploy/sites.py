@@ -14,8 +14,8 @@ from fedloom.deploy.replies import Reply
 from fedloom.deploy.settings import Server
 from fedloom.engine.chunk import asked_counts, receive
 from fedloom.engine.job import Job
-from fedloom.engine.scoring import Scores
-from fedloom.engine.sparsity import sizes_of
+from fedloom.engine.records import Scores
+from fedloom.engine.scoring import sizes_of
 from fedloom.errors import ConfigError, RunStopped, Stop
 from fedloom.processes.chunks import COUNTS, AskTask, ScoreTask, Trained, TrainTask
 

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from fedloom.data.facts import Facts
-from fedloom.engine.hybrid import choose_model
 from fedloom.engine.job import Job
 from fedloom.engine.records import not_measured
-from fedloom.engine.scoring import personal_models
+from fedloom.engine.scoring import choose_model, personal_models
 from fedloom.engine.state import State
 from fedloom.errors import Stop
 from fedloom.local.rows import to_device

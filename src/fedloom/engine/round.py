@@ -1,27 +1,19 @@
-"""The round: sample, download, train in chunks, aggregate what was accepted, step the server; and its evaluation."""
+"""The round: sample, download, train in chunks, aggregate what was accepted, step the server."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom import metrics
-from fedloom.algorithms import Algorithm
 from fedloom.engine.chunk import attack
-from fedloom.engine.hybrid import hybrid_scores
 from fedloom.engine.job import Job
-from fedloom.engine.privacy import accounted, spent
-from fedloom.engine.scoring import Scores
 from fedloom.engine.state import State
 from fedloom.engine.uploads import Uploads, weights_of
 from fedloom.errors import RunStopped, Stop, blamed
-from fedloom.local import Ctx, Work
 from fedloom.local.oracles import chunk_count
-from fedloom.local.rows import rows_of, to_device
-from fedloom.processes.chunks import COUNTS, AskTask, ScoreTask, TrainTask
+from fedloom.processes.chunks import COUNTS, AskTask, TrainTask
 from fedloom.processes.pool import Crew
 
 
@@ -107,116 +99,3 @@ def _ids(found: Tensor, n: int) -> Tensor:
 def _longest_first(job: Job, cohort: Tensor) -> Tensor:
     """The cohort by falling number of training samples, then by id."""
     return cohort[torch.argsort(job.train_sizes[cohort, 0], descending=True, stable=True)]
-
-
-def evaluate(job: Job, pool: Crew, state: State) -> Scores:
-    """Score every model after a round and record the figures.
-
-    Raises:
-        RunStopped: a model's training loss is not finite.
-    """
-    scores, t = scores_of(job, pool, state), state.round
-    record(job, state, scores)
-    if type(job.algorithm).diagnostics is not Algorithm.diagnostics:
-        for name, figure in pool.once(job.ctx(t).ids, lambda: diagnose(job, state)).items():
-            state.records.total(t, "", "", name, figure)
-    for (model, part), values in scores.items():
-        if part == "train" and not bool(values["loss"].isfinite().all()):
-            raise RunStopped(Stop.DIVERGED, f"round {t}: the training loss of the {model} model is not finite")
-    return scores
-
-
-def scores_of(job: Job, pool: Crew, state: State) -> Scores:
-    """Scores of every model that there is after a round."""
-    t, n = state.round, job.judge.n
-    with blamed("method", job.algorithm, f"round {t}"):
-        shared = job.algorithm.global_model(state.server)
-        if shared is not None and shared.shape != (job.oracle.layout.d,):
-            raise ValueError(f"global_model must return [d] = [{job.oracle.layout.d}], got {[*shared.shape]}")
-    if shared is not None or job.has_personal:
-        if job.has_personal and job.algorithm.mixes:
-            job.homes.everywhere(torch.arange(job.n))
-        down = job.down(state.server, t) if job.has_personal else None
-        places = torch.arange(n).tensor_split(chunk_count(n, max(job.chunk, 8)))
-        tasks = [ScoreTask(t, ids, state.cohort, common=k == 0) for k, ids in enumerate(places)]
-        found = list(pool.map("score", (down, shared), tasks))
-        scores: Scores = {
-            key: {name: torch.cat([f[key][name] for f in found if key in f]) for name in values}
-            for key, values in found[0].items()
-        }
-        if ("personal", job.evaluate.select_on) in scores and ("global", job.evaluate.select_on) in scores:
-            scores |= hybrid_scores(scores, job.evaluate.select_on)
-    else:
-        scores = {}
-    return scores
-
-
-def record(job: Job, state: State, scores: Scores) -> None:
-    """Record the scores of a round, what the clients did so far, and what is left of privacy."""
-    records, t = state.records, state.round
-    with np.errstate(over="ignore", invalid="ignore"):
-        _record_scores(job, state, scores)
-    _record_extras(job, state)
-    for name, value in zip((*COUNTS, "dropped"), state.totals.tolist(), strict=True):
-        records.total(t, "", "", name, value)
-
-
-def _record_scores(job: Job, state: State, scores: Scores) -> None:
-    records, t = state.records, state.round
-    benign = np.where(job.malicious.numpy(), np.nan, 1.0) if len(job.attackers) else None
-    for (model, part), values in scores.items():
-        if not part:
-            for name, value in values.items():
-                records.total(t, model, part, name, float(value.mean()))
-            continue
-        sizes = job.judge.sizes(part).double().cpu().numpy() if part != "common" else np.ones(1)
-        for name, value in values.items():
-            if part == "common" and len(value) == 1:
-                records.total(t, model, part, name, float(value[0]))
-                continue
-            records.clients(t, model, part, name, value)
-            v = value.numpy() if benign is None else value.numpy() * benign
-            if part == "common":
-                records.total(t, model, part, f"{name}/mean", metrics.mean(v))
-                continue
-            centre = scores.get(("global", "common"), {}).get(name)
-            for figure, one in metrics.over_clients(
-                name, v, sizes, None if centre is None else float(centre[0])
-            ).items():
-                records.total(t, model, part, figure, one)
-
-
-def _record_extras(job: Job, state: State) -> None:
-    """The privacy that is left, and how well planted groups are recovered."""
-    noise = accounted(job.channel, job.aggregator)
-    if noise is not None:
-        state.records.total(state.round, "", "", "epsilon", spent(noise, job.sampler, state.uploads, state.round))
-    labels = getattr(state.weigher, "labels", None)
-    if labels is None or not bool((labels >= 0).any()):
-        return
-    state.records.clients(state.round, "", "", "cluster", labels.cpu())
-    if job.judge.groups is not None:
-        seen = (labels[state.cohort] >= 0).nonzero()[:, 0]
-        ids = state.cohort[seen].sort().values
-        nmi = metrics.mutual_information(job.judge.groups[ids].cpu().numpy(), labels[ids].cpu().numpy())
-        state.records.total(state.round, "", "", "nmi", nmi)
-
-
-def diagnose(job: Job, state: State) -> dict[str, float]:
-    """The method's own figures after a round; not counted as its work."""
-    ctx = job.ctx(state.round)
-    down = job.down(state.server, state.round)
-    with blamed("method", job.algorithm, f"the diagnostics of round {state.round}"):
-        return _figures(job, state, ctx, down)
-
-
-def _figures(job: Job, state: State, ctx: Ctx, down: Any) -> dict[str, float]:
-    total: Any = None
-    for ids in ctx.ids.tensor_split(chunk_count(ctx.m, job.chunk)):
-        rows = to_device(job.clients.read(ids), job.oracle.device)
-        work = Work(job.oracle, ids, job.alpha[ids], job.local, seed=job.seed, round=max(state.round, 1))
-        part = job.algorithm.observe(to_device(rows_of(down, ids), job.oracle.device), rows, work)
-        if part is not None:
-            sums = [f.sum(0) for f in part]
-            total = type(part)(*(sums if total is None else [a + b for a, b in zip(total, sums, strict=True)]))
-    return job.algorithm.diagnostics(state.server, total, ctx)
