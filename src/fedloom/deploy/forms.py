@@ -15,7 +15,7 @@ from torch import Tensor
 from fedloom.engine.chunk import Made
 from fedloom.engine.job import Job
 from fedloom.engine.messages import UPDATE, Letter, idle_upload
-from fedloom.local import Nothing, Work
+from fedloom.local import Nothing
 from fedloom.local.rows import rows_of
 
 INFO, TOLD, MODEL = "answer to the weigher", "answer to the sampler", "model"
@@ -37,7 +37,7 @@ class Forms:
         self._down = job.down(server, 1, ids)
         start = (server, job.clients.template, job.kept.template if job.kept_fields else None)
         self._up = idle_upload(job.algorithm, start, job.oracle, job.ctx(0, ids))
-        self._work = Work(job.oracle, ids, job.alpha[ids], job.local, seed=job.seed).idle()
+        self._work = job.work(1, ids).idle()
         self._model = torch.zeros(job.oracle.layout.d, dtype=job.oracle.dtype)
 
     # ------------------------------------------------------------------------------------------------- training

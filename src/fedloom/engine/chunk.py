@@ -110,9 +110,7 @@ def attack(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | N
 
 def _sides(job: Job, down: Any, task: TrainTask) -> _Sides:
     rows = to_device(job.clients.read(task.ids), job.oracle.device)
-    alpha = job.alpha[task.ids].to(job.oracle.device)
-    work = Work(job.oracle, task.ids, alpha, job.local, seed=job.seed, round=task.round)
-    return _Sides(down, rows, work)
+    return _Sides(down, rows, job.work(task.round, task.ids))
 
 
 def _client(job: Job, sides: _Sides, work: Work) -> tuple[Any, Any]:
@@ -211,11 +209,10 @@ def _through(job: Job, up: Any, residue: Any, noise: Sequence[Generator]) -> tup
 
 def ask(job: Job, model: Tensor, task: AskTask) -> tuple[Tensor, Tensor]:
     """Answers ``[m, k]`` of candidates about the global model, and what they cost, ``[m, 7]`` (`COUNTS`)."""
-    ids, device = task.ids, job.oracle.device
-    work = Work(job.oracle, ids, job.alpha[ids].to(device), job.local, seed=job.seed, round=task.round)
+    work = job.work(task.round, task.ids)
     with blamed("sampler", job.sampler, f"round {task.round}"):
-        answer = job.sampler.probe(model.to(device), work).cpu()
-    return answer, asked_counts(job, answer, _done(work, torch.zeros_like(ids)))
+        answer = job.sampler.probe(model.to(job.oracle.device), work).cpu()
+    return answer, asked_counts(job, answer, _done(work, torch.zeros_like(task.ids)))
 
 
 def asked_counts(job: Job, answer: Tensor, work: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from fedloom.data.federation import Federation
 from fedloom.engine.messages import Messages
 from fedloom.engine.settings import Engine, Evaluate
 from fedloom.errors import blamed
-from fedloom.local import Ctx, Local
+from fedloom.local import Ctx, Local, Work
 from fedloom.local.oracles import Network
 from fedloom.models import ModelSpec
 from fedloom.processes.ranks import Ranks
@@ -168,6 +168,11 @@ class Job:
         ids = torch.arange(self.n) if ids is None else ids
         layout, sizes, groups = self.oracle.layout, self.train_sizes, self.fed.groups
         return Ctx(round, self.n, len(ids), ids, layout, self.alpha, sizes, groups, self.local, self.seed)
+
+    def work(self, round: int, ids: Tensor) -> Work:
+        """The local problems of clients in a round."""
+        alpha = self.alpha[ids].to(self.oracle.device)
+        return Work(self.oracle, ids, alpha, self.local, seed=self.seed, round=round)
 
     def down(self, server: Any, round: int, ids: Tensor | None = None) -> Any:
         """The download of a cohort; all clients when None."""

@@ -16,7 +16,7 @@ from fedloom.engine.privacy import accounted, spent
 from fedloom.engine.records import Scores
 from fedloom.engine.state import State
 from fedloom.errors import ClientError, FedloomError, RunStopped, Stop, blamed, cause_of
-from fedloom.local import Ctx, Work
+from fedloom.local import Ctx
 from fedloom.local.oracles import Network, chunk_count
 from fedloom.local.rows import rows_of, to_device
 from fedloom.metrics import METRICS, leading, mutual_information
@@ -74,7 +74,7 @@ def scores_of(job: Job, pool: Crew, state: State) -> Scores:
 def record(job: Job, state: State, scores: Scores) -> None:
     """Record the scores of a round, what the clients did so far, the privacy that is left, and recovered groups."""
     records, t = state.records, state.round
-    benign = torch.where(job.malicious, torch.nan, 1.0).numpy() if len(job.attackers) else None
+    benign = torch.where(job.malicious, torch.nan, 1.0).double().numpy() if len(job.attackers) else None
     sizes = {part: job.judge.sizes(part).double().cpu().numpy() for part in job.evaluate.parts}
     records.scores(t, scores, sizes, benign)
     for name, value in zip((*COUNTS, "dropped"), state.totals.tolist(), strict=True):
@@ -104,7 +104,7 @@ def _figures(job: Job, state: State, ctx: Ctx, down: Any) -> dict[str, float]:
     total: Any = None
     for ids in ctx.ids.tensor_split(chunk_count(ctx.m, job.chunk)):
         rows = to_device(job.clients.read(ids), job.oracle.device)
-        work = Work(job.oracle, ids, job.alpha[ids], job.local, seed=job.seed, round=max(state.round, 1))
+        work = job.work(max(state.round, 1), ids)
         part = job.algorithm.observe(to_device(rows_of(down, ids), job.oracle.device), rows, work)
         if part is not None:
             sums = [f.sum(0) for f in part]
@@ -173,7 +173,7 @@ def personal_models(job: Job, down: Any, round: int, ids: Tensor) -> Tensor:
     device = job.oracle.device
     rows = to_device(job.clients.read(ids), device)
     mine = to_device(rows_of(down, ids), device)
-    work = Work(job.oracle, ids, job.alpha[ids].to(device), job.local, seed=job.seed, round=round)
+    work = job.work(round, ids)
     fresh = (~job.clients.seen[ids]).nonzero()[:, 0]
     try:
         if len(fresh):

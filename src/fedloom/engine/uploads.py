@@ -6,83 +6,58 @@ Every kind of field says what a chunk of clients adds (``partial``), how the chu
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import Kept, Mean, Rows, primary_field
-from fedloom.algorithms._base import Kind
+from fedloom import algorithms
+from fedloom.algorithms import primary_field
 from fedloom.engine.job import Job
 from fedloom.errors import ConfigError, RunStopped, Stop, blamed
 from fedloom.local import Ctx
 from fedloom.processes.chunks import COUNTS, Trained, TrainTask
 
 
-class Accepted(NamedTuple):
-    """The cohort whose uploads count.
-
-    Attributes:
-        m: its clients.
-        n: all clients.
-        shares: ``[m, 1]`` float64 shares in the mean.
-        share: their sum, added up by chunks.
-        sums: sums over all clients of the fields that the server keeps.
-    """
-
-    m: int
-    n: int
-    shares: Tensor
-    share: float
-    sums: Mapping[str, Tensor]
-
-
-class Arriving(ABC):
-    """One field of the uploads of a round.
+class Rows:
+    """A `fedloom.algorithms.Rows` field: the accepted rows ``[m, .]``.
 
     Args:
         name: of the field.
         kind: of the field.
-
-    Attributes:
-        parts: what has arrived.
+        before: sum over all clients of what the server keeps, for a field of which it keeps rows.
     """
 
-    def __init__(self, name: str, kind: Any) -> None:
+    def __init__(self, name: str, kind: Any, before: Tensor | None = None) -> None:
         self.name, self.kind = name, kind
-        self.parts: list[Tensor] = []
+        self.parts = [] if before is None else [before.clone()]
 
-    @abstractmethod
     def partial(self, up: Any, kept: Any, share: Tensor) -> Tensor:
         """What a chunk adds: of its uploads, the rows that the server kept until now, and shares ``[m, 1]``."""
-
-    @abstractmethod
-    def merge(self, part: Tensor) -> None:
-        """Take what the next chunk adds."""
-
-    @abstractmethod
-    def finish(self, accepted: Accepted) -> Tensor:
-        """What the server gets."""
-
-
-class ArrivingRows(Arriving):
-    """A `Rows` field: the accepted rows ``[m, .]``."""
-
-    def partial(self, up: Any, kept: Any, share: Tensor) -> Tensor:
         value: Tensor = getattr(up, self.name)
         return value
 
     def merge(self, part: Tensor) -> None:
+        """Take what the next chunk adds."""
         self.parts.append(part)
 
-    def finish(self, accepted: Accepted) -> Tensor:
+    def finish(self, cohort: Uploads) -> Tensor:
+        """What the server gets."""
         return torch.cat(self.parts)
 
 
-class ArrivingMean(Arriving):
-    """A `Mean` field: partial sums ``[d]``, in double precision from the first on."""
+class GatheredMean(Rows):
+    """A `fedloom.algorithms.Mean` field whose rows are gathered: their weights, or a robust rule, need all of them."""
+
+    def finish(self, cohort: Uploads) -> Tensor:
+        rows = torch.cat(self.parts)
+        weights = torch.ones_like(cohort.shares) if self.kind.accumulates else cohort.shares
+        return ((weights / weights.sum()).T.to(rows.device, torch.float64) @ rows.double())[0]
+
+
+class Mean(Rows):
+    """A `fedloom.algorithms.Mean` field: partial sums ``[d]``, in double precision from the first on."""
 
     def partial(self, up: Any, kept: Any, share: Tensor) -> Tensor:
         value: Tensor = getattr(up, self.name)
@@ -92,57 +67,47 @@ class ArrivingMean(Arriving):
     def merge(self, part: Tensor) -> None:
         self.parts = [self.parts[0].add_(part) if self.parts else part.double()]
 
-    def finish(self, accepted: Accepted) -> Tensor:
-        return self.parts[0] / (accepted.m if self.kind.accumulates else accepted.share)
+    def finish(self, cohort: Uploads) -> Tensor:
+        return self.parts[0] / (len(cohort.shares) if self.kind.accumulates else cohort.share)
 
 
-class GatheredMean(ArrivingRows):
-    """A `Mean` field whose rows are gathered, since what they weigh follows from all of them."""
-
-    def finish(self, accepted: Accepted) -> Tensor:
-        rows = super().finish(accepted)
-        weights = torch.ones_like(accepted.shares) if self.kind.accumulates else accepted.shares
-        return ((weights / weights.sum()).T.to(rows.device, torch.float64) @ rows.double())[0]
-
-
-class ArrivingKept(Arriving):
-    """A `Kept` field: changes ``[d]`` of the float64 sum over all clients."""
-
-    def term(self, rows: Any) -> Tensor:
-        """What kept rows add to the sum: the field, times its weight if it has one."""
-        value: Tensor = getattr(rows, self.name)
-        return value if self.kind.weight is None else value * getattr(rows, self.kind.weight)
+class Kept(Rows):
+    """A `fedloom.algorithms.Kept` field: changes ``[d]`` of the float64 sum over all clients."""
 
     def partial(self, up: Any, kept: Any, share: Tensor) -> Tensor:
-        now, old = (self.term(rows).cpu() for rows in (up, kept))
+        now, old = (self.weighted(rows).cpu() for rows in (up, kept))
         return _sum(now).sub_(_sum(old))
 
     def merge(self, part: Tensor) -> None:
         self.parts[0].add_(part)
 
-    def finish(self, accepted: Accepted) -> Tensor:
-        return self.parts[0] / (accepted.n if self.kind.weight is None else accepted.sums[self.kind.weight])
+    def finish(self, cohort: Uploads) -> Tensor:
+        weight = self.kind.weight
+        return self.parts[0] / (cohort.job.n if weight is None else cohort.sums[weight])
+
+    def weighted(self, rows: Any) -> Tensor:
+        """The field, times its weight if it has one."""
+        value: Tensor = getattr(rows, self.name)
+        return value if self.kind.weight is None else value * getattr(rows, self.kind.weight)
 
 
-ARRIVING: dict[type[Kind], type[Arriving]] = {Mean: ArrivingMean, Kept: ArrivingKept, Rows: ArrivingRows}
-
-
-def arriving(job: Job) -> dict[str, Arriving]:
+def fields_of(job: Job, sums: Mapping[str, Tensor] | None = None) -> dict[str, Rows]:
     """The upload's fields before anything has arrived."""
-    kinds = ARRIVING | ({Mean: GatheredMean} if job.gathers else {})
-    return {name: kinds[type(kind)](name, kind) for name, kind in job.fields.items()}
+    mean = GatheredMean if job.gathers else Mean
+    kinds = {algorithms.Mean: mean, algorithms.Kept: Kept, algorithms.Rows: Rows}
+    return {name: kinds[type(kind)](name, kind, (sums or {}).get(name)) for name, kind in job.fields.items()}
 
 
 def partials(job: Job, up: Any, ids: Tensor, share: Tensor) -> dict[str, Tensor]:
     """What the accepted uploads of a chunk add, by field."""
     kept = job.kept.read(ids)
-    return {name: field.partial(up, kept, share) for name, field in arriving(job).items()}
+    return {name: field.partial(up, kept, share) for name, field in fields_of(job).items()}
 
 
 def first_sums(job: Job) -> dict[str, Tensor]:
     """Sums over all clients of what the server keeps before the first round."""
-    found = {name: field for name, field in arriving(job).items() if isinstance(field, ArrivingKept)}
-    return {name: job.n * field.term(job.kept.template).double() for name, field in found.items()}
+    kept = (field for field in fields_of(job).values() if isinstance(field, Kept))
+    return {field.name: job.n * field.weighted(job.kept.template).double() for field in kept}
 
 
 class Uploads:
@@ -153,29 +118,29 @@ class Uploads:
         sums: over all clients, of the fields that the server keeps; not modified.
 
     Attributes:
+        job: the run.
         ids: accepted clients, chunk by chunk.
+        shares: ``[m, 1]`` float64 their shares in the mean, once all have arrived.
+        share: their sum, added up by chunks.
         dropped: clients whose upload is unusable.
         counts: ``[m, 7]`` work and traffic of all of them (`COUNTS`).
     """
 
     def __init__(self, job: Job, sums: Mapping[str, Tensor]) -> None:
-        self._job, self._fields = job, arriving(job)
-        for name, value in sums.items():
-            self._fields[name].parts = [value.clone()]
+        self.job, self._fields = job, fields_of(job, sums)
         self.ids: list[Tensor] = []
         self.dropped: list[int] = []
         self.counts = torch.zeros(0, len(COUNTS), dtype=torch.long)
         self._answers: dict[str, list[Tensor]] = {}
-        self._shares: list[Tensor] = []
-        self._share = 0.0
+        self.shares, self.share = torch.zeros(0, 1, dtype=torch.float64), 0.0
 
     def add(self, task: TrainTask, trained: Trained) -> None:
         """Take what the next chunk brings."""
         self.ids.append(task.ids[trained.accepted])
         self.dropped += task.ids[~trained.accepted].tolist()
         self.counts = torch.cat([self.counts, trained.counts])
-        self._shares.append(task.share[trained.accepted])
-        self._share += trained.shares
+        self.shares = torch.cat([self.shares, task.share[trained.accepted]])
+        self.share += trained.shares
         for name, part in trained.parts.items():
             self._fields[name].merge(part)
         for name, rows in trained.answers.items():
@@ -188,7 +153,7 @@ class Uploads:
     @property
     def sums(self) -> dict[str, Tensor]:
         """Sums over all clients of the fields that the server keeps."""
-        return {name: self._fields[name].parts[0] for name in self._job.kept_fields}
+        return {name: self._fields[name].parts[0] for name in self.job.kept_fields}
 
     def aggregate(self, ctx: Ctx, weigher: Any, aggregator: dict[str, Tensor]) -> tuple[Any, Any, dict[str, Tensor]]:
         """The upload as the server gets it, and the new states of the weigher and the aggregator, from the old ones.
@@ -196,25 +161,21 @@ class Uploads:
         Raises:
             RunStopped: too few uploads for the aggregator.
         """
-        job, combined = self._job, dict[str, Tensor]()
-        shares = torch.cat(self._shares)
+        job, combined = self.job, dict[str, Tensor]()
         if job.weigher.probes:
             weights, weigher = weights_of(job, weigher, self.answers("info"), ctx)
-            shares = shares * weights
-        accepted = Accepted(ctx.m, job.n, shares, self._share, self.sums)
+            self.shares = self.shares * weights
         if job.robust:
-            combined, aggregator = self._robust(ctx, aggregator, shares)
+            combined, aggregator = self._robust(ctx, aggregator)
         values = []
         for name, field in self._fields.items():
-            value = combined[name] if name in combined else field.finish(accepted)
+            value = combined[name] if name in combined else field.finish(self)
             values.append(value.to(job.oracle.device, job.oracle.dtype) if field.kind.averaged else value)
         return job.upload(*values), weigher, aggregator
 
-    def _robust(
-        self, ctx: Ctx, state: dict[str, Tensor], shares: Tensor
-    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _robust(self, ctx: Ctx, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """What a robust rule makes of the cohort's rows, or of all that the server has seen; and its new state."""
-        job, primary = self._job, primary_field(type(self._job.algorithm))
+        job, primary = self.job, primary_field(type(self.job.algorithm))
         assert job.aggregator is not None
         if job.kept_fields:
             job.homes.everywhere(torch.arange(job.n))
@@ -224,7 +185,7 @@ class Uploads:
             weight = kind.weight if kind.keeps else None
             weights = torch.ones(len(ids), 1, dtype=torch.float64) if weight is None else rows[weight]
         else:
-            ids, weights = ctx.ids, shares
+            ids, weights = ctx.ids, self.shares
             rows = {name: torch.cat(field.parts) for name, field in self._fields.items() if field.kind.averaged}
         try:
             with blamed("aggregator", job.aggregator, f"round {ctx.round}"):
