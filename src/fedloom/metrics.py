@@ -1,59 +1,205 @@
-"""Figures of the whole federation, from the figures of its clients (definitions: see each function).
+"""Metrics: their names, titles, scales, directions and bounds, which of them decides what, and figures over clients.
 
-Arguments ``values`` are float64 ``[n]`` with nan for clients without samples in the part; those are left out.
+Everything that shows, compares or chooses by a metric reads this one table, so that a metric means the same in a run,
+a search, a deployment and a report. Arguments ``values`` are float64 ``[n]`` with nan for clients without samples in
+the part; those are left out.
 """
 
 from __future__ import annotations
 
-import numpy as np
-from numpy.typing import NDArray
+import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-Values = NDArray[np.float64]
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Values = NDArray[np.float64]
+
+MB = 1e6
+"""Bytes of a megabyte."""
+
+
+class Metric(NamedTuple):
+    """How a metric is called, shown and compared.
+
+    Attributes:
+        title: for people.
+        unit: of the shown value.
+        scale: shown values are multiplied by it.
+        higher: more is better.
+        bounds: smallest and largest value.
+        rated: one direction is better than the other.
+    """
+
+    title: str
+    unit: str = ""
+    scale: float = 1.0
+    higher: bool = True
+    bounds: tuple[float, float] = (-math.inf, math.inf)
+    rated: bool = True
+
+
+SHARE, POSITIVE = (0.0, 1.0), (0.0, math.inf)
+
+METRICS = {
+    "accuracy": Metric("Accuracy", "%", 100.0, bounds=SHARE),
+    "macro_f1": Metric("Macro F1", bounds=SHARE),
+    "auroc": Metric("AUROC", bounds=SHARE),
+    "auprc": Metric("AUPRC", bounds=SHARE),
+    "f1": Metric("F1", bounds=SHARE),
+    "r2": Metric("R²", bounds=(-math.inf, 1.0)),
+    "calibration_error": Metric("Calibration error", higher=False, bounds=SHARE),
+    "rmse": Metric("RMSE", higher=False, bounds=POSITIVE),
+    "mae": Metric("MAE", higher=False, bounds=POSITIVE),
+    "loss": Metric("Loss", higher=False),
+}
+"""Metrics of one client's samples (`fedloom.tasks`)."""
+
+TOTALS = {
+    "cd": Metric("Client disagreement", higher=False),
+    "nmi": Metric("Cluster recovery (NMI)"),
+    "nnz": Metric("Non-zero parameters", higher=False),
+    "nonzeros": Metric("Non-zero parameters", higher=False),
+    "personal_nonzeros": Metric("Non-zero parameters of a personal component, mean", higher=False),
+    "factorised": Metric("Parameters as thin factors", higher=False),
+    "rank": Metric("Rank", higher=False),
+    "kkt": Metric("KKT residual", higher=False),
+    "consensus_gap": Metric("Consensus gap", higher=False),
+    "lyapunov": Metric("Lyapunov function", higher=False),
+    "local_iterations": Metric("Local iterations", higher=False),
+    "epsilon": Metric("Privacy spent (epsilon)", higher=False),
+}
+"""Figures of the whole federation that have a proper name."""
+
+COSTS = {
+    "steps": Metric("Local steps", higher=False),
+    "samples_backward": Metric("Samples backward", higher=False),
+    "bytes_up": Metric("MB up", "", 1 / MB, higher=False),
+    "bytes_down": Metric("MB down", "", 1 / MB, higher=False),
+    "seconds": Metric("Seconds", higher=False),
+}
+"""The equal-work columns."""
+
+
+class Roles(NamedTuple):
+    """Which metric of a task decides what.
+
+    Attributes:
+        page: leads tables and reports.
+        settings: `fedloom tune` compares settings by its mean over the clients where it is defined; AUROC needs both
+            classes.
+        client: the hybrid model takes the better model of each client by it (FLAME, model selection).
+    """
+
+    page: str
+    settings: str
+    client: str
+
+
+ROLES = {
+    "binary": Roles("auroc", "auroc", "accuracy"),
+    "classification": Roles("accuracy", "accuracy", "accuracy"),
+    "regression": Roles("rmse", "r2", "r2"),
+}
+"""By task. Where none of them was measured, the loss decides."""
+
+CHOOSING = frozenset(name for roles in ROLES.values() for name in (roles.settings, roles.client))
+"""Metrics by which something is chosen; their spread over clients is recorded."""
+
+BRIEF = tuple(name for name in METRICS if name == "loss" or any(name in roles for roles in ROLES.values()))
+"""Metrics shown where there is room for few."""
+
+
+def leading(names: Collection[str], role: Literal["page", "settings", "client"] = "page") -> str:
+    """The metric that decides, of those measured.
+
+    >>> leading({"loss", "accuracy", "auroc"}), leading({"loss", "accuracy", "auroc"}, "client"), leading({"mae"})
+    ('auroc', 'accuracy', 'loss')
+    """
+    return next((found for roles in ROLES.values() if (found := getattr(roles, role)) in names), "loss")
+
+
+def metric(name: str) -> Metric:
+    """The facts of a metric or a figure of the federation; an unknown one keeps its name and is not rated."""
+    return METRICS.get(name) or TOTALS.get(name) or Metric(name.replace("_", " "), rated=False)
+
+
+def titled(shown: Metric) -> str:
+    """Title with its unit."""
+    return f"{shown.title} ({shown.unit})" if shown.unit else shown.title
+
+
+def over_clients(name: str, values: Values, sizes: Values, centre: float | None = None) -> dict[str, float]:
+    """Figures of the federation from those of its clients, by the name under which they are recorded.
+
+    Args:
+        name: the metric.
+        values: ``[n]`` by client; those with nan are left out.
+        sizes: ``[n]`` samples of the clients.
+        centre: value of the global model on the common test set.
+    """
+    low = metric(name).higher
+    found = {"mean": mean(values), "weighted": weighted(values, sizes), "worst10": worst(values, low=low)}
+    if name == "loss":
+        return {f"loss/{k}": v for k, v in (found | {"variance": variance(values)}).items()} | {
+            "cd": disagreement(values)
+        }
+    if name in CHOOSING:
+        found |= {"variance": variance(values), "jain": jain(values)}
+        found |= {} if centre is None else {"sigma": spread(values, centre)}
+        found |= {f"decile{k}": float(decile) for k, decile in enumerate(deciles(values), 1)}
+    return {f"{name}/{statistic}": value for statistic, value in found.items()}
 
 
 def mean(values: Values) -> float:
     """Mean over clients."""
-    return float(np.mean(_known(values))) if len(_known(values)) else float("nan")
+    found = _known(values)
+    return float(found.mean()) if len(found) else math.nan
 
 
 def weighted(values: Values, sizes: Values) -> float:
     """Mean over clients, weighted by their samples."""
+    import numpy as np
+
     there = np.isfinite(values) & (sizes > 0)
-    return float(np.average(values[there], weights=sizes[there])) if there.any() else float("nan")
+    return float(np.average(values[there], weights=sizes[there])) if there.any() else math.nan
 
 
-def worst(values: Values, share: float = 0.1, *, low: bool = True) -> float:
-    """Mean over the worst ``share`` of the clients (at least one); ``low``: small values are bad."""
-    found = np.sort(_known(values))
-    if not len(found):
-        return float("nan")
-    count = max(1, round(share * len(found)))
-    return float(np.mean(found[:count] if low else found[-count:]))
+def worst(values: Values, *, low: bool) -> float:
+    """Mean over the worst tenth of the clients (at least one); ``low``: small values are bad."""
+    found = _known(values)
+    found.sort()
+    count = max(1, round(len(found) / 10))
+    return float((found[:count] if low else found[-count:]).mean()) if len(found) else math.nan
 
 
 def deciles(values: Values) -> Values:
     """The nine deciles over clients."""
+    import numpy as np
+
     found = _known(values)
-    return np.quantile(found, np.arange(1, 10) / 10) if len(found) else np.full(9, np.nan)
+    return np.quantile(found, np.arange(1, 10) / 10) if len(found) else np.full(9, math.nan)
 
 
 def spread(values: Values, centre: float) -> float:
     """sigma_Acc: root mean square distance of the clients' accuracies from the global one (Equitable-FL, Sec. 5)."""
     found = _known(values)
-    return float(np.sqrt(np.mean((found - centre) ** 2))) if len(found) else float("nan")
+    return math.sqrt(((found - centre) ** 2).mean()) if len(found) else math.nan
 
 
 def variance(values: Values) -> float:
     """Sample variance over clients, divisor n - 1 (FLAME's fairness of test losses)."""
     found = _known(values)
-    return float(np.var(found, ddof=1)) if len(found) > 1 else float("nan")
+    return float(found.var(ddof=1)) if len(found) > 1 else math.nan
 
 
 def jain(values: Values) -> float:
     """Jain's fairness index (sum x)^2 / (n sum x^2), in [1/n, 1]."""
     found = _known(values)
-    total = float(np.sum(found**2))
-    return float(np.sum(found) ** 2 / (len(found) * total)) if total > 0 else float("nan")
+    total = float((found**2).sum())
+    return float(found.sum() ** 2 / (len(found) * total)) if total > 0 else math.nan
 
 
 def disagreement(values: Values) -> float:
@@ -62,11 +208,14 @@ def disagreement(values: Values) -> float:
     It is twice the mean absolute difference of a pair. The paper sums over the participants of a round; records have it
     over all clients, whoever took part, so that rounds and methods compare.
     """
-    found = np.sort(_known(values))
+    import numpy as np
+
+    found = _known(values)
+    found.sort()
     r = len(found)
     if r < 2:
-        return float("nan")
-    pairs = float(np.sum((2 * np.arange(r) - r + 1) * found))
+        return math.nan
+    pairs = float(((2 * np.arange(r) - r + 1) * found).sum())
     return 2 * pairs / (r * (r - 1) / 2)
 
 
@@ -78,4 +227,7 @@ def mutual_information(planted: NDArray[np.int64], found: NDArray[np.int64]) -> 
 
 
 def _known(values: Values) -> Values:
+    """A copy without what is not finite."""
+    import numpy as np
+
     return values[np.isfinite(values)]

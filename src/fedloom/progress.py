@@ -17,12 +17,10 @@ from rich.table import Table
 
 from fedloom.experiment import Plan
 from fedloom.experiment.telling import Now, Tell
+from fedloom.metrics import COSTS, METRICS, leading, metric
 
 SECONDS_PER_LINE = 5.0
 """Time between two plain lines of one run."""
-
-SHOWN = ("loss", "accuracy", "auroc", "rmse")
-"""Metrics shown of a run that goes on; the first two that it has."""
 
 
 @contextmanager
@@ -94,27 +92,27 @@ def _latest(now: Now) -> str:
     """The newest validation figures of the personal model, of the global one where there is none."""
     figures = now.figures[max(now.figures)]
     for model in ("personal", "global"):
-        found = {name: figures.get(f"{model}/validation/{name}/mean") for name in SHOWN}
-        texts = [f"{name} {value:.4g}" for name, value in found.items() if value is not None]
-        if texts:
-            return f", {model} validation {', '.join(texts[:2])}"
+        found = {name: figures.get(f"{model}/validation/{name}/mean") for name in METRICS}
+        there = {name: value for name, value in found.items() if value is not None}
+        if there:
+            texts = [f"{name} {there[name]:.4g}" for name in dict.fromkeys(("loss", leading(there))) if name in there]
+            return f", {model} validation {', '.join(texts)}"
     return ""
 
 
 def print_table(table: pa.Table) -> None:
     """The result table on standard output: mean over seeds with 95 % confidence interval, and the work it took."""
-    from fedloom.report.naming import LEADING  # the report's order of metrics
-
-    lead = next((m for m in LEADING if m in table.column_names), "loss")
-    columns = {
-        f"test {lead}": (lead, 100 if lead == "accuracy" else 1),
-        "worst 10 %": (f"{lead}_worst10", 100 if lead == "accuracy" else 1),
+    lead = leading(table.column_names)
+    scale = metric(lead).scale
+    columns: dict[str, tuple[str, float]] = {
+        f"test {lead}": (lead, scale),
+        "worst 10 %": (f"{lead}_worst10", scale),
         "calibration error": ("calibration_error", 1),
         "variance of losses": ("loss_variance", 1),
         "steps": ("steps", 1),
         "samples": ("samples_backward", 1),
-        "MB up": ("bytes_up", 1e-6),
-        "MB down": ("bytes_down", 1e-6),
+        "MB up": ("bytes_up", COSTS["bytes_up"].scale),
+        "MB down": ("bytes_down", COSTS["bytes_down"].scale),
     }
     there = {title: c for title, c in columns.items() if c[0] in table.column_names}
     shown = Table(box=SIMPLE_HEAD, pad_edge=False)

@@ -315,7 +315,7 @@ def test_fairness_weights_never_see_nan(tmp_path: Path) -> None:  # 10
         sent = forms.read_up(upload(reply))
         assert sent.info is not None
         values = {**{n: v[0] for n, v in sent.up._asdict().items()}, "answer to the weigher": sent.info[0] * torch.nan}
-        return changed(reply, BAD, arrays=[forms._upload.encode(values)])
+        return changed(reply, BAD, arrays=[forms._upload.codec.encode(values)])
 
     assert run(here, bend) is Stop.DONE
     assert {r["step"] for r in here.audit("rejected")} == {8}

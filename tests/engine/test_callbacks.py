@@ -50,8 +50,8 @@ def state(
 def test_a_run_ends_when_the_best_is_as_old_as_the_patience(values: list[float], ends: bool) -> None:
     stop = fl.callbacks.EarlyStop(patience=2)
     assert (stop(state(values)) is not None) == ends
-    rising = fl.callbacks.EarlyStop(patience=2, metric="accuracy")
-    assert (rising(state([-v for v in values], metric="accuracy")) is not None) == ends
+    rising = fl.callbacks.EarlyStop(patience=2, metric="macro_f1")
+    assert (rising(state([-v for v in values], metric="macro_f1")) is not None) == ends
 
 
 def test_only_evaluated_rounds_decide_and_small_steps_do_not_count() -> None:

@@ -183,7 +183,7 @@ def test_what_does_not_travel_passes_no_channel(fed: Federation, channel: Any) -
     """FedRep sends the body only: the server's head stays where it was, and the head's bytes are not counted."""
     result = run(fed, algorithm=FedRep(head_epochs=1), model=MLP(hidden=(8,)), channel=channel, rounds=2)
     job = result.job
-    body = job.masks["dw"]
+    body = job.messages.masks["dw"]
     start = job.spec.build(tuple(fed.data.shape), 10, 0)
     x0 = job.oracle.layout.vector(start, job.oracle.dtype)
     assert torch.equal(result.state.server.x[~body], x0[~body])

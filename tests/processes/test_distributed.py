@@ -291,7 +291,7 @@ def test_parcels_come_back_as_they_were() -> None:
         "expanded": torch.ones(1).expand(4),
         "nan": torch.tensor([torch.nan, torch.inf], dtype=torch.bfloat16),
     }
-    trained = Trained(torch.tensor([True, False, True]), tensors, 0.1 + 0.2, torch.arange(14).view(2, 7))
+    trained = Trained(torch.tensor([True, False, True]), tensors, {}, 0.1 + 0.2, torch.arange(14).view(2, 7))
     value = [trained, {("global", "test"): {"loss": torch.arange(3.0)}}, (None, "text", 2**60, float("inf"))]
     text, sent = parcel.write(value)
     forms = parcel.forms(text)
@@ -301,9 +301,9 @@ def test_parcels_come_back_as_they_were() -> None:
     assert torch.equal(back[0].accepted, trained.accepted)
     assert torch.equal(back[1]["global", "test"]["loss"], torch.arange(3.0))
     for name, tensor in tensors.items():
-        assert back[0].tensors[name].dtype == tensor.dtype
-        assert torch.equal(back[0].tensors[name].nan_to_num(), tensor.nan_to_num()), name
-        assert back[0].tensors[name].shape == tensor.shape
+        assert back[0].parts[name].dtype == tensor.dtype
+        assert torch.equal(back[0].parts[name].nan_to_num(), tensor.nan_to_num()), name
+        assert back[0].parts[name].shape == tensor.shape
 
 
 @pytest.mark.parametrize(

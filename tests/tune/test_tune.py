@@ -257,7 +257,7 @@ BAD = {
         "needs low > 0",
     ),
     "empty": (("startup = 2", 'startup = 2\n[tune.space.fedavg]\n"local.lr" = []'), "nothing to look for in fedavg"),
-    "metric": (("startup = 2", 'startup = 2\nmetric = "auroc"'), "it can be: accuracy, loss"),
+    "metric": (("startup = 2", 'startup = 2\nmetric = "auroc"'), "it can be: accuracy, macro_f1, loss"),
     "model": (("startup = 2", 'startup = 2\nmodel = "personal"'), "fedavg has: global"),
 }
 

@@ -33,10 +33,25 @@ class Kind:
         part: name of a mask of the algorithm (`Algorithm.part`): only those coordinates travel.
     """
 
+    averaged: ClassVar[bool] = True
+    """Arrives as one vector ``[d]``."""
+    keeps: ClassVar[bool] = False
+    """The server keeps every client's last row."""
+
     base: str = "zero"
     primary: bool = False
     accumulates: bool = False
     part: str | None = None
+
+    @property
+    def single(self) -> bool:
+        """The server sees the rows of single clients."""
+        return self.keeps or not self.averaged
+
+    @property
+    def weighable(self) -> bool:
+        """The weigher's weights act on it."""
+        return not self.single and not self.accumulates
 
 
 @dataclass(frozen=True)
@@ -52,12 +67,15 @@ class Kept(Kind):
         weight: another kept field ``[m, 1]``, not negative: a client's weight in the mean; None is the uniform mean.
     """
 
+    keeps: ClassVar[bool] = True
     weight: str | None = None
 
 
 @dataclass(frozen=True)
 class Rows(Kind):
     """Arrives as raw rows ``[m, .]``, used and forgotten within `Algorithm.server`."""
+
+    averaged: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -277,7 +295,7 @@ def upload_fields(algorithm: type[Algorithm]) -> Mapping[str, Kind]:
     """
     up, name = upload_type(algorithm), algorithm.__name__
     hints = get_type_hints(up, include_extras=True)
-    kinds = {field: [a for a in get_args(hints[field]) if isinstance(a, Kind)] for field in up._fields}
+    kinds = {field: [a for a in get_args(hints[field]) if isinstance(a, Mean | Kept | Rows)] for field in up._fields}
     for field, found in kinds.items():
         if len(found) != 1:
             raise ConfigError(
@@ -343,9 +361,3 @@ def base_of(kind: Kind, down: Any, rows: Any) -> Tensor | float:
     source, name = kind.base.split(".")
     base: Tensor = getattr(down if source == "down" else rows, name)
     return base
-
-
-def kept_term(kind: Kept, name: str, rows: Any) -> Tensor:
-    """What kept rows add to the sum of a field: the field, times its weight if it has one."""
-    value: Tensor = getattr(rows, name)
-    return value if kind.weight is None else value * getattr(rows, kind.weight)

@@ -25,7 +25,8 @@ from fedloom.deploy.settings import Site, check_version
 from fedloom.engine.chunk import Made, ask, make, usable
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import Noise, accounted
-from fedloom.engine.scoring import Scores, personal_models, score
+from fedloom.engine.records import Scores
+from fedloom.engine.scoring import personal_models, score
 from fedloom.engine.setup import make_job
 from fedloom.errors import CheckpointError, FedloomError, Refused, RunDirError, WireError
 from fedloom.experiment import Experiment

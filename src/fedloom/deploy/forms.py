@@ -6,7 +6,6 @@ message is checked against its form before anything is allocated for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,11 +14,9 @@ from torch import Tensor
 
 from fedloom.engine.chunk import Made
 from fedloom.engine.job import Job
-from fedloom.engine.setup import idle_upload
-from fedloom.local import Nothing, Work
+from fedloom.engine.messages import UPDATE, Letter, idle_upload
+from fedloom.local import Nothing
 from fedloom.local.rows import rows_of
-from fedloom.rows.fields import Field
-from fedloom.rows.wire import Codec
 
 INFO, TOLD, MODEL = "answer to the weigher", "answer to the sampler", "model"
 """Names of what is no field of the method."""
@@ -38,19 +35,19 @@ class Forms:
     """
 
     def __init__(self, job: Job, server: Any, client: int = 0) -> None:
-        self._job, self._server = job, server
+        self._job, self._server, self._messages = job, server, job.messages
         ids = torch.tensor([client])
         self._down = job.down(server, 1, ids)
         start = (server, job.clients.template, job.kept.template if job.kept_fields else None)
         self.idle = idle_upload(job.algorithm, start, job.oracle, job.ctx(0, ids))
-        self._work = Work(job.oracle, ids, job.alpha[ids], job.local, seed=job.seed).idle()
+        self._work = job.work(1, ids).idle()
+        self._model = torch.zeros(job.oracle.layout.d, dtype=job.oracle.dtype)
 
     # ------------------------------------------------------------------------------------------------- training
 
     def write_down(self, down: Any, server: Any = None) -> bytes:
         """What one client receives (fields ``[1, .]`` or ``[.]``); ``server`` has the ranks of matrices."""
-        letter = self._job.letter_down(down, server)
-        return letter.codec.encode({n: v.reshape(-1) for n, v in letter.values.items()}, letter.ranks)
+        return self._messages.down(down, server).encode()
 
     def read_down(self, message: bytes) -> Any:
         """The download of one client.
@@ -58,14 +55,11 @@ class Forms:
         Raises:
             WireError: the bytes are not one.
         """
-        found = self._job.letter_down(self._down, self._server).codec.decode(message)
-        return type(self._down)(*[found[n].view(like.shape) for n, like in self._down._asdict().items()])
+        return type(self._down)(**self._messages.down(self._down, self._server).decode(message))
 
     def write_up(self, made: Made) -> bytes:
         """What one client sends."""
-        values = {n: v[0] for n, v in self._job.letter_up(made.up).values.items()}
-        values |= {n: v[0] for n, v in ((INFO, made.info), (TOLD, made.told)) if v is not None}
-        return self._upload.encode(values)
+        return self._messages.up(made.up, _answers(made.info, made.told)).encode()
 
     def read_up(self, message: bytes) -> Sent:
         """What one client sent.
@@ -73,19 +67,16 @@ class Forms:
         Raises:
             WireError: the bytes are not an upload of this run.
         """
-        job = self._job
-        found = {name: value[None] for name, value in self._upload.decode(message).items()}
-        info, told = found.pop(INFO, None), found.pop(TOLD, None)
-        if job.channel is None or not self.idle:
-            return Sent(type(self.idle)(**found), info, told)
-        update = found.pop("update")
-        return Sent(job.with_update(self.idle._replace(**found), update), info, told)
+        found = self.idleload.decode(message)
+        info, told, update = (found.pop(name, None) for name in (INFO, TOLD, UPDATE))
+        up = self.idle._replace(**found)
+        return Sent(up if update is None else self._messages.with_update(up, update), info, told)
 
     # ------------------------------------------------------------------------------ questions before a round
 
     def write_model(self, model: Tensor) -> bytes:
         """The global model."""
-        return self._model.encode({MODEL: model.cpu()})
+        return self._messages.vector(MODEL, model).encode()
 
     def read_model(self, message: bytes) -> Tensor:
         """The global model.
@@ -93,11 +84,11 @@ class Forms:
         Raises:
             WireError: the bytes are not one.
         """
-        return self._model.decode(message)[MODEL]
+        return self._messages.vector(MODEL, self._model).decode(message)[MODEL]
 
     def write_answer(self, answer: Tensor) -> bytes:
         """A candidate's answer ``[1, k]`` to the sampler."""
-        return self._answer.encode({TOLD: answer[0]})
+        return self._messages.vector(TOLD, answer).encode()
 
     def read_answer(self, message: bytes) -> Tensor:
         """A candidate's answer ``[1, k]``.
@@ -105,7 +96,7 @@ class Forms:
         Raises:
             WireError: the bytes are not one.
         """
-        return self._answer.decode(message)[TOLD][None]
+        return self._messages.vector(TOLD, self._answer).decode(message)[TOLD]
 
     # ----------------------------------------------------------------------------------------------- evaluation
 
@@ -133,39 +124,28 @@ class Forms:
 
     def _is_received(self, down: Any, shared: Tensor) -> bool:
         """Whether a client that reads the download has the global model with it, bit for bit."""
-        sent = next(iter(self._job.sent["down"].values()))
-        whole = sent.part is None and sent.encoding == "dense"
-        return whole and torch.equal(down[0].reshape(-1), shared)
+        return self._messages.is_exact(self._down._fields[0]) and torch.equal(down[0].reshape(-1), shared)
 
     # ---------------------------------------------------------------------------------------------------- inside
 
     @cached_property
-    def _model(self) -> Codec:
-        layout = self._job.oracle.layout
-        return Codec(layout, {MODEL: Field((layout.d,), self._job.oracle.dtype)})
-
-    @cached_property
-    def _answer(self) -> Codec:
+    def _answer(self) -> Tensor:
+        """What an answer to the sampler looks like."""
         model = self._job.algorithm.global_model(self._server)
         assert model is not None
-        return self._with({}, {TOLD: self._job.sampler.probe(model, self._work)})
+        return self._job.sampler.probe(model, self._work)
 
     @cached_property
-    def _upload(self) -> Codec:
-        """The upload's form: the method's fields, or what the channel makes of them, and the answers."""
-        job, oracle = self._job, self._job.oracle
-        model = torch.zeros(1, oracle.layout.d, dtype=oracle.dtype)
-        asked: dict[str, Tensor] = {}
-        if job.weigher.probes:
-            asked[INFO] = job.weigher.probe(self._down, model, self._work)
-        if job.sampler.learns:
-            told = job.sampler.report(model, self._work)
-            asked |= {} if told is None else {TOLD: told}
-        return self._with(job.letter_up(self.idle).codec.fields, asked)
+    def _upload(self) -> Letter:
+        """What an upload looks like."""
+        job, model = self._job, self._model[None]
+        info = job.weigher.probe(self._down, model, self._work) if job.weigher.probes else None
+        told = job.sampler.report(model, self._work) if job.sampler.learns else None
+        return self._messages.up(self.idle, _answers(info, told))
 
-    def _with(self, fields: Mapping[str, Field], asked: Mapping[str, Tensor]) -> Codec:
-        more = {name: Field((value.shape[1],), value.dtype) for name, value in asked.items()}
-        return Codec(self._job.oracle.layout, {**fields, **more})
+
+def _answers(info: Tensor | None, told: Tensor | None) -> dict[str, Tensor]:
+    return {name: rows for name, rows in ((INFO, info), (TOLD, told)) if rows is not None}
 
 
 class Sent(NamedTuple):

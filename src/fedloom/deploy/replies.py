@@ -26,13 +26,11 @@ from fedloom.deploy.settings import Schema, Server
 from fedloom.engine.chunk import usable
 from fedloom.engine.job import Job
 from fedloom.errors import FedloomError, WireError
+from fedloom.metrics import metric
 from fedloom.version import __version__
 
 MOST = 10**15
 """Largest count of work that is believed."""
-
-UNIT = {"accuracy", "macro_f1", "f1", "auroc", "auprc", "calibration_error"}
-"""Metrics within [0, 1]."""
 
 
 class Rejected(FedloomError):
@@ -226,7 +224,8 @@ class Judge:
             model, _, rest = key.partition("/")
             part, _, name = rest.partition("/")
             known = model in ("global", "personal") and part in ("", *self._job.evaluate.parts) and name in names
-            if known and math.isfinite(value) and (name not in UNIT or 0 <= value <= 1):
+            low, high = metric(name).bounds
+            if known and math.isfinite(value) and low <= value <= high:
                 found[key] = float(value)
         return found
 

@@ -27,7 +27,8 @@ from fedloom.deploy.sites import Sites
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted, check_privacy, spent
 from fedloom.engine.resume import Disk
-from fedloom.engine.round import play, record, scores_of
+from fedloom.engine.round import play
+from fedloom.engine.scoring import record, scores_of
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.errors import Refused, RunStopped, Stop

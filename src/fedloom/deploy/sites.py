@@ -14,8 +14,8 @@ from fedloom.deploy.replies import Reply
 from fedloom.deploy.settings import Server
 from fedloom.engine.chunk import asked_counts, receive
 from fedloom.engine.job import Job
-from fedloom.engine.scoring import Scores
-from fedloom.engine.sparsity import sizes_of
+from fedloom.engine.records import Scores
+from fedloom.engine.scoring import sizes_of
 from fedloom.errors import ConfigError, RunStopped, Stop
 from fedloom.processes.chunks import COUNTS, AskTask, ScoreTask, Trained, TrainTask
 
@@ -73,7 +73,7 @@ class Sites:
             c = int(task.ids)
             if c not in replies:
                 none = torch.zeros(1, len(COUNTS), dtype=torch.long)
-                yield Trained(torch.tensor([False]), {}, 0.0, none)
+                yield Trained(torch.tensor([False]), {}, {}, 0.0, none)
                 continue
             reply = replies.pop(c)
             made = made_of(reply.value, self._post.judge.model(reply.value, received[c]), _work(reply))

@@ -10,8 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-METRICS = ("accuracy", "auroc", "r2", "mae", "loss")
-"""The figures that a site is shown, where its task has them."""
+from fedloom.metrics import BRIEF
 
 
 def site_table(metrics: Path, sites: Sequence[str], part: str = "test") -> list[dict[str, Any]]:
@@ -23,7 +22,7 @@ def site_table(metrics: Path, sites: Sequence[str], part: str = "test") -> list[
         part: part of each site's data.
     """
     table = pq.read_table(metrics)
-    mask = pc.and_(pc.equal(table["part"], part), pc.is_in(table["metric"], pa.array(METRICS)))
+    mask = pc.and_(pc.equal(table["part"], part), pc.is_in(table["metric"], pa.array(BRIEF)))
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     for r in table.filter(mask).sort_by("round").to_pylist():
         if 0 <= r["client"] < len(sites):

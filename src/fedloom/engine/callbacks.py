@@ -16,11 +16,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import pyarrow as pa
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from fedloom.engine.hybrid import HIGHER
 from fedloom.engine.records import Record, Records
 from fedloom.engine.state import State
+from fedloom.errors import unknown
+from fedloom.metrics import METRICS
 from fedloom.values import Value
 
 if TYPE_CHECKING:
@@ -33,13 +34,20 @@ class EarlyStop(Value):
     The metric is the mean over clients. The models of the result are those of the last round, not of the best one.
     """
 
-    metric: str = Field("loss", description="what should improve; accuracy, auroc and r2 rise, all else falls")
+    metric: str = Field("loss", description="which metric should improve (`fedloom.metrics.METRICS`)")
     model: Literal["global", "personal", "hybrid"] | None = Field(
         None, description="whose; None: the personal model, the global one where there is none"
     )
     part: Literal["validation", "train"] = Field("validation", description="of the clients; never the test part")
     patience: int = Field(5, ge=1, description="evaluations without an improvement")
     least: float = Field(0.0, ge=0, description="smallest improvement that counts")
+
+    @field_validator("metric")
+    @classmethod
+    def _known(cls, metric: str) -> str:
+        if metric not in METRICS:
+            raise unknown("metric", metric, METRICS)
+        return metric
 
     def __call__(self, state: State) -> str | None:
         """The sentence that ends the run, or None."""
@@ -48,7 +56,7 @@ class EarlyStop(Value):
         seen = [(r.round, float(r.values[0])) for r in state.records.items if self._is_mine(r) and r.model == model]
         if not seen or seen[-1][0] != state.round:
             return None
-        sign = -1.0 if self.metric in HIGHER else 1.0
+        sign = -1.0 if METRICS[self.metric].higher else 1.0
         best, last = seen[0][1], 0
         for k, (_, value) in enumerate(seen):
             if sign * value < sign * best - self.least:

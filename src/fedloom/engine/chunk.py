@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from fedloom.algorithms._base import Kept, Rows, base_of, kept_term, primary_field
+from fedloom.algorithms._base import base_of, primary_field
 from fedloom.engine.job import Job
+from fedloom.engine.uploads import partials
 from fedloom.errors import ClientError, FedloomError, blamed, cause_of
 from fedloom.local import Work
 from fedloom.local.rows import rows_of, to_device
@@ -108,9 +109,7 @@ def attack(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | N
 
 def _sides(job: Job, down: Any, task: TrainTask) -> _Sides:
     rows = to_device(job.clients.read(task.ids), job.oracle.device)
-    alpha = job.alpha[task.ids].to(job.oracle.device)
-    work = Work(job.oracle, task.ids, alpha, job.local, seed=job.seed, round=task.round)
-    return _Sides(down, rows, work)
+    return _Sides(down, rows, job.work(task.round, task.ids))
 
 
 def _client(job: Job, sides: _Sides, work: Work) -> tuple[Any, Any]:
@@ -147,7 +146,7 @@ def _wrong(job: Job, sides: _Sides, made: Any) -> str:
 def _made(job: Job, sides: _Sides, up: Any, new: Any) -> Made:
     """Answer the weigher and the sampler, and pass the channel."""
     work = sides.work
-    up = up._replace(**{name: getattr(up, name) * mask for name, mask in job.masks.items()})
+    up = up._replace(**{name: getattr(up, name) * mask for name, mask in job.messages.masks.items()})
     name = job.watched
     info = told = model = residue = None
     if job.asks:
@@ -182,61 +181,43 @@ def receive(job: Job, server: Any, task: TrainTask, down: Any, made: Made) -> Tr
     if not everyone:
         up, new, info, told, model, residue = (_some(p, accepted) for p in (up, new, info, told, model, residue))
         ids, task = ids[accepted], task._replace(share=task.share[accepted])
-    tensors = {} if info is None else {"info": info}
+    answers = {} if info is None else {"info": info}
     if job.sees_honest and model is not None:
-        tensors["models"] = model
+        answers["models"] = model
     if job.sampler.learns and model is not None:
         received = down[0] if everyone else _received(down[0], accepted)
-        tensors["told"] = model - received if told is None else told
-    for name, kind in job.fields.items():
-        value = getattr(up, name)
-        if isinstance(kind, Kept):
-            now, old = (kept_term(kind, name, rows).cpu() for rows in (up, job.kept.read(ids)))
-            tensors[f"kept/{name}"] = _sum(now).sub_(_sum(old))
-        elif isinstance(kind, Rows) or job.gathers:
-            tensors[f"rows/{name}"] = value
-        else:
-            share = torch.ones_like(task.share) if kind.accumulates else task.share
-            tensors[f"sum/{name}"] = (share.T.to(value) @ value)[0]
+        answers["told"] = model - received if told is None else told
+    parts = partials(job, up, ids, task.share)
     if len(ids):
         job.clients.write(ids, new)
         if job.kept_fields:
             job.kept.write(ids, type(job.kept.template)(*[getattr(up, name) for name in job.kept_fields]))
         if residue is not None:
             job.residue.write(ids, residue)
-    return Trained(accepted, tensors, float(task.share.sum()), counts)
+    return Trained(accepted, parts, answers, float(task.share.sum()), counts)
 
 
 def _through(job: Job, up: Any, residue: Any, noise: Sequence[Generator]) -> tuple[Any, Any]:
     """The upload after the channel, which acts on what a client sends, side by side, and the new residue."""
     assert job.channel is not None
-    update = job.update(up)
+    update = job.messages.update(up)
     state = to_device(residue, up[0].device)[0] if residue else None
     sent, state = job.channel.apply(state, update, noise)
-    return job.with_update(up, sent), type(residue)(*([] if state is None else [state]))
+    return job.messages.with_update(up, sent), type(residue)(*([] if state is None else [state]))
 
 
 def ask(job: Job, model: Tensor, task: AskTask) -> tuple[Tensor, Tensor]:
     """Answers ``[m, k]`` of candidates about the global model, and what they cost, ``[m, 7]`` (`COUNTS`)."""
-    ids, device = task.ids, job.oracle.device
-    work = Work(job.oracle, ids, job.alpha[ids].to(device), job.local, seed=job.seed, round=task.round)
+    work = job.work(task.round, task.ids)
     with blamed("sampler", job.sampler, f"round {task.round}"):
-        answer = job.sampler.probe(model.to(device), work).cpu()
-    return answer, asked_counts(job, answer, _done(work, torch.zeros_like(ids)))
+        answer = job.sampler.probe(model.to(job.oracle.device), work).cpu()
+    return answer, asked_counts(job, answer, _done(work, torch.zeros_like(task.ids)))
 
 
 def asked_counts(job: Job, answer: Tensor, work: Tensor) -> Tensor:
     """What asking cost ``[m, 7]`` (`COUNTS`): the model down, the answer ``[m, k]`` up, and the ``work [m, 3]``."""
     k, d, item = answer.shape[1], job.oracle.layout.d, job.oracle.dtype.itemsize
     return torch.cat([work, torch.tensor([k * item, d * item, 4 * k, 4 * d]).expand(len(work), -1)], 1)
-
-
-def _sum(rows: Tensor) -> Tensor:
-    """Sum ``[d]`` of rows ``[m, d]`` in double precision, without a copy of them in it."""
-    total = torch.zeros(rows.shape[1], dtype=torch.float64)
-    for row in rows:
-        total.add_(row)
-    return total
 
 
 def _done(work: Work, steps: Tensor) -> Tensor:
@@ -266,7 +247,7 @@ def _some(part: Any, which: Tensor) -> Any:
 
 
 def _counts(job: Job, server: Any, work: Tensor, down: Any, up: Any, answer: int) -> Tensor:
-    up_bytes, up_paper = job.bytes_up(up)
-    down_bytes, down_paper = job.bytes_down(down, server)
+    up_bytes, up_paper = job.messages.up(up).bytes()
+    down_bytes, down_paper = job.messages.down(down, server).bytes()
     traffic = (up_bytes + answer * job.oracle.dtype.itemsize, down_bytes, up_paper + 4 * answer, down_paper)
     return torch.cat([work, torch.stack([c.expand(len(work)) for c in traffic], 1)], 1)

@@ -24,7 +24,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from fedloom.algorithms import Algorithm, Mean, upload_fields
+from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.choose import Sampler, Weigher
 from fedloom.errors import ConfigError, Refused
 from fedloom.rows.aggregate import Aggregator, PrivateMean
@@ -56,7 +56,7 @@ def check_privacy(
     if isinstance(aggregator, PrivateMean):
         if any(k.primary and k.base == "zero" for k in fields):
             raise Refused(f"aggregator 'private-mean' clips differences, but {name} uploads absolute values")
-        if any(not isinstance(k, Mean) for k in fields):
+        if any(k.single for k in fields):
             raise Refused(
                 f"aggregator 'private-mean' protects means only, but the server of {name} also sees uploads of single "
                 "clients; use channel 'gaussian-noise'"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedloom import metrics
 from fedloom.errors import ConfigError
+
+Scores = dict[tuple[str, str], dict[str, Tensor]]
+"""(model, part) -> metric -> float64 ``[m]``; part "" has figures of the models themselves."""
 
 TOTAL = -1
 """The client number of a figure of the whole federation."""
@@ -72,6 +76,35 @@ class Records:
         )
         order = [(name, "ascending") for name in ("round", "model", "part", "metric", "client")]
         return table.sort_by(order)
+
+    def scores(
+        self, round: int, scores: Scores, sizes: Mapping[str, NDArray[np.float64]], benign: NDArray[np.float64] | None
+    ) -> None:
+        """Add scores, and the figures of the federation that follow from them.
+
+        Args:
+            round: after which they were found.
+            scores: of every model.
+            sizes: ``[n]`` samples of the clients, by part.
+            benign: ``[n]`` nan for attackers, who count in no figure of the federation; None without them.
+        """
+        for (model, part), values in scores.items():
+            for name, value in values.items():
+                if not part or (part == "common" and len(value) == 1):
+                    self.total(round, model, part, name, float(value.mean()))
+                    continue
+                self.clients(round, model, part, name, value)
+                found = value.numpy() if benign is None else value.numpy() * benign
+                if part == "common":
+                    self.total(round, model, part, f"{name}/mean", metrics.mean(found))
+                    continue
+                centre = scores.get(("global", "common"), {}).get(name)
+                with np.errstate(over="ignore", invalid="ignore"):
+                    figures = metrics.over_clients(
+                        name, found, sizes[part], None if centre is None else float(centre[0])
+                    )
+                for figure, one in figures.items():
+                    self.total(round, model, part, figure, one)
 
     def last(self, model: str, part: str, metric: str) -> NDArray[np.float64] | None:
         """The newest values of a figure."""

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from fedloom.data.input_spec import InputSpec
-from fedloom.engine.hybrid import choose_model
 from fedloom.engine.job import Job
 from fedloom.engine.records import not_measured
-from fedloom.engine.scoring import personal_models
+from fedloom.engine.scoring import choose_model, personal_models
 from fedloom.engine.state import State
 from fedloom.errors import Stop
 from fedloom.local.rows import to_device
+from fedloom.metrics import BRIEF
 from fedloom.trained.adapt import ServerSide
 from fedloom.trained.model import Recipe, running_statistics
 from fedloom.trained.model_source import KINDS
@@ -122,7 +122,7 @@ class Live:
         scores: Any = {
             (model, part): {
                 metric: torch.from_numpy(values)
-                for metric in ("accuracy", "auroc", "r2", "loss")
+                for metric in BRIEF
                 if (values := records.last(model, part, metric)) is not None
             }
             for model in ("global", "personal")

@@ -1,4 +1,4 @@
-"""Scoring models on the clients' own parts, and on the common test set."""
+"""Evaluation: every model on the clients' own parts and on the common test set, the hybrid model, sizes, records."""
 
 from __future__ import annotations
 
@@ -8,17 +8,133 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedloom.algorithms import Algorithm
 from fedloom.data.federation import Federation
 from fedloom.engine.job import Job
-from fedloom.engine.sparsity import sizes_of
-from fedloom.errors import ClientError, FedloomError, blamed, cause_of
-from fedloom.local import Work
-from fedloom.local.oracles import Network
+from fedloom.engine.privacy import accounted, spent
+from fedloom.engine.records import Scores
+from fedloom.engine.state import State
+from fedloom.errors import ClientError, FedloomError, RunStopped, Stop, blamed, cause_of
+from fedloom.local import Ctx
+from fedloom.local.oracles import Network, chunk_count
 from fedloom.local.rows import rows_of, to_device
-from fedloom.processes.chunks import ScoreTask
+from fedloom.metrics import METRICS, leading, mutual_information
+from fedloom.processes.chunks import COUNTS, ScoreTask
+from fedloom.processes.pool import Crew
+from fedloom.rows.layout import Layout
+from fedloom.rows.prox import made_by
 
-Scores = dict[tuple[str, str], dict[str, Tensor]]
-"""(model, part) -> metric -> float64 ``[m]``; part "" has figures of the models themselves."""
+WORTH = 2e9
+"""Multiply-adds that the singular values of one evaluation may cost; ranks of more or larger models are left out."""
+
+
+def evaluate(job: Job, pool: Crew, state: State) -> Scores:
+    """Score every model after a round and record the figures.
+
+    Raises:
+        RunStopped: a model's training loss is not finite.
+    """
+    scores, t = scores_of(job, pool, state), state.round
+    record(job, state, scores)
+    if type(job.algorithm).diagnostics is not Algorithm.diagnostics:
+        for name, figure in pool.once(job.ctx(t).ids, lambda: diagnose(job, state)).items():
+            state.records.total(t, "", "", name, figure)
+    for (model, part), values in scores.items():
+        if part == "train" and not bool(values["loss"].isfinite().all()):
+            raise RunStopped(Stop.DIVERGED, f"round {t}: the training loss of the {model} model is not finite")
+    return scores
+
+
+def scores_of(job: Job, pool: Crew, state: State) -> Scores:
+    """Scores of every model that there is after a round."""
+    t, n = state.round, job.judge.n
+    with blamed("method", job.algorithm, f"round {t}"):
+        shared = job.algorithm.global_model(state.server)
+        if shared is not None and shared.shape != (job.oracle.layout.d,):
+            raise ValueError(f"global_model must return [d] = [{job.oracle.layout.d}], got {[*shared.shape]}")
+    if shared is not None or job.has_personal:
+        if job.has_personal and job.algorithm.mixes:
+            job.homes.everywhere(torch.arange(job.n))
+        down = job.down(state.server, t) if job.has_personal else None
+        places = torch.arange(n).tensor_split(chunk_count(n, max(job.chunk, 8)))
+        tasks = [ScoreTask(t, ids, state.cohort, common=k == 0) for k, ids in enumerate(places)]
+        found = list(pool.map("score", (down, shared), tasks))
+        scores: Scores = {
+            key: {name: torch.cat([f[key][name] for f in found if key in f]) for name in values}
+            for key, values in found[0].items()
+        }
+        if ("personal", job.evaluate.select_on) in scores and ("global", job.evaluate.select_on) in scores:
+            scores |= hybrid_scores(scores, job.evaluate.select_on)
+    else:
+        scores = {}
+    return scores
+
+
+def record(job: Job, state: State, scores: Scores) -> None:
+    """Record the scores of a round, what the clients did so far, the privacy that is left, and recovered groups."""
+    records, t = state.records, state.round
+    benign = torch.where(job.malicious, torch.nan, 1.0).double().numpy() if len(job.attackers) else None
+    sizes = {part: job.judge.sizes(part).double().cpu().numpy() for part in job.evaluate.parts}
+    records.scores(t, scores, sizes, benign)
+    for name, value in zip((*COUNTS, "dropped"), state.totals.tolist(), strict=True):
+        records.total(t, "", "", name, value)
+    noise = accounted(job.channel, job.aggregator)
+    if noise is not None:
+        records.total(t, "", "", "epsilon", spent(noise, job.sampler, state.uploads, t))
+    labels = getattr(state.weigher, "labels", None)
+    if labels is None or not bool((labels >= 0).any()):
+        return
+    records.clients(t, "", "", "cluster", labels.cpu())
+    if job.judge.groups is not None:
+        ids = state.cohort[labels[state.cohort] >= 0].sort().values
+        nmi = mutual_information(job.judge.groups[ids].cpu().numpy(), labels[ids].cpu().numpy())
+        records.total(t, "", "", "nmi", nmi)
+
+
+def diagnose(job: Job, state: State) -> dict[str, float]:
+    """The method's own figures after a round; not counted as its work."""
+    ctx = job.ctx(state.round)
+    down = job.down(state.server, state.round)
+    with blamed("method", job.algorithm, f"the diagnostics of round {state.round}"):
+        return _figures(job, state, ctx, down)
+
+
+def _figures(job: Job, state: State, ctx: Ctx, down: Any) -> dict[str, float]:
+    total: Any = None
+    for ids in ctx.ids.tensor_split(chunk_count(ctx.m, job.chunk)):
+        rows = to_device(job.clients.read(ids), job.oracle.device)
+        work = job.work(max(state.round, 1), ids)
+        part = job.algorithm.observe(to_device(rows_of(down, ids), job.oracle.device), rows, work)
+        if part is not None:
+            sums = [f.sum(0) for f in part]
+            total = type(part)(*(sums if total is None else [a + b for a, b in zip(total, sums, strict=True)]))
+    return job.algorithm.diagnostics(state.server, total, ctx)
+
+
+def choose_model(scores: Scores, select_on: str) -> Tensor:
+    """Clients ``[n]`` that take the global model.
+
+    The personal model stays where the global one is not strictly better on the part ``select_on``, and where that
+    part is empty (FLAME, model selection).
+    """
+    personal, shared = scores["personal", select_on], scores["global", select_on]
+    name = leading(personal, "client")
+    sign = 1.0 if METRICS[name].higher else -1.0
+    return sign * shared[name] > sign * personal[name]
+
+
+def hybrid_scores(scores: Scores, select_on: str) -> Scores:
+    """Scores of the hybrid model on every part, from those of the other two."""
+    takes_global = choose_model(scores, select_on)
+    both = [part for model, part in scores if model == "personal" and ("global", part) in scores]
+    parts = [part for part in both if part not in ("common", "")]
+    return {
+        ("hybrid", part): {
+            name: torch.where(takes_global, scores["global", part][name], values)
+            for name, values in scores["personal", part].items()
+        }
+        for part in parts
+    }
 
 
 def score(job: Job, down: Any, global_model: Tensor | None, task: ScoreTask) -> Scores:
@@ -56,7 +172,7 @@ def personal_models(job: Job, down: Any, round: int, ids: Tensor) -> Tensor:
     device = job.oracle.device
     rows = to_device(job.clients.read(ids), device)
     mine = to_device(rows_of(down, ids), device)
-    work = Work(job.oracle, ids, job.alpha[ids].to(device), job.local, seed=job.seed, round=round)
+    work = job.work(round, ids)
     fresh = (~job.clients.seen[ids]).nonzero()[:, 0]
     try:
         if len(fresh):
@@ -125,3 +241,24 @@ def _outputs(oracle: Network, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[Te
     for row, index in pairs:
         if len(index):
             yield from oracle.outputs(row, index)
+
+
+def sizes_of(algorithm: Algorithm, layout: Layout, rows: Tensor) -> dict[str, Tensor]:
+    """Figures of the models ``rows [m, d]`` of a composite method, float64 ``[m]`` each; none for other methods.
+
+    ``nonzeros`` are the parameters that are not zero. With a prox that makes low ranks, and where it is cheap enough,
+    ``rank`` is the sum of the numerical ranks of a model's matrices and ``factorised`` its parameters, each matrix as
+    two thin ones where these are fewer.
+    """
+    forms = {made_by(value) for value in algorithm.proxes().values()}
+    if not forms:
+        return {}
+    figures = {"nonzeros": rows.count_nonzero(1).double().cpu()}
+    shapes = torch.tensor(list(layout.matrix_shapes.values())).reshape(-1, 2)
+    cost = 10 * len(rows) * float((shapes.prod(1) * shapes.amin(1)).sum())
+    if "lowrank" in forms and cost <= WORTH:
+        found = torch.stack([layout.ranks(row) for row in rows]).cpu()
+        dense = shapes.prod(1)
+        figures["rank"] = found.sum(1).double()
+        figures["factorised"] = (layout.d - dense.sum() + (found * shapes.sum(1)).minimum(dense).sum(1)).double()
+    return figures

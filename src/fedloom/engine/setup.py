@@ -11,22 +11,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import Algorithm, Kept, Mean, check_declaration, primary_field, upload_fields
+from fedloom.algorithms import Algorithm, check_declaration, primary_field, upload_fields
 from fedloom.choose import Sampler, Uniform, UniformWeigher, Weigher
 from fedloom.data.federation import Federation
-from fedloom.engine.job import Job, channel_fields
+from fedloom.engine.job import Job
+from fedloom.engine.messages import Messages, idle_upload
 from fedloom.engine.privacy import check_privacy
 from fedloom.engine.setting import Engine, Setting
 from fedloom.errors import ConfigError, Refused, blamed
 from fedloom.imports import source_of
-from fedloom.local import Ctx, LocalSGD, Nothing, Work
-from fedloom.local.oracles import Network, chunk_limit, make_oracle
+from fedloom.local import Ctx, LocalSGD, Nothing
+from fedloom.local.oracles import chunk_limit, make_oracle
 from fedloom.processes.pool import cores
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.rows.aggregate import Aggregator
 from fedloom.rows.attacks import Attack, Poison
 from fedloom.rows.channel import Channel
-from fedloom.rows.layout import Layout
 from fedloom.seeds import generator
 from fedloom.storage.memory import Forked
 from fedloom.storage.store import Store
@@ -111,7 +111,8 @@ def make_job(setting: Setting, fed: Federation, *, folder: Path | None = None, r
     if channel is not None or weigher.probes or sampler.learns:
         sample = idle_upload(method, (server, template, kept), oracle, ctx)
         check_width(method, sample, weigher, sampler, layout.d)
-        width = sum(_travelling(method, name, sample, layout) for name in channel_fields(type(method), channel))
+        if channel is not None:
+            width = Messages(method, layout, device, channel).update(sample).shape[1]
 
     def store(name: str, template: Any) -> Store[Any]:
         on_cpu = type(template)(*[t.cpu() for t in template])
@@ -161,21 +162,6 @@ def _residue(channel: Channel | None, width: int, dtype: torch.dtype) -> Any:
     return Nothing() if state is None else Residue(state)
 
 
-def idle_upload(method: Algorithm, start: tuple[Any, Any, Any], oracle: Network, ctx: Ctx) -> Any:
-    """What one client uploads that takes no step: it shows the widths of the fields."""
-    server, template, kept = start
-    one = ctx._replace(m=1, ids=ctx.ids[:1])
-    rows = type(template)(*[t[None] for t in template])
-    down = method.down(server, kept and type(kept)(*[t[None] for t in kept]), one)
-    return method.client(down, rows, Work(oracle, one.ids, ctx.weight[:1], ctx.local).idle())[0]
-
-
-def _travelling(method: Algorithm, name: str, upload: Any, layout: Layout) -> int:
-    """Numbers of an upload field that leave the client."""
-    part = upload_fields(type(method))[name].part
-    return int(getattr(upload, name).shape[1]) if part is None else int(method.part(part, layout).sum())
-
-
 def check_width(method: Algorithm, upload: Any, weigher: Weigher, sampler: Sampler, d: int) -> None:
     """Refuse plug-ins that look at models if what the method uploads is not one.
 
@@ -216,10 +202,10 @@ def check_together(
     kinds = upload_fields(type(algorithm)).values()
     if algorithm.plain_sgd and local.momentum:
         raise Refused(f"{name} cannot take momentum: {algorithm.plain_sgd}; set local.momentum = 0")
-    if not isinstance(weigher, UniformWeigher) and not any(isinstance(k, Mean) and not k.accumulates for k in kinds):
+    if not isinstance(weigher, UniformWeigher) and not any(k.weighable for k in kinds):
         if not kinds:
             why = "it uploads nothing"
-        elif any(isinstance(k, Kept) for k in kinds):
+        elif any(k.keeps for k in kinds):
             why = "its server keeps every client's last upload and takes their uniform mean"
         else:
             why = "its server adds uploads up over rounds, which needs their uniform mean"
@@ -267,7 +253,7 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
 
 def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
     """The note that a client which is drawn twice counts once in kept and accumulating fields, if there are any."""
-    once = [n for n, kind in upload_fields(type(algorithm)).items() if isinstance(kind, Kept) or kind.accumulates]
+    once = [n for n, kind in upload_fields(type(algorithm)).items() if kind.keeps or kind.accumulates]
     if not sampler.repeats or not once:
         return []
     return [

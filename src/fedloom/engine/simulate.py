@@ -17,8 +17,8 @@ from fedloom.engine.chunk import ask, train
 from fedloom.engine.job import Job
 from fedloom.engine.result import Result
 from fedloom.engine.resume import Disk
-from fedloom.engine.round import evaluate as evaluate_round
 from fedloom.engine.round import play
+from fedloom.engine.scoring import evaluate as evaluate_round
 from fedloom.engine.scoring import score
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check_ranks, make_job

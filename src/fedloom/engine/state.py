@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.algorithms._base import Kept, kept_term
 from fedloom.engine.job import Job
 from fedloom.engine.records import Records
+from fedloom.engine.uploads import first_sums
 from fedloom.processes.chunks import COUNTS
 
 
@@ -85,9 +85,6 @@ class State:
 def initial_state(job: Job, server: Any) -> State:
     """The state before the first round."""
     ctx = job.ctx(0)
-    kept = job.kept.template
-    fields = {name: kind for name, kind in job.fields.items() if isinstance(kind, Kept)}
-    sums = {name: job.n * kept_term(kind, name, kept).double() for name, kind in fields.items()}
     totals = torch.zeros(len(COUNTS) + 1, dtype=torch.long)
     aggregator = {} if job.aggregator is None else job.aggregator.init(ctx)
     uploads = torch.zeros(job.n, dtype=torch.long)
@@ -97,7 +94,7 @@ def initial_state(job: Job, server: Any) -> State:
         job.sampler.init(ctx),
         job.weigher.init(ctx),
         aggregator,
-        sums,
+        first_sums(job),
         totals,
         uploads,
         ctx.ids,

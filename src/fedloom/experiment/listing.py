@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from fedloom.errors import LayoutError
 from fedloom.experiment.execute import folder_of
 from fedloom.experiment.opened import Opened, Recorded
-from fedloom.report.naming import LEADING, metric
+from fedloom.metrics import leading, metric, worst
 from fedloom.trained.model import facts_of, open_tensors
 from fedloom.trained.model_source import KINDS
 
@@ -22,7 +20,7 @@ def listed(opened: Opened) -> list[dict[str, Any]]:
     tenth of the clients; of an adapted model it is that on the samples that were held out.
     """
     table = opened.table()
-    lead = next((name for name in LEADING if name in table["metric"].unique().to_pylist()), "loss")
+    lead = leading(table["metric"].unique().to_pylist())
     rows = [row for run in opened for row in _rows(opened, run, lead)]
     return rows + [
         _adapted(file, opened.path, lead) for file in sorted((opened.path / "adapted").glob("*.safetensors"))
@@ -44,16 +42,11 @@ def _rows(opened: Opened, run: Recorded, lead: str) -> list[dict[str, Any]]:
                 "model": kind,
                 "models": 1 if kind == "global" else len(values),
                 f"test {lead}": float(values.nanmean()),
-                "worst 10 %": _worst(values, low=metric(lead).higher),
+                "worst 10 %": worst(values.numpy(), low=metric(lead).higher),
                 "file": str(file.relative_to(opened.path)) if file.is_file() else f"none: {run.status}",
             }
         )
     return found
-
-
-def _worst(values: Tensor, *, low: bool) -> float:
-    known = values[values.isfinite()].sort(descending=not low).values
-    return float(known[: max(1, round(0.1 * len(known)))].mean())
 
 
 def _adapted(path: Path, folder: Path, lead: str) -> dict[str, Any]:

@@ -23,9 +23,9 @@ from fedloom.engine.records import not_measured
 from fedloom.errors import ConfigError, RunDirError, nearest
 from fedloom.experiment.execute import folder_of
 from fedloom.experiment.schema import Experiment, Method, parse
+from fedloom.metrics import leading
 from fedloom.report import notebook as display
 from fedloom.report import result_table
-from fedloom.report.naming import LEADING
 from fedloom.report.reading import read_table
 from fedloom.trained.model import Model
 from fedloom.trained.models import Models
@@ -215,8 +215,9 @@ class Opened:
     def _repr_html_(self) -> str:
         """The result table: a row per method and model, means over seeds."""
         rows = result_table(self.path).to_pylist()
-        lead = next(name for name in (*LEADING, "method") if name in rows[0])
-        heads = {"method": "method", "model": "model", "seeds": "seeds", lead: f"test {lead}", "status": "status"}
+        lead = leading(rows[0])
+        figures = {lead: f"test {lead}"} if lead in rows[0] else {}
+        heads = {"method": "method", "model": "model", "seeds": "seeds", **figures, "status": "status"}
         shown = [[_text(row[key]) for key in heads] for row in rows]
         return display.html_table(list(heads.values()), shown)
 

@@ -50,7 +50,7 @@ class Tune(Value):
         (), description="a trial's score is the mean over these seeds; the first of the experiment when empty"
     )
     metric: str | None = Field(
-        None, description="validation metric, mean over clients; the first of accuracy, auroc, r2, loss if not given"
+        None, description="validation metric, mean over clients; AUROC, accuracy or R2 if not given, by the task"
     )
     model: Literal["auto", "global", "personal", "hybrid", "mean"] = Field(
         "auto",

@@ -39,15 +39,16 @@ class Trained(NamedTuple):
 
     Attributes:
         accepted: ``[m]`` uploads that are finite and within the bound.
-        tensors: ``sum/<field>`` weighted sums ``[d]`` over the accepted, ``kept/<field>`` changes of the sums over all
-            clients ``[d]``, ``rows/<field>`` accepted rows, ``info`` their answers to the weigher, ``models`` their
-            models if an attacker sees them, ``told`` what a sampler learns from them.
+        parts: what the accepted add to every field of the upload (`fedloom.engine.uploads`).
+        answers: rows of the accepted: ``info`` their answers to the weigher, ``models`` their models if an attacker
+            sees them, ``told`` what a sampler learns from them.
         shares: sum of the shares of the accepted.
         counts: ``[m, 7]``, see `COUNTS`.
     """
 
     accepted: Tensor
-    tensors: dict[str, Tensor]
+    parts: dict[str, Tensor]
+    answers: dict[str, Tensor]
     shares: float
     counts: Tensor
 

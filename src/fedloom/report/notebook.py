@@ -10,9 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import vl_convert
 
+from fedloom import metrics
 from fedloom.errors import ConfigError
 from fedloom.report.figure import VEGA_LITE, theme
-from fedloom.report.naming import LEADING, metric, titled
+from fedloom.report.naming import metric, titled
 
 MODELS = ("global", "personal", "hybrid")
 
@@ -33,8 +34,7 @@ def chart(table: pa.Table, name: str | None = None, part: str = "test") -> alt.C
 
 def leading(table: pa.Table) -> str:
     """The metric that says most, of those that were measured."""
-    there = set(table["metric"].unique().to_pylist())
-    return next((name for name in LEADING if name in there), "loss")
+    return metrics.leading(set(table["metric"].unique().to_pylist()))
 
 
 def page(table: pa.Table, title: str) -> str:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from fedloom.report.naming import LEADING, METRICS, metric
+from fedloom.metrics import leading, worst
+from fedloom.report.naming import METRICS, metric
 from fedloom.report.reading import Integers, Key, Numbers, Points, Record, Run
 
 MODELS = ("global", "personal", "hybrid")
@@ -61,8 +62,7 @@ def _statistic(values: Numbers, statistic: str, higher: bool) -> float:
     if not len(values):
         return math.nan
     if statistic == "worst10":
-        worst = np.sort(values) if higher else -np.sort(-values)
-        return float(worst[: max(1, round(len(values) / 10))].mean())
+        return worst(values, low=higher)
     with np.errstate(invalid="ignore", over="ignore"):
         if statistic == "variance":
             return float(values.var(ddof=1)) if len(values) > 1 else math.nan
@@ -201,7 +201,7 @@ def leading_metric(runs: list[Run]) -> str:
         for m in _models(run, method)
         for name in test_metrics(run, method, m)
     }
-    return next((name for name in LEADING if name in found), "loss")
+    return leading(found)
 
 
 def seeds_of(run: Run, method: str) -> list[int]:

@@ -144,9 +144,9 @@ def _equals(value: float, best: float | None) -> bool:
 
 
 def _best(name: str, rows: list[Row]) -> float | None:
-    """Best mean of a column; None where there is nothing to compare."""
+    """Best mean of a column; None where there is nothing to compare, or no direction is better."""
     means = [row.figures[name].mean for row in rows if name in row.figures and row.figures[name].finite]
-    return (max if figure(name).higher else min)(means) if len(means) > 1 else None
+    return (max if figure(name).higher else min)(means) if len(means) > 1 and figure(name).rated else None
 
 
 def _span(name: str, rows: list[Row]) -> tuple[float, float]:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from fedloom.report.naming import COSTS, LEADING, METRICS, OTHERS, figure, titled
+from fedloom.metrics import leading
+from fedloom.report.naming import COSTS, METRICS, TOTALS, figure, titled
 from fedloom.report.numbers import WORK, Estimate, Row, rows_of
 from fedloom.report.reading import read_runs
 
@@ -71,10 +72,10 @@ def csv_text(rows: list[Row]) -> str:
 def columns_of(rows: list[Row]) -> dict[str, str]:
     """Figures of the table for people, with their titles, the leading metric first."""
     have = {name for row in rows for name, estimate in row.figures.items() if estimate.finite}
-    lead = next((name for name in LEADING if name in have), "loss")
+    lead = leading(have)
     parts = ("@validation", "@common", "/weighted", "/sigma", "/jain")
     order = [lead, f"{lead}/worst10", "calibration_error", "loss/variance", *COSTS, *(lead + part for part in parts)]
-    order += [*METRICS, *OTHERS, *sorted(name for name in have if not set(name) & set("/@"))]
+    order += [*METRICS, *TOTALS, *sorted(name for name in have if not set(name) & set("/@"))]
     return {name: titled(figure(name)) for name in dict.fromkeys(order) if name in have and name not in HIDDEN}
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedloom.errors import ConfigError
-from fedloom.report.naming import LEADING, metric
+from fedloom.metrics import ROLES, metric
 from fedloom.report.numbers import EMPTY, Curve, curve, seeds_of
 from fedloom.report.reading import Key, Run
 
@@ -116,7 +116,7 @@ def _at(run: Run, reference: Reference, seed: int, points: Curve, when: str) -> 
 
 def _best_round(run: Run, reference: Reference, seed: int) -> int:
     """The round with the best validation figure of the model, the earliest of equals; -1 without validation."""
-    for name in LEADING:
+    for name in (*(roles.page for roles in ROLES.values()), "loss"):
         points = _curve(run, Key(reference.method, seed, reference.model, "validation", name))
         known = np.isfinite(points.value)
         if known.any():

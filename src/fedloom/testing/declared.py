@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import Kept, Mean, primary_field, upload_fields
+from fedloom.algorithms import primary_field, upload_fields
 from fedloom.algorithms._base import base_of
 from fedloom.local.rows import map_rows
 from fedloom.testing.federate import Federation, State, begin, personal_models
@@ -20,14 +20,14 @@ def declarations(s: Subject) -> None:
     problem, fields = law_problem(), upload_fields(type(s.algorithm))
     primary = [name for name, kind in fields.items() if kind.primary]
     demand(len(primary) == (1 if fields else 0), f"one upload field must be primary, got {primary}")
-    kept = [name for name, kind in fields.items() if isinstance(kind, Kept)]
+    kept = [name for name, kind in fields.items() if kind.keeps]
     template = s.algorithm.init(problem.x0, Federation(problem.oracle(), problem.alpha, SETTINGS).ctx(0, COHORT))[2]
     demand([*named(template)] == kept, f"init must give a template of the kept fields {kept}, got {[*named(template)]}")
     demand(not kept or primary[0] not in kept or kept == [*fields], "if the primary field is Kept, all fields are")
     demand(kept or not s.algorithm.mixes, "a method that mixes kept rows must keep some")
     scene = Scene(s)
     for name, kind in fields.items():
-        demand(isinstance(kind, Mean) or not kind.accumulates, f"{name} accumulates, so it must be a Mean")
+        demand(not (kind.accumulates and kind.single), f"{name} accumulates, so it must be a Mean")
         source, _, base = kind.base.partition(".")
         owner = {"zero": (), "down": scene.down._fields, "rows": scene.rows._fields}.get(source)
         demand(owner is not None and (not base or base in owner), f"{name} has the base {kind.base!r}, which is none")
@@ -165,10 +165,10 @@ def translation(s: Subject) -> None:
     moves: dict[str, Tensor] = {}
     for name, kind in upload_fields(type(a)).items():
         value = getattr(up0, name)
-        if kind.base != "zero" or not (isinstance(kind, Kept) or kind.primary):
+        if kind.base != "zero" or not (kind.keeps or kind.primary):
             moves[name] = torch.zeros_like(value)
         else:
-            moves[name] = by["kept"][name] if isinstance(kind, Kept) else t.expand_as(value)
+            moves[name] = by["kept"][name] if kind.keeps else t.expand_as(value)
     agree(up, plus(up0, moves), "upload under a change of origin", TIGHT)
     got = a.server(plus(scene.state.server, by["server"]), scene.aggregate(up), scene.ctx())
     want = plus(a.server(scene.state.server, scene.aggregate(up0), scene.ctx()), by["server"])

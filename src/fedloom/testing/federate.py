@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import Algorithm, Kept, Rows, upload_fields
+from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.algorithms._base import base_of, primary_field
 from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.local.rows import map_rows
@@ -141,9 +141,9 @@ def play(
         values = [getattr(up, name) for up in ups]
         if kind.part is not None:
             values = [value * algorithm.part(kind.part, ctx.layout) for value in values]
-        if isinstance(kind, Rows):
+        if not kind.averaged:
             arrived[name] = torch.stack(values)
-        elif isinstance(kind, Kept):
+        elif kind.keeps:
             share = 1.0 if kind.weight is None else getattr(stored, kind.weight) / getattr(stored, kind.weight).mean(0)
             arrived[name] = (share * getattr(stored, name)).mean(0)
         else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from fedloom.algorithms import Algorithm, Kept, Mean, upload_fields
+from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.choose import Weigher
 from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.testing.federate import Federation, State, federate
@@ -62,7 +62,7 @@ class Scene:
     def aggregate(self, up: Any) -> Any:
         """Some upload as the server gets it: uniform means, or rows."""
         fields = upload_fields(type(self.a))
-        means = (isinstance(fields[name], Mean | Kept) for name in up._fields)
+        means = (fields[name].averaged for name in up._fields)
         return type(up)(*(value.mean(0) if mean else value for mean, value in zip(means, up, strict=True)))
 
 

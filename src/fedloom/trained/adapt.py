@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import Algorithm, Kept, upload_fields
+from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.data.federation import Federation
 from fedloom.errors import ClientError, ConfigError, FedloomError, cause_of
 from fedloom.local import Ctx, LocalSGD, Work
@@ -115,5 +115,4 @@ def _download(side: ServerSide, own: Any, ctx: Ctx) -> Any:
 
 def _kept(algorithm: Algorithm, up: Any, own: Any) -> Any:
     """What the server would keep of the new client after its upload."""
-    fields = [name for name, kind in upload_fields(type(algorithm)).items() if isinstance(kind, Kept)]
-    return type(own)(*[getattr(up, name) for name in fields])
+    return type(own)(*[getattr(up, name) for name, kind in upload_fields(type(algorithm)).items() if kind.keeps])

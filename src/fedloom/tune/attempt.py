@@ -12,7 +12,7 @@ import optuna
 import torch
 
 from fedloom.data.federation import Federation, Split
-from fedloom.engine.hybrid import HIGHER
+from fedloom.engine.job import Job
 from fedloom.engine.records import Records
 from fedloom.engine.setting import Evaluate, Setting
 from fedloom.engine.setup import make_job
@@ -21,6 +21,7 @@ from fedloom.engine.state import State
 from fedloom.engine.timing import samples_per_round
 from fedloom.errors import CodeError, ConfigError, RunStopped, Stop
 from fedloom.experiment.schema import Method
+from fedloom.metrics import METRICS, leading
 from fedloom.tune.trials import Trial, setting
 
 POINTS = 5
@@ -52,7 +53,7 @@ class Goal(NamedTuple):
     @property
     def higher(self) -> bool:
         """More is better."""
-        return self.metric in HIGHER
+        return METRICS[self.metric].higher
 
     @property
     def samples(self) -> int | None:
@@ -93,13 +94,21 @@ def judged_models(
     there += ["hybrid"] if len(there) == 2 else []
     if not models or not set(models) <= set(there):
         raise ConfigError(f"[tune] model is {wanted!r}, but {label} has: {', '.join(there)}; use model = 'auto'")
-    task, none = job.oracle.task, torch.zeros(0, dtype=torch.int64)
-    names = list(task.metrics(torch.zeros(0, task.outputs), job.judge.targets(none), none, 0))
-    found = next((name for name in (*HIGHER, "loss") if name in names), "loss") if metric is None else metric
-    if found not in (*(n for n in HIGHER if n in names), "loss"):
-        allowed = ", ".join(n for n in (*HIGHER, "loss") if n in names)
+    names = _defined(job)
+    found = leading(names, "settings") if metric is None else metric
+    if found not in names:
+        allowed = ", ".join(name for name in METRICS if name in names)
         raise ConfigError(f"[tune] metric is {found!r}; on this data it can be: {allowed}")
     return models, found
+
+
+def _defined(job: Job) -> set[str]:
+    """Metrics that some client's validation part defines: AUROC needs both classes."""
+    fed, task = job.judge, job.oracle.task
+    index, owner = fed.parts[PART].index, fed.owner(PART)
+    blank = torch.zeros(len(index), task.outputs, dtype=job.oracle.dtype)
+    found = task.metrics(blank, fed.targets(index), owner, fed.n)
+    return {name for name, values in found.items() if name == "loss" or bool(values.isfinite().any())}
 
 
 def attempt(

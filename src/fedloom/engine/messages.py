@@ -1,0 +1,152 @@
+"""Messages: how the downloads and uploads of a method are written, in a simulation's counts and at real sites alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms import Algorithm, upload_fields
+from fedloom.algorithms._base import Sent, encodings
+from fedloom.local import Ctx, Work
+from fedloom.local.oracles import Network
+from fedloom.rows.channel import Channel
+from fedloom.rows.fields import Field
+from fedloom.rows.layout import Layout
+from fedloom.rows.wire import Codec
+
+UPDATE = "update"
+"""Name of all that passes the channel, which is written as one field."""
+
+
+class Letter(NamedTuple):
+    """A message and how it is written.
+
+    Attributes:
+        codec: writes it.
+        values: the fields, ``[m, .]``, or ``[.]`` where all clients get the same.
+        ranks: of matrices, where they are known.
+    """
+
+    codec: Codec
+    values: Mapping[str, Tensor]
+    ranks: Mapping[str, Any] = {}
+
+    def bytes(self) -> tuple[Tensor, Tensor]:
+        """Its length per client, ``[m]`` or ``[1]``, and as the papers count; nothing to send is no message."""
+        if not self.values:
+            return torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
+        return self.codec.length(self.values, self.ranks), self.codec.paper_bytes(self.values, self.ranks)
+
+    def encode(self) -> bytes:
+        """The message of one client."""
+        return self.codec.encode({name: value.reshape(-1) for name, value in self.values.items()}, self.ranks)
+
+    def decode(self, message: bytes) -> dict[str, Tensor]:
+        """The values of one client's message, in the shapes of these values.
+
+        Raises:
+            WireError: the bytes are not such a message.
+        """
+        found = self.codec.decode(message)
+        return {name: found[name].view(like.shape) for name, like in self.values.items()}
+
+
+class Messages:
+    """The messages of a method.
+
+    Args:
+        algorithm: the method.
+        layout: of its models.
+        device: where uploads are made.
+        channel: what uploads pass through, if anything.
+    """
+
+    def __init__(self, algorithm: Algorithm, layout: Layout, device: torch.device, channel: Channel | None) -> None:
+        self._algorithm, self._layout, self._device, self._channel = algorithm, layout, device, channel
+        self._sent = {"down": encodings(algorithm, "down"), "up": encodings(algorithm, "up")}
+        self._codecs: dict[Any, Codec] = {}
+
+    @cached_property
+    def masks(self) -> Mapping[str, Tensor]:
+        """Coordinates that travel, of the upload fields that send only a part."""
+        return self._masks({name: kind.part for name, kind in upload_fields(type(self._algorithm)).items()})
+
+    @cached_property
+    def _down_masks(self) -> Mapping[str, Tensor]:
+        return self._masks({name: sent.part for name, sent in self._sent["down"].items()})
+
+    def _masks(self, parts: Mapping[str, str | None]) -> dict[str, Tensor]:
+        return {n: self._algorithm.part(part, self._layout).to(self._device) for n, part in parts.items() if part}
+
+    def down(self, message: Any, server: Any) -> Letter:
+        """How a download is written; ``server`` has the ranks of its matrices, which are measured without it."""
+        ranks = {
+            name: dict(zip(self._layout.matrix_shapes, getattr(server, sent.ranks).tolist(), strict=True))
+            for name, sent in self._sent["down"].items()
+            if sent.ranks is not None and sent.encoding == "lowrank" and server is not None
+        }
+        return self._letter("down", message._asdict(), ranks)
+
+    def up(self, message: Any, answers: Mapping[str, Tensor] | None = None) -> Letter:
+        """How an upload is written, what passes the channel as one field, and answers ``[m, k]`` that go with it."""
+        values = message._asdict()
+        if self._channel is not None and message:
+            through = channel_fields(type(self._algorithm), self._channel)
+            values = {n: v for n, v in values.items() if n not in through} | {UPDATE: self.update(message)}
+        return self._letter("up", values | dict(answers or {}), {})
+
+    def vector(self, name: str, value: Tensor) -> Letter:
+        """How anything else is written."""
+        return Letter(Codec(self._layout, {name: Field((value.shape[-1],), value.dtype)}), {name: value})
+
+    def is_exact(self, field: str) -> bool:
+        """Whether a download's field arrives bit for bit and whole."""
+        sent = self._sent["down"][field]
+        return sent.part is None and sent.encoding == "dense"
+
+    def update(self, up: Any) -> Tensor:
+        """What passes the channel of an upload ``[m, D]``: its fields side by side, of a part only what travels."""
+        pieces = {name: getattr(up, name) for name in channel_fields(type(self._algorithm), self._channel)}
+        return torch.cat([p[:, self.masks[n]] if n in self.masks else p for n, p in pieces.items()], 1)
+
+    def with_update(self, up: Any, update: Tensor) -> Any:
+        """The upload with other values in the place of those of `update`."""
+        fields = {name: getattr(up, name) for name in channel_fields(type(self._algorithm), self._channel)}
+        widths = [int(self.masks[n].sum()) if n in self.masks else f.shape[1] for n, f in fields.items()]
+        for (name, old), new in zip(fields.items(), update.split(widths, 1), strict=True):
+            fields[name] = torch.zeros_like(old).masked_scatter(self.masks[name], new) if name in self.masks else new
+        return up._replace(**fields)
+
+    def _letter(self, which: Literal["down", "up"], values: Mapping[str, Tensor], ranks: Mapping[str, Any]) -> Letter:
+        key = (which, *((name, value.shape[-1], value.dtype) for name, value in values.items()))
+        if key not in self._codecs:
+            fields = {name: self._field(which, name, value) for name, value in values.items()}
+            self._codecs[key] = Codec(self._layout, fields)
+        return Letter(self._codecs[key], values, ranks)
+
+    def _field(self, which: Literal["down", "up"], name: str, value: Tensor) -> Field:
+        width, dtype = value.shape[-1], value.dtype
+        if which == "up" and self._channel is not None:
+            return self._channel.field(width, dtype) if name == UPDATE else Field((width,), dtype)
+        encoding = self._sent[which].get(name, Sent()).encoding
+        mask = (self._down_masks if which == "down" else self.masks).get(name)
+        return Field((width,), dtype, encoding, mask=mask, layout=self._layout if encoding == "lowrank" else None)
+
+
+def channel_fields(algorithm: type[Algorithm], channel: Channel | None) -> list[str]:
+    """Upload fields that pass a channel: all, but for a compressor, the differences only."""
+    fields = upload_fields(algorithm)
+    return [n for n, k in fields.items() if channel is not None and (not channel.remembers or k.base != "zero")]
+
+
+def idle_upload(method: Algorithm, start: tuple[Any, Any, Any], oracle: Network, ctx: Ctx) -> Any:
+    """What one client uploads that takes no step: it shows the widths of the fields."""
+    server, template, kept = start
+    one = ctx._replace(m=1, ids=ctx.ids[:1])
+    rows = type(template)(*[t[None] for t in template])
+    down = method.down(server, kept and type(kept)(*[t[None] for t in kept]), one)
+    return method.client(down, rows, Work(oracle, one.ids, ctx.weight[:1], ctx.local).idle())[0]

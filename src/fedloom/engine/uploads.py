@@ -1,0 +1,223 @@
+"""Uploads: how the fields of a cohort's uploads become what the server gets.
+
+Every kind of field says what a chunk of clients adds (``partial``), how the chunks become one, in their order
+(``merge``), and what the server gets in the end (``finish``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom import algorithms
+from fedloom.algorithms import primary_field
+from fedloom.engine.job import Job
+from fedloom.errors import ConfigError, RunStopped, Stop, blamed
+from fedloom.local import Ctx
+from fedloom.processes.chunks import COUNTS, Trained, TrainTask
+
+
+class Rows:
+    """A `fedloom.algorithms.Rows` field: the accepted rows ``[m, .]``.
+
+    Args:
+        name: of the field.
+        kind: of the field.
+        before: sum over all clients of what the server keeps, for a field of which it keeps rows.
+    """
+
+    def __init__(self, name: str, kind: Any, before: Tensor | None = None) -> None:
+        self.name, self.kind = name, kind
+        self.parts = [] if before is None else [before.clone()]
+
+    def partial(self, up: Any, kept: Any, share: Tensor) -> Tensor:
+        """What a chunk adds: of its uploads, the rows that the server kept until now, and shares ``[m, 1]``."""
+        value: Tensor = getattr(up, self.name)
+        return value
+
+    def merge(self, part: Tensor) -> None:
+        """Take what the next chunk adds."""
+        self.parts.append(part)
+
+    def finish(self, cohort: Uploads) -> Tensor:
+        """What the server gets."""
+        return torch.cat(self.parts)
+
+
+class GatheredMean(Rows):
+    """A `fedloom.algorithms.Mean` field whose rows are gathered: their weights, or a robust rule, need all of them."""
+
+    def finish(self, cohort: Uploads) -> Tensor:
+        rows = torch.cat(self.parts)
+        weights = torch.ones_like(cohort.shares) if self.kind.accumulates else cohort.shares
+        return ((weights / weights.sum()).T.to(rows.device, torch.float64) @ rows.double())[0]
+
+
+class Mean(Rows):
+    """A `fedloom.algorithms.Mean` field: partial sums ``[d]``, in double precision from the first on."""
+
+    def partial(self, up: Any, kept: Any, share: Tensor) -> Tensor:
+        value: Tensor = getattr(up, self.name)
+        share = torch.ones_like(share) if self.kind.accumulates else share
+        return (share.T.to(value) @ value)[0]
+
+    def merge(self, part: Tensor) -> None:
+        self.parts = [self.parts[0].add_(part) if self.parts else part.double()]
+
+    def finish(self, cohort: Uploads) -> Tensor:
+        return self.parts[0] / (len(cohort.shares) if self.kind.accumulates else cohort.share)
+
+
+class Kept(Rows):
+    """A `fedloom.algorithms.Kept` field: changes ``[d]`` of the float64 sum over all clients."""
+
+    def partial(self, up: Any, kept: Any, share: Tensor) -> Tensor:
+        now, old = (self.weighted(rows).cpu() for rows in (up, kept))
+        return _sum(now).sub_(_sum(old))
+
+    def merge(self, part: Tensor) -> None:
+        self.parts[0].add_(part)
+
+    def finish(self, cohort: Uploads) -> Tensor:
+        weight = self.kind.weight
+        return self.parts[0] / (cohort.job.n if weight is None else cohort.sums[weight])
+
+    def weighted(self, rows: Any) -> Tensor:
+        """The field, times its weight if it has one."""
+        value: Tensor = getattr(rows, self.name)
+        return value if self.kind.weight is None else value * getattr(rows, self.kind.weight)
+
+
+def fields_of(job: Job, sums: Mapping[str, Tensor] | None = None) -> dict[str, Rows]:
+    """The upload's fields before anything has arrived."""
+    mean = GatheredMean if job.gathers else Mean
+    kinds = {algorithms.Mean: mean, algorithms.Kept: Kept, algorithms.Rows: Rows}
+    return {name: kinds[type(kind)](name, kind, (sums or {}).get(name)) for name, kind in job.fields.items()}
+
+
+def partials(job: Job, up: Any, ids: Tensor, share: Tensor) -> dict[str, Tensor]:
+    """What the accepted uploads of a chunk add, by field."""
+    kept = job.kept.read(ids)
+    return {name: field.partial(up, kept, share) for name, field in fields_of(job).items()}
+
+
+def first_sums(job: Job) -> dict[str, Tensor]:
+    """Sums over all clients of what the server keeps before the first round."""
+    kept = (field for field in fields_of(job).values() if isinstance(field, Kept))
+    return {field.name: job.n * field.weighted(job.kept.template).double() for field in kept}
+
+
+class Uploads:
+    """The uploads of a round as its chunks bring them.
+
+    Args:
+        job: the run.
+        sums: over all clients, of the fields that the server keeps; not modified.
+
+    Attributes:
+        job: the run.
+        ids: accepted clients, chunk by chunk.
+        shares: ``[m, 1]`` float64 their shares in the mean, once all have arrived.
+        share: their sum, added up by chunks.
+        dropped: clients whose upload is unusable.
+        counts: ``[m, 7]`` work and traffic of all of them (`COUNTS`).
+    """
+
+    def __init__(self, job: Job, sums: Mapping[str, Tensor]) -> None:
+        self.job, self._fields = job, fields_of(job, sums)
+        self.ids: list[Tensor] = []
+        self.dropped: list[int] = []
+        self.counts = torch.zeros(0, len(COUNTS), dtype=torch.long)
+        self._answers: dict[str, list[Tensor]] = {}
+        self.shares, self.share = torch.zeros(0, 1, dtype=torch.float64), 0.0
+
+    def add(self, task: TrainTask, trained: Trained) -> None:
+        """Take what the next chunk brings."""
+        self.ids.append(task.ids[trained.accepted])
+        self.dropped += task.ids[~trained.accepted].tolist()
+        self.counts = torch.cat([self.counts, trained.counts])
+        self.shares = torch.cat([self.shares, task.share[trained.accepted]])
+        self.share += trained.shares
+        for name, part in trained.parts.items():
+            self._fields[name].merge(part)
+        for name, rows in trained.answers.items():
+            self._answers.setdefault(name, []).append(rows)
+
+    def answers(self, name: str) -> Tensor | None:
+        """``info``, ``models`` or ``told`` of every accepted client; see `Trained`."""
+        return torch.cat(self._answers[name]) if name in self._answers else None
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """Sums over all clients of the fields that the server keeps."""
+        return {name: self._fields[name].parts[0] for name in self.job.kept_fields}
+
+    def aggregate(self, ctx: Ctx, weigher: Any, aggregator: dict[str, Tensor]) -> tuple[Any, Any, dict[str, Tensor]]:
+        """The upload as the server gets it, and the new states of the weigher and the aggregator, from the old ones.
+
+        Raises:
+            RunStopped: too few uploads for the aggregator.
+        """
+        job, combined = self.job, dict[str, Tensor]()
+        if job.weigher.probes:
+            weights, weigher = weights_of(job, weigher, self.answers("info"), ctx)
+            self.shares = self.shares * weights
+        if job.robust:
+            combined, aggregator = self._robust(ctx, aggregator)
+        values = []
+        for name, field in self._fields.items():
+            value = combined[name] if name in combined else field.finish(self)
+            values.append(value.to(job.oracle.device, job.oracle.dtype) if field.kind.averaged else value)
+        return job.upload(*values), weigher, aggregator
+
+    def _robust(self, ctx: Ctx, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What a robust rule makes of the cohort's rows, or of all that the server has seen; and its new state."""
+        job, primary = self.job, primary_field(type(self.job.algorithm))
+        assert job.aggregator is not None
+        if job.kept_fields:
+            job.homes.everywhere(torch.arange(job.n))
+            ids = job.kept.seen.nonzero()[:, 0]
+            rows = job.kept.read(ids)._asdict()
+            kind = job.fields[primary]
+            weight = kind.weight if kind.keeps else None
+            weights = torch.ones(len(ids), 1, dtype=torch.float64) if weight is None else rows[weight]
+        else:
+            ids, weights = ctx.ids, self.shares
+            rows = {name: torch.cat(field.parts) for name, field in self._fields.items() if field.kind.averaged}
+        try:
+            with blamed("aggregator", job.aggregator, f"round {ctx.round}"):
+                deciding = job.ctx(ctx.round, ids)
+                combined, aggregator = job.aggregator.apply(state, rows, weights, primary, deciding)
+                _check_combined(combined, rows)
+        except ConfigError as error:
+            raise RunStopped(Stop.TOO_FEW, f"round {ctx.round}: {error}") from error
+        return combined, aggregator
+
+
+def weights_of(job: Job, weigher: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Any]:
+    """Weights ``[m, 1]`` of a cohort, and the weigher's new state."""
+    with blamed("weigher", job.weigher, f"round {ctx.round}"):
+        weights, weigher = job.weigher.apply(weigher, info, ctx)
+        if weights.shape != (ctx.m, 1) or (bool((weights < 0).any()) and not job.weigher.signed):
+            got = f"{[*weights.shape]}, at least {float(weights.min())}"
+            raise ValueError(f"weights must be [m, 1] = [{ctx.m}, 1] and not negative, got {got}")
+    return weights, weigher
+
+
+def _check_combined(combined: dict[str, Tensor], rows: Mapping[str, Tensor]) -> None:
+    """That an aggregator gave one vector of every field."""
+    wanted = {name: [*value.shape[1:]] for name, value in rows.items()}
+    got = {name: [*value.shape] for name, value in combined.items()}
+    if got != wanted:
+        raise ValueError(f"it must give one vector of every field, of the shapes {wanted}, got {got}")
+
+
+def _sum(rows: Tensor) -> Tensor:
+    """Sum ``[d]`` of rows ``[m, d]`` in double precision, without a copy of them in it."""
+    total = torch.zeros(rows.shape[1], dtype=torch.float64)
+    for row in rows:
+        total.add_(row)
+    return total
