@@ -3,58 +3,54 @@
 from __future__ import annotations
 
 import shutil
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tomli_w
 
 from fedloom.data.federation import Federation
-from fedloom.errors import ConfigError, RunStopped, Stop
+from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop
 from fedloom.experiment import Experiment, parse
-from fedloom.experiment.schema import Method
 from fedloom.experiment.tables import dump
 from fedloom.experiment.telling import PAUSE, Line, Now, Teller
 from fedloom.experiment.telling import Tell as Watch
 from fedloom.experiment.tuning import Dimension
 from fedloom.running.distributed import check_alone
-from fedloom.running.files import file_name, lock, write_atomic
+from fedloom.running.files import file_name, is_unused, lock, make_folder, write_atomic
 from fedloom.running.parallel import Pool, cores
 from fedloom.running.signals import interruptible
 from fedloom.running.timing import samples_per_round
-from fedloom.tune.attempt import PART, Goal, Interrupted, arguments, attempt, judged_models, without_test
-from fedloom.tune.claim import claim
 from fedloom.tune.report import write_report
-from fedloom.tune.spaces import Read, check_names, check_values, own_params, space_of, with_params
-from fedloom.tune.trials import Search, Trial, read_trials, write_trials
+from fedloom.tune.search import (
+    Found,
+    Read,
+    Search,
+    Study,
+    check_names,
+    check_values,
+    own_params,
+    space_of,
+    with_params,
+)
+from fedloom.tune.trial import (
+    PART,
+    Goal,
+    Interrupted,
+    Journal,
+    Trial,
+    arguments,
+    attempt,
+    judged_models,
+    without_test,
+)
 
 Tell = Callable[[str, Trial], None]
 """(label, trial): called after every trial."""
-
-
-class Study(NamedTuple):
-    """The search for one method: its place in the experiment, where it looks, and what its trials are given."""
-
-    place: int
-    method: Method
-    space: Mapping[str, Dimension]
-    goal: Goal
-    search: Search
-
-    @property
-    def model(self) -> str:
-        """The model that is scored."""
-        return " and ".join(self.goal.models)
-
-
-class Found(NamedTuple):
-    """What was tried for a method, and the best of it (None: no trial completed)."""
-
-    study: Study
-    trials: Sequence[Trial]
-    best: Trial | None
 
 
 class Tuning:
@@ -112,9 +108,10 @@ class Tuning:
             models, metric = judged_models(given, self.tune.model, self.tune.metric, method.label)
             own = rounds if self.tune.equal_work else document["method"][place].get("rounds", rounds)
             goal = Goal(own, plain, metric, tuple(seeds), models)
-            self.studies.append(Study(place, method, space, goal, self._search(method, space, goal)))
+            search = Search(space, self.tune, method.label, goal.higher, own_params(method, space))
+            self.studies.append(Study(place, method, space, goal, search))
         self.goal = self.studies[0].goal._replace(rounds=rounds)
-        claim(out, self._identity(), force=force)
+        self._claim(force)
 
     @property
     def rounds(self) -> int:
@@ -140,14 +137,11 @@ class Tuning:
             processes = min(workers, len(self.studies))
             line = Line()
 
-            def teller(label: str, seed: int, rounds: int) -> Teller:
-                run = (label, seed, rounds)
-                if processes > 1:
-                    return Teller(line.sender(run), PAUSE)
-                return Teller(lambda now: watch(*run, now))
-
             def hear(run: tuple[str, int, int], now: Now | None) -> None:
                 watch(*run, now)
+
+            def teller(*run: Any) -> Teller:
+                return Teller(line.sender(run), PAUSE) if processes > 1 else Teller(partial(hear, run))
 
             def handle(_shared: None, k: int) -> None:
                 self._tune(self.studies[k], tell, teller, asked, workers if processes == 1 else 1)
@@ -176,10 +170,9 @@ class Tuning:
         workers: int,
     ) -> None:
         """The missing trials of a method."""
-        path, folder = self._records(study.method), self.out / "checkpoints" / file_name(study.method.label)
-        trials = read_trials(path)
-        while not study.search.ended(trials) and not asked() and not self._stopped:
-            trial = study.search.ask(trials)
+        journal, folder = self._journal(study), self.out / "checkpoints" / file_name(study.method.label)
+        while not study.search.ended(journal.trials) and not asked() and not self._stopped:
+            trial = study.search.ask(journal.trials)
             experiment = self._experiment(with_params(self._document, study.place, trial.params), workers)
             method = experiment.methods[study.place]
             place = folder / str(trial.number)
@@ -187,18 +180,22 @@ class Tuning:
                 if old != place:
                     shutil.rmtree(old)
             try:
-                trials.append(attempt(experiment, method, self.federations, study.goal, trial, place, teller))
+                done = attempt(experiment, method, self.federations, study.goal, trial, place, teller)
             except Interrupted:
                 self._stopped = True
                 return
-            write_trials(path, trials)
-            tell(study.method.label, trials[-1])
-        if study.search.ended(trials):
+            journal.append(done, study.search.space)
+            tell(study.method.label, done)
+        if study.search.ended(journal.trials):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _found(self, study: Study) -> Found:
-        trials = read_trials(self._records(study.method))[: self.tune.trials]
+        trials = self._journal(study).trials[: self.tune.trials]
         return Found(study, trials, study.search.best(trials))
+
+    def _journal(self, study: Study) -> Journal:
+        label = study.method.label
+        return Journal(self.out / "trials" / f"{file_name(label)}.log", label, study.search.higher)
 
     def _write(self, found: Sequence[Found]) -> None:
         """``tuned.toml``: the experiment with the settings of each method's best trial."""
@@ -238,12 +235,6 @@ class Tuning:
         experiment = self._read(document, self._where)
         return replace(experiment, engine=experiment.engine.with_(workers=workers))
 
-    def _search(self, method: Method, space: Mapping[str, Dimension], goal: Goal) -> Search:
-        tune = self.tune
-        startup = tune.startup if tune.prune else None
-        first = own_params(method, space)
-        return Search(space, goal.higher, tune.seed, method.label, first, startup, tune.trials)
-
     def _workers(self) -> int:
         """Processes: for methods side by side, or, where one is tuned at a time, for its rounds."""
         wanted = self.experiment.engine.workers
@@ -251,8 +242,28 @@ class Tuning:
             wanted = cores()
         return wanted if self.experiment.engine.device == "cpu" else 1
 
-    def _records(self, method: Method) -> Path:
-        return self.out / "trials" / f"{file_name(method.label)}.json"
+    def _claim(self, force: bool) -> None:
+        """Make the directory this search's own; ``search.toml`` says what its trials depend on."""
+        out, path, trials = self.out, self.out / "search.toml", self.out / "trials"
+        document = tomli_w.dumps(self._identity())
+        if not is_unused(out) and not path.exists():
+            raise RunDirError(f"{out} is not empty and holds no search (no search.toml); choose another --out")
+        if force:
+            for old in (trials, out / "checkpoints"):
+                shutil.rmtree(old, ignore_errors=True)
+        elif any(trials.glob("*.json")):
+            raise RunDirError(f"{out} holds a search of an earlier version; choose another --out, or use --force")
+        elif path.exists():
+            before, now = (_flat(tomllib.loads(text)) for text in (path.read_text(), document))
+            # more trials, methods and a longer final run may be asked for
+            for key in sorted(before.keys() & now.keys() - {"rounds", "tune.trials"}):
+                if before[key] != now[key]:
+                    raise RunDirError(
+                        f"{out} holds another search: {key} was {before[key]!r}, now it is {now[key]!r}; choose "
+                        "another --out, or start anew with --force"
+                    )
+        make_folder(trials)
+        write_atomic(path, document.encode())
 
     def _identity(self) -> dict[str, Any]:
         """What trials depend on, as a TOML document."""
@@ -270,3 +281,17 @@ class Tuning:
 
 def _table(dimension: Dimension) -> Any:
     return list(dimension) if isinstance(dimension, tuple) else dump(dimension)
+
+
+def _flat(document: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in document.items():
+        if key == "method" and isinstance(value, list):  # FedSLR has an option of that name
+            for m in value:
+                own = {k: v for k, v in m.items() if k != "rounds"}
+                flat |= {f"method {m['label']}: {inner}": v for inner, v in _flat(own).items()}
+        elif isinstance(value, dict):
+            flat |= {f"{key}.{inner}": v for inner, v in _flat(value).items()}
+        else:
+            flat[key] = value
+    return flat
