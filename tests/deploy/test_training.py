@@ -13,8 +13,8 @@ from fedloom.deploy.directory import Place, write
 from fedloom.deploy.loopback import run_all
 from fedloom.deploy.models import export, figures, module_of, owned
 from fedloom.deploy.plan import plan
+from fedloom.engine.simulate import simulate
 from fedloom.experiment import read
-from fedloom.running.simulate import simulate
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(900)]
 

@@ -24,7 +24,7 @@ from fedloom.cli import app
 from fedloom.errors import CheckpointError, RunDirError, RunStopped
 from fedloom.experiment import parse
 from fedloom.experiment.tuning import Tune
-from fedloom.running import files
+from fedloom.storage import files
 from fedloom.tune import Trial
 from fedloom.tune.search import Search, check_values, defaults, own_params, space_of, with_params
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from pydantic import Field
 
-import fedloom
 from fedloom.deploy import keys
 from fedloom.deploy.code import FOLDER
 from fedloom.deploy.commands import OPS, command, environment, filled, profile
@@ -25,6 +24,7 @@ from fedloom.deploy.plan import Plan
 from fedloom.deploy.settings import Member, Server, Site, placed, text_of
 from fedloom.errors import ConfigError
 from fedloom.values import Value, make
+from fedloom.version import __version__
 
 APP = "app"
 CLI = "cli"
@@ -140,7 +140,7 @@ def _sides(plan: Plan, place: Place) -> Iterator[tuple[str, str, Files]]:
         "name": plan.name,
         "experiment": "experiment.toml",
         "fingerprint": hashlib.sha256(plan.experiment.encode()).hexdigest(),
-        "version": fedloom.__version__,
+        "version": __version__,
         "clients": len(plan.sites),
         "samples": plan.samples,
         "columns": plan.columns,
@@ -216,7 +216,7 @@ def _readme(plan: Plan, server: Server, place: Place) -> str:
         home=place.home,
         cli=home / CLI,
         programs=place.programs,
-        version=fedloom.__version__,
+        version=__version__,
         run=" ".join(f"'{word}'" if '"' in word else word for word in words),
         behind=_behind(server),
         until=f"{datetime.now(UTC) + timedelta(days=place.days):%Y-%m-%d}",

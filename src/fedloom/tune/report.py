@@ -14,7 +14,7 @@ from fedloom.experiment.tuning import Dimension, Range, Tune
 from fedloom.report.figure import Figure
 from fedloom.report.naming import metric as named
 from fedloom.report.naming import titled
-from fedloom.running.files import write_atomic
+from fedloom.storage.files import write_atomic
 from fedloom.tune.search import ALL, Found, defaults
 from fedloom.tune.trial import Goal, Trial
 

@@ -14,17 +14,17 @@ from typing import Any
 import tomli_w
 
 from fedloom.data.federation import Federation
+from fedloom.engine.timing import samples_per_round
 from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop
 from fedloom.experiment import Experiment, parse
 from fedloom.experiment.tables import dump
 from fedloom.experiment.telling import PAUSE, Line, Now, Teller
 from fedloom.experiment.telling import Tell as Watch
 from fedloom.experiment.tuning import Dimension
-from fedloom.running.distributed import check_alone
-from fedloom.running.files import file_name, is_unused, lock, make_folder, write_atomic
-from fedloom.running.parallel import Pool, cores
-from fedloom.running.signals import interruptible
-from fedloom.running.timing import samples_per_round
+from fedloom.processes.distributed import check_alone
+from fedloom.processes.pool import Pool, cores
+from fedloom.processes.signals import interruptible
+from fedloom.storage.files import file_name, is_unused, lock, make_folder, write_atomic
 from fedloom.tune.report import write_report
 from fedloom.tune.search import (
     Found,
