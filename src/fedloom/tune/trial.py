@@ -112,7 +112,7 @@ class Journal:
             write_atomic(path, whole)
         direction = "maximize" if higher else "minimize"
         try:
-            storage = JournalStorage(_File(str(path)))
+            storage = JournalStorage(_File(path))
             self._study = optuna.create_study(
                 study_name=label, storage=storage, direction=direction, load_if_exists=True
             )
@@ -131,8 +131,12 @@ class Journal:
 class _File(JournalFileBackend):
     """Optuna's file, written as every file of a run directory is."""
 
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._path = path
+
     def append_logs(self, logs: list[dict[str, Any]]) -> None:
-        append_synced(Path(self._file_path), [json.dumps(log).encode() + b"\n" for log in logs])
+        append_synced(self._path, [json.dumps(log).encode() + b"\n" for log in logs])
 
 
 def _trial(frozen: FrozenTrial) -> Trial:
