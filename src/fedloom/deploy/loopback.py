@@ -141,7 +141,7 @@ class Loopback:
         runs = self.ask("runs")["runs"]
         return str(runs[0]["status"]) if runs else "not started"
 
-    def ask(self, question: str, **values: object) -> dict[str, Any]:
+    def ask(self, question: str, **values: Any) -> dict[str, Any]:
         """The answer of Flower's command line to a command of `ops/commands.toml`.
 
         Raises:

@@ -186,8 +186,8 @@ class Search:
         found: list[Params] = [study.ask(self.space).params for _ in range(int(self.settings))]
         return sorted(found, key=lambda params: params != self._first)
 
-    def _seed(self, *trial: int) -> int:
-        return derive(self._tune.seed, *trial, purpose=("tune", self._label)) % 2**32
+    def _seed(self, trial: int = 0) -> int:
+        return derive(self._tune.seed, trial, purpose=("tune", self._label)) % 2**32
 
 
 class Study(NamedTuple):

@@ -110,11 +110,12 @@ class Journal:
         whole = (there or b"")[: (there or b"").rfind(b"\n") + 1]
         if there != whole:
             write_atomic(path, whole)
-        direction = "maximize" if higher else "minimize"
         try:
-            storage = JournalStorage(_File(path))
             self._study = optuna.create_study(
-                study_name=label, storage=storage, direction=direction, load_if_exists=True
+                storage=JournalStorage(_File(path)),
+                study_name=label,
+                direction="maximize" if higher else "minimize",
+                load_if_exists=True,
             )
             self.trials = [_trial(frozen) for frozen in self._study.trials]
         except FedloomError:
@@ -263,10 +264,13 @@ def attempt(
             values.append(_score(result.state.records, goal))
     except _Hopeless as hopeless:
         reason = "below the median of the complete trials at this point"
-        return _further(done, hopeless.state).with_(state="pruned", marks=marks, reason=reason)
+        done = _further(done, hopeless.state).with_(state="pruned", reason=reason)
     except (RunStopped, CodeError) as error:
-        return done.with_(state="failed", marks=marks, reason=str(error))
-    return done.with_(value=sum(values) / len(values), marks=marks)
+        done = done.with_(state="failed", reason=str(error))
+    else:
+        done = done.with_(value=sum(values) / len(values))
+    marked: Trial = done.with_(marks=marks)
+    return marked
 
 
 class _Hopeless(Exception):
@@ -310,4 +314,5 @@ def _further(trial: Trial, state: State) -> Trial:
     """The trial after a run of one more seed."""
     found = state.records.last("", "", "samples_backward")
     more = 0 if found is None else int(found[0])
-    return trial.with_(rounds=state.round, samples_backward=trial.samples_backward + more)
+    further: Trial = trial.with_(rounds=state.round, samples_backward=trial.samples_backward + more)
+    return further
