@@ -4,9 +4,8 @@ import shutil
 
 import pytest
 
-from fedloom.deploy.directory import write
+from fedloom.deploy.directory import Place, write
 from fedloom.deploy.plan import plan
-from fedloom.deploy.units import Place
 from fedloom.experiment import parse
 
 

@@ -15,10 +15,9 @@ import fedloom
 from fedloom.cli import app
 from fedloom.deploy import check, keys
 from fedloom.deploy.check import check_site
-from fedloom.deploy.directory import write
+from fedloom.deploy.directory import Place, write
 from fedloom.deploy.plan import plan
 from fedloom.deploy.settings import read_site, text_of
-from fedloom.deploy.units import Place
 from fedloom.errors import DataError
 from fedloom.experiment import parse
 

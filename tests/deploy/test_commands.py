@@ -7,7 +7,7 @@ import pytest
 from flwr.common.config import parse_config_args
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 
-from fedloom.deploy import commands
+from fedloom.deploy.commands import command, environment
 from fedloom.deploy.settings import read_server, read_site
 from fedloom.errors import ConfigError
 
@@ -29,7 +29,7 @@ def options(words):
 
 
 def test_superlink_has_tls_node_keys_and_installs_nothing(server):
-    given = options(commands.superlink(server))
+    given = options(command("superlink", server))
     assert given["--ssl-certfile"] == str(server.certificate)
     assert given["--ssl-keyfile"] == str(server.key)
     assert given["--ssl-ca-certfile"] == str(server.ca)
@@ -41,7 +41,7 @@ def test_superlink_has_tls_node_keys_and_installs_nothing(server):
 
 
 def test_superexec_reaches_the_superlink_and_shares_its_secret(server):
-    link, given = options(commands.superlink(server)), options(commands.superexec(server))
+    link, given = options(command("superlink", server)), options(command("superexec", server))
     assert given["--runtime-api-address"] == f"{link['--host']}:{link['--port']}"
     assert given["--superexec-auth-secret-file"] == link["--superexec-auth-secret-file"]
     assert given["--root-certificates"] == str(server.ca)
@@ -49,7 +49,7 @@ def test_superexec_reaches_the_superlink_and_shares_its_secret(server):
 
 
 def test_flower_reads_the_supernodes_command_line(site):
-    args = _parse_args_run_supernode().parse_args(commands.supernode(site, Path("/srv/site 1/site.toml"))[1:])
+    args = _parse_args_run_supernode().parse_args(command("supernode", site, file=Path("/srv/site 1/site.toml"))[1:])
     assert args.superlink == "fl.example.org:8443"
     assert args.root_certificates == str(site.ca)
     assert args.auth_supernode_private_key == str(site.node_key)
@@ -60,7 +60,7 @@ def test_flower_reads_the_supernodes_command_line(site):
 
 
 def test_flower_reads_the_runs_configuration(written):
-    given = options(commands.run(written / "app", written / "server.toml"))
+    given = options(command("run", app=written / "app", file=written / "server.toml"))
     assert parse_config_args([given["--run-config"]]) == {"server": str(written / "server.toml")}
     app = tomllib.loads((written / "server" / "app" / "pyproject.toml").read_text())
     assert set(app["tool"]["flwr"]["app"]["config"]) == {"server"}
@@ -70,18 +70,22 @@ def test_flower_reads_the_runs_configuration(written):
 @pytest.mark.parametrize("path", ['/a"b', "/a'b", "/a\\b"])
 def test_a_path_that_flower_cannot_be_told_is_refused(site, path):
     with pytest.raises(ConfigError, match="another folder"):
-        commands.supernode(site, Path(path))
+        command("supernode", site, file=Path(path))
 
 
 def test_no_secret_is_on_a_command_line(server, site):
-    words = [*commands.superlink(server), *commands.superexec(server), *commands.supernode(site, Path("/s.toml"))]
+    words = [
+        *command("superlink", server),
+        *command("superexec", server),
+        *command("supernode", site, file=Path("/s.toml")),
+    ]
     for path in (server.key, server.secret, site.node_key, site.signing_key):
         content = path.read_bytes()
         assert not any(len(word) > 8 and word.encode() in content for word in words)
 
 
 def test_every_process_is_told_to_send_and_install_nothing():
-    given = commands.environment(Path("/home/fl"), Path("/opt/bin"), threads=2)
+    given = environment(Path("/home/fl"), Path("/opt/bin"), threads=2)
     assert given["FLWR_TELEMETRY_ENABLED"] == "0"
     assert given["FLWR_DISABLE_UPDATE_CHECK"] == "1"
     assert given["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"

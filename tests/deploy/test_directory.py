@@ -17,10 +17,9 @@ from typer.testing import CliRunner
 
 from fedloom.cli import app
 from fedloom.deploy import keys
-from fedloom.deploy.directory import renew, write
+from fedloom.deploy.directory import Place, gate, renew, server_units, site_unit, write
 from fedloom.deploy.plan import plan
 from fedloom.deploy.settings import check_fingerprint, read_server, read_site
-from fedloom.deploy.units import Place, gate, server_units, site_unit
 from fedloom.errors import ConfigError, Refused, Stop
 from fedloom.experiment import read
 from tests.deploy.scene import scene

@@ -12,7 +12,8 @@ from http.client import HTTPSConnection
 
 import pytest
 
-from fedloom.deploy import commands, keys
+from fedloom.deploy import keys
+from fedloom.deploy.commands import command, environment, profile
 from fedloom.deploy.loopback import Loopback
 from fedloom.deploy.processes import ProcessError, Processes, free_ports
 from fedloom.deploy.settings import read_server, text_of
@@ -45,7 +46,7 @@ def until(here, node, status, seconds=60):
 
 
 def statuses(here):
-    return {int(n["node-id"]): n["status"] for n in here.ask(commands.nodes())["nodes"]}
+    return {int(n["node-id"]): n["status"] for n in here.ask("nodes")["nodes"]}
 
 
 def ended(process):
@@ -60,10 +61,9 @@ def ended(process):
 
 def refused(here, name, words):
     """What a node says that is started with a command line and is not let in."""
-    environment = commands.environment(here.work / "refused")
     log = here.work / f"{name}.log"
     log.unlink(missing_ok=True)
-    process = here._processes.start(name, words, environment, log)
+    process = here._processes.start(name, words, environment(here.work / "refused"), log)
     try:
         return ended(process)
     finally:
@@ -73,7 +73,7 @@ def refused(here, name, words):
 
 def node(here, name, **changes):
     site = here.sites[name].model_copy(update={"server": here.address, "port": free_ports(1)[0], **changes})
-    return commands.supernode(site, here.site_file(name))
+    return command("supernode", site, file=here.site_file(name))
 
 
 def without(words, option, values=1):
@@ -128,7 +128,7 @@ def test_revoked_key(network):
     process = network.start_site("site-1")
     number = network.nodes["site-1"]
     until(network, number, "online")
-    network.ask(commands.unregister(number))
+    network.ask("unregister", node=number)
     assert statuses(network).get(number) in (None, "unregistered")
     network._processes.started.remove(process)
     process.reap()
@@ -220,10 +220,10 @@ def test_the_gate_refuses_a_body_beyond_the_limit(network, gate):
 
 
 def test_the_gate_does_not_let_the_command_line_in(network, gate, tmp_path):
-    (tmp_path / "config.toml").write_text(commands.profile(gate, network.server.ca))
+    (tmp_path / "config.toml").write_text(profile(gate, network.server.ca))
     done = subprocess.run(
-        commands.nodes(),
-        env={"HOME": str(tmp_path), **commands.environment(tmp_path)},
+        command("nodes"),
+        env={"HOME": str(tmp_path), **environment(tmp_path)},
         capture_output=True,
         text=True,
         timeout=60,

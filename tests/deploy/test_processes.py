@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fedloom.deploy import guard
+from fedloom.deploy import reaper
 from fedloom.deploy.processes import ProcessError, Processes, check_free, free_ports
 from fedloom.errors import ConfigError
 
@@ -62,7 +62,7 @@ def test_all_end_with_the_block_children_too(tmp_path, error):
 
 
 def test_what_does_not_listen_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedloom.deploy.guard.GRACE", 0.3)
+    monkeypatch.setattr("fedloom.deploy.reaper.GRACE", 0.3)
     with Processes() as processes:
         one = processes.start("one", [sys.executable, "-c", STUBBORN], {}, tmp_path / "one.log")
         assert output(one)
@@ -98,25 +98,44 @@ def test_a_signal_to_the_launcher_ends_them(tmp_path, number):
     assert gone(pid)
 
 
-def test_a_guard_ends_what_is_left_when_its_starter_is_gone(tmp_path, monkeypatch):
-    """What has been reported as ended is left alone, and what does not listen is killed."""
-    monkeypatch.setattr("fedloom.deploy.guard.GRACE", 0.3)
+def test_the_reaper_ends_what_it_is_given_and_nothing_else(tmp_path):
+    """What does not listen is killed, and what is not there any more is no error."""
     with Processes() as processes:
         one = processes.start("one", [sys.executable, "-c", CHILD], {}, tmp_path / "one.log")
         two = processes.start("two", [sys.executable, "-c", STUBBORN], {}, tmp_path / "two.log")
         three = processes.start("three", ["sleep", "100"], {}, tmp_path / "three.log")
+        four = subprocess.Popen(["true"], start_new_session=True)
+        four.wait()
         child, _ = int(output(one)), output(two)
-        guard.watch([f"{p.pid}\n" for p in (one, two, three)] + [f"-{three.pid}\n"])
+        reaper.reap([f"{p.pid}\n" for p in (one, two, four)], grace=0.3)
         assert all(gone(pid) for pid in (one.pid, two.pid, child))
         assert runs(three.pid)
 
 
-def test_no_guard_stays(tmp_path):
+def test_no_reaper_stays(tmp_path):
     with Processes() as processes:
         processes.start("one", ["sleep", "100"], {}, tmp_path / "one.log")
-        pid = processes._guard.pid
+        pid = processes._reaper.pid
         assert runs(pid)
     assert not runs(pid)
+
+
+def test_without_its_reaper_the_block_ends_them_itself(tmp_path):
+    with Processes() as processes:
+        one = processes.start("one", [sys.executable, "-c", CHILD], {}, tmp_path / "one.log")
+        child = int(output(one))
+        os.kill(processes._reaper.pid, signal.SIGKILL)
+        two = processes.start("two", ["sleep", "100"], {}, tmp_path / "two.log")
+        assert runs(child)
+    assert all(gone(pid) for pid in (one.pid, two.pid, child))
+
+
+def test_the_end_comes_as_soon_as_they_have_ended(tmp_path):
+    before = time.monotonic()
+    with Processes() as processes:
+        for name in ("one", "two", "three"):
+            processes.start(name, ["sleep", "100"], {}, tmp_path / f"{name}.log")
+    assert time.monotonic() - before < reaper.GRACE / 2
 
 
 def test_one_that_ended_is_named_with_the_end_of_its_output(tmp_path):

@@ -9,15 +9,14 @@ import torch
 from flwr.app import Message, RecordDict
 from safetensors.torch import load_file
 
-from fedloom.deploy import commands
 from fedloom.deploy.client import Client
-from fedloom.deploy.directory import write
+from fedloom.deploy.commands import command
+from fedloom.deploy.directory import Place, write
 from fedloom.deploy.identity import signing_key
 from fedloom.deploy.loopback import Loopback
 from fedloom.deploy.plan import plan
 from fedloom.deploy.processes import Processes
 from fedloom.deploy.settings import read_site
-from fedloom.deploy.units import Place
 from tests.deploy.wire import connected
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(600)]
@@ -50,7 +49,7 @@ def test_no_site_answers_for_another_and_no_reply_counts_twice(experiment, tmp_p
         clients = [Client(site) for site in sites]
         liar_as_victim = Client(sites[VICTIM].model_copy(update={"state": tmp_path / "liar"}))
         liar_as_victim._key = signing_key(sites[LIAR].signing_key)
-        stream = here._start("run", commands.run(folder / "server" / "app", here._server_file))
+        stream = here._start("run", command("run", app=folder / "server" / "app", file=here._server_file))
         kept, taken, trained = {}, {}, set()
         end = time.monotonic() + 400
         while stream.alive():

@@ -25,7 +25,7 @@ from fedloom.reproduce import Recipe, estimate, recipe, recipes, reproduce
 from fedloom.reproduce.choices import candidates, open_methods, rounds_of, search_of
 from fedloom.reproduce.execute import experiment
 from fedloom.reproduce.recipe import SCALES, label_of, make_recipe, merged
-from fedloom.tune.spaces import space_of
+from fedloom.tune.search import space_of
 
 ALL = recipes()
 METHODS = [
@@ -202,7 +202,7 @@ def test_a_run_killed_within_a_trial_goes_on(whole: Any, tmp_path: Path) -> None
     ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True)
     assert ended.returncode == 137, ended.stderr.decode()
     there = tmp_path / "choose" / "few"
-    assert len(json.loads((there / "trials" / "fedavg.json").read_text())) > 0
+    assert (there / "trials" / "fedavg.log").stat().st_size > 1000
     assert list((there / "checkpoints").glob("*/*"))
     done = reproduce(grid(engine={"checkpoint_every": 1e-9}), "full", tmp_path, seeds=[3])
     assert done is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,17 +14,15 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from searches import contents, tuning
+from searches import contents, kept, tuning
 
 import fedloom as fl
 from fedloom.errors import ConfigError, RunDirError, RunStopped
 from fedloom.experiment import parse
 from fedloom.experiment.telling import Now
-from fedloom.experiment.tuning import Range
+from fedloom.experiment.tuning import Range, Tune
 from fedloom.tune import Trial
-from fedloom.tune.plan import Found
-from fedloom.tune.spaces import with_params
-from fedloom.tune.trials import Search, settings_of
+from fedloom.tune.search import Found, Search, settings_of, with_params
 
 GRID = """
 name = "grid"
@@ -73,6 +70,10 @@ LISTS = st.dictionaries(
 ).map(lambda space: {key: tuple(values) for key, values in space.items()})
 
 
+def search_of(space: Any, trials: int, seed: int = 0, label: str = "m", own: Any = None) -> Search:
+    return Search(space, Tune(trials=trials, seed=seed), label, True, own)
+
+
 def played(search: Search, trials: list[Trial], value: float = 0.5) -> list[Trial]:
     while not search.ended(trials):
         asked = search.ask(trials)
@@ -90,21 +91,21 @@ def test_every_setting_comes_once_the_files_own_first(
     points = [dict(zip(space, values, strict=True)) for values in product(*(dict.fromkeys(v) for v in space.values()))]
     assert settings_of(space) == len(points)
     own = data.draw(st.sampled_from([None, *points]))
-    search = Search(space, True, seed, "m", own, 5, len(points) + more)
+    search = search_of(space, len(points) + more, seed, own=own)
     assert search.whole
     trials = played(search, [])
     assert len(trials) == len(points)
     assert all(any(t.params == point for t in trials) for point in points)
     assert own is None or trials[0].params == own
     cut = data.draw(st.integers(0, len(trials)))
-    again = played(Search(space, True, seed, "m", own, 5, len(points) + more), trials[:cut], value=0.1)
+    again = played(search_of(space, len(points) + more, seed, own=own), trials[:cut], value=0.1)
     assert [t.params for t in again] == [t.params for t in trials]
 
 
 def test_the_order_is_seeded_by_the_search_and_the_method() -> None:
     space = {"a": tuple(range(12))}
     orders = [
-        [t.params["a"] for t in played(Search(space, True, seed, label, None, None, 12), [])]
+        [t.params["a"] for t in played(search_of(space, 12, seed, label), [])]
         for seed, label in ((0, "m"), (0, "m"), (1, "m"), (0, "n"))
     ]
     assert orders[0] == orders[1]
@@ -113,15 +114,15 @@ def test_the_order_is_seeded_by_the_search_and_the_method() -> None:
 
 def test_a_range_or_a_longer_list_is_not_gone_through_whole() -> None:
     for space in ({"a": Range(low=0.0, high=1.0)}, {"a": tuple(range(9))}):
-        search = Search(space, True, 0, "m", None, None, 8)
+        search = search_of(space, 8)
         assert not search.whole
         assert len(played(search, [])) == 8
 
 
 def test_trials_of_a_search_that_was_not_whole_are_not_repeated() -> None:
     space = {"a": tuple(range(6))}
-    few = played(Search(space, True, 0, "m", None, None, 3), [])
-    trials = played(Search(space, True, 0, "m", None, None, 8), list(few))
+    few = played(search_of(space, 3), [])
+    trials = played(search_of(space, 8), list(few))
     assert trials[:3] == few
     assert {t.params["a"] for t in trials} == set(range(6))
 
@@ -216,7 +217,7 @@ def test_killed_within_a_trial_and_run_again(whole: tuple[Path, list[Found]], tm
     command = [sys.executable, "-m", "fedloom.cli", "tune", str(file), "--out", str(out)]
     environment = {**os.environ, "PYTHONPATH": "src", "FEDLOOM_CRASH_AT": "120"}
     assert subprocess.run(command, env=environment, capture_output=True).returncode == 137
-    before = json.loads((out / "trials" / "fedavg.json").read_text())
+    before = kept(out / "trials" / "fedavg.log")
     assert 0 < len(before) <= 3
     assert list((out / "checkpoints").glob("*/*"))
     tuning(file.read_text(), out).run()

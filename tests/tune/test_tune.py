@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,17 +15,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from searches import contents, tuning
+from searches import contents, kept, tuning
 from typer.testing import CliRunner
 
 import fedloom as fl
 from fedloom.algorithms import REGISTRY
 from fedloom.cli import app
-from fedloom.errors import RunDirError, RunStopped
+from fedloom.errors import CheckpointError, RunDirError, RunStopped
 from fedloom.experiment import parse
+from fedloom.experiment.tuning import Tune
+from fedloom.storage import files
 from fedloom.tune import Trial
-from fedloom.tune.spaces import check_values, defaults, own_params, space_of, with_params
-from fedloom.tune.trials import Search
+from fedloom.tune.search import Search, check_values, defaults, own_params, space_of, with_params
 
 RUNNER = CliRunner()
 SMALL = """
@@ -286,9 +289,39 @@ def test_another_search_and_a_foreign_folder_are_refused(finished: Path, tmp_pat
         tuning(SMALL, tmp_path, force=True)
     (finished.parent / "copy" / "trials").mkdir(parents=True)
     (finished.parent / "copy" / "search.toml").write_bytes((finished / "search.toml").read_bytes())
-    (finished.parent / "copy" / "trials" / "fedavg.json").write_text("[{}]")
-    with pytest.raises(RunDirError, match="is damaged"):
-        tuning(SMALL, finished.parent / "copy").run()
+    whole = (finished / "trials" / "fedavg.log").read_bytes()
+    for damaged in (b"[{}]\n", whole[:40] + b"\n" + whole[40:], whole.replace(b"rounds", b"sounds"), b"\x00\n" + whole):
+        (finished.parent / "copy" / "trials" / "fedavg.log").write_bytes(damaged)
+        with pytest.raises(RunDirError, match="is damaged"):
+            tuning(SMALL, finished.parent / "copy").run()
+    (finished.parent / "copy" / "trials" / "fedavg.json").write_text("[]")
+    with pytest.raises(RunDirError, match="an earlier version"):
+        tuning(SMALL, finished.parent / "copy")
+
+
+@pytest.mark.parametrize("left", [0.1, 0.5, 0.99])
+def test_a_journal_that_a_crash_has_cut_short_is_gone_on_with(left: float, finished: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(finished, tmp_path / "out")
+    for path in (out / "trials").iterdir():
+        text = path.read_bytes()
+        path.write_bytes(text[: int(left * len(text))])
+    tuning(SMALL, out).run()
+    assert contents(out) == contents(finished)
+
+
+def test_a_full_disk_loses_no_finished_trial(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(op: str, path: Path) -> None:
+        if op == "tear" and path.name == "fedprox.log" and path.stat().st_size > 2000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "hook", full)
+    with pytest.raises(CheckpointError, match=r"fedprox\.log could not be written: the disk is full"):
+        tuning(SMALL, tmp_path / "out").run()
+    assert len(kept(tmp_path / "out" / "trials" / "fedavg.log")) == 4
+    assert 0 < len(kept(tmp_path / "out" / "trials" / "fedprox.log")) < 4
+    monkeypatch.undo()
+    tuning(SMALL, tmp_path / "out").run()
+    assert contents(tmp_path / "out") == contents(finished)
 
 
 def test_every_default_space_fits_its_method() -> None:
@@ -310,14 +343,14 @@ def test_every_default_space_fits_its_method() -> None:
 def test_a_suggestion_depends_on_what_was_tried_only() -> None:
     experiment = parse({"data": {"source": "digits"}, "method": [{"algorithm": "fedprox"}]})
     space = space_of(experiment.methods[0], experiment.tune, "")
-    search = Search(space, True, 0, "fedprox", None, 5, 20)
+    search = Search(space, Tune(), "fedprox", True, None)
     trials: list[Trial] = []
     for number in range(15):
         params = search.ask(trials).params
         assert search.ask(trials).params == params
         value = -abs(np.log10(params["local.lr"]) + 1)
         trials.append(Trial(number=number, params=params, state="complete", value=value, rounds=1, samples_backward=1))
-    other = Search(space, True, 1, "fedprox", None, 5, 20).ask([])
+    other = Search(space, Tune(seed=1), "fedprox", True, None).ask([])
     assert other.params != trials[0].params
     best = search.best(trials)
     assert best is not None

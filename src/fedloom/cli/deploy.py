@@ -48,9 +48,8 @@ def init(
     Example: fedloom deploy init examples/hospitals.toml --sites 4 --method flame --rounds 10 --out hospitals
     """
     with errors():
-        from fedloom.deploy.directory import write
+        from fedloom.deploy.directory import Place, write
         from fedloom.deploy.plan import plan
-        from fedloom.deploy.units import Place
         from fedloom.experiment import read
         from fedloom.values import make
 

@@ -236,8 +236,8 @@ class Client:
     def _noise_alone(self, job: Job) -> Made:
         assert job.channel is not None
         idle, ids = self.forms.idle, self._ids
-        sent, _ = job.channel.apply(None, torch.zeros_like(job.update(idle)), ())
-        up = job.with_update(idle, sent)
+        sent, _ = job.channel.apply(None, torch.zeros_like(job.messages.update(idle)), ())
+        up = job.messages.with_update(idle, sent)
         return Made(up, None, None, None, job.clients.read(ids), job.residue.read(ids), torch.zeros(1, 3).long())
 
     def _score(self, job: Job, letter: Letter, *, there: bool) -> tuple[str, dict[str, float]]:

@@ -1,38 +1,60 @@
-"""The ready directory of a deployment: everything that the server and every site need, each in a folder of its own."""
+"""The ready directory of a deployment: everything that the server and every site need, each in a folder of its own.
+
+Units, gate, app and directions are the files of `ops/`, filled.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
 import shutil
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from fedloom.deploy import commands, keys
+from pydantic import Field
+
+from fedloom.deploy import keys
 from fedloom.deploy.code import FOLDER
+from fedloom.deploy.commands import OPS, command, environment, filled, profile
 from fedloom.deploy.plan import Plan
-from fedloom.deploy.settings import Member, Server, Site, fingerprint, text_of
-from fedloom.deploy.units import (
-    CLI,
-    SERVER_WRITES,
-    SITE_WRITES,
-    TEMPLATES,
-    Place,
-    behind,
-    filled,
-    gate,
-    gate_address,
-    server_units,
-    site_unit,
-)
+from fedloom.deploy.settings import Member, Server, Site, placed, text_of
 from fedloom.errors import ConfigError
-from fedloom.values import make
+from fedloom.values import Value, make
 from fedloom.version import __version__
 
 APP = "app"
+CLI = "cli"
+"""Folder of Flower's command line on the server, which the administrator uses."""
+SECRETS = ("ca.key", "server.key", "superexec.secret", "node-key", "signing-key")
+"""Files that only their owner reads."""
+WRITES = {"server": ("state", "results", "flower"), "site": ("state", "flower")}
+"""Folders that the processes of a side write into."""
 AUTHORITY_DAYS = 3650
 """Days that the authority is valid: sites have its certificate, so it should outlive the server's."""
+
+Files = dict[str, str | bytes]
+"""Contents by path."""
+
+
+class Place(Value):
+    """Where a deployment will run."""
+
+    host: str = Field("localhost", pattern=r"^[A-Za-z0-9.:-]+$", description="host or address of the gate")
+    gate_port: int = Field(8443, ge=1, le=65535, description="port of the gate, which the sites connect to")
+    port: int = Field(18000, ge=1, le=65535, description="port of the server behind the gate, on loopback")
+    home: Path = Field(Path("/srv/fedloom"), description="folder on the machines that server/ and site/ are put into")
+    programs: Path = Field(Path("/opt/fedloom/bin"), description="folder of fedloom's programs on the machines")
+    days: int = Field(365, ge=1, le=3650, description="days that the certificates are valid")
+    quorum: int | None = Field(None, ge=1, description="accepted replies that a round needs; more than half by default")
+
+    @property
+    def gate(self) -> str:
+        """What sites connect to: host:port."""
+        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.gate_port}"
 
 
 def write(plan: Plan, out: Path, place: Place) -> None:
@@ -47,97 +69,16 @@ def write(plan: Plan, out: Path, place: Place) -> None:
     new = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
     new.mkdir(mode=0o700)
     try:
-        _fill(new, plan, place)
+        for side, folder, contents in _sides(plan, place):
+            _write(new / folder, contents)
+            for name in WRITES.get(side, ()):
+                (new / folder / name).mkdir(mode=0o700)
         if out.exists():
             out.rmdir()
         new.rename(out)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
-
-
-def _fill(folder: Path, plan: Plan, place: Place) -> None:
-    ca = keys.authority(plan.name, AUTHORITY_DAYS)
-    pairs = {site: (keys.key_pair("connection"), keys.key_pair("signing")) for site in plan.sites}
-    members = tuple(
-        Member(site=site, client=k, node_key=node.public, signing_key=signing.public)
-        for k, (site, (node, signing)) in enumerate(pairs.items())
-    )
-    experiment = _write(folder / "server" / "experiment.toml", plan.experiment)
-    shared: dict[str, Any] = {
-        "name": plan.name,
-        "experiment": "experiment.toml",
-        "fingerprint": fingerprint(experiment),
-        "version": __version__,
-        "clients": len(plan.sites),
-        "samples": plan.samples,
-        "columns": plan.columns,
-        "code": plan.code.digests(),
-        "installed": plan.code.installed,
-    }
-    quorum = place.quorum or len(members) // 2 + 1
-    given = {**shared, "sites": members, "quorum": quorum, "port": place.port, "public": gate_address(place)}
-    given["norm_bound"] = plan.norm_bound
-    server = make(Server, given, "fedloom deploy init", Server.model_fields)
-    _write(folder / "authority" / "ca.key", ca.private(), private=True)
-    _write(folder / "authority" / "ca.crt", ca.pem())
-    _write_server(folder / "server", server, ca, place)
-    _write_code(folder / "server", plan)
-    for member, (node, signing) in zip(members, pairs.values(), strict=True):
-        site = Site(
-            **shared,
-            site=member.site,
-            client=member.client,
-            data=plan.data,
-            data_dir=plan.data_dir,
-            share=plan.share,
-            server=gate_address(place),
-        )
-        there = folder / "sites" / site.site
-        _write(there / "experiment.toml", plan.experiment)
-        _write(there / "ca.crt", ca.pem())
-        _write_code(there, plan)
-        _write_site(there, site, node, signing, place)
-        _write(folder / "server" / "nodes" / f"{site.site}.pub", node.public + "\n")
-    _write(folder / "README.md", _readme(plan, server, place))
-
-
-def _write_code(folder: Path, plan: Plan) -> None:
-    for path, data in plan.code.files.items():
-        _write(folder / FOLDER / path, data)
-
-
-def _write_site(folder: Path, site: Site, node: keys.Pair, signing: keys.Pair, place: Place) -> None:
-    _write(folder / "site.toml", text_of(site))
-    _write(folder / "node-key", node.private, private=True)
-    _write(folder / "node-key.pub", node.public + "\n")
-    _write(folder / "signing-key", signing.private, private=True)
-    _write(folder / "fedloom-site.service", site_unit(site, place))
-    for name in SITE_WRITES:
-        (folder / name).mkdir(mode=0o700)
-
-
-def _write_server(folder: Path, server: Server, ca: keys.Authority, place: Place) -> None:
-    certify(folder, ca, place)
-    _write(folder / "ca.crt", ca.pem())
-    _write(folder / "superexec.secret", secrets.token_bytes(32), private=True)
-    _write(folder / "server.toml", text_of(server))
-    _write(folder / "gate.conf", gate(server, place))
-    home = place.home / "server"
-    _write(folder / CLI / "config.toml", commands.profile(behind(server), home / "ca.crt"))
-    for name, text in server_units(server, place).items():
-        _write(folder / "units" / f"{name}.service", text)
-    write_app(folder / APP)
-    for name in SERVER_WRITES:
-        (folder / name).mkdir(mode=0o700, exist_ok=True)
-
-
-def certify(folder: Path, ca: keys.Authority, place: Place) -> None:
-    """A new certificate of the server, for the gate's host and for loopback."""
-    names = dict.fromkeys((place.host, "localhost", "127.0.0.1", "::1"))
-    certificate = keys.server_certificate(ca, tuple(names), place.days)
-    _write(folder / "server.crt", certificate.certificate)
-    _write(folder / "server.key", certificate.key, private=True)
 
 
 def renew(folder: Path, host: str, days: int) -> Path:
@@ -157,22 +98,117 @@ def renew(folder: Path, host: str, days: int) -> Path:
     if left < days:
         raise ConfigError(f"the authority's own certificate ends in {left} days, so --days must be at most that")
     new = folder / "server" / f".new-{secrets.token_hex(4)}"
-    certify(new, ca, Place(host=host, days=days))
+    _write(new, _certified(ca, Place(host=host, days=days)))
     for path in new.iterdir():
         path.replace(folder / "server" / path.name)
     new.rmdir()
     return folder / "server" / "server.crt"
 
 
-def write_app(folder: Path) -> None:
-    """The app that Flower carries to the sites: two modules that name what is installed there."""
-    for name in ("pyproject.toml", *(f"fedloom_app/{m}.py" for m in ("__init__", "server_app", "client_app"))):
-        _write(folder / name, TEMPLATES.joinpath(APP, *name.split("/")).read_text())
+def server_units(server: Server, place: Place) -> dict[str, str]:
+    """The systemd units of the server, by name."""
+    there = placed(server, place.home / "server")
+    about = {"superlink": "the server's connections", "superexec": "the server's work"}
+    return {
+        f"fedloom-{name}": _unit(f"fedloom-{name}", what, server, "server", place, command(name, there, place.programs))
+        for name, what in about.items()
+    }
+
+
+def site_unit(site: Site, place: Place) -> str:
+    """The systemd unit of a site."""
+    home = place.home / "site"
+    words = command("supernode", placed(site, home), place.programs, file=home / "site.toml")
+    return _unit("fedloom-site", f"site {site.site}", site, "site", place, words)
+
+
+def gate(server: Server, place: Place) -> str:
+    """The gate's configuration, for nginx."""
+    there = {"host": place.host, "port": place.gate_port, "folder": place.home / "server"}
+    return filled("gate.conf", **there, limit=server.body_limit, behind=_behind(server))
+
+
+def _sides(plan: Plan, place: Place) -> Iterator[tuple[str, str, Files]]:
+    """The side, the folder and the files of everybody."""
+    ca = keys.authority(plan.name, AUTHORITY_DAYS)
+    pairs = {site: (keys.key_pair("connection"), keys.key_pair("signing")) for site in plan.sites}
+    members = tuple(
+        Member(site=site, client=k, node_key=node.public, signing_key=signing.public)
+        for k, (site, (node, signing)) in enumerate(pairs.items())
+    )
+    shared: dict[str, Any] = {
+        "name": plan.name,
+        "experiment": "experiment.toml",
+        "fingerprint": hashlib.sha256(plan.experiment.encode()).hexdigest(),
+        "version": __version__,
+        "clients": len(plan.sites),
+        "samples": plan.samples,
+        "columns": plan.columns,
+        "code": plan.code.digests(),
+        "installed": plan.code.installed,
+    }
+    agreed: Files = {"experiment.toml": plan.experiment, "ca.crt": ca.pem()}
+    agreed |= {f"{FOLDER}/{path}": data for path, data in plan.code.files.items()}
+    quorum = place.quorum or len(members) // 2 + 1
+    given = {**shared, "sites": members, "quorum": quorum, "port": place.port, "public": place.gate}
+    given["norm_bound"] = plan.norm_bound
+    server = make(Server, given, "fedloom deploy init", Server.model_fields)
+    home = place.home / "server"
+    yield "authority", "authority", {"ca.key": ca.private(), "ca.crt": ca.pem()}
+    yield (
+        "server",
+        "server",
+        {
+            **agreed,
+            **_certified(ca, place),
+            "superexec.secret": secrets.token_bytes(32),
+            "server.toml": text_of(server),
+            "gate.conf": gate(server, place),
+            f"{CLI}/config.toml": profile(_behind(server), home / "ca.crt"),
+            **{f"units/{name}.service": text for name, text in server_units(server, place).items()},
+            **{f"nodes/{m.site}.pub": f"{m.node_key}\n" for m in members},
+            **{f"{APP}/{name}": OPS.joinpath(APP, name).read_text() for name in _APP},
+        },
+    )
+    for member, (node, signing) in zip(members, pairs.values(), strict=True):
+        site = Site(
+            **shared,
+            site=member.site,
+            client=member.client,
+            data=plan.data,
+            data_dir=plan.data_dir,
+            share=plan.share,
+            server=place.gate,
+        )
+        yield (
+            "site",
+            f"sites/{site.site}",
+            {
+                **agreed,
+                "site.toml": text_of(site),
+                "node-key": node.private,
+                "node-key.pub": f"{node.public}\n",
+                "signing-key": signing.private,
+                "fedloom-site.service": site_unit(site, place),
+            },
+        )
+    yield "directions", ".", {"README.md": _readme(plan, server, place)}
+
+
+_APP = ("pyproject.toml", *(f"fedloom_app/{name}.py" for name in ("__init__", "server_app", "client_app")))
+"""The app that Flower carries to the sites: two modules that name what is installed there."""
+
+
+def _certified(ca: keys.Authority, place: Place) -> Files:
+    """A new certificate of the server, for the gate's host and for loopback."""
+    names = dict.fromkeys((place.host, "localhost", "127.0.0.1", "::1"))
+    certificate = keys.server_certificate(ca, tuple(names), place.days)
+    return {"server.crt": certificate.certificate, "server.key": certificate.key}
 
 
 def _readme(plan: Plan, server: Server, place: Place) -> str:
     home = place.home / "server"
-    words = commands.run(home / APP, home / "server.toml", place.programs)
+    words = command("run", None, place.programs, app=home / APP, file=home / "server.toml")
     return filled(
         "README.md",
         name=plan.name,
@@ -182,18 +218,55 @@ def _readme(plan: Plan, server: Server, place: Place) -> str:
         programs=place.programs,
         version=__version__,
         run=" ".join(f"'{word}'" if '"' in word else word for word in words),
-        behind=behind(server),
+        behind=_behind(server),
         until=f"{datetime.now(UTC) + timedelta(days=place.days):%Y-%m-%d}",
     )
 
 
-def _write(path: Path, content: str | bytes, *, private: bool = False) -> Path:
-    """A new file on the disk; a private one only its owner reads."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    data = content.encode() if isinstance(content, str) else content
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return path
+def _unit(unit: str, what: str, of: Server | Site, side: str, place: Place, words: list[str]) -> str:
+    folder, peer = place.home / side, "localhost" if isinstance(of, Server) else place.host
+    variables = environment(folder / "flower", place.programs, of.threads if isinstance(of, Site) else None)
+    return filled(
+        "unit.service",
+        unit=unit,
+        what=what,
+        name=of.name,
+        home=place.home,
+        folder=folder,
+        environment="\n".join(f"Environment={_quoted(f'{k}={v}')}" for k, v in variables.items()),
+        command=" ".join(map(_quoted, words)),
+        writes=" ".join(str(folder / write) for write in WRITES[side]),
+        addresses=_only_to(peer),
+    )
+
+
+def _only_to(peer: str) -> str:
+    """Which addresses a unit may talk to: loopback and the other side, where that is known as an address."""
+    try:
+        others = "" if peer == "localhost" else f" {ip_address(peer)}"
+        return f"IPAddressDeny=any\nIPAddressAllow=localhost{others}"
+    except ValueError:
+        return f"# IPAddressDeny=any with IPAddressAllow=localhost and the address of {peer} allows nothing else"
+
+
+def _behind(server: Server) -> str:
+    """What the gate connects to: host:port."""
+    return f"{server.address}:{server.port}"
+
+
+def _quoted(word: str) -> str:
+    """A word of a systemd command line."""
+    word = word.translate({ord("\\"): "\\\\", ord('"'): '\\"', ord("%"): "%%", ord("$"): "$$"})
+    return f'"{word}"' if set(word) & set(" \"'") else word
+
+
+def _write(folder: Path, contents: Mapping[str, str | bytes]) -> None:
+    """New files on the disk."""
+    for name, content in contents.items():
+        path = folder / name
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if path.name in SECRETS else 0o644)
+        with os.fdopen(fd, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())

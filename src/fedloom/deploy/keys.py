@@ -23,6 +23,10 @@ from fedloom.errors import ConfigError
 
 BACKDATE = timedelta(hours=1)
 """Certificates are valid from this long before they are made: clocks differ."""
+_OTHER_USES = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+    *("encipher_only", "decipher_only"),
+)
 
 
 class Pair(NamedTuple):
@@ -51,7 +55,7 @@ class Authority(NamedTuple):
 
     def private(self) -> bytes:
         """The private key, PEM."""
-        return self.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        return _pem(self.key)
 
 
 class ServerCertificate(NamedTuple):
@@ -73,18 +77,8 @@ def key_pair(kind: Literal["connection", "signing"]) -> Pair:
 def authority(name: str, days: int, now: datetime | None = None) -> Authority:
     """A new authority, which may sign servers only, for ``days`` days from ``now``."""
     key = ec.generate_private_key(ec.SECP384R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{name} authority"[:64])])
-    usage = x509.KeyUsage(
-        digital_signature=False,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=True,
-        crl_sign=True,
-        encipher_only=False,
-        decipher_only=False,
-    )
+    subject = _name(f"{name} authority")
+    usage = x509.KeyUsage(key_cert_sign=True, crl_sign=True, **dict.fromkeys(_OTHER_USES, False))
     certificate = (
         _builder(subject, subject, key, days, now)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -105,22 +99,15 @@ def server_certificate(
     if not names:
         raise ConfigError("a server certificate needs at least one host name or IP address")
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0][:64])])
     certificate = (
-        _builder(subject, ca.certificate.subject, key, days, now)
+        _builder(_name(names[0]), ca.certificate.subject, key, days, now)
         .add_extension(x509.SubjectAlternativeName([_general(name) for name in dict.fromkeys(names)]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(ca.key.public_key()),
-            critical=False,
-        )
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca.key.public_key()), critical=False)
         .sign(ca.key, hashes.SHA384())
     )
-    return ServerCertificate(
-        certificate.public_bytes(Encoding.PEM),
-        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
-    )
+    return ServerCertificate(certificate.public_bytes(Encoding.PEM), _pem(key))
 
 
 def _builder(
@@ -137,6 +124,14 @@ def _builder(
         .not_valid_after(start + timedelta(days=days))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:64])])
+
+
+def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
 def _general(name: str) -> x509.GeneralName:

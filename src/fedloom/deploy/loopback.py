@@ -13,8 +13,8 @@ from pathlib import Path
 from socket import create_connection
 from typing import Any
 
-from fedloom.deploy import commands
 from fedloom.deploy.code import check_code
+from fedloom.deploy.commands import command, environment, profile
 from fedloom.deploy.directory import APP
 from fedloom.deploy.processes import Process, ProcessError, Processes, check_free, free_ports
 from fedloom.deploy.server import FINISHED, finished
@@ -82,14 +82,13 @@ class Loopback:
         check_free(self.server.port, "the server")
         shutil.rmtree(self.work, ignore_errors=True)
         (self.work / "cli").mkdir(mode=0o700, parents=True)
-        (self.work / "cli" / "config.toml").write_text(commands.profile(self.address, self.server.ca))
-        link = self._start("superlink", commands.superlink(self.server))
-        self._await_tls(link)
-        self._start("superexec", [*commands.superexec(self.server), "--parent-pid", str(os.getpid())])
+        (self.work / "cli" / "config.toml").write_text(profile(self.address, self.server.ca))
+        self._await_tls(self._start("superlink", command("superlink", self.server)))
+        self._start("superexec", [*command("superexec", self.server), "--parent-pid", str(os.getpid())])
 
     def register(self, public_key: Path) -> int:
         """Let the node with this key in; its number."""
-        return int(self.ask(commands.register(public_key))["node-id"])
+        return int(self.ask("register", public_key=public_key)["node-id"])
 
     def register_all(self) -> dict[str, int]:
         """Let every site in; their numbers by name."""
@@ -101,7 +100,7 @@ class Loopback:
         given = {"server": self.address, "port": self._ports[1 + number], **changes}
         site = self.sites[name].model_copy(update=given)
         file = self.site_file(name)
-        return self._start(f"site-{name}", commands.supernode(site, file), file.parent, site.threads)
+        return self._start(f"site-{name}", command("supernode", site, file=file), file.parent, site.threads)
 
     def run(self, tell: Tell) -> None:
         """Run the experiment to its end.
@@ -113,9 +112,14 @@ class Loopback:
             ProcessError: the run failed, or the server ended before it.
         """
         serving, sites = self._processes.started[:2], self._processes.started[2:]
-        command = commands.run(self.folder / "server" / APP, self._server_file)
-        stream = self._start("run", command)
+        words = command("run", app=self.folder / "server" / APP, file=self._server_file)
+        stream = self._start("run", words)
         with stream.log.open() as log:
+
+            def pass_on() -> None:
+                for line in log.readlines():
+                    tell(line.rstrip("\n"))
+
             while stream.alive():
                 for process in serving:
                     process.check()
@@ -123,9 +127,9 @@ class Loopback:
                     tell(f"{SPOKEN}{process.name} has ended, the others go on; the end of {process.log}:")
                     tell(f"{SPOKEN}{process.tail(3)}")
                     sites.remove(process)
-                self._pass_on(log.readlines(), tell)
+                pass_on()
                 time.sleep(0.2)
-            self._pass_on(log.readlines(), tell)
+            pass_on()
         if stream.reap() != 0:
             raise ProcessError(f"the run could not be started or followed; the end of {stream.log}:\n{stream.tail()}")
         status = self.status()
@@ -134,25 +138,25 @@ class Loopback:
 
     def status(self) -> str:
         """How the last run stands, in Flower's words."""
-        runs = self.ask(commands.runs())["runs"]
+        runs = self.ask("runs")["runs"]
         return str(runs[0]["status"]) if runs else "not started"
 
-    def ask(self, command: Sequence[str]) -> dict[str, Any]:
-        """The answer of Flower's command line.
+    def ask(self, question: str, **values: Any) -> dict[str, Any]:
+        """The answer of Flower's command line to a command of `ops/commands.toml`.
 
         Raises:
             ProcessError: it failed or took too long.
         """
-        environment = {**os.environ, **commands.environment(self.work / "cli")}
+        words, variables = command(question, **values), {**os.environ, **environment(self.work / "cli")}
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=ANSWER, check=False)
+            done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=ANSWER, check=False)
         except subprocess.TimeoutExpired:
-            raise ProcessError(f"no answer within {ANSWER:.0f} s: {' '.join(command)}") from None
+            raise ProcessError(f"no answer within {ANSWER:.0f} s: {' '.join(words)}") from None
         start = done.stdout.find("{")
         answer: dict[str, Any] = json.loads(done.stdout[start:]) if start >= 0 else {}
         if done.returncode != 0 or not answer.get("success", True):
             why = answer.get("error-message") or (done.stdout + done.stderr).strip()
-            raise ProcessError(f"{' '.join(command[1:4])}: {why}")
+            raise ProcessError(f"{' '.join(words[1:4])}: {why}")
         return answer
 
     def table(self) -> list[dict[str, Any]]:
@@ -160,14 +164,12 @@ class Loopback:
         return site_table(self.server.results / "metrics.parquet", [m.site for m in self.server.sites])
 
     def _start(
-        self, name: str, command: Sequence[str], folder: Path | None = None, threads: int | None = None
+        self, name: str, words: Sequence[str], folder: Path | None = None, threads: int | None = None
     ) -> Process:
         """A process of the server, or of the site of a folder, which is its working directory as under systemd."""
-        home = self.work / ("cli" if name == "run" else name)
-        environment = commands.environment(home, threads=threads)
-        return self._processes.start(
-            name, command, environment, self.work / f"{name}.log", folder or self.folder / "server"
-        )
+        variables = environment(self.work / ("cli" if name == "run" else name), threads=threads)
+        log = self.work / f"{name}.log"
+        return self._processes.start(name, words, variables, log, folder or self.folder / "server")
 
     def _await_tls(self, link: Process) -> None:
         context = ssl.create_default_context(cafile=self.server.ca)
@@ -186,11 +188,6 @@ class Loopback:
                 if time.monotonic() > end:
                     raise ProcessError(f"the server does not answer on {self.address}: {error}") from None
                 time.sleep(0.1)
-
-    @staticmethod
-    def _pass_on(lines: Sequence[str], tell: Tell) -> None:
-        for line in lines:
-            tell(line.rstrip("\n"))
 
 
 def run_all(folder: Path, tell: Tell, port: int | None = None) -> Loopback:

@@ -8,13 +8,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Self
 
-from fedloom.deploy import guard
+from fedloom.deploy import reaper
 from fedloom.errors import ConfigError, FedloomError
 
 
@@ -60,15 +60,15 @@ class Process:
             return False
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
-    def tell(self, number: signal.Signals) -> None:
-        """Send a signal to it and to everything that it started."""
-        if self._popen.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, number)
+    def bury(self) -> None:
+        """Take its exit status if it has ended, so that its group is gone once the last of it is."""
+        self._popen.poll()
 
     def reap(self) -> int:
         """Its exit status; what is left of its group is killed first."""
-        self.tell(signal.SIGKILL)
+        if self._popen.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
         return self._popen.wait()
 
     def tail(self, lines: int = 12) -> str:
@@ -88,23 +88,28 @@ class Process:
 
 
 class Processes:
-    """Processes that are ended when the block is left, however it is left: last started, first told.
+    """Processes that are ended when the block is left, however it is left, and if this process is killed.
 
-    If this process is killed, a guard ends them (`fedloom.deploy.guard`). SIGTERM and SIGHUP leave the block as Ctrl-C
-    does; while processes are being ended, which takes `guard.GRACE` seconds at most, further signals wait.
+    A reaper ends them (`fedloom.deploy.reaper`), within `reaper.GRACE` seconds. SIGTERM and SIGHUP leave the block as
+    Ctrl-C does; while processes are being ended, further signals wait.
     """
 
     def __init__(self) -> None:
         self.started: list[Process] = []
-        self._guard: subprocess.Popen[str] | None = None
+        self._reaper: subprocess.Popen[str] | None = None
 
     def start(
         self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path | None = None
     ) -> Process:
         """Start a process; arguments as of `Process`."""
+        if self._reaper is None:
+            words = [sys.executable, "-I", "-S", str(Path(reaper.__file__)), str(reaper.GRACE)]
+            self._reaper = subprocess.Popen(words, stdin=subprocess.PIPE, text=True, start_new_session=True)
         process = Process(name, command, environment, log, folder)
         self.started.append(process)
-        self._report(process.pid)
+        assert self._reaper.stdin is not None
+        with suppress(BrokenPipeError):
+            print(process.pid, file=self._reaper.stdin, flush=True)
         return process
 
     def check(self) -> None:
@@ -114,37 +119,29 @@ class Processes:
 
     def stop(self) -> None:
         """End all of them, and everything that they started."""
-        for process in reversed(self.started):
-            process.tell(signal.SIGTERM)
-        end = time.monotonic() + guard.GRACE
-        while any(process.alive() for process in self.started) and time.monotonic() < end:
-            time.sleep(0.05)
+        if self._reaper is not None:
+            assert self._reaper.stdin is not None
+            with suppress(BrokenPipeError):
+                self._reaper.stdin.close()
+            while self._reaper.poll() is None:
+                for process in self.started:
+                    process.bury()
+                time.sleep(0.02)
+            self._reaper = None
         for process in self.started:
             process.reap()
-            self._report(-process.pid)
         self.started.clear()
-        if self._guard is not None:
-            self._guard.communicate()
-            self._guard = None
-
-    def _report(self, number: int) -> None:
-        """Tell the guard of a group that has begun, or (minus its id) has ended."""
-        if self._guard is None:
-            command = [sys.executable, "-I", "-S", str(Path(guard.__file__))]
-            self._guard = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True)
-        assert self._guard.stdin is not None
-        with suppress(BrokenPipeError):
-            print(number, file=self._guard.stdin, flush=True)
 
     def __enter__(self) -> Self:
         self._handlers = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with _deaf():
+    def __exit__(self, *_: object) -> None:
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+        try:
             self.stop()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
@@ -153,23 +150,11 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
-@contextmanager
-def _deaf() -> Iterator[None]:
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
 def free_ports(count: int) -> list[int]:
     """Ports of loopback that nobody uses now, all different."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
 
 
 def check_free(port: int, what: str) -> None:

@@ -20,7 +20,7 @@ from fedloom.reproduce.recipe import label_of, merged
 from fedloom.storage.files import write_atomic
 
 if TYPE_CHECKING:
-    from fedloom.tune.plan import Found
+    from fedloom.tune.search import Found
 
 TRIALS = "choose"
 """Folder beside the run directories of the variants: for each, the directory of its search for settings."""

@@ -1,6 +1,6 @@
 """Tuning: the settings of every method of an experiment, chosen on validation with equal trials and equal work."""
 
-from fedloom.tune.plan import Tuning
-from fedloom.tune.trials import Trial
+from fedloom.tune.trial import Trial
+from fedloom.tune.tuning import Tuning
 
 __all__ = ["Trial", "Tuning"]

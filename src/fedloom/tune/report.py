@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import altair as alt
 
@@ -15,12 +15,8 @@ from fedloom.report.figure import Figure
 from fedloom.report.naming import metric as named
 from fedloom.report.naming import titled
 from fedloom.storage.files import write_atomic
-from fedloom.tune.spaces import ALL, defaults
-
-if TYPE_CHECKING:
-    from fedloom.tune.attempt import Goal
-    from fedloom.tune.plan import Found
-    from fedloom.tune.trials import Trial
+from fedloom.tune.search import ALL, Found, defaults
+from fedloom.tune.trial import Goal, Trial
 
 
 def write_report(out: Path, name: str, tune: Tune, goal: Goal, found: Sequence[Found], *, tuned: bool) -> None:

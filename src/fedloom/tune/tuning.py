@@ -2,59 +2,46 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tomli_w
 
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Engine, Setting
 from fedloom.engine.timing import samples_per_round
-from fedloom.errors import ConfigError, RunStopped, Stop
+from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop
 from fedloom.experiment import Experiment, parse
-from fedloom.experiment.schema import Method
 from fedloom.experiment.telling import PAUSE, Line, Now, Teller
 from fedloom.experiment.telling import Tell as Watch
 from fedloom.experiment.tuning import Dimension
 from fedloom.processes.distributed import check_alone
 from fedloom.processes.pool import Pool, cores
 from fedloom.processes.signals import interruptible
-from fedloom.storage.files import file_name, lock, write_atomic
-from fedloom.tune.attempt import PART, Goal, Interrupted, attempt, judged, judged_models, without_test
-from fedloom.tune.claim import claim
+from fedloom.storage.files import file_name, is_unused, lock, make_folder, write_atomic
 from fedloom.tune.report import write_report
-from fedloom.tune.spaces import Read, check_names, check_values, own_params, space_of, with_params
-from fedloom.tune.trials import Search, Trial, read_trials, write_trials
-from fedloom.values import dump
+from fedloom.tune.search import (
+    Found,
+    Read,
+    Search,
+    Study,
+    check_names,
+    check_values,
+    own_params,
+    space_of,
+    with_params,
+)
+from fedloom.tune.trial import PART, Goal, Interrupted, Journal, Trial, attempt, judged, judged_models, without_test
+from fedloom.values import difference, dump, flat
 
 Tell = Callable[[str, Trial], None]
 """(label, trial): called after every trial."""
-
-
-class Study(NamedTuple):
-    """The search for one method: its place in the experiment, where it looks, and what its trials are given."""
-
-    place: int
-    method: Method
-    space: Mapping[str, Dimension]
-    goal: Goal
-    search: Search
-
-    @property
-    def model(self) -> str:
-        """The model that is scored."""
-        return " and ".join(self.goal.models)
-
-
-class Found(NamedTuple):
-    """What was tried for a method, and the best of it (None: no trial completed)."""
-
-    study: Study
-    trials: Sequence[Trial]
-    best: Trial | None
 
 
 class Tuning:
@@ -112,9 +99,10 @@ class Tuning:
             models, metric = judged_models(*given, self.tune.model, self.tune.metric, method.label)
             own = rounds if self.tune.equal_work else document["method"][place].get("rounds", rounds)
             goal = Goal(own, plain, metric, tuple(seeds), models)
-            self.studies.append(Study(place, method, space, goal, self._search(method, space, goal)))
+            search = Search(space, self.tune, method.label, goal.higher, own_params(method, space))
+            self.studies.append(Study(place, method, space, goal, search))
         self.goal = self.studies[0].goal._replace(rounds=rounds)
-        claim(out, self._identity(), force=force)
+        self._claim(force)
 
     @property
     def rounds(self) -> int:
@@ -140,14 +128,11 @@ class Tuning:
             processes = min(workers, len(self.studies))
             line = Line()
 
-            def teller(label: str, seed: int, rounds: int) -> Teller:
-                run = (label, seed, rounds)
-                if processes > 1:
-                    return Teller(line.sender(run), PAUSE)
-                return Teller(lambda now: watch(*run, now))
-
             def hear(run: tuple[str, int, int], now: Now | None) -> None:
                 watch(*run, now)
+
+            def teller(*run: Any) -> Teller:
+                return Teller(line.sender(run), PAUSE) if processes > 1 else Teller(partial(hear, run))
 
             def handle(_shared: None, k: int) -> None:
                 self._tune(self.studies[k], tell, teller, asked, workers if processes == 1 else 1)
@@ -176,30 +161,32 @@ class Tuning:
         workers: int,
     ) -> None:
         """The missing trials of a method."""
-        path, folder = self._records(study.method), self.out / "checkpoints" / file_name(study.method.label)
-        trials = read_trials(path)
-        while not study.search.ended(trials) and not asked() and not self._stopped:
-            trial = study.search.ask(trials)
-            method = self._experiment(with_params(self._document, study.place, trial.params), workers).methods[
-                study.place
-            ]
+        journal, folder = self._journal(study), self.out / "checkpoints" / file_name(study.method.label)
+        while not study.search.ended(journal.trials) and not asked() and not self._stopped:
+            trial = study.search.ask(journal.trials)
+            experiment = self._experiment(with_params(self._document, study.place, trial.params), workers)
+            method = experiment.methods[study.place]
             place = folder / str(trial.number)
             for old in folder.glob("*"):
                 if old != place:
                     shutil.rmtree(old)
             try:
-                trials.append(attempt(method, self.federations, study.goal, trial, place, teller))
+                done = attempt(method, self.federations, study.goal, trial, place, teller)
             except Interrupted:
                 self._stopped = True
                 return
-            write_trials(path, trials)
-            tell(study.method.label, trials[-1])
-        if study.search.ended(trials):
+            journal.append(done, study.search.space)
+            tell(study.method.label, done)
+        if study.search.ended(journal.trials):
             shutil.rmtree(folder, ignore_errors=True)
 
     def _found(self, study: Study) -> Found:
-        trials = read_trials(self._records(study.method))[: self.tune.trials]
+        trials = self._journal(study).trials[: self.tune.trials]
         return Found(study, trials, study.search.best(trials))
+
+    def _journal(self, study: Study) -> Journal:
+        label = study.method.label
+        return Journal(self.out / "trials" / f"{file_name(label)}.log", label, study.search.higher)
 
     def _write(self, found: Sequence[Found]) -> None:
         """``tuned.toml``: the experiment with the settings of each method's best trial."""
@@ -236,12 +223,6 @@ class Tuning:
         experiment = self._read(document, self._where)
         return experiment.with_(engine=experiment.common.engine.with_(workers=workers))
 
-    def _search(self, method: Method, space: Mapping[str, Dimension], goal: Goal) -> Search:
-        tune = self.tune
-        startup = tune.startup if tune.prune else None
-        first = own_params(method, space)
-        return Search(space, goal.higher, tune.seed, method.label, first, startup, tune.trials)
-
     def _workers(self) -> int:
         """Processes: for methods side by side, or, where one is tuned at a time, for its rounds."""
         wanted = self.experiment.common.engine.workers
@@ -249,8 +230,26 @@ class Tuning:
             wanted = cores()
         return wanted if self.experiment.common.engine.device == "cpu" else 1
 
-    def _records(self, method: Method) -> Path:
-        return self.out / "trials" / f"{file_name(method.label)}.json"
+    def _claim(self, force: bool) -> None:
+        """Make the directory this search's own; ``search.toml`` says what its trials depend on."""
+        out, path, trials = self.out, self.out / "search.toml", self.out / "trials"
+        document = tomli_w.dumps(self._identity())
+        if not is_unused(out) and not path.exists():
+            raise RunDirError(f"{out} is not empty and holds no search (no search.toml); choose another --out")
+        if force:
+            for old in (trials, out / "checkpoints"):
+                shutil.rmtree(old, ignore_errors=True)
+        elif any(trials.glob("*.json")):
+            raise RunDirError(f"{out} holds a search of an earlier version; choose another --out, or use --force")
+        elif path.exists():
+            before, now = (_numbers(tomllib.loads(text)) for text in (path.read_text(), document))
+            both = before.keys() & now.keys()
+            if changed := difference({key: before[key] for key in both}, {key: now[key] for key in both}):
+                raise RunDirError(
+                    f"{out} holds another search: {changed}; choose another --out, or start anew with --force"
+                )
+        make_folder(trials)
+        write_atomic(path, document.encode())
 
     def _identity(self) -> dict[str, Any]:
         """What trials depend on, as a TOML document."""
@@ -268,3 +267,9 @@ class Tuning:
 
 def _table(dimension: Dimension) -> Any:
     return list(dimension) if isinstance(dimension, tuple) else dump(dimension)
+
+
+def _numbers(document: Mapping[str, Any]) -> dict[str, Any]:
+    """What decides the trials; more of them, more methods and a longer final run may be asked for."""
+    free = re.compile(r"rounds|tune\.trials|method .*: rounds")
+    return {key: value for key, value in flat(document).items() if not free.fullmatch(key)}

@@ -1,7 +1,8 @@
-"""One trial: a setting trained for the work that every trial gets, and scored on validation."""
+"""One trial: a setting trained for the work that every trial gets, scored on validation, and kept in a journal."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,6 +11,11 @@ from typing import Literal, NamedTuple
 
 import optuna
 import torch
+from optuna.distributions import BaseDistribution
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState, create_trial
+from pydantic import Field
 
 from fedloom.data.federation import Federation, Split
 from fedloom.engine.job import Job
@@ -19,14 +25,127 @@ from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import Progress, simulate
 from fedloom.engine.state import State
 from fedloom.engine.timing import samples_per_round
-from fedloom.errors import CodeError, ConfigError, RunStopped, Stop
+from fedloom.errors import CodeError, ConfigError, FedloomError, RunDirError, RunStopped, Stop
 from fedloom.experiment.schema import Method
 from fedloom.metrics import METRICS, leading
-from fedloom.tune.trials import Trial, setting
+from fedloom.storage.files import append_synced, write_atomic
+from fedloom.values import Value
 
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+Params = Mapping[str, Any]
+"""Values by setting, ``mu`` or ``local.lr``."""
 POINTS = 5
 """Points of a trial at which it is compared with earlier ones."""
 PART: Literal["validation"] = "validation"
+
+
+_STATES = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED, "failed": TrialState.FAIL}
+
+
+class Trial(Value):
+    """One setting that was tried.
+
+    Attributes:
+        number: 0, 1, ... within the method.
+        params: values by setting.
+        state: ``complete``, ``pruned`` (stopped, below the median of the complete ones) or ``failed`` (diverged).
+        value: the validation metric, mean over clients and seeds; None unless complete.
+        marks: the metric on the way, by point.
+        rounds: rounds per seed.
+        samples_backward: samples whose gradient was taken, over all clients, rounds and seeds.
+        reason: why it did not complete.
+    """
+
+    number: int
+    params: dict[str, Any]
+    state: Literal["complete", "pruned", "failed"]
+    value: float | None = None
+    marks: dict[int, float] = Field(default_factory=dict)
+    rounds: int
+    samples_backward: int
+    reason: str = ""
+
+    @property
+    def setting(self) -> str:
+        """The values in one line."""
+        return setting(self.params)
+
+    def frozen(self, space: dict[str, BaseDistribution]) -> FrozenTrial:
+        """The trial as Optuna keeps it."""
+        more = {"rounds": self.rounds, "samples_backward": self.samples_backward, "reason": self.reason}
+        return create_trial(
+            state=_STATES[self.state],
+            value=self.value,
+            params=self.params,
+            distributions=space,
+            intermediate_values=self.marks,
+            user_attrs=more,
+        )
+
+
+def setting(params: Params) -> str:
+    """Values of a setting in one line."""
+    return ", ".join(f"{k} = {v:.4g}" if isinstance(v, float) else f"{k} = {v}" for k, v in params.items())
+
+
+class Journal:
+    """The finished trials of a method, in a file of Optuna's journal storage.
+
+    A trial is one line of the file, so a crash at any moment leaves it there as a whole or not at all. The lock of the
+    directory keeps other processes out.
+
+    Args:
+        path: the file, created if need be; a line that a crash has cut is taken off.
+        label: the method, and so the name of Optuna's study.
+        higher: a higher value is better.
+
+    Raises:
+        RunDirError: the file is damaged.
+        CheckpointError: (any method) the disk is full or refuses; the earlier trials are intact.
+    """
+
+    def __init__(self, path: Path, label: str, higher: bool) -> None:
+        there = path.read_bytes() if path.exists() else None
+        whole = (there or b"")[: (there or b"").rfind(b"\n") + 1]
+        if there != whole:
+            write_atomic(path, whole)
+        try:
+            self._study = optuna.create_study(
+                storage=JournalStorage(_File(path)),
+                study_name=label,
+                direction="maximize" if higher else "minimize",
+                load_if_exists=True,
+            )
+            self.trials = [_trial(frozen) for frozen in self._study.trials]
+        except FedloomError:
+            raise
+        except Exception as error:  # the storage raises what its parser meets
+            raise RunDirError(f"{path} is damaged: {error}; choose another --out, or start anew with --force") from None
+
+    def append(self, trial: Trial, space: dict[str, BaseDistribution]) -> None:
+        """Keep one more trial, of the settings ``space``."""
+        self._study.add_trial(trial.frozen(space))
+        self.trials.append(trial)
+
+
+class _File(JournalFileBackend):
+    """Optuna's file, written as every file of a run directory is."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(str(path))
+        self._path = path
+
+    def append_logs(self, logs: list[dict[str, Any]]) -> None:
+        append_synced(self._path, [json.dumps(log).encode() + b"\n" for log in logs])
+
+
+def _trial(frozen: FrozenTrial) -> Trial:
+    state = next(name for name, state in _STATES.items() if state is frozen.state)
+    marks = frozen.intermediate_values
+    return Trial(
+        number=frozen.number, params=frozen.params, state=state, value=frozen.value, marks=marks, **frozen.user_attrs
+    )
 
 
 class Interrupted(Exception):
@@ -134,9 +253,7 @@ def attempt(
     """
     marks: dict[int, float] = {}
     values: list[float] = []
-    rounds = samples = 0
-    state: Literal["complete", "pruned", "failed"] = "complete"
-    reason = ""
+    done = Trial(number=trial.number, params=trial.params, state="complete", rounds=0, samples_backward=0)
     try:
         first = goal.seeds[0]
         wanted = goal.rounds_of(judged(method.setting, first), federations[first], goal.rounds)
@@ -148,25 +265,19 @@ def attempt(
             result = simulate(run, federations[seed], folder=folder / str(seed), progress=[tell, watch])
             if result.stop is Stop.INTERRUPTED:
                 raise Interrupted
-            rounds, samples = result.rounds, samples + _samples(result.state)
+            done = _further(done, result.state)
             if result.stop is not Stop.DONE:
                 raise RunStopped(result.stop, result.detail)
             values.append(_score(result.state.records, goal))
     except _Hopeless as hopeless:
-        rounds, samples = hopeless.state.round, samples + _samples(hopeless.state)
-        state, reason = "pruned", "below the median of the complete trials at this point"
+        reason = "below the median of the complete trials at this point"
+        done = _further(done, hopeless.state).with_(state="pruned", reason=reason)
     except (RunStopped, CodeError) as error:
-        state, reason = "failed", str(error)
-    return Trial(
-        number=trial.number,
-        params=trial.params,
-        state=state,
-        value=sum(values) / len(values) if state == "complete" else None,
-        marks=marks,
-        rounds=rounds,
-        samples_backward=samples,
-        reason=reason,
-    )
+        done = done.with_(state="failed", reason=str(error))
+    else:
+        done = done.with_(value=sum(values) / len(values))
+    marked: Trial = done.with_(marks=marks)
+    return marked
 
 
 class _Hopeless(Exception):
@@ -206,6 +317,9 @@ def _score(records: Records, goal: Goal) -> float:
     return sum(values) / len(values)
 
 
-def _samples(state: State) -> int:
+def _further(trial: Trial, state: State) -> Trial:
+    """The trial after a run of one more seed."""
     found = state.records.last("", "", "samples_backward")
-    return 0 if found is None else int(found[0])
+    more = 0 if found is None else int(found[0])
+    further: Trial = trial.with_(rounds=state.round, samples_backward=trial.samples_backward + more)
+    return further

@@ -1,0 +1,228 @@
+"""Where a search looks, and the setting that it tries next.
+
+The space of a method: the defaults of `spaces.toml`, and what the experiment changes of them. A suggestion depends on
+the finished trials and on (seed, method, trial number) only, so a search that was killed goes on with the very trials
+that it would have had. A space of lists that has no more settings than there are trials is gone through whole
+(GridSampler); elsewhere past trials suggest the next one (TPESampler).
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.pruners import MedianPruner, NopPruner
+from optuna.samplers import GridSampler, TPESampler
+
+from fedloom.errors import ConfigError, unknown
+from fedloom.experiment import Experiment, parse
+from fedloom.experiment.schema import Method
+from fedloom.experiment.tuning import Dimension, Range, Tune
+from fedloom.local import LocalSGD
+from fedloom.seeds import generator, words
+from fedloom.tune.trial import Goal, Params, Trial
+from fedloom.values import fields_of
+
+Read = Callable[[Mapping[str, Any], str], Experiment]
+"""(document, its name for messages) -> experiment; raises ConfigError."""
+ALL = "all"
+
+
+@cache
+def defaults() -> tuple[Mapping[str, Mapping[str, Dimension]], Mapping[str, str]]:
+    """The default space of every method, and the sentence on where it comes from."""
+    tables = tomllib.loads((files("fedloom.tune") / "spaces.toml").read_text(encoding="utf-8"))
+    sources = {name: str(table.pop("source")) for name, table in tables.items()}
+    return Tune(space=tables).space, sources
+
+
+def space_of(method: Method, tune: Tune, where: str) -> dict[str, Dimension]:
+    """Where the settings of a method are looked for; what is said last, and for the method alone, counts.
+
+    Raises:
+        ConfigError: a setting that the method has not.
+    """
+    known = defaults()[0] if tune.defaults else {}
+    own = [*fields_of(method.entry), *(f"local.{name}" for name in LocalSGD.model_fields)]
+    space: dict[str, Dimension] = {}
+    for table in (known, tune.space):
+        for name in dict.fromkeys((ALL, method.algorithm, method.label)):
+            for key, dimension in table.get(name, {}).items():
+                if key not in own:
+                    raise unknown("setting", key, own, f"{where}: [tune.space.{name}]")
+                space[key] = dimension
+    return {key: dimension for key, dimension in sorted(space.items()) if dimension}
+
+
+def check_names(experiment: Experiment, where: str) -> None:
+    """Refuse a space for a method that the experiment does not compare.
+
+    Raises:
+        ConfigError: the message has the names that are there.
+    """
+    there = [ALL, *(name for m in experiment.methods for name in (m.label, m.algorithm))]
+    for name in experiment.tune.space:
+        if name not in there:
+            raise unknown("method", name, dict.fromkeys(there), f"{where}: [tune.space]")
+
+
+def check_values(
+    document: Mapping[str, Any], place: int, space: Mapping[str, Dimension], where: str, read: Read = parse
+) -> None:
+    """Refuse a space with a value that the method does not take.
+
+    Raises:
+        ConfigError: the method's own sentence on that value.
+    """
+    for key, dimension in space.items():
+        for value in (dimension.low, dimension.high) if isinstance(dimension, Range) else dimension:
+            try:
+                read(with_params(document, place, {key: value}), where)
+            except ConfigError as error:
+                raise ConfigError(f"{where}: [tune.space], {key} = {value!r} cannot be tried: {error}") from None
+
+
+def with_params(document: Mapping[str, Any], place: int, params: Params, **more: Any) -> dict[str, Any]:
+    """The document of an experiment with settings of its method number ``place`` replaced; nothing else changes."""
+    method = {**document["method"][place], **more}
+    for key, value in params.items():
+        table, _, name = key.rpartition(".")
+        if table:
+            method[table] = {**method.get(table, {}), name: value}
+        else:
+            method[key] = value
+    methods = [*document["method"][:place], method, *document["method"][place + 1 :]]
+    return {**document, "method": methods}
+
+
+def own_params(method: Method, space: Mapping[str, Dimension]) -> Params | None:
+    """The file's own values of the settings that are looked for; None where the space does not hold them all."""
+    known = fields_of(method.entry)
+    table = {**{key: field.default for key, field in known.items()}, **method.settings()}
+    found = {key: _at(table, key) for key in space}
+    return found if all(_holds(space[key], value) for key, value in found.items()) else None
+
+
+def _at(table: Mapping[str, Any], key: str) -> Any:
+    first, _, rest = key.partition(".")
+    return table[first].get(rest) if rest else table.get(first)
+
+
+def _holds(dimension: Dimension, value: Any) -> bool:
+    if isinstance(dimension, Range):
+        return isinstance(value, int | float) and dimension.low <= value <= dimension.high
+    return value in dimension
+
+
+class Search:
+    """What to try next, and whether to go on.
+
+    Args:
+        space: where settings are looked for.
+        tune: the number of trials, the seed, and how long a trial is never stopped.
+        label: of the method.
+        higher: a higher value is better.
+        first: the setting of trial 0; None where the space does not hold the file's own.
+    """
+
+    def __init__(
+        self, space: Mapping[str, Dimension], tune: Tune, label: str, higher: bool, first: Params | None
+    ) -> None:
+        self.space = {key: _distribution(dimension) for key, dimension in space.items()}
+        self.settings, self.higher = settings_of(space), higher
+        self._tune, self._label, self._first = tune, label, first
+        self._grid = self._shuffled(space) if self.whole else None
+
+    @property
+    def whole(self) -> bool:
+        """Every setting of the space is tried once, and nothing else."""
+        return self.settings <= self._tune.trials
+
+    def ended(self, trials: Sequence[Trial]) -> bool:
+        """Whether there is nothing more to try after the finished trials."""
+        return len(trials) >= self._tune.trials or (self._grid is not None and self._next(trials) is None)
+
+    def ask(self, trials: Sequence[Trial]) -> optuna.Trial:
+        """The next trial after the finished ones, of a search that has not ended.
+
+        It belongs to a study in memory: a trial that is cut off leaves nothing behind that the next one could see.
+        """
+        tune = self._tune
+        study = optuna.create_study(
+            direction="maximize" if self.higher else "minimize",
+            sampler=TPESampler(seed=self._seed(len(trials))),
+            pruner=MedianPruner(n_startup_trials=tune.startup) if tune.prune else NopPruner(),
+        )
+        # a failed trial is one of the worst to the sampler, and none of those that the pruner compares with
+        seen = [t.with_(state="pruned", marks={}) if t.state == "failed" else t for t in trials]
+        study.add_trials([t.frozen(self.space) for t in seen])
+        given = self._next(trials)
+        if given is not None:
+            study.enqueue_trial(dict(given))
+        return study.ask(self.space)
+
+    def best(self, trials: Sequence[Trial]) -> Trial | None:
+        """The complete trial of the best value, the earliest of equals; None where none completed."""
+        scored = [(t.value if self.higher else -t.value, -t.number, t) for t in trials if t.value is not None]
+        return max(scored)[2] if scored else None
+
+    def _next(self, trials: Sequence[Trial]) -> Params | None:
+        """The setting that comes next whatever the others gave; None where Optuna is to suggest one."""
+        if self._grid is None:
+            return None if trials else self._first
+        tried = [t.params for t in trials]
+        return next((params for params in self._grid if params not in tried), None)
+
+    def _shuffled(self, space: Mapping[str, Dimension]) -> list[Params]:
+        """Every setting of a space of lists in a seeded order, the file's own first."""
+        lists = {key: list(dict.fromkeys(choices)) for key, choices in space.items() if isinstance(choices, tuple)}
+        study = optuna.create_study(sampler=GridSampler(lists, seed=self._seed()))
+        found: list[Params] = [study.ask(self.space).params for _ in range(int(self.settings))]
+        return sorted(found, key=lambda params: params != self._first)
+
+    def _seed(self, trial: int = 0) -> Any:
+        """128 bits, in the form that numpy's generator takes."""
+        return words(generator(self._tune.seed, trial, purpose=("tune", self._label)))
+
+
+class Study(NamedTuple):
+    """The search for one method: its place in the experiment, where it looks, and what its trials are given."""
+
+    place: int
+    method: Method
+    space: Mapping[str, Dimension]
+    goal: Goal
+    search: Search
+
+    @property
+    def model(self) -> str:
+        """The model that is scored."""
+        return " and ".join(self.goal.models)
+
+
+class Found(NamedTuple):
+    """What was tried for a method, and the best of it (None: no trial completed)."""
+
+    study: Study
+    trials: Sequence[Trial]
+    best: Trial | None
+
+
+def settings_of(space: Mapping[str, Dimension]) -> float:
+    """Different settings that a space holds; infinite where there is a range."""
+    return math.prod(math.inf if isinstance(choices, Range) else len(set(choices)) for choices in space.values())
+
+
+def _distribution(dimension: Dimension) -> BaseDistribution:
+    if not isinstance(dimension, Range):
+        return CategoricalDistribution(list(dimension))
+    low, high = dimension.low, dimension.high
+    if isinstance(low, int) and isinstance(high, int):
+        return IntDistribution(low, high, log=dimension.log)
+    return FloatDistribution(float(low), float(high), log=dimension.log)
