@@ -32,7 +32,7 @@ NAMED, WORST = 60, 40
 """Up to so many clients are shown one by one; of more, so many of the worst."""
 WRITTEN = 8
 """Up to so many clients have their number written into the cell."""
-DOTS = 4000
+DOTS = 2000
 """Up to so many clients (times seeds) of all rows are drawn as dots."""
 PANELS = 16
 """Up to so many clients are drawn over rounds."""
