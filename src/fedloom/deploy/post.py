@@ -14,15 +14,15 @@ import torch
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-import fedloom
 from fedloom.deploy.audit import Audit
 from fedloom.deploy.envelope import PROTOCOL, TYPES, Kind, digest_of, seal
 from fedloom.deploy.forms import Forms
 from fedloom.deploy.identity import new_nonce, verifying_key
 from fedloom.deploy.replies import Asked, Judge, Rejected, Reply, plain
 from fedloom.deploy.settings import Server
+from fedloom.engine.job import Job
 from fedloom.errors import FedloomError, RunStopped, Stop
-from fedloom.running.job import Job
+from fedloom.version import __version__
 
 POLL = 0.2
 """Seconds between two looks at the replies."""
@@ -229,7 +229,7 @@ class Post:
         nonce = new_nonce()
         head = {
             "protocol": PROTOCOL,
-            "release": fedloom.__version__,
+            "release": __version__,
             "experiment": self._settings.fingerprint,
             "kind": letter.kind,
             "round": round,

@@ -13,7 +13,7 @@ from fedloom.report.figure import Figure, mark, number, panels
 from fedloom.report.figure import chart as parts
 from fedloom.report.naming import metric as named
 from fedloom.report.naming import titled
-from fedloom.running.files import write_atomic
+from fedloom.storage.files import write_atomic
 from fedloom.tune.spaces import ALL, defaults
 
 if TYPE_CHECKING:
