@@ -7,22 +7,8 @@ import math
 
 import numpy as np
 
-from fedloom.report.figure import (
-    Figure,
-    Rows,
-    Spec,
-    chart,
-    colour,
-    heat_map,
-    mark,
-    names,
-    number,
-    off_axis,
-    off_words,
-    panels,
-    shade,
-    tips,
-)
+from fedloom.report import figure as vl
+from fedloom.report.figure import Figure, Rows, Spec
 from fedloom.report.naming import METRICS, metric, titled
 from fedloom.report.numbers import Estimate, Row, rounded, run_of, seeds_of
 from fedloom.report.reading import Integers, Key, Numbers, Run
@@ -103,16 +89,16 @@ def _one_by_one(runs: list[Run], rows: list[Row], name: str, order: Integers, be
         return None
     shown, title, higher = metric(name), titled(metric(name)), metric(name).higher
     few = len({cell["client"] for cell in data}) <= WRITTEN
-    off = off_axis({cell["row"]: max(abs(c["value"]) for c in data if c["row"] == cell["row"]) for cell in data})
+    off = vl.off_axis({cell["row"]: max(abs(c["value"]) for c in data if c["row"] == cell["row"]) for cell in data})
     values = [cell["value"] for cell in data if cell["row"] not in off]
     domain = [min(values), max(values)]
     methods = list(dict.fromkeys(cell["row"] for cell in data))
     sites = [run.client(i) for run in runs for i in (order[:WORST].tolist() if many else range(run.clients))]
-    spec = heat_map(
-        names("client", sites, f"Client, the worst {WORST} first" if many else "Client", scale={"padding": 0.06}),
-        names("row", methods, scale={"padding": 0.06}, axis={"labelOverlap": False}),
-        shade("value", title, reverse=not higher, domain=domain),
-        tips(
+    spec = vl.heat_map(
+        vl.names("client", sites, f"Client, the worst {WORST} first" if many else "Client", scale={"padding": 0.06}),
+        vl.names("row", methods, scale={"padding": 0.06}, axis={"labelOverlap": False}),
+        vl.shade("value", title, reverse=not higher, domain=domain),
+        vl.tips(
             *(("row", "Method"), ("client", "Client"), ("value", title, ".4~g")),
             *(("half", "95 % interval, half width", ".3~g"), ("seeds", "Seeds")),
         ),
@@ -123,7 +109,7 @@ def _one_by_one(runs: list[Run], rows: list[Row], name: str, order: Integers, be
     caption = (
         f"{shown.title} of {which} with every method on its own test part at the last round, mean over seeds"
         + (" with half the width of the 95 % interval" if few else "")
-        + f"; darker is better (in the dark look: lighter).{off_words(off)}{without_attackers(runs)}"
+        + f"; darker is better (in the dark look: lighter).{vl.off_words(off)}{without_attackers(runs)}"
     )
     first = shown is not METRICS.get("calibration_error")
     id, tab = ("single-clients", "Client by client") if first else ("single-clients-calibration", shown.title)
@@ -232,7 +218,7 @@ def _distribution(
             client = run_of(runs, rows[i]).client(int(clients[k]))
             dots.append({**tags, "seed": int(seeds[k]), "client": client, "value": rounded(float(values[k]))})
     low, high = min(box["p10"] for box in boxes), max(box["p90"] for box in boxes)
-    off = off_axis({box["row"]: max(abs(box["p10"]), abs(box["p90"])) for box in boxes} if not zero else {})
+    off = vl.off_axis({box["row"]: max(abs(box["p10"]), abs(box["p90"])) for box in boxes} if not zero else {})
     if off:
         low, high = (f(box[n] for box in boxes if box["row"] not in off) for f, n in ((min, "p10"), (max, "p90")))
     room = 1.5 * (high - low) or 1.0
@@ -242,9 +228,11 @@ def _distribution(
     axis = {"values": list(range(len(boxes))), "labelExpr": f"{labels}[datum.value]", "labelLimit": 190, "grid": False}
     y = {"field": "place", "type": "quantitative", "title": None, "axis": axis}
     y["scale"] = {"domain": [len(boxes) - 0.5, -0.5], "nice": False}
-    x = number("value", title, scale={"domain": [ends[0] - air, ends[1] + air], "nice": False}, axis={"tickCount": 6})
-    tint = colour(rows)
-    quantile_tips = tips(
+    x = vl.number(
+        "value", title, scale={"domain": [ends[0] - air, ends[1] + air], "nice": False}, axis={"tickCount": 6}
+    )
+    tint = vl.colour(rows)
+    quantile_tips = vl.tips(
         ("row", "Method"), *((n, n, ".4~g") for n in cuts[1:6]), *((("better", "gain", ".0%"),) if zero else ())
     )
     box_y = {**y, "field": "middle"}
@@ -255,13 +243,13 @@ def _distribution(
     ]
     down = {"calculate": "datum.place + 0.32", "as": "middle"}
     here = {"calculate": "datum.place + 0.1", "as": "middle"}
-    dot = tips(("row", "Method"), ("client", "Client"), ("seed", "Seed"), ("value", title, ".4~g"))
+    dot = vl.tips(("row", "Method"), ("client", "Client"), ("seed", "Seed"), ("value", title, ".4~g"))
     box_at = {"y": box_y, "tooltip": quantile_tips}
     look = {"shape": "circle", "size": 42, "fill": "white", "stroke": "black", "strokeWidth": 1.2, "opacity": 1}
     shape = {"x": x, "y": {**y, "field": "up"}, "y2": {"field": "place"}, "detail": {"field": "row"}, "color": tint}
     layers = [
-        mark("area", shape, *cloud, data="dots", opacity=0.45, clip=True, tooltip=None),
-        mark(
+        vl.mark("area", shape, *cloud, data="dots", opacity=0.45, clip=True, tooltip=None),
+        vl.mark(
             "point",
             {"x": x, "y": box_y, "color": tint, "tooltip": dot},
             down,
@@ -270,28 +258,32 @@ def _distribution(
             opacity=0.3,
             clip=True,
         ),
-        *([mark("rule", {"x": {"datum": 0}}, color="#d33f3f", strokeWidth=1.4)] if zero else []),
-        mark(
+        *([vl.mark("rule", {"x": {"datum": 0}}, color="#d33f3f", strokeWidth=1.4)] if zero else []),
+        vl.mark(
             "rule",
             {**box_at, "x": {**x, "field": "p10"}, "x2": {"field": "p90"}, "color": tint},
             here,
             strokeWidth=1.4,
             clip=True,
         ),
-        mark(
+        vl.mark(
             "rule",
             {**box_at, "x": {**x, "field": "p25"}, "x2": {"field": "p75"}, "color": tint},
             here,
             strokeWidth=6,
             clip=True,
         ),
-        mark("point", {**box_at, "x": {**x, "field": "median"}}, here, clip=True, **look),
+        vl.mark("point", {**box_at, "x": {**x, "field": "median"}}, here, clip=True, **look),
     ]
-    spec = chart(*layers, width=640, height=52 * len(boxes))
+    spec = vl.chart(*layers, width=640, height=52 * len(boxes))
     each = "a sample of the clients, evenly from the worst to the best" if some else "every client"
     words = f"Hill: density; white dot: median; thick line: middle half; thin line: 10 % to 90 %; small dots: {each}."
     cut = any(box["minimum"] < ends[0] or box["maximum"] > ends[1] for box in boxes if box["row"] not in off)
-    return spec, {"rows": boxes, "dots": dots}, words + " Some clients lie outside of the axis." * cut + off_words(off)
+    return (
+        spec,
+        {"rows": boxes, "dots": dots},
+        words + " Some clients lie outside of the axis." * cut + vl.off_words(off),
+    )
 
 
 def _over_rounds(
@@ -303,7 +295,7 @@ def _over_rounds(
     lines = {row.title: _lines(run_of(runs, row), row, lead, clients) for row in rows}
     models = {row.title: row.model for row in rows}
     budget = max(FEWEST, POINTS // (len(lines) * len(clients)))
-    off = off_axis(
+    off = vl.off_axis(
         {r: max((abs(v) for line in own.values() for _, v in line), default=0.0) for r, own in lines.items()}
     )
     data: Rows = []
@@ -319,23 +311,23 @@ def _over_rounds(
     some = f" {len(clients)} of {len(order)} clients, from the worst to the best of it." if len(order) > PANELS else ""
     caption = (
         f"{metric(lead).title} of each client on its own test part, a line per method and model, mean over seeds. "
-        f"Thick: {best.title}, the best mean over all clients.{some}{off_words(off)}{without_attackers(runs)}"
+        f"Thick: {best.title}, the best mean over all clients.{some}{vl.off_words(off)}{without_attackers(runs)}"
     )
     title = titled(metric(lead))
     near = [point["value"] for point in data if point["row"] not in off]
-    x = number("round", axis={"tickCount": 3, "grid": False})
-    y = number("value", title, axis={"tickCount": 4}, scale={"domain": [min(near), max(near)]} if off else {})
-    place = {"x": x, "y": y, "color": colour(rows), "detail": {"field": "row"}}
-    hints = tips(("client", "Client"), ("row", "Method"), ("round", "Round"), ("value", title, ".4~g"))
-    inner = chart(
-        mark("line", place, strokeWidth=1, opacity=0.45, tooltip=None, clip=True),
-        mark(
+    x = vl.number("round", axis={"tickCount": 3, "grid": False})
+    y = vl.number("value", title, axis={"tickCount": 4}, scale={"domain": [min(near), max(near)]} if off else {})
+    place = {"x": x, "y": y, "color": vl.colour(rows), "detail": {"field": "row"}}
+    hints = vl.tips(("client", "Client"), ("row", "Method"), ("round", "Round"), ("value", title, ".4~g"))
+    inner = vl.chart(
+        vl.mark("line", place, strokeWidth=1, opacity=0.45, tooltip=None, clip=True),
+        vl.mark(
             "line", place, {"filter": {"field": "row", "equal": best.title}}, strokeWidth=2.6, tooltip=None, clip=True
         ),
-        mark("point", {**place, "tooltip": hints}, size=40, opacity=0, clip=True),
+        vl.mark("point", {**place, "tooltip": hints}, size=40, opacity=0, clip=True),
     )
     head = f"{metric(lead).title} of each client over rounds"
-    spec = panels(inner, "client", shown, "Round")
+    spec = vl.panels(inner, "client", shown, "Round")
     return Figure("each-client", "clients", "Over rounds", head, caption, spec, {"rows": data}, "facet")
 
 

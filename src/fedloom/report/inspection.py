@@ -11,8 +11,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fedloom.report import figure as vl
 from fedloom.report.clients import without_attackers
-from fedloom.report.figure import Figure, Rows, Spec, chart, heat_map, mark, names, number, panels, shade, tips
+from fedloom.report.figure import Figure, Rows, Spec
 from fedloom.report.numbers import rounded
 from fedloom.report.reading import Key, Run, read_table
 
@@ -87,11 +88,11 @@ def _confusion(run: Run, place: int) -> Figure | None:
         for r in rows
     ]
     more = {"scale": {"domain": classes, "padding": 0.04}, "axis": {"labelLimit": 70}}
-    hints = tips(*((n, n.capitalize()) for n in ("client", "true", "predicted", "count")), ("share", "Share", ".0%"))
-    inner = heat_map(
-        names("predicted", classes, **more),
-        names("true", classes, "True", **more),
-        shade("share", "Share of the true class", form="%", domain=[0, 1]),
+    hints = vl.tips(*((n, n.capitalize()) for n in ("client", "true", "predicted", "count")), ("share", "Share", ".0%"))
+    inner = vl.heat_map(
+        vl.names("predicted", classes, **more),
+        vl.names("true", classes, "True", **more),
+        vl.shade("share", "Share of the true class", form="%", domain=[0, 1]),
         hints,
         "count" if len(classes) <= WRITTEN else "",
         "datum.share > 0.5",
@@ -120,9 +121,9 @@ def _representations(run: Run, place: int) -> Figure | None:
     ]
     bare = {"axis": {"labels": False, "grid": False}, "scale": {"padding": 8}}
     encoding: Spec = {
-        "x": number("x", **bare),
-        "y": number("y", **bare),
-        "tooltip": tips(("client", "Client"), ("class", "Class")),
+        "x": vl.number("x", **bare),
+        "y": vl.number("y", **bare),
+        "tooltip": vl.tips(("client", "Client"), ("class", "Class")),
     }
     if classes:
         legend = {"columns": 6, "symbolStrokeWidth": 0}
@@ -135,7 +136,7 @@ def _representations(run: Run, place: int) -> Figure | None:
         "axes mean nothing. Samples of a class lie together where the representation separates it "
         f"({words}).{without_attackers([run])}"
     )
-    inner = chart(mark("point", encoding, size=26, opacity=0.75))
+    inner = vl.chart(vl.mark("point", encoding, size=26, opacity=0.75))
     titles = ("Representations", "Representations per client")
     figure = _figure(run, place, "tsne", titles, caption, inner, data, None)
     figure.chart["resolve"]["scale"] = {"x": "independent", "y": "independent"}
@@ -146,6 +147,6 @@ def _figure(
     run: Run, place: int, kind: str, titles: tuple[str, str], caption: str, inner: Spec, data: Rows, below: str | None
 ) -> Figure:
     tab, title = (f"{text} ({run.label})" if place else text for text in titles)
-    spec = panels(inner, "client", [row["client"] for row in data], below, high=200)
+    spec = vl.panels(inner, "client", [row["client"] for row in data], below, high=200)
     spec["spec"]["view"] = {"stroke": "#8a8f98", "strokeOpacity": 0.4}
     return Figure(f"{kind}-{place}" if place else kind, "clients", tab, title, caption, spec, {"rows": data}, "square")

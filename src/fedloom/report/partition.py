@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.report.figure import Figure, Rows, heat_map, mark, names, number, panels, shade, tips
+from fedloom.report import figure as vl
+from fedloom.report.figure import Figure, Rows
 from fedloom.report.numbers import Row, rounded, run_of, seeds_of
 from fedloom.report.reading import Integers, Key, Numbers, Partition, Run
 from fedloom.report.tables import scrolling
@@ -155,15 +156,15 @@ def _picture(skew: Skew, id: str, where: str) -> Figure | None:
     sizes: Rows = [{"place": place, "client": clients[i], "size": int(size[i])} for place, i in enumerate(shown)]
     high = max(120, min(520, 22 * len(shown)))
     title = "Clients, sorted by their largest class" if many else "Client"
-    y = names("place" if many else "client", [], title, scale={"padding": 0 if many else 0.08}) | {"sort": None}
+    y = vl.names("place" if many else "client", [], title, scale={"padding": 0 if many else 0.08}) | {"sort": None}
     y["axis"] = None if many and len(shown) > 300 else y["axis"] | {"labels": not many}
-    x = names("class", titles, "Class", scale={"padding": 0.04})
-    hints = tips(("client", "Client"), ("class", "Class"), ("count", "Samples"))
-    share_shade = shade("share", "Share of the client's samples", form="%", domain=[0, 1])
-    heat = heat_map(x, y, share_shade, hints, cornerRadius=0 if many else 2) | {"width": 480, "height": high}
-    across = {"x": number("size", "Samples", scale={"zero": True}, axis={"tickCount": 2}), "y": {**y, "axis": None}}
-    tooltip = tips(("client", "Client"), ("size", "Samples"))
-    bars = mark("bar", {**across, "tooltip": tooltip}, data="sizes", style="plain", cornerRadiusEnd=0 if many else 2)
+    x = vl.names("class", titles, "Class", scale={"padding": 0.04})
+    hints = vl.tips(("client", "Client"), ("class", "Class"), ("count", "Samples"))
+    share_shade = vl.shade("share", "Share of the client's samples", form="%", domain=[0, 1])
+    heat = vl.heat_map(x, y, share_shade, hints, cornerRadius=0 if many else 2) | {"width": 480, "height": high}
+    across = {"x": vl.number("size", "Samples", scale={"zero": True}, axis={"tickCount": 2}), "y": {**y, "axis": None}}
+    tooltip = vl.tips(("client", "Client"), ("size", "Samples"))
+    bars = vl.mark("bar", {**across, "tooltip": tooltip}, data="sizes", style="plain", cornerRadiusEnd=0 if many else 2)
     means = {n: float(np.nanmean(v)) for n, v in skew.values.items() if n != "sizes" and np.isfinite(v).any()}
     words = ", ".join(f"{TITLES[n] if n == 'js' else TITLES[n].lower()} {mean:.3g}" for n, mean in means.items())
     some = f" {len(shown)} of {n} clients are drawn." if len(shown) < n else ""
@@ -195,15 +196,15 @@ def clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
         return None
     order = [cell["client"] for cell in sorted(data, key=lambda cell: cell["planted"])]
     shown = ("method", "client", "round", "cluster", "planted", "seed")
-    inner = heat_map(
-        {**names("round", [], scale={"padding": 0.06}), "type": "ordinal", "sort": None},
-        names("client", order, "Client", scale={"padding": 0.1}),
+    inner = vl.heat_map(
+        {**vl.names("round", [], scale={"padding": 0.06}), "type": "ordinal", "sort": None},
+        vl.names("client", order, "Client", scale={"padding": 0.1}),
         {"field": "cluster", "type": "nominal", "title": "Cluster", "scale": {"range": "category"}},
-        tips(*((name, name.capitalize()) for name in shown)),
+        vl.tips(*((name, name.capitalize()) for name in shown)),
         cornerRadius=1,
     )
     high = max(120, min(600, 18 * len(set(order))))
-    drawn = panels(inner, "method", [cell["method"] for cell in data], "Round", high=high)
+    drawn = vl.panels(inner, "method", [cell["method"] for cell in data], "Round", high=high)
     beside = (
         " Clients are sorted by their planted group, which their names end with; clusters have the number of the group "
         "that they share most clients with."

@@ -201,8 +201,13 @@ def _read(path: Path, label: str) -> Run:
     except tomllib.TOMLDecodeError as error:
         raise RunDirError(f"{path / 'experiment.toml'} is damaged: {error}") from error
     table = read_table(path / "metrics.parquet", (*_TEXT, *_INTEGER, "value"), coded=True)
-    about_all = pc.equal(table["client"], FEDERATION)
-    series, totals = _split(table.filter(pc.invert(about_all))), _split(table.filter(about_all))
+    series: dict[Key, Points] = {}
+    totals: dict[Key, Points] = {}
+    for key, points in _split(table).items():
+        own = points.client != FEDERATION
+        for found, rows in ((series, own), (totals, ~own)):
+            if rows.any():
+                found[key] = points if rows.all() else Points(*(column[rows] for column in points))
     summary, seconds = _summary(path / "summary.json"), _seconds(path / "timings.parquet")
     return Run(path, label, settings, summary, *_partitions(path / "partition.parquet"), series, totals, seconds)
 
@@ -297,18 +302,21 @@ def _split(table: pa.Table) -> dict[Key, Points]:
         coded = table[name].combine_chunks().dictionary_encode()
         known[name] = coded.dictionary.to_pylist()
         code = code * len(known[name]) + coded.indices.to_numpy()
-    points = Points(*(table[name].to_numpy() for name in ("round", "client", "value")))
     small = np.int16 if code.max() <= np.iinfo(np.int16).max else np.int64
     order = np.argsort(code.astype(small), kind="stable")  # int16 is sorted by radix, in linear time
-    starts = np.flatnonzero(np.diff(code[order], prepend=-1))
+    code = code[order]
+    ends = [*np.flatnonzero(np.diff(code)) + 1, len(code)]
+    points = Points(*(table[name].to_numpy()[order] for name in ("round", "client", "value")))
     groups: dict[Key, Points] = {}
-    for rows in np.split(order, starts[1:]):
-        number, parts = int(code[rows[0]]), []
+    for start, end in zip([0, *ends], ends, strict=False):
+        number, parts = int(code[start]), []
         for name in reversed(Key._fields):
             number, place = divmod(number, len(known[name]))
             parts.append(known[name][place])
-        later = np.diff(points.round[rows])
-        if not ((later > 0) | ((later == 0) & (np.diff(points.client[rows]) >= 0))).all():
-            rows = rows[np.lexsort((points.client[rows], points.round[rows]))]
-        groups[Key(*reversed(parts))] = Points(points.round[rows], points.client[rows], points.value[rows])
+        own = Points(*(column[start:end] for column in points))
+        later = np.diff(own.round)
+        if not ((later > 0) | ((later == 0) & (np.diff(own.client) >= 0))).all():
+            again = np.lexsort((own.client, own.round))
+            own = Points(*(column[again] for column in own))
+        groups[Key(*reversed(parts))] = own
     return groups

@@ -6,27 +6,9 @@ import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from fedloom.report import figure as vl
 from fedloom.report.compare import common_target, cost_to_reach, tasks
-from fedloom.report.figure import (
-    KNOWN,
-    MEAN,
-    SINGLE,
-    Figure,
-    Rows,
-    Spec,
-    chart,
-    colour,
-    domain,
-    drawn,
-    interval_tips,
-    mark,
-    names,
-    number,
-    off_axis,
-    off_words,
-    panels,
-    tips,
-)
+from fedloom.report.figure import KNOWN, MEAN, SINGLE, Figure, Rows, Spec
 from fedloom.report.naming import COSTS, MB, figure, metric, titled
 from fedloom.report.numbers import Estimate, Row
 from fedloom.report.reading import Run
@@ -104,15 +86,15 @@ def _trade_off(
     off: set[str] = set()
     for column, open_ended in (("result", True), (price.column, price.column != "nonzeros")):
         largest = {f"{p['method']} {p['model']}".strip(): p[column] for p in data}
-        far = off_axis(largest) if open_ended else set()
-        axes.append(domain([value for name, value in largest.items() if name not in far], 0.12))
+        far = vl.off_axis(largest) if open_ended else set()
+        axes.append(vl.domain([value for name, value in largest.items() if name not in far], 0.12))
         off |= far
     _name(data, price.column, axes[1], axes[0])
     id, group, tab, title, corner = words
     lines = "Small dots are single seeds" if singles else "Lines are 95 % intervals over seeds, cut at the edge"
     caption = (
         f"{title}, one point per model and method: {corner} is best. Ringed: no other of equal data and attack is "
-        f"better in both. {lines}. Points close to a named one carry no name (point at a dot).{off_words(off)}"
+        f"better in both. {lines}. Points close to a named one carry no name (point at a dot).{vl.off_words(off)}"
     )
     spec = _scatter(data, singles, rows, lead, price, axes)
     return Figure(id, group, tab, title, caption, spec, {"rows": data, "seeds": singles}, "wide")
@@ -137,26 +119,28 @@ def _name(data: Rows, column: str, across: list[float], up: list[float]) -> None
 def _scatter(data: Rows, seeds: Rows, rows: list[Row], lead: str, price: Price, axes: list[list[float]]) -> Spec:
     title, column = titled(metric(lead)), price.column
     y, x = (
-        number(name, words, scale={"domain": ends, "nice": False})
+        vl.number(name, words, scale={"domain": ends, "nice": False})
         for name, words, ends in zip(("result", column), (title, price.title), axes, strict=True)
     )
-    place, tint = {"x": x, "y": y}, {"color": colour(rows)}
-    hints = tips(("method", "Method"), ("model", "Model"), ("result", title, ".4~g"), (column, price.title, ".4~g"))
+    place, tint = {"x": x, "y": y}, {"color": vl.colour(rows)}
+    hints = vl.tips(("method", "Method"), ("model", "Model"), ("result", title, ".4~g"), (column, price.title, ".4~g"))
     vertical = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}, **tint}
     level = {"x": {**x, "field": f"{column}_low"}, "x2": {"field": f"{column}_high"}, "y": y, **tint}
     sides = [
-        mark("text", {**place, "text": {"field": "label"}}, {"filter": f"datum.side === '{align}'"}, align=align, dx=dx)
+        vl.mark(
+            "text", {**place, "text": {"field": "label"}}, {"filter": f"datum.side === '{align}'"}, align=align, dx=dx
+        )
         for align, dx in (("left", 12), ("right", -12))
     ]
     intervals = [
-        mark("rule", vertical, KNOWN, opacity=0.3, clip=True),
-        mark("rule", level, KNOWN, opacity=0.3, clip=True),
+        vl.mark("rule", vertical, KNOWN, opacity=0.3, clip=True),
+        vl.mark("rule", level, KNOWN, opacity=0.3, clip=True),
     ]
-    single = mark("point", {**place, **tint}, data="seeds", size=14, opacity=0.5, clip=True, tooltip=None)
-    return chart(
+    single = vl.mark("point", {**place, **tint}, data="seeds", size=14, opacity=0.5, clip=True, tooltip=None)
+    return vl.chart(
         *(intervals if any(point["low"] is not None for point in data) else []),
         *([single] if seeds else []),
-        mark(
+        vl.mark(
             "point",
             place,
             {"filter": "datum.best"},
@@ -168,7 +152,7 @@ def _scatter(data: Rows, seeds: Rows, rows: list[Row], lead: str, price: Price, 
             clip=True,
             tooltip=None,
         ),
-        mark("point", {**place, **tint, "tooltip": hints}, size=80, opacity=1, clip=True),
+        vl.mark("point", {**place, **tint, "tooltip": hints}, size=80, opacity=1, clip=True),
         *sides,
         width=640,
         height=360,
@@ -218,25 +202,25 @@ def _reached(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
         f"Spent by all clients until the mean test result first reaches 95 % of the best ({goal}), mean over seeds "
         f"with the 95 % interval (with few seeds, a small dot each); left is better.{never}"
     )
-    tint = colour([row for row in rows if any(point["model"] == row.model for point in data)])
+    tint = vl.colour([row for row in rows if any(point["model"] == row.model for point in data)])
     return _by_measure("costs-reached", "Until a common result", f"Spent until {goal}", caption, data, "row", tint)
 
 
 def _by_measure(id: str, tab: str, title: str, caption: str, data: Rows, field: str, tint: Spec | None) -> Figure:
     """A panel per measure: bars from 0, or dots in the colour of the model if there is a ``tint``."""
     order = list(dict.fromkeys(point[field] for point in data))
-    x = number("value", axis={"tickCount": 3}, scale={"zero": tint is None})
-    place = {"x": x, "y": names(field, order, axis={"labelOverlap": False}), **({"color": tint} if tint else {})}
+    x = vl.number("value", axis={"tickCount": 3}, scale={"zero": tint is None})
+    place = {"x": x, "y": vl.names(field, order, axis={"labelOverlap": False}), **({"color": tint} if tint else {})}
     ends = {**place, "x": {**x, "field": "low"}, "x2": {"field": "high"}}
     look = {"size": 80, "opacity": 1} if tint else {"size": 11, "cornerRadiusEnd": 2, "style": "plain"}
-    hints = tips((field, "Method"), ("measure", "Measure")) + interval_tips("Mean over seeds")
-    inner = chart(
-        mark("point" if tint else "bar", {**place, "tooltip": hints}, MEAN, **look),
-        mark("rule", ends, KNOWN, strokeWidth=1.4, opacity=0.7),
-        mark("point", place, SINGLE, size=12, opacity=0.7, tooltip=None),
+    hints = vl.tips((field, "Method"), ("measure", "Measure")) + vl.interval_tips("Mean over seeds")
+    inner = vl.chart(
+        vl.mark("point" if tint else "bar", {**place, "tooltip": hints}, MEAN, **look),
+        vl.mark("rule", ends, KNOWN, strokeWidth=1.4, opacity=0.7),
+        vl.mark("point", place, SINGLE, size=12, opacity=0.7, tooltip=None),
     )
-    inner["layer"] = [layer for layer in inner["layer"] if layer["transform"][0] in drawn(data)]
+    inner["layer"] = [layer for layer in inner["layer"] if layer["transform"][0] in vl.drawn(data)]
     measures = [point["measure"] for point in data]
-    spec = panels(inner, "measure", measures, None, high=24 * len(order))
+    spec = vl.panels(inner, "measure", measures, None, high=24 * len(order))
     spec["resolve"]["scale"] = {"x": "independent"}
     return Figure(id, "costs", tab, title, caption, spec, {"rows": data}, "facet")
