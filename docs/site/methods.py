@@ -12,11 +12,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import altair as alt
-
 from fedloom.algorithms import REGISTRY, Preset
 from fedloom.experiment.cards import families, text
-from fedloom.report.figure import Figure
+from fedloom.report.figure import Figure, chart, mark, number
 from fedloom.values import fields_of
 
 DIGITS = Path(__file__).resolve().parents[1] / "digits" / "hybrid.json"
@@ -100,18 +98,12 @@ def curve(name: str) -> str | None:
         for p in points
         if p["accuracy"] == p["accuracy"]
     ]
-    chart = (
-        alt.Chart(alt.NamedData("rows"))
-        .mark_line(point=True)
-        .encode(
-            x=alt.X("samples:Q", title="Samples whose gradient was taken, all clients (thousands)"),
-            y=alt.Y("accuracy:Q", title="Test accuracy (%)", scale=alt.Scale(zero=False)),
-            color=alt.Color("line:N", title=None, sort=None),
-        )
-        .properties(width=560, height=260)
-    )
+    x = number("samples", "Samples whose gradient was taken, all clients (thousands)")
+    line = {"field": "line", "type": "nominal", "title": None, "sort": None}
+    encoding = {"x": x, "y": number("accuracy", "Test accuracy (%)"), "color": line}
+    drawn = chart(mark("line", encoding, point=True), width=560, height=260)
     caption = f"Test accuracy of {name} on digits, mean over clients and seeds, against work."
-    return Figure(name, "methods", name, _title(name), caption, chart, rows, {}, "wide").svg()
+    return Figure(name, "methods", name, _title(name), caption, drawn, {"rows": rows}, "wide").svg()
 
 
 @cache

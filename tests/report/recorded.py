@@ -19,6 +19,10 @@ METRICS = {
     "binary": ("loss", "accuracy", "f1", "auroc", "auprc", "calibration_error"),
     "regression": ("loss", "mae", "rmse", "r2"),
 }
+SPLIT = pa.schema(
+    {**dict.fromkeys(("seed", "client", "size", "group"), pa.int64()), "name": pa.string(), "attacks": pa.bool_()}
+    | {"counts": pa.list_(pa.int64())}
+)
 
 
 @dataclass(frozen=True)
@@ -168,15 +172,24 @@ class Recording:
         summary = {
             "name": self.name,
             "runs": runs,
-            "partition": {
-                "counts": counts,
-                "clients": [f"site {c}" for c in range(self.clients)],
-                "skew": {"emd": 0.61, "js": 0.34},
-            },
             "select_on": "validation",
             "warnings": [],
         }
         (path / "summary.json").write_text(json.dumps(summary))
+        split = [
+            {
+                "seed": seed,
+                "client": c,
+                "name": f"site {c}",
+                "size": sum(row),
+                "group": -1,
+                "attacks": False,
+                "counts": row,
+            }
+            for seed, table in enumerate(counts)
+            for c, row in enumerate(table)
+        ]
+        pq.write_table(pa.Table.from_pylist(split, SPLIT), path / "partition.parquet")
         attack = f'[attack]\nkind = "sign-flip"\nfraction = {self.attack}\n' if self.attack else ""
         (path / "experiment.toml").write_text(
             f'name = "{self.name}"\nrounds = {self.rounds}\nseeds = {list(range(self.seeds))}\n\n'

@@ -11,19 +11,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from recorded import Recording
+from recorded import SPLIT, Recording
 
 from fedloom.data import partition
 from fedloom.data.sources import source
-from fedloom.report import sections
-from fedloom.report.charts import figures
-from fedloom.report.clusters import aligned
+from fedloom.report import overview
 from fedloom.report.figure import Figure
-from fedloom.report.notes import notes
 from fedloom.report.numbers import curve, rows_of
+from fedloom.report.overview import notes
+from fedloom.report.page import figures
+from fedloom.report.partition import aligned, label_skew, skew_table
 from fedloom.report.reading import Key, Run, read_runs
 from fedloom.report.settings import settings
-from fedloom.report.skew import label_skew, skew_table
 
 COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric", "value")
 
@@ -37,13 +36,12 @@ def drawn(small: Path) -> dict[str, Figure]:
     return charts(read_runs([small]))
 
 
-def change_summary(run: Path, **changes: object) -> None:
-    summary = json.loads((run / "summary.json").read_text())
-    attackers = changes.pop("attackers", None)
-    for record in summary["runs"]:
-        record["attackers"] = attackers or []
-    summary["partition"] |= changes
-    (run / "summary.json").write_text(json.dumps(summary))
+def change_split(run: Path, name: str, clients: dict[int, object]) -> None:
+    """Set a column of the partition, for every seed."""
+    rows = pq.read_table(run / "partition.parquet").to_pylist()
+    for row in rows:
+        row[name] = clients.get(row["client"], row[name])
+    pq.write_table(pa.Table.from_pylist(rows, SPLIT), run / "partition.parquet")
 
 
 def add(run: Path, rows: list[tuple]) -> None:
@@ -55,7 +53,7 @@ def add(run: Path, rows: list[tuple]) -> None:
 @pytest.fixture
 def attacked(tmp_path: Path) -> Path:
     run = Recording(methods=2, seeds=2, clients=6, rounds=10, attack=0.3, aggregates=False).write(tmp_path / "attacked")
-    change_summary(run, attackers=[0, 4])
+    change_split(run, "attacks", {0: True, 4: True})
     return run
 
 
@@ -70,9 +68,9 @@ def test_attackers_are_in_no_chart_and_no_mean(attacked: Path) -> None:
         ("single-clients", "rows"),
         ("each-client", "rows"),
         ("clients", "dots"),
-        ("relative", "clients"),
+        ("relative", "dots"),
     ):
-        rows = {"rows": drawn[id].rows, **drawn[id].more}[names]
+        rows = drawn[id].data[names]
         assert {row["client"] for row in rows} == {"site 2", "site 3", "site 5"}, id  # site 1 has no test part
         assert "Clients that attacked are left out." in drawn[id].caption
     flagged = {row["client"] for row in drawn["partition-0"].rows if "\N{BLACK FLAG}" in row["client"]}
@@ -109,7 +107,7 @@ def test_runs_under_other_attacks_have_winners_of_their_own(tmp_path: Path) -> N
         Recording(methods=2, seeds=2, clients=4, rounds=5, attack=a).write(tmp_path / f"share {a}") for a in (0.0, 0.2)
     ]
     runs = read_runs(paths)
-    text = sections.overview(runs, rows_of(runs))
+    text = overview.cards(runs, rows_of(runs))
     assert re.findall("<h3>(.*?)</h3>", text) == ["share 0.0", "share 0.2"]
     assert not re.search('class="who">[^<]*share', text)
     best = [row["method"] for row in charts(runs)["fairness"].rows if row["best"]]
@@ -154,7 +152,7 @@ def test_clusters_take_the_number_of_their_group() -> None:
 
 def test_clusters_are_drawn_round_by_round(tmp_path: Path) -> None:
     run = Recording(methods=1, seeds=1, clients=4, rounds=10).write(tmp_path / "run")
-    change_summary(run, groups=[[1, 0, 0, 1]])
+    change_split(run, "group", dict(enumerate([1, 0, 0, 1])))
     labels = {5: [0, 1, 1, 0], 10: [1, 0, 1, -1]}
     add(run, [("fedavg", 0, t, c, "", "", "cluster", float(v)) for t, row in labels.items() for c, v in enumerate(row)])
     cells = {(r["round"], r["client"]): r["cluster"] for r in charts(read_runs([run]))["clusters"].rows}

@@ -12,15 +12,16 @@ import pytest
 from recorded import Recording
 
 from fedloom.errors import RunDirError
-from fedloom.report.inspection import inspection_pictures
+from fedloom.report.clients import clients
+from fedloom.report.inspection import inspection
 from fedloom.report.numbers import rows_of
 from fedloom.report.reading import Key, read_runs
-from fedloom.report.spread import relative_picture
 
 
 def figures(path: Path) -> dict:
     runs = read_runs([path])
-    return {f.id: f for f in [*inspection_pictures(runs), relative_picture(runs, rows_of(runs))] if f is not None}
+    found = [*inspection(runs), clients(runs, rows_of(runs), "accuracy")[-1]]
+    return {f.id: f for f in found if f is not None}
 
 
 def test_relative_accuracy_is_the_gain_over_fedavg_client_by_client(small: Path) -> None:

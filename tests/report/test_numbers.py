@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +85,7 @@ def test_a_diverged_seed_has_no_result_but_its_work_counts(tmp_path: Path) -> No
     assert row.figures["steps"].mean == 20
     assert row.status == "diverged in round 4 (seed 2)"
     table = report.result_table(tmp_path / "r").to_pylist()[0]
-    assert (table["accuracy_seeds"], table["seeds"], table["status"]) == (2, 3, "diverged in round 4 (seed 2)")
+    assert (table["accuracy_seeds"], table["seeds"], table["status"]) == (2, 2, "diverged in round 4 (seed 2)")
 
 
 def test_work_is_totalled_and_traffic_goes_both_ways(tmp_path: Path) -> None:
@@ -120,6 +121,9 @@ def test_a_clear_lead_and_one_that_is_not() -> None:
 def test_many_rivals_need_more_evidence() -> None:
     best, close = row("best", [0.70, 0.74, 0.71, 0.7, 0.7]), row("close", [0.60, 0.69, 0.64, 0.7, 0.6])  # p = 0.025
     assert win(best, close).rivals == ()
+    again = replace(best, model="personal", figures={"accuracy": Estimate(dict.fromkeys(range(5), 0.69))})
+    own = win(best, again, close)
+    assert (own.row, own.runner_up, own.rivals) == (0, 2, ())  # its own other model is no rival
     others = [row(f"o{i}", [0.60 + 0.001 * i, 0.69, 0.64, 0.7, 0.6]) for i in range(4)]
     assert len(win(best, close, *others).rivals) == 5
 

@@ -9,14 +9,21 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import altair as alt
+import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 from recorded import Recording
 
 from fedloom import report
-from fedloom.report import sections
+from fedloom.errors import ConfigError
+from fedloom.report import overview
+from fedloom.report import page as page_module
 from fedloom.report.figure import slug
 from fedloom.report.numbers import Estimate, Row, rows_of
-from fedloom.report.reading import read_runs
+from fedloom.report.page import figures
+from fedloom.report.reading import Key, read_runs
 from fedloom.report.tables import csv_text, latex
 
 
@@ -77,7 +84,7 @@ def test_the_best_of_a_column_is_bold_and_ties_are_too() -> None:
         Row("", name, name, "global", (), {"accuracy": Estimate({0: good}), "loss": Estimate({0: loss})})
         for name, (good, loss) in results.items()
     ]
-    bold = re.findall(r'<span class="best">([\d.]+)</span>', sections.results(rows))
+    bold = re.findall(r'<span class="best">([\d.]+)</span>', overview.results(rows))
     assert bold == ["90.00", "90.00", "0.1000", "0.1000"]
 
 
@@ -154,7 +161,8 @@ def test_runs_with_other_attacks_become_a_robustness_curve(tmp_path: Path, monke
     runs = [replace(recording, attack=a, seed=i).write(tmp_path / f"run{i}") for i, a in enumerate((0.0, 0.2))]
     out = report.write(runs, tmp_path / "report.html")
     curve = next(figure for figure in payload(out, "figures") if figure["id"] == "attacks")
-    assert {row["x"] for row in curve["spec"]["datasets"]["rows"]} == {0.0, 0.2}
+    rows = curve["spec"]["datasets"]["rows"]
+    assert {row[rows["columns"].index("x")] for row in rows["rows"]} == {0.0, 0.2}
     assert "attack.fraction" in own_part(out)
 
 
@@ -164,6 +172,94 @@ def test_the_same_run_gives_the_same_page(
     monkeypatch.setattr("fedloom.report.figure.Figure.svg", lambda _: "<svg/>")
     again = report.write([small], tmp_path / "report.html")
     assert again.read_bytes() == page.read_bytes()
+
+
+def test_latex_has_six_columns_or_those_chosen(small: Path) -> None:
+    rows = rows_of(read_runs([small]))
+    head = latex(rows, "x").splitlines()[6]
+    assert head.count("&") == 1 + 6
+    assert (
+        latex(rows, "x", ["bytes_up", "accuracy_worst10"]).splitlines()[6]
+        == "Method & Model & MB up & Worst 10 \\% (\\%) \\\\"
+    )
+    with pytest.raises(
+        ConfigError, match=r"--columns: got 'acuracy'; the columns of these runs are .*accuracy_worst10"
+    ):
+        latex(rows, "x", ["acuracy"])
+
+
+def test_a_run_that_exploded_sets_no_axis_and_no_number_has_sixteen_digits(tmp_path: Path) -> None:
+    run = Recording(methods=3, seeds=2, rounds=10, clients=4, task="regression", aggregates=False).write(
+        tmp_path / "run"
+    )
+    table = pq.read_table(run / "metrics.parquet")
+    bad = pc.and_(pc.equal(table["method"], "local"), pc.not_equal(table["client"], -1))
+    values = pc.if_else(bad, pc.multiply(table["value"], 7856937935508588.0), table["value"])
+    pq.write_table(table.set_column(table.column_names.index("value"), "value", values), run / "metrics.parquet")
+    out = report.write([run], tmp_path / "report.html", charts=False)
+    assert not re.search(
+        r"\d[\d\u202f]{15}", re.sub(r'data-value="[^"]*"', "", own_part(out).partition('id="figures"')[0])
+    )
+    drawn = {figure.id: figure for figure in figures(read_runs([run]), rows_of(read_runs([run])))}
+    for id in ("curves-rmse-round", "fairness", "clients", "each-client", "single-clients"):
+        assert "Far outside of the axis: local" in drawn[id].caption, id
+        domains = re.findall(r'"domain": \[(-?[\d.e+-]+), (-?[\d.e+-]+)\]', json.dumps(drawn[id].chart))
+        assert domains, id
+        assert all(float(end) < 100 for ends in domains for end in ends), id
+
+
+def test_few_seeds_are_drawn_one_by_one_and_many_as_an_interval(tmp_path: Path) -> None:
+    for seeds, single, interval in ((3, True, False), (5, False, True)):
+        run = Recording(methods=2, seeds=seeds, rounds=10, clients=4).write(tmp_path / f"run{seeds}")
+        drawn = {figure.id: figure for figure in figures(read_runs([run]), rows_of(read_runs([run])))}
+        for id in ("curves-accuracy-round", "costs"):
+            assert any(row["seed"] is not None for row in drawn[id].rows) is single
+            assert any(row.get("low") is not None for row in drawn[id].rows) is interval
+        assert bool(drawn["fairness"].data["seeds"]) is single
+
+
+def test_the_bundle_is_made_once_and_anew_when_it_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr("vl_convert.javascript_bundle", lambda *_: made.append(1) or "let x = '</script>';")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    scripts = page_module._scripts.__wrapped__
+    first = scripts()
+    assert scripts() == first
+    assert "</script" not in first
+    assert len(made) == 1
+    (kept,) = (tmp_path / "cache" / "fedloom").iterdir()
+    kept.write_text(first[:10])
+    assert scripts() == first
+    assert len(made) == 2
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert scripts() == first
+    assert len(made) == 3
+
+
+def test_every_chart_is_vega_lite(small: Path) -> None:
+    runs = read_runs([small])
+    for figure in figures(runs, rows_of(runs)):
+        alt.Chart.from_dict({**figure.chart, "datasets": figure.data}, validate=True)
+
+
+def test_many_clients_are_a_sample_with_the_worst_by_name(tmp_path: Path) -> None:
+    run = Recording(methods=2, seeds=1, clients=2000, rounds=5, classes=4).write(tmp_path / "run")
+    runs = read_runs([run])
+    drawn = {figure.id: figure for figure in figures(runs, rows_of(runs))}
+    rows = drawn["single-clients"].rows
+    best = next(row["row"] for row in rows if f"worst with {row['row']}" in drawn["single-clients"].caption)
+    worst = {row["client"]: row["value"] for row in rows if row["row"] == best}
+    method, model = best.split(" · ")
+    points = runs[0].series[Key(method, 0, model, "test", "accuracy")]
+    last = np.sort(100 * points.value[(points.round == 5) & np.isfinite(points.value)])
+    np.testing.assert_allclose(sorted(worst.values()), last[:40], rtol=1e-4)
+    dots = [dot["value"] for dot in drawn["clients"].data["dots"] if dot["row"] == best]
+    assert len(dots) < 2000
+    assert (min(dots), max(dots)) == pytest.approx((last[0], last[-1]), rel=1e-4)
+    assert len(drawn["partition-0"].rows) <= 4000
+    out = report.write([run], tmp_path / "report.html", charts=False)
+    assert out.stat().st_size < 1.5e6
 
 
 def test_small_words() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from recorded import SPLIT
 
 from fedloom import report
 from fedloom.errors import RunDirError
@@ -67,9 +68,9 @@ def damage_summary_status(run: Path) -> None:
 
 
 def damage_counts_ragged(run: Path) -> None:
-    summary = json.loads((run / "summary.json").read_text())
-    summary["partition"]["counts"][0][0].append(3)
-    (run / "summary.json").write_text(json.dumps(summary))
+    rows = pq.read_table(run / "partition.parquet").to_pylist()
+    rows[0]["counts"].append(3)
+    pq.write_table(pa.Table.from_pylist(rows, SPLIT), run / "partition.parquet")
 
 
 def damage_settings(run: Path) -> None:

@@ -78,12 +78,17 @@ def report_command(
     out: Annotated[
         Path | None, typer.Option(help="HTML file; report.html of the first run directory by default")
     ] = None,
+    columns: Annotated[
+        str | None,
+        typer.Option(help="columns of results.tex, by their names in results.csv: 'accuracy,bytes_up'; six by default"),
+    ] = None,
 ) -> None:
-    """Write one offline HTML report of one or several run directories.
+    """Write one offline HTML report of one or several run directories, and every chart as SVG and CSV beside it.
 
     Example: fedloom report runs/a runs/b --out comparison.html
     """
     with errors():
         from fedloom import report
 
-        typer.echo(f"report: {report.write(runs, out or runs[0] / 'report.html')}")
+        chosen = None if columns is None else [name.strip() for name in columns.split(",") if name.strip()]
+        typer.echo(f"report: {report.write(runs, out or runs[0] / 'report.html', columns=chosen)}")

@@ -102,7 +102,7 @@ class Plan:
             if tracker is not None:
                 tracker.end(outcomes)
             if page and any(o.result is not None for o in outcomes):
-                report.write([self.out], self.out / "report.html")
+                report.write([self.out], self.out / "report.html", charts=False)
         return outcomes
 
     def _run_all(self, tell: Tell, *, alone: bool = True, interrupted: bool = False) -> list[Outcome]:
@@ -184,7 +184,7 @@ def _save_models(result: Result, folder: Path) -> None:
 def _clear(out: Path) -> None:
     for name in ("checkpoints", "models", "adapted", "tracking"):
         shutil.rmtree(out / name, ignore_errors=True)
-    tables = (f"{name}.parquet" for name in ("metrics", "timings", "confusion", "tsne"))
+    tables = (f"{name}.parquet" for name in ("metrics", "timings", "partition", "confusion", "tsne"))
     for name in ("experiment.toml", *tables, "summary.json", "report.html"):
         (out / name).unlink(missing_ok=True)
 

@@ -10,9 +10,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tomli_w
+from numpy.typing import NDArray
 
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
@@ -107,21 +109,18 @@ def write_summary(
     federations: Mapping[int, Federation],
     more: Sequence[str] = (),
 ) -> None:
-    """``summary.json``: how every run ended, and how the data were split."""
+    """``summary.json``: how every run ended; ``partition.parquet``: how the data were split."""
     runs = [_run(o) for o in outcomes]
     feds = list(federations.values())
+    attackers = {o.seed: o.result.job.attackers.numpy() for o in outcomes if o.result is not None}
+    _write(out / "partition.parquet", [_partition(seed, fed, attackers.get(seed)) for seed, fed in federations.items()])
     notes = [note for fed in feds for note in fed.notes]
     notes += [f"{o.label}, seed {o.seed}: {note}" for o in outcomes if o.result is not None for note in o.result.notes]
     summary = {
         "name": experiment.head.name,
         "runs": runs,
-        "partition": {
-            "counts": [fed.class_counts().tolist() for fed in feds],
-            "classes": list(feds[0].data.classes),
-            "clients": list(feds[0].names),
-            "skew": [fed.skew() for fed in feds],
-            "groups": [fed.groups.tolist() if fed.groups is not None else [] for fed in feds],
-        },
+        "clients": feds[0].n,
+        "classes": list(feds[0].data.classes),
         "select_on": experiment.common.evaluate.select_on,
         "warnings": list(dict.fromkeys([*notes, *more])),
     }
@@ -136,8 +135,24 @@ def _run(outcome: Outcome) -> dict[str, Any]:
         return {**base, "rounds": 0}
     job = result.job
     engine = {"oracle": job.oracle.name, "chunk": job.chunk, "device": str(job.oracle.device)}
-    more = {"parameters": job.oracle.layout.d, "attackers": job.attackers.tolist()}
-    return {**base, "rounds": result.rounds, **engine, **more}
+    return {**base, "rounds": result.rounds, **engine, "parameters": job.oracle.layout.d}
+
+
+def _partition(seed: int, fed: Federation, attackers: NDArray[np.int64] | None) -> pa.Table:
+    """A row per client: training samples, by class too (an empty list for a regression), planted group or -1."""
+    clients = np.arange(fed.n)
+    counts = fed.class_counts()
+    ends = np.arange(fed.n + 1) * counts.shape[1]
+    columns = {
+        "seed": np.full(fed.n, seed),
+        "client": clients,
+        "name": pa.array(fed.names, pa.string()),
+        "size": fed.sizes("train").numpy(),
+        "group": np.full(fed.n, -1) if fed.groups is None else fed.groups.numpy(),
+        "attacks": np.isin(clients, [] if attackers is None else attackers),
+        "counts": pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(counts.flatten().numpy())),
+    }
+    return pa.table(columns)
 
 
 def _timings(result: Result) -> pa.Table:

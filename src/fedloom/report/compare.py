@@ -1,8 +1,8 @@
 """Which method wins by which criterion, and how sure that is.
 
-Methods are compared seed by seed (same seed, same data split), with a paired t test of the leader against every other
-row and Holm's correction for their number; a lead is called clear when every corrected p is below 0.05. With fewer than
-five common seeds nothing is decided: the test would rest on a spread that so few numbers cannot show.
+Methods are compared seed by seed (same seed, same data split), with a paired t test of the leader against every row of
+another method and Holm's correction for their number; a lead is called clear when every corrected p is below 0.05. With
+fewer than five common seeds nothing is decided: the test would rest on a spread that so few numbers cannot show.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtr
 
 from fedloom.report.naming import MB, metric
-from fedloom.report.numbers import EMPTY, LOST, Curve, Estimate, Row, curve, half_width, run_of
+from fedloom.report.numbers import EMPTY, ENOUGH, LOST, Curve, Estimate, Row, curve, half_width, run_of
 from fedloom.report.reading import Key, Run
 
 LEVEL = 0.05
-SEEDS = 5
-"""Fewer common seeds decide nothing."""
 NEAR = 0.95
 """The common target of the cost criteria is this share of the best result."""
 
@@ -48,8 +46,8 @@ class Winner:
 
     Attributes:
         row: index of the leader; None where nothing could be compared.
-        rivals: rows that it does not beat clearly, the nearest first.
-        runner_up: the next best row.
+        rivals: rows of other methods that it does not beat clearly, the nearest first.
+        runner_up: the best row of another method.
         lead: mean lead over the runner-up over common seeds, in the criterion's own units (before scaling), positive.
         half: half width of the lead's 95 % interval; nan with fewer than two common seeds.
         provisional: whether some runs are unfinished.
@@ -169,21 +167,22 @@ def winner(criterion: Criterion, rows: list[Row]) -> Winner:
     order = sorted(fair, key=lambda i: -sign * fair[i].mean)
     best = order[0]
     provisional = any(rows[i].running for i in criterion.values)
-    if len(order) == 1:
+    others = [i for i in order if rows[i].name != rows[best].name]
+    if not others:
         return Winner(criterion, best, provisional=provisional)
-    leads = {i: _leads(fair[best], fair[i], sign) for i in order[1:]}
-    clear = holm({i: paired_p(lead) if len(lead) >= SEEDS else 1.0 for i, lead in leads.items()})
-    nearest = leads[order[1]]
+    leads = {i: _leads(fair[best], fair[i], sign) for i in others}
+    clear = holm({i: paired_p(lead) if len(lead) >= ENOUGH else 1.0 for i, lead in leads.items()})
+    nearest = leads[others[0]]
     return Winner(
         criterion,
         best,
-        tuple(i for i in order[1:] if not clear[i]),
-        order[1],
+        tuple(i for i in others if not clear[i]),
+        others[0],
         float(np.mean(nearest)) if nearest else math.nan,
         half_width(nearest),
         provisional,
         len(nearest),
-        any(len(lead) >= SEEDS for lead in leads.values()),
+        any(len(lead) >= ENOUGH for lead in leads.values()),
     )
 
 
@@ -198,7 +197,8 @@ def paired_p(leads: list[float]) -> float:
         return 1.0
     if np.ptp(leads) == 0:
         return 0.0 if leads[0] else 1.0
-    return float(stats.ttest_1samp(leads, 0.0).pvalue)
+    t = abs(np.mean(leads)) / (np.std(leads, ddof=1) / math.sqrt(len(leads)))
+    return 2 * float(stdtr(len(leads) - 1, -t))
 
 
 def holm(p: dict[int, float]) -> dict[int, bool]:

@@ -1,21 +1,33 @@
-"""Curves over rounds, traffic, work and time, and whatever else was recorded round by round."""
+"""Curves of results over rounds, traffic, work, time and the share of attackers, and of other recorded figures."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
-import altair as alt
 import numpy as np
 
+from fedloom.report import figure as vl
 from fedloom.report.compare import cumulative
-from fedloom.report.figure import Figure, Rows, colour, rounded, slug
-from fedloom.report.naming import GROUPS, MB, metric, titled
-from fedloom.report.numbers import EMPTY, MODELS, Curve, Row, curve, half_width, other_figure, run_of, seeds_of
-from fedloom.report.panels import Axis, line_panels
+from fedloom.report.figure import Figure, Rows
+from fedloom.report.naming import GROUPS, MB, figure, metric, titled
+from fedloom.report.numbers import (
+    EMPTY,
+    ENOUGH,
+    MODELS,
+    Curve,
+    Estimate,
+    Row,
+    curve,
+    other_figure,
+    rounded,
+    run_of,
+    seeds_of,
+)
 from fedloom.report.reading import Key, Run
 
-POINTS = 80
-"""Points per line; longer curves are thinned."""
+POINTS, FEWER = 80, 25
+"""Points per line, and with many lines; longer curves are thinned."""
 MANY = 60
 """Of so many points the worst twentieth may be outside of the axis."""
 WIDE = 100.0
@@ -27,84 +39,47 @@ AXES = {
     "samples_backward": ("by gradients of samples", "Gradients of samples, all clients", 1.0),
     "seconds": ("by time", "Seconds", 1.0),
 }
+OUTSIDE = ("name", "attack", "engine", "evaluate", "resolved", "tune")
+"""Settings that do not make runs another family."""
 
 
-def curve_pictures(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
+def curves(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
     """Learning curves of the leading metric and the loss, and the federation's own figures round by round."""
     wanted = [(lead, axis) for axis in AXES] + ([("loss", "round")] if lead != "loss" else [])
+    others = dict.fromkeys(k.metric for run in runs for k in run.totals if other_figure(k) and k.metric != "dropped")
     found = [_learning(runs, rows, name, axis) for name, axis in wanted]
-    others = dict.fromkeys(
-        key.metric for run in runs for key in run.totals if other_figure(key) and key.metric != "dropped"
-    )
-    return [*found, *(_other(runs, rows, name, f"other-{i}-{slug(name)}") for i, name in enumerate(others, start=1))]
-
-
-def points_of(row: Row, name: str, axis: str, results: list[Curve], costs: list[Curve]) -> Rows:
-    """Mean and interval over seeds, point by point, of at most `POINTS` rounds.
-
-    Args:
-        row: whose points they are.
-        name: the metric.
-        axis: a key of `AXES`.
-        results: a curve per seed.
-        costs: what was spent by then, a curve per seed.
-    """
-    scale = metric(name).scale
-    rounds = np.unique(np.concatenate([result.round for result in results]))
-    if len(rounds) > POINTS:
-        rounds = rounds[np.unique(np.linspace(0, len(rounds) - 1, POINTS).round().astype(int))]
-    points: Rows = []
-    for t in rounds.tolist():
-        values = [v * scale for v in (result.at(t) for result in results) if math.isfinite(v)]
-        spent = [t] if axis == "round" else [v for v in (cost.at(t) for cost in costs) if math.isfinite(v)]
-        if values and spent:
-            mean, half = float(np.mean(values)), half_width(values)
-            half = 0.0 if math.isnan(half) else half
-            points.append(
-                {
-                    "method": row.name,
-                    "model": row.model,
-                    "round": t,
-                    "x": rounded(float(np.mean(spent)) * AXES[axis][2]),
-                    "mean": rounded(mean),
-                    "low": rounded(mean - half),
-                    "high": rounded(mean + half),
-                    "seeds": len(values),
-                }
-            )
-    return points
+    return [*found, *(_other(runs, rows, name, f"other-{i}-{vl.slug(name)}") for i, name in enumerate(others, start=1))]
 
 
 def _learning(runs: list[Run], rows: list[Row], name: str, axis: str) -> Figure | None:
-    lines = []
+    data: Rows = []
     idle = []
     for row in rows:
-        run, seeds = run_of(runs, row), seeds_of(run_of(runs, row), row.method)
-        results = [curve(run, Key(row.method, seed, row.model, "test", name), "mean") for seed in seeds]
-        costs = results if axis == "round" else [cumulative(run, row.method, seed, axis) for seed in seeds]
-        points = points_of(row, name, axis, results, costs)
-        if points and axis != "round" and not any(point["x"] for point in points):
+        run = run_of(runs, row)
+        seeds = seeds_of(run, row.method)
+        results = {seed: curve(run, Key(row.method, seed, row.model, "test", name), "mean") for seed in seeds}
+        costs = {} if axis == "round" else {seed: cumulative(run, row.method, seed, axis) for seed in seeds}
+        points = _points(row, name, axis, results, costs, FEWER if len(rows) > 12 else POINTS)
+        if points and costs and not any(point["x"] for point in points):
             idle.append(row.name)
-        elif points:
-            lines.append(points)
-    label = AXES[axis][0]
+        else:
+            data += points
+    title, label = metric(name).title, AXES[axis][0]
     nothing = f" Without any: {', '.join(dict.fromkeys(idle))}." if idle else ""
-    caption = f"{metric(name).title}, mean over the clients' test parts, {label}.{nothing}"
-    tab = metric(name).title if axis == "round" else label.removeprefix("by ").capitalize()
-    return _panels(rows, lines, name, axis, (f"curves-{name}-{axis}", "curves", tab, caption))
+    caption = f"{title}, mean over the clients' test parts, {label}.{nothing}"
+    tab = title if axis == "round" else label.removeprefix("by ").capitalize()
+    return _panels(rows, data, name, axis, (f"curves-{name}-{axis}", "curves", tab, f"{title} {label}", caption))
 
 
 def _other(runs: list[Run], rows: list[Row], name: str, id: str) -> Figure | None:
-    lines = []
+    data: Rows = []
     for row in rows:
         run = run_of(runs, row)
-        found = (_recorded(run, Key(row.method, seed, row.model, "test", name)) for seed in seeds_of(run, row.method))
-        points = points_of(row, name, "round", list(found) or [EMPTY], [])
-        if points:
-            lines.append(points)
-    shown = metric(name)
+        found = {s: _recorded(run, Key(row.method, s, row.model, "test", name)) for s in seeds_of(run, row.method)}
+        data += _points(row, name, "round", found, {}, FEWER if len(rows) > 12 else POINTS)
+    title = metric(name).title
     return _panels(
-        rows, lines, name, "round", (id, GROUPS.get(name, "others"), shown.title, f"{shown.title} by round.")
+        rows, data, name, "round", (id, GROUPS.get(name, "others"), title, f"{title} by round", f"{title} by round.")
     )
 
 
@@ -117,44 +92,122 @@ def _recorded(run: Run, key: Key) -> Curve:
     return Curve(total.round, total.value) if total else EMPTY
 
 
-def _panels(
-    rows: list[Row], lines: list[Rows], name: str, axis: str, words: tuple[str, str, str, str]
-) -> Figure | None:
-    """One panel per method, with all other methods in grey behind it; ``words`` are id, group, tab and caption."""
-    data = [point for points in lines for point in points]
-    if len(data) <= len(lines):
+def _points(row: Row, name: str, axis: str, results: dict[int, Curve], costs: dict[int, Curve], most: int) -> Rows:
+    """Mean and interval over seeds, or single seeds, at up to ``most`` rounds, over these or over ``costs``."""
+    scale = metric(name).scale
+    rounds = np.unique(np.concatenate([EMPTY.round, *(result.round for result in results.values())]))
+    points: Rows = []
+    for t in (
+        rounds[np.unique(np.linspace(0, len(rounds) - 1, most).round().astype(int))].tolist() if len(rounds) else []
+    ):
+        found = Estimate({seed: result.at(t) for seed, result in results.items()})
+        spent = Estimate({seed: cost.at(t) for seed, cost in costs.items()} if costs else {0: float(t)})
+        if found.finite and spent.finite:
+            tags = {"method": row.name, "model": row.model, "round": t}
+            across = rounded(spent.mean * AXES[axis][2])
+            points += [{**tags, "x": across, **point} for point in found.points(scale)]
+    return points
+
+
+def _panels(rows: list[Row], data: Rows, name: str, axis: str, words: tuple[str, str, str, str, str]) -> Figure | None:
+    """One panel per method; ``words`` are id, group, tab, title and caption."""
+    means = [point for point in data if point["seed"] is None]
+    lines = {(point["method"], point["model"]) for point in means}
+    if len(means) <= len(lines):
         return None
-    shown, (label, title, _) = metric(name), AXES[axis]
-    values = [point["mean"] for point in data]
-    log = GROUPS.get(name) == "convergence" and min(values) > 0 and max(values) > WIDE * min(values)
-    for point in data if log else []:
-        point["low"] = max(point["low"], rounded(point["mean"] / 10))
-    hints = [
-        alt.Tooltip("method:N", title="Method"),
-        alt.Tooltip("model:N", title="Model"),
-        alt.Tooltip("round:Q", title="Round"),
-        *([] if axis == "round" else [alt.Tooltip("x:Q", title=title, format=",.4~g")]),
-        alt.Tooltip("mean:Q", title=titled(shown), format=".4~g"),
-        alt.Tooltip("low:Q", title="95 % interval from", format=".4~g"),
-        alt.Tooltip("high:Q", title="to", format=".4~g"),
-        alt.Tooltip("seeds:Q", title="Seeds"),
-    ]
-    tint = colour([row for row in rows if any(p["model"] == row.model for p in data)])
-    trimmed = len(values) >= MANY and GROUPS.get(name) != "convergence"
-    domain = None if log else _span(values, shown.higher, trimmed=trimmed)
-    y = Axis(titled(shown), log, domain, whole=GROUPS.get(name) == "structure")
-    chart, more = line_panels(data, "method", Axis(title, whole=axis == "round"), y, tint, hints)
-    id, group, tab, caption = words
-    behind = "One panel per method, the others in grey behind it; " if more["ghosts"] else ""
-    seeds = max(point["seeds"] for point in data)
-    band = f"{behind}the band is the 95 % interval over seeds, cut at the edge of the panel." if seeds > 1 else behind
-    words_of_it = f"{caption} {band[:1].upper()}{band[1:]}".strip(" ;")
-    return Figure(id, group, tab, f"{shown.title} {label}", words_of_it, chart, data, more, "facet")
+    shown, title, group = metric(name), AXES[axis][1], GROUPS.get(name)
+    values = [point["value"] for point in means]
+    log = group == "convergence" and min(values) > 0 and max(values) > WIDE * min(values)
+    largest = {
+        m: max(abs(p["value"]) for p in means if p["method"] == m) for m in dict.fromkeys(p["method"] for p in means)
+    }
+    off = set() if log else vl.off_axis(largest)
+    near = [p["value"] for p in means if p["method"] not in off]
+    trim = 0.05 * (len(values) >= MANY and group != "convergence")  # mostly the start of the runs
+    cut = np.quantile(near, (trim, 1.0) if shown.higher else (0.0, 1.0 - trim)).tolist()
+    y = vl.number("value", titled(shown), scale={"type": "log"} if log else {"domain": vl.domain(cut), "nice": False})
+    y["axis"] |= {"tickCount": 4, **({"labelExpr": "format(datum.value, '.0e')"} if log else {})}
+    x = vl.number("x", axis={"tickCount": 3, "grid": False})
+    x["scale"] = {}
+    for channel, whole in ((x, axis == "round"), (y, group == "structure")):
+        channel["axis"] |= {"tickMinStep": 1} if whole else {}
+    across = () if axis == "round" else (("x", title, ",.4~g"),)
+    hints = vl.tips(("method", "Method"), ("model", "Model"), ("round", "Round"), *across) + vl.interval_tips(
+        titled(shown)
+    )
+    tint = vl.colour([row for row in rows if (row.name, row.model) in lines])
+    spec = vl.line_panels(data, x, y, tint, hints, title)
+    id, place, tab, head, caption = words
+    return Figure(
+        id, place, tab, head, caption + _behind(len(largest), means) + vl.off_words(off), spec, {"rows": data}, "facet"
+    )
 
 
-def _span(values: list[float], higher: bool, *, trimmed: bool) -> tuple[float, float]:
-    """Lower and upper end of an axis with some air; trimmed of the worst twentieth, mostly the start of the runs."""
-    cut = (0.05 * trimmed, 1.0) if higher else (0.0, 1.0 - 0.05 * trimmed)
-    low, high = (float(v) for v in np.quantile(values, cut))
-    air = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
-    return low - air, high + air
+def _behind(panels: int, means: Rows) -> str:
+    """The words on the lines of a panel."""
+    seeds = max(point["seeds"] for point in means)
+    ghosts = "One panel per method, the others in grey behind it" if panels > 1 else ""
+    band = "the band is the 95 % interval over seeds, cut at the edge of the panel"
+    thin = "thick: the mean over seeds; thin: each seed"
+    text = "; ".join(part for part in (ghosts, "" if seeds < 2 else thin if seeds < ENOUGH else band) if part)
+    return f" {text[:1].upper()}{text[1:]}." if text else ""
+
+
+def robustness(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
+    """For every kind of attack with two shares or more: the mean result, and the worst tenth of the benign clients."""
+    found: list[Figure | None] = []
+    for i, (kind, own) in enumerate(_families(runs)):
+        for name in (lead, f"{lead}/worst10"):
+            id = "-".join(["attacks", *([vl.slug(name)] if name != lead else []), *([str(i + 1)] if i else [])])
+            found.append(_by_share(own, [row for row in rows if run_of(runs, row) in own], name, kind, id))
+    return found
+
+
+def share_of(run: Run) -> float:
+    """Share of the clients that attack."""
+    attack: dict[str, Any] = run.options.get("attack", {})
+    return float(attack.get("fraction", 0.0)) if attack.get("kind", "none") != "none" else 0.0
+
+
+def _families(runs: list[Run]) -> list[tuple[str, list[Run]]]:
+    """Runs of one kind of attack that are equal but for its share; a run without attackers belongs to every kind."""
+    found: dict[str, tuple[str, list[Run]]] = {}
+    for run in runs:
+        if share_of(run):
+            attack = {k: v for k, v in run.options["attack"].items() if k != "fraction"}
+            found.setdefault(_same(run) + repr(attack), (attack["kind"], []))[1].append(run)
+    for same, (_, family) in found.items():
+        family[:0] = [run for run in runs if not share_of(run) and same.startswith(_same(run))]
+    return [(kind, own) for kind, own in found.values() if len({share_of(run) for run in own}) > 1]
+
+
+def _same(run: Run) -> str:
+    return repr(sorted((k, repr(v)) for k, v in run.options.items() if k not in OUTSIDE))
+
+
+def _by_share(runs: list[Run], rows: list[Row], name: str, kind: str, id: str) -> Figure | None:
+    shown = figure(name)
+    data: Rows = []
+    for row in rows:
+        result = row.figures.get(name)
+        if result is not None and math.isfinite(result.mean):
+            tags = {"method": row.method, "model": row.model, "run": row.run, "x": share_of(run_of(runs, row))}
+            data += [{**tags, **point} for point in result.points(shown.scale)]
+    if not data:
+        return None
+    order = list(dict.fromkeys(point["method"] for point in data))
+    data.sort(key=lambda point: (order.index(point["method"]), point["model"], point["x"]))
+    means = [point for point in data if point["seed"] is None]
+    off = vl.off_axis({f"{p['method']} in {p['run']}": p["value"] for p in means})
+    near = [p["value"] for p in means if f"{p['method']} in {p['run']}" not in off]
+    x = vl.number("x", axis={"tickCount": 3, "grid": False, "labelExpr": "format(datum.value, '.0%')"})
+    x["scale"] = {"nice": False, "padding": 7}
+    y = vl.number("value", titled(shown), scale={"domain": vl.domain(near), "nice": False}, axis={"tickCount": 4})
+    hints = vl.tips(("method", "Method"), ("model", "Model"), ("run", "Run"), ("x", "Share of attackers", ".0%"))
+    below = "Share of the clients that attack"
+    spec = vl.line_panels(data, x, y, vl.colour(rows), hints + vl.interval_tips(titled(shown)), below, dots=1)
+    base = name.partition("/")[0]
+    title = metric(base).title if base == name else f"{shown.title} of the benign clients, {metric(base).title}"
+    caption = f"{title} over the share of attackers ({kind}), benign clients only.{_behind(len(order), means)}"
+    words = (id, "attacks", f"{shown.title}, {kind}", f"{title} under {kind}", caption + vl.off_words(off))
+    return Figure(*words, spec, {"rows": data}, "facet")

@@ -1,21 +1,32 @@
-"""What every chart shares: its data, its look in light and dark, and how it becomes an SVG."""
+"""The parts that charts are made of: Vega-Lite specifications as plain dictionaries, their data, and their look."""
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import altair as alt
 import vl_convert
 
 from fedloom.report.numbers import MODELS, Row
 
-VEGA_LITE = ".".join(alt.SCHEMA_VERSION.removeprefix("v").split(".")[:2])
+VEGA_LITE: str = vl_convert.get_vegalite_versions()[-1]
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+NUMBERS = (
+    "abs(datum.value) >= 1e9 ? format(datum.value, '.1e') : "
+    "abs(datum.value) >= 1000 ? format(datum.value, '~s') : format(datum.value, '.3~g')"
+)
+"""Ticks in a common form: 0.5, 20, 1.5k, 3M, 7.0e+15."""
+FAR = 50
+"""A result so many times larger than the better ones sets no axis."""
+MEAN = {"filter": "datum.seed == null"}
+SINGLE = {"filter": "datum.seed != null"}
+KNOWN = {"filter": "isValid(datum.low)"}
+"""Rows of charts are means over seeds, with an interval or beside single seeds where these are few."""
 
 Rows = list[dict[str, Any]]
+Spec = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -25,13 +36,12 @@ class Figure:
     Attributes:
         id: unique within a report; also the name of its files.
         tab: name of its tab, where several figures share a place (equal ``group``).
-        chart: Altair chart over the named data sets ``rows`` and those of ``more``.
-        rows: the data.
-        more: further data sets of the chart, by name.
-        table: the data set that a reader may look at and download, the finest that there is.
+        chart: Vega-Lite specification over the named data sets, without colours of a theme.
+        data: the data sets by name; ``rows`` is among them.
         layout: how the page fits it to its width: ``facet`` changes the number of columns, ``square`` too and keeps
             its panels square, ``wide`` changes the width, ``beside`` that of the first of two charts.
         canvas: whether the page draws it as a bitmap, because it has very many marks.
+        table: the data set that a reader may look at and download, the finest that there is.
     """
 
     id: str
@@ -39,26 +49,136 @@ class Figure:
     tab: str
     title: str
     caption: str
-    chart: Any
-    rows: Rows
-    more: dict[str, Rows]
+    chart: Spec
+    data: dict[str, Rows]
     layout: Literal["facet", "square", "wide", "beside"]
     canvas: bool = False
     table: str = "rows"
 
-    def spec(self) -> dict[str, Any]:
-        """The Vega-Lite specification with its data, without colours of a theme."""
-        spec: dict[str, Any] = self.chart.to_dict()
-        spec.pop("config", None)
-        return {**spec, "description": self.caption, "datasets": {"rows": self.rows, **self.more}}
+    @property
+    def rows(self) -> Rows:
+        """The main data set."""
+        return self.data["rows"]
+
+    def spec(self) -> Spec:
+        """The specification with its data."""
+        return {**self.chart, "description": self.caption, "datasets": self.data}
 
     def svg(self) -> str:
         """The chart as an SVG in the light look."""
         svg: str = vl_convert.vegalite_to_svg({**self.spec(), "config": theme(dark=False)}, vl_version=VEGA_LITE)
         return svg
 
+    def columns(self, name: str) -> list[str]:
+        """Columns of a data set."""
+        return list(dict.fromkeys(key for row in self.data[name] for key in row))
 
-def theme(*, dark: bool) -> dict[str, Any]:
+
+def chart(*layers: Spec, **more: Any) -> Spec:
+    """Layers over the data set ``rows``."""
+    return {"data": {"name": "rows"}, "layer": list(layers), **more}
+
+
+def mark(kind: str, encoding: Spec, *transform: Spec, data: str = "", **look: Any) -> Spec:
+    """A layer: a mark with its look, encoding and transforms, of another data set if one is named."""
+    layer: Spec = {"mark": {"type": kind, **look}, "encoding": encoding}
+    if transform:
+        layer["transform"] = list(transform)
+    return layer | ({"data": {"name": data}} if data else {})
+
+
+def number(field: str, title: str | None = None, **more: Any) -> Spec:
+    """A quantitative channel whose axis need not begin at 0, with ticks in a common form."""
+    scale = {"zero": False, **more.pop("scale", {})}
+    axis = {"tickCount": 5, "labelExpr": NUMBERS, "labelOverlap": True, **more.pop("axis", {})}
+    return {"field": field, "type": "quantitative", "title": title, "scale": scale, "axis": axis, **more}
+
+
+def names(field: str, order: Iterable[str], title: str | None = None, **more: Any) -> Spec:
+    """A nominal channel in a given order."""
+    axis = {"labelLimit": 190, "grid": False, "labelAngle": 0, "labelOverlap": True, **more.pop("axis", {})}
+    return {"field": field, "type": "nominal", "sort": [*dict.fromkeys(order)], "title": title, "axis": axis, **more}
+
+
+def tips(*parts: tuple[str, ...]) -> list[Spec]:
+    """Tooltip of (field, title) for text and counts, (field, title, format) for numbers."""
+    return [
+        {
+            "field": field,
+            "title": title,
+            **({"type": "quantitative", "format": form[0]} if form else {"type": "nominal"}),
+        }
+        for field, title, *form in parts
+    ]
+
+
+def interval_tips(title: str) -> list[Spec]:
+    """Tooltip of a mean with its interval."""
+    ends = (("low", "95 % interval from"), ("high", "to"))
+    return tips(("value", title, ".4~g"), *((field, words, ".4~g") for field, words in ends), ("seeds", "Seeds"))
+
+
+def heat_map(x: Spec, y: Spec, color: Spec, tooltip: list[Spec], text: str = "", strong: str = "", **look: Any) -> Spec:
+    """Cells; with ``text`` their numbers, in another ink where the expression ``strong`` holds."""
+    place = {"x": x, "y": y, "tooltip": tooltip}
+    words = [
+        mark("text", {**place, "text": {"field": text}}, {"filter": test}, style=style, fontSize=11.5)
+        for style, test in (("onstrong", strong), ("onweak", f"!({strong})"))
+        if text
+    ]
+    return chart(mark("rect", {**place, "color": color}, **{"cornerRadius": 2, **look}), *words)
+
+
+def shade(field: str, title: str, *, form: str = "", **scale: Any) -> Spec:
+    """Colour of cells from pale to strong."""
+    legend = {"gradientLength": 160, "gradientThickness": 8, **({"format": form} if form else {})}
+    scale = {"range": "heatmap", "clamp": True, **scale}
+    return {"field": field, "type": "quantitative", "title": title, "scale": scale, "legend": legend}
+
+
+def panels(inner: Spec, field: str, order: Iterable[str], below: str | None, *, high: int = 120, **more: Any) -> Spec:
+    """Small multiples: a panel for each value of a field, with its own axis across and one title below them all."""
+    header = {"labelAnchor": "start", "labelLimit": 180, "titleOrient": "bottom", "titleFontWeight": "normal"}
+    header |= {"titleFontSize": 11.5, "titlePadding": 4}
+    return {
+        "data": inner["data"],
+        "facet": {"field": field, "type": "nominal", "sort": [*dict.fromkeys(order)], "title": below, "header": header},
+        "columns": 4,
+        "spacing": {"column": 24, "row": 16},
+        "resolve": {"axis": {"x": "independent"}, **more},
+        "spec": {"width": 200, "height": high, "layer": inner["layer"]},
+    }
+
+
+def drawn(rows: Rows) -> list[Spec]:
+    """The filters of `MEAN`, `KNOWN` and `SINGLE` under which there are rows."""
+    return [
+        MEAN,
+        *([KNOWN] if any(row.get("low") is not None for row in rows) else []),
+        *([SINGLE] if any(row["seed"] is not None for row in rows) else []),
+    ]
+
+
+def line_panels(data: Rows, x: Spec, y: Spec, tint: Spec, tooltip: list[Spec], below: str, dots: float = 0) -> Spec:
+    """A panel per method: means with intervals or single seeds, the other methods in grey behind them."""
+    order = list(dict.fromkeys(row["method"] for row in data))
+    place, seeds = {"x": x, "y": y}, [{"field": "model"}, {"field": "seed"}]
+    ends = {"y": {**y, "field": "low"}, "y2": {"field": "high"}, "x": x, "color": tint}
+    others = {**place, "detail": [{"field": "method"}, {"field": "model"}]}
+    pale = {"strokeWidth": 0.8, "opacity": 0.45 if len(order) < 9 else 0.2, "style": "ghost"}
+    ghosts = mark("line", others, MEAN, data="rows", clip=True, tooltip=None, **pale)
+    shown = drawn(data)
+    layers = [
+        mark("area", ends, KNOWN, opacity=0.16, clip=True, tooltip=None),
+        mark("line", {**place, "color": tint, "detail": seeds}, SINGLE, strokeWidth=1, opacity=0.5, clip=True),
+        mark("line", {**place, "color": tint}, MEAN, clip=True),
+        mark("point", {**place, "color": tint, "tooltip": tooltip}, MEAN, size=45, opacity=dots, clip=True),
+    ]
+    layers = [layer for layer in layers if layer["transform"][0] in shown]
+    return panels(chart(*([ghosts] if len(order) > 1 else []), *layers), "method", order, below)
+
+
+def theme(*, dark: bool) -> Spec:
     """Vega-Lite configuration. The three colours are Okabe and Ito's blue, vermilion and green, lighter on dark."""
     ink, soft, line, paper = (
         ("#e8e6e1", "#a3a19b", "#3a3b3f", "#17181b") if dark else ("#1f2328", "#5f6670", "#dcdfe3", "#ffffff")
@@ -70,37 +190,22 @@ def theme(*, dark: bool) -> dict[str, Any]:
     )
     ramp = ["#1d2530", "#2b5c85", "#56b4e9", "#d6ecfa"] if dark else ["#f3f6f9", "#a9cbe3", "#3b86b8", "#083a5c"]
     text = {"labelColor": soft, "titleColor": soft, "labelFont": FONT, "titleFont": FONT, "titleFontWeight": "normal"}
+    axis = {"labelFontSize": 11, "titleFontSize": 11.5, "gridColor": line, "gridOpacity": 0.7, "domain": False}
+    legend = {"labelColor": ink, "labelFontSize": 12, "symbolOpacity": 1, "symbolStrokeWidth": 2.5, "orient": "top"}
     return {
         "background": paper,
         "font": FONT,
         "view": {"stroke": None},
-        "axis": {
-            **text,
-            "labelFontSize": 11,
-            "titleFontSize": 11.5,
-            "gridColor": line,
-            "gridOpacity": 0.7,
-            "domain": False,
-            "ticks": False,
-            "labelPadding": 6,
-            "titlePadding": 8,
-        },
+        "axis": {**text, **axis, "ticks": False, "labelPadding": 6, "titlePadding": 8},
         "header": {**text, "labelColor": ink, "labelFontSize": 12, "labelFontWeight": 600, "labelPadding": 6},
-        "legend": {
-            **text,
-            "labelColor": ink,
-            "labelFontSize": 12,
-            "symbolOpacity": 1,
-            "symbolStrokeWidth": 2.5,
-            "orient": "top",
-            "titleLimit": 400,
-        },
+        "legend": {**text, **legend, "titleLimit": 400},
         "title": {"color": ink, "font": FONT},
         "range": {"category": category, "ramp": ramp, "heatmap": ramp},
         "text": {"color": ink, "fontSize": 11.5, "font": FONT},
         "rule": {"color": soft},
         "style": {
             "ghost": {"color": soft},
+            "plain": {"color": "#7d8794", "opacity": 0.8},
             "onstrong": {"color": "#0d1216" if dark else "#ffffff"},
             "onweak": {"color": "#f1f4f6" if dark else "#1f2328"},
         },
@@ -109,17 +214,34 @@ def theme(*, dark: bool) -> dict[str, Any]:
     }
 
 
-def models_of(rows: list[Row]) -> list[str]:
-    """Models in a fixed order, unknown ones last."""
-    present = dict.fromkeys(row.model for row in rows)
-    return [*MODELS, *(model for model in present if model not in MODELS)]
-
-
-def colour(rows: list[Row], *, legend: bool = True) -> alt.Color:
+def colour(rows: list[Row]) -> Spec:
     """The colour of the model, the same in every chart."""
-    present = [model for model in models_of(rows) if any(row.model == model for row in rows)]
-    shown: Any = alt.Legend(title=None, values=present) if legend and len(present) > 1 else None
-    return alt.Color("model:N", scale=alt.Scale(domain=models_of(rows), range="category"), legend=shown)
+    present = list(dict.fromkeys(row.model for row in rows))
+    order = [*MODELS, *(model for model in present if model not in MODELS)]
+    shown = [model for model in order if model in present]
+    legend = {"title": None, "values": shown} if len(shown) > 1 else None
+    return {"field": "model", "type": "nominal", "scale": {"domain": order, "range": "category"}, "legend": legend}
+
+
+def off_axis(largest: dict[str, float]) -> set[str]:
+    """The names whose largest value is `FAR` times that of the better ones: they would flatten all others."""
+    known = sorted(abs(value) for value in largest.values() if value)
+    near = known[(len(known) - 1) // 4] if known else 0.0
+    return {name for name, value in largest.items() if abs(value) > FAR * near > 0}
+
+
+def off_words(off: Iterable[str]) -> str:
+    """The sentence on those names."""
+    listed = ", ".join(dict.fromkeys(off))
+    return f" Far outside of the axis: {listed}." if listed else ""
+
+
+def domain(values: Iterable[float | None], air: float = 0.06) -> list[float]:
+    """An axis around values, with some air."""
+    known = [value for value in values if value is not None]
+    low, high = min(known), max(known)
+    more = air * (high - low) or 0.1 * abs(high) or 1.0
+    return [low - more, high + more]
 
 
 def slug(name: str) -> str:
@@ -129,8 +251,3 @@ def slug(name: str) -> str:
     'my-metric'
     """
     return re.sub(r"[^\w-]+", "-", name).strip("-")
-
-
-def rounded(value: float) -> float | None:
-    """Five significant digits: enough for a picture; None where it is not finite."""
-    return float(f"{value:.5g}") if math.isfinite(value) else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 from fedloom.metrics import leading, worst
 from fedloom.report.naming import METRICS, metric
@@ -19,8 +19,12 @@ from fedloom.report.reading import Integers, Key, Numbers, Points, Record, Run
 
 MODELS = ("global", "personal", "hybrid")
 WORK = ("steps", "samples_backward", "samples_forward", "bytes_up", "bytes_down", "bytes_up_paper", "bytes_down_paper")
+COUNTED = (*WORK, "seconds")
+"""Figures that a seed without a result has too."""
 LOST = ("diverged", "failed")
 """Statuses of runs without a result."""
+ENOUGH = 5
+"""With fewer seeds nothing is decided, and charts show the seeds instead of an interval."""
 
 
 class Curve(NamedTuple):
@@ -91,13 +95,27 @@ class Estimate:
         """Half width of the 95 % t interval; nan with fewer than two seeds."""
         return half_width(list(self.finite.values()))
 
+    def points(self, scale: float = 1.0) -> list[dict[str, float | int | None]]:
+        """Rows of a chart: the mean (``seed`` None) with its interval, or with the single seeds if they are few."""
+        count = len(self.finite)
+        half = self.half if count >= ENOUGH else math.nan
+        ends = {"value": self.mean, "low": self.mean - half, "high": self.mean + half}
+        first: dict[str, float | int | None] = {"seed": None, **{k: rounded(v * scale) for k, v in ends.items()}}
+        few = self.finite.items() if 1 < count < ENOUGH else ()
+        return [first | {"seeds": count}, *({"seed": seed, "value": rounded(v * scale)} for seed, v in few)]
+
+
+def rounded(value: float) -> float | None:
+    """Five significant digits: enough for a picture; None where it is not finite."""
+    return float(f"{value:.5g}") if math.isfinite(value) else None
+
 
 def half_width(values: list[float]) -> float:
     """Half width of the 95 % t interval of the mean of ``values``; nan with fewer than two."""
     if len(values) < 2:
         return math.nan
     spread = float(np.std(values, ddof=1))
-    return float(stats.t.ppf(0.975, len(values) - 1)) * spread / math.sqrt(len(values))
+    return float(stdtrit(len(values) - 1, 0.975)) * spread / math.sqrt(len(values))
 
 
 @dataclass(frozen=True)
@@ -121,6 +139,16 @@ class Row:
     def name(self) -> str:
         """Method and run, for people."""
         return f"{self.method} · {self.run}" if self.run else self.method
+
+    @property
+    def title(self) -> str:
+        """Method, run and model."""
+        return f"{self.name} · {self.model}" if self.model else self.name
+
+    @property
+    def measured(self) -> int:
+        """Seeds that have a result."""
+        return max((len(e.finite) for name, e in self.figures.items() if name not in COUNTED), default=0)
 
     @property
     def lost(self) -> frozenset[int]:
@@ -250,7 +278,7 @@ def _figures(run: Run, method: str, model: str) -> dict[str, Estimate]:
         if spent is not None:
             found.setdefault("seconds", {})[seed] = float(spent.value.sum())
     for name, values in found.items():
-        if name not in WORK and name != "seconds":
+        if name not in COUNTED:
             values.update(dict.fromkeys(lost & values.keys(), math.nan))
     figures = {name: Estimate(values) for name, values in found.items()}
     return {name: e for name, e in figures.items() if e.finite or ("@" not in name and "/" not in name)}

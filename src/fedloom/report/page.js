@@ -2,6 +2,11 @@
 (() => {
   const read = (id) => JSON.parse(document.getElementById(id).textContent);
   const figures = new Map(read("figures").map((figure) => [figure.id, figure]));
+  for (const { spec } of figures.values()) {
+    for (const [name, { columns, rows }] of Object.entries(spec.datasets)) {
+      spec.datasets[name] = rows.map((row) => Object.fromEntries(columns.map((column, i) => [column, row[i]])));
+    }
+  }
   const themes = read("themes");
   const system = matchMedia("(prefers-color-scheme: dark)");
   let chosen = null;
@@ -57,11 +62,8 @@
 
   function fitted(figure, width) {
     let text = JSON.stringify(figure.spec);
-    if (width < SMALL) {
-      text = text
-        .replaceAll('"field":"label"', '"field":"label_narrow"')
-        .replace(/datum\.(align|dx|dy)\b/g, "datum.$1_narrow");
-    }
+    const narrower = figure.spec.datasets.rows[0].label_narrow !== undefined;
+    if (width < SMALL && narrower) text = text.replaceAll('"field":"label"', '"field":"label_narrow"');
     const short = (_, value) => (width < SMALL && value?.labelLimit === 190 ? narrow(value, figure.spec.datasets.rows) : value);
     const spec = JSON.parse(text, short);
     if (width < SMALL && text.includes('"labelLimit":190')) heighten(spec.spec ?? spec, figure.spec.datasets.rows);
@@ -132,7 +134,7 @@
 
   function table(figure) {
     const rows = figure.spec.datasets[figure.table];
-    const names = Object.keys(rows[0]).filter((name) => !/_narrow$|^(label|align|dx|dy|place)$/.test(name));
+    const names = Object.keys(rows[0]).filter((name) => !figure.hidden.includes(name));
     return [names, ...rows.map((row) => names.map((name) => row[name]))];
   }
 

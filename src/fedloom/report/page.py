@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 from collections.abc import Sequence
@@ -13,18 +15,24 @@ from pathlib import Path
 import vl_convert
 
 from fedloom.errors import ConfigError
-from fedloom.report import sections
-from fedloom.report.charts import figures
-from fedloom.report.figure import VEGA_LITE, Figure, theme
-from fedloom.report.notes import note_list
-from fedloom.report.numbers import Row, rows_of
+from fedloom.report import overview
+from fedloom.report.clients import clients
+from fedloom.report.curves import curves, robustness
+from fedloom.report.figure import VEGA_LITE, Figure, Rows, theme
+from fedloom.report.inspection import inspection
+from fedloom.report.numbers import Row, leading_metric, rows_of
+from fedloom.report.partition import clusters, skew_table, splits
 from fedloom.report.reading import Run, read_runs
 from fedloom.report.settings import settings
-from fedloom.report.skew import skew_table
 from fedloom.report.tables import csv_text, latex
+from fedloom.report.tradeoffs import costs, tradeoffs
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """What the page may do: run its own scripts; it can reach no network."""
+END = "\n// end of the bundle\n"
+"""Last line of the scripts that are kept, so that a file that was cut is made anew."""
+HIDDEN = ("label", "label_narrow", "side", "place", "middle")
+"""Columns of the data of charts that serve the drawing only."""
 
 PLACES = {
     "curves": ("Learning curves", "How the result grows with rounds, traffic, gradients of samples and time."),
@@ -57,42 +65,73 @@ READING = {
 }
 
 
-def write(run_dirs: Sequence[Path], out: Path) -> Path:
+def write(run_dirs: Sequence[Path], out: Path, *, columns: Sequence[str] | None = None, charts: bool = True) -> Path:
     """Writes a report of one or several run directories.
 
-    ``out`` becomes one self-contained page. A folder of the same name without its suffix receives ``results.csv``,
-    ``results.tex`` and every chart as SVG.
+    ``out`` becomes one self-contained page, from which every chart can be saved as SVG and its data as CSV. A folder
+    of the same name without its suffix receives ``results.csv`` and ``results.tex``.
 
     Args:
         run_dirs: output directories of runs; several are compared.
         out: the HTML file, e.g. ``RUN/report.html``; its folder is made if need be.
+        columns: figures of ``results.tex``, by their names in ``results.csv``; up to six that fit the task when None.
+        charts: write every chart as SVG and its data as CSV into the folder too.
 
     Returns:
         ``out``.
 
     Raises:
         RunDirError: a directory is not a run, or one of its files is damaged; nothing is written.
-        ConfigError: ``out`` does not end in ``.html``.
+        ConfigError: ``out`` does not end in ``.html``, or there is no such column.
     """
     if out.suffix.lower() not in (".html", ".htm") or out.is_dir():
         raise ConfigError(f"a report is one HTML file, got {out}; give a name such as {out.with_suffix('.html')}")
     runs = read_runs(run_dirs)
     rows = rows_of(runs)
     shown = figures(runs, rows)
-    text = page(runs, rows, shown)
+    tex = latex(rows, _title(runs), columns)
+    text = page(runs, rows, shown, tex)
     beside = out.with_suffix("")
     beside.mkdir(parents=True, exist_ok=True)
+    for old in [*beside.glob("*.svg"), *beside.glob("*.csv")]:
+        old.unlink()  # charts of an earlier report
     _replace(beside / "results.csv", csv_text(rows))
-    _replace(beside / "results.tex", latex(rows, _title(runs)))
-    for figure in shown:
+    _replace(beside / "results.tex", tex)
+    for figure in shown if charts else ():
         _replace(beside / f"{figure.id}.svg", figure.svg())
+        _replace(beside / f"{figure.id}.csv", _data_csv(figure))
     _replace(out, text)
     return out
 
 
+def figures(runs: list[Run], rows: list[Row]) -> list[Figure]:
+    """Every chart that the recorded figures allow; colour means the model unless the caption says otherwise."""
+    lead = leading_metric(runs)
+    found = [
+        *clients(runs, rows, lead),
+        *inspection(runs),
+        *tradeoffs(runs, rows, lead),
+        *robustness(runs, rows, lead),
+        clusters(runs, rows),
+        *curves(runs, rows, lead),
+        *costs(runs, rows, lead),
+        *splits(runs),
+    ]
+    return [figure for figure in found if figure is not None]
+
+
+def _data_csv(figure: Figure) -> str:
+    columns = [name for name in figure.columns(figure.table) if name not in HIDDEN]
+    text = io.StringIO()
+    table = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    table.writeheader()
+    table.writerows(figure.data[figure.table])
+    return text.getvalue()
+
+
 def _replace(path: Path, text: str) -> None:
     """Writes under a temporary name first, so that no half-written file is ever seen."""
-    draft = path.with_name(path.name + ".tmp")
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     draft.write_text(text, encoding="utf-8")
     os.replace(draft, path)
 
@@ -104,9 +143,26 @@ def _title(runs: list[Run]) -> str:
 
 @cache
 def _scripts() -> str:
-    """Vega, Vega-Lite and Vega-Embed in one script, safe within a script element."""
+    """Vega, Vega-Lite and Vega-Embed in one script, safe within a script element.
+
+    It takes seconds to make, so it is kept in the user's cache folder where that can be written.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedloom"
+    kept = folder / f"vega-{vl_convert.__version__}-{VEGA_LITE}.js"
+    try:
+        text = kept.read_text(encoding="utf-8")
+        if text.endswith(END):
+            return text
+    except (OSError, UnicodeDecodeError):
+        pass
     bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", VEGA_LITE)
-    return bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+    text = bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--") + END
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace(kept, text)
+    except OSError:
+        pass
+    return text
 
 
 def _asset(name: str) -> str:
@@ -121,7 +177,7 @@ def _json(id: str, value: object) -> str:
     return f'<script type="application/json" id="{id}">{text}</script>'
 
 
-def page(runs: list[Run], rows: list[Row], shown: list[Figure]) -> str:
+def page(runs: list[Run], rows: list[Row], shown: list[Figure], tex: str) -> str:
     """The whole page as text."""
     title = escape(_title(runs))
     bodies = {group: _gallery([figure for figure in shown if figure.group == group]) for group in PLACES}
@@ -129,18 +185,18 @@ def page(runs: list[Run], rows: list[Row], shown: list[Figure]) -> str:
     parts = {
         "overview": (
             "Overview",
-            _section("overview", "Overview", "Who leads by which criterion.", sections.overview(runs, rows)),
+            _section("overview", "Overview", "Who leads by which criterion.", overview.cards(runs, rows)),
         ),
         "results": (
             "Results",
-            _section("results", "Results", READING["Result"], sections.results(rows) + _downloads()),
+            _section("results", "Results", READING["Result"], overview.results(rows) + _downloads()),
         ),
         **{g: (PLACES[g][0], _section(g, *PLACES[g], body)) for g, body in bodies.items() if body},
         "settings": ("Settings", _section("settings", "Settings", "Exactly what ran.", settings(runs))),
         "reading": ("How to read", _section("reading", "How to read this report", "", _glossary())),
     }
     links = "".join(f'<li><a href="#{id}">{name}</a></li>' for id, (name, _) in parts.items())
-    payload = [{"id": f.id, "layout": f.layout, "canvas": f.canvas, "table": f.table, "spec": f.spec()} for f in shown]
+    payload = [_payload(figure) for figure in shown]
     return f"""<!doctype html>
 <html lang="en" data-look="light">
 <head>
@@ -155,8 +211,8 @@ def page(runs: list[Run], rows: list[Row], shown: list[Figure]) -> str:
 <a class="skip" href="#overview">Skip to the results</a>
 <header class="wrap">
 <div class="top"><h1>{title}</h1><button data-do="look">Dark look</button></div>
-<p class="facts">{escape(sections.facts(runs, rows))}</p>
-{note_list(runs, rows)}
+<p class="facts">{escape(overview.facts(runs, rows))}</p>
+{overview.note_list(runs, rows)}
 </header>
 <nav aria-label="Sections"><div class="wrap"><ul>{links}</ul></div></nav>
 <main class="wrap">
@@ -167,12 +223,25 @@ def page(runs: list[Run], rows: list[Row], shown: list[Figure]) -> str:
 {_json("figures", payload)}
 {_json("themes", {"light": theme(dark=False), "dark": theme(dark=True)})}
 {_json("file-csv", csv_text(rows))}
-{_json("file-tex", latex(rows, _title(runs)))}
+{_json("file-tex", tex)}
 <script>{_scripts()}</script>
 <script>{_asset("page.js")}</script>
 </body>
 </html>
 """
+
+
+def _payload(figure: Figure) -> dict[str, object]:
+    """A figure for the page's script: its data sets as columns and lists of cells."""
+
+    def compact(name: str, rows: Rows) -> dict[str, object]:
+        columns = figure.columns(name)
+        return {"columns": columns, "rows": [[row.get(column) for column in columns] for row in rows]}
+
+    data = {name: compact(name, rows) for name, rows in figure.data.items()}
+    spec = {**figure.spec(), "datasets": data}
+    about = {"id": figure.id, "layout": figure.layout, "canvas": figure.canvas, "table": figure.table}
+    return {**about, "hidden": HIDDEN, "spec": spec}
 
 
 def _section(id: str, title: str, lead: str, body: str) -> str:

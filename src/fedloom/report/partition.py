@@ -1,66 +1,151 @@
-"""The partition as a picture: clients x classes, and the size of every client."""
+"""How the samples are split: clients by classes, skew of every seed, and clusters that were recovered."""
 
 from __future__ import annotations
 
-import altair as alt
+import math
+from html import escape
+from typing import NamedTuple
+
 import numpy as np
+from numpy.typing import NDArray
 
-from fedloom.report.figure import Figure, rounded
-from fedloom.report.reading import Run
-from fedloom.report.skew import Skew, same_data, skews_of
+from fedloom.report import figure as vl
+from fedloom.report.figure import Figure, Rows
+from fedloom.report.numbers import Row, rounded, run_of, seeds_of
+from fedloom.report.reading import Integers, Key, Numbers, Partition, Run
+from fedloom.report.tables import scrolling
 
-CELLS = 12_000
+CELLS = 4_000
 """Up to so many client x class cells are drawn."""
 HOSTILE = "\N{BLACK FLAG}"
 """Stands after the name of a client that attacks."""
 MANY = 60
 """From so many clients on they are sorted by their largest class and not named."""
-
-
 SPLITS = 10
 """Up to so many partitions of a run are drawn, fewer where they are large."""
+ROUNDS, CLUSTERED = 60, 60
+"""Up to so many rounds and clients of recovered clusters are drawn."""
+TITLES = {
+    "sizes": "Samples per client",
+    "emd": "Earth mover's distance",
+    "js": "Jensen-Shannon divergence",
+    "effective_classes": "Effective classes",
+}
 
 
-def partition_pictures(runs: list[Run]) -> list[Figure | None]:
+class Skew(NamedTuple):
+    """How unlike the clients of one partition are, a value per client each; nan for a client without samples.
+
+    Attributes:
+        label: runs and seed, for people.
+        values: ``sizes``; and for classes, against the labels of all: ``emd`` (sum of absolute differences, in [0, 2]),
+            ``js`` (Jensen-Shannon divergence to base 2, in [0, 1]), ``effective_classes`` (exponential of the entropy).
+    """
+
+    run: Run
+    label: str
+    seed: int
+    values: dict[str, Numbers]
+
+
+def splits(runs: list[Run]) -> list[Figure | None]:
     """The partitions of all seeds, of as many as have `CELLS` cells together; runs on the same data share theirs."""
-    groups = same_data(runs)
     found: list[Figure | None] = []
-    for place, group in enumerate(groups, start=1):
-        tables = group[0].summary.partition.counts
-        size = max((len(table) * len(table[0]) for table in tables), default=1)
-        drawn = skews_of(group[0])[: max(1, min(SPLITS, CELLS // max(size, 1)))]
-        number = place if len(groups) > 1 else 0
-        found += [_picture(group, index, skew, number) for index, skew in enumerate(drawn)]
+    for place, group in enumerate(_same_data(runs), start=1):
+        skews = _skews(group)
+        size = max((skew.run.partitions[skew.seed].counts.size for skew in skews), default=1)
+        several = len(runs) != len(group)
+        for index, skew in enumerate(skews[: max(1, min(SPLITS, CELLS // max(size, 1)))]):
+            id = f"partition-{place}-{index}" if several else f"partition-{index}"
+            found.append(_picture(skew, id, f"{skew.label}, " if several else ""))
     return found
 
 
-def _attackers(runs: list[Run], seed: int) -> set[int]:
-    """Who attacks with a seed, if it is the same clients in all of the runs."""
-    sets = [{i for record in run.summary.runs if record.seed == seed for i in record.attackers} for run in runs]
-    return sets[0] if all(own == sets[0] for own in sets) else set()
+def skew_table(runs: list[Run]) -> str:
+    """An HTML table: a line per run and seed, mean over clients with the smallest and the largest."""
+    groups = _same_data(runs)
+    found = [skew for group in groups for skew in _skews(group)]
+    if not found:
+        return ""
+    shown = [name for name in TITLES if any(name in skew.values for skew in found)]
+    several = len(groups) > 1
+    lines = [
+        [*([escape(skew.label)] if several else []), str(skew.seed), *(_range(skew.values.get(n)) for n in shown)]
+        for skew in found
+    ]
+    if len(found) > 1:
+        pooled = (np.concatenate([skew.values.get(n, np.empty(0)) for skew in found]) for n in shown)
+        lines.append(["All", *([""] if several else []), *(_range(values) for values in pooled)])
+    heads = [*(["Run"] if several else []), "Seed", *(TITLES[name] for name in shown)]
+    return (
+        "<h3>Skew of every seed</h3>"
+        "<p class=lead>Mean over the clients, and the smallest and largest of them. Earth mover's distance (0 to 2) "
+        "and Jensen-Shannon divergence (0 to 1) are of a client's labels to those of all clients; effective classes "
+        "are the exponential of the entropy of its labels.</p>" + scrolling("Skew of every seed", heads, lines)
+    )
 
 
-def _picture(runs: list[Run], index: int, skew: Skew, place: int) -> Figure | None:
+def _range(values: Numbers | None) -> str:
+    known = np.empty(0) if values is None else values[np.isfinite(values)]
+    if not len(known):
+        return ""
+    mean, low, high = (f"{v:.2f}" if known.max() < 20 else f"{v:.0f}" for v in (known.mean(), known.min(), known.max()))
+    return f'{mean} <span class="half">{low} to {high}</span>'
+
+
+def _same_data(runs: list[Run]) -> list[list[Run]]:
+    """The runs with partitions, in groups whose clients hold the same samples by class, seed by seed."""
+    found: dict[int, list[Run]] = {}
+    for run in runs:
+        tables = tuple((seed, p.counts.tobytes(), p.sizes.tobytes()) for seed, p in run.partitions.items())
+        if tables:
+            found.setdefault(hash((tables, tuple(run.names))), []).append(run)
+    return list(found.values())
+
+
+def _skews(group: list[Run]) -> list[Skew]:
+    """The skew of every recorded partition of runs on the same data."""
+    label = ", ".join(run.label for run in group)
+    return [Skew(group[0], label, seed, _skew(part)) for seed, part in group[0].partitions.items()]
+
+
+def _skew(part: Partition) -> dict[str, Numbers]:
+    return label_skew(part.counts) if part.counts.shape[1] else {"sizes": part.sizes}
+
+
+def label_skew(counts: Numbers) -> dict[str, Numbers]:
+    """See `Skew`; counts are ``[n, C]``."""
+    size = counts.sum(1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        p, q = counts / size[:, None], counts.sum(0) / counts.sum()
+        js = (_entropy((p + q) / 2) - (_entropy(p) + _entropy(q[None])) / 2) / math.log(2)
+    effective = np.exp(_entropy(p))
+    return {"sizes": size, "emd": np.abs(p - q).sum(1), "js": np.maximum(js, 0), "effective_classes": effective}
+
+
+def _entropy(p: Numbers) -> Numbers:
+    found: Numbers = -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), p * 0).sum(1)
+    return found
+
+
+def _picture(skew: Skew, id: str, where: str) -> Figure | None:
     """Clients x classes: the share of each class in a client's data, and the client's size."""
-    run = runs[0]
-    partition = run.summary.partition
-    counts = np.array(partition.counts[index])
+    run, part = skew.run, skew.run.partitions[skew.seed]
+    counts, size = part.counts, part.sizes
     n, classes = counts.shape
     if not classes:
         return None
-    size = counts.sum(1)
     share = counts / np.maximum(size, 1)[:, None]
     many = n > MANY
     order = np.lexsort((-share.max(1), share.argmax(1))) if many else np.arange(n)
-    shown = order[np.linspace(0, n - 1, min(n, max(1, CELLS // classes))).round().astype(int)]
-    hostile = _attackers(runs, skew.seed)
-    clients = [run.client(i) + (f" {HOSTILE}" if i in hostile else "") for i in range(n)]
-    names = partition.classes if len(partition.classes) == classes else tuple(str(c) for c in range(classes))
-    cells = [
+    shown = order[np.linspace(0, n - 1, min(n, max(1, CELLS // classes))).round().astype(int)].tolist()
+    clients = {i: run.client(i) + (f" {HOSTILE}" if i in part.attackers else "") for i in shown}
+    titles = run.summary.classes if len(run.summary.classes) == classes else tuple(map(str, range(classes)))
+    cells: Rows = [
         {
             "place": place,
-            "client": clients[int(i)],
-            "class": names[c],
+            "client": clients[i],
+            "class": titles[c],
             "count": int(counts[i, c]),
             "share": rounded(float(share[i, c])),
         }
@@ -68,63 +153,106 @@ def _picture(runs: list[Run], index: int, skew: Skew, place: int) -> Figure | No
         for c in range(classes)
         if counts[i, c] or not many
     ]
-    sizes = [{"place": place, "client": clients[int(i)], "size": int(size[i])} for place, i in enumerate(shown)]
+    sizes: Rows = [{"place": place, "client": clients[i], "size": int(size[i])} for place, i in enumerate(shown)]
     high = max(120, min(520, 22 * len(shown)))
-    y = alt.Y(
-        "place:O" if many else "client:N",
-        sort=None,
-        title="Clients, sorted by their largest class" if many else "Client",
-        axis=None if many and len(shown) > 600 else alt.Axis(labels=not many, labelOverlap=True, grid=False),
-        scale=alt.Scale(padding=0 if many else 0.08),
-    )
-    hints = [
-        alt.Tooltip("client:N", title="Client"),
-        alt.Tooltip("class:N", title="Class"),
-        alt.Tooltip("count:Q", title="Samples"),
-    ]
-    heat = (
-        alt.Chart(alt.NamedData(name="rows"))
-        .mark_rect(cornerRadius=0 if many else 2)
-        .encode(
-            x=alt.X(
-                "class:N",
-                sort=list(names),
-                title="Class",
-                axis=alt.Axis(labelAngle=0, labelOverlap=True),
-                scale=alt.Scale(padding=0.04),
-            ),
-            y=y,
-            color=alt.Color(
-                "share:Q",
-                title="Share of the client's samples",
-                scale=alt.Scale(range="heatmap", domain=[0, 1]),
-                legend=alt.Legend(format="%", gradientLength=160, gradientThickness=8),
-            ),
-            tooltip=hints,
-        )
-        .properties(width=480, height=high)
-    )
-    bars = (
-        alt.Chart(alt.NamedData(name="sizes"))
-        .mark_bar(cornerRadiusEnd=0 if many else 2, opacity=0.75, color="#7d8794")
-        .encode(
-            x=alt.X("size:Q", title="Samples", axis=alt.Axis(tickCount=2, format="~s")),
-            y=alt.Y(
-                "place:O" if many else "client:N", sort=None, axis=None, scale=alt.Scale(padding=0 if many else 0.2)
-            ),
-            tooltip=[alt.Tooltip("client:N", title="Client"), alt.Tooltip("size:Q", title="Samples")],
-        )
-        .properties(width=110, height=high)
-    )
+    title = "Clients, sorted by their largest class" if many else "Client"
+    y = vl.names("place" if many else "client", [], title, scale={"padding": 0 if many else 0.08}) | {"sort": None}
+    y["axis"] = None if many and len(shown) > 300 else y["axis"] | {"labels": not many}
+    x = vl.names("class", titles, "Class", scale={"padding": 0.04})
+    hints = vl.tips(("client", "Client"), ("class", "Class"), ("count", "Samples"))
+    share_shade = vl.shade("share", "Share of the client's samples", form="%", domain=[0, 1])
+    heat = vl.heat_map(x, y, share_shade, hints, cornerRadius=0 if many else 2) | {"width": 480, "height": high}
+    across = {"x": vl.number("size", "Samples", scale={"zero": True}, axis={"tickCount": 2}), "y": {**y, "axis": None}}
+    tooltip = vl.tips(("client", "Client"), ("size", "Samples"))
+    bars = vl.mark("bar", {**across, "tooltip": tooltip}, data="sizes", style="plain", cornerRadiusEnd=0 if many else 2)
+    means = {n: float(np.nanmean(v)) for n, v in skew.values.items() if n != "sizes" and np.isfinite(v).any()}
+    words = ", ".join(f"{TITLES[n] if n == 'js' else TITLES[n].lower()} {mean:.3g}" for n, mean in means.items())
     some = f" {len(shown)} of {n} clients are drawn." if len(shown) < n else ""
-    where = f"{', '.join(run.label for run in runs)}, " if place else ""
-    seed = f"seed {skew.seed}"
-    attack = f" {HOSTILE}: client that attacks." if hostile else ""
+    attack = f" {HOSTILE}: client that attacks." if part.attackers else ""
     caption = (
         f"Share of each class in a client's training samples, and their number.{some}{attack} Mean over the clients: "
-        f"{skew.words()}."
+        f"{words}."
     )
-    id = f"partition-{place}-{index}" if place else f"partition-{index}"
-    chart = alt.hconcat(heat, bars, spacing=14)
-    title = f"Who holds what ({where}{seed})"
-    return Figure(id, "partition", f"{where}{seed}", title, caption, chart, cells, {"sizes": sizes}, "beside", many)
+    tab = f"{where}seed {skew.seed}"
+    spec = {"hconcat": [heat, bars | {"width": 110, "height": high}], "spacing": 14}
+    data = {"rows": cells, "sizes": sizes}
+    return Figure(id, "partition", tab, f"Who holds what ({tab})", caption, spec, data, "beside", many)
+
+
+def clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
+    """A panel per method that clusters its clients: cluster by round and client, of its first seed."""
+    data: Rows = []
+    planted = some = False
+    for row in {row.name: row for row in rows}.values():
+        run = run_of(runs, row)
+        seeds = [s for s in seeds_of(run, row.method) if Key(row.method, s, "", "", "cluster") in run.series]
+        if seeds:
+            part = run.partitions.get(seeds[0])
+            groups = part.groups if part is not None and (part.groups >= 0).any() else None
+            planted |= groups is not None
+            some |= run.clients > CLUSTERED
+            data += _clustered(run, row, seeds[0], groups)
+    if not data:
+        return None
+    order = [cell["client"] for cell in sorted(data, key=lambda cell: cell["planted"])]
+    shown = ("method", "client", "round", "cluster", "planted", "seed")
+    inner = vl.heat_map(
+        {**vl.names("round", [], scale={"padding": 0.06}), "type": "ordinal", "sort": None},
+        vl.names("client", order, "Client", scale={"padding": 0.1}),
+        {"field": "cluster", "type": "nominal", "title": "Cluster", "scale": {"range": "category"}},
+        vl.tips(*((name, name.capitalize()) for name in shown)),
+        cornerRadius=1,
+    )
+    high = max(120, min(600, 18 * len(set(order))))
+    drawn = vl.panels(inner, "method", [cell["method"] for cell in data], "Round", high=high)
+    beside = (
+        " Clients are sorted by their planted group, which their names end with; clusters have the number of the group "
+        "that they share most clients with."
+        if planted
+        else " Clusters keep their number where they share most clients with one of the round before."
+    )
+    sample = f" {CLUSTERED} of the clients, evenly by number." if some else ""
+    caption = (
+        f"The cluster of every client after each recorded round, first seed; colour means the cluster.{sample}{beside}"
+    )
+    title = "Recovered clusters over rounds"
+    return Figure("clusters", "clusters", "Clusters", title, caption, drawn, {"rows": data}, "facet")
+
+
+def _clustered(run: Run, row: Row, seed: int, groups: Integers | None) -> Rows:
+    points = run.series[Key(row.method, seed, "", "", "cluster")]
+    rounds = np.unique(points.round)
+    chosen = set(np.linspace(0, run.clients - 1, min(CLUSTERED, run.clients)).round().astype(int).tolist())
+    before = groups
+    cells: Rows = []
+    for t in rounds[np.unique(np.linspace(0, len(rounds) - 1, ROUNDS).round().astype(int))].tolist():
+        there = points.round == t
+        clients, labels = points.client[there], points.value[there].astype(np.int64)
+        if before is not None:
+            labels = aligned(labels, before[clients])
+        if groups is None:
+            before = np.full(run.clients, -1, np.int64)
+            before[clients] = labels
+        for client, label in zip(clients.tolist(), labels.tolist(), strict=True):
+            if label >= 0 and client in chosen:
+                group = -1 if groups is None else int(groups[client])
+                name = run.client(client) + (f" ({group + 1})" if groups is not None else "")
+                tags = {"method": row.name, "seed": seed, "round": t, "client": name}
+                cells.append({**tags, "cluster": label + 1, "planted": group + 1})
+    return cells
+
+
+def aligned(labels: Integers, others: Integers) -> Integers:
+    """Labels renamed so that as many as can be equal the others; -1 (unknown) stays.
+
+    >>> aligned(np.array([1, 1, 0, -1]), np.array([0, 0, 1, 1])).tolist()
+    [0, 0, 1, -1]
+    """
+    from scipy.optimize import linear_sum_assignment  # slow to import, needed by clusters only
+
+    count = int(max(labels.max(), others.max())) + 1
+    both: NDArray[np.int64] = np.zeros((count, count), np.int64)
+    known = (labels >= 0) & (others >= 0)
+    np.add.at(both, (labels[known], others[known]), 1)
+    names = np.append(linear_sum_assignment(both, maximize=True)[1], -1)
+    return names[labels]

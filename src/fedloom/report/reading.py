@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedloom.errors import RunDirError
 
@@ -24,6 +24,14 @@ FEDERATION = -1
 """Client id of rows about the whole federation."""
 
 _TEXT, _INTEGER = ("method", "model", "part", "metric"), ("seed", "round", "client")
+_KINDS = {
+    **dict.fromkeys(_TEXT, pa.string()),
+    **dict.fromkeys((*_INTEGER, "group"), pa.int64()),
+    "name": pa.string(),
+    "attacks": pa.bool_(),
+    "counts": pa.list_(pa.float64()),
+}
+_CODES = pa.dictionary(pa.int32(), pa.string())
 
 
 class Key(NamedTuple):
@@ -64,48 +72,31 @@ class Record(_Lenient):
     attackers: tuple[int, ...] = ()
 
 
-class Partition(_Lenient):
-    """Samples per client and class: one ``[n][C]`` table per seed (C = 0 for a regression); names of both.
-
-    ``groups`` are the planted groups of the clients, one list per seed, empty where none were planted.
-    """
-
-    counts: tuple[tuple[tuple[float, ...], ...], ...] = ()
-    classes: tuple[str, ...] = ()
-    clients: tuple[str, ...] = ()
-    skew: dict[str, Any] | list[dict[str, Any]] = {}
-    groups: tuple[tuple[int, ...], ...] = ()
-
-    @field_validator("counts", mode="before")
-    @classmethod
-    def _by_seed(cls, counts: Any) -> Any:
-        if isinstance(counts, dict):
-            return tuple(counts.values())
-        if counts and counts[0] and not isinstance(counts[0][0], list | tuple):
-            return (counts,)
-        return counts
-
-    @field_validator("counts")
-    @classmethod
-    def _rectangular(cls, counts: tuple[tuple[tuple[float, ...], ...], ...]) -> Any:
-        if any(len({len(row) for row in table}) != 1 for table in counts):
-            raise ValueError("every client needs one count per class")
-        return counts
-
-
 class Summary(_Lenient):
-    """What ``summary.json`` says."""
+    """The part of ``summary.json`` that a report needs."""
 
     name: str = ""
     runs: tuple[Record, ...] = ()
-    partition: Partition = Partition()
+    classes: tuple[str, ...] = ()
     select_on: str = "validation"
     warnings: tuple[str, ...] = ()
 
-    @field_validator("partition", mode="before")
-    @classmethod
-    def _may_be_null(cls, partition: Any) -> Any:
-        return {} if partition is None else partition
+
+@dataclass(frozen=True)
+class Partition:
+    """How the samples of one seed are split over its clients.
+
+    Attributes:
+        counts: training samples ``[n, C]`` by client and class; C = 0 for a regression.
+        sizes: training samples ``[n]``.
+        groups: planted group ``[n]``, -1 where none was planted.
+        attackers: clients that attack.
+    """
+
+    counts: Numbers
+    sizes: Numbers
+    groups: Integers
+    attackers: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -115,6 +106,8 @@ class Run:
     Attributes:
         label: short unique name in this report.
         settings: the text of ``experiment.toml``.
+        partitions: the split of every seed.
+        names: names of the clients.
         series: the points of every recorded series about clients.
         totals: the same for the whole federation.
         seconds: seconds per round of (method, seed), sorted by round.
@@ -124,6 +117,8 @@ class Run:
     label: str
     settings: str
     summary: Summary
+    partitions: dict[int, Partition] = field(repr=False)
+    names: list[str] = field(repr=False)
     series: dict[Key, Points] = field(repr=False)
     totals: dict[Key, Points] = field(repr=False)
     seconds: dict[tuple[str, int], Points] = field(repr=False)
@@ -142,14 +137,19 @@ class Run:
     @property
     def clients(self) -> int:
         """Number of clients, 0 if nothing says."""
-        if self.summary.partition.counts:
-            return len(self.summary.partition.counts[0])
-        return max((int(points.client.max()) + 1 for points in self.series.values()), default=0)
+        return len(self.names) or max((int(points.client.max()) + 1 for points in self.series.values()), default=0)
 
     def attackers(self, method: str, seed: int) -> frozenset[int]:
-        """Clients that attacked; what they score says nothing about a method."""
+        """Clients that attacked; their scores say nothing about a method."""
+        if seed in self.partitions:
+            return self.partitions[seed].attackers
         found = (record.attackers for record in self.summary.runs if (record.method, record.seed) == (method, seed))
         return frozenset(next(found, ()))
+
+    @property
+    def attacked(self) -> bool:
+        """Whether clients are known that attacked."""
+        return any(p.attackers for p in self.partitions.values()) or any(r.attackers for r in self.summary.runs)
 
     def benign(self, key: Key) -> Points | None:
         """A series without the clients that attacked; None if it was not recorded."""
@@ -162,8 +162,11 @@ class Run:
 
     def client(self, id: int) -> str:
         """Name of a client, its number where none was recorded."""
-        names = self.summary.partition.clients
-        return names[id] if id < len(names) else str(id)
+        return self.names[id] if id < len(self.names) else str(id)
+
+    def titled_client(self, id: int) -> str:
+        """Name of a client as the title of a panel."""
+        return f"Client {self.client(id)}" if self.client(id).isdigit() else self.client(id)
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
@@ -197,12 +200,16 @@ def _read(path: Path, label: str) -> Run:
         tomllib.loads(settings)
     except tomllib.TOMLDecodeError as error:
         raise RunDirError(f"{path / 'experiment.toml'} is damaged: {error}") from error
-    table = read_table(path / "metrics.parquet", (*_TEXT, *_INTEGER, "value"))
-    about_all = pc.equal(table["client"], FEDERATION)
-    series, totals = _split(table.filter(pc.invert(about_all))), _split(table.filter(about_all))
-    return Run(
-        path, label, settings, _summary(path / "summary.json"), series, totals, _seconds(path / "timings.parquet")
-    )
+    table = read_table(path / "metrics.parquet", (*_TEXT, *_INTEGER, "value"), coded=True)
+    series: dict[Key, Points] = {}
+    totals: dict[Key, Points] = {}
+    for key, points in _split(table).items():
+        own = points.client != FEDERATION
+        for found, rows in ((series, own), (totals, ~own)):
+            if rows.any():
+                found[key] = points if rows.all() else Points(*(column[rows] for column in points))
+    summary, seconds = _summary(path / "summary.json"), _seconds(path / "timings.parquet")
+    return Run(path, label, settings, summary, *_partitions(path / "partition.parquet"), series, totals, seconds)
 
 
 def _text(path: Path) -> str:
@@ -236,27 +243,51 @@ def _seconds(path: Path) -> dict[tuple[str, int], Points]:
     return {(key.method, key.seed): points for key, points in found.items()}
 
 
-def read_table(path: Path, names: tuple[str, ...]) -> pa.Table:
-    """The named columns: text as strings, integers as int64, the rest as float64.
+def _partitions(path: Path) -> tuple[dict[int, Partition], list[str]]:
+    """The split of every seed, and the names of the clients; empty while the first method is still running."""
+    if not path.exists():
+        return {}, []
+    table = read_table(path, ("seed", "client", "name", "size", "group", "attacks", "counts"))
+    seed, attacks = table["seed"].to_numpy(), table["attacks"].to_numpy()
+    found, names = {}, []
+    for value in dict.fromkeys(seed.tolist()):
+        own = table.filter(pc.equal(table["seed"], value)).sort_by("client")
+        flat = own["counts"].combine_chunks().flatten().to_numpy()
+        if len(flat) % len(own) or (pc.count_distinct(pc.list_value_length(own["counts"])).as_py() or 1) > 1:
+            raise RunDirError(f"{path}: column 'counts': every client needs one count per class")
+        groups = own["group"].to_numpy()
+        hostile = frozenset(np.flatnonzero(attacks[seed == value]).tolist())
+        found[int(value)] = Partition(flat.reshape(len(own), -1), own["size"].to_numpy(), groups, hostile)
+        names = own["name"].to_pylist()
+    return found, names
+
+
+def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False) -> pa.Table:
+    """The named columns, cast to the type that each name has in every file of a run directory.
+
+    ``coded``: text as codes with a dictionary.
 
     Raises:
         RunDirError: the file is damaged, or lacks one of them.
     """
     try:
-        table = pq.read_table(path)
+        known = pq.read_schema(path).names
+        table = pq.read_table(
+            path, columns=[n for n in names if n in known], read_dictionary=[*_TEXT] if coded else None
+        )
     except (OSError, pa.ArrowException) as error:
         raise RunDirError(f"{path} is damaged: {error}") from error
-    missing = [name for name in names if name not in table.column_names]
+    missing = [name for name in names if name not in known]
     if missing:
-        raise RunDirError(f"{path} has no column {missing[0]!r}; its columns are {', '.join(table.column_names)}")
+        raise RunDirError(f"{path} has no column {missing[0]!r}; its columns are {', '.join(known)}")
     columns: dict[str, Any] = {}
     for name in names:
-        kind = pa.string() if name in _TEXT else pa.int64() if name in _INTEGER else pa.float64()
+        kind = _CODES if coded and name in _TEXT else _KINDS.get(name, pa.float64())
         try:
-            columns[name] = pc.cast(table[name], kind)
+            columns[name] = table[name] if table[name].type == kind else pc.cast(table[name], kind)
         except pa.ArrowException as error:
             raise RunDirError(f"{path}: column {name!r} must be {kind}, got {table[name].type}") from error
-        if name in _TEXT + _INTEGER and columns[name].null_count:
+        if name in _KINDS and columns[name].null_count:
             raise RunDirError(f"{path}: column {name!r} has {columns[name].null_count} empty cells")
     return pa.table(columns)
 
@@ -266,17 +297,26 @@ def _split(table: pa.Table) -> dict[Key, Points]:
     if not len(table):
         return {}
     known: dict[str, list[Any]] = {}
-    own: dict[str, NDArray[np.int32]] = {}
     code = np.zeros(len(table), dtype=np.int64)
     for name in Key._fields:
-        encoded = table[name].combine_chunks().dictionary_encode()
-        known[name], own[name] = encoded.dictionary.to_pylist(), encoded.indices.to_numpy()
-        code = code * len(known[name]) + own[name]
-    points = Points(*(table[name].to_numpy() for name in ("round", "client", "value")))
-    order = np.lexsort((points.client, points.round, code))
-    starts = np.flatnonzero(np.diff(code[order], prepend=-1))
+        coded = table[name].combine_chunks().dictionary_encode()
+        known[name] = coded.dictionary.to_pylist()
+        code = code * len(known[name]) + coded.indices.to_numpy()
+    small = np.int16 if code.max() <= np.iinfo(np.int16).max else np.int64
+    order = np.argsort(code.astype(small), kind="stable")  # int16 is sorted by radix, in linear time
+    code = code[order]
+    ends = [*np.flatnonzero(np.diff(code)) + 1, len(code)]
+    points = Points(*(table[name].to_numpy()[order] for name in ("round", "client", "value")))
     groups: dict[Key, Points] = {}
-    for rows in np.split(order, starts[1:]):
-        key = Key(*(known[name][own[name][rows[0]]] for name in Key._fields))
-        groups[key] = Points(points.round[rows], points.client[rows], points.value[rows])
+    for start, end in zip([0, *ends], ends, strict=False):
+        number, parts = int(code[start]), []
+        for name in reversed(Key._fields):
+            number, place = divmod(number, len(known[name]))
+            parts.append(known[name][place])
+        own = Points(*(column[start:end] for column in points))
+        later = np.diff(own.round)
+        if not ((later > 0) | ((later == 0) & (np.diff(own.client) >= 0))).all():
+            again = np.lexsort((own.client, own.round))
+            own = Points(*(column[again] for column in own))
+        groups[Key(*reversed(parts))] = own
     return groups

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from fedloom.report.reading import Run
-from fedloom.report.tables import plain
+from fedloom.report.tables import plain, scrolling
 
 MAIN = {
     "data": "Data",
@@ -67,18 +67,10 @@ def _methods(run: Run) -> str:
     lines = []
     for method in methods:
         own = {k: v for k, v in method.items() if k not in {"label", "algorithm", *agreed}}
-        name = str(method.get("label", method.get("algorithm", "")))
         algorithm = str(method.get("algorithm", ""))
-        lines.append(
-            f'<tr><th scope="row">{escape(name)}</th><td class="text">{escape(algorithm)}</td>'
-            f'<td class="reason">{escape(_text(own))}</td></tr>'
-        )
-    if not lines:
-        return ""
-    heads = "".join(
-        f'<th scope="col" class="text">{title}</th>' for title in ("Method", "Algorithm", "Its own settings")
-    )
-    return _scroll(f"Methods of {run.label}", f"<thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody>")
+        lines.append([escape(str(method.get("label", algorithm))), escape(algorithm), escape(_text(own))])
+    heads = ("Method", "Algorithm", "Its own settings")
+    return scrolling(f"Methods of {run.label}", heads, lines, (1, 2)) if lines else ""
 
 
 def _versions(run: Run) -> str:
@@ -105,26 +97,15 @@ def _every_run(run: Run) -> str:
     if not run.summary.runs:
         return "<p>No run has come to its end yet.</p>"
     heads = ("Method", "Seed", "Status", "Rounds", "Seconds", "Oracle", "Chunk", "Parameters", "Why it ended")
-    body = []
+    lines = []
     for record in run.summary.runs:
         spent = run.seconds.get((record.method, record.seed))
-        cells: list[Any] = [
-            record.seed,
-            record.status,
-            record.rounds,
-            plain(float(spent.value.sum())) if spent else "",
-            record.oracle or "",
-            record.chunk or "",
-            plain(record.parameters) if record.parameters else "",
-        ]
-        line = "".join(f"<td>{escape(str(value))}</td>" for value in cells)
-        line += f'<td class="reason">{escape(record.reason)}</td>'
-        body.append(f'<tr><th scope="row">{escape(record.method)}</th>{line}</tr>')
-    head = "".join(
-        f'<th scope="col"{" class=text" if title in (heads[0], heads[-1]) else ""}>{title}</th>' for title in heads
-    )
-    table = _scroll(f"All runs of {run.label}", f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody>")
-    return f"<details><summary>All {len(body)} runs of this experiment</summary>{table}</details>"
+        cells: list[Any] = [record.method, record.seed, record.status, record.rounds]
+        cells += [plain(float(spent.value.sum())) if spent else "", record.oracle or "", record.chunk or ""]
+        cells += [plain(record.parameters) if record.parameters else "", record.reason]
+        lines.append([escape(str(cell)) for cell in cells])
+    table = scrolling(f"All runs of {run.label}", heads, lines, (8,))
+    return f"<details><summary>All {len(lines)} runs of this experiment</summary>{table}</details>"
 
 
 def _differences(runs: list[Run]) -> str:
@@ -132,19 +113,9 @@ def _differences(runs: list[Run]) -> str:
     keys = [key for key in dict.fromkeys(k for f in flat for k in f) if len({repr(f.get(key)) for f in flat}) > 1]
     if not keys:
         return "<p>The runs have equal settings.</p>"
-    head = "".join(f'<th scope="col">{escape(run.label)}</th>' for run in runs)
-    lines = "".join(
-        f'<tr><th scope="row">{escape(key)}</th>'
-        + "".join(f"<td>{escape(str(f.get(key, '')))}</td>" for f in flat)
-        + "</tr>"
-        for key in keys
-    )
-    body = f'<thead><tr><th scope="col" class="text">Setting</th>{head}</tr></thead><tbody>{lines}</tbody>'
-    return f"<h3>What differs</h3>{_scroll('Settings that differ', body)}"
-
-
-def _scroll(label: str, table: str) -> str:
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table>{table}</table></div>'
+    lines = [[escape(key), *(escape(str(f.get(key, ""))) for f in flat)] for key in keys]
+    heads = ["Setting", *(run.label for run in runs)]
+    return f"<h3>What differs</h3>{scrolling('Settings that differ', heads, lines)}"
 
 
 def _flat(options: Any, prefix: str = "") -> dict[str, Any]:

@@ -1,14 +1,18 @@
-"""The result table: as Arrow, as CSV, and as LaTeX (booktabs)."""
+"""Tables: results as Arrow, as CSV and as LaTeX (booktabs); numbers and HTML tables for people."""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
+import re
+from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 
 import pyarrow as pa
 
+from fedloom.errors import ConfigError
 from fedloom.metrics import leading
 from fedloom.report.naming import COSTS, METRICS, TOTALS, figure, titled
 from fedloom.report.numbers import WORK, Estimate, Row, rows_of
@@ -17,6 +21,10 @@ from fedloom.report.reading import read_runs
 DASH = "\N{EN DASH}"
 HIDDEN = set(WORK) - set(COSTS)
 """Figures of the CSV that the table for people leaves out."""
+PRINTED = 6
+"""Columns of the LaTeX table where none are chosen."""
+LARGE = 1e6
+"""Means from here on are written with an exponent; totals from a thousand times more on."""
 
 
 def result_table(run_dir: Path) -> pa.Table:
@@ -42,17 +50,26 @@ def arrow(rows: list[Row]) -> pa.Table:
         "algorithm": [row.algorithm for row in rows],
         "model": [row.model for row in rows],
         "status": [row.status for row in rows],
-        "seeds": [len(row.records) for row in rows],
+        "seeds": [row.measured for row in rows],
         "rounds": [max((record.rounds for record in row.records), default=None) for row in rows],
         "parameters": [next((record.parameters for record in row.records), None) for row in rows],
     }
     for name in dict.fromkeys(name for row in rows for name in row.figures):
-        column = name.replace("/", "_").replace("@validation", "_at_validation").replace("@", "_")
+        column = column_of(name)
         estimates = [row.figures.get(name) for row in rows]
         columns[column] = [_number(e.mean) if e else None for e in estimates]
         columns[f"{column}_ci95"] = [_number(e.half) if e else None for e in estimates]
         columns[f"{column}_seeds"] = [len(e.finite) if e else None for e in estimates]
     return pa.table(columns)
+
+
+def column_of(name: str) -> str:
+    """Column of a figure in the CSV.
+
+    >>> column_of("accuracy/worst10"), column_of("accuracy@validation")
+    ('accuracy_worst10', 'accuracy_at_validation')
+    """
+    return name.replace("/", "_").replace("@validation", "_at_validation").replace("@", "_")
 
 
 def _number(value: float) -> float | None:
@@ -79,6 +96,33 @@ def columns_of(rows: list[Row]) -> dict[str, str]:
     return {name: titled(figure(name)) for name in dict.fromkeys(order) if name in have and name not in HIDDEN}
 
 
+def printed(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, str]:
+    """Figures of the LaTeX table with their titles: those chosen by their name in the CSV, else up to `PRINTED`.
+
+    Raises:
+        ConfigError: there is no such figure.
+    """
+    shown = columns_of(rows)
+    if chosen is None:
+        lead = next(iter(shown), "")
+        order = (
+            lead,
+            f"{lead}/worst10",
+            "calibration_error",
+            "loss/variance",
+            "samples_backward",
+            "bytes_up",
+            "seconds",
+        )
+        return {name: shown[name] for name in [name for name in order if name in shown][:PRINTED]}
+    known = {column_of(name): name for row in rows for name in row.figures}
+    unknown = [name for name in chosen if name not in known]
+    if unknown or not chosen:
+        got = f"got {unknown[0]!r}" if unknown else "got none"
+        raise ConfigError(f"--columns: {got}; the columns of these runs are {', '.join(known)}")
+    return {known[name]: titled(figure(known[name])) for name in chosen}
+
+
 def cell(name: str, estimate: Estimate | None) -> tuple[str, str]:
     """A figure for people: mean and half width of the interval, the latter with two significant digits.
 
@@ -101,9 +145,13 @@ def rounded_pair(mean: float, half: float, decimals: tuple[int, int] = (0, 6)) -
 
     Without an interval the mean gets four significant digits and the second text is empty.
 
-    >>> rounded_pair(3.1695, 13.9), rounded_pair(0.123456, float("nan"))
-    (('3', '14'), ('0.1235', ''))
+    >>> rounded_pair(3.1695, 13.9), rounded_pair(0.123456, float("nan")), rounded_pair(7.856937935508588e15, 9e16)
+    (('3', '14'), ('0.1235', ''), ('7.86e15', '9e16'))
     """
+    if not math.isfinite(mean):
+        return "", ""
+    if max(abs(mean), abs(half) if math.isfinite(half) else 0.0) >= LARGE:
+        return short(mean), short(half) if math.isfinite(half) else ""
     known = math.isfinite(half) and half > 0
     digits = min(max(_decimals(half, 2) if known else _decimals(mean, 4), decimals[0]), decimals[1])
     spoken = [f"{v:,.{digits}f}".replace(",", "\u202f") if math.isfinite(v) else "" for v in (mean, half)]
@@ -112,7 +160,18 @@ def rounded_pair(mean: float, half: float, decimals: tuple[int, int] = (0, 6)) -
 
 def plain(value: float) -> str:
     """A total: three significant digits below 100, else whole, with thin spaces between thousands."""
+    if abs(value) >= 1000 * LARGE:
+        return short(value)
     return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}".replace(",", "\u202f")
+
+
+def short(value: float) -> str:
+    """Three significant digits, with an exponent where it is needed.
+
+    >>> short(123456789.0), short(0.5)
+    ('1.23e8', '0.5')
+    """
+    return f"{value:.3g}".replace("e+0", "e").replace("e+", "e")
 
 
 def _decimals(value: float, significant: int) -> int:
@@ -120,9 +179,9 @@ def _decimals(value: float, significant: int) -> int:
     return significant if value == 0 else max(0, significant - 1 - math.floor(math.log10(abs(value))))
 
 
-def latex(rows: list[Row], caption: str) -> str:
-    """The table for people as LaTeX; needs the package booktabs."""
-    columns = columns_of(rows)
+def latex(rows: list[Row], caption: str, chosen: Sequence[str] | None = None) -> str:
+    """The results as LaTeX; needs the package booktabs. See `printed` for its columns."""
+    columns = printed(rows, chosen)
     several = len({row.run for row in rows}) > 1
     head = [*(["Run"] if several else []), "Method", "Model", *columns.values()]
     lines = [
@@ -139,7 +198,8 @@ def latex(rows: list[Row], caption: str) -> str:
         cells = [*([_tex(row.run)] if several else []), _tex(row.method), _tex(row.model)]
         for name in columns:
             mean, half = cell(name, row.figures.get(name))
-            cells.append(f"${mean} \\pm {half}$" if half else mean.replace(DASH, "--").replace("\u202f", "\\,"))
+            text = f"${mean} \\pm {half}$" if half else f"${mean}$" if "e" in mean else mean.replace(DASH, "--")
+            cells.append(re.sub(r"e(-?\d+)", r" \\times 10^{\1}", text.replace("\u202f", "\\,")))
         note = "" if row.done else f" % {row.status}"
         lines.append(" & ".join(cells) + " \\\\" + note)
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", "\\end{table}", ""])
@@ -150,3 +210,25 @@ _TEX = {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciic
 
 def _tex(text: str) -> str:
     return "".join(_TEX.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)
+
+
+def scrolling(label: str, heads: Sequence[str], lines: Sequence[Sequence[str]], text: Sequence[int] = ()) -> str:
+    """An HTML table that scrolls sideways; cells are HTML, the first of a line is its head.
+
+    Args:
+        label: what the table is, for screen readers.
+        heads: titles of the columns.
+        lines: cells; a line that begins with ``All`` is set apart.
+        text: columns besides the first that hold sentences.
+    """
+    head = "".join(
+        f'<th scope="col"{" class=text" if i in (0, *text) else ""}>{escape(h)}</th>' for i, h in enumerate(heads)
+    )
+    body = ""
+    for first, *cells in lines:
+        row = "".join(f"<td{' class=reason' if i in text else ''}>{cell}</td>" for i, cell in enumerate(cells, start=1))
+        body += f'<tr{" class=all" if first == "All" else ""}><th scope="row">{first}</th>{row}</tr>'
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table><thead><tr>{head}</tr>'
+        f"</thead><tbody>{body}</tbody></table></div>"
+    )

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import altair as alt
-
 from fedloom.experiment.tuning import Dimension, Range, Tune
-from fedloom.report.figure import Figure
+from fedloom.report.figure import Figure, mark, number, panels
+from fedloom.report.figure import chart as parts
 from fedloom.report.naming import metric as named
 from fedloom.report.naming import titled
 from fedloom.storage.files import write_atomic
@@ -117,20 +116,12 @@ def _chart(goal: Goal, found: Sequence[Found]) -> Figure:
         if (value := t.value if t.value is not None else t.marks.get(max(t.marks, default=-1))) is not None
     ]
     shown = named(goal.metric)
-    chart = (
-        alt.Chart(alt.NamedData("rows"))
-        .mark_point(filled=True)
-        .encode(
-            x=alt.X("trial:Q", title="Trial"),
-            y=alt.Y("value:Q", title=f"Validation {shown.title.lower()}", scale=alt.Scale(zero=False)),
-            color=alt.Color("state:N", title=None),
-            shape=alt.Shape("state:N", title=None),
-        )
-        .properties(width=220, height=120)
-        .facet(alt.Facet("method:N", title=None, sort=None), columns=3)
-    )
+    state = {"field": "state", "type": "nominal", "title": None}
+    value_axis = number("value", f"Validation {shown.title.lower()}")
+    points = mark("point", {"x": number("trial", "Trial"), "y": value_axis, "color": state, "shape": state})
+    chart = panels(parts(points), "method", [row["method"] for row in rows], None)
     caption = "Every trial's score after its last round; of a stopped one, at the point where it was stopped."
-    return Figure("trials", "tuning", "trials", "Every trial", caption, chart, rows, {}, "facet")
+    return Figure("trials", "tuning", "trials", "Every trial", caption, chart, {"rows": rows}, "facet")
 
 
 def _value(trial: Trial, goal: Goal) -> str:

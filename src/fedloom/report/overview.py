@@ -1,18 +1,24 @@
-"""The words and tables of the page, as HTML; every recorded text is escaped."""
+"""The top of the page as HTML: facts, notes, a card per criterion, the result table; every recorded text is escaped."""
 
 from __future__ import annotations
 
-import math
+import re
 from dataclasses import replace
 from html import escape
 
-from fedloom.report.compare import SEEDS, Winner, tasks, winners
-from fedloom.report.cost import REACHED
+import numpy as np
+
+from fedloom.report.compare import Winner, tasks, winners
+from fedloom.report.curves import share_of
+from fedloom.report.figure import off_axis
 from fedloom.report.naming import COSTS, figure
-from fedloom.report.numbers import Row, leading_metric, seeds_of
+from fedloom.report.numbers import ENOUGH, Row, leading_metric, run_of, seeds_of
 from fedloom.report.reading import Run
 from fedloom.report.tables import DASH, cell, columns_of, plain, rounded_pair
+from fedloom.report.tradeoffs import REACHED
 
+SHOWN = 4
+"""Further notes are folded away."""
 TIE = 1e-6
 """Results that differ by less than this share are called equal."""
 
@@ -30,11 +36,11 @@ def facts(runs: list[Run], rows: list[Row]) -> str:
         return f"{low}" if low == high else f"{low} to {high}"
 
     records = [record for run in runs for record in run.summary.runs]
-    methods = len({(row.run, row.method) for row in rows})
-    seeds = span([len(seeds_of(run, method)) for run in runs for method in run.methods])
+    measured = {(row.run, row.method): row.measured for row in rows}
+    seeds = span(list(measured.values()))
     parts = [
         f"{len(runs)} runs" if len(runs) > 1 else "",
-        f"{methods} method{'s' * (methods != 1)}",
+        f"{len(measured)} method{'s' * (len(measured) != 1)}",
         f"{seeds} seed{'s' * (seeds != '1')}",
         f"{span([run.clients for run in runs])} clients",
         f"{max((record.rounds for record in records), default=0)} rounds",
@@ -43,16 +49,16 @@ def facts(runs: list[Run], rows: list[Row]) -> str:
     return " · ".join(part for part in parts if part)
 
 
-def overview(runs: list[Run], rows: list[Row]) -> str:
+def cards(runs: list[Run], rows: list[Row]) -> str:
     """A card per criterion: who leads, with what, and how sure that is; runs of other data or attacks apart."""
     lead = leading_metric(runs)
     parts = []
     several = tasks(runs, rows)
     for label, own_runs, found in several:
         own = found if len(own_runs) > 1 else [replace(row, run="") for row in found]
-        cards = "".join(_card(winner, own) for winner in winners(own_runs, own, lead))
+        own_cards = "".join(_card(winner, own) for winner in winners(own_runs, own, lead))
         title = f"<h3>{escape(label)}</h3>" if len(several) > 1 else ""
-        parts.append(f'{title}<div class="cards" role="list">{cards}</div>')
+        parts.append(f'{title}<div class="cards" role="list">{own_cards}</div>')
     return "".join(parts)
 
 
@@ -90,9 +96,9 @@ def _sure(winner: Winner, rows: list[Row]) -> str:
         lead = f"equal to {name}"
     if not winner.decidable:
         seeds = f"{winner.seeds} common seed{'s' * (winner.seeds != 1)}"
-        verdict = f"<b>Not decidable</b> with {seeds} ({SEEDS} are needed): {lead}."
+        verdict = f"<b>Not decidable</b> with {seeds} ({ENOUGH} are needed): {lead}."
     elif not winner.rivals:
-        verdict = f"<b>Clear</b>: {lead}, and significantly better than every other."
+        verdict = f"<b>Clear</b>: {lead}, and significantly better than every other method."
     elif winner.runner_up in winner.rivals:
         more = len(winner.rivals) - 1
         rest = f"; {more} other{'s are' if more > 1 else ' is'} not clearly worse either" if more else ""
@@ -150,13 +156,16 @@ def _best(name: str, rows: list[Row]) -> float | None:
 
 
 def _span(name: str, rows: list[Row]) -> tuple[float, float]:
-    means = [row.figures[name].mean for row in rows if name in row.figures and row.figures[name].finite] or [0.0]
-    air = 0.2 * (max(means) - min(means)) or 1.0
-    return min(means) - air, max(means) + air
+    """Ends of the scale of a column, without what is far outside."""
+    means = {row.title: row.figures[name].mean for row in rows if name in row.figures and row.figures[name].finite}
+    off = off_axis(means)
+    near = [mean for title, mean in means.items() if title not in off] or [0.0]
+    air = 0.2 * (max(near) - min(near)) or 1.0
+    return min(near) - air, max(near) + air
 
 
 def _bar(row: Row, name: str, span: tuple[float, float]) -> str:
-    """A dot with its interval, on the scale of the whole column."""
+    """A dot with its interval, or with few seeds these, on the scale of the whole column."""
     estimate = row.figures.get(name)
     if estimate is None or not estimate.finite:
         return ""
@@ -164,10 +173,117 @@ def _bar(row: Row, name: str, span: tuple[float, float]) -> str:
     def place(value: float) -> float:
         return 4 + 102 * min(1.0, max(0.0, (value - span[0]) / (span[1] - span[0])))
 
-    half = 0.0 if math.isnan(estimate.half) else estimate.half
+    few = len(estimate.finite) < ENOUGH
+    half = 0.0 if few else estimate.half
     low, mid, high = (place(v) for v in (estimate.mean - half, estimate.mean, estimate.mean + half))
+    line = (
+        f'<line x1="{low:.1f}" x2="{high:.1f}" y1="7" y2="7" stroke="currentColor" stroke-width="1.5" opacity=".55"/>'
+    )
+    seeds = (
+        f'<circle cx="{place(v):.1f}" cy="7" r="1.6" fill="currentColor" opacity=".6"/>'
+        for v in estimate.finite.values()
+    )
     return (
         f'<svg class="bar" data-model="{escape(row.model)}" viewBox="0 0 110 14" aria-hidden="true">'
-        f'<line x1="{low:.1f}" x2="{high:.1f}" y1="7" y2="7" stroke="currentColor" stroke-width="1.5" opacity=".55"/>'
-        f'<circle cx="{mid:.1f}" cy="7" r="3.5" fill="currentColor"/></svg>'
+        f'{"".join(seeds) if few else line}<circle cx="{mid:.1f}" cy="7" r="3.5" fill="currentColor"/></svg>'
     )
+
+
+def note_list(runs: list[Run], rows: list[Row]) -> str:
+    """The notes as HTML: the first ones open, the others behind a fold."""
+    lines = [f"<li>{escape(note)}</li>" for note in notes(runs, rows)]
+    if not lines:
+        return ""
+    shown = lines if len(lines) <= SHOWN + 1 else lines[:SHOWN]
+    rest = lines[len(shown) :]
+    more = f"<details><summary>{len(rest)} more notes</summary><ul>{''.join(rest)}</ul></details>" if rest else ""
+    return f'<div class="notes" role="note" aria-label="Notes"><ul>{"".join(shown)}</ul>{more}</div>'
+
+
+def notes(runs: list[Run], rows: list[Row]) -> list[str]:
+    """One sentence each; those of this report first, then the warnings of the runs."""
+    found = [note for run in runs for note in _of_run(run, [row for row in rows if run_of(runs, row) is run], rows)]
+    where = {id(run): f"{run.label}: " if len(runs) > 1 else "" for run in runs}
+    warnings = [where[id(run)] + warning for run in runs for warning in _merged(run.summary.warnings)]
+    texts = [f"{where[id(run)]}{text}" for run, text in found] + warnings
+    return list(dict.fromkeys(texts))
+
+
+def _of_run(run: Run, own: list[Row], rows: list[Row]) -> list[tuple[Run, str]]:
+    texts = [_odd(own), _attack(run), _work(own), *_clients(run, own), _dropped(run), _seeds(run)]
+    if run.summary.select_on == "test":
+        texts.insert(0, "Hybrid models were chosen on test data (select_on = test): their results are optimistic.")
+    return [(run, text) for text in texts if text]
+
+
+def _odd(own: list[Row]) -> str:
+    odd = dict.fromkeys(f"{row.method} {row.status}" for row in own if not row.done)
+    if not odd:
+        return ""
+    return f"Not every run came to its end: {'; '.join(odd)}. Seeds that diverged or failed have no result."
+
+
+def _attack(run: Run) -> str:
+    if not share_of(run):
+        return ""
+    words = f"{share_of(run):.0%} of the clients attack ({run.options['attack']['kind']}). "
+    if run.attacked:
+        return words + "All figures and charts are of the other, benign clients."
+    return (
+        words
+        + "Means are of the benign clients; this older run does not say who attacks, so charts of clients show all."
+    )
+
+
+def _work(own: list[Row]) -> str:
+    work = [row.figures["samples_backward"].mean for row in own if row.done and "samples_backward" in row.figures]
+    if not work or max(work) <= 1.01 * min(work):
+        return ""
+    return (
+        f"The methods did not do equal work: {plain(min(work))} to {plain(max(work))} samples backward. Compare them "
+        "by gradients of samples too."
+    )
+
+
+def _clients(run: Run, own: list[Row]) -> list[str]:
+    lead = leading_metric([run])
+    empty = max((_clients_without(run, row, lead) for row in own), default=0)
+    if not empty or any("test part" in warning for warning in run.summary.warnings):
+        return []
+    return [f"Clients without a test result, left out of the means: up to {empty} of {run.clients}."]
+
+
+def _clients_without(run: Run, row: Row, name: str) -> int:
+    """Benign clients without a value at the last round, over the seeds that have a result."""
+    counts = [0]
+    for key in run.series:
+        about = (key.method, key.model, key.part, key.metric)
+        points = (
+            run.benign(key) if about == (row.method, row.model, "test", name) and key.seed not in row.lost else None
+        )
+        if points is not None and len(points.round):
+            counts.append(int(np.isnan(points.value[points.round == points.round[-1]]).sum()))
+    return max(counts)
+
+
+def _dropped(run: Run) -> str:
+    dropped = sum(float(points.value[-1]) for key, points in run.totals.items() if key.metric == "dropped")
+    return f"{plain(dropped)} uploads were dropped (not finite, out of bounds, late or lost)." if dropped else ""
+
+
+def _seeds(run: Run) -> str:
+    one = any(len(seeds_of(run, method)) == 1 for method in run.methods)
+    return "One seed only: no intervals, and no winner can be decided." if one else ""
+
+
+def _merged(warnings: tuple[str, ...]) -> list[str]:
+    """Warnings that several seeds share, once with all of them."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for warning in warnings:
+        match = re.fullmatch(r"(.+), seed (\d+): (.*)", warning, re.DOTALL)
+        who, seed, text = match.groups() if match else ("", "", warning)
+        found.setdefault((who, text), []).append(seed)
+    return [
+        f"{who}, seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}: {text}" if who else text
+        for (who, text), seeds in found.items()
+    ]
