@@ -372,7 +372,7 @@ def test_the_clustered_server_remembers_what_clients_changed(digits: Data) -> No
     assert g.count_nonzero(1).bool().nonzero()[:, 0].tolist() == cohort.sort().values.tolist()
     still = LocalSGD(lr=1e-12, batch_size=8)
     start = simulated(digits, FedAvg(), rounds=1, local=still, engine=Engine(dtype="float64"))
-    sampler, job = result.job.sampler, result.job
+    sampler, job = result.job.setting.sampler, result.job
     times = torch.bincount(sampler.apply(sampler.init(job.ctx(0)), None, job.ctx(1))[0])
     mean = (times[cohort, None] * g[cohort].double()).sum(0) / times.sum()
     moved = result.models.rows("global") - start.models.rows("global")

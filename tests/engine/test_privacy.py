@@ -184,7 +184,7 @@ def test_what_does_not_travel_passes_no_channel(fed: Federation, channel: Any) -
     result = run(fed, algorithm=FedRep(head_epochs=1), model=MLP(hidden=(8,)), channel=channel, rounds=2)
     job = result.job
     body = job.messages.masks["dw"]
-    start = job.spec.build(tuple(fed.data.shape), 10, 0)
+    start = job.setting.model.build(tuple(fed.data.shape), 10, 0)
     x0 = job.oracle.layout.vector(start, job.oracle.dtype)
     assert torch.equal(result.state.server.x[~body], x0[~body])
     assert not torch.equal(result.state.server.x[body], x0[body])

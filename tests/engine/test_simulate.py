@@ -117,7 +117,7 @@ def check_against_the_plain_reference(fed: Federation, preset: Composition) -> R
     plain = Plain(oracle, job.alpha, LOCAL, 0)
     state = begin(preset.algorithm, plain, oracle.layout.vector(module, torch.float64), weigher)
     for t in range(1, 4):
-        cohort = job.sampler.apply(None, None, job.ctx(t))[0]
+        cohort = job.setting.sampler.apply(None, None, job.ctx(t))[0]
         order = cohort[torch.argsort(job.train_sizes[cohort, 0], descending=True, stable=True)]
         state = play_plainly(preset.algorithm, plain, state, order.tolist(), weigher=weigher)
     for want, have in zip(state.server, got.state.server, strict=True):

@@ -103,7 +103,7 @@ def test_every_kind_of_part_runs_by_its_import_path() -> None:
     assert [m.label for m in experiment.methods] == ["Pulled", "fedavg", "fedmid"]
     assert [r.stop.name for r in results] == ["DONE"] * 3
     job: Any = results[0].job
-    named = (job.algorithm, job.sampler, job.weigher, job.aggregator, job.attack)
+    named = (job.algorithm, job.setting.sampler, job.setting.weigher, job.setting.aggregator, job.setting.attack)
     assert [type(v).__name__ for v in named] == ["Pulled", "First", "Squares", "Middle", "Zeros"]
     assert job.algorithm.mu == 0.25
     assert job.fed.partition["kind"] == f"{MODULE}:Stripes"

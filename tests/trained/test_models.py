@@ -73,7 +73,7 @@ def run(fed: Federation, algorithm: Any, model: ModelSpec | None = None, **more:
 def from_files(result: Result, folder: Path) -> Models:
     result.models.save(folder)
     job = result.job
-    return Models(Shelf(folder, job.algorithm, job.spec, job.local, job.seed, "mine"))
+    return Models(Shelf(folder, job.algorithm, job.setting.model, job.setting.local, job.setting.seed, "mine"))
 
 
 def part_of(fed: Federation, client: int, part: str = "test") -> Dataset:
@@ -214,10 +214,10 @@ def started(result: Result, data: Dataset) -> tuple[Work, Tensor]:
     job = result.job
     fed = lone_client(InputSpec.of(job.judge.data).take(data))
     oracle = make_oracle(result.models.recipe.build(), task_of(fed.data), fed)
-    seed = derive(job.seed, client=job.n, purpose="adapt")
+    seed = derive(job.setting.seed, client=job.n, purpose="adapt")
     share = torch.full((1, 1), 1 / (job.n + 1))
     start = job.algorithm.global_model(result.state.server)
-    return Work(oracle, torch.tensor([0]), share, job.local, seed=seed, round=result.rounds + 1), start
+    return Work(oracle, torch.tensor([0]), share, job.setting.local, seed=seed, round=result.rounds + 1), start
 
 
 def test_ditto_adapts_by_its_pulled_descent_from_the_global_model(fed: Federation, stranger: Dataset) -> None:

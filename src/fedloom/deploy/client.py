@@ -163,7 +163,7 @@ class Client:
     @cached_property
     def _run(self) -> tuple[Job, Any]:
         job, server = make_job(self._experiment.methods[0].setting, self.fed)
-        return replace(job, channel=released(job.channel)), server
+        return replace(job, setting=job.setting.with_(channel=released(job.setting.channel))), server
 
     @property
     def job(self) -> Job:
@@ -178,7 +178,7 @@ class Client:
     @property
     def _noise(self) -> Noise | None:
         """What this site's epsilon is of: its own noise; noise that the server adds does not protect it from that."""
-        return accounted(self.job.channel)
+        return accounted(self.job.setting.channel)
 
     @property
     def _ids(self) -> Tensor:
@@ -234,9 +234,9 @@ class Client:
         return made
 
     def _noise_alone(self, job: Job) -> Made:
-        assert job.channel is not None
+        assert job.setting.channel is not None
         idle, ids = self.forms.idle, self._ids
-        sent, _ = job.channel.apply(None, torch.zeros_like(job.messages.update(idle)), ())
+        sent, _ = job.setting.channel.apply(None, torch.zeros_like(job.messages.update(idle)), ())
         up = job.messages.with_update(idle, sent)
         return Made(up, None, None, None, job.clients.read(ids), job.residue.read(ids), torch.zeros(1, 3).long())
 

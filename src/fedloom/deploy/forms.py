@@ -133,14 +133,14 @@ class Forms:
         """What an answer to the sampler looks like."""
         model = self._job.algorithm.global_model(self._server)
         assert model is not None
-        return self._job.sampler.probe(model, self._work)
+        return self._job.setting.sampler.probe(model, self._work)
 
     @cached_property
     def _upload(self) -> Letter:
         """What an upload looks like."""
         job, model = self._job, self._model[None]
-        info = job.weigher.probe(self._down, model, self._work) if job.weigher.probes else None
-        told = job.sampler.report(model, self._work) if job.sampler.learns else None
+        info = job.setting.weigher.probe(self._down, model, self._work) if job.setting.weigher.probes else None
+        told = job.setting.sampler.report(model, self._work) if job.setting.sampler.learns else None
         return self._messages.up(self.idle, _answers(info, told))
 
 

@@ -223,7 +223,8 @@ class Judge:
         for key, value in letter.metrics.items():
             model, _, rest = key.partition("/")
             part, _, name = rest.partition("/")
-            known = model in ("global", "personal") and part in ("", *self._job.evaluate.parts) and name in names
+            parts = ("", *self._job.setting.evaluate.parts)
+            known = model in ("global", "personal") and part in parts and name in names
             low, high = metric(name).bounds
             if known and math.isfinite(value) and low <= value <= high:
                 found[key] = float(value)
@@ -236,8 +237,8 @@ class Judge:
         bound = math.inf if self._settings.norm_bound is None else self._settings.norm_bound
         if not (norm <= bound and math.isfinite(norm)):
             raise Rejected(11, f"the difference is {norm:.4g} long, at most {bound:.4g} is allowed")
-        if not bool(usable((*sent.up,), 1, self._job.engine.norm_bound).all()):
-            raise Rejected(11, f"a field is longer than engine.norm_bound = {self._job.engine.norm_bound}")
+        if not bool(usable((*sent.up,), 1, self._job.setting.engine.norm_bound).all()):
+            raise Rejected(11, f"a field is longer than engine.norm_bound = {self._job.setting.engine.norm_bound}")
         if any(bool((weight < 0).any()) for weight in self._job.weights(sent.up)):
             raise Rejected(11, "a weight of the client's model is below zero")
         return norm

@@ -149,14 +149,14 @@ class _Run:
         while True:
             t = state.round
             self._told(state)
-            due = t % job.evaluate.every == 0 or t == job.rounds
+            due = t % job.setting.evaluate.every == 0 or t == job.setting.rounds
             if due and not any(r.round == t for r in state.records.items):
                 scores = scores_of(job, pool, state)
                 record(job, state, scores)
                 self._write(job, state)
             if t > 0:
                 self._say(self._line(job, state))
-            if t == job.rounds:
+            if t == job.setting.rounds:
                 return state
             self._release(job, state)
             start = time.monotonic()
@@ -198,7 +198,8 @@ class _Run:
         setting = setting.with_(engine=setting.engine.with_(quorum=1e-9, device="cpu"))
         job, server = make_job(setting, fed, folder=self._settings.checkpoints)
         forms = Forms(job, server)
-        job = replace(job, channel=released(job.channel), aggregator=released(job.aggregator))
+        noisy = {name: released(getattr(job.setting, name)) for name in ("channel", "aggregator")}
+        job = replace(job, setting=job.setting.with_(**noisy))
         return replace(job, clients=Store(job.n, Nothing()), residue=Store(job.n, Nothing())), server, forms
 
     def _release(self, job: Job, state: State) -> None:
@@ -207,10 +208,10 @@ class _Run:
         Raises:
             RunStopped: it does not.
         """
-        noise, limit = accounted(job.channel, job.aggregator), self._settings.epsilon
+        noise, limit = accounted(job.setting.channel, job.setting.aggregator), self._settings.epsilon
         try:
             if isinstance(noise, GaussianNoise):  # the sites have ledgers of their own
-                after = spent(noise, job.sampler, state.uploads + 1, state.round + 1)
+                after = spent(noise, job.setting.sampler, state.uploads + 1, state.round + 1)
                 if limit is not None and after > limit:
                     raise Refused(f"round {state.round + 1} would make epsilon {after:.4g}, the limit is {limit:.4g}")
             else:
@@ -219,7 +220,8 @@ class _Run:
             raise RunStopped(Stop.BUDGET, str(error)) from error
 
     def _line(self, job: Job, state: State) -> str:
-        text = f"fedloom: round {state.round}/{job.rounds}: {len(state.cohort)} of {len(self._post.members)} accepted"
+        text = f"fedloom: round {state.round}/{job.setting.rounds}: "
+        text += f"{len(state.cohort)} of {len(self._post.members)} accepted"
         here = (state.round, "train", "loss", False)
         losses = [r for r in state.records.items if (r.round, r.part, r.metric, r.total) == here]
         return f"{text}, loss {torch.from_numpy(losses[-1].values).nanmean():.4g}" if losses else text

@@ -64,9 +64,9 @@ class Sites:
         t = tasks[0].round
         need = max(1, min(self._settings.quorum, len(letters)))
         replies = self._post.until(t, letters, need)
-        if job.aggregator is not None and not job.kept_fields:
+        if job.setting.aggregator is not None and not job.kept_fields:
             try:
-                job.aggregator.check(len(replies))
+                job.setting.aggregator.check(len(replies))
             except ConfigError as error:
                 raise RunStopped(Stop.TOO_FEW, f"round {t}: {error}") from error
         for task in tasks:

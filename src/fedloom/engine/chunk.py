@@ -88,16 +88,16 @@ def attack(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | N
         honest: ``[h, d]`` models of the honest clients, for attackers that see them.
         m: clients of the cohort.
     """
-    assert isinstance(job.attack, Forgery)
+    assert isinstance(job.setting.attack, Forgery)
     sides = _sides(job, to_device(rows_of(down, task.place), job.oracle.device), task)
     up, new = _client(job, sides, sides.work.idle())
-    own = _client(job, sides, sides.work)[0] if job.attack.trains else up
+    own = _client(job, sides, sides.work)[0] if job.setting.attack.trains else up
     name = primary_field(type(job.algorithm))
     base = base_of(job.fields[name], sides.down, sides.rows)
     absolute = getattr(own, name) + base
     received = sides.down[0].expand_as(absolute)
-    with blamed("attack", job.attack, f"round {task.round}"):
-        forged = job.attack.forge(honest, received, absolute, m, sides.work.rng("attack"))
+    with blamed("attack", job.setting.attack, f"round {task.round}"):
+        forged = job.setting.attack.forge(honest, received, absolute, m, sides.work.rng("attack"))
         if forged.shape != absolute.shape:
             raise ValueError(f"forge must return models {[*absolute.shape]}, got {[*forged.shape]}")
     source, _, state = job.fields[name].base.partition(".")
@@ -151,12 +151,12 @@ def _made(job: Job, sides: _Sides, up: Any, new: Any) -> Made:
     info = told = model = residue = None
     if job.asks:
         model = getattr(up, name) + base_of(job.fields[name], sides.down, sides.rows)
-        with blamed("weigher", job.weigher, f"round {work.round}"):
-            info = job.weigher.probe(sides.down, model, work) if job.weigher.probes else None
-        with blamed("sampler", job.sampler, f"round {work.round}"):
-            told = job.sampler.report(model, work) if job.sampler.learns else None
-    if job.channel is not None:
-        with blamed("channel", job.channel, f"round {work.round}"):
+        with blamed("weigher", job.setting.weigher, f"round {work.round}"):
+            info = job.setting.weigher.probe(sides.down, model, work) if job.setting.weigher.probes else None
+        with blamed("sampler", job.setting.sampler, f"round {work.round}"):
+            told = job.setting.sampler.report(model, work) if job.setting.sampler.learns else None
+    if job.setting.channel is not None:
+        with blamed("channel", job.setting.channel, f"round {work.round}"):
             up, residue = _through(job, up, job.residue.read(work.ids), work.rng("channel"))
     if name:
         model = getattr(up, name) + base_of(job.fields[name], sides.down, sides.rows)
@@ -176,7 +176,7 @@ def receive(job: Job, server: Any, task: TrainTask, down: Any, made: Made) -> Tr
     up, info, told, model, new, residue, work = made
     ids = task.ids
     counts = _counts(job, server, work, down, up, sum(a.shape[1] for a in (info, told) if a is not None))
-    accepted = usable((*up, *new), len(ids), job.engine.norm_bound, job.weights(up))
+    accepted = usable((*up, *new), len(ids), job.setting.engine.norm_bound, job.weights(up))
     everyone = bool(accepted.all())
     if not everyone:
         up, new, info, told, model, residue = (_some(p, accepted) for p in (up, new, info, told, model, residue))
@@ -184,7 +184,7 @@ def receive(job: Job, server: Any, task: TrainTask, down: Any, made: Made) -> Tr
     answers = {} if info is None else {"info": info}
     if job.sees_honest and model is not None:
         answers["models"] = model
-    if job.sampler.learns and model is not None:
+    if job.setting.sampler.learns and model is not None:
         received = down[0] if everyone else _received(down[0], accepted)
         answers["told"] = model - received if told is None else told
     parts = partials(job, up, ids, task.share)
@@ -199,18 +199,18 @@ def receive(job: Job, server: Any, task: TrainTask, down: Any, made: Made) -> Tr
 
 def _through(job: Job, up: Any, residue: Any, noise: Sequence[Generator]) -> tuple[Any, Any]:
     """The upload after the channel, which acts on what a client sends, side by side, and the new residue."""
-    assert job.channel is not None
+    assert job.setting.channel is not None
     update = job.messages.update(up)
     state = to_device(residue, up[0].device)[0] if residue else None
-    sent, state = job.channel.apply(state, update, noise)
+    sent, state = job.setting.channel.apply(state, update, noise)
     return job.messages.with_update(up, sent), type(residue)(*([] if state is None else [state]))
 
 
 def ask(job: Job, model: Tensor, task: AskTask) -> tuple[Tensor, Tensor]:
     """Answers ``[m, k]`` of candidates about the global model, and what they cost, ``[m, 7]`` (`COUNTS`)."""
     work = job.work(task.round, task.ids)
-    with blamed("sampler", job.sampler, f"round {task.round}"):
-        answer = job.sampler.probe(model.to(job.oracle.device), work).cpu()
+    with blamed("sampler", job.setting.sampler, f"round {task.round}"):
+        answer = job.setting.sampler.probe(model.to(job.oracle.device), work).cpu()
     return answer, asked_counts(job, answer, _done(work, torch.zeros_like(task.ids)))
 
 

@@ -11,19 +11,15 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm, primary_field, upload_fields, upload_type
-from fedloom.choose import Sampler, Weigher
 from fedloom.data.federation import Federation
 from fedloom.engine.messages import Messages
-from fedloom.engine.setting import Engine, Evaluate, Setting
+from fedloom.engine.setting import Setting
 from fedloom.errors import blamed
-from fedloom.local import Ctx, LocalSGD, Work
+from fedloom.local import Ctx, Work
 from fedloom.local.oracles import Network
-from fedloom.models import ModelSpec
 from fedloom.processes.ranks import Ranks
 from fedloom.processes.row_locations import Homes
-from fedloom.rows.aggregate import Aggregator
-from fedloom.rows.attacks import Attack, Forgery
-from fedloom.rows.channel import Channel
+from fedloom.rows.attacks import Forgery
 from fedloom.storage.store import Store
 
 
@@ -33,22 +29,10 @@ class Job:
 
     Attributes:
         setting: what a user chose, presets resolved.
-        algorithm: the method.
         oracle: the local problems.
         fed: the data that clients train on.
         judge: the data that models are evaluated on; `fed`, unless the clients were pooled.
-        local: settings of local training.
-        sampler: who takes part.
-        weigher: who counts how much.
-        aggregator: how uploads become one; a weighted mean when None.
-        attack: what the attackers do, if there are any.
         attackers: ``[b]`` ids of the attackers.
-        channel: what uploads pass through, if anything.
-        evaluate: when and on what models are scored.
-        engine: how it is computed.
-        spec: the model.
-        seed: seed of the run.
-        rounds: rounds in all.
         alpha: ``[n, 1]`` the clients' shares of the objective.
         workers: processes forked from this one.
         ranks: processes that go through the run together.
@@ -60,22 +44,10 @@ class Job:
     """
 
     setting: Setting
-    algorithm: Algorithm
     oracle: Network
     fed: Federation
     judge: Federation
-    local: LocalSGD
-    sampler: Sampler
-    weigher: Weigher
-    aggregator: Aggregator | None
-    attack: Attack | None
     attackers: Tensor
-    channel: Channel | None
-    evaluate: Evaluate
-    engine: Engine
-    spec: ModelSpec
-    seed: int
-    rounds: int
     alpha: Tensor
     workers: int
     ranks: Ranks
@@ -84,6 +56,11 @@ class Job:
     kept: Store[Any]
     residue: Store[Any]
     notes: tuple[str, ...] = ()
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The method."""
+        return self.setting.method
 
     @property
     def stores(self) -> dict[str, Store[Any]]:
@@ -118,22 +95,22 @@ class Job:
     @property
     def gathers(self) -> bool:
         """Uploads are gathered as rows, not summed chunk by chunk."""
-        return self.weigher.probes or self.robust
+        return self.setting.weigher.probes or self.robust
 
     @property
     def robust(self) -> bool:
         """The aggregator is more than a weighted mean."""
-        return self.aggregator is not None and not self.aggregator.linear
+        return self.setting.aggregator is not None and not self.setting.aggregator.linear
 
     @property
     def sees_honest(self) -> bool:
         """Attackers read the models of the honest clients."""
-        return isinstance(self.attack, Forgery) and self.attack.sees_honest
+        return isinstance(self.setting.attack, Forgery) and self.setting.attack.sees_honest
 
     @property
     def asks(self) -> bool:
         """Clients answer questions about the model that they trained."""
-        return self.weigher.probes or self.sampler.learns
+        return self.setting.weigher.probes or self.setting.sampler.learns
 
     @cached_property
     def watched(self) -> str:
@@ -148,7 +125,7 @@ class Job:
     @property
     def forgers(self) -> Tensor:
         """``[n]`` clients that forge their upload."""
-        return self.malicious if isinstance(self.attack, Forgery) else torch.zeros(self.n, dtype=torch.bool)
+        return self.malicious if isinstance(self.setting.attack, Forgery) else torch.zeros(self.n, dtype=torch.bool)
 
     @property
     def kept_fields(self) -> list[str]:
@@ -169,12 +146,13 @@ class Job:
         """What the server's side knows in a round with the cohort ``ids``; all clients when None."""
         ids = torch.arange(self.n) if ids is None else ids
         layout, sizes, groups = self.oracle.layout, self.train_sizes, self.fed.groups
-        return Ctx(round, self.n, len(ids), ids, layout, self.alpha, sizes, groups, self.local, self.seed)
+        local, seed = self.setting.local, self.setting.seed
+        return Ctx(round, self.n, len(ids), ids, layout, self.alpha, sizes, groups, local, seed)
 
     def work(self, round: int, ids: Tensor) -> Work:
         """The local problems of clients in a round."""
         alpha = self.alpha[ids].to(self.oracle.device)
-        return Work(self.oracle, ids, alpha, self.local, seed=self.seed, round=round)
+        return Work(self.oracle, ids, alpha, self.setting.local, seed=self.setting.seed, round=round)
 
     def down(self, server: Any, round: int, ids: Tensor | None = None) -> Any:
         """The download of a cohort; all clients when None."""
@@ -186,4 +164,4 @@ class Job:
     @cached_property
     def messages(self) -> Messages:
         """How downloads and uploads are written."""
-        return Messages(self.algorithm, self.oracle.layout, self.oracle.device, self.channel)
+        return Messages(self.algorithm, self.oracle.layout, self.oracle.device, self.setting.channel)

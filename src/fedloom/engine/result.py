@@ -83,9 +83,9 @@ class Live:
     def __init__(self, job: Job, state: State) -> None:
         self._job, self._state = job, state
         self.names = job.judge.names
-        self.recipe = Recipe(job.spec, InputSpec.of(job.judge.data), job.seed, job.oracle.dtype)
+        self.recipe = Recipe(job.setting.model, InputSpec.of(job.judge.data), job.setting.seed, job.oracle.dtype)
         name = type(job.algorithm).__name__
-        self.about = {"method": name, "algorithm": name, "seed": job.seed, "rounds": state.round}
+        self.about = {"method": name, "algorithm": name, "seed": job.setting.seed, "rounds": state.round}
 
     @property
     def fitted(self) -> Tensor | None:
@@ -95,7 +95,7 @@ class Live:
     def kinds(self) -> list[str]:
         shared = self._job.algorithm.global_model(self._state.server) is not None
         own = self._job.has_personal
-        chosen = self._job.evaluate.select_on in self._job.evaluate.parts
+        chosen = self._job.setting.evaluate.select_on in self._job.setting.evaluate.parts
         return [k for k, there in zip(KINDS, (shared, own, shared and own and chosen), strict=True) if there]
 
     def shared(self) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ class Live:
         return self._job.down(self._state.server, max(self._state.round, 1))
 
     def takes_global(self) -> Tensor:
-        records, part = self._state.records, self._job.evaluate.select_on
+        records, part = self._state.records, self._job.setting.evaluate.select_on
         scores: Any = {
             (model, part): {
                 metric: torch.from_numpy(values)
@@ -133,9 +133,8 @@ class Live:
         job, cpu = self._job, torch.device("cpu")
         kept = job.kept.read(torch.arange(job.n)) if job.algorithm.mixes else None
         server = to_device(self._state.server, cpu)
-        return ServerSide(
-            job.algorithm, job.local, server, kept, job.alpha, job.train_sizes, self._state.round, job.seed
-        )
+        local, seed = job.setting.local, job.setting.seed
+        return ServerSide(job.algorithm, local, server, kept, job.alpha, job.train_sizes, self._state.round, seed)
 
     def _statistics(self, row: Tensor, ids: Tensor) -> Tensor:
         """Running statistics ``[b]`` of a model, from the training parts of clients."""

@@ -76,6 +76,6 @@ class Disk:
 
     def save_if_due(self, state: State) -> None:
         """A checkpoint when the last one is long enough ago."""
-        late = time.monotonic() - self._saved >= self._job.engine.checkpoint_every
+        late = time.monotonic() - self._saved >= self._job.setting.engine.checkpoint_every
         if self._kept and self._job.ranks.any(late):
             self.save(state, None)

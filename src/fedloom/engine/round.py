@@ -28,7 +28,7 @@ def play(job: Job, pool: Crew, state: State) -> State:
     cohort = _longest_first(job, drawn.unique())
     ctx = job.ctx(t, cohort)
     shares = torch.bincount(drawn, minlength=job.n)[cohort, None].double()
-    if not job.weigher.probes:
+    if not job.setting.weigher.probes:
         shares = shares * weights_of(job, state.weigher, None, ctx)[0]
     for store in job.stores.values():
         store.touch(cohort)
@@ -53,7 +53,7 @@ def play(job: Job, pool: Crew, state: State) -> State:
             f"round {t}: dropped {len(uploads.dropped)} unusable uploads, of clients {uploads.dropped[:8]}"
         )
     accepted = job.ctx(t, torch.cat(uploads.ids))
-    if accepted.m < max(1.0, job.engine.quorum * len(cohort)):
+    if accepted.m < max(1.0, job.setting.engine.quorum * len(cohort)):
         reason = Stop.DIVERGED if accepted.m == 0 else Stop.TOO_FEW
         raise RunStopped(reason, f"round {t}: {accepted.m} of {len(cohort)} uploads were finite and within bounds")
     up, weigher, aggregator = uploads.aggregate(accepted, state.weigher, state.aggregator)
@@ -63,9 +63,9 @@ def play(job: Job, pool: Crew, state: State) -> State:
             raise TypeError(f"server must return a {type(state.server).__name__}, got {type(server).__name__}")
     if not all(bool(f.isfinite().all()) for f in server):
         raise RunStopped(Stop.DIVERGED, f"round {t}: the server's state is not finite")
-    if job.sampler.learns:
-        with blamed("sampler", job.sampler, f"round {t}"):
-            sampler = job.sampler.learn(sampler, uploads.answers("told"), accepted)
+    if job.setting.sampler.learns:
+        with blamed("sampler", job.setting.sampler, f"round {t}"):
+            sampler = job.setting.sampler.learn(sampler, uploads.answers("told"), accepted)
     counts = torch.cat([uploads.counts.sum(0) + asked, torch.tensor([len(uploads.dropped)])])
     return state.with_(
         round=t, server=server, sampler=sampler, weigher=weigher, aggregator=aggregator, sums=uploads.sums,
@@ -78,14 +78,14 @@ def _sample(job: Job, pool: Crew, state: State, t: int) -> tuple[Tensor, Any, Te
     """The cohort, the sampler's new state, and what asking the candidates cost, ``[7]``."""
     ctx = job.ctx(t)
     info, cost = None, torch.zeros(len(COUNTS), dtype=torch.long)
-    if job.sampler.probes:
-        with blamed("sampler", job.sampler, f"round {t}"):
-            candidates = _ids(job.sampler.query(state.sampler, ctx), job.n)
+    if job.setting.sampler.probes:
+        with blamed("sampler", job.setting.sampler, f"round {t}"):
+            candidates = _ids(job.setting.sampler.query(state.sampler, ctx), job.n)
         tasks = [AskTask(t, ids) for ids in candidates.tensor_split(chunk_count(len(candidates), job.chunk))]
         answers = list(pool.map("ask", job.algorithm.global_model(state.server), tasks))
         info, cost = torch.cat([a for a, _ in answers]), torch.cat([c for _, c in answers]).sum(0)
-    with blamed("sampler", job.sampler, f"round {t}"):
-        cohort, sampler = job.sampler.apply(state.sampler, info, ctx)
+    with blamed("sampler", job.setting.sampler, f"round {t}"):
+        cohort, sampler = job.setting.sampler.apply(state.sampler, info, ctx)
         return _ids(cohort, job.n), sampler, cost
 
 

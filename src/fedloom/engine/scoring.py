@@ -63,8 +63,9 @@ def scores_of(job: Job, pool: Crew, state: State) -> Scores:
             key: {name: torch.cat([f[key][name] for f in found if key in f]) for name in values}
             for key, values in found[0].items()
         }
-        if ("personal", job.evaluate.select_on) in scores and ("global", job.evaluate.select_on) in scores:
-            scores |= hybrid_scores(scores, job.evaluate.select_on)
+        part = job.setting.evaluate.select_on
+        if ("personal", part) in scores and ("global", part) in scores:
+            scores |= hybrid_scores(scores, part)
     else:
         scores = {}
     return scores
@@ -74,13 +75,13 @@ def record(job: Job, state: State, scores: Scores) -> None:
     """Record the scores of a round, what the clients did so far, the privacy that is left, and recovered groups."""
     records, t = state.records, state.round
     benign = torch.where(job.malicious, torch.nan, 1.0).double().numpy() if len(job.attackers) else None
-    sizes = {part: job.judge.sizes(part).double().cpu().numpy() for part in job.evaluate.parts}
+    sizes = {part: job.judge.sizes(part).double().cpu().numpy() for part in job.setting.evaluate.parts}
     records.scores(t, scores, sizes, benign)
     for name, value in zip((*COUNTS, "dropped"), state.totals.tolist(), strict=True):
         records.total(t, "", "", name, value)
-    noise = accounted(job.channel, job.aggregator)
+    noise = accounted(job.setting.channel, job.setting.aggregator)
     if noise is not None:
-        records.total(t, "", "", "epsilon", spent(noise, job.sampler, state.uploads, t))
+        records.total(t, "", "", "epsilon", spent(noise, job.setting.sampler, state.uploads, t))
     labels = getattr(state.weigher, "labels", None)
     if labels is None or not bool((labels >= 0).any()):
         return
@@ -139,7 +140,7 @@ def hybrid_scores(scores: Scores, select_on: str) -> Scores:
 
 def score(job: Job, down: Any, global_model: Tensor | None, task: ScoreTask) -> Scores:
     """Scores of the global and the personal models of a chunk of clients."""
-    with blamed("model", job.spec, f"round {task.round}"):
+    with blamed("model", job.setting.model, f"round {task.round}"):
         return _scores(job, down, global_model, task)
 
 
@@ -148,7 +149,7 @@ def _scores(job: Job, down: Any, global_model: Tensor | None, task: ScoreTask) -
     if global_model is not None:
         row = global_model.to(job.oracle.device)
         job.oracle.set_statistics(row, task.cohort)
-        for part in job.evaluate.parts:
+        for part in job.setting.evaluate.parts:
             scores["global", part] = _score_shared(job, row, task.ids, part)
         if task.common:
             scores["global", "common"] = _score_common(job, row)
@@ -157,7 +158,7 @@ def _scores(job: Job, down: Any, global_model: Tensor | None, task: ScoreTask) -
         models = personal_models(job, down, task.round, task.ids)
         scores |= _score_personal(job, models, task.ids)
         scores["personal", ""] = sizes_of(job.algorithm, job.oracle.layout, models)
-        if job.evaluate.personal_on_common:
+        if job.setting.evaluate.personal_on_common:
             found = [_score_common(job, row) for row in models]
             scores["personal", "common"] = {name: torch.cat([f[name] for f in found]) for name in found[0]}
     return scores
@@ -203,7 +204,7 @@ def _score_personal(job: Job, models: Tensor, ids: Tensor) -> Scores:
     """Every client's model on its own parts."""
     oracle, fed = job.oracle, job.judge
     scores: Scores = {}
-    for part in job.evaluate.parts:
+    for part in job.setting.evaluate.parts:
         pairs = [(row, fed.indices(part, i)) for row, i in zip(models, ids.tolist(), strict=True)]
         owner = torch.repeat_interleave(torch.arange(len(ids)), torch.tensor([len(p) for _, p in pairs]))
         if not oracle.normalisers:

@@ -50,36 +50,29 @@ def make_job(setting: Setting, fed: Federation, *, folder: Path | None = None, r
         ConfigError: values that cannot work, or (Refused) do not work together.
     """
     pooled, setting = setting.pooled, setting.resolved()
-    method = setting.method
-    local, evaluate, engine, seed, rounds = (
-        setting.local,
-        setting.evaluate,
-        setting.engine,
-        setting.seed,
-        setting.rounds,
-    )
-    sampler, weigher, aggregator = setting.sampler, setting.weigher, setting.aggregator
-    attack, channel, augment, weights = setting.attack, setting.channel, setting.augment, setting.weights
+    method, engine, weights = setting.method, setting.engine, setting.weights
     check_declaration(type(method))
-    local.check(rounds)
+    setting.local.check(setting.rounds)
     device, dtype = torch.device(engine.device), getattr(torch, engine.dtype)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"engine.device is {engine.device!r}, but no CUDA device is there; use 'cpu'")
     judge = fed.to(device, dtype)
     fed = judge.pooled() if pooled else judge
-    check_together(method, local, weigher, aggregator, attack, channel)
-    check_sampler(method, sampler, weigher)
+    check_together(method, setting.local, setting.weigher, setting.aggregator, setting.attack, setting.channel)
+    check_sampler(method, setting.sampler, setting.weigher)
     if pooled:
-        sampler, weigher, aggregator, attack, channel = Uniform(), UniformWeigher(), None, None, None
+        none = dict.fromkeys(("aggregator", "attack", "channel"))
+        setting = setting.with_(sampler=Uniform(), weigher=UniformWeigher(), **none)
+    sampler, weigher, aggregator = setting.sampler, setting.weigher, setting.aggregator
+    attack, channel, augment, seed = setting.attack, setting.channel, setting.augment, setting.seed
     check_privacy(method, channel, aggregator, sampler, weigher)
     sampler.check(fed.n)
     weigher.check(fed.n)
     attackers = torch.arange(0) if attack is None else attack.attackers(fed.n, seed)
     if isinstance(attack, Poison):
         fed = poisoned(fed, attack, attackers, seed)
-    spec = setting.model
     task = task_of(fed.data)
-    module = spec.build(tuple(fed.data.shape), task.outputs, seed)
+    module = setting.model.build(tuple(fed.data.shape), task.outputs, seed)
     oracle = make_oracle(module, task, fed, engine.oracle, augment if augment.changes else None)
     layout = oracle.layout
     sizes = fed.sizes("train").cpu()[:, None]
@@ -89,7 +82,7 @@ def make_job(setting: Setting, fed: Federation, *, folder: Path | None = None, r
         else torch.full((fed.n, 1), 1 / fed.n, dtype=torch.float64)
     )
     ids = torch.arange(fed.n)
-    ctx = Ctx(0, fed.n, fed.n, ids, layout, shares.to(dtype), sizes, fed.groups, local, seed)
+    ctx = Ctx(0, fed.n, fed.n, ids, layout, shares.to(dtype), sizes, fed.groups, setting.local, seed)
     with blamed("method", method, "init"):
         server, template, kept = method.init(layout.vector(module, dtype).to(device), ctx)
     if sampler.probes and method.global_model(server) is None:
@@ -103,7 +96,7 @@ def make_job(setting: Setting, fed: Federation, *, folder: Path | None = None, r
             f"weights = 'samples' changes nothing in {type(method).__name__}, whose objective is the uniform mean over "
             "clients; it is the weigher that weighs uploads"
         )
-    workers = worker_count(engine, rounds, layout.d, int(sizes.sum())) if ranks.size == 1 else 1
+    workers = worker_count(engine, setting.rounds, layout.d, int(sizes.sum())) if ranks.size == 1 else 1
     if aggregator is not None and (fewest := sampler.smallest(fed.n)) is not None:
         aggregator.check(fewest)
 
@@ -122,22 +115,10 @@ def make_job(setting: Setting, fed: Federation, *, folder: Path | None = None, r
 
     job = Job(
         setting=setting,
-        algorithm=method,
         oracle=oracle,
         fed=fed,
         judge=judge,
-        local=local,
-        sampler=sampler,
-        weigher=weigher,
-        aggregator=aggregator,
-        attack=attack,
         attackers=attackers,
-        channel=channel,
-        evaluate=evaluate,
-        engine=engine,
-        spec=spec,
-        seed=seed,
-        rounds=rounds,
         alpha=ctx.weight,
         workers=workers,
         ranks=ranks,

@@ -93,12 +93,12 @@ def simulate(
                 start = time.perf_counter()
                 state = play(job, pool, state)
                 disk.seconds.append(time.perf_counter() - start)
-                if state.round % job.evaluate.every == 0 or state.round == rounds:
+                if state.round % job.setting.evaluate.every == 0 or state.round == rounds:
                     evaluate_round(job, pool, state)
                 said = [sentence for tell in progress if isinstance(sentence := tell(state), str)]
                 if state.round < rounds and ranks.any(bool(said)):
                     stop, detail = Stop.STOPPED, "; ".join(said)
-                    if state.round % job.evaluate.every:
+                    if state.round % job.setting.evaluate.every:
                         evaluate_round(job, pool, state)
                 elif state.round < rounds and ranks.any(interrupted()):
                     stop = Stop.INTERRUPTED

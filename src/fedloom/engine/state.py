@@ -86,13 +86,13 @@ def initial_state(job: Job, server: Any) -> State:
     """The state before the first round."""
     ctx = job.ctx(0)
     totals = torch.zeros(len(COUNTS) + 1, dtype=torch.long)
-    aggregator = {} if job.aggregator is None else job.aggregator.init(ctx)
+    aggregator = {} if job.setting.aggregator is None else job.setting.aggregator.init(ctx)
     uploads = torch.zeros(job.n, dtype=torch.long)
     return State(
         0,
         server,
-        job.sampler.init(ctx),
-        job.weigher.init(ctx),
+        job.setting.sampler.init(ctx),
+        job.setting.weigher.init(ctx),
         aggregator,
         first_sums(job),
         totals,

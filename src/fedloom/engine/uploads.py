@@ -162,7 +162,7 @@ class Uploads:
             RunStopped: too few uploads for the aggregator.
         """
         job, combined = self.job, dict[str, Tensor]()
-        if job.weigher.probes:
+        if job.setting.weigher.probes:
             weights, weigher = weights_of(job, weigher, self.answers("info"), ctx)
             self.shares = self.shares * weights
         if job.robust:
@@ -176,7 +176,7 @@ class Uploads:
     def _robust(self, ctx: Ctx, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """What a robust rule makes of the cohort's rows, or of all that the server has seen; and its new state."""
         job, primary = self.job, primary_field(type(self.job.algorithm))
-        assert job.aggregator is not None
+        assert job.setting.aggregator is not None
         if job.kept_fields:
             job.homes.everywhere(torch.arange(job.n))
             ids = job.kept.seen.nonzero()[:, 0]
@@ -188,9 +188,9 @@ class Uploads:
             ids, weights = ctx.ids, self.shares
             rows = {name: torch.cat(field.parts) for name, field in self._fields.items() if field.kind.averaged}
         try:
-            with blamed("aggregator", job.aggregator, f"round {ctx.round}"):
+            with blamed("aggregator", job.setting.aggregator, f"round {ctx.round}"):
                 deciding = job.ctx(ctx.round, ids)
-                combined, aggregator = job.aggregator.apply(state, rows, weights, primary, deciding)
+                combined, aggregator = job.setting.aggregator.apply(state, rows, weights, primary, deciding)
                 _check_combined(combined, rows)
         except ConfigError as error:
             raise RunStopped(Stop.TOO_FEW, f"round {ctx.round}: {error}") from error
@@ -199,9 +199,9 @@ class Uploads:
 
 def weights_of(job: Job, weigher: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Any]:
     """Weights ``[m, 1]`` of a cohort, and the weigher's new state."""
-    with blamed("weigher", job.weigher, f"round {ctx.round}"):
-        weights, weigher = job.weigher.apply(weigher, info, ctx)
-        if weights.shape != (ctx.m, 1) or (bool((weights < 0).any()) and not job.weigher.signed):
+    with blamed("weigher", job.setting.weigher, f"round {ctx.round}"):
+        weights, weigher = job.setting.weigher.apply(weigher, info, ctx)
+        if weights.shape != (ctx.m, 1) or (bool((weights < 0).any()) and not job.setting.weigher.signed):
             got = f"{[*weights.shape]}, at least {float(weights.min())}"
             raise ValueError(f"weights must be [m, 1] = [{ctx.m}, 1] and not negative, got {got}")
     return weights, weigher

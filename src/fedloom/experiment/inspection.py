@@ -89,7 +89,7 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
         index = fed.indices("test", client)
         seen = oracle.representations(row, index).double().cpu().numpy()
         labels = [math.nan] * len(index) if fed.data.task == "regression" else fed.targets(index).tolist()
-        rng = random_state(generator(result.job.seed, client=client, purpose="tsne"))
+        rng = random_state(generator(result.job.setting.seed, client=client, purpose="tsne"))
         plane = TSNE(perplexity=min(PERPLEXITY, (len(index) - 1) / 3), init="random", random_state=rng, n_jobs=1)
         places = plane.fit_transform(seen).tolist()
         rows += [(client, model, float(label), *place) for label, place in zip(labels, places, strict=True)]
