@@ -202,7 +202,7 @@ def test_a_run_killed_within_a_trial_goes_on(whole: Any, tmp_path: Path) -> None
     ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True)
     assert ended.returncode == 137, ended.stderr.decode()
     there = tmp_path / "choose" / "few"
-    assert (there / "trials" / "fedavg.log").stat().st_size > 1000
+    assert (there / "trials" / "fedavg.log").read_text().count("samples_backward") > 0
     assert list((there / "checkpoints").glob("*/*"))
     done = reproduce(grid(engine={"checkpoint_every": 1e-9}), "full", tmp_path, seeds=[3])
     assert done is not None
