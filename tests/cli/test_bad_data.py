@@ -138,7 +138,7 @@ CASES = {
     "infinite number": by_path("t.csv", b"a,b\n1,0\ninf,1\n", "row 3, column 'a': expected a finite number, got 'inf'"),
     "missing label": by_path("t.csv", b"a,b\n1,0\n2,\n3,1\n", "row 3, column 'b': missing value; repair it"),
     "label with fractions": by_path("t.csv", b"a,b\n1,0\n2,.5\n", "t.csv: the label has fractions; set task"),
-    "short row": by_path("t.csv", b"a,b\n1,0\n2\n", "row 3 has 1 cells, expected 2; .*repair the row"),
+    "short row": by_path("t.csv", b"a,b\n1,0\n2\n3,1\n", "row 3 has 1 cells, expected 2; .*repair the row"),
     "no feature": by_path("t.csv", b"a;b\n1;0\n2;1\n", "no column is left as a feature, the header has 'a;b'; "),
     "empty table": by_path("t.csv", b"", "t.csv: empty; a table needs a header row"),
     "two tables": Case("csv", {"s.csv": b"a,b\n1,0\n", "t.csv": b"a,b\n1,0\n"}, "more than one table, .*; give"),

@@ -179,7 +179,7 @@ def _tables(place: Path, files: Sequence[str], schema: Schema) -> Iterator[tuple
                 values = np.array([codes.get(cell, codes.get(_plain(cell), np.nan)) for cell in piece.cells])
                 bad = np.flatnonzero(np.isnan(values) & ~(missing & (piece.column != label)))
                 if len(bad):
-                    cells, kind = [piece.cells[k] for k in bad], "label" if piece.column == label else "level"
+                    cells, kind = [piece.cells[k] for k in bad.tolist()], "label" if piece.column == label else "level"
                     what = f"row {1 + piece.start + bad[0]}, column {piece.column!r}: unknown {kind} {cells[0]!r}"
                     cure = f"the schema has {', '.join(codes)}; fetch the file again"
                     problems.add("level", piece.column, what, cells, cure)
@@ -188,7 +188,7 @@ def _tables(place: Path, files: Sequence[str], schema: Schema) -> Iterator[tuple
             refuse(entry.where, found)
         if table.size == 0:
             raise NoSamples(f"{entry.where}: empty, it needs a row; fetch the file again")
-        yield entry.name.rsplit("/", 1)[-1], table.done()
+        yield entry.name.rsplit("/", 1)[-1], table.done().astype(np.float64, copy=False)
 
 
 def _plain(cell: str) -> str:

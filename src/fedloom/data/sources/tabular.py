@@ -242,20 +242,20 @@ def read_table(spec: TableSource, name: str, names: list[str], cells: Iterable[P
     numeric = [c for c in features if c not in spec.categorical]
     x, measured = Rows((len(features),), np.float64), Rows((), np.float64)
     for piece in cells:
-        start, column, values = piece
+        start, column, block = piece
         if column in spec.drop and column not in coded:
             continue
-        rows, gone = x.at(start, len(values)), np.array([c is None or c in spec.missing or c != c for c in values])
+        rows, gone = x.at(start, len(block)), np.array([c is None or c in spec.missing or c != c for c in block])
         if gone.any() and column not in spec.drop and (not spec.impute or column not in features):
             what = f"row {problems.first + start + int(gone.argmax())}, column {column!r}: missing value"
             cure = "repair it, name the column in drop, or set impute = true for a feature"
             problems.add("missing", column, what, [None] * int(gone.sum()), cure)
         if column in coded:
-            coded[column].add(values, gone)
+            coded[column].add(block, gone)
         if column in numeric:
             rows[:, features.index(column)] = numbers(piece, gone, problems)
         if column == label and spec.task == "regression":
-            measured.at(start, len(values))[:] = numbers(piece, gone, problems)
+            measured.at(start, len(block))[:] = numbers(piece, gone, problems)
     found = problems.sentences()
     if x.size == 0 and not found:
         raise NoSamples(f"{where}: no rows below the header; an empty table")
@@ -299,7 +299,9 @@ def _task(spec: TableSource, label: str, levels: tuple[str, ...], doubtful: bool
     """
     wrong: list[str] = []
     if doubtful and len(levels) == 1:
-        wrong.append(f"the label {label!r} is {levels[0]!r} in every row; nothing can be learned from it")
+        wrong.append(
+            f"the label {label!r} is {levels[0]!r} in every row that can be read; nothing can be learned from it"
+        )
     if spec.task == "regression":
         return "regression", wrong
     if spec.task == "auto" and any(np.isfinite(v := _natural(level)[0]) and v != np.floor(v) for level in levels):
