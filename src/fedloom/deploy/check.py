@@ -103,11 +103,11 @@ def _experiment(site: Site) -> Iterator[Finding]:
 
 
 def _privacy(site: Site, experiment: Experiment) -> Iterator[Finding]:
-    method = experiment.methods[0]
-    own, central = accounted(released(method.channel)), accounted(None, method.aggregator)
+    setting = experiment.methods[0].setting
+    own, central = accounted(released(setting.channel)), accounted(None, setting.aggregator)
     if own is not None:
-        one, most = epsilon(own, 1), epsilon(own, method.rounds)
-        cost = f"an upload costs epsilon {one:.3g}, {method.rounds} of them {most:.3g}, at delta {own.delta}"
+        one, most = epsilon(own, 1), epsilon(own, setting.rounds)
+        cost = f"an upload costs epsilon {one:.3g}, {setting.rounds} of them {most:.3g}, at delta {own.delta}"
         yield Finding("ok", f"privacy: {cost}; scores stay here")
     elif site.epsilon is not None:
         Ledger(site.state, None, site.epsilon, f"site {site.site}").release(0)

@@ -157,8 +157,8 @@ class Client:
     @cached_property
     def _private(self) -> bool:
         """Whether a delta is in force, at the sites or at the server: nothing leaves that epsilon does not cover."""
-        method = self._experiment.methods[0]
-        return accounted(method.channel, method.aggregator) is not None
+        setting = self._experiment.methods[0].setting
+        return accounted(setting.channel, setting.aggregator) is not None
 
     @cached_property
     def _run(self) -> tuple[Job, Any]:

@@ -67,7 +67,7 @@ class Forms:
         Raises:
             WireError: the bytes are not an upload of this run.
         """
-        found = self.idleload.decode(message)
+        found = self._upload.decode(message)
         info, told, update = (found.pop(name, None) for name in (INFO, TOLD, UPDATE))
         up = self.idle._replace(**found)
         return Sent(up if update is None else self._messages.with_update(up, update), info, told)

@@ -247,7 +247,7 @@ def _some(part: Any, which: Tensor) -> Any:
 
 
 def _counts(job: Job, server: Any, work: Tensor, down: Any, up: Any, answer: int) -> Tensor:
-    up_bytes, up_paper = job.messages.up(up).bytes()
-    down_bytes, down_paper = job.messages.down(down, server).bytes()
+    up_bytes, up_paper = job.messages.up(up).lengths()
+    down_bytes, down_paper = job.messages.down(down, server).lengths()
     traffic = (up_bytes + answer * job.oracle.dtype.itemsize, down_bytes, up_paper + 4 * answer, down_paper)
     return torch.cat([work, torch.stack([c.expand(len(work)) for c in traffic], 1)], 1)

@@ -35,8 +35,8 @@ class Letter(NamedTuple):
     values: Mapping[str, Tensor]
     ranks: Mapping[str, Any] = {}
 
-    def bytes(self) -> tuple[Tensor, Tensor]:
-        """Its length per client, ``[m]`` or ``[1]``, and as the papers count; nothing to send is no message."""
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        """Its bytes per client, ``[m]`` or ``[1]``, and as the papers count; nothing to send is no message."""
         if not self.values:
             return torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)
         return self.codec.length(self.values, self.ranks), self.codec.paper_bytes(self.values, self.ranks)

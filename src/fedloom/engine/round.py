@@ -63,9 +63,9 @@ def play(job: Job, pool: Crew, state: State) -> State:
             raise TypeError(f"server must return a {type(state.server).__name__}, got {type(server).__name__}")
     if not all(bool(f.isfinite().all()) for f in server):
         raise RunStopped(Stop.DIVERGED, f"round {t}: the server's state is not finite")
-    if job.setting.sampler.learns:
+    if (told := uploads.answers("told")) is not None:
         with blamed("sampler", job.setting.sampler, f"round {t}"):
-            sampler = job.setting.sampler.learn(sampler, uploads.answers("told"), accepted)
+            sampler = job.setting.sampler.learn(sampler, told, accepted)
     counts = torch.cat([uploads.counts.sum(0) + asked, torch.tensor([len(uploads.dropped)])])
     return state.with_(
         round=t, server=server, sampler=sampler, weigher=weigher, aggregator=aggregator, sums=uploads.sums,

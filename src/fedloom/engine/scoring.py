@@ -75,7 +75,8 @@ def record(job: Job, state: State, scores: Scores) -> None:
     """Record the scores of a round, what the clients did so far, the privacy that is left, and recovered groups."""
     records, t = state.records, state.round
     benign = torch.where(job.malicious, torch.nan, 1.0).double().numpy() if len(job.attackers) else None
-    sizes = {part: job.judge.sizes(part).double().cpu().numpy() for part in job.setting.evaluate.parts}
+    parts = job.setting.evaluate.parts
+    sizes: dict[str, Any] = {part: job.judge.sizes(part).double().cpu().numpy() for part in parts}
     records.scores(t, scores, sizes, benign)
     for name, value in zip((*COUNTS, "dropped"), state.totals.tolist(), strict=True):
         records.total(t, "", "", name, value)

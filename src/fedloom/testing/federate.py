@@ -144,7 +144,8 @@ def play(
         if not kind.averaged:
             arrived[name] = torch.stack(values)
         elif kind.keeps:
-            share = 1.0 if kind.weight is None else getattr(stored, kind.weight) / getattr(stored, kind.weight).mean(0)
+            weight = getattr(kind, "weight", None)
+            share = 1.0 if weight is None else getattr(stored, weight) / getattr(stored, weight).mean(0)
             arrived[name] = (share * getattr(stored, name)).mean(0)
         else:
             p = [1 / len(values)] * len(values) if kind.accumulates else shares
