@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 import torch
-from sklearn.manifold import TSNE
 from torch import Tensor
 
 from fedloom.data.federation import Federation
@@ -76,6 +75,8 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
     The model is the client's personal one, the global one where there is none (FedSLR, Fig. 4). Every client has a
     plane of its own, a function of the run's seed; a label is a class's code, NaN in a regression.
     """
+    from sklearn.manifold import TSNE  # slow to import, needed where it is asked for
+
     oracle, fed, kinds = result.job.oracle, result.job.judge, result.models.kinds()
     model = "personal" if "personal" in kinds else "global"
     sizes = fed.sizes("test")

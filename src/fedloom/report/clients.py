@@ -174,9 +174,8 @@ def _relative(runs: list[Run], rows: list[Row]) -> Figure | None:
             gains.append((row, found))
     if not gains:
         return None
-    spec, data, words = _distribution(
-        runs, *map(list, zip(*gains, strict=True)), "Gain in accuracy (points)", -1, zero=True
-    )
+    compared, found_gains = [row for row, _ in gains], [found for _, found in gains]
+    spec, data, words = _distribution(runs, compared, found_gains, "Gain in accuracy (points)", -1, zero=True)
     base_names = " or ".join(against)
     caption = (
         f"Relative accuracy: each client's test accuracy at the last round minus that of {base_names} at the same "
@@ -236,7 +235,7 @@ def _distribution(
         ("row", "Method"), *((n, n, ".4~g") for n in cuts[1:6]), *((("better", "gain", ".0%"),) if zero else ())
     )
     box_y = {**y, "field": "middle"}
-    cloud = [
+    cloud: list[Spec] = [
         {"density": "value", "groupby": ["row", "model", "place"], "steps": 80},
         {"joinaggregate": [{"op": "max", "field": "density", "as": "top"}], "groupby": ["row"]},
         {"calculate": "datum.place - 0.42 * datum.density / datum.top", "as": "up"},
@@ -245,7 +244,7 @@ def _distribution(
     here = {"calculate": "datum.place + 0.1", "as": "middle"}
     dot = vl.tips(("row", "Method"), ("client", "Client"), ("seed", "Seed"), ("value", title, ".4~g"))
     box_at = {"y": box_y, "tooltip": quantile_tips}
-    look = {"shape": "circle", "size": 42, "fill": "white", "stroke": "black", "strokeWidth": 1.2, "opacity": 1}
+    look: Spec = {"shape": "circle", "size": 42, "fill": "white", "stroke": "black", "strokeWidth": 1.2, "opacity": 1}
     shape = {"x": x, "y": {**y, "field": "up"}, "y2": {"field": "place"}, "detail": {"field": "row"}, "color": tint}
     layers = [
         vl.mark("area", shape, *cloud, data="dots", opacity=0.45, clip=True, tooltip=None),

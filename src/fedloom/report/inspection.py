@@ -50,8 +50,8 @@ def _chosen(run: Run, table: Any) -> tuple[str, int, str]:
 def _drawn(run: Run, name: str, columns: tuple[str, ...]) -> tuple[Rows, str] | None:
     """Rows of the drawn method, model and seed, of its first benign clients; words on them."""
     path = run.path / f"{name}.parquet"
-    table = read_table(path, ("method", "seed", "client", "model", *columns)) if path.exists() else ()
-    if not len(table):
+    table = read_table(path, ("method", "seed", "client", "model", *columns)) if path.exists() else None
+    if table is None or not len(table):
         return None
     method, seed, model = _chosen(run, table)
     hostile = pa.array(sorted(run.attackers(method, seed)), pa.int64())
@@ -87,7 +87,7 @@ def _confusion(run: Run, place: int) -> Figure | None:
         }
         for r in rows
     ]
-    more = {"scale": {"domain": classes, "padding": 0.04}, "axis": {"labelLimit": 70}}
+    more: Spec = {"scale": {"domain": classes, "padding": 0.04}, "axis": {"labelLimit": 70}}
     hints = vl.tips(*((n, n.capitalize()) for n in ("client", "true", "predicted", "count")), ("share", "Share", ".0%"))
     inner = vl.heat_map(
         vl.names("predicted", classes, **more),
@@ -119,7 +119,7 @@ def _representations(run: Run, place: int) -> Figure | None:
         }
         for r in rows
     ]
-    bare = {"axis": {"labels": False, "grid": False}, "scale": {"padding": 8}}
+    bare: Spec = {"axis": {"labels": False, "grid": False}, "scale": {"padding": 8}}
     encoding: Spec = {
         "x": vl.number("x", **bare),
         "y": vl.number("y", **bare),

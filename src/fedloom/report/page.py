@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from html import escape
+from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
@@ -148,7 +149,7 @@ def _scripts() -> str:
     It takes seconds to make, so it is kept in the user's cache folder where that can be written.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedloom"
-    kept = folder / f"vega-{vl_convert.__version__}-{VEGA_LITE}.js"
+    kept = folder / f"vega-{version('vl-convert-python')}-{VEGA_LITE}.js"
     try:
         text = kept.read_text(encoding="utf-8")
         if text.endswith(END):

@@ -51,6 +51,10 @@ class Points(NamedTuple):
     client: Integers
     value: Numbers
 
+    def at(self, rows: Any) -> Points:
+        """The points at places, in a slice, or where a mask is true."""
+        return Points(self.round[rows], self.client[rows], self.value[rows])
+
 
 class _Lenient(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -157,8 +161,7 @@ class Run:
         attackers = self.attackers(key.method, key.seed)
         if points is None or not attackers:
             return points
-        honest = ~np.isin(points.client, list(attackers))
-        return Points(points.round[honest], points.client[honest], points.value[honest])
+        return points.at(~np.isin(points.client, list(attackers)))
 
     def client(self, id: int) -> str:
         """Name of a client, its number where none was recorded."""
@@ -207,7 +210,7 @@ def _read(path: Path, label: str) -> Run:
         own = points.client != FEDERATION
         for found, rows in ((series, own), (totals, ~own)):
             if rows.any():
-                found[key] = points if rows.all() else Points(*(column[rows] for column in points))
+                found[key] = points if rows.all() else points.at(rows)
     summary, seconds = _summary(path / "summary.json"), _seconds(path / "timings.parquet")
     return Run(path, label, settings, summary, *_partitions(path / "partition.parquet"), series, totals, seconds)
 
@@ -313,10 +316,9 @@ def _split(table: pa.Table) -> dict[Key, Points]:
         for name in reversed(Key._fields):
             number, place = divmod(number, len(known[name]))
             parts.append(known[name][place])
-        own = Points(*(column[start:end] for column in points))
+        own = points.at(slice(start, end))
         later = np.diff(own.round)
         if not ((later > 0) | ((later == 0) & (np.diff(own.client) >= 0))).all():
-            again = np.lexsort((own.client, own.round))
-            own = Points(*(column[again] for column in own))
+            own = own.at(np.lexsort((own.client, own.round)))
         groups[Key(*reversed(parts))] = own
     return groups
