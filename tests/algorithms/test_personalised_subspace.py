@@ -260,9 +260,10 @@ def test_flame_to_a_tolerance_by_hand(seed: int, eps0: float, shrink: float) -> 
                 theta, count = theta - 0.2 * slope(theta), count + 1
             equal(after.rows.theta[i], theta)
             counts.append(count)
-    if eps0 == 1.0:
-        assert 0 in counts
-    assert max(counts) > 1
+    if eps0 == 1.0:  # a loose tolerance holds at once or after little work, a tight one takes several steps
+        assert {0, 1} <= set(counts)
+    else:
+        assert max(counts) > 1
 
 
 def test_flame_to_a_tolerance_takes_at_most_as_many_steps_as_allowed() -> None:
