@@ -176,7 +176,7 @@ class _Run:
         known = self._known_sizes()
         if known is not None:
             self._post.sizes.copy_(known)
-            self._post.fix()
+            self._post.presence.fix()
         method = self._experiment.methods[0]
         plain = isinstance(method.sampler, Uniform) and isinstance(method.weigher, UniformWeigher)
         composed = method.composition.sampler is not None or method.composition.weigher is not None
