@@ -14,10 +14,11 @@ from socket import create_connection
 from typing import Any
 
 from fedloom.deploy import commands
-from fedloom.deploy.code import check_code
+from fedloom.deploy.code import check_code, read_agreed
 from fedloom.deploy.directory import APP
+from fedloom.deploy.local_data import site_federation
 from fedloom.deploy.processes import Process, ProcessError, Processes, check_free, free_ports
-from fedloom.deploy.server import FINISHED, finished
+from fedloom.deploy.server import FINISHED, STOPS, finished
 from fedloom.deploy.settings import Server, Site, check_fingerprint, check_version, read_server, read_site
 from fedloom.deploy.table import site_table
 from fedloom.errors import ConfigError
@@ -110,7 +111,7 @@ class Loopback:
             tell: called with every line of the server's log.
 
         Raises:
-            ProcessError: the run failed, or the server ended before it.
+            ProcessError: the run stopped early or failed, or the server ended before it.
         """
         serving, sites = self._processes.started[:2], self._processes.started[2:]
         command = commands.run(self.folder / "server" / APP, self._server_file)
@@ -128,6 +129,8 @@ class Loopback:
             self._pass_on(log.readlines(), tell)
         if stream.reap() != 0:
             raise ProcessError(f"the run could not be started or followed; the end of {stream.log}:\n{stream.tail()}")
+        if stops := [line for line in stream.log.read_text().splitlines() if line.startswith(STOPS)]:
+            raise ProcessError(stops[-1].removeprefix(SPOKEN))
         status = self.status()
         if status != "finished:completed":
             raise ProcessError(f"the run ended as {status}; the end of {stream.log}:\n{stream.tail()}")
@@ -190,7 +193,8 @@ class Loopback:
     @staticmethod
     def _pass_on(lines: Sequence[str], tell: Tell) -> None:
         for line in lines:
-            tell(line.rstrip("\n"))
+            if not line.startswith(STOPS):
+                tell(line.rstrip("\n"))
 
 
 def run_all(folder: Path, tell: Tell, port: int | None = None) -> Loopback:
@@ -203,6 +207,7 @@ def run_all(folder: Path, tell: Tell, port: int | None = None) -> Loopback:
 
     Raises:
         ConfigError: the directory is not one, or the port is in use.
+        DataError: a site's data cannot be read, or are not the experiment's.
         RunDirError: another process runs it.
         ProcessError: the server or the run failed.
     """
@@ -216,6 +221,8 @@ def run_all(folder: Path, tell: Tell, port: int | None = None) -> Loopback:
     if finished(here.server):
         tell(FINISHED)
         return here
+    for site in here.sites.values():
+        site_federation(read_agreed(site), site)
     with lock(here.folder, wait=0), processes:
         here.start_server()
         tell(f"the server answers on {here.address}, over TLS")

@@ -42,6 +42,8 @@ from fedloom.running.store import Store
 Say = Callable[[str], None]
 
 SUMMARY = "summary.json"
+STOPS = "fedloom: stops: "
+"""How the line begins that says why a run ended early."""
 FINISHED = "all rounds are done; for more of them, deploy an experiment with more rounds"
 
 
@@ -137,7 +139,7 @@ class _Run:
             self._write(job, state)
         except RunStopped as error:
             stop, detail = error.reason, error.detail
-            self._say(f"fedloom: stops: {error}")
+            self._say(f"{STOPS}{error}")
         self._audit.write("stop", reason=stop.value, detail=detail or None)
         self._summary(stop, detail)
         return stop

@@ -14,7 +14,9 @@ import tomli_w
 from pydantic import AfterValidator, BaseModel, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 import fedloom
+from fedloom.data.sources import SOURCES
 from fedloom.errors import ConfigError
+from fedloom.imports import is_path
 from fedloom.values import Value, fields_of, make, read_toml
 
 SITE_KEY = "site"
@@ -157,14 +159,18 @@ class Server(Shared):
 
 
 def read_site(path: Path) -> Site:
-    """A site's TOML file; paths come back absolute.
+    """A site's TOML file; paths come back absolute, also those of its data.
 
     Raises:
         ConfigError: the file is missing or says what cannot be.
     """
-    site = _read(Site, path, "site file")
-    where = site.data.get("path")
-    data = {**site.data, "path": str(path.parent.resolve() / Path(where).expanduser())} if where else site.data
+    site, folder = _read(Site, path, "site file"), path.parent.resolve()
+    source = site.data["source"]
+    is_file = bool({"/", "\\"} & set(source) or Path(source).suffix or (folder / source).exists())
+    keys = ("path", "source") if is_file and source not in SOURCES and not is_path(source) else ("path",)
+    keys = ("path",) if source.startswith("hub:") else keys
+    places = {key: site.data[key] for key in keys if isinstance(site.data.get(key), str)}
+    data = site.data | {key: str(folder / Path(place).expanduser()) for key, place in places.items()}
     return site.model_copy(update={"data": data})
 
 
