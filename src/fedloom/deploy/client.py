@@ -18,7 +18,7 @@ from fedloom.deploy.envelope import ASKED, PROTOCOL, REASON, Kind, Letter, diges
 from fedloom.deploy.forms import Forms
 from fedloom.deploy.identity import sign, signing_key
 from fedloom.deploy.ledger import Ledger, entropy
-from fedloom.deploy.local_data import part_sizes, schema_of, site_federation
+from fedloom.deploy.local_data import part_sizes, samples_digest, schema_of, site_federation
 from fedloom.deploy.memory import Generation, Memory
 from fedloom.deploy.settings import Site, check_version
 from fedloom.errors import FedloomError, Refused
@@ -52,6 +52,7 @@ class Client:
             head = letter.head
             self._check(letter)
             with self._memory.open():
+                self._watch_samples()
                 more, arrays, metrics = self._act(letter)
             more |= {"status": "ok", "reason": "; ".join(self._memory.notes)[:REASON]}
         except Exception as error:  # the server is told, and logs it
@@ -96,6 +97,21 @@ class Client:
         if head["digest"] != digest_of(letter.arrays):
             raise Refused("the arrays did not arrive as they were sent")
 
+    def _watch_samples(self) -> None:
+        """Tell, or refuse where the agreement says so, samples that are not those of the message before.
+
+        Raises:
+            Refused: they are others, and they are not to change.
+        """
+        before = self._memory.changed(self.samples)
+        if before is None:
+            return
+        what = f"the samples of {self.site.site} are not those that it began with"
+        if self.site.fixed_data:
+            raise Refused(f"{what}, and fixed_data says that they stay; put the data back, or begin a new experiment")
+        self._memory.note_samples(self.samples)
+        self._memory.notes.append(f"{what}; the run goes on with the new ones")
+
     def _act(self, letter: Letter) -> tuple[dict[str, Any], list[bytes], dict[str, float] | None]:
         kind: Kind = letter.head["kind"]
         torch.set_num_threads(self.site.threads)
@@ -127,6 +143,11 @@ class Client:
         """The site's samples, as one client of the federation."""
         check_version(self.site)
         return site_federation(read_agreed(self.site), self.site)
+
+    @cached_property
+    def samples(self) -> str:
+        """Digest of the samples; it does not leave the site."""
+        return samples_digest(self.fed, self.site.client)
 
     @cached_property
     def _run(self) -> tuple[Job, Any]:
@@ -175,7 +196,9 @@ class Client:
         if kept is not None:
             return kept
         down = self.forms.read_down(letter.arrays[0])
-        Ledger(self._memory.folder, self._noise, self.site.epsilon, f"site {self.site.site}").release(t)
+        Ledger(self._memory.folder, self._noise, self.site.epsilon, f"site {self.site.site}").release(
+            t, samples=self.samples
+        )
         noise = [entropy()] if isinstance(job.channel, GaussianNoise) else None
         made = make(job, down, TrainTask(t, torch.tensor([0]), self._ids, torch.ones(1, 1)), noise)
         if not bool(usable((*made.up, *made.new), 1, None).all()):

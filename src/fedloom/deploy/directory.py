@@ -72,6 +72,7 @@ def _fill(folder: Path, plan: Plan, place: Place) -> None:
         "clients": len(plan.sites),
         "samples": plan.samples,
         "columns": plan.columns,
+        "fixed_data": plan.fixed_data,
         "code": plan.code.digests(),
         "installed": plan.code.installed,
     }

@@ -40,7 +40,7 @@ class Plan:
 
     name: of the experiment; experiment: text of the experiment file, of one method and one seed, without the path of any
     data; sites: their names, in the order of the clients; samples, columns: what a sample looks like; data: where a site's samples are; data_dir:
-    folder of data sets on this machine; share: see `Site.share`; code: what the experiment names by import path;
+    folder of data sets on this machine; share, fixed_data: see `Site`; code: what the experiment names by import path;
     norm_bound: longest difference that the server accepts, None for any.
     """
 
@@ -52,6 +52,7 @@ class Plan:
     data: dict[str, Any]
     data_dir: Path | None
     share: Literal["all", "partition"]
+    fixed_data: bool
     code: Code
     norm_bound: float | None
 
@@ -65,6 +66,7 @@ def plan(
     rounds: int | None = None,
     data_dir: Path | None = None,
     own_data: bool = False,
+    fixed_data: bool = False,
     norm_bound: float | None = None,
 ) -> Plan:
     """What is deployed of an experiment.
@@ -77,6 +79,7 @@ def plan(
         rounds: None: the method's.
         data_dir: folder of data sets.
         own_data: every site has data of its own, in place of a share of the experiment's.
+        fixed_data: a site whose samples change in the run is refused; otherwise the change is told.
         norm_bound: longest difference that the server accepts from a site (L2); None: `MARGIN` times the longest of the
             first round, which is simulated for it.
 
@@ -111,6 +114,7 @@ def plan(
         data=_own(one) if own_data else _absolute(one.source_options),
         data_dir=None if folder is None or own_data else folder.resolve(),
         share="all" if own_data else "partition",
+        fixed_data=fixed_data,
         code=code_of(one.settings()),
         norm_bound=norm_bound or _bound(job, start),
     )

@@ -241,8 +241,11 @@ class Post:
         self.presence.answered(about.node)
         if late is None:
             good[found.client] = found
+        note = plain(found.head["reason"])
+        if note:
+            self._say(f"fedloom: {self.presence.name(about.node)} notes ({about.kind}): {note}")
         self._audit.write(
-            "accepted", digest=found.digest, norm=found.norm, reason=found.head["reason"] or None,
+            "accepted", digest=found.digest, norm=found.norm, reason=note or None,
             **facts, **self._facts(about._replace(client=found.client)),
         )  # fmt: skip
 

@@ -61,6 +61,7 @@ class Shared(Value):
     clients: int = Field(ge=1, description="sites of the experiment, taking part or not")
     samples: Schema = Field(description="what one sample looks like")
     columns: tuple[str, ...] = Field((), description="columns of a table, in order, with their levels; none: no table")
+    fixed_data: bool = Field(False, description="a site whose samples change in a run is refused; else it is told")
     code: dict[str, Digest] = Field({}, description="SHA-256 of the files of user code in the folder code, by path")
     installed: dict[str, Digest] = Field({}, description="SHA-256 of modules of user code that are installed, by name")
 
