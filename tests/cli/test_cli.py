@@ -96,6 +96,43 @@ def test_labels_that_differ_in_punctuation_have_folders_of_their_own(tmp_path: P
     assert all(folder in listed.output for folder in folders)
 
 
+@pytest.mark.parametrize(
+    "label", ["\N{LATIN SMALL LETTER E WITH ACUTE}" * 80, "x" * 300, "\N{CJK UNIFIED IDEOGRAPH-6A21}" * 29, "/" * 90]
+)
+def test_a_label_of_any_length_runs_goes_on_and_is_reported(label: str, tmp_path: Path) -> None:
+    """Two labels that differ at their end only; a run that was stopped, one that goes on, a report, and a new client."""
+    text, more = SMALL.replace("seeds = [0, 1]", "seeds = [0]"), '[[method]]\nalgorithm = "flame"\nlabel = '
+    both = text.replace(
+        "rho = 0.2", f'rho = 0.2\nlabel = "{label}a"\n[[method]]\nalgorithm = "flame"\nlabel = "{label}b"'
+    )
+    run(text, tmp_path)
+    run(both, tmp_path)
+    run(both.replace("rounds = 3", "rounds = 4"), tmp_path)
+    out = tmp_path / "out"
+    assert {r["method"] for r in json.loads((out / "summary.json").read_text())["runs"]} >= {f"{label}a", f"{label}b"}
+    assert set(pq.read_table(out / "metrics.parquet")["method"].to_pylist()) >= {f"{label}a", f"{label}b"}
+    assert len(list((out / "models").iterdir())) >= 3
+    again = RUNNER.invoke(app, ["report", str(out)])
+    assert again.exit_code == 0, again.output
+    exported = RUNNER.invoke(
+        app,
+        ["export", str(out), "--method", f"{label}b", "--client", "1", "--out", str(tmp_path / "model.safetensors")],
+    )
+    assert exported.exit_code == 0, exported.output
+
+
+def test_a_name_that_is_not_utf_8_is_refused_before_any_work(tmp_path: Path) -> None:
+    """A folder's name may be any bytes; what has to be printed, written into a page or into TOML may not."""
+    file = tmp_path / "small.toml"
+    file.write_text(SMALL)
+    words = ["run", str(file), "--out", os.fsencode(tmp_path) + b"/out-\xff\xfe"]
+    done = subprocess.run([sys.executable, "-m", "fedloom", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "is not text in UTF-8; use a name that is" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == [file]
+
+
 def test_running_again_does_nothing_and_changes_nothing(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "out")
     before = (tmp_path / "out" / "metrics.parquet").read_bytes()

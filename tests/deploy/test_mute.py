@@ -110,7 +110,7 @@ def test_a_node_that_falls_mute_in_any_phase(kind: str, method: str, tmp_path: P
 
 
 def test_a_node_that_is_back_is_waited_for_again(tmp_path: Path, clock: Clock) -> None:
-    """Mute in round 2; from round 3 on it answers after a minute: round 3 does not wait, its late answer is a sign of life."""
+    """Mute in round 2, slow from round 3 on: that round does not wait, but its late answer is a sign of life."""
     here = scene(tmp_path, "fedavg", **{**FEW, "rounds": 8, "evaluate": {"every": 100}})
 
     def delay(node: int, message: Message) -> float:

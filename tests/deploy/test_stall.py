@@ -13,19 +13,21 @@ from fedloom.deploy.processes import ProcessError, Processes
 from fedloom.deploy.settings import read_server, text_of
 from fedloom.deploy.units import Place
 
-pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(900)]
 
-DEADLINE = 20.0
-ROUNDS = 5
-QUIET = 60.0
-"""Seconds that a round of two sites may take on a busy machine, with its scores and its greeting."""
+DEADLINE = 90.0
+ROUNDS = 3
+REPORTED = 90.0
+"""Seconds within which Flower reports a node that is gone; measured: 40 to 60."""
+MOMENT = 10.0
+"""Seconds from the last reply that a round waits for to its end, on a busy machine."""
 
 
 @pytest.fixture(scope="module")
 def three(experiment, tmp_path_factory):
     """A server that knows three sites; the first two are there."""
     folder = tmp_path_factory.mktemp("stall") / "try"
-    write(plan(experiment("fedavg", rounds=ROUNDS), 3), folder, Place(quorum=3))
+    write(plan(experiment("fedavg", rounds=ROUNDS, evaluate={"every": ROUNDS}), 3), folder, Place(quorum=3))
     with Processes() as processes:
         here = Loopback(folder, processes)
         here.start_server()
@@ -41,7 +43,7 @@ def settle(here, **changes):
 
 
 def test_a_run_without_its_quorum_says_one_sentence(three):
-    settle(three, patience=15.0, deadline=DEADLINE, ttl=40.0)
+    settle(three, patience=60.0, deadline=DEADLINE, ttl=DEADLINE)
     said = []
     with pytest.raises(ProcessError) as error:
         three.run(said.append)
@@ -70,7 +72,7 @@ def test_a_disk_that_cannot_be_used_is_one_sentence_too(three, tmp_path):
 
 def test_a_site_that_is_stopped_costs_one_deadline(three):
     """SIGSTOP after a round that it took part in; the node stays registered, and the others finish."""
-    settle(three, patience=60.0, deadline=DEADLINE, ttl=600.0, quorum=2)
+    settle(three, patience=300.0, deadline=DEADLINE, ttl=600.0, quorum=2)
     three.start_site("site-2")
     stopped = []
 
@@ -89,10 +91,13 @@ def test_a_site_that_is_stopped_costs_one_deadline(three):
     audit = [json.loads(line) for line in text.splitlines()]
     fate = [x for x in audit if x.get("site") == "site-1" and x["what"] in ("mute", "rejected")]
     assert fate, "the log does not name the site"
-    ends = {
-        x["round"]: datetime.fromisoformat(x["time"]) for x in audit if x["what"] == "accepted" and x["kind"] == "train"
-    }
-    assert set(ends) == set(range(1, ROUNDS + 1))
-    waits = [(ends[t + 1] - ends[t]).total_seconds() for t in range(1, ROUNDS)]
-    assert max(waits) < DEADLINE + QUIET, waits
-    assert sum(w > DEADLINE + 25 for w in waits) <= 1, waits
+    training = {t: [x for x in audit if x.get("round") == t and x.get("kind") == "train"] for t in range(1, ROUNDS + 1)}
+    for t in range(2, ROUNDS + 1):
+        last = max(moment(x) for x in training[t] if x["what"] == "accepted")
+        [missed] = [x for x in audit if x["what"] == "missed" and x["round"] == t and x["site"] == "site-1"]
+        lost = (moment(missed) - last).total_seconds()
+        assert lost < (max(DEADLINE, REPORTED) if t == 2 else 0) + MOMENT, (t, lost)
+
+
+def moment(entry):
+    return datetime.fromisoformat(entry["time"])

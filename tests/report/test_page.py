@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import re
@@ -13,6 +14,7 @@ import pytest
 from recorded import Recording
 
 from fedloom import report
+from fedloom.errors import CheckpointError
 from fedloom.report import sections
 from fedloom.report.figure import slug
 from fedloom.report.numbers import Estimate, Row, rows_of
@@ -51,6 +53,38 @@ def test_files_beside_the_page(page: Path) -> None:
     assert figures >= {"single-clients", "partition-0", "partition-2", "curves-loss-round"}
     assert all(path.read_text().startswith("<svg") for path in beside.glob("*.svg"))
     assert not list(page.parent.rglob("*.tmp"))
+
+
+def test_a_disk_that_is_full_is_a_sentence_and_nothing_is_lost(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fills up at every file in turn: no half-written file, no draft, and the page before stays whole."""
+    out = report.write([small], tmp_path / "report.html")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    real, left = Path.write_text, [0]
+
+    def write_text(self: Path, text: str, **options: str) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            real(self, text[:10], **options)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    for count in (0, 1, 2, len(before) - 1):
+        left[0] = count
+        with pytest.raises(CheckpointError, match="the disk is full; the results of the run are intact: free some"):
+            report.write([small], out)
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("start", list("=+-@\t\r"))
+def test_text_that_begins_a_formula_is_text_in_a_spreadsheet(start: str) -> None:
+    row = Row("=run", f"{start}HYPERLINK(1)", "fedavg", "global", (), {"loss": Estimate({0: -1.5})})
+    [header, cells] = csv.reader(io.StringIO(csv_text([row]), newline=""))
+    found = dict(zip(header, cells, strict=True))
+    assert (found["run"], found["method"], found["algorithm"]) == ("'=run", f"'{start}HYPERLINK(1)", "fedavg")
+    assert found["loss"] == "-1.5"
 
 
 def test_the_page_loads_nothing(page: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import vl_convert
 
-from fedloom.errors import ConfigError
+from fedloom.errors import CheckpointError, ConfigError
 from fedloom.report import sections
 from fedloom.report.charts import figures
 from fedloom.report.figure import VEGA_LITE, Figure, theme
@@ -73,6 +75,7 @@ def write(run_dirs: Sequence[Path], out: Path) -> Path:
     Raises:
         RunDirError: a directory is not a run, or one of its files is damaged; nothing is written.
         ConfigError: ``out`` does not end in ``.html``.
+        CheckpointError: the disk is full or refuses; the runs are as they were.
     """
     if out.suffix.lower() not in (".html", ".htm") or out.is_dir():
         raise ConfigError(f"a report is one HTML file, got {out}; give a name such as {out.with_suffix('.html')}")
@@ -81,7 +84,8 @@ def write(run_dirs: Sequence[Path], out: Path) -> Path:
     shown = figures(runs, rows)
     text = page(runs, rows, shown)
     beside = out.with_suffix("")
-    beside.mkdir(parents=True, exist_ok=True)
+    with _explained(beside):
+        beside.mkdir(parents=True, exist_ok=True)
     _replace(beside / "results.csv", csv_text(rows))
     _replace(beside / "results.tex", latex(rows, _title(runs)))
     for figure in shown:
@@ -93,8 +97,28 @@ def write(run_dirs: Sequence[Path], out: Path) -> Path:
 def _replace(path: Path, text: str) -> None:
     """Writes under a temporary name first, so that no half-written file is ever seen."""
     draft = path.with_name(path.name + ".tmp")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
+    with _explained(path):
+        try:
+            draft.write_text(text, encoding="utf-8")
+            os.replace(draft, path)
+        except OSError:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = "the disk is full" if full else error.strerror or str(error)
+        do = "free some space" if full else "check the disk and the permissions of the folder"
+        raise CheckpointError(
+            f"the report {path} could not be written: {what}; the results of the run are intact: {do}, then "
+            "'fedloom report' with the run directory writes it"
+        ) from error
 
 
 def _title(runs: list[Run]) -> str:

@@ -22,6 +22,8 @@ from fedloom.data.tables import Column, Table
 from fedloom.errors import ConfigError, DataError, NoSamples, nearest
 
 BATCH = 512
+CELL = np.dtype(np.float64).itemsize
+"""Bytes of a cell in memory, however few a file has for it."""
 Cells = Sequence[Any]
 
 
@@ -73,16 +75,20 @@ class Parquet(TableSource):
     """A Parquet file."""
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All rows, read column by column: a page of every column at a time would be as much as the features."""
+        """All rows, read column by column: a page of every column at a time would be as much as the features.
+
+        Their number and size in the footer are compared with the file's size first.
+        """
         from pyarrow import ArrowException, parquet  # slow to import
 
         place = locate("Parquet", self.path, data_dir, (), lambda p: p.is_file())
         try:
             with parquet.ParquetFile(place, buffer_size=2**18, pre_buffer=False) as file:  # else a group is held whole
                 groups = range(file.metadata.num_row_groups)
-                declared = sum(file.metadata.row_group(i).total_byte_size for i in groups)
-                check_size(str(place), declared, place.stat().st_size)
                 names = list(file.schema_arrow.names)
+                unpacked = sum(file.metadata.row_group(i).total_byte_size for i in groups)
+                cells = file.metadata.num_rows * sum(name not in self.drop for name in names)
+                check_size(str(place), max(unpacked, cells * CELL), place.stat().st_size)
                 return _read(self, place.stem, str(place), names, _columns(file, names, self.drop))
         except (ArrowException, OSError) as error:
             raise DataError(f"{place}: not a readable Parquet file ({error}); write it again") from error
