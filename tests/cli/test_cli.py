@@ -100,8 +100,8 @@ def test_labels_that_differ_in_punctuation_have_folders_of_their_own(tmp_path: P
     "label", ["\N{LATIN SMALL LETTER E WITH ACUTE}" * 80, "x" * 300, "\N{CJK UNIFIED IDEOGRAPH-6A21}" * 29, "/" * 90]
 )
 def test_a_label_of_any_length_runs_goes_on_and_is_reported(label: str, tmp_path: Path) -> None:
-    """Two labels that differ at their end only; a run that was stopped, one that goes on, a report, and a new client."""
-    text, more = SMALL.replace("seeds = [0, 1]", "seeds = [0]"), '[[method]]\nalgorithm = "flame"\nlabel = '
+    """Two labels that differ at their end only: a method is added, rounds are added, a report, a model."""
+    text = SMALL.replace("seeds = [0, 1]", "seeds = [0]")
     both = text.replace(
         "rho = 0.2", f'rho = 0.2\nlabel = "{label}a"\n[[method]]\nalgorithm = "flame"\nlabel = "{label}b"'
     )

@@ -4,10 +4,12 @@ import shutil
 
 import pytest
 
+from fedloom.deploy import post, presence
 from fedloom.deploy.directory import write
 from fedloom.deploy.plan import plan
 from fedloom.deploy.units import Place
 from fedloom.experiment import parse
+from tests.deploy.grid import Clock
 
 
 def make_experiment(*methods, rounds=3, clients=3, **tables):
@@ -45,3 +47,12 @@ def written(planned, tmp_path_factory):
 @pytest.fixture
 def ready(written, tmp_path):
     return shutil.copytree(written, tmp_path / "try")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time for the server that passes only where it sleeps."""
+    made = Clock()
+    for module in (post, presence):
+        monkeypatch.setattr(module, "time", made)
+    return made

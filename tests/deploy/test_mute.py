@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from flwr.app import Error, Message
 
-from fedloom.deploy import post, presence
 from fedloom.deploy.envelope import HEAD
 from fedloom.errors import Stop
 from tests.deploy.grid import Clock, Delay, FakeGrid
@@ -30,14 +29,6 @@ MUTE = 1
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _fd: None)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    for module in (post, presence):
-        monkeypatch.setattr(module, "time", made)
-    return made
 
 
 def silent(when: Callable[[str, int], bool]) -> Delay:

@@ -53,7 +53,7 @@ def init(folder: Path, monkeypatch: pytest.MonkeyPatch, data: dict[str, Any]) ->
         "rounds": 2,
         "data": data,
         "partition": {"kind": "iid", "clients": 2, "test": 0.2},
-        "evaluate": {"every": 1},
+        "evaluate": {"every": 2},
         "method": [{"algorithm": "fedavg"}],
     }
     (planner / "experiment.toml").write_text(tomli_w.dumps(document))
@@ -146,7 +146,7 @@ def test_a_local_run_refuses_before_anything_starts(tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 @pytest.mark.deploy
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", NAMES)
 def test_a_deployed_run(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = init(tmp_path, monkeypatch, {"source": NAMES[kind]})

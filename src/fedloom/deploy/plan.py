@@ -38,8 +38,8 @@ up to 4 times the first's, and 7 times with a channel that keeps errors, unless 
 class Plan:
     """What a deployment is made of.
 
-    name: of the experiment; experiment: text of the experiment file, of one method and one seed, without the path of any
-    data; sites: their names, in the order of the clients; samples, columns: what a sample looks like; data: where a
+    name: of the experiment; experiment: text of the experiment file, of one method and one seed, without the path of
+    any data; sites: their names, in the order of the clients; samples, columns: what a sample looks like; data: where a
     site's samples are; data_dir: folder of data sets on this machine; share, fixed_data: see `Site`; code: what the
     experiment names by import path; norm_bound: longest difference that the server accepts, None for any.
     """
