@@ -77,7 +77,10 @@ def inert(cell: T) -> T | str:
     >>> inert("=1+1"), inert("fedavg"), inert(-1.5)
     ("'=1+1", 'fedavg', -1.5)
     """
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@", "\t", "\r")) else cell
+    if not isinstance(cell, str):
+        return cell
+    mark = "'" if cell.startswith(("=", "+", "-", "@", "\t", "\r")) else ""
+    return mark + cell.replace("\r", " ")  # which the csv module does not quote, though readers end a row there
 
 
 def columns_of(rows: list[Row]) -> dict[str, str]:
