@@ -100,14 +100,14 @@ def test_labels_that_differ_in_punctuation_have_folders_of_their_own(tmp_path: P
     "label", ["\N{LATIN SMALL LETTER E WITH ACUTE}" * 80, "x" * 300, "\N{CJK UNIFIED IDEOGRAPH-6A21}" * 29, "/" * 90]
 )
 def test_a_label_of_any_length_runs_goes_on_and_is_reported(label: str, tmp_path: Path) -> None:
-    """Two labels that differ at their end only: a method is added, rounds are added, a report, a model."""
+    """Two labels that differ at their end only: methods are added, a seed is added, a report, a model."""
     text = SMALL.replace("seeds = [0, 1]", "seeds = [0]")
     both = text.replace(
         "rho = 0.2", f'rho = 0.2\nlabel = "{label}a"\n[[method]]\nalgorithm = "flame"\nlabel = "{label}b"'
     )
     run(text, tmp_path)
     run(both, tmp_path)
-    run(both.replace("rounds = 3", "rounds = 4"), tmp_path)
+    run(both.replace("seeds = [0]", "seeds = [0, 1]"), tmp_path)
     out = tmp_path / "out"
     assert {r["method"] for r in json.loads((out / "summary.json").read_text())["runs"]} >= {f"{label}a", f"{label}b"}
     assert set(pq.read_table(out / "metrics.parquet")["method"].to_pylist()) >= {f"{label}a", f"{label}b"}
