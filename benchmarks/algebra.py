@@ -31,11 +31,11 @@ import torch
 from workloads import WORKLOADS, Workload
 
 from fedloom.algorithms import ALGORITHMS, REGISTRY, Composition
+from fedloom.engine import simulate as running
+from fedloom.engine.round import play
+from fedloom.engine.setup import make_job
+from fedloom.engine.state import initial_state
 from fedloom.local import Local, Work
-from fedloom.running import simulate as running
-from fedloom.running.rounds import play
-from fedloom.running.setup import make_job
-from fedloom.running.state import initial_state
 
 ALLOWED = 0.15
 EXCUSED = {

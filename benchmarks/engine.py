@@ -29,10 +29,10 @@ from workloads import WORKLOADS, Workload
 from fedloom.algorithms import ALGORITHMS
 from fedloom.choose import Uniform
 from fedloom.data.federation import Federation
+from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.simulate import simulate
+from fedloom.engine.timing import QUIET, wait_for_quiet, watched
 from fedloom.local import Local
-from fedloom.running.settings import Engine, Evaluate
-from fedloom.running.simulate import simulate
-from fedloom.running.timing import QUIET, wait_for_quiet, watched
 
 WORKERS = {"auto": 1, "auto x2": 2}
 """Whole runs of `fedloom.simulate`: the oracle that the engine picks, and the processes."""

@@ -28,10 +28,10 @@ from fedloom.choose import Uniform
 from fedloom.data.dataset import Dataset
 from fedloom.data.federation import Federation
 from fedloom.data.partition import Iid
+from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.simulate import simulate
 from fedloom.local import Local
 from fedloom.models import CNN, MLP, ModelSpec, Softmax
-from fedloom.running.settings import Engine, Evaluate
-from fedloom.running.simulate import simulate
 
 
 def anonymous(pid: int) -> int:

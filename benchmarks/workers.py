@@ -25,12 +25,12 @@ from workloads import WORKLOADS
 from fedloom.algorithms import FedAvg
 from fedloom.choose import Uniform
 from fedloom.data.federation import Federation
+from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.simulate import simulate
+from fedloom.engine.timing import QUIET, busy, own, wait_for_quiet
 from fedloom.local import Local
-from fedloom.running.distributed import joined
-from fedloom.running.ranks import ALONE, Ranks
-from fedloom.running.settings import Engine, Evaluate
-from fedloom.running.simulate import simulate
-from fedloom.running.timing import QUIET, busy, own, wait_for_quiet
+from fedloom.processes.distributed import joined
+from fedloom.processes.ranks import ALONE, Ranks
 
 WANTED = 1.7
 """Times the rounds per second of one worker."""

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from fedloom.choose import SAMPLERS, WEIGHERS
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES
+from fedloom.engine.settings import Engine, Evaluate
 from fedloom.experiment.schema import Head
 from fedloom.experiment.tuning import Range, Tune
 from fedloom.local import Local
@@ -17,7 +18,6 @@ from fedloom.models import MODELS, PAPERS, Augment
 from fedloom.rows.aggregate import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
 from fedloom.rows.channel import CHANNELS
-from fedloom.running.settings import Engine, Evaluate
 from fedloom.values import fields_of
 
 START = """# Experiment file

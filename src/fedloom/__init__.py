@@ -12,6 +12,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from fedloom.version import __version__
+
 if TYPE_CHECKING:
     from fedloom import algorithms as algorithms
     from fedloom import errors as errors
@@ -26,6 +28,10 @@ if TYPE_CHECKING:
     from fedloom.data.dataset import Dataset as Dataset
     from fedloom.data.federation import Federation as Federation
     from fedloom.data.sources import load as load
+    from fedloom.engine import callbacks as callbacks
+    from fedloom.engine.settings import Engine as Engine
+    from fedloom.engine.settings import Evaluate as Evaluate
+    from fedloom.engine.simulate import simulate as simulate
     from fedloom.errors import FedloomError as FedloomError
     from fedloom.experiment import open_run as open_run
     from fedloom.local.settings import Local as Local
@@ -33,24 +39,19 @@ if TYPE_CHECKING:
     from fedloom.rows import attacks as attacks
     from fedloom.rows import channel as channel
     from fedloom.rows import prox as prox
-    from fedloom.running import callbacks as callbacks
-    from fedloom.running.settings import Engine as Engine
-    from fedloom.running.settings import Evaluate as Evaluate
-    from fedloom.running.simulate import simulate as simulate
 
-__version__ = "0.1.0"
 
 _WHERE = {
     "Dataset": "fedloom.data.dataset:Dataset",
-    "Engine": "fedloom.running.settings:Engine",
-    "Evaluate": "fedloom.running.settings:Evaluate",
+    "Engine": "fedloom.engine.settings:Engine",
+    "Evaluate": "fedloom.engine.settings:Evaluate",
     "Federation": "fedloom.data.federation:Federation",
     "FedloomError": "fedloom.errors:FedloomError",
     "Local": "fedloom.local.settings:Local",
     "aggregate": "fedloom.rows.aggregate",
     "algorithms": "fedloom.algorithms",
     "attacks": "fedloom.rows.attacks",
-    "callbacks": "fedloom.running.callbacks",
+    "callbacks": "fedloom.engine.callbacks",
     "channel": "fedloom.rows.channel",
     "errors": "fedloom.errors",
     "experiment": "fedloom.experiment",
@@ -61,7 +62,7 @@ _WHERE = {
     "prox": "fedloom.rows.prox",
     "samplers": "fedloom.choose.samplers",
     "seeds": "fedloom.seeds",
-    "simulate": "fedloom.running.simulate:simulate",
+    "simulate": "fedloom.engine.simulate:simulate",
     "tasks": "fedloom.tasks",
     "testing": "fedloom.testing",
     "weighers": "fedloom.choose.weighers",

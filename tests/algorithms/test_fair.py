@@ -17,11 +17,11 @@ from fedloom.choose import Clustered, FairFedWeigher, PowerOfChoice, Sampler, Si
 from fedloom.data import load
 from fedloom.data.federation import Federation as Data
 from fedloom.data.partition import Dirichlet
+from fedloom.engine.result import Result
+from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.simulate import simulate
 from fedloom.errors import Refused
 from fedloom.local import Ctx, Local, Nothing, Work
-from fedloom.running.result import Result
-from fedloom.running.settings import Engine, Evaluate
-from fedloom.running.simulate import simulate
 from fedloom.testing import Problem, State, federate
 from fedloom.testing.federate import Federation
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from fedloom.algorithms import APFL, FLAME, ADMMLpProj, Algorithm, LpProj, PerFedAvg, PFedMe
 from fedloom.algorithms import Local as LocalOnly
 from fedloom.choose import UniformWeigher
+from fedloom.engine.setup import check_together
 from fedloom.errors import Refused
 from fedloom.local import Local
 from fedloom.rows.projection import Projection, new_key, projection
-from fedloom.running.setup import check_together
 from fedloom.seeds import generator
 from fedloom.testing import Problem, State, difference, federate, personal_models
 from fedloom.testing.federate import Federation

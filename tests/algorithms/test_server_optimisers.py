@@ -14,9 +14,9 @@ from fedloom.algorithms.fedopt import Server, Up
 from fedloom.choose import SamplesWeigher, Uniform
 from fedloom.data import load
 from fedloom.data.partition import Dirichlet
+from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.simulate import simulate
 from fedloom.local import Local
-from fedloom.running.settings import Engine, Evaluate
-from fedloom.running.simulate import simulate
 from fedloom.seeds import generator
 from fedloom.testing import Problem, State, federate
 from fedloom.testing.federate import Federation

@@ -11,10 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from fedloom.cli import app
+from fedloom.engine import timing
+from fedloom.engine.setup import make_job
 from fedloom.experiment import Experiment, parse
 from fedloom.experiment.bench import Bench
-from fedloom.running import timing
-from fedloom.running.setup import make_job
 
 RUNNER = CliRunner()
 FILE = """

@@ -369,7 +369,7 @@ def in_a_fork(file: Path, out: Path, crash_at: int) -> int:
     """Exit code of a run without its page, in a fork that ends at its ``crash_at``-th primitive; 0 is never."""
     from fedloom import report
     from fedloom.experiment import Plan
-    from fedloom.running import files as primitives
+    from fedloom.storage import files as primitives
 
     assert Plan  # imported here, once for all forks
     pid = os.fork()

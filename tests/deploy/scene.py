@@ -22,10 +22,10 @@ from fedloom.deploy.keys import key_pair
 from fedloom.deploy.local_data import schema_of
 from fedloom.deploy.server import serve
 from fedloom.deploy.settings import Member, Server, Site, fingerprint
+from fedloom.engine.result import Result
+from fedloom.engine.simulate import simulate
 from fedloom.errors import Stop
 from fedloom.experiment import Experiment, parse, read
-from fedloom.running.result import Result
-from fedloom.running.simulate import simulate
 from tests.deploy.grid import FakeGrid, Fault, outside_flower
 
 FIRST = 100

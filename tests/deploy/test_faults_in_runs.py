@@ -26,7 +26,7 @@ from fedloom.deploy.memory import models
 from fedloom.deploy.server import serve
 from fedloom.deploy.settings import read_server, read_site
 from fedloom.errors import CheckpointError, ConfigError, FedloomError, RunDirError, Stop
-from fedloom.running import files
+from fedloom.storage import files
 from tests.deploy.grid import FakeGrid
 from tests.deploy.scene import FIRST, Scene, changed, scene
 

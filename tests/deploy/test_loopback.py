@@ -9,7 +9,7 @@ from fedloom.cli import app
 from fedloom.deploy.loopback import Loopback, run_all
 from fedloom.deploy.processes import Processes
 from fedloom.errors import ConfigError, RunDirError
-from fedloom.running.files import lock
+from fedloom.storage.files import lock
 
 
 def local(*words):

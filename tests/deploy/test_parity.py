@@ -13,12 +13,14 @@ import torch
 from flwr.app import Message
 from safetensors.torch import load_file
 
-import fedloom.running.simulate as simulation
+import fedloom.engine.simulate as simulation
 from fedloom.algorithms import PRESETS, REGISTRY, encodings
 from fedloom.deploy.memory import models
+from fedloom.engine.chunk import make, receive
+from fedloom.engine.job import Job
 from fedloom.errors import Refused, Stop
-from fedloom.running.job import Job, rows_of
-from fedloom.running.training import Trained, TrainTask, make, receive
+from fedloom.local.rows import rows_of
+from fedloom.processes.chunks import Trained, TrainTask
 from tests.deploy.scene import Scene, scene
 
 SMALL = {"partition": {"kind": "dirichlet", "clients": 3, "beta": 0.5, "keep": 24}, "evaluate": {"every": 3}}

@@ -14,10 +14,10 @@ from flwr.app import Message
 
 from fedloom.deploy import ledger as ledger_module
 from fedloom.deploy.ledger import Ledger
+from fedloom.engine.privacy import epsilon
 from fedloom.errors import Refused, Stop
 from fedloom.rows.aggregate import PrivateMean
 from fedloom.rows.channel import GaussianNoise
-from fedloom.running.privacy import epsilon
 from tests.deploy.grid import wire
 from tests.deploy.scene import Scene, scene
 

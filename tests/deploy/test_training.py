@@ -14,8 +14,8 @@ from fedloom.deploy.loopback import run_all
 from fedloom.deploy.models import export, figures, module_of, owned
 from fedloom.deploy.plan import plan
 from fedloom.deploy.units import Place
+from fedloom.engine.simulate import simulate
 from fedloom.experiment import read
-from fedloom.running.simulate import simulate
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(900)]
 

@@ -9,7 +9,7 @@ import pytest
 
 from fedloom.experiment import Plan, parse
 from fedloom.experiment.telling import Now
-from fedloom.running.signals import interruptible
+from fedloom.processes.signals import interruptible
 
 SMALL = {
     "rounds": 3,
@@ -51,7 +51,7 @@ def test_what_is_around_hears_of_it() -> None:
 
 
 def test_a_second_interrupt_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.running.signals.SAME", 0.0)
+    monkeypatch.setattr("fedloom.processes.signals.SAME", 0.0)
     with interruptible() as asked, interruptible():
         signal.raise_signal(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):

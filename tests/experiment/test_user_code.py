@@ -22,14 +22,14 @@ from fedloom.cli import app
 from fedloom.data import Source
 from fedloom.data.partition._base import Draw
 from fedloom.data.partition.deal import Dealt
+from fedloom.engine.result import Result
+from fedloom.engine.simulate import simulate
 from fedloom.errors import CodeError, ConfigError, FedloomError, RunDirError
 from fedloom.experiment import Experiment, Plan, json_schema, parse
 from fedloom.models import Import
 from fedloom.rows.aggregate import Median
 from fedloom.rows.attacks import SignFlip
 from fedloom.rows.channel import Clip
-from fedloom.running.result import Result
-from fedloom.running.simulate import simulate
 from fedloom.testing import check_algorithm
 
 MODULE = "own_parts_of_a_user"

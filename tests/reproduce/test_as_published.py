@@ -9,10 +9,10 @@ from fedloom.algorithms import REGISTRY, Ditto
 from fedloom.algorithms.flame import FLAME, Client, Down
 from fedloom.data import load
 from fedloom.data.partition import Shards
+from fedloom.engine.simulate import simulate
 from fedloom.local import Local, Work
 from fedloom.local.oracles import Quadratic
 from fedloom.reproduce.as_published import AS_PUBLISHED, DittoAsPublished, FLAMEAsPublished
-from fedloom.running.simulate import simulate
 from fedloom.seeds import generator
 
 DATA = load("digits")

@@ -13,7 +13,7 @@ from fedloom.errors import ConfigError
 
 if TYPE_CHECKING:
     from fedloom.experiment import Opened, Recorded
-    from fedloom.running.model import Model
+    from fedloom.trained.model import Model
 
 RunArgument = Annotated[Path, typer.Argument(help="run directory of 'fedloom run'", show_default=False)]
 DataOption = Annotated[str, typer.Option("--data", help="new data: a file, a folder, or a name", show_default=False)]
@@ -95,7 +95,7 @@ def adapt(
     with errors():
         from fedloom.experiment import open_run
         from fedloom.progress import print_rows
-        from fedloom.running.files import file_name
+        from fedloom.storage.files import file_name
 
         opened = open_run(run)
         chosen = _one(opened, method, seed)
@@ -144,7 +144,7 @@ def export(
     """
     with errors():
         from fedloom.experiment import open_run
-        from fedloom.running.export import export as write
+        from fedloom.trained.export import export as write
 
         opened = open_run(run)
         runs = opened.runs(method, seed) if _is_file(model) else [_one(opened, method, seed)]

@@ -48,7 +48,7 @@ def reproduce(
         from fedloom.reproduce import Budget, recipe, recipes
         from fedloom.reproduce.page import page as page_of
         from fedloom.reproduce.recipe import SCALES
-        from fedloom.running.files import make_folder, write_atomic
+        from fedloom.storage.files import make_folder, write_atomic
         from fedloom.values import choose
 
         how_much: Scale = choose("scale", {s: s for s in SCALES}, scale)

@@ -40,8 +40,8 @@ def run(
             count = int(workers)
         from fedloom.experiment import Plan, read
         from fedloom.experiment.track import Tracker, check_tracker
+        from fedloom.processes.distributed import joined
         from fedloom.progress import shown
-        from fedloom.running.distributed import joined
 
         with joined() as ranks:
             where = out or Path("runs") / file.stem

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fedloom.running.files import append_synced, make_folder
+from fedloom.storage.files import append_synced, make_folder
 
 
 class Audit:

@@ -20,12 +20,12 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
-import fedloom
 from fedloom.deploy.code import read_agreed
 from fedloom.deploy.local_data import part_sizes, site_federation
 from fedloom.deploy.processes import check_free
 from fedloom.deploy.settings import Site
 from fedloom.errors import FedloomError
+from fedloom.version import __version__
 
 FLOWER = ((1, 41), (1, 43))
 """First version of Flower that works, and the first that is not known to."""
@@ -71,10 +71,8 @@ def _found(check: Check, site: Site) -> Iterator[Finding]:
 
 
 def _versions(site: Site) -> Iterator[Finding]:
-    if fedloom.__version__ != site.version:
-        yield Finding(
-            "refused", f"fedloom is {fedloom.__version__} here, the experiment runs {site.version}; install that"
-        )
+    if __version__ != site.version:
+        yield Finding("refused", f"fedloom is {__version__} here, the experiment runs {site.version}; install that")
     try:
         flower = version("flwr")
     except PackageNotFoundError:
@@ -83,7 +81,7 @@ def _versions(site: Site) -> Iterator[Finding]:
     low, high = FLOWER
     if low <= tuple(int(part) for part in flower.split(".")[:2]) < high:
         python = ".".join(map(str, sys.version_info[:3]))
-        yield Finding("ok", f"versions: fedloom {fedloom.__version__}, Flower {flower}, Python {python}")
+        yield Finding("ok", f"versions: fedloom {__version__}, Flower {flower}, Python {python}")
     else:
         bounds = f"{low[0]}.{low[1]} or newer, below {high[0]}.{high[1]}"
         yield Finding("refused", f"Flower is {flower} here, fedloom works with {bounds}; install one of these")

@@ -11,7 +11,6 @@ import torch
 from flwr.app import Message, RecordDict
 from torch import Tensor
 
-import fedloom
 from fedloom.data import Federation
 from fedloom.deploy.code import read_agreed
 from fedloom.deploy.envelope import ASKED, PROTOCOL, REASON, Kind, Letter, digest_of, seal, unseal
@@ -21,13 +20,15 @@ from fedloom.deploy.ledger import Ledger, entropy
 from fedloom.deploy.local_data import part_sizes, samples_digest, schema_of, site_federation
 from fedloom.deploy.memory import Generation, Memory
 from fedloom.deploy.settings import Site, check_version
+from fedloom.engine.chunk import ask, make, usable
+from fedloom.engine.job import Job
+from fedloom.engine.privacy import Noise, accounted
+from fedloom.engine.scoring import Scores, personal_models, score
+from fedloom.engine.setup import make_job
 from fedloom.errors import FedloomError, Refused
+from fedloom.processes.chunks import AskTask, ScoreTask, TrainTask
 from fedloom.rows.channel import GaussianNoise
-from fedloom.running.evaluation import Scores, ScoreTask, personal_models, score
-from fedloom.running.job import Job
-from fedloom.running.privacy import Noise, accounted
-from fedloom.running.setup import make_job
-from fedloom.running.training import AskTask, TrainTask, ask, make, usable
+from fedloom.version import __version__
 
 
 class Client:
@@ -67,7 +68,7 @@ class Client:
     ) -> RecordDict:
         head = {
             "protocol": PROTOCOL,
-            "release": fedloom.__version__,
+            "release": __version__,
             "experiment": self.site.fingerprint,
             "kind": asked.get("kind", "hello"),
             "round": asked.get("round", 0),
@@ -86,7 +87,7 @@ class Client:
         """
         head, site = letter.head, self.site
         for what, got, mine in (
-            ("fedloom", head["release"], fedloom.__version__),
+            ("fedloom", head["release"], __version__),
             ("protocol", head["protocol"], PROTOCOL),
             ("experiment", head["experiment"][:16], site.fingerprint[:16]),
         ):

@@ -9,7 +9,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import fedloom
 from fedloom.deploy import commands, keys
 from fedloom.deploy.code import FOLDER
 from fedloom.deploy.plan import Plan
@@ -29,6 +28,7 @@ from fedloom.deploy.units import (
 )
 from fedloom.errors import ConfigError
 from fedloom.values import make
+from fedloom.version import __version__
 
 APP = "app"
 AUTHORITY_DAYS = 3650
@@ -68,7 +68,7 @@ def _fill(folder: Path, plan: Plan, place: Place) -> None:
         "name": plan.name,
         "experiment": "experiment.toml",
         "fingerprint": fingerprint(experiment),
-        "version": fedloom.__version__,
+        "version": __version__,
         "clients": len(plan.sites),
         "samples": plan.samples,
         "columns": plan.columns,
@@ -181,7 +181,7 @@ def _readme(plan: Plan, server: Server, place: Place) -> str:
         home=place.home,
         cli=home / CLI,
         programs=place.programs,
-        version=fedloom.__version__,
+        version=__version__,
         run=" ".join(f"'{word}'" if '"' in word else word for word in words),
         behind=behind(server),
         until=f"{datetime.now(UTC) + timedelta(days=place.days):%Y-%m-%d}",

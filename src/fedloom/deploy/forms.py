@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fedloom.engine.chunk import Made
+from fedloom.engine.job import Job
+from fedloom.engine.setup import idle_upload
 from fedloom.local import Nothing, Work
+from fedloom.local.rows import rows_of
 from fedloom.rows.fields import Field
 from fedloom.rows.wire import Codec
-from fedloom.running.job import Job, rows_of
-from fedloom.running.setup import idle_upload
-from fedloom.running.training import Made
 
 INFO, TOLD, MODEL = "answer to the weigher", "answer to the sampler", "model"
 """Names of what is no field of the method."""

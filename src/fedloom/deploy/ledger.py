@@ -14,11 +14,11 @@ from pathlib import Path
 
 from torch import Generator
 
+from fedloom.engine.privacy import Noise, epsilon
 from fedloom.errors import Refused
 from fedloom.rows.aggregate import PrivateMean
 from fedloom.rows.context import Cohort
-from fedloom.running.files import append_synced, make_folder
-from fedloom.running.privacy import Noise, epsilon
+from fedloom.storage.files import append_synced, make_folder
 
 NAME = "ledger.jsonl"
 

@@ -22,7 +22,7 @@ from fedloom.deploy.server import FINISHED, STOPS, finished
 from fedloom.deploy.settings import Server, Site, check_fingerprint, check_version, read_server, read_site
 from fedloom.deploy.table import site_table
 from fedloom.errors import ConfigError
-from fedloom.running.files import lock
+from fedloom.storage.files import lock
 
 ANSWER = 90.0
 """Seconds that the server, or a command to it, may take to answer."""

@@ -20,8 +20,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from fedloom.errors import CheckpointError
-from fedloom.running.checkpoint import save_tensors
-from fedloom.running.files import discard, lock, make_folder, write_atomic
+from fedloom.storage.checkpoint import save_tensors
+from fedloom.storage.files import discard, lock, make_folder, write_atomic
 
 DIGEST = hashlib.sha256().digest_size
 MODEL = "model.safetensors"

@@ -15,8 +15,8 @@ from fedloom.deploy.memory import Model, models
 from fedloom.deploy.settings import Site, read_site
 from fedloom.errors import ConfigError
 from fedloom.rows.layout import Layout
-from fedloom.running.checkpoint import save_tensors
-from fedloom.running.files import make_folder
+from fedloom.storage.checkpoint import save_tensors
+from fedloom.storage.files import make_folder
 from fedloom.tasks import task_of
 
 

@@ -20,14 +20,16 @@ from fedloom.deploy.local_data import columns_of, schema_of
 from fedloom.deploy.replies import lengths
 from fedloom.deploy.server import check_deployable
 from fedloom.deploy.settings import Schema
+from fedloom.engine.chunk import make
+from fedloom.engine.job import Job
+from fedloom.engine.setup import make_job
 from fedloom.errors import ConfigError, unknown
 from fedloom.experiment import Experiment, parse
 from fedloom.experiment.schema import Method
 from fedloom.imports import is_path
 from fedloom.local.oracles import chunk_count
-from fedloom.running.job import Job, rows_of, to_device
-from fedloom.running.setup import make_job
-from fedloom.running.training import TrainTask, make
+from fedloom.local.rows import rows_of, to_device
+from fedloom.processes.chunks import TrainTask
 
 MARGIN = 10.0
 """How much longer than in the first round a difference may be. Over 20 rounds of the registry's methods the longest was

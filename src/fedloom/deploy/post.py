@@ -15,7 +15,6 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 from torch import Tensor
 
-import fedloom
 from fedloom.deploy.audit import Audit
 from fedloom.deploy.envelope import PROTOCOL, TYPES, Kind, digest_of, seal
 from fedloom.deploy.forms import Forms
@@ -23,8 +22,9 @@ from fedloom.deploy.identity import new_nonce, verifying_key
 from fedloom.deploy.presence import Presence
 from fedloom.deploy.replies import Asked, Judge, Rejected, Reply, plain
 from fedloom.deploy.settings import Server
+from fedloom.engine.job import Job
 from fedloom.errors import FedloomError, RunStopped, Stop
-from fedloom.running.job import Job
+from fedloom.version import __version__
 
 POLL = 0.2
 """Seconds between two looks at the replies."""
@@ -253,7 +253,7 @@ class Post:
         nonce = new_nonce()
         head = {
             "protocol": PROTOCOL,
-            "release": fedloom.__version__,
+            "release": __version__,
             "experiment": self._settings.fingerprint,
             "kind": letter.kind,
             "round": round,

@@ -18,15 +18,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from flwr.app import ConfigRecord, Message
 from torch import Tensor
 
-import fedloom
 from fedloom.algorithms._base import base_of
 from fedloom.deploy.envelope import HEAD, PROTOCOL, REASON, REPLIED, STATUS, Kind, Letter, digest_of, unseal
 from fedloom.deploy.forms import Forms, Sent
 from fedloom.deploy.identity import is_signed
 from fedloom.deploy.settings import Schema, Server
+from fedloom.engine.chunk import usable
+from fedloom.engine.job import Job
 from fedloom.errors import FedloomError, WireError
-from fedloom.running.job import Job
-from fedloom.running.training import usable
+from fedloom.version import __version__
 
 MOST = 10**15
 """Largest count of work that is believed."""
@@ -141,8 +141,8 @@ class Judge:
         """Step 3; another release is named before its other fields are looked at."""
         record = message.content.get(HEAD)
         release = record.get("release") if isinstance(record, ConfigRecord) else None
-        if isinstance(release, str) and release != fedloom.__version__:
-            raise Rejected(4, f"the site runs fedloom {plain(release)[:30]}, the server {fedloom.__version__}")
+        if isinstance(release, str) and release != __version__:
+            raise Rejected(4, f"the site runs fedloom {plain(release)[:30]}, the server {__version__}")
         try:
             return unseal(message, REPLIED, STATUS, self._settings.message_limit)
         except WireError as error:

@@ -13,7 +13,6 @@ import torch
 from flwr.serverapp import Grid
 from torch import Tensor
 
-import fedloom
 from fedloom.algorithms import upload_fields
 from fedloom.choose import Uniform, UniformWeigher
 from fedloom.deploy.audit import Audit
@@ -24,20 +23,21 @@ from fedloom.deploy.local_data import federation_of
 from fedloom.deploy.post import Post
 from fedloom.deploy.settings import Server, check_version
 from fedloom.deploy.sites import Sites
+from fedloom.engine.job import Job
+from fedloom.engine.privacy import accounted, spent
+from fedloom.engine.resume import Disk
+from fedloom.engine.round import play, record, scores_of
+from fedloom.engine.setup import make_job
+from fedloom.engine.state import State, initial_state
 from fedloom.errors import Refused, RunStopped, Stop
 from fedloom.experiment import Experiment
 from fedloom.local import Nothing
 from fedloom.rows.aggregate import PrivateMean
 from fedloom.rows.channel import GaussianNoise
-from fedloom.running.checkpoint import Checkpoints, save_tensors
-from fedloom.running.disk import Disk
-from fedloom.running.files import lock, make_folder, write_atomic
-from fedloom.running.job import Job
-from fedloom.running.privacy import accounted, spent
-from fedloom.running.rounds import play, record, scores_of
-from fedloom.running.setup import make_job
-from fedloom.running.state import State, initial_state
-from fedloom.running.store import Store
+from fedloom.storage.checkpoint import Checkpoints, save_tensors
+from fedloom.storage.files import lock, make_folder, write_atomic
+from fedloom.storage.store import Store
+from fedloom.version import __version__
 
 Say = Callable[[str], None]
 
@@ -131,7 +131,7 @@ class _Run:
             if disk.more:
                 sites.accepted = torch.tensor(disk.more["accepted"])
                 self._say(f"fedloom: goes on after round {state.round}")
-            self._audit.write("start", round=state.round, release=fedloom.__version__, sites=sorted(self._post.nodes))
+            self._audit.write("start", round=state.round, release=__version__, sites=sorted(self._post.nodes))
             if ended is not Stop.DONE:
                 state = self._rounds(job, sites, disk, state)
                 disk.save(state, stop)

@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal, TypeVar
 import tomli_w
 from pydantic import AfterValidator, BaseModel, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-import fedloom
 from fedloom.data.sources import SOURCES
 from fedloom.errors import ConfigError
 from fedloom.imports import is_path
 from fedloom.values import Value, fields_of, make, read_toml
+from fedloom.version import __version__
 
 SITE_KEY = "site"
 """Key of a SuperNode's node configuration: path of the site's TOML file."""
@@ -190,8 +190,8 @@ def check_version(shared: Shared) -> None:
     Raises:
         ConfigError: the versions differ; both are named.
     """
-    if shared.version != fedloom.__version__:
-        raise ConfigError(f"fedloom is {fedloom.__version__} here, the experiment runs {shared.version}; install that")
+    if shared.version != __version__:
+        raise ConfigError(f"fedloom is {__version__} here, the experiment runs {shared.version}; install that")
 
 
 def placed(value: V, folder: Path) -> V:

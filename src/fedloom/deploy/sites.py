@@ -12,11 +12,12 @@ from fedloom.deploy.forms import Forms, for_client, is_common, made_of
 from fedloom.deploy.post import Letter, Post
 from fedloom.deploy.replies import Reply
 from fedloom.deploy.settings import Server
+from fedloom.engine.chunk import asked_counts, receive
+from fedloom.engine.job import Job
+from fedloom.engine.scoring import Scores
+from fedloom.engine.sparsity import sizes_of
 from fedloom.errors import ConfigError, RunStopped, Stop
-from fedloom.running.counts import sizes_of
-from fedloom.running.evaluation import Scores, ScoreTask
-from fedloom.running.job import Job
-from fedloom.running.training import COUNTS, AskTask, Trained, TrainTask, asked_counts, receive
+from fedloom.processes.chunks import COUNTS, AskTask, ScoreTask, Trained, TrainTask
 
 
 class Sites:
@@ -38,7 +39,7 @@ class Sites:
         post.begin(job, forms)
 
     def map(self, name: str, shared: Any, tasks: Sequence[Any]) -> Iterator[Any]:
-        """Results of ``name`` (train, ask or score) on every task, in their order; see `fedloom.running.parallel`.
+        """Results of ``name`` (train, ask or score) on every task, in their order; see `fedloom.processes.pool`.
 
         Raises:
             RunStopped: fewer sites than the quorum answered in time.

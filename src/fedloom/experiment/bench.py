@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedloom.data.federation import Federation
+from fedloom.engine.setup import make_job
+from fedloom.engine.timing import QUIET, played, wait_for_quiet, watched
 from fedloom.errors import Refused
 from fedloom.experiment.execute import side_by_side
 from fedloom.experiment.schema import Experiment, Method
 from fedloom.local.oracles import ORACLES
-from fedloom.running.parallel import cores
-from fedloom.running.setup import make_job
-from fedloom.running.timing import QUIET, played, wait_for_quiet, watched
+from fedloom.processes.pool import cores
 from fedloom.values import choose
 
 
@@ -43,7 +43,7 @@ class Speed(NamedTuple):
 
     @property
     def disturbed(self) -> bool:
-        """Whether other processes used more than `fedloom.running.timing.QUIET` cores."""
+        """Whether other processes used more than `fedloom.engine.timing.QUIET` cores."""
         return self.others > QUIET
 
 

@@ -10,6 +10,7 @@ from fedloom.algorithms import REGISTRY
 from fedloom.choose import SAMPLERS, WEIGHERS
 from fedloom.data.partition import PARTITIONS
 from fedloom.data.sources import SOURCES
+from fedloom.engine.settings import Engine, Evaluate
 from fedloom.experiment.schema import Head
 from fedloom.experiment.tuning import Tune
 from fedloom.imports import PATTERN
@@ -18,7 +19,6 @@ from fedloom.models import MODELS, PAPERS, Augment
 from fedloom.rows.aggregate import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
 from fedloom.rows.channel import CHANNELS
-from fedloom.running.settings import Engine, Evaluate
 
 
 def json_schema() -> str:

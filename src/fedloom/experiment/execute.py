@@ -13,18 +13,18 @@ import tomli_w
 
 from fedloom import report
 from fedloom.data.federation import Federation
+from fedloom.engine.result import Result
+from fedloom.engine.setup import make_job
+from fedloom.engine.simulate import simulate
 from fedloom.errors import CodeError, RunDirError
+from fedloom.experiment.inspection import check_inspection
 from fedloom.experiment.outputs import Outcome, write_inspection, write_settings, write_summary, write_tables
 from fedloom.experiment.schema import Experiment, Method
 from fedloom.experiment.telling import PAUSE, Line, Now, Tell, Teller
-from fedloom.running.files import file_name, is_unused, lock, make_folder
-from fedloom.running.inspection import check_inspection
-from fedloom.running.parallel import Pool, cores
-from fedloom.running.ranks import ALONE, Ranks
-from fedloom.running.result import Result
-from fedloom.running.setup import make_job
-from fedloom.running.signals import interruptible
-from fedloom.running.simulate import simulate
+from fedloom.processes.pool import Pool, cores
+from fedloom.processes.ranks import ALONE, Ranks
+from fedloom.processes.signals import interruptible
+from fedloom.storage.files import file_name, is_unused, lock, make_folder
 
 if TYPE_CHECKING:
     from fedloom.experiment.track import Tracker

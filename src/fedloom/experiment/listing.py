@@ -11,8 +11,8 @@ from fedloom.errors import LayoutError
 from fedloom.experiment.execute import folder_of
 from fedloom.experiment.opened import Opened, Recorded
 from fedloom.report.naming import LEADING, metric
-from fedloom.running.model import facts_of, open_tensors
-from fedloom.running.source import KINDS
+from fedloom.trained.model import facts_of, open_tensors
+from fedloom.trained.model_source import KINDS
 
 
 def listed(opened: Opened) -> list[dict[str, Any]]:

@@ -19,17 +19,17 @@ from fedloom.data import load
 from fedloom.data.dataset import Dataset
 from fedloom.data.sources import SOURCES
 from fedloom.data.sources.detect import detect
+from fedloom.engine.records import not_measured
 from fedloom.errors import ConfigError, RunDirError, nearest
 from fedloom.experiment.execute import folder_of
 from fedloom.experiment.schema import Experiment, Method, parse
+from fedloom.report import notebook as display
 from fedloom.report import result_table
 from fedloom.report.naming import LEADING
 from fedloom.report.reading import read_table
-from fedloom.running import display
-from fedloom.running.model import Model
-from fedloom.running.models import Models
-from fedloom.running.records import not_measured
-from fedloom.running.shelf import Shelf
+from fedloom.trained.model import Model
+from fedloom.trained.models import Models
+from fedloom.trained.saved import Shelf
 from fedloom.values import fields_of, read_toml
 
 COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric", "value")
@@ -37,7 +37,7 @@ COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric", "valu
 
 @dataclass(frozen=True)
 class Recorded:
-    """One run of a directory: what `fedloom.running.result.Result` was when it ended.
+    """One run of a directory: what `fedloom.engine.result.Result` was when it ended.
 
     Attributes:
         method: label of its method.
@@ -75,7 +75,7 @@ class Recorded:
         return torch.from_numpy(last["value"].to_numpy().copy())
 
     def chart(self, metric: str | None = None, part: str = "test") -> alt.Chart:
-        """An Altair chart of a metric by round; see `fedloom.running.display.chart`."""
+        """An Altair chart of a metric by round; see `fedloom.report.notebook.chart`."""
         return display.chart(self.table(), metric, part)
 
     def _repr_html_(self) -> str:

@@ -14,13 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tomli_w
 
-import fedloom
 from fedloom.data.federation import Federation
+from fedloom.engine.result import Result
+from fedloom.engine.settings import Evaluate
+from fedloom.experiment.inspection import confusion, tsne
 from fedloom.experiment.schema import Experiment
-from fedloom.running.files import write_atomic
-from fedloom.running.inspection import confusion, tsne
-from fedloom.running.result import Result
-from fedloom.running.settings import Evaluate
+from fedloom.storage.files import write_atomic
+from fedloom.version import __version__
 
 VERSIONS = ("torch", "numpy", "scipy", "scikit-learn", "pyarrow", "pydantic")
 
@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
 def write_settings(out: Path, experiment: Experiment) -> None:
     """``experiment.toml``: everything resolved, with versions."""
     versions = {
-        "fedloom": fedloom.__version__,
+        "fedloom": __version__,
         "python": platform.python_version(),
         **{v: version(v) for v in VERSIONS},
     }

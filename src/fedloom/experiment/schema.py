@@ -16,6 +16,7 @@ from fedloom.data.federation import Federation
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source
 from fedloom.data.sources import source as source_of
+from fedloom.engine.settings import Engine, Evaluate
 from fedloom.errors import ConfigError, DataError, unknown
 from fedloom.experiment.tables import dump
 from fedloom.experiment.tuning import Tune
@@ -25,7 +26,6 @@ from fedloom.models import MODELS, PAPERS, Augment, Import, ModelSpec, spec_of
 from fedloom.rows.aggregate import AGGREGATORS, Aggregator
 from fedloom.rows.attacks import ATTACKS, Attack
 from fedloom.rows.channel import CHANNELS, Channel
-from fedloom.running.settings import Engine, Evaluate
 from fedloom.values import Value, choose, fields_of, make, make_kind, read_toml, table
 
 OVERRIDES = ("local", "sampler", "weigher", "aggregator", "channel", "rounds")

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
-from fedloom.running.state import State
+from fedloom.engine.state import State
 
 PAUSE = 0.2
 """Seconds between two messages of a run in another process that has nothing newly measured to tell."""

@@ -22,7 +22,7 @@ from fedloom.experiment.execute import folder_of
 from fedloom.experiment.outputs import Outcome
 from fedloom.experiment.schema import Experiment
 from fedloom.experiment.telling import Figures, Now, Tell, Teller
-from fedloom.running.files import make_folder
+from fedloom.storage.files import make_folder
 
 FOLDER = "tracking"
 MOST = 1000

@@ -40,3 +40,13 @@ def per_client(value: Tensor | float | int, m: int, like: Tensor) -> Tensor:
 def each_client(value: Tensor, m: int) -> Tensor:
     """``[d]`` or ``[m, d]`` as ``[m, d]``, without a copy."""
     return value.expand(m, -1)
+
+
+def to_device(rows: Any, device: torch.device) -> Any:
+    """A NamedTuple of tensors on a device."""
+    return rows if device.type == "cpu" else type(rows)(*[r.to(device) for r in rows])
+
+
+def rows_of(message: Any, where: slice | Tensor) -> Any:
+    """Some clients of a NamedTuple whose fields are ``[d]``, the same for all, or ``[m, .]``."""
+    return type(message)(*[f[where] if f.dim() > 1 else f for f in message])

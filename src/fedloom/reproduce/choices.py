@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import RunDirError
 from fedloom.reproduce.recipe import label_of, merged
-from fedloom.running.files import write_atomic
+from fedloom.storage.files import write_atomic
 
 if TYPE_CHECKING:
     from fedloom.tune.plan import Found

@@ -21,6 +21,7 @@ from fedloom.choose import Uniform
 from fedloom.data.dataset import Dataset
 from fedloom.data.partition import Iid
 from fedloom.data.sources import Source
+from fedloom.engine.timing import played, samples_per_round
 from fedloom.errors import DataError, FedloomError
 from fedloom.experiment import Experiment
 from fedloom.experiment.bench import duration
@@ -32,7 +33,6 @@ from fedloom.reproduce.execute import experiment
 from fedloom.reproduce.page import state
 from fedloom.reproduce.recipe import Recipe, Scale
 from fedloom.reproduce.summary import read
-from fedloom.running.timing import played, samples_per_round
 from fedloom.seeds import generator
 
 

@@ -17,6 +17,7 @@ from fedloom.errors import RunStopped, Stop
 from fedloom.experiment import Experiment, Plan, parse
 from fedloom.experiment.schema import Method
 from fedloom.experiment.telling import Now, Tell
+from fedloom.processes.distributed import check_alone
 from fedloom.reproduce import summary as summaries
 from fedloom.reproduce.as_published import AS_PUBLISHED
 from fedloom.reproduce.choices import (
@@ -32,8 +33,7 @@ from fedloom.reproduce.choices import (
 )
 from fedloom.reproduce.recipe import Recipe, Scale
 from fedloom.reproduce.summary import Summary
-from fedloom.running.distributed import check_alone
-from fedloom.running.files import file_name
+from fedloom.storage.files import file_name
 from fedloom.values import choose
 
 Show = Callable[[int], AbstractContextManager[Tell]]

@@ -19,7 +19,7 @@ from fedloom.report.reading import Run, read_runs
 from fedloom.reproduce.choices import TRIALS, read_choices, trials_of
 from fedloom.reproduce.figures import Reference, values
 from fedloom.reproduce.recipe import Recipe, Scale, label_of
-from fedloom.running.files import file_name, make_folder, write_atomic
+from fedloom.storage.files import file_name, make_folder, write_atomic
 
 SPENT = "spent.json"
 PAUSE = 5.0

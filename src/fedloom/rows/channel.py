@@ -73,7 +73,7 @@ class Clip(Channel):
 class GaussianNoise(Channel):
     """x min(1, clip / ||x||) + N(0, (sigma clip)^2 I) (Dwork and Roth, 2014, appendix A; McMahan et al., ICLR 2018).
 
-    With a delta, the epsilon of the client that has sent most uploads is recorded (`fedloom.running.privacy`). Every
+    With a delta, the epsilon of the client that has sent most uploads is recorded (`fedloom.engine.privacy`). Every
     client adds its own noise, so this is local differential privacy, which costs far more than noise on a sum.
     """
 

@@ -12,16 +12,16 @@ import optuna
 import torch
 
 from fedloom.data.federation import Federation, Split
+from fedloom.engine.hybrid import HIGHER
+from fedloom.engine.records import Records
+from fedloom.engine.settings import Evaluate
+from fedloom.engine.setup import make_job
+from fedloom.engine.simulate import Progress, simulate
+from fedloom.engine.state import State
+from fedloom.engine.timing import samples_per_round
 from fedloom.errors import CodeError, ConfigError, RunStopped, Stop
 from fedloom.experiment import Experiment
 from fedloom.experiment.schema import Method
-from fedloom.running.hybrid import HIGHER
-from fedloom.running.records import Records
-from fedloom.running.settings import Evaluate
-from fedloom.running.setup import make_job
-from fedloom.running.simulate import Progress, simulate
-from fedloom.running.state import State
-from fedloom.running.timing import samples_per_round
 from fedloom.tune.trials import Trial, setting
 
 POINTS = 5

@@ -11,7 +11,7 @@ from typing import Any
 import tomli_w
 
 from fedloom.errors import RunDirError
-from fedloom.running.files import is_unused, make_folder, write_atomic
+from fedloom.storage.files import is_unused, make_folder, write_atomic
 
 
 def claim(out: Path, search: Mapping[str, Any], *, force: bool) -> None:

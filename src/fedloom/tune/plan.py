@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import tomli_w
 
 from fedloom.data.federation import Federation
+from fedloom.engine.timing import samples_per_round
 from fedloom.errors import ConfigError, RunStopped, Stop
 from fedloom.experiment import Experiment, parse
 from fedloom.experiment.schema import Method
@@ -19,11 +20,10 @@ from fedloom.experiment.tables import dump
 from fedloom.experiment.telling import PAUSE, Line, Now, Teller
 from fedloom.experiment.telling import Tell as Watch
 from fedloom.experiment.tuning import Dimension
-from fedloom.running.distributed import check_alone
-from fedloom.running.files import file_name, lock, write_atomic
-from fedloom.running.parallel import Pool, cores
-from fedloom.running.signals import interruptible
-from fedloom.running.timing import samples_per_round
+from fedloom.processes.distributed import check_alone
+from fedloom.processes.pool import Pool, cores
+from fedloom.processes.signals import interruptible
+from fedloom.storage.files import file_name, lock, write_atomic
 from fedloom.tune.attempt import PART, Goal, Interrupted, arguments, attempt, judged_models, without_test
 from fedloom.tune.claim import claim
 from fedloom.tune.report import write_report

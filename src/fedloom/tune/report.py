@@ -15,7 +15,7 @@ from fedloom.report.figure import Figure
 from fedloom.report.naming import metric as named
 from fedloom.report.naming import titled
 from fedloom.report.tables import inert
-from fedloom.running.files import write_atomic
+from fedloom.storage.files import write_atomic
 from fedloom.tune.spaces import ALL, defaults
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from pydantic import Field, TypeAdapter
 
 from fedloom.errors import RunDirError
 from fedloom.experiment.tuning import Dimension, Range
-from fedloom.running.files import write_atomic
 from fedloom.seeds import derive
+from fedloom.storage.files import write_atomic
 from fedloom.tune.spaces import Params
 from fedloom.values import Value
 

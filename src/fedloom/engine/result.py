@@ -1,0 +1,145 @@
+"""Result of a run: what was measured, and the models."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from fedloom.data.facts import Facts
+from fedloom.engine.hybrid import choose_model
+from fedloom.engine.job import Job
+from fedloom.engine.records import not_measured
+from fedloom.engine.scoring import personal_models
+from fedloom.engine.state import State
+from fedloom.errors import Stop
+from fedloom.local.rows import to_device
+from fedloom.trained.adapt import ServerSide
+from fedloom.trained.model import Recipe, running_statistics
+from fedloom.trained.model_source import KINDS
+from fedloom.trained.models import Models
+
+if TYPE_CHECKING:
+    from altair import Chart
+
+
+class Result:
+    """What a run gave.
+
+    Attributes:
+        stop: why it ended.
+        detail: round, clients and numbers of an early end.
+        rounds: rounds done.
+        notes: sentences on dropped clients and such.
+        seconds: duration of every round.
+        models: "global", "personal" and "hybrid", as far as the method has them; see `Models`.
+    """
+
+    def __init__(self, job: Job, state: State, stop: Stop, detail: str, seconds: list[float]) -> None:
+        self.job, self.state, self.stop, self.detail, self.seconds = job, state, stop, detail, seconds
+        self.rounds, self.notes = state.round, state.notes
+        self.models = Models(Live(job, state))
+
+    def table(self) -> pa.Table:
+        """Tidy: round, client (-1 is the federation), model, part, metric, value; ``.to_pandas()`` is a DataFrame."""
+        return self.state.records.table()
+
+    def final(self, model: str, metric: str = "accuracy", part: str = "test") -> Tensor:
+        """A metric of every client after the last evaluated round, float64 ``[n]``.
+
+        Raises:
+            ConfigError: it was not measured.
+        """
+        values = self.state.records.last(model, part, metric)
+        if values is None:
+            known = ((r.model, r.part, r.metric) for r in self.state.records.items if not r.total)
+            raise not_measured(model, metric, part, known)
+        return torch.from_numpy(values)
+
+    def chart(self, metric: str | None = None, part: str = "test") -> Chart:
+        """An Altair chart of a metric by round; see `fedloom.report.notebook.chart`."""
+        from fedloom.report import notebook as display  # slow to import, needed by people only
+
+        return display.chart(self.table(), metric, part)
+
+    def _repr_html_(self) -> str:
+        """A small table and a curve, for notebooks."""
+        from fedloom.report import notebook as display
+
+        return display.page(self.table(), repr(self))
+
+    def __repr__(self) -> str:
+        """One line on how it went."""
+        end = f" ({self.detail})" if self.detail else ""
+        return f"Result({type(self.job.algorithm).__name__}, {self.rounds} rounds, {self.stop.value}{end})"
+
+
+class Live:
+    """A `Source` of models from a run in memory."""
+
+    def __init__(self, job: Job, state: State) -> None:
+        self._job, self._state = job, state
+        self.names = job.judge.names
+        self.recipe = Recipe(job.spec, Facts.of(job.judge.data), job.seed, job.oracle.dtype)
+        name = type(job.algorithm).__name__
+        self.about = {"method": name, "algorithm": name, "seed": job.seed, "rounds": state.round}
+
+    @property
+    def fitted(self) -> Tensor | None:
+        fitted = self._job.judge.data.fitted
+        return None if fitted is None else fitted.values
+
+    def kinds(self) -> list[str]:
+        shared = self._job.algorithm.global_model(self._state.server) is not None
+        own = self._job.has_personal
+        chosen = self._job.evaluate.select_on in self._job.evaluate.parts
+        return [k for k, there in zip(KINDS, (shared, own, shared and own and chosen), strict=True) if there]
+
+    def shared(self) -> tuple[Tensor, Tensor]:
+        row = self._job.algorithm.global_model(self._state.server)
+        assert row is not None
+        return row.cpu(), self._statistics(row, self._state.cohort)
+
+    def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        job = self._job
+        rows = personal_models(job, self._down, max(self._state.round, 1), ids)
+        width = sum(s.numel() for s in running_statistics(job.oracle.module))
+        statistics = torch.zeros(len(ids), width, dtype=job.oracle.dtype)
+        for k, i in enumerate(ids if width else ()):
+            statistics[k] = self._statistics(rows[k], i[None])
+        return rows.cpu(), statistics
+
+    @cached_property
+    def _down(self) -> Any:
+        """The download of all clients, which may mix all that is kept."""
+        return self._job.down(self._state.server, max(self._state.round, 1))
+
+    def takes_global(self) -> Tensor:
+        records, part = self._state.records, self._job.evaluate.select_on
+        scores: Any = {
+            (model, part): {
+                metric: torch.from_numpy(values)
+                for metric in ("accuracy", "auroc", "r2", "loss")
+                if (values := records.last(model, part, metric)) is not None
+            }
+            for model in ("global", "personal")
+        }
+        return choose_model(scores, part)
+
+    def server(self) -> ServerSide:
+        job, cpu = self._job, torch.device("cpu")
+        kept = job.kept.read(torch.arange(job.n)) if job.algorithm.mixes else None
+        server = to_device(self._state.server, cpu)
+        return ServerSide(
+            job.algorithm, job.local, server, kept, job.alpha, job.train_sizes, self._state.round, job.seed
+        )
+
+    def _statistics(self, row: Tensor, ids: Tensor) -> Tensor:
+        """Running statistics ``[b]`` of a model, from the training parts of clients."""
+        oracle = self._job.oracle
+        oracle.set_statistics(row.to(oracle.device), ids)
+        found = [s.flatten() for s in running_statistics(oracle.module)]
+        return torch.cat([torch.zeros(0, dtype=oracle.dtype, device=oracle.device), *found]).cpu()

@@ -1,0 +1,350 @@
+"""From what a caller says to a job: every choice is checked, alone and together, before any work starts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms import Algorithm, Composition, Kept, Mean, check_declaration, primary_field, upload_fields
+from fedloom.choose import Sampler, Uniform, UniformWeigher, Weigher
+from fedloom.data.federation import Federation
+from fedloom.engine.job import Job, channel_fields
+from fedloom.engine.privacy import check_privacy
+from fedloom.engine.settings import Engine, Evaluate
+from fedloom.errors import ConfigError, Refused, blamed
+from fedloom.imports import source_of
+from fedloom.local import Ctx, Local, Nothing, Work
+from fedloom.local.oracles import Network, chunk_limit, make_oracle
+from fedloom.models import Augment, ModelSpec, spec_of
+from fedloom.processes.pool import cores
+from fedloom.processes.ranks import ALONE, Ranks
+from fedloom.rows.aggregate import Aggregator
+from fedloom.rows.attacks import Attack, Poison
+from fedloom.rows.channel import Channel
+from fedloom.rows.layout import Layout
+from fedloom.seeds import generator
+from fedloom.storage.memory import Forked
+from fedloom.storage.store import Store
+from fedloom.tasks import task_of
+from fedloom.version import __version__
+
+WORTH_FORKING = 2e11
+"""Multiply-adds of a run, about four seconds of one core, from which more workers pay."""
+
+
+def make_job(
+    algorithm: Algorithm | Composition,
+    fed: Federation,
+    model: str | ModelSpec = "softmax",
+    *,
+    rounds: int = 100,
+    seed: int = 0,
+    local: Local | None = None,
+    sampler: Sampler | None = None,
+    weigher: Weigher | None = None,
+    aggregator: Aggregator | None = None,
+    attack: Attack | None = None,
+    channel: Channel | None = None,
+    augment: Augment | None = None,
+    weights: Literal["uniform", "samples"] = "uniform",
+    evaluate: Evaluate | None = None,
+    engine: Engine | None = None,
+    folder: Path | None = None,
+    ranks: Ranks = ALONE,
+) -> tuple[Job, Any]:
+    """The job, and the server's state before the first round; arguments as in `simulate`.
+
+    Raises:
+        ConfigError: values that cannot work, or (Refused) do not work together.
+    """
+    local, evaluate, engine = local or Local(), evaluate or Evaluate(), engine or Engine()
+    preset = algorithm if isinstance(algorithm, Composition) else Composition(algorithm)
+    method = preset.algorithm
+    check_declaration(type(method))
+    sampler, weigher = sampler or Uniform(), preset.weigher or weigher or UniformWeigher()
+    sampler = preset.sampler.sized_like(sampler) if preset.sampler else sampler
+    if rounds < 1:
+        raise ConfigError(f"rounds must be at least 1, got {rounds}")
+    local.check(rounds)
+    device, dtype = torch.device(engine.device), getattr(torch, engine.dtype)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"engine.device is {engine.device!r}, but no CUDA device is there; use 'cpu'")
+    judge = fed.to(device, dtype)
+    fed = judge.pooled() if preset.pooled else judge
+    check_together(method, local, weigher, aggregator, attack, channel)
+    check_sampler(method, sampler, weigher)
+    if preset.pooled:
+        sampler, weigher, aggregator, attack, channel = Uniform(), UniformWeigher(), None, None, None
+    check_privacy(method, channel, aggregator, sampler, weigher)
+    sampler.check(fed.n)
+    weigher.check(fed.n)
+    attackers = torch.arange(0) if attack is None else attack.attackers(fed.n, seed)
+    if isinstance(attack, Poison):
+        fed = poisoned(fed, attack, attackers, seed)
+    spec = spec_of(model) if isinstance(model, str) else model
+    task = task_of(fed.data)
+    module = spec.build(tuple(fed.data.shape), task.outputs, seed)
+    oracle = make_oracle(module, task, fed, engine.oracle, augment if augment and augment.changes else None)
+    layout = oracle.layout
+    sizes = fed.sizes("train").cpu()[:, None]
+    shares = (
+        sizes / sizes.sum(dtype=torch.float64)
+        if weights == "samples"
+        else torch.full((fed.n, 1), 1 / fed.n, dtype=torch.float64)
+    )
+    ids = torch.arange(fed.n)
+    ctx = Ctx(0, fed.n, fed.n, ids, layout, shares.to(dtype), sizes, fed.groups, local, seed)
+    with blamed("method", method, "init"):
+        server, template, kept = method.init(layout.vector(module, dtype).to(device), ctx)
+    notes = [*method.check(layout, ctx), *_counted_once(method, sampler)]
+    if aggregator is not None and not aggregator.weighted and not isinstance(weigher, UniformWeigher):
+        notes.append(f"aggregator {_kind(aggregator)!r} reads no weights: weigher {weigher.kind!r} changes nothing")
+    if weights == "samples" and not method.uses_shares:
+        notes.append(
+            f"weights = 'samples' changes nothing in {type(method).__name__}, whose objective is the uniform mean over "
+            "clients; it is the weigher that weighs uploads"
+        )
+    workers = worker_count(engine, rounds, layout.d, int(sizes.sum())) if ranks.size == 1 else 1
+    if aggregator is not None and (fewest := sampler.smallest(fed.n)) is not None:
+        aggregator.check(fewest)
+
+    width = 0
+    if channel is not None or weigher.probes or sampler.learns:
+        sample = idle_upload(method, (server, template, kept), oracle, ctx)
+        check_width(method, sample, weigher, sampler, layout.d)
+        width = sum(_travelling(method, name, sample, layout) for name in channel_fields(type(method), channel))
+
+    def store(name: str, template: Any) -> Store[Any]:
+        on_cpu = type(template)(*[t.cpu() for t in template])
+        path = None if folder is None or ranks.machines[ranks.rank] > 0 else folder / name
+        memory = Forked() if workers > 1 else ranks.memory
+        return Store(fed.n, on_cpu, path=path, budget=engine.store_budget << 20, memory=memory)
+
+    job = Job(
+        algorithm=method,
+        oracle=oracle,
+        fed=fed,
+        judge=judge,
+        local=local,
+        sampler=sampler,
+        weigher=weigher,
+        aggregator=aggregator,
+        attack=attack,
+        attackers=attackers,
+        channel=channel,
+        evaluate=evaluate,
+        engine=engine,
+        spec=spec,
+        seed=seed,
+        rounds=rounds,
+        alpha=ctx.weight,
+        workers=workers,
+        ranks=ranks,
+        chunk=engine.chunk or chunk_limit(oracle),
+        clients=store("clients", template),
+        kept=store("kept", Nothing() if kept is None else kept),
+        residue=store("residue", _residue(channel, width, dtype)),
+        notes=tuple(notes),
+    )
+    return job, server
+
+
+class Residue(NamedTuple):
+    """What the channel has not sent yet: ``[m, D]``."""
+
+    e: Tensor
+
+
+def _residue(channel: Channel | None, width: int, dtype: torch.dtype) -> Any:
+    """Template of the channel's memory at a client."""
+    state = None if channel is None else channel.init(width, dtype)
+    return Nothing() if state is None else Residue(state)
+
+
+def idle_upload(method: Algorithm, start: tuple[Any, Any, Any], oracle: Network, ctx: Ctx) -> Any:
+    """What one client uploads that takes no step: it shows the widths of the fields."""
+    server, template, kept = start
+    one = ctx._replace(m=1, ids=ctx.ids[:1])
+    rows = type(template)(*[t[None] for t in template])
+    down = method.down(server, kept and type(kept)(*[t[None] for t in kept]), one)
+    return method.client(down, rows, Work(oracle, one.ids, ctx.weight[:1], ctx.local).idle())[0]
+
+
+def _travelling(method: Algorithm, name: str, upload: Any, layout: Layout) -> int:
+    """Numbers of an upload field that leave the client."""
+    part = upload_fields(type(method))[name].part
+    return int(getattr(upload, name).shape[1]) if part is None else int(method.part(part, layout).sum())
+
+
+def check_width(method: Algorithm, upload: Any, weigher: Weigher, sampler: Sampler, d: int) -> None:
+    """Refuse plug-ins that look at models if what the method uploads is not one.
+
+    Raises:
+        Refused: the sentence says why.
+    """
+    if not upload or getattr(upload, primary_field(type(method))).shape[1] == d:
+        return
+    for what, value, looks in (("weigher", weigher, weigher.probes), ("sampler", sampler, sampler.learns)):
+        if looks:
+            name = type(method).__name__
+            raise Refused(f"{what} {value.kind!r} looks at clients' models, but {name} uploads something smaller")
+
+
+def poisoned(fed: Federation, attack: Poison, attackers: Tensor, seed: int) -> Federation:
+    """The federation whose attackers train on other labels; what models are evaluated on is left alone."""
+    y, classes = fed.data.y.clone(), len(fed.data.classes)
+    for i in attackers.tolist():
+        index = fed.indices("train", i)
+        y[index] = attack.poison(y[index].cpu(), classes, generator(seed, 0, i, "poison")).to(y.device)
+    return replace(fed, data=replace(fed.data, y=y))
+
+
+def check_together(
+    algorithm: Algorithm,
+    local: Local,
+    weigher: Weigher,
+    aggregator: Aggregator | None = None,
+    attack: Attack | None = None,
+    channel: Channel | None = None,
+) -> None:
+    """Refuse combinations that make no sense; which do follows from the kinds of the upload's fields.
+
+    Raises:
+        Refused: the sentence says why.
+    """
+    name = type(algorithm).__name__
+    kinds = upload_fields(type(algorithm)).values()
+    if algorithm.plain_sgd and local.momentum:
+        raise Refused(f"{name} cannot take momentum: {algorithm.plain_sgd}; set local.momentum = 0")
+    if not isinstance(weigher, UniformWeigher) and not any(isinstance(k, Mean) and not k.accumulates for k in kinds):
+        if not kinds:
+            why = "it uploads nothing"
+        elif any(isinstance(k, Kept) for k in kinds):
+            why = "its server keeps every client's last upload and takes their uniform mean"
+        else:
+            why = "its server adds uploads up over rounds, which needs their uniform mean"
+        raise Refused(f"weigher {weigher.kind!r} has nothing to act on in {name}: {why}; leave the weigher out")
+    if weigher.signed and aggregator is not None and aggregator.weighted and not aggregator.linear:
+        raise Refused(
+            f"weigher {weigher.kind!r} without its floor gives negative weights, with which aggregator "
+            f"{_kind(aggregator)!r} has no meaning; keep the floor, or use aggregator 'mean'"
+        )
+    for what, value in (("aggregator", aggregator), ("attack", attack), ("channel", channel)):
+        if value is not None and not kinds and not isinstance(value, Poison):
+            raise Refused(f"{what} {_kind(value)!r} has nothing to act on in {name}: it uploads nothing; leave it out")
+    if aggregator is not None and not aggregator.linear:
+        if any(k.accumulates for k in kinds):
+            raise Refused(
+                f"aggregator {_kind(aggregator)!r} cannot be used with {name}: its server adds uploads up over rounds, "
+                "which is right for a mean only; use aggregator 'mean'"
+            )
+        if algorithm.mixes:
+            raise Refused(
+                f"aggregator {_kind(aggregator)!r} has nothing to act on in {name}: its server mixes single models for "
+                "every client; leave it out"
+            )
+    if channel is not None and channel.remembers and any(k.primary and k.base == "zero" for k in kinds):
+        raise Refused(
+            f"channel {_kind(channel)!r} compresses differences, but {name} uploads absolute values; use clip or noise"
+        )
+
+
+def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> None:
+    """Refuse a sampler that needs what the method does not have, or spoils the weigher's weights.
+
+    Raises:
+        Refused: the sentence says why.
+    """
+    name = type(algorithm).__name__
+    if sampler.probes and type(algorithm).global_model is Algorithm.global_model:
+        raise Refused(f"sampler {sampler.kind!r} asks clients about the global model, but {name} has none")
+    if sampler.learns and not upload_fields(type(algorithm)):
+        raise Refused(f"sampler {sampler.kind!r} looks at uploads, but {name} uploads nothing")
+    if sampler.repeats and weigher.signed:
+        raise Refused(
+            f"sampler {sampler.kind!r} may draw a client twice, so that the weights of {weigher.kind!r} without its "
+            "floor need not have a positive sum; keep the floor"
+        )
+
+
+def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
+    """The note that a client which is drawn twice counts once in kept and accumulating fields, if there are any."""
+    once = [n for n, kind in upload_fields(type(algorithm)).items() if isinstance(kind, Kept) or kind.accumulates]
+    if not sampler.repeats or not once:
+        return []
+    return [
+        f"sampler {sampler.kind!r} may draw a client twice; it counts once in what {type(algorithm).__name__} keeps or "
+        f"adds up over rounds ({', '.join(once)})"
+    ]
+
+
+def _kind(value: Any) -> str:
+    return str(value.kind)
+
+
+def worker_count(engine: Engine, rounds: int, d: int, samples: int) -> int:
+    """Processes of a run; ``auto`` uses the cores when there is enough to do to pay for starting them."""
+    if engine.workers != "auto":
+        if engine.workers < 1:
+            raise ConfigError(f"engine.workers must be at least 1 or 'auto', got {engine.workers}")
+        return engine.workers
+    return cores() if engine.device == "cpu" and 3.0 * rounds * samples * d > WORTH_FORKING else 1
+
+
+def fingerprint(job: Job, extra: str = "") -> str:
+    """Everything that a run's numbers depend on, as 16 hexadecimal digits."""
+    data = hashlib.blake2b(digest_size=16)
+    for part in sorted(job.judge.parts):
+        data.update(job.judge.parts[part].index.cpu().numpy().tobytes())
+        data.update(job.judge.parts[part].offsets.cpu().numpy().tobytes())
+    engine = job.engine.model_dump(mode="json", exclude={"workers", "checkpoint_every", "store_budget"})
+    chosen = (job.algorithm, job.sampler, job.weigher, job.aggregator, job.attack, job.channel, job.spec)
+    text = json.dumps(
+        {
+            "method": [type(job.algorithm).__qualname__, job.algorithm.model_dump(mode="json")],
+            "local": job.local.model_dump(mode="json"),
+            "sampler": [job.sampler.kind, job.sampler.model_dump(mode="json")],
+            "weigher": [job.weigher.kind, job.weigher.model_dump(mode="json")],
+            "rules": [v and v.model_dump(mode="json") for v in (job.aggregator, job.attack, job.channel)],
+            "model": [type(job.spec).__qualname__, job.spec.model_dump(mode="json")],
+            **({} if job.oracle.augment is None else {"augment": job.oracle.augment.model_dump(mode="json")}),
+            "evaluate": job.evaluate.model_dump(mode="json", exclude={"confusion", "tsne"}),
+            "engine": [engine, job.oracle.name, job.chunk],
+            "run": [job.seed, job.rounds, job.alpha.tolist()],
+            "data": [job.judge.data.checksum(), data.hexdigest(), job.fed.n],
+            "user code": [source for value in chosen if (source := source_of(type(value)))],
+            "extra": extra,
+        },
+        sort_keys=True,
+    )
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def check_ranks(job: Job) -> None:
+    """Refuse ranks that would not compute the same numbers.
+
+    Raises:
+        ConfigError: another experiment, other data, libraries or instructions of the processor.
+    """
+    if job.ranks.size == 1:
+        return
+    mine = {
+        "the experiment, its code or data": fingerprint(job),
+        "fedloom": __version__,
+        "torch": torch.__version__,
+        "the processor's instructions": torch.backends.cpu.get_cpu_capability(),
+        "device": job.oracle.device.type,
+    }
+    for rank, theirs in enumerate(job.ranks.gather(mine)):
+        for what, value in mine.items():
+            if value != theirs[what]:
+                raise ConfigError(
+                    f"rank {rank} differs from rank {job.ranks.rank} in {what}: {theirs[what]} there, {value} here; "
+                    "give every machine the same files and installation"
+                )

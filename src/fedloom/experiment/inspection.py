@@ -1,0 +1,119 @@
+"""What models do on single clients after the last round: confusion counts, and their representations in the plane."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+import torch
+from sklearn.manifold import TSNE
+from torch import Tensor
+
+from fedloom.data.federation import Federation
+from fedloom.engine.result import Result
+from fedloom.engine.settings import Evaluate
+from fedloom.errors import ConfigError, Refused
+from fedloom.seeds import derive
+
+FEWEST = 5
+"""t-SNE needs so many test samples of a client."""
+
+TOGETHER = 32
+"""Personal models made at a time."""
+
+PERPLEXITY = 30.0
+"""Of t-SNE, as scikit-learn's default; less where a client has few samples."""
+
+
+def check_inspection(evaluate: Evaluate, fed: Federation) -> None:
+    """Refuses what the federation cannot show.
+
+    Raises:
+        Refused: confusion counts of a regression.
+        ConfigError: t-SNE of a client that is not there.
+    """
+    if evaluate.confusion and fed.data.task == "regression":
+        raise Refused(
+            f"evaluate.confusion counts predicted classes, but {fed.data.name} is a regression; leave confusion out"
+        )
+    unknown = [i for i in evaluate.tsne if i >= fed.n]
+    if unknown:
+        raise ConfigError(f"evaluate.tsne names client {unknown[0]}, but there are clients 0 to {fed.n - 1} only")
+
+
+def confusion(result: Result) -> pa.Table:
+    """Confusion counts on every client's test part, after the last round: client, model, true, predicted, count.
+
+    Classes are their codes; cells without a sample are left out; rows are sorted.
+    """
+    oracle, fed = result.job.oracle, result.job.judge
+    classes = max(len(fed.data.classes), 2)
+    found: dict[tuple[int, str], Tensor] = {}
+    for model in ("global", "personal"):
+        for client, row in _models(result, model, torch.arange(fed.n)):
+            index = fed.indices("test", client)
+            if len(index):
+                guess = torch.cat([oracle.task.predict(out) for out in oracle.outputs(row, index)])
+                cells = fed.targets(index).long() * classes + guess
+                found[client, model] = torch.bincount(cells.cpu(), minlength=classes**2)
+    if "hybrid" in result.models.kinds():
+        takes = result.models.takes_global().tolist()
+        chosen = {c: "global" if takes[c] else "personal" for c, _ in found}
+        found |= {(c, "hybrid"): found[c, model] for c, model in chosen.items()}
+    rows = [
+        (client, model, *divmod(cell, classes), count)
+        for (client, model), counts in sorted(found.items())
+        for cell, count in enumerate(counts.tolist())
+        if count
+    ]
+    return _table(rows, client=pa.int64(), model=pa.string(), true=pa.int64(), predicted=pa.int64(), count=pa.int64())
+
+
+def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]:
+    """t-SNE of what the head sees of clients' test samples: client, model, label, x, y; and notes on who is left out.
+
+    The model is the client's personal one, the global one where there is none (FedSLR, Fig. 4). Every client has a
+    plane of its own, a function of the run's seed; a label is a class's code, NaN in a regression.
+    """
+    oracle, fed, kinds = result.job.oracle, result.job.judge, result.models.kinds()
+    model = "personal" if "personal" in kinds else "global"
+    sizes = fed.sizes("test")
+    few = sorted({i for i in clients if sizes[i] < FEWEST})
+    notes = (
+        [f"t-SNE leaves out clients with fewer than {FEWEST} test samples: {', '.join(map(str, few))}"] if few else []
+    )
+    shown = torch.tensor(sorted(set(clients) - set(few)), dtype=torch.long)
+    rows: list[tuple[int, str, float, float, float]] = []
+    for client, row in _models(result, model, shown):
+        index = fed.indices("test", client)
+        seen = oracle.representations(row, index).double().cpu().numpy()
+        labels = [math.nan] * len(index) if fed.data.task == "regression" else fed.targets(index).tolist()
+        seed = derive(result.job.seed, client=client, purpose="tsne") % 2**32
+        plane = TSNE(perplexity=min(PERPLEXITY, (len(index) - 1) / 3), init="random", random_state=seed, n_jobs=1)
+        places = plane.fit_transform(seen).tolist()
+        rows += [(client, model, float(label), *place) for label, place in zip(labels, places, strict=True)]
+    kind = pa.float64()
+    return _table(rows, client=pa.int64(), model=pa.string(), label=kind, x=kind, y=kind), notes
+
+
+def _models(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Clients and their model, the oracle's normalisation statistics set for it; nothing if there is no such model."""
+    oracle = result.job.oracle
+    if model not in result.models.kinds():
+        return
+    if model == "global":
+        row = result.models.rows("global").to(oracle.device)
+        oracle.set_statistics(row, result.state.cohort)
+        for client in ids.tolist():
+            yield client, row
+        return
+    for some in ids.split(TOGETHER):
+        rows = result.models.rows(model, some).to(oracle.device)
+        for client, row in zip(some, rows, strict=True):
+            oracle.set_statistics(row, client[None])
+            yield int(client), row
+
+
+def _table(rows: Sequence[tuple[object, ...]], **kinds: pa.DataType) -> pa.Table:
+    return pa.table({n: pa.array([r[k] for r in rows], kind) for k, (n, kind) in enumerate(kinds.items())})

@@ -1,0 +1,269 @@
+"""Processes that torchrun has started, as the ranks of a run: gloo between CPUs, NCCL between GPUs.
+
+    torchrun --nproc-per-node 4 -m fedloom.cli run FILE.toml
+
+Without torchrun's environment variables nothing is opened, and there is one rank.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fedloom.errors import CheckpointError, ConfigError, FedloomError
+from fedloom.processes import rank_messages as parcel
+from fedloom.processes.heartbeat import RESUME, Watch
+from fedloom.processes.ranks import ALONE, Ranks
+from fedloom.storage.memory import Memory
+
+VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun tells a process, beside WORLD_SIZE."""
+
+FOREVER = timedelta(days=365)
+"""A rank may wait for another that computes; `Watch` knows whether it lives."""
+
+
+@contextmanager
+def joined() -> Iterator[Ranks]:
+    """The ranks that torchrun has started; one where it has not.
+
+    All leave it together, since torchrun ends the others when one has ended with an error. Of the ranks, the first that
+    fails says why; the others end without a word.
+
+    Raises:
+        FedloomError: another rank died or cannot be reached, or this one is told to end.
+    """
+    size = _started()
+    if size == 1:
+        yield ALONE
+        return
+    watch = Watch(int(os.environ["RANK"]), size)
+    try:
+        with _ended_by_signal():
+            group = _join(watch)
+            yield group
+            group.wait()
+            with _translated(watch.rank):
+                dist.destroy_process_group()
+    except Exception as error:
+        if watch.first_to_fail():
+            _leave_word(error)
+            raise
+        raise SystemExit(1) from None
+    finally:
+        watch.close()
+
+
+def check_alone(what: str) -> None:
+    """Refuse ranks where each of them would do, and write, all of the work.
+
+    Raises:
+        ConfigError: torchrun has started several.
+    """
+    size = _started()
+    if size > 1:
+        raise ConfigError(
+            f"torchrun has started {size} ranks, but {what} does not divide its work among ranks: each would do all of "
+            "it, into the same files; start it without torchrun, with --workers"
+        )
+
+
+def _started() -> int:
+    """How many ranks torchrun has started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if all(name in os.environ for name in VARIABLES) else 1
+
+
+def _leave_word(error: Exception) -> None:
+    """Tell torchrun why this rank ends, for the report that it prints when all have ended."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": f"{error}", "timestamp": int(time.time())}))
+
+
+def _join(watch: Watch) -> Group:
+    """Meet the other ranks."""
+    local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if gpus:
+        torch.cuda.set_device(local % gpus)
+    own_gpu = dist.is_nccl_available() and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= gpus
+    with _translated(watch.rank):
+        dist.init_process_group("gloo", timeout=FOREVER)
+        return Group(watch.rank, watch.size, int(os.environ["GROUP_RANK"]), own_gpu)
+
+
+@contextmanager
+def _translated(rank: int) -> Iterator[None]:
+    """What torch says of a broken connection, as a sentence."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause = re.sub(r"^(\[\S+:\d+\] )+", "", str(error)).splitlines()[0].split(". ")[0][:200]
+        raise FedloomError(f"rank {rank} has lost another rank, which died or was ended ({cause}); {RESUME}") from error
+
+
+@contextmanager
+def _ended_by_signal() -> Iterator[None]:
+    """The signal by which torchrun ends the ranks when one has died, as an error."""
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        raise FedloomError(f"torchrun has ended the ranks: one of them died, or it was told to stop; {RESUME}")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class Group:
+    """The ranks of a process group; see `fedloom.processes.ranks.Ranks`.
+
+    Args:
+        rank: this process.
+        size: how many there are.
+        machine: a number of this machine.
+        own_gpu: this rank has a GPU to itself; if all have, tensors on GPUs travel from there, else by way of the CPU.
+    """
+
+    def __init__(self, rank: int, size: int, machine: int, own_gpu: bool) -> None:
+        self.rank, self.size = rank, size
+        all_own = not self.any(not own_gpu)
+        self._nccl = dist.new_group(backend="nccl", timeout=FOREVER) if all_own else None
+        given = self._numbers(machine)
+        self.machines = [sorted(set(given)).index(m) for m in given]
+        name, here = self.share(f"fedloom-{secrets.token_hex(8)}"), self.machines[rank]
+        machines = range(max(self.machines) + 1)
+        neighbours = [[r for r, m in enumerate(self.machines) if m == machine] for machine in machines]
+        groups = [dist.new_group(ranks, timeout=FOREVER) for ranks in neighbours]
+        self.memory: Memory = _Memory(rank, neighbours[here][0], groups[here], f"{name}-{here}")
+
+    def any(self, flag: bool) -> bool:
+        return any(self._numbers(int(flag)))
+
+    def wait(self) -> None:
+        self._numbers(0)
+
+    def share(self, value: Any) -> Any:
+        text, tensors = parcel.write(value) if self.rank == 0 else (b"", [])
+        length = self._numbers(len(text))[0]
+        return self._sent(0, value, text, tensors, length)
+
+    def gather(self, value: Any) -> list[Any]:
+        text, tensors = parcel.write(value)
+        lengths = self._numbers(len(text))
+        return [self._sent(r, value, text, tensors, length) for r, length in enumerate(lengths)]
+
+    def move(self, tensors: list[Tensor], source: int, target: int) -> list[Tensor]:
+        for t in tensors:
+            data = t.view(-1).view(torch.uint8)
+            with _translated(self.rank):
+                if self.rank == source:
+                    dist.send(data, target)
+                else:
+                    dist.recv(data, source)
+        return tensors
+
+    def _numbers(self, number: int) -> list[int]:
+        """A number of every rank."""
+        found = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
+        with _translated(self.rank):
+            dist.all_gather(found, torch.tensor([number]))
+        return [int(n) for n in found]
+
+    def _sent(self, source: int, value: Any, text: bytes, tensors: list[Tensor], length: int) -> Any:
+        """What a rank sends to all, who know the length of its text."""
+        mine = self.rank == source
+        header = torch.frombuffer(bytearray(text if mine else length), dtype=torch.uint8)
+        self._broadcast(header, source)
+        text = header.numpy().tobytes()
+        forms = parcel.forms(text)
+        found: list[Tensor] = list(tensors) if mine else [torch.empty(0)] * len(forms)
+        for place in sorted({f.place for f in forms}):
+            here = [k for k, f in enumerate(forms) if f.place == place]
+            these, travels = [forms[k] for k in here], "cpu" if self._nccl is None else place
+            if mine:
+                self._broadcast(parcel.fill([tensors[k] for k in here], these).to(travels), source)
+                continue
+            data = torch.empty(sum(f.bytes for f in these), dtype=torch.uint8, device=travels)
+            self._broadcast(data, source)
+            for k, t in zip(here, parcel.cut(data.to(place), these), strict=True):
+                found[k] = t
+        return value if mine else parcel.read(text, found)
+
+    def _broadcast(self, data: Tensor, source: int) -> None:
+        if data.numel():
+            with _translated(self.rank):
+                dist.broadcast(data, source, group=self._nccl if data.is_cuda else None)
+
+
+class _Memory:
+    """Rows that the ranks of a machine share: a file without a name, in memory if there is room.
+
+    Args:
+        rank: this process.
+        maker: the first rank of this machine.
+        here: the process group of its ranks; machines need not make the same calls.
+        name: of this machine's files, before they lose it.
+    """
+
+    def __init__(self, rank: int, maker: int, here: Any, name: str) -> None:
+        self._rank, self._here, self._name, self._made = rank, here, name, 0
+        self._used: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+        self.leads, self._makes = rank == 0, rank == maker
+
+    def allocate(self, size: int, large: bool) -> mmap.mmap:
+        self._made += 1
+        places = [Path(folder, f"{self._name}-{self._made}") for folder in ("/dev/shm", tempfile.gettempdir())]
+        try:
+            if self._makes:
+                self._create(places, size, large)
+            self.wait()
+            path = next(p for p in places if p.exists())
+            with path.open("r+b") as file:
+                found = mmap.mmap(file.fileno(), size)
+            self._used.add(found)
+            self.wait()
+        finally:
+            if self._makes:
+                for path in places:
+                    path.unlink(missing_ok=True)
+        return found
+
+    def wait(self) -> None:
+        with _translated(self._rank):
+            dist.barrier(self._here)
+
+    def _create(self, places: list[Path], size: int, large: bool) -> None:
+        wanted = size + sum(map(len, self._used))  # what was made before may still be empty
+        for path in places[1:] if large else places:
+            if path.parent.is_dir() and shutil.disk_usage(path.parent).free > wanted:
+                with path.open("xb") as file:
+                    file.truncate(size)
+                return
+        raise CheckpointError(
+            f"{places[-1].parent} has no room for {wanted >> 20} MiB of clients' rows that the ranks of this "
+            "machine share; free some space, or set TMPDIR to a folder with room"
+        )

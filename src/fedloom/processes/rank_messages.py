@@ -1,0 +1,115 @@
+"""Parcel: a value that one rank sends to others as JSON and bytes of tensors; nothing in it is ever executed.
+
+What travels: None, truth values, numbers, texts, tuples, lists, dicts, `Trained`, tensors, and the errors of
+`fedloom.errors`. A number comes back as it was, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom import errors
+from fedloom.errors import FedloomError
+from fedloom.processes.chunks import Trained
+
+ALIGN = 16
+"""Bytes to a multiple of which every tensor is filled up."""
+
+DTYPES = {
+    str(t).removeprefix("torch."): t
+    for t in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+
+
+class Form(NamedTuple):
+    """A tensor's outside: ``place`` is the kind of device, "cpu" or "cuda"."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    place: str
+
+    @property
+    def bytes(self) -> int:
+        """What it takes in a parcel."""
+        return -(-prod(self.shape) * DTYPES[self.dtype].itemsize // ALIGN) * ALIGN
+
+
+def write(value: Any) -> tuple[bytes, list[Tensor]]:
+    """The text of a value, and the tensors in it."""
+    tensors: list[Tensor] = []
+    tree = _write(value, tensors)
+    forms = [Form(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.device.type) for t in tensors]
+    return json.dumps([tree, forms]).encode(), tensors
+
+
+def forms(text: bytes) -> list[Form]:
+    """The tensors that belong to a text."""
+    return [Form(dtype, tuple(shape), place) for dtype, shape, place in json.loads(text)[1]]
+
+
+def read(text: bytes, tensors: Sequence[Tensor]) -> Any:
+    """The value of `write`."""
+    return _read(json.loads(text)[0], tensors)
+
+
+def fill(tensors: Sequence[Tensor], forms: Sequence[Form]) -> Tensor:
+    """The bytes ``[b]`` of tensors on one device, one after the other."""
+    buffer = torch.empty(sum(f.bytes for f in forms), dtype=torch.uint8, device=tensors[0].device)
+    for place, tensor in zip(cut(buffer, forms), tensors, strict=True):
+        place.copy_(tensor)
+    return buffer
+
+
+def cut(buffer: Tensor, forms: Sequence[Form]) -> list[Tensor]:
+    """The tensors of `fill`, as views of its bytes."""
+    found = []
+    for form, data in zip(forms, buffer.split([f.bytes for f in forms]), strict=True):
+        dtype = DTYPES[form.dtype]
+        found.append(data[: prod(form.shape) * dtype.itemsize].view(dtype).view(form.shape))
+    return found
+
+
+def _write(value: Any, tensors: list[Tensor]) -> Any:
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Tensor():
+            tensors.append(value)
+            return {"tensor": len(tensors) - 1}
+        case Trained():
+            return {"trained": [_write(v, tensors) for v in value]}
+        case tuple() | list() if type(value) in (tuple, list):
+            return {type(value).__name__: [_write(v, tensors) for v in value]}
+        case dict():
+            return {"dict": [[_write(k, tensors), _write(v, tensors)] for k, v in value.items()]}
+        case FedloomError():
+            return {"error": [type(value).__name__, [_write(v, tensors) for v in value.__reduce__()[1]]]}
+    raise TypeError(f"a {type(value).__name__} cannot travel between ranks")
+
+
+def _read(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, content),) = tree.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {_read(k, tensors): _read(v, tensors) for k, v in content}
+    if kind == "error":
+        return _error(content[0], [_read(v, tensors) for v in content[1]])
+    values = [_read(v, tensors) for v in content]
+    return values if kind == "list" else tuple(values) if kind == "tuple" else Trained(*values)
+
+
+def _error(name: str, content: list[Any]) -> FedloomError:
+    found = getattr(errors, name, FedloomError)
+    return found(*content) if isinstance(found, type) and issubclass(found, FedloomError) else FedloomError(*content)

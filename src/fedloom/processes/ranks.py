@@ -1,0 +1,82 @@
+"""Ranks: the processes that compute a run together, each of which goes through the whole program; usually there is one.
+
+The state of a run is the same on every rank: whatever is random is derived from the seed, and what is computed in one
+place only is exchanged before anyone goes on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fedloom.storage.memory import Memory
+
+
+class Ranks(Protocol):
+    """What a run asks of its processes. Every method but the attributes is called by all of them, in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This process, from 0; rank 0 alone writes and prints."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def machines(self) -> list[int]:
+        """``[size]`` the machine of every rank, from 0; ranks of a machine are neighbours and share its rows."""
+        ...
+
+    @property
+    def memory(self) -> Memory | None:
+        """What the ranks of this machine share; None where this process needs to share nothing."""
+        ...
+
+    def any(self, flag: bool) -> bool:
+        """Whether some rank says yes."""
+        ...
+
+    def share(self, value: Any) -> Any:
+        """The value of rank 0."""
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in their order; see `fedloom.processes.rank_messages` for what travels."""
+        ...
+
+    def move(self, tensors: list[Tensor], source: int, target: int) -> list[Tensor]:
+        """Tensors of one rank to another, into tensors of the same shapes that that one gives."""
+        ...
+
+    def wait(self) -> None:
+        """Return when all have come here."""
+        ...
+
+
+class Alone:
+    """One process."""
+
+    rank, size, memory = 0, 1, None
+    machines = [0]  # noqa: RUF012 (never written)
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+    def share(self, value: Any) -> Any:
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def move(self, tensors: list[Tensor], source: int, target: int) -> list[Tensor]:
+        raise AssertionError("there is one rank")
+
+    def wait(self) -> None:
+        pass
+
+
+ALONE = Alone()

@@ -1,0 +1,92 @@
+"""Homes: on which machines the latest row of every client lies, and how it comes to where it is needed.
+
+Ranks of one machine share its stores, so that nothing moves. Between machines a row moves when its client is trained or
+evaluated elsewhere, when all need what the server keeps of it, and to the first machine when a checkpoint is written.
+The table is the same on every rank, since everything that changes it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.processes.ranks import Ranks
+from fedloom.storage.store import Store
+
+PIECE = 1 << 26
+"""Bytes of rows that move at once."""
+
+
+class Homes:
+    """Where the rows of some stores are.
+
+    Args:
+        ranks: the processes, whose every rank makes the same calls.
+        stores: by name.
+    """
+
+    def __init__(self, ranks: Ranks, stores: Mapping[str, Store[Any]]) -> None:
+        self._ranks = ranks
+        used = {name: store for name, store in stores.items() if name == "clients" or len(store.template)}
+        self._stores = used  # that a client was seen is known from its row, even if that is empty
+        self.machines = max(ranks.machines) + 1
+        n = next(iter(stores.values())).n
+        self._latest = {name: torch.ones(self.machines, n, dtype=torch.bool) for name in self._stores}
+
+    def begin(self) -> None:
+        """All rows that there are lie on the first machine."""
+        if self.machines > 1:
+            for name, seen in self._ranks.share({name: store.seen for name, store in self._stores.items()}).items():
+                self._latest[name][1:] = ~seen
+
+    def wrote(self, ids: Tensor, machine: int) -> None:
+        """A machine has new rows of clients."""
+        for latest in self._latest.values():
+            latest[:, ids] = False
+            latest[machine, ids] = True
+
+    def bring(self, wanted: Mapping[int, Tensor]) -> None:
+        """Have the rows of clients on a machine: ids by machine."""
+        for name in self._stores:
+            self._bring(name, wanted)
+
+    def everywhere(self, ids: Tensor) -> None:
+        """Have what the server keeps of clients on every machine."""
+        if "kept" in self._stores:
+            self._bring("kept", dict.fromkeys(range(self.machines), ids))
+
+    def collect(self) -> None:
+        """Have every row on the first machine."""
+        for name, latest in self._latest.items():
+            self._bring(name, {0: (~latest[0]).nonzero()[:, 0]})
+
+    def _bring(self, name: str, wanted: Mapping[int, Tensor]) -> None:
+        latest, store, moved = self._latest[name], self._stores[name], False
+        for target, ids in wanted.items():
+            missing = ids[~latest[target, ids]].sort().values
+            homes = latest[:, missing].int().argmax(0)
+            for source in homes.unique().tolist():
+                self._move(store, missing[homes == source], source, target)
+            latest[target, missing] = True
+            moved |= len(missing) > 0
+        if moved:
+            self._ranks.wait()
+
+    def _move(self, store: Store[Any], ids: Tensor, source: int, target: int) -> None:
+        """Rows from the first rank of a machine to that of another."""
+        giver, taker = (self._ranks.machines.index(machine) for machine in (source, target))
+        if self._ranks.rank not in (giver, taker):
+            return
+        for some in _pieces(store, ids):
+            rows = store.read(some)
+            moved = self._ranks.move(list(rows), giver, taker)
+            if self._ranks.rank == taker:
+                store.write(some, type(rows)(*moved))
+
+
+def _pieces(store: Store[Any], ids: Tensor) -> Iterator[Tensor]:
+    width = sum(t.numel() * t.element_size() for t in store.template)
+    yield from ids.split(max(1, PIECE // max(1, width)))

@@ -1,0 +1,241 @@
+"""Checkpoints: what a run needs to go on exactly, as safetensors and JSON; nothing in them is ever executed.
+
+A generation is ``checkpoint-G.safetensors`` and ``checkpoint-G.json``, which holds the checksum of the former and of
+itself. The JSON is renamed last, so that a generation exists only when all of it does. Rows of a store in files belong
+to the generation through the store's journal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from fedloom.errors import CheckpointError, RunDirError
+from fedloom.storage.files import discard, make_folder, write_atomic
+from fedloom.storage.journal import raw
+
+if TYPE_CHECKING:
+    import io
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from fedloom.storage.store import Store
+
+__all__ = ["Checkpoints", "Loaded", "save_tensors"]
+
+_FORMAT = 1
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class Loaded(NamedTuple):
+    """A generation read back.
+
+    Attributes:
+        generation: its number.
+        tensors: as saved, bit for bit; those of the stores left out by `Checkpoints.resume`.
+        meta: as saved, through JSON.
+        warnings: sentences on newer generations that could not be used.
+    """
+
+    generation: int
+    tensors: dict[str, Tensor]
+    meta: dict[str, Any]
+    warnings: list[str]
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
+    """Writes a safetensors file atomically, one tensor in memory at a time.
+
+    Args:
+        path: the file.
+        tensors: by name, of any shape, on any device.
+        metadata: texts for the header.
+
+    Returns:
+        SHA-256 of the file, as hexadecimal digits.
+
+    Raises:
+        CheckpointError: the disk is full or refuses.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    digest = hashlib.sha256()
+
+    def fill(file: io.RawIOBase) -> None:
+        for piece in (len(text).to_bytes(8, "little"), text):
+            digest.update(piece)
+            file.write(piece)
+        for name in names:
+            view = raw(tensors[name].detach().cpu().contiguous())
+            digest.update(view)
+            file.write(view)
+
+    write_atomic(path, fill)
+    return digest.hexdigest()
+
+
+class Checkpoints:
+    """The generations in a folder.
+
+    Args:
+        folder: created by the first `save`.
+        keep: number of generations kept.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder, self.keep = folder, keep
+
+    def generations(self) -> list[int]:
+        """Generations there, damaged ones too, from the oldest."""
+        names = [p.stem.removeprefix("checkpoint-") for p in self.folder.glob("checkpoint-*.json")]
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def save(
+        self,
+        generation: int,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+        *,
+        fingerprint: str,
+        stores: Mapping[str, Store[Any]] | None = None,
+    ) -> None:
+        """Makes a generation last, with the rows of the stores, and forgets those beyond `keep`.
+
+        Args:
+            generation: greater than the newest one.
+            tensors: by name.
+            meta: what JSON can hold.
+            fingerprint: of the experiment.
+            stores: by name.
+
+        Raises:
+            CheckpointError: the disk is full or refuses; the generations before are intact.
+        """
+        stores, there = stores or {}, self.generations()
+        assert not there or generation > there[-1], f"checkpoint {generation} after {there[-1]}"
+        make_folder(self.folder)
+        everything = dict(tensors)
+        for name, store in stores.items():
+            store.checkpoint(generation)
+            everything |= {f"{name}/{key}": tensor for key, tensor in store.state().items()}
+        data, text = self._paths(generation)
+        body: dict[str, Any] = {
+            "format": _FORMAT,
+            "generation": generation,
+            "fingerprint": fingerprint,
+            "sha256": save_tensors(data, everything),
+            "meta": dict(meta),
+        }
+        body = json.loads(json.dumps(body))
+        try:
+            write_atomic(text, json.dumps({"sha256": _digest(body), "body": body}, indent=1).encode())
+        except CheckpointError:
+            with suppress(CheckpointError):
+                discard(text, data)
+            raise
+        kept = [*there, generation][-self.keep :]
+        self._tidy(kept)
+        for store in stores.values():
+            store.prune(kept[0])
+
+    def load(self, fingerprint: str) -> Loaded | None:
+        """The newest intact generation, or None where there is none at all; nothing is changed.
+
+        Args:
+            fingerprint: of the experiment.
+
+        Raises:
+            CheckpointError: every generation is damaged.
+            RunDirError: the generation is of another experiment, or another version wrote it.
+        """
+        warnings: list[str] = []
+        for generation in reversed(self.generations()):
+            read = self._read(generation)
+            if read is None:
+                warnings.append(f"{self.folder}/checkpoint-{generation} is damaged (.json or .safetensors): not used")
+                continue
+            body, tensors = read
+            if (body["format"], body["fingerprint"]) != (_FORMAT, fingerprint):
+                raise RunDirError(
+                    f"{self.folder} holds checkpoints of experiment {body['fingerprint']} (format {body['format']}), "
+                    f"this one is {fingerprint} (format {_FORMAT}); choose another --out folder, "
+                    "or start anew with --force"
+                )
+            return Loaded(generation, tensors, body["meta"], warnings)
+        if warnings:
+            raise CheckpointError(f"no checkpoint can be read: {'; '.join(warnings)}; start anew with --force")
+        return None
+
+    def resume(self, fingerprint: str, stores: Mapping[str, Store[Any]] | None = None) -> Loaded | None:
+        """`load`, and brings the stores back to that generation (or to no row); newer ones are forgotten.
+
+        Raises:
+            CheckpointError: every generation is damaged, or the rows of a store are.
+            RunDirError: the generation is of another experiment.
+        """
+        stores = stores or {}
+        loaded = self.load(fingerprint)
+        if loaded is None:
+            for store in stores.values():
+                store.reset()
+            return None
+        self._tidy([g for g in self.generations() if g <= loaded.generation])
+        tensors = dict(loaded.tensors)
+        for name, store in stores.items():
+            prefix = f"{name}/"
+            state = {key.removeprefix(prefix): tensors.pop(key) for key in loaded.tensors if key.startswith(prefix)}
+            store.rollback(loaded.generation)
+            store.load_state(state)
+        return loaded._replace(tensors=tensors)
+
+    def _paths(self, generation: int) -> tuple[Path, Path]:
+        stem = self.folder / f"checkpoint-{generation}"
+        return stem.with_suffix(".safetensors"), stem.with_suffix(".json")
+
+    def _read(self, generation: int) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """Body and tensors of a generation, None when either is damaged."""
+        data, text = self._paths(generation)
+        try:
+            content: dict[str, Any] = json.loads(text.read_bytes())
+            body: dict[str, Any] = content["body"]
+            with data.open("rb") as file:
+                sums = (_digest(body), hashlib.file_digest(file, "sha256").hexdigest())
+            intact = sums == (content["sha256"], body["sha256"]) and body["generation"] == generation
+            return (body, load_file(data)) if intact else None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError):
+            return None
+
+    def _tidy(self, kept: list[int]) -> None:
+        names = {path.name for generation in kept for path in self._paths(generation)}
+        extra = [p for p in self.folder.iterdir() if "checkpoint-" in p.name and p.name not in names]
+        discard(*sorted(extra, key=lambda p: (p.suffix != ".json", p.name)))
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

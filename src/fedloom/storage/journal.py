@@ -1,0 +1,262 @@
+"""Undo journal of rows kept in a file: what a row was at a checkpoint, written before the row is overwritten.
+
+``journal-G`` begins at checkpoint G. Its header says which clients had been seen by then and how long the journal
+before it was; its records hold the old bytes of the seen rows first touched since. Applying the journals from the
+newest to the oldest brings back the rows of any checkpoint whose journal is kept.
+
+Record: tag (16 random bytes of this journal), number of rows k, ids [k] int64, rows field by field, CRC-32 of it all.
+A record that a crash tore is the last one, and its rows had not been overwritten: it is left out.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import mmap
+import os
+import struct
+import zlib
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from fedloom.errors import CheckpointError, RunDirError
+from fedloom.storage.files import append_synced, discard, write_atomic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+__all__ = ["PIECE", "Header", "Journal", "raw"]
+
+PIECE = 1 << 22  # bytes of rows held in memory at once
+_MAGIC = b"FLJOURN1"
+_START = struct.Struct("<8sII")  # magic, length and CRC-32 of the JSON that follows
+_RECORD = struct.Struct("<16sQ")  # tag, rows
+_CRC = struct.Struct("<I")
+
+
+class Header(NamedTuple):
+    """Beginning of a journal file.
+
+    Attributes:
+        generation: the checkpoint it begins at.
+        previous: generation of the journal before, -1 for the first.
+        sealed: length in bytes of that journal when this one began.
+        tag: begins every record.
+        seen: bool [n], clients with a row at the checkpoint.
+        length: bytes of the header.
+    """
+
+    generation: int
+    previous: int
+    sealed: int
+    tag: bytes
+    seen: Tensor
+    length: int
+
+
+class _Record(NamedTuple):
+    at: int
+    ids: Tensor
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, shared with it."""
+    if not tensor.numel():
+        return memoryview(b"")
+    assert tensor.is_contiguous()
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+class Journal:
+    """The journals of one store.
+
+    Args:
+        folder: where ``journal-G`` files are.
+        layout: text that names the fields, shapes and types of the rows.
+        widths: bytes of a row, per field.
+    """
+
+    def __init__(self, folder: Path, layout: str, widths: list[int]) -> None:
+        self._folder, self._layout, self._widths = folder, layout, widths
+        self._open: Header | None = None
+        self._length = 0
+
+    def path(self, generation: int) -> Path:
+        """File of the journal of a checkpoint's generation."""
+        return self._folder / f"journal-{generation}"
+
+    def exists(self) -> bool:
+        """Whether a journal is there.
+
+        Raises:
+            RunDirError: it is of other clients or another model.
+            CheckpointError: it is damaged.
+        """
+        newest = self.generations()[-1:]
+        return bool([self._header(g) for g in newest])
+
+    def generations(self) -> list[int]:
+        """Checkpoints with a journal, from the oldest."""
+        names = [p.name.removeprefix("journal-") for p in self._folder.glob("journal-*")]
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def start(self, generation: int, seen: Tensor, previous: int, sealed: int) -> None:
+        """Begins (or begins anew) the journal of a checkpoint, in one atomic step."""
+        tag = os.urandom(16)
+        text = json.dumps(
+            {
+                "generation": generation,
+                "previous": previous,
+                "sealed": sealed,
+                "tag": tag.hex(),
+                "layout": self._layout,
+                "seen": base64.b64encode(raw(seen)).decode(),
+            }
+        ).encode()
+        content = _START.pack(_MAGIC, len(text), zlib.crc32(text)) + text
+        write_atomic(self.path(generation), content)
+        self._open = Header(generation, previous, sealed, tag, seen.clone(), len(content))
+        self._length = len(content)
+
+    def next(self, generation: int, seen: Tensor) -> None:
+        """Begins the journal of a new checkpoint after the open one; nothing when no row changed since."""
+        assert self._open is not None
+        if (generation, self._length) == (self._open.generation, self._open.length) and self._open.seen.equal(seen):
+            return
+        assert generation > self._open.generation, f"checkpoint {generation} after {self._open.generation}"
+        self.start(generation, seen, self._open.generation, self._length)
+
+    def append(self, ids: Tensor, old: Callable[[int, Tensor], Tensor]) -> None:
+        """Adds one record, fsynced once.
+
+        Args:
+            ids: [k] int64.
+            old: (field, ids) -> [len(ids), bytes of the field] uint8, the rows as they are now.
+        """
+        assert self._open is not None
+        tag = self._open.tag
+
+        def pieces() -> Iterator[memoryview | bytes]:
+            crc = 0
+            head: list[memoryview | bytes] = [_RECORD.pack(tag, len(ids)), raw(ids)]
+            rows = (raw(old(field, some)) for field, some in self._cut(ids))
+            for group in (head, rows):
+                for piece in group:
+                    crc = zlib.crc32(piece, crc)
+                    yield piece
+            yield _CRC.pack(crc)
+
+        self._length = append_synced(self.path(self._open.generation), pieces())
+
+    def chain(self, generation: int) -> list[Header]:
+        """Headers from a checkpoint's journal to the newest.
+
+        Raises:
+            CheckpointError: a journal on the way is missing or damaged.
+            RunDirError: the journals are of other clients or another model.
+        """
+        headers = [self._header(g) for g in self.generations() if g >= generation]
+        linked = all(b.previous == a.generation for a, b in pairwise(headers))
+        if not headers or headers[0].generation != generation or not linked:
+            raise CheckpointError(
+                f"{self._folder}: the clients' rows of checkpoint {generation} cannot be brought back, since the "
+                f"journals there are of {self.generations() or 'no checkpoint'}; start anew with --force"
+            )
+        return headers
+
+    def undo(self, header: Header, sealed: int | None) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Old rows, the last record first, in pieces.
+
+        Args:
+            header: whose records.
+            sealed: the length that the file must have; None for the newest journal, whose end may be torn.
+
+        Yields:
+            Field, ids [k] and rows [k, bytes of the field] uint8.
+
+        Raises:
+            CheckpointError: the journal is damaged.
+        """
+        path = self.path(header.generation)
+        with path.open("rb") as file:
+            records = []
+            at = header.length
+            while (record := self._record(file.fileno(), header.tag, at)) is not None:
+                records.append(record)
+                at += self._size(len(record.ids))
+            if at != sealed and (sealed is not None or _holds(file.fileno(), header.tag, at + 1)):
+                raise CheckpointError(f"{path} is damaged at byte {at}; start anew with --force")
+            for record in reversed(records):
+                at = record.at + _RECORD.size + 8 * len(record.ids)
+                for field, ids in self._cut(record.ids):
+                    rows = torch.empty(len(ids), self._widths[field], dtype=torch.uint8)
+                    os.preadv(file.fileno(), [raw(rows)], at)
+                    at += rows.numel()
+                    yield field, ids, rows
+
+    def restart(self, chain: list[Header]) -> None:
+        """Goes on from the oldest header of a chain that was undone; the newer journals are deleted, newest first."""
+        first = chain[0]
+        discard(*(self.path(h.generation) for h in reversed(chain[1:])))
+        self.start(first.generation, first.seen, first.previous, first.sealed)
+
+    def prune(self, oldest: int) -> None:
+        """Deletes the journals of checkpoints before ``oldest``."""
+        old = [self.path(g) for g in self.generations() if g < oldest]
+        discard(*old, *self._folder.glob(".journal-*.tmp"))
+
+    def clear(self) -> None:
+        """Deletes every journal."""
+        discard(*(self.path(g) for g in self.generations()))
+        self._open = None
+
+    def _size(self, rows: int) -> int:
+        return _RECORD.size + rows * (8 + sum(self._widths)) + _CRC.size
+
+    def _cut(self, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
+        for field, width in enumerate(self._widths):
+            if width:
+                yield from ((field, some) for some in ids.split(max(1, PIECE // width)))
+
+    def _header(self, generation: int) -> Header:
+        path = self.path(generation)
+        with path.open("rb") as file:
+            magic, length, crc = _START.unpack(file.read(_START.size).ljust(_START.size, b"\0"))
+            text = file.read(length) if magic == _MAGIC else b""
+        if zlib.crc32(text) != crc or not text:
+            raise CheckpointError(f"{path} is damaged at its beginning; start anew with --force")
+        values = json.loads(text)
+        if values["layout"] != self._layout:
+            raise RunDirError(
+                f"{path} keeps the clients' rows of another experiment: {values['layout']}, this one has "
+                f"{self._layout}; choose another --out folder, or start anew with --force"
+            )
+        seen = torch.frombuffer(bytearray(base64.b64decode(values["seen"])), dtype=torch.bool)
+        tag = bytes.fromhex(values["tag"])
+        return Header(values["generation"], values["previous"], values["sealed"], tag, seen, _START.size + length)
+
+    def _record(self, fd: int, tag: bytes, at: int) -> _Record | None:
+        """The whole record that begins at a byte, or None where there is none."""
+        begin, rows = _RECORD.unpack(os.pread(fd, _RECORD.size, at).ljust(_RECORD.size, b"\0"))
+        size = self._size(rows)
+        if begin != tag or at + size > os.fstat(fd).st_size:
+            return None
+        crc, end = 0, at + size - _CRC.size
+        for start in range(at, end, PIECE):
+            crc = zlib.crc32(os.pread(fd, min(PIECE, end - start), start), crc)
+        if _CRC.pack(crc) != os.pread(fd, _CRC.size, end):
+            return None
+        ids = torch.empty(rows, dtype=torch.int64)
+        os.preadv(fd, [raw(ids)], at + _RECORD.size)
+        return _Record(at, ids)
+
+
+def _holds(fd: int, tag: bytes, start: int) -> bool:
+    """Whether a record begins after a byte."""
+    with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as content:
+        return content.find(tag, start) >= 0

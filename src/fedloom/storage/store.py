@@ -1,0 +1,312 @@
+"""Store: the rows that every client keeps from round to round, in memory or, beyond a budget, in files.
+
+A client that was never written has the template's row. In files, a row is read and written at its place, so that
+anonymous memory grows with the cohort only, and an undo journal brings back the rows of the last checkpoints:
+
+    store.touch(ids)        # once a round, before rows are overwritten
+    store.write(ids, rows)  # by any process that shares the rows
+    store.checkpoint(g)     # before the checkpoint file of generation g is written
+    store.prune(oldest)     # after it
+    store.rollback(g)       # after a crash, or to take back a round
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
+
+import torch
+
+from fedloom.errors import CheckpointError, LayoutError
+from fedloom.storage.files import RowFile, make_folder
+from fedloom.storage.journal import Journal, raw
+from fedloom.storage.memory import Memory, allocate
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+__all__ = ["Row", "Store"]
+
+
+class Row(Protocol):
+    """A NamedTuple of tensors."""
+
+    @property
+    def _fields(self) -> tuple[str, ...]: ...
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+T = TypeVar("T", bound=Row)
+
+
+class _InMemory:
+    def __init__(self, n: int, like: Tensor, memory: Memory | None, large: bool) -> None:
+        self.rows = allocate((n, len(like)), like.dtype, memory, large)
+
+    def read(self, ids: Tensor, out: Tensor, places: Tensor) -> None:
+        if len(ids) < len(out):
+            out[places] = self.rows[ids]
+        elif _neighbours(ids):
+            out.copy_(self.rows[ids[0] : ids[0] + len(ids)])
+        else:
+            torch.index_select(self.rows, 0, ids, out=out)
+
+    def write(self, ids: Tensor, rows: Tensor) -> None:
+        if _neighbours(ids):
+            self.rows[ids[0] : ids[0] + len(ids)] = rows
+        else:
+            self.rows.index_copy_(0, ids, rows)
+
+
+class _InFile:
+    def __init__(self, path: Path, n: int, width: int, new: bool) -> None:
+        self.file, self.width = RowFile(path, n * width, new), width
+
+    def read(self, ids: Tensor, out: Tensor, places: Tensor) -> None:
+        view, w = raw(out), self.width
+        for first, place, count in _runs(ids, places):
+            self.file.read(view[place * w : (place + count) * w], first * w)
+
+    def write(self, ids: Tensor, rows: Tensor) -> None:
+        view, w = raw(rows.contiguous()), self.width
+        for first, place, count in _runs(ids, torch.arange(len(ids))):
+            self.file.write(view[place * w : (place + count) * w], first * w)
+
+    def old(self, ids: Tensor) -> Tensor:
+        """Rows [k, bytes] uint8."""
+        out = torch.empty(len(ids), self.width, dtype=torch.uint8)
+        self.read(ids, out, torch.arange(len(ids)))
+        return out
+
+
+def _neighbours(ids: Tensor) -> bool:
+    return len(ids) > 0 and bool((ids.diff() == 1).all())
+
+
+def _runs(ids: Tensor, places: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Neighbours in file and memory together: (first id, its place, count), in the order of the ids."""
+    order = ids.argsort(stable=True)
+    ids, places = ids[order], places[order]
+    breaks = ((ids.diff() != 1) | (places.diff() != 1)).nonzero().flatten() + 1
+    edges = [0, *breaks.tolist(), len(ids)]
+    for start, end in pairwise(edges):
+        if end > start:
+            yield int(ids[start]), int(places[start]), end - start
+
+
+class Store(Generic[T]):
+    """Rows of n clients.
+
+    Args:
+        n: number of clients.
+        template: NamedTuple of tensors [w] (each field its own w and type), the row of a client never written.
+        path: folder for the files; None keeps the rows in memory whatever their size.
+        budget: bytes; up to there the rows are kept in memory.
+        memory: how other processes read and write the same rows, if there are any.
+
+    Attributes:
+        seen: bool [n], clients that have been written; shared like the rows.
+        in_files: the rows are kept in files. A store whose folder has a journal already must be rolled back to a
+            checkpoint, or reset, before anything else.
+
+    Raises:
+        CheckpointError: (any method) the disk is full or refuses, or files are damaged.
+    """
+
+    def __init__(
+        self, n: int, template: T, *, path: Path | None = None, budget: int = 1 << 30, memory: Memory | None = None
+    ) -> None:
+        fields: list[Tensor] = list(template)
+        widths = [t.numel() * t.element_size() for t in fields]
+        self.n, self.template = n, template
+        self.seen, self._touched = (allocate((n,), torch.bool, memory) for _ in range(2))
+        self._files: list[_InFile] = []
+        self._memory: list[_InMemory] = []
+        self._leads = memory is None or memory.leads
+        self._ready = True
+        large = n * sum(widths) > budget
+        self.in_files = path is not None and large
+        if memory is None:
+            self._begin(torch.zeros(n, dtype=torch.bool))
+        if path is None or not self.in_files:
+            self._memory = [_InMemory(n, t, memory, large) for t in fields]
+            return
+        names = [f"{k}-{name}.rows" for k, name in enumerate(template._fields)]
+        if not self._leads and memory is not None:
+            memory.wait()
+            self._files = [_InFile(path / name, n, width, False) for name, width in zip(names, widths, strict=True)]
+            return
+        make_folder(path)
+        kinds = [f"{name} {len(t)} {t.dtype}" for name, t in zip(template._fields, fields, strict=True)]
+        self._journal = Journal(path, f"{n} clients: {', '.join(kinds)}", widths)
+        self._ready = new = not self._journal.exists()
+        self._files = [_InFile(path / name, n, width, new) for name, width in zip(names, widths, strict=True)]
+        if new:
+            self.reset()
+        if memory is not None:
+            memory.wait()
+
+    def read(self, ids: Tensor) -> T:
+        """Rows of clients.
+
+        Args:
+            ids: [m] int64; sorted ids are read fastest.
+
+        Returns:
+            The template's NamedTuple with fields [m, w], a copy.
+        """
+        self._check(ids)
+        known = self.seen[ids]
+        places = known.nonzero().flatten()
+        some, blank = ids[places], (~known).nonzero().flatten()
+        fields = []
+        for home, like in zip(self._homes, self.template, strict=True):
+            out = torch.empty(len(ids), len(like), dtype=like.dtype)
+            if len(blank):
+                out[blank] = like
+            home.read(some, out, places)
+            fields.append(out)
+        return cast(T, cast(Any, type(self.template))(*fields))
+
+    def write(self, ids: Tensor, rows: T) -> None:
+        """Replaces rows; in files, `touch` comes first.
+
+        Args:
+            ids: [m] int64, each once.
+            rows: fields [m, w].
+
+        Raises:
+            LayoutError: a field has another shape or type than the template's.
+        """
+        self._check(ids)
+        assert len(ids.unique()) == len(ids), "an id occurs twice"
+        assert not self.in_files or bool(self._touched[ids].all()), "rows are overwritten before touch(ids)"
+        for name, like, got in zip(self.template._fields, self.template, rows, strict=True):
+            if got.shape != (len(ids), len(like)) or got.dtype != like.dtype:
+                raise LayoutError(
+                    f"state field {name!r}: rows must be [{len(ids)}, {len(like)}] {like.dtype}, "
+                    f"got {list(got.shape)} {got.dtype}"
+                )
+        for home, got in zip(self._homes, rows, strict=True):
+            home.write(ids, got.detach().cpu())
+        self.seen[ids] = True
+
+    def touch(self, ids: Tensor) -> None:
+        """Saves what rows were at the last checkpoint before they are overwritten; one fsync at most.
+
+        Args:
+            ids: [m] int64, all clients of the round.
+        """
+        self._check(ids)
+        if self.in_files and self._leads:
+            fresh = ids[~self._touched[ids]].unique()
+            known = fresh[self.seen[fresh]]
+            if len(known):
+                self._journal.append(known, lambda field, some: self._files[field].old(some))
+            self._touched[fresh] = True
+
+    def checkpoint(self, generation: int) -> None:
+        """Makes the rows as they are now those of a generation; `rollback` comes back to it.
+
+        Args:
+            generation: greater than the one before.
+        """
+        assert self._ready
+        if self.in_files:
+            self._sync()
+            self._journal.next(generation, self.seen)
+            self._touched.fill_(False)
+
+    def prune(self, oldest: int) -> None:
+        """Gives up the generations before ``oldest``."""
+        if self.in_files:
+            self._journal.prune(oldest)
+
+    def rollback(self, generation: int) -> None:
+        """Brings back the rows of a generation bit for bit; newer generations are given up.
+
+        A crash on the way is followed by the same call. In memory there is nothing to do: see `load_state`.
+
+        Raises:
+            CheckpointError: the journal of this generation or of a newer one is missing or damaged.
+        """
+        if not self.in_files:
+            return
+        self._ready = False
+        chain = self._journal.chain(generation)
+        sealed = [newer.sealed for newer in chain[1:]]
+        for header, length in reversed(list(zip(chain, [*sealed, None], strict=True))):
+            for field, ids, rows in self._journal.undo(header, length):
+                self._files[field].write(ids, rows)
+        self._sync()
+        self._journal.restart(chain)
+        self._begin(chain[0].seen)
+
+    def reset(self) -> None:
+        """Forgets every row and generation; generation 0 is the store without a row."""
+        unseen = torch.zeros(self.n, dtype=torch.bool)
+        if self.in_files:
+            self._journal.clear()
+            self._journal.start(0, unseen, -1, 0)
+        self._begin(unseen)
+
+    def state(self) -> dict[str, Tensor]:
+        """Rows kept in memory, for the checkpoint file: ``seen`` and the seen rows of every field; in files, nothing.
+
+        The tensors may be the store's own: they are to be written before the next `write`.
+        """
+        if self.in_files:
+            return {}
+        every = bool(self.seen.all())
+        fields = zip(self.template._fields, self._memory, strict=True)
+        return {"seen": self.seen} | {f"rows.{k}": home.rows if every else home.rows[self.seen] for k, home in fields}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Takes the rows of `state`.
+
+        Raises:
+            CheckpointError: the state is of other clients or fields, or of a store in files.
+        """
+        expected = {} if self.in_files else self._expected(state.get("seen"))
+        got = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
+        if got != expected:
+            raise CheckpointError(
+                f"the checkpoint's client rows are {got or 'in files'}, those of this run {expected or 'in files'}; "
+                "run with the settings of before, or start anew with --force"
+            )
+        if state:
+            self.seen.copy_(state["seen"])
+            for name, home in zip(self.template._fields, self._memory, strict=True):
+                home.rows[self.seen] = state[f"rows.{name}"]
+
+    def close(self) -> None:
+        """Closes the files in this process."""
+        for home in self._files:
+            home.file.close()
+
+    def _expected(self, seen: Tensor | None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        count = 0 if seen is None else int(seen.sum())
+        fields = zip(self.template._fields, self.template, strict=True)
+        rows = {f"rows.{name}": ((count, len(like)), like.dtype) for name, like in fields}
+        return {"seen": ((self.n,), torch.bool), **rows}
+
+    @property
+    def _homes(self) -> Sequence[_InMemory | _InFile]:
+        return self._files or self._memory
+
+    def _check(self, ids: Tensor) -> None:
+        assert self._ready, "rollback(generation) or reset() first"
+        assert ids.dtype == torch.int64, f"ids must be int64, got {ids.dtype}"
+        assert bool(((ids >= 0) & (ids < self.n)).all()), "an id is out of range"
+
+    def _sync(self) -> None:
+        for home in self._files:
+            home.file.sync()
+
+    def _begin(self, seen: Tensor) -> None:
+        self.seen.copy_(seen)
+        self._touched.fill_(False)
+        self._ready = True

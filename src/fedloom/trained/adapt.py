@@ -1,0 +1,119 @@
+"""A personal model for a client that no round has seen: the method's own client step, the server's state fixed."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms import Algorithm, Kept, upload_fields
+from fedloom.data.federation import Federation
+from fedloom.errors import ClientError, ConfigError, FedloomError, cause_of
+from fedloom.local import Ctx, Local, Work
+from fedloom.local.oracles import Network, make_oracle
+from fedloom.local.rows import rows_of
+from fedloom.seeds import derive
+from fedloom.tasks import task_of
+from fedloom.trained.model import Recipe
+
+
+class ServerSide(NamedTuple):
+    """What a run leaves for clients that come later.
+
+    Attributes:
+        algorithm: the method.
+        local: settings of local training.
+        server: the server's state after the last round.
+        kept: ``[n, .]`` what the server keeps of every client, for a method that mixes it; else None.
+        weight: ``[n, 1]`` shares of the objective.
+        sizes: ``[n, 1]`` training samples.
+        round: rounds done.
+        seed: seed of the run.
+    """
+
+    algorithm: Algorithm
+    local: Local
+    server: Any
+    kept: Any
+    weight: Tensor
+    sizes: Tensor
+    round: int
+    seed: int
+
+
+def has_personal(algorithm: Algorithm) -> bool:
+    """Whether a method has personal models."""
+    return type(algorithm).personal is not Algorithm.personal
+
+
+def adapted(side: ServerSide, recipe: Recipe, fed: Federation, rounds: int = 1) -> tuple[Tensor, Network]:
+    """The personal model ``[d]`` of a new client, and its local problem.
+
+    The client joins the n others with the share of an average one. Its state is the method's template at the global
+    model (the initial one if there is none); it does the method's client step in ``rounds`` rounds, to each of which
+    the server, whose state stays, makes a download; then the method's `personal`.
+
+    Args:
+        side: the run.
+        recipe: of its models.
+        fed: the new client, alone.
+        rounds: client steps, at least 1.
+
+    Raises:
+        ConfigError: the method has no personal models, rounds out of range, or the step size is 0 by now.
+        ClientError: code of the method failed, or the model is not finite.
+    """
+    algorithm, t, n = side.algorithm, side.round, len(side.weight)
+    if not has_personal(algorithm):
+        raise ConfigError(f"{type(algorithm).__name__} has no personal models: every client uses its global model")
+    if rounds < 1:
+        raise ConfigError(f"rounds must be at least 1, got {rounds}")
+    if side.local.lr_at(t + rounds) == 0:
+        raise ConfigError(f"the step size is 0 in round {t + rounds} by the run's schedule; give lr")
+    fed = fed.to(dtype=recipe.dtype)
+    module = recipe.build()
+    oracle = make_oracle(module, task_of(fed.data), fed)
+    share = side.weight.mean()
+    weight = torch.cat([side.weight, share[None, None]]) / (1 + share)
+    sizes = torch.cat([side.sizes, oracle.sizes(torch.tensor([0]))[:, None].to(side.sizes)])
+    ctx = Ctx(t, n + 1, n + 1, torch.arange(n + 1), oracle.layout, weight, sizes, None, side.local, side.seed)
+    ctx = ctx if algorithm.mixes else ctx._replace(m=1, ids=torch.tensor([n]))
+    start = algorithm.global_model(side.server)
+    _, template, first = algorithm.init(oracle.layout.vector(module) if start is None else start, ctx._replace(round=0))
+    rows, own = _one(template), None if first is None else _one(first)
+    seed = derive(side.seed, client=n, purpose="adapt")
+    try:
+        for k in range(1, rounds + 1):
+            down = _download(side, own, ctx)
+            work = Work(oracle, torch.tensor([0]), weight[-1:], side.local, seed=seed, round=t + k)
+            up, rows = algorithm.client(down, rows, work)
+            own = None if own is None else _kept(algorithm, up, own)
+        row = algorithm.personal(_download(side, own, ctx), rows, work)
+    except FedloomError:
+        raise
+    except Exception as error:
+        raise ClientError("adapting", t + rounds, [n], cause_of(error)) from error
+    assert row is not None
+    if not bool(row.isfinite().all()):
+        raise ClientError("adapting", t + rounds, [n], "its model is not finite; use a smaller lr or fewer rounds")
+    return row[0], oracle
+
+
+def _one(template: Any) -> Any:
+    """A client's state as rows of one client."""
+    return type(template)(*[t[None] for t in template])
+
+
+def _download(side: ServerSide, own: Any, ctx: Ctx) -> Any:
+    """The download of the new client: the last of all clients where the server mixes what it keeps of them."""
+    if not side.algorithm.mixes:
+        return side.algorithm.down(side.server, None, ctx)
+    kept = type(own)(*[torch.cat([old, new]) for old, new in zip(side.kept, own, strict=True)])
+    return rows_of(side.algorithm.down(side.server, kept, ctx), torch.tensor([ctx.n - 1]))
+
+
+def _kept(algorithm: Algorithm, up: Any, own: Any) -> Any:
+    """What the server would keep of the new client after its upload."""
+    fields = [name for name, kind in upload_fields(type(algorithm)).items() if isinstance(kind, Kept)]
+    return type(own)(*[getattr(up, name) for name in fields])

@@ -1,0 +1,208 @@
+"""Model: one trained model in hand, away from the data and the run that it comes from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from fedloom.data.dataset import Dataset
+from fedloom.data.facts import Facts, lone_client
+from fedloom.data.federation import Federation
+from fedloom.errors import LayoutError
+from fedloom.local.oracles.network import BATCH_STATISTICS, evaluated_together
+from fedloom.models import ModelSpec
+from fedloom.rows.layout import Layout
+from fedloom.storage.checkpoint import save_tensors
+from fedloom.storage.files import make_folder
+from fedloom.tasks import task_of
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the models of a run are built, and for what data.
+
+    Attributes:
+        spec: the architecture.
+        facts: of the data that the run was trained on.
+        seed: of the initial values.
+        dtype: of parameters and samples.
+    """
+
+    spec: ModelSpec
+    facts: Facts
+    seed: int
+    dtype: torch.dtype = torch.float32
+
+    def build(self) -> nn.Module:
+        """The module as it was before training, in evaluation mode."""
+        return self.spec.build(self.facts.shape, self.facts.outputs, self.seed).to(self.dtype).eval()
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Shapes of its parameters."""
+        return Layout.of(self.build())
+
+    def header(self, about: Mapping[str, Any]) -> dict[str, str]:
+        """What a file of models says of itself: ``layout``, ``facts`` and ``about``, as JSON."""
+        return {**self.layout.header(), "facts": self.facts.model_dump_json(), "about": json.dumps(dict(about))}
+
+
+@dataclass(frozen=True, eq=False)
+class Model:
+    """One model.
+
+    Attributes:
+        recipe: how it is built.
+        row: ``[d]`` its parameters.
+        statistics: ``[b]`` means and variances of its batch normalisation; empty without any.
+        fitted: ``[p, 3]`` what the columns of a table were fitted to at its client; None where that is not known.
+        about: method, algorithm, seed, kind, client and round, as far as they are known.
+    """
+
+    recipe: Recipe
+    row: Tensor
+    statistics: Tensor
+    fitted: Tensor | None
+    about: Mapping[str, Any]
+
+    def module(self) -> nn.Module:
+        """A plain `nn.Module` in evaluation mode; it takes samples that are scaled as `Facts` says."""
+        module = self.recipe.build()
+        self.recipe.layout.load(module, self.row)
+        places = running_statistics(module)
+        if places:
+            for place, value in zip(places, self.statistics.split([p.numel() for p in places]), strict=True):
+                place.copy_(value.view_as(place))
+        return module
+
+    def score(self, data: Dataset) -> dict[str, float]:
+        """The task's metrics on all samples of new data.
+
+        Args:
+            data: with the columns and classes that the model was trained on, any number of the latter.
+
+        Raises:
+            DataError: other columns, classes or shape.
+        """
+        return self.score_part(lone_client(self.recipe.facts.take(data), fitted=self.fitted), "train")
+
+    def score_part(self, fed: Federation, part: str) -> dict[str, float]:
+        """The metrics on a part of a federation of one client; empty where there is no sample."""
+        fed = fed.to(dtype=self.recipe.dtype)
+        index = fed.indices(part, 0)
+        if not len(index):
+            return {}
+        outputs, owner = outputs_of(self.module(), fed, index), torch.zeros(len(index), dtype=torch.long)
+        found = task_of(fed.data).metrics(outputs, fed.targets(index), owner, 1)
+        return {name: float(value) for name, value in found.items()}
+
+    def save(self, path: Path | str) -> Path:
+        """A safetensors file with ``rows`` ``[d]`` and the layout in its header; see `load`.
+
+        Raises:
+            CheckpointError: the disk is full or refuses.
+        """
+        path = Path(path)
+        make_folder(path.parent)
+        tensors = {"rows": self.row, "statistics": self.statistics, "fitted": self.fitted}
+        kept = {name: t for name, t in tensors.items() if t is not None and t.numel()}
+        save_tensors(path, kept, self.recipe.header(self.about))
+        return path
+
+    @classmethod
+    def load(cls, path: Path | str, spec: ModelSpec) -> Model:
+        """A model that was saved by `save`.
+
+        Args:
+            path: the file.
+            spec: the architecture, which no file of a model can choose.
+
+        Raises:
+            LayoutError: no file of a model, or of another architecture.
+        """
+        with open_tensors(Path(path)) as file:
+            facts, about = facts_of(file, Path(path))
+            names = set(file.keys())
+            if "rows" not in names:
+                raise LayoutError(
+                    f"{path}: holds no single model (no tensor 'rows'); it has {', '.join(sorted(names))}"
+                )
+            found = {name: file.get_tensor(name) for name in ("rows", "statistics", "fitted") if name in names}
+        recipe = Recipe(spec, facts, int(about.get("seed", 0)), found["rows"].dtype)
+        check_layout(file_layout(path), recipe.layout, Path(path))
+        empty = torch.zeros(0, dtype=recipe.dtype)
+        return cls(recipe, found["rows"], found.get("statistics", empty), found.get("fitted"), about)
+
+
+@torch.no_grad()
+def outputs_of(module: nn.Module, fed: Federation, index: Tensor) -> Tensor:
+    """Outputs ``[b, k]`` of a module on samples of a federation."""
+    together = evaluated_together(module, fed.fetch(index[:1]))
+    return torch.cat([module(fed.fetch(piece)) for piece in index.split(together)])
+
+
+def running_statistics(module: nn.Module) -> list[Tensor]:
+    """The buffers of batch normalisation that evaluation uses, in the order of the modules."""
+    normalisers: Any = [m for m in module.modules() if isinstance(m, BATCH_STATISTICS)]
+    return [s for m in normalisers for s in (m.running_mean, m.running_var) if s is not None]
+
+
+def open_tensors(path: Path) -> Any:
+    """An open safetensors file.
+
+    Raises:
+        LayoutError: there is none, or it is damaged.
+    """
+    try:
+        return safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise LayoutError(f"{path}: no readable file of models ({error})") from None
+
+
+def file_layout(path: Path | str) -> Layout:
+    """The layout in a file's header.
+
+    Raises:
+        LayoutError: the header has none.
+    """
+    with open_tensors(Path(path)) as file:
+        return Layout.from_header(file.metadata() or {})
+
+
+def facts_of(file: Any, path: Path) -> tuple[Facts, dict[str, Any]]:
+    """What a file's header says of the data and of the models.
+
+    Raises:
+        LayoutError: it says nothing, or nothing readable.
+    """
+    header = file.metadata() or {}
+    try:
+        return Facts.model_validate_json(header["facts"]), dict(json.loads(header["about"]))
+    except (KeyError, ValueError, TypeError) as error:
+        raise LayoutError(f"{path}: its header does not say what data its models take ({error!r:.120})") from None
+
+
+def check_layout(found: Layout, wanted: Layout, path: Path) -> None:
+    """Refuse models of another architecture.
+
+    Raises:
+        LayoutError: the layouts differ; the message has the first difference.
+    """
+    if found == wanted:
+        return
+    mine = dict(zip(wanted.names, wanted.shapes, strict=True))
+    theirs = dict(zip(found.names, found.shapes, strict=True))
+    name = next(n for n in [*mine, *theirs] if mine.get(n) != theirs.get(n))
+    texts = [list(of[name]) if name in of else "nothing" for of in (theirs, mine)]
+    raise LayoutError(
+        f"{path}: is a model of another layout: {name!r} is {texts[0]} there and {texts[1]} in the run's model; give "
+        "a model of this run"
+    )

@@ -1,0 +1,58 @@
+"""Source: where the models of a run come from: a run in memory, or the files of its directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fedloom.trained.adapt import ServerSide
+from fedloom.trained.model import Recipe
+
+KINDS = ("global", "personal", "hybrid")
+"""The models that a method may have; the hybrid is, for every client, the better of the other two."""
+
+
+class Source(Protocol):
+    """Where the models of a run come from."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """How they are built."""
+        ...
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the n clients."""
+        ...
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """Method, algorithm, seed and rounds."""
+        ...
+
+    @property
+    def fitted(self) -> Tensor | None:
+        """``[n, p, 3]`` what the columns of a table were fitted to at every client; None where there is no table."""
+        ...
+
+    def kinds(self) -> list[str]:
+        """Which of "global", "personal" and "hybrid" there are."""
+        ...
+
+    def shared(self) -> tuple[Tensor, Tensor]:
+        """The global model ``[d]`` and its running statistics ``[b]``."""
+        ...
+
+    def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Personal models ``[m, d]`` and their running statistics ``[m, b]``."""
+        ...
+
+    def takes_global(self) -> Tensor:
+        """Whose hybrid model is the global one, bool ``[n]``."""
+        ...
+
+    def server(self) -> ServerSide:
+        """What new clients need."""
+        ...

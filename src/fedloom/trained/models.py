@@ -1,0 +1,223 @@
+"""The models of a run, whether it has just ended or was read from its directory: rows, modules, scores, new clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.data.dataset import Dataset
+from fedloom.data.facts import lone_client
+from fedloom.errors import ConfigError, nearest
+from fedloom.local import Local
+from fedloom.trained.adapt import adapted
+from fedloom.trained.model import Model, Recipe, running_statistics
+from fedloom.trained.model_source import Source
+from fedloom.trained.saved import files, write
+
+NAMED = 20
+"""Most clients that a message names."""
+
+
+class Models:
+    """The models of a run.
+
+    ``models["global"]`` is a module, ``models.personal[i]`` the module of client i, by number or by name.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the models are built, and for what data."""
+        return self._source.recipe
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the clients."""
+        return self._source.names
+
+    def kinds(self) -> list[str]:
+        """Which of "global", "personal" and "hybrid" there are."""
+        return self._source.kinds()
+
+    def rows(self, kind: str, clients: Tensor | None = None) -> Tensor:
+        """Models ``[m, d]`` of clients (all when None), or the global one ``[d]``, on the CPU.
+
+        Raises:
+            ConfigError: the method has no such model.
+        """
+        return self._both(kind, clients)[0]
+
+    def model(self, kind: str, client: int | str | None = None) -> Model:
+        """One model, to score, save or export.
+
+        Args:
+            kind: "global", "personal" or "hybrid".
+            client: number or name; of a global model it chooses the scaling of a table's columns only.
+
+        Raises:
+            ConfigError: the method has no such model, or there is no such client.
+        """
+        self._check(kind)
+        if client is None and kind != "global":
+            raise ConfigError(f"whose {kind} model? give a client: {self._known()}")
+        place = None if client is None else self._place(client)
+        row, statistics = self._both(kind, None if place is None else torch.tensor([place]))
+        row, statistics = (row, statistics) if kind == "global" else (row[0], statistics[0])
+        fitted = self._source.fitted
+        about = {**self._source.about, "kind": kind, **({} if place is None else {"client": self.names[place]})}
+        mine = None if fitted is None or place is None else fitted[place]
+        return Model(self.recipe, row, statistics, mine, about)
+
+    def module(self, kind: str, client: int | str | None = None) -> nn.Module:
+        """A model as a plain `nn.Module` in evaluation mode."""
+        return self.model(kind, client).module()
+
+    def __getitem__(self, kind: str) -> nn.Module | Modules:
+        """``models["global"]`` is a module, ``models["personal"][i]`` the module of client i."""
+        self._check(kind)
+        return self.module(kind) if kind == "global" else Modules(self, kind)
+
+    @property
+    def personal(self) -> Modules:
+        """The personal modules by client."""
+        self._check("personal")
+        return Modules(self, "personal")
+
+    @property
+    def hybrid(self) -> Modules:
+        """For every client the better of its personal and the global module."""
+        self._check("hybrid")
+        return Modules(self, "hybrid")
+
+    def adapt(
+        self,
+        data: Dataset,
+        *,
+        rounds: int = 1,
+        epochs: int | None = None,
+        steps: int | None = None,
+        lr: float | None = None,
+        holdout: float = 0.0,
+    ) -> Model:
+        """A personal model for a client that no round has seen; see `fedloom.trained.adapt.adapted`.
+
+        Args:
+            data: of the new client; labels may be some of the known classes only.
+            rounds: client steps of the method, at least 1.
+            epochs: passes per round over the data, in place of the run's; a method's own epochs (FedSLR's phase II)
+                stay.
+            steps: steps per round, in place of epochs.
+            lr: step size, in place of the run's schedule.
+            holdout: share of the samples that is not trained on, in [0, 1): its scores, and those of the global model,
+                are in ``about["scores"]``.
+
+        Raises:
+            ConfigError: the method has no personal models, or a value is out of range.
+            DataError: other columns, classes or shape than the run was trained on.
+            ClientError: code of the method failed.
+        """
+        side = self._source.server()
+        side = side._replace(local=_changed(side.local, epochs, steps, lr))
+        fed = lone_client(self.recipe.facts.take(data), holdout, side.seed)
+        row, oracle = adapted(side, self.recipe, fed, rounds)
+        oracle.set_statistics(row, torch.tensor([0]))
+        statistics = [s.flatten() for s in running_statistics(oracle.module)]
+        fitted = None if fed.data.fitted is None else fed.data.fitted.values[0]
+        about = {**self._source.about, "kind": "adapted", "client": data.name}
+        made = Model(self.recipe, row, torch.cat([row[:0], *statistics]), fitted, about)
+        scores = {"adapted": made.score_part(fed, "test")}
+        if "global" in self.kinds():
+            scores["global"] = self.model("global").score_part(fed, "test")
+        samples = {"train": len(fed.indices("train", 0)), "test": len(fed.indices("test", 0))}
+        more = {"rounds adapted": rounds, "samples": samples, **({"scores": scores} if scores["adapted"] else {})}
+        return Model(self.recipe, row, made.statistics, fitted, {**about, **more})
+
+    def takes_global(self) -> Tensor:
+        """Whose hybrid model is the global one, bool ``[n]``."""
+        self._check("hybrid")
+        return self._source.takes_global()
+
+    def save(self, folder: Path | str) -> list[Path]:
+        """Every model as ``<kind>.safetensors``, and what new clients need as ``server.safetensors``.
+
+        The header of each has the layout, what the models must know of their data, and the names of the clients.
+
+        Raises:
+            CheckpointError: the disk is full or refuses.
+        """
+        return write(self._source, Path(folder))
+
+    def files(self) -> list[str]:
+        """Names of the files of `save`."""
+        return files(self._source)
+
+    def _both(self, kind: str, clients: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Rows and running statistics."""
+        self._check(kind)
+        source = self._source
+        if kind == "global":
+            return source.shared()
+        ids = torch.arange(len(self.names)) if clients is None else clients
+        own = source.own(ids)
+        if kind == "personal":
+            return own
+        taken = source.takes_global()[ids][:, None]
+        row, statistics = (torch.where(taken, g, p) for g, p in zip(source.shared(), own, strict=True))
+        return row, statistics
+
+    def _check(self, kind: str) -> None:
+        if kind not in self.kinds():
+            name = self._source.about["algorithm"]
+            raise ConfigError(f"{name} has no {kind!r} model; it has: {', '.join(self.kinds()) or 'none'}")
+
+    def _place(self, client: int | str) -> int:
+        """Number of a client that is given by number or name."""
+        names = self.names
+        if isinstance(client, str) and client in names:
+            return list(names).index(client)
+        number = int(client) if str(client).isdigit() else -1
+        if not 0 <= number < len(names):
+            raise ConfigError(f"unknown client {client!r}; {self._known(client)}")
+        return number
+
+    def _known(self, client: object = "") -> str:
+        names = self.names
+        if len(names) <= NAMED:
+            return nearest(client, names)
+        return f"there are {len(names)}: {', '.join(names[:NAMED])}, ..."
+
+
+class Modules:
+    """Modules of a kind by client, each made when it is asked for."""
+
+    def __init__(self, models: Models, kind: str) -> None:
+        self._models, self._kind = models, kind
+
+    def __len__(self) -> int:
+        return len(self._models.names)
+
+    def __getitem__(self, client: int | str) -> nn.Module:
+        if isinstance(client, int) and not 0 <= client < len(self):
+            raise IndexError(f"client must be in 0..{len(self) - 1}, got {client}")
+        return self._models.module(self._kind, client)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return (self[i] for i in range(len(self)))
+
+
+def _changed(local: Local, epochs: int | None, steps: int | None, lr: float | None) -> Local:
+    """The settings with another length of a round, or another step size in all rounds."""
+    if epochs is not None and steps is not None:
+        raise ConfigError("give epochs or steps, not both")
+    fields = {name: getattr(local, name) for name in local.model_fields_set}
+    if epochs is not None or steps is not None:
+        fields = {k: v for k, v in fields.items() if k not in ("epochs", "steps")}
+        fields |= {"epochs": epochs} if steps is None else {"steps": steps}
+    if lr is not None:
+        fields |= {"lr": lr, "schedule": "constant"}
+    return Local(**fields)

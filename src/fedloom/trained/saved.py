@@ -1,0 +1,189 @@
+"""Shelf: the models of a run in the files of its directory: how they are written, and read when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms import Algorithm
+from fedloom.errors import ConfigError, LayoutError, RunDirError
+from fedloom.local import Ctx, Local
+from fedloom.models import ModelSpec
+from fedloom.storage.checkpoint import save_tensors
+from fedloom.storage.files import make_folder
+from fedloom.trained.adapt import ServerSide
+from fedloom.trained.model import Recipe, check_layout, facts_of, file_layout, open_tensors
+from fedloom.trained.model_source import KINDS, Source
+
+PIECE = 32
+"""Personal models made, written and read together."""
+
+
+def files(source: Source) -> list[str]:
+    """Names of the files of `write`: the models, what new clients need, and how columns were scaled."""
+    kinds = source.kinds()
+    server = ["server"] if "personal" in kinds else []
+    return [*kinds, *server, *([] if source.fitted is None else ["scaling"])]
+
+
+def write(source: Source, folder: Path) -> list[Path]:
+    """Every model of a run as ``<kind>.safetensors``, and the other files; see `Models.save`.
+
+    Raises:
+        CheckpointError: the disk is full or refuses.
+    """
+    make_folder(folder)
+    header = source.recipe.header({**source.about, "clients": list(source.names)})
+    for name in files(source):
+        save_tensors(folder / f"{name}.safetensors", _tensors(source, name), header)
+    return [folder / f"{name}.safetensors" for name in files(source)]
+
+
+def _tensors(source: Source, name: str) -> Mapping[str, Tensor]:
+    """What a file holds."""
+    match name:
+        case "global":
+            row, statistics = source.shared()
+            return {"rows": row, **({"statistics": statistics} if statistics.numel() else {})}
+        case "personal":
+            return _Pieces(source)
+        case "hybrid":
+            return {"takes_global": source.takes_global()}
+        case "scaling":
+            assert source.fitted is not None
+            return {"fitted": source.fitted}
+        case _:
+            return _server_tensors(source.server())
+
+
+class _Pieces(Mapping[str, Tensor]):
+    """Personal models in pieces of some clients, made when they are asked for: ``rows.<first client>``."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._n = source, len(source.names)
+        self._parts = ("rows", "statistics") if source.own(torch.tensor([0]))[1].numel() else ("rows",)
+        self._last: tuple[int, tuple[Tensor, Tensor]] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        part, _, first = name.partition(".")
+        start = int(first)
+        if self._last is None or self._last[0] != start:
+            self._last = (start, self._source.own(torch.arange(start, min(start + PIECE, self._n))))
+        return self._last[1][part == "statistics"]
+
+    def __iter__(self) -> Iterator[str]:
+        return (f"{part}.{first:08d}" for part in self._parts for first in range(0, self._n, PIECE))
+
+    def __len__(self) -> int:
+        return len(self._parts) * -(-self._n // PIECE)
+
+
+def _server_tensors(side: ServerSide) -> dict[str, Tensor]:
+    named = {"weight": side.weight, "sizes": side.sizes}
+    for group, value in (("server", side.server), ("kept", side.kept)):
+        named |= {} if value is None else {f"{group}.{n}": t for n, t in zip(value._fields, value, strict=True)}
+    return named
+
+
+class Shelf:
+    """A `Source` of models from the files that `Models.save` wrote.
+
+    Args:
+        folder: of the files.
+        algorithm: the method; no file of a model can choose it, nor the architecture.
+        spec: the architecture.
+        local: settings of local training.
+        seed: seed of the run.
+        method: its label.
+
+    Raises:
+        RunDirError: no models are there.
+        LayoutError: they are damaged, or of another architecture.
+    """
+
+    def __init__(
+        self, folder: Path, algorithm: Algorithm, spec: ModelSpec, local: Local, seed: int, method: str
+    ) -> None:
+        self._folder, self._algorithm, self._local = folder, algorithm, local
+        there = [kind for kind in KINDS if self._path(kind).is_file()]
+        if not there:
+            raise RunDirError(
+                f"{folder} holds no models of {method}, seed {seed}; they are written when the run is done: run the "
+                "experiment again to finish it"
+            )
+        self._kinds = there
+        with open_tensors(self._path(there[0])) as file:
+            facts, about = facts_of(file, self._path(there[0]))
+            sample = next((k for k in file.keys() if k.startswith("rows")), None)  # noqa: SIM118 (no mapping)
+            dtype = file.get_slice(sample)[:1].dtype if sample else torch.float32
+        self.names: Sequence[str] = about.pop("clients", [])
+        self.about: Mapping[str, Any] = {**about, "method": method}
+        self.recipe = Recipe(spec, facts, seed, dtype)
+        for kind in there:
+            check_layout(file_layout(self._path(kind)), self.recipe.layout, self._path(kind))
+
+    def kinds(self) -> list[str]:
+        return self._kinds
+
+    @cached_property
+    def fitted(self) -> Tensor | None:
+        if not self._path("scaling").is_file():
+            return None
+        return self._read("scaling")["fitted"]
+
+    def shared(self) -> tuple[Tensor, Tensor]:
+        found = self._read("global")
+        return found["rows"], found.get("statistics", torch.zeros(0, dtype=self.recipe.dtype))
+
+    def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        found = []
+        with open_tensors(self._path("personal")) as file:
+            for part in ("rows", "statistics"):
+                there = f"{part}.{0:08d}" in set(file.keys())
+                width = file.get_slice(f"{part}.{0:08d}").get_shape()[1] if there else 0
+                found.append(torch.zeros(len(ids), width, dtype=self.recipe.dtype))
+                for k, i in enumerate(ids.tolist() if there else ()):
+                    found[-1][k] = file.get_slice(f"{part}.{i // PIECE * PIECE:08d}")[i % PIECE]
+        rows, statistics = found
+        return rows, statistics
+
+    def takes_global(self) -> Tensor:
+        return self._read("hybrid")["takes_global"]
+
+    def server(self) -> ServerSide:
+        algorithm, recipe = self._algorithm, self.recipe
+        if not self._path("server").is_file():
+            raise ConfigError(
+                f"{self.about['method']} ({type(algorithm).__name__}) has no personal models: every client uses its "
+                "global model"
+            )
+        found = self._read("server")
+        n = len(found["weight"])
+        ctx = Ctx(
+            0, n, n, torch.arange(n), recipe.layout, found["weight"], found["sizes"], None, self._local, recipe.seed
+        )
+        server, _, kept = algorithm.init(recipe.layout.vector(recipe.build()), ctx)
+        fields = {"server": server, "kept": kept if algorithm.mixes else None}
+        try:
+            made = {
+                group: value and type(value)(*[found[f"{group}.{name}"] for name in value._fields])
+                for group, value in fields.items()
+            }
+        except KeyError as error:
+            raise LayoutError(f"{self._path('server')}: is of another method, it has no {error}") from None
+        rounds = int(self.about["rounds"])
+        return ServerSide(
+            algorithm, self._local, made["server"], made["kept"], found["weight"], found["sizes"], rounds, recipe.seed
+        )
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}.safetensors"
+
+    def _read(self, name: str) -> dict[str, Tensor]:
+        with open_tensors(self._path(name)) as file:
+            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)

@@ -1,0 +1,139 @@
+"""Callbacks and what a notebook shows: runs end early and stay ended, histories grow, tables and curves are drawn."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+import fedloom as fl
+from fedloom.algorithms import Ditto, FedAvg
+from fedloom.data.federation import Federation
+from fedloom.engine.records import Records
+from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.state import State
+from fedloom.errors import ConfigError, Stop
+from fedloom.local import Local
+
+
+@pytest.fixture(scope="module")
+def fed() -> Federation:
+    return fl.partition.iid(clients=4)(fl.load("digits"), seed=0)
+
+
+def state(
+    values: list[float], *, metric: str = "loss", model: str = "global", every: int = 2, at: int | None = None
+) -> Any:
+    """A state whose records have these means on the validation parts."""
+    records = Records()
+    for k, value in enumerate(values):
+        records.total(k * every, model, "validation", f"{metric}/mean", value)
+        records.total(k * every, model, "test", f"{metric}/mean", -k)
+    return SimpleNamespace(records=records, round=2 * (len(values) - 1) if at is None else at)
+
+
+@pytest.mark.parametrize(
+    ("values", "ends"),
+    [
+        ([3.0, 2.0, 1.0, 0.9], False),
+        ([3.0, 1.0, 2.0, 2.0], True),
+        ([3.0, 1.0, 2.0, 0.9], False),
+        ([1.0, 2.0, 2.0], True),
+        ([1.0, 2.0], False),
+    ],
+)
+def test_a_run_ends_when_the_best_is_as_old_as_the_patience(values: list[float], ends: bool) -> None:
+    stop = fl.callbacks.EarlyStop(patience=2)
+    assert (stop(state(values)) is not None) == ends
+    rising = fl.callbacks.EarlyStop(patience=2, metric="accuracy")
+    assert (rising(state([-v for v in values], metric="accuracy")) is not None) == ends
+
+
+def test_only_evaluated_rounds_decide_and_small_steps_do_not_count() -> None:
+    stop = fl.callbacks.EarlyStop(patience=1, least=0.5)
+    assert stop(state([1.0, 0.8])) == "global validation loss has not improved on 1 since round 0"
+    assert stop(state([1.0, 0.8], at=3)) is None
+    assert stop(state([1.0, 0.4])) is None
+    assert fl.callbacks.EarlyStop(patience=1)(state([1.0, 2.0], model="personal")) is not None
+    assert fl.callbacks.EarlyStop(patience=1, model="global")(state([1.0, 2.0], model="personal")) is None
+
+
+def test_the_test_part_cannot_end_a_run() -> None:
+    with pytest.raises(ValidationError):
+        fl.callbacks.EarlyStop(part="test")  # type: ignore[arg-type]
+
+
+def run(fed: Federation, progress: list[Any], **more: Any) -> Any:
+    settings = {"rounds": 30, "local": Local(lr=1.0, batch_size="full"), "evaluate": Evaluate(every=3), **more}
+    return fl.simulate(FedAvg(), fed, "softmax", progress=progress, **settings)
+
+
+def test_an_ended_run_is_evaluated_and_stays_ended(fed: Federation, tmp_path: Path) -> None:
+    def enough(state: State) -> str | None:
+        return "that is enough" if state.round == 5 else None
+
+    result = run(fed, [enough], folder=tmp_path)
+    assert (result.stop, result.detail, result.rounds) == (Stop.STOPPED, "that is enough", 5)
+    assert result.table()["round"].to_pylist()[-1] == 5
+    again = run(fed, [], folder=tmp_path)
+    assert (again.stop, again.rounds) == (Stop.STOPPED, 5)
+    assert again.table().equals(result.table())
+
+
+def test_early_stopping_is_the_same_across_a_restart(fed: Federation, tmp_path: Path) -> None:
+    stop = fl.callbacks.EarlyStop(metric="accuracy", patience=2, least=0.02)
+    whole = run(fed, [stop])
+    assert whole.stop is Stop.STOPPED
+    assert 3 < whole.rounds < 30
+
+    class Crash(Exception):
+        pass
+
+    def crash(state: State) -> None:
+        if state.round == whole.rounds - 2:
+            raise Crash
+
+    often = Engine(checkpoint_every=1e-9)
+    with pytest.raises(Crash):
+        run(fed, [stop, crash], folder=tmp_path, engine=often)
+    resumed = run(fed, [stop], folder=tmp_path, engine=often)
+    assert (resumed.stop, resumed.detail, resumed.rounds) == (whole.stop, whole.detail, whole.rounds)
+    assert resumed.table().equals(whole.table())
+
+
+def test_a_history_grows_and_is_whole_after_a_restart(fed: Federation, tmp_path: Path) -> None:
+    seen: list[int] = []
+    history = fl.callbacks.History(show=lambda h: seen.append(max(h.table()["round"].to_pylist())))
+    result = run(fed, [history], rounds=7)
+    assert seen == [3, 6, 7]
+    assert history.table().equals(result.table())
+    assert "round 7" in history._repr_html_()
+    short = fl.callbacks.History()
+    assert short.table().num_rows == 0
+
+
+def test_a_result_shows_itself_in_a_notebook(fed: Federation) -> None:
+    result = fl.simulate(Ditto(), fed, "softmax", rounds=4, evaluate=Evaluate(every=2), local=Local(lr=0.5))
+    shown = result._repr_html_()
+    assert "Ditto, 4 rounds" in shown
+    svg = ET.fromstring(shown[shown.index("<svg") :])
+    assert len(list(svg.iter("{http://www.w3.org/2000/svg}path"))) > 3
+    accuracy = float(np.nanmean(result.final("personal").numpy())) * 100
+    assert f"<td>{accuracy:.4g}</td>" in shown
+    assert "http" not in shown.replace("http://www.w3.org", "")
+    (points,) = result.chart("loss", "validation").to_dict()["datasets"].values()
+    assert {p["model"] for p in points} == {"global", "personal", "hybrid"}
+    assert {p["round"] for p in points} == {0, 2, 4}
+    with pytest.raises(ConfigError, match="'auroc' on the part 'test' was not measured"):
+        result.chart("auroc")
+
+
+def test_a_result_of_one_evaluation_has_no_curve(fed: Federation) -> None:
+    result = fl.simulate(FedAvg(), fed, "softmax", rounds=1, evaluate=Evaluate(parts=("train",)))
+    assert "<svg" not in result._repr_html_()
+    assert result.table().schema.names == ["round", "client", "model", "part", "metric", "value"]

@@ -1,0 +1,85 @@
+"""Non-zeros and ranks of composite methods' models, against torch on the models themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fedloom.algorithms import REGISTRY
+from fedloom.data import load
+from fedloom.data.federation import Federation
+from fedloom.data.partition import Iid
+from fedloom.engine import sparsity as counts
+from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.simulate import simulate
+from fedloom.local import Local
+from fedloom.models import MLP
+from fedloom.rows.layout import Layout
+from fedloom.rows.prox import L1, Nuclear
+
+
+@pytest.fixture(scope="module")
+def fed() -> Federation:
+    return Iid(clients=4)(load("digits"), seed=0)
+
+
+def run(fed: Federation, method: Any) -> Any:
+    return simulate(
+        method,
+        fed,
+        MLP(hidden=(12,)),
+        rounds=2,
+        local=Local(lr=0.1, batch_size=50),
+        evaluate=Evaluate(every=2, parts=("validation", "test")),
+        engine=Engine(dtype="float64"),
+    )
+
+
+def recorded(result: Any, model: str) -> dict[str, float]:
+    names = ("nonzeros", "rank", "factorised")
+    found = {name: result.state.records.last(model, "", name) for name in names}
+    return {name: float(value[0]) for name, value in found.items() if value is not None}
+
+
+def by_hand(layout: Layout, row: torch.Tensor) -> dict[str, float]:
+    rank = thin = 0
+    for name, shape in zip(layout.names, layout.shapes, strict=True):
+        value = layout.tree(row)[name]
+        if len(shape) < 2:
+            thin += value.numel()
+            continue
+        r = int(torch.linalg.matrix_rank(value))
+        rank += r
+        thin += min(r * (shape[0] + shape[1]), value.numel())
+    return {"nonzeros": float((row != 0).sum()), "rank": float(rank), "factorised": float(thin)}
+
+
+def test_low_rank_and_sparse_parts_are_counted_at_both_models(fed: Federation) -> None:
+    result = run(fed, REGISTRY["fedslr"](lam=0.3, mu=0.01))
+    layout = result.job.oracle.layout
+    shared = by_hand(layout, result.models.rows("global"))
+    assert recorded(result, "global") == shared
+    assert shared["rank"] < sum(min(s) for s in layout.matrix_shapes.values())
+    assert shared["factorised"] < layout.d
+    each = [by_hand(layout, row) for row in result.models.rows("personal")]
+    expected = {name: sum(e[name] for e in each) / 4 for name in shared}
+    assert recorded(result, "personal") == pytest.approx(expected)
+
+
+def test_methods_without_a_penalty_have_no_such_figures(fed: Federation) -> None:
+    result = run(fed, REGISTRY["ditto"]())
+    assert not recorded(result, "global")
+    assert not recorded(result, "personal")
+
+
+def test_ranks_are_for_nuclear_norms_that_are_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout.of(MLP(hidden=(5,)).build((6,), 3, 0))
+    rows = torch.ones(2, layout.d)
+    fiaelt = REGISTRY["fiaelt"]
+    assert set(counts.sizes_of(fiaelt(regulariser=L1(c=0.1)), layout, rows)) == {"nonzeros"}
+    low = fiaelt(regulariser=Nuclear(c=0.1))
+    assert set(counts.sizes_of(low, layout, rows)) == {"nonzeros", "rank", "factorised"}
+    monkeypatch.setattr(counts, "WORTH", 1.0)
+    assert set(counts.sizes_of(low, layout, rows)) == {"nonzeros"}

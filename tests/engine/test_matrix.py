@@ -1,0 +1,325 @@
+"""Every method with every plug-in: the run finishes, or is refused for the documented reason.
+
+By default one cell per method and kind of plug-in is run, and a tenth of all others, drawn from a seed that changes
+every day (every week in CI; FEDLOOM_MATRIX_SEED sets it) and stands in the names of the drawn tests; `make test-full`
+runs all.
+
+The rules are written down here once more, from the kinds of the upload's fields and the names of the plug-ins alone,
+and docs/combinations.md has them with a table for every method. To write that page anew:
+
+    FEDLOOM_WRITE=1 python -m pytest tests/engine/test_matrix.py -k page
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from fedloom.algorithms import REGISTRY, Algorithm, Composition, Kept, Mean, upload_fields
+from fedloom.choose import SAMPLERS, WEIGHERS, Uniform
+from fedloom.data import load
+from fedloom.data.federation import Federation
+from fedloom.data.partition import Hybrid
+from fedloom.engine.settings import Evaluate
+from fedloom.engine.setup import make_job
+from fedloom.engine.simulate import simulate
+from fedloom.errors import Refused, Stop
+from fedloom.local import Local as Settings
+from fedloom.local import Nothing
+from fedloom.models import MLP
+from fedloom.rows.aggregate import AGGREGATORS
+from fedloom.rows.attacks import ATTACKS
+from fedloom.rows.channel import CHANNELS
+
+PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
+KINDS: dict[str, dict[str, Any]] = {
+    "aggregator": AGGREGATORS,
+    "attack": ATTACKS,
+    "sampler": SAMPLERS,
+    "weigher": WEIGHERS,
+    "channel": CHANNELS,
+}
+
+# --- the rules
+
+POISONS = {"random-labels", "flipped-labels"}
+ASKERS = {"power-of-choice"}
+LEARNERS = {"clustered"}
+COMPRESSORS = {"top-k", "random-k", "qsgd", "sign"}
+PROBING = {"equitable", "fairfed"}
+PROJECTED = {"lp-proj", "admm-lp-proj"}
+"""Methods whose clients and server exchange a projection of the models."""
+
+REASONS = {
+    "nothing": ("uploads nothing", "The method uploads nothing: there is nothing to act on."),
+    "adds": (
+        "adds uploads up",
+        "Its server adds uploads up over rounds, which is right for the uniform mean of a cohort and for nothing else.",
+    ),
+    "mixes": ("mixes single models", "Its server mixes single models for every client: nothing is aggregated."),
+    "keeps": (
+        "keeps every client's last upload",
+        "Its server keeps every client's last upload and takes the uniform mean over all clients, seen or not.",
+    ),
+    "absolute": (
+        "uploads absolute values",
+        "It uploads absolute values; a compressor leaves out parts of differences.",
+    ),
+    "projected": (
+        "uploads something smaller",
+        "Clients and server exchange a projection of the models, and the plug-in looks at models.",
+    ),
+    "no difference": ("clips differences", "It uploads absolute values; what is clipped must be a difference."),
+    "single": (
+        "also sees uploads of single",
+        "Its server also sees uploads of single clients, which noise on a mean does not protect.",
+    ),
+    "no model": (
+        "asks clients about the global model",
+        "The sampler asks clients about the global model; it has none.",
+    ),
+}
+"""Why a pair is refused: what the error says, and what the page says."""
+
+
+def refusal(made: Composition, kind: str, plugin: str) -> str | None:
+    """The reason why a method refuses a plug-in, or None."""
+    method = made.algorithm
+    fields = upload_fields(type(method)).values()
+    projected = type(method) in {REGISTRY[name] for name in PROJECTED}
+    adds = any(field.accumulates for field in fields)
+    if made.pooled:
+        return None
+    if kind == "sampler":
+        if plugin in ASKERS and type(method).global_model is Algorithm.global_model:
+            return "no model"
+        if plugin in LEARNERS and projected:
+            return "projected"
+        return "nothing" if plugin in LEARNERS and not fields else None
+    if kind == "weigher" and plugin != "uniform":
+        if any(isinstance(field, Mean) and not field.accumulates for field in fields):
+            return "projected" if plugin in PROBING and projected else None
+        if not fields:
+            return "nothing"
+        return "keeps" if any(isinstance(field, Kept) for field in fields) else "adds"
+    if not fields:
+        return None if kind == "weigher" or plugin in POISONS else "nothing"
+    if kind == "aggregator" and plugin != "mean":
+        return "adds" if adds else "mixes" if method.mixes else central(fields) if plugin == "private-mean" else None
+    if kind == "channel" and plugin in COMPRESSORS:
+        return "absolute" if any(field.primary and field.base == "zero" for field in fields) else None
+    return None
+
+
+def central(fields: Any) -> str | None:
+    """The reason why the server's noise on a mean protects nothing, or None."""
+    if any(field.primary and field.base == "zero" for field in fields):
+        return "no difference"
+    return None if all(isinstance(field, Mean) for field in fields) else "single"
+
+
+# --- the cells
+
+
+class Cell(NamedTuple):
+    """A method and a plug-in, by name."""
+
+    method: str
+    kind: str
+    plugin: str
+
+
+NEEDED: dict[str, dict[str, Any]] = {
+    "fedbn": {"layers": ("head.bias",)},  # the model has no normalisation layer
+    "fedrep": {"head_epochs": 1},  # sooner done
+    "fiaelt": {"iterations": 2, "inner": 5},
+}
+
+
+@cache
+def composed(name: str) -> Composition:
+    made: Any = REGISTRY[name](**NEEDED.get(name, {}))
+    return made if isinstance(made, Composition) else Composition(made)
+
+
+def rotation() -> int:
+    """The seed of the cells that are drawn: of this week in CI, else of this day."""
+    if given := os.environ.get("FEDLOOM_MATRIX_SEED"):
+        return int(given)
+    today = datetime.datetime.now(datetime.UTC).date()
+    year, week, _ = today.isocalendar()
+    return year * 100 + week if os.environ.get("CI") else today.toordinal()
+
+
+def every_cell() -> tuple[list[Cell], list[Cell]]:
+    """Those that are run every time, one for each method and kind of plug-in; and all others."""
+    names = sorted(REGISTRY)
+    first = [
+        Cell(m, kind, list(plugins)[(i + k) % len(plugins)])
+        for i, m in enumerate(names)
+        for k, (kind, plugins) in enumerate(KINDS.items())
+    ]
+    every = [Cell(m, kind, p) for m in names for kind, plugins in KINDS.items() for p in plugins]
+    return first, sorted(set(every) - set(first))
+
+
+def drawn(others: list[Cell], seed: int) -> set[Cell]:
+    """A tenth of some cells."""
+    picked = np.random.default_rng(seed).choice(len(others), len(others) // 10, replace=False)
+    return {others[i] for i in picked}
+
+
+def parameters(seed: int) -> list[Any]:
+    """Every cell; those that are not for every time are slow."""
+    first, others = every_cell()
+    chosen = drawn(others, seed)
+    return [
+        *(pytest.param(cell, id="-".join(cell)) for cell in first),
+        *(
+            pytest.param(cell, id="-".join(cell) + f"-seed={seed}")
+            if cell in chosen
+            else pytest.param(cell, id="-".join(cell), marks=pytest.mark.slow)
+            for cell in others
+        ),
+    ]
+
+
+@pytest.fixture(scope="module")
+def fed() -> Federation:
+    return Hybrid(clients=9, labels_per_client=3, beta=0.5, min_size=8)(load("digits"), seed=0)
+
+
+MODEL, ROUNDS = MLP(hidden=(16,)), 2
+LOCAL = Settings(lr=0.05, steps=2, batch_size=8)
+PARTIAL = Uniform(clients=8)
+
+
+@cache
+def always_there(fed: Federation) -> int:
+    """A client that the sampler draws in every round."""
+    job, _ = make_job(composed("fedavg"), fed, MODEL, rounds=ROUNDS, local=LOCAL)
+    cohorts = [set(PARTIAL.apply(Nothing(), None, job.ctx(t))[0].tolist()) for t in range(1, ROUNDS + 1)]
+    return min(set.intersection(*cohorts))
+
+
+def plugin_of(cell: Cell, fed: Federation) -> Any:
+    options: dict[str, Any] = {
+        "fltrust": {"root": always_there(fed)},
+        "gaussian-noise": {"sigma": 0.01},
+        "bernoulli": {"probability": 0.7},
+    }.get(cell.plugin, {})
+    make = KINDS[cell.kind][cell.plugin]
+    sized = {"clients": 4} if "clients" in make.model_fields else {}
+    return make(**sized, **options)
+
+
+@pytest.mark.parametrize("cell", parameters(rotation()))
+def test_a_pair_runs_or_is_refused_for_its_reason(fed: Federation, cell: Cell) -> None:
+    settings: dict[str, Any] = {"sampler": PARTIAL, cell.kind: plugin_of(cell, fed)}
+    reason = refusal(composed(cell.method), cell.kind, cell.plugin)
+
+    def run() -> Any:
+        evaluate = Evaluate(every=ROUNDS, parts=("train", "validation"))
+        return simulate(composed(cell.method), fed, MODEL, rounds=ROUNDS, local=LOCAL, evaluate=evaluate, **settings)
+
+    if reason is not None:
+        with pytest.raises(Refused, match=REASONS[reason][0]):
+            run()
+        return
+    result = run()
+    if cell.plugin == "fltrust" and composed(cell.method).sampler is not None and result.stop is Stop.TOO_FEW:
+        assert "fltrust trusts client" in result.detail
+        return
+    assert result.stop is Stop.DONE, result.detail
+    assert result.state.totals[-1] == 0  # no upload was dropped
+    for record in result.state.records.items:
+        if record.part in ("train", "") and record.round == ROUNDS:
+            assert np.isfinite(record.values).all(), record
+    assert all(bool(torch.isfinite(value).all()) for value in result.state.server)
+    plugin = getattr(result.job, cell.kind)
+    if not composed(cell.method).pooled and getattr(composed(cell.method), cell.kind, None) is None:
+        assert plugin.kind == cell.plugin
+
+
+def test_every_plugin_and_every_method_has_its_cell() -> None:
+    daily, others = every_cell()
+    assert {(c.method, c.kind) for c in daily} == {(m, kind) for m in REGISTRY for kind in KINDS}
+    assert {(c.kind, c.plugin) for c in daily} == {(kind, p) for kind, plugins in KINDS.items() for p in plugins}
+    assert len(drawn(others, 0)) == len(others) // 10
+    assert len(set().union(*(drawn(others, seed) for seed in range(100)))) > 0.99 * len(others)
+    assert drawn(others, 1) != drawn(others, 0) == drawn(others, 0)
+    assert ATTACKS.keys() > POISONS
+    assert SAMPLERS.keys() > ASKERS | LEARNERS
+    assert CHANNELS.keys() > COMPRESSORS
+
+
+# --- the page
+
+COLUMNS = (
+    ("robust aggregators", "aggregator", "median"),
+    ("noise of the server", "aggregator", "private-mean"),
+    ("forged uploads", "attack", "gaussian"),
+    ("poisoned labels", "attack", "flipped-labels"),
+    ("samplers that ask", "sampler", "power-of-choice"),
+    ("samplers that learn", "sampler", "clustered"),
+    ("weigher samples", "weigher", "samples"),
+    ("weighers that ask", "weigher", "equitable"),
+    ("clipping, noise", "channel", "clip"),
+    ("compressors", "channel", "top-k"),
+)
+
+INTRODUCTION = """# What goes with what
+
+Any method runs with any sampler, weigher, aggregator, attack and channel, unless the pair makes no sense; then the run
+is refused before it starts, with a sentence. Which pairs make sense follows from what the method uploads, never from a
+list.
+Each method runs with each plug-in in `tests/engine/test_matrix.py`, which also writes this page.
+
+"""
+
+NOTES = f"""
+Always admitted: the aggregator `mean` and the channels `clip` and `gaussian-noise` (unless nothing is uploaded), the
+weigher `uniform`, and all samplers but those that ask ({", ".join(sorted(ASKERS))}) or learn from uploads
+({", ".join(sorted(LEARNERS))}). Compressors are {", ".join(sorted(COMPRESSORS))}.
+
+Further rules:
+
+- A preset that brings a sampler or a weigher uses its own, and takes the cohort size of the experiment's sampler.
+- `centralized` has one client: samplers, weighers, aggregators, attacks and channels are left out.
+- Robust aggregators decide on the field that carries the model. If the server keeps every client's last upload, they
+  decide among the clients seen so far, and weights are left out. Each needs a least number of rows, checked at the
+  start.
+- An attacker forges the field that carries the model; its other fields are those of a client that takes no step.
+- Of a part of the model that does not travel (personal layers), nothing is compressed, noised or counted.
+- Methods whose mathematics needs plain SGD refuse momentum.
+- `delta` of `gaussian-noise` or `private-mean` refuses weighers and samplers to whom clients answer without noise.
+"""
+
+
+def page() -> str:
+    lines = [INTRODUCTION + "| method | " + " | ".join(title for title, _, _ in COLUMNS) + " |"]
+    lines += ["|---" * (len(COLUMNS) + 1) + "|"]
+    letters = {reason: chr(ord("a") + i) for i, reason in enumerate(REASONS)}
+    for name in sorted(REGISTRY):
+        reasons = [refusal(composed(name), kind, plugin) for _, kind, plugin in COLUMNS]
+        lines.append(f"| {name} | " + " | ".join("yes" if r is None else f"no ({letters[r]})" for r in reasons) + " |")
+    lines.append("")
+    lines += [f"- ({letters[reason]}) {sentence}" for reason, (_, sentence) in REASONS.items()]
+    return "\n".join(lines) + "\n" + NOTES
+
+
+def test_page_is_up_to_date() -> None:
+    for _, kind, example in COLUMNS:  # a column stands for all plug-ins that are refused for the same reason
+        like = [p for p in KINDS[kind] if all(refusal(composed(m), kind, p) == refusal(composed(m), kind, example)
+                                              for m in REGISTRY)]  # fmt: skip
+        assert example in like
+    if os.environ.get("FEDLOOM_WRITE"):
+        PAGE.write_text(page())
+    assert PAGE.read_text() == page(), "write docs/combinations.md anew: see the beginning of this file"

@@ -1,0 +1,406 @@
+"""The engine against the plain reference driver, against itself on other workers and chunks, and after a resume."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow as pa
+import pytest
+import torch
+
+from fedloom.algorithms import REGISTRY, Composition, FedAvg, FedDyn, FedSkip, Local, fedavg, fedskip, upload_fields
+from fedloom.choose import (
+    Availability,
+    Bernoulli,
+    FairFedWeigher,
+    PowerOfChoice,
+    RoundRobin,
+    Sampler,
+    SamplesWeigher,
+    SizeWeighted,
+    Uniform,
+    UniformWeigher,
+)
+from fedloom.data import load
+from fedloom.data.federation import Federation
+from fedloom.data.partition import Dirichlet, Iid
+from fedloom.engine.result import Result
+from fedloom.engine.settings import Engine, Evaluate
+from fedloom.engine.simulate import simulate
+from fedloom.errors import ConfigError, Refused, RunDirError, Stop
+from fedloom.local import Ctx, Nothing, Work
+from fedloom.local import Local as Settings
+from fedloom.local.oracles import make_oracle
+from fedloom.models import spec_of
+from fedloom.rows.aggregate import GeometricMedian, Krum, Median, PrivateMean
+from fedloom.rows.attacks import ATTACKS, Gaussian, SameValue
+from fedloom.rows.channel import CHANNELS, TopK
+from fedloom.tasks import task_of
+from fedloom.testing.federate import Federation as Plain
+from fedloom.testing.federate import begin
+from fedloom.testing.federate import play as play_plainly
+
+LOCAL = Settings(lr=0.05, epochs=1, batch_size=8)
+SIGNED = FairFedWeigher(floor=False)
+
+
+@pytest.fixture(scope="module")
+def fed() -> Federation:
+    return Dirichlet(clients=20, beta=0.5, min_size=2)(load("digits"), seed=0)
+
+
+NEEDED: dict[str, dict[str, Any]] = {"fedbn": {"layers": ("head.bias",)}}  # softmax has no normalisation layer
+
+
+def composed(name: str) -> Composition:
+    made: Any = REGISTRY[name](**NEEDED.get(name, {}))
+    return made if isinstance(made, Composition) else Composition(made)
+
+
+def run(fed: Federation, method: Any = None, **changes: Any) -> Result:
+    settings: dict[str, Any] = {
+        "rounds": 4,
+        "local": LOCAL,
+        "sampler": Uniform(fraction=0.9),
+        "evaluate": Evaluate(every=2),
+        **changes,
+    }
+    return simulate(method or FedAvg(), fed, "softmax", **settings)
+
+
+def same(a: pa.Table, b: pa.Table) -> bool:
+    """Equal bits, not-a-number included."""
+    return a.schema == b.schema and all(
+        x == y or (isinstance(x, float) and math.isnan(x) and math.isnan(y))
+        for name in a.column_names
+        for x, y in zip(a[name].to_pylist(), b[name].to_pylist(), strict=True)
+    )
+
+
+def rows(result: Result) -> torch.Tensor:
+    ids = torch.arange(result.job.n)
+    return torch.cat([f.double() for f in result.job.clients.read(ids)], 1) if len(result.job.clients.template) else ids
+
+
+@pytest.mark.parametrize("name", sorted(set(REGISTRY) - {"centralized"}))
+def test_engine_equals_the_plain_reference(fed: Federation, name: str) -> None:
+    check_against_the_plain_reference(fed, composed(name)._replace(sampler=None))
+
+
+def test_weights_below_zero_are_those_of_the_plain_reference(fed: Federation) -> None:
+    weigher = FairFedWeigher(beta=0.6, metric="loss", floor=False)
+    result = check_against_the_plain_reference(fed, Composition(FedAvg(), weigher=weigher))
+    assert float(result.state.weigher.omega.min()) < 0
+
+
+def check_against_the_plain_reference(fed: Federation, preset: Composition) -> Result:
+    """Chunks, stores, sums and commits compute what the equations say: sampled cohorts, ragged clients, float64."""
+    weigher = preset.weigher or UniformWeigher()
+    got = run(fed, preset, rounds=3, engine=Engine(dtype="float64", chunk=3, oracle="fused"))
+    job = got.job
+    wide = fed.to("cpu", torch.float64)
+    module = spec_of("softmax").build(tuple(fed.data.shape), task_of(fed.data).outputs, 0)
+    oracle = make_oracle(module, task_of(fed.data), wide, "looped")
+    plain = Plain(oracle, job.alpha, LOCAL, 0)
+    state = begin(preset.algorithm, plain, oracle.layout.vector(module, torch.float64), weigher)
+    for t in range(1, 4):
+        cohort = job.sampler.apply(None, None, job.ctx(t))[0]
+        order = cohort[torch.argsort(job.train_sizes[cohort, 0], descending=True, stable=True)]
+        state = play_plainly(preset.algorithm, plain, state, order.tolist(), weigher=weigher)
+    for want, have in zip(state.server, got.state.server, strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-9, atol=1e-9)
+    if len(job.clients.template):
+        for want, have in zip(state.rows, job.clients.read(torch.arange(job.n)), strict=True):
+            torch.testing.assert_close(have, want.expand_as(have), rtol=1e-9, atol=1e-9)
+    return got
+
+
+@pytest.mark.parametrize("name", sorted(set(REGISTRY) - {"centralized"}))
+def test_shares_by_samples_change_a_run_or_it_is_said_that_they_do_not(name: str) -> None:
+    fed = Dirichlet(clients=4, beta=0.5, min_size=2)(load("digits"), seed=0)
+    uniform, weighed = (
+        run(fed, composed(name), rounds=2, weights=weights, evaluate=Evaluate(every=2))
+        for weights in ("uniform", "samples")
+    )
+    said = any("weights = 'samples' changes nothing" in note for note in weighed.notes)
+    assert same(uniform.table(), weighed.table()) == said
+    assert not any("changes nothing" in note for note in uniform.notes)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "flame", "fedacs", "equitable-fl", "ditto"])
+def test_two_workers_equal_one_bit_for_bit(fed: Federation, name: str) -> None:
+    one, two = (run(fed, composed(name), engine=Engine(workers=w)) for w in (1, 2))
+    assert same(one.table(), two.table())
+    assert torch.equal(rows(one), rows(two))
+
+
+def test_chunks_and_oracles_change_rounding_only(fed: Federation) -> None:
+    whole = run(fed, engine=Engine(dtype="float64")).models.rows("global")
+    for engine in (Engine(dtype="float64", chunk=1), Engine(dtype="float64", oracle="looped")):
+        torch.testing.assert_close(run(fed, engine=engine).models.rows("global"), whole, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["flame", "scaffold", "fedacs"])
+@pytest.mark.parametrize("budget", [1024, 0], ids=["memory", "files"])
+def test_resume_equals_the_uninterrupted_run(fed: Federation, tmp_path: Path, name: str, budget: int) -> None:
+    class Stopped(Exception):
+        pass
+
+    def stop(state: Any) -> None:
+        if state.round == 3:
+            raise Stopped
+
+    engine = Engine(checkpoint_every=1e-9, store_budget=budget)
+    with pytest.raises(Stopped):
+        run(fed, composed(name), engine=engine, folder=tmp_path / "broken", progress=[stop])
+    resumed = run(fed, composed(name), engine=engine, folder=tmp_path / "broken")
+    whole = run(fed, composed(name), engine=engine, folder=tmp_path / "whole")
+    assert same(resumed.table(), whole.table())
+    assert torch.equal(rows(resumed), rows(whole))
+    again = run(fed, composed(name), engine=engine, folder=tmp_path / "whole")
+    assert same(again.table(), whole.table())
+
+
+def test_folder_of_another_run_is_refused(fed: Federation, tmp_path: Path) -> None:
+    run(fed, folder=tmp_path)
+    with pytest.raises(RunDirError, match="another"):
+        run(fed, FedDyn(), folder=tmp_path)
+
+
+def test_seeds_differ_and_repeat(fed: Federation) -> None:
+    a, b, c = (run(fed, seed=s).models.rows("global") for s in (0, 0, 1))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+
+
+def test_work_and_traffic_are_counted(fed: Federation) -> None:
+    result = run(fed, rounds=2, sampler=Uniform(), local=Settings(lr=0.1, epochs=3, batch_size=8))
+    samples = int(fed.sizes("train").sum())
+    totals = dict(zip(("backward", "forward", "steps"), result.state.totals.tolist(), strict=False))
+    assert totals["backward"] == 2 * 3 * samples
+    assert totals["forward"] == 0
+    assert totals["steps"] == 2 * 3 * sum(-(-n // 8) for n in fed.sizes("train").tolist())
+    paper_up = result.state.records.last("", "", "bytes_up_paper")
+    assert paper_up is not None
+    assert paper_up[0] == 2 * 20 * 4 * 650
+
+
+def test_centralized_is_one_client_scored_on_the_original_ones(fed: Federation) -> None:
+    result = run(fed, REGISTRY["centralized"](), sampler=Uniform(fraction=0.5), weigher=SamplesWeigher())
+    assert result.job.n == 1
+    assert len(result.final("global")) == fed.n
+
+
+def test_divergence_ends_the_run_with_a_sentence(fed: Federation) -> None:
+    result = run(fed, local=Settings(lr=1e30, steps=5))
+    assert result.stop is Stop.DIVERGED
+    assert "round" in result.detail
+
+
+class Broken(FedAvg):
+    """FedAvg whose client 3 uploads something that is not finite."""
+
+    def client(self, down: fedavg.Down, rows: Nothing, work: Work) -> tuple[fedavg.Up, Nothing]:
+        up, rows = super().client(down, rows, work)
+        return fedavg.Up(torch.where(work.ids[:, None] == 3, torch.nan, up.dw)), rows
+
+
+class Without(Sampler):
+    """Everyone but client 3."""
+
+    kind: ClassVar[str] = "without"
+
+    def apply(self, state: Any, info: Any, ctx: Ctx) -> tuple[torch.Tensor, Any]:
+        return ctx.ids[ctx.ids != 3], state
+
+
+class Boaster(FedSkip):
+    """FedSkip whose client 3 claims a number of samples below zero."""
+
+    def client(self, down: fedskip.Down, rows: Nothing, work: Work) -> tuple[fedskip.Up, Nothing]:
+        up, rows = super().client(down, rows, work)
+        return fedskip.Up(up.w, torch.where(work.ids[:, None] == 3, -1.0, up.seen)), rows
+
+
+def test_a_client_with_a_weight_below_zero_is_dropped(fed: Federation) -> None:
+    result = run(fed, Boaster(skip=1), sampler=Uniform())
+    assert [note for note in result.notes if "[3]" in note] == result.notes
+    assert len(result.notes) == 4
+    without = run(fed, FedSkip(skip=1), sampler=Without())
+    torch.testing.assert_close(result.models.rows("global"), without.models.rows("global"))
+
+
+def test_a_dropped_client_is_as_if_not_sampled_and_named(fed: Federation) -> None:
+    engine = Engine(dtype="float64", chunk=3)
+    dropped = run(fed, Broken(), sampler=Uniform(), engine=engine)
+    without = run(fed, sampler=Without(), engine=engine)
+    torch.testing.assert_close(dropped.models.rows("global"), without.models.rows("global"), rtol=1e-10, atol=1e-12)
+    assert [note for note in dropped.notes if "[3]" in note] == dropped.notes
+    assert len(dropped.notes) == 4
+    assert dropped.stop is Stop.DONE
+
+
+def test_too_few_usable_uploads_end_the_run(fed: Federation) -> None:
+    result = run(fed, engine=Engine(norm_bound=1e-9))
+    assert result.stop is Stop.DIVERGED
+    assert "0 of 18" in result.detail
+
+
+def test_attackers_are_fixed_and_metrics_are_of_the_others(fed: Federation) -> None:
+    result = run(fed, attack=SameValue(fraction=0.25, variance=100.0), rounds=2)
+    clean = run(fed, rounds=2)
+    bad = result.job.malicious
+    assert int(bad.sum()) == 5
+    values = result.final("global", "loss")
+    mean = result.state.records.last("global", "test", "loss/mean")
+    assert mean is not None
+    assert mean[0] == pytest.approx(float(values[~bad].nanmean()))
+    assert float(values.nanmean()) > float(clean.final("global", "loss").nanmean())
+
+
+@pytest.mark.parametrize("kind", sorted(ATTACKS))
+def test_no_attack_of_nobody(fed: Federation, kind: str) -> None:
+    quiet = run(fed, rounds=1, attack=ATTACKS[kind](fraction=0.0))
+    assert torch.equal(quiet.models.rows("global"), run(fed, rounds=1).models.rows("global"))
+
+
+def test_robust_rule_keeps_attackers_out(fed: Federation) -> None:
+    attack = Gaussian(fraction=0.2, variance=1e4)
+    held = run(fed, attack=attack, aggregator=Median()).final("global", "loss")
+    lost = run(fed, attack=attack).final("global", "loss")
+    assert float(held.nanmean()) < float(lost.nanmean()) / 10
+
+
+def test_refusals_follow_from_the_kinds() -> None:
+    fed = Iid(clients=9)(load("digits"), seed=0)
+    for method, rule, sentence in (
+        (FedDyn(), {"aggregator": Median()}, "adds uploads up"),
+        (FedDyn(), {"weigher": SamplesWeigher()}, "adds uploads up"),
+        (composed("flame"), {"weigher": SamplesWeigher()}, "keeps every client"),
+        (composed("fedacs"), {"aggregator": Median()}, "mixes single models"),
+        (Local(), {"aggregator": Median()}, "uploads nothing"),
+        (composed("flame"), {"channel": TopK()}, "absolute"),
+        (composed("scaffold"), {"local": Settings(momentum=0.5)}, "momentum"),
+        (FedAvg(), {"weigher": SIGNED, "aggregator": GeometricMedian()}, "gives negative weights"),
+        (FedAvg(), {"weigher": SIGNED, "sampler": SizeWeighted(clients=3)}, "need not have a positive sum"),
+    ):
+        with pytest.raises(Refused, match=sentence):
+            run(fed, method, **rule)
+    with pytest.raises(ConfigError, match="2 f \\+ 3"):
+        run(fed, aggregator=Krum(f=4))
+    with pytest.raises(ConfigError, match="at most the 9 clients"):
+        run(fed, sampler=Uniform(clients=10))
+
+
+@pytest.mark.parametrize(
+    "sampler", [Uniform(clients=4), RoundRobin(clients=4), PowerOfChoice(clients=4), Availability(period=3, on=1)]
+)
+def test_a_cohort_too_small_for_the_rule_is_refused_before_the_run(sampler: Sampler) -> None:
+    fed = Iid(clients=9)(load("digits"), seed=0)
+    with pytest.raises(ConfigError, match="krum needs m >= 2 f \\+ 3, got m = [34] rows and f = 1"):
+        run(fed, sampler=sampler, aggregator=Krum(f=1))
+    assert run(fed, sampler=sampler, aggregator=Krum(f=0), rounds=1).stop is Stop.DONE
+
+
+def test_a_cohort_that_turns_out_too_small_for_the_rule_ends_the_run_with_a_sentence(fed: Federation) -> None:
+    result = run(fed, sampler=Bernoulli(probability=0.01), aggregator=Krum(f=1))
+    assert result.stop is Stop.TOO_FEW
+    assert result.detail.startswith("round 1: krum needs m >= 2 f + 3, got m = 1 rows")
+
+
+@pytest.mark.parametrize(
+    ("settings", "way_out"),
+    [
+        ({"schedule": "cosine", "horizon": 3}, "local.horizon to 4 or more"),
+        ({"schedule": "exponential", "decay": 1e-200}, "local.decay"),
+    ],
+)
+def test_a_schedule_that_ends_before_the_run_is_refused(
+    fed: Federation, settings: dict[str, Any], way_out: str
+) -> None:
+    local = Settings(lr=0.1, **settings)
+    with pytest.raises(ConfigError, match=f"the step size 0 by round 4, the last: .*{way_out}"):
+        run(fed, local=local)
+    assert run(fed, local=local, rounds=2).stop is Stop.DONE
+
+
+@pytest.mark.parametrize("schedule", ["exponential", "inverse-sqrt", "cosine"])
+def test_the_models_before_the_first_round_are_made_with_its_step_size(fed: Federation, schedule: str) -> None:
+    """Ditto's personal model of a client never seen takes local steps, in the evaluation before round 1 too."""
+    found = []
+    for local in (LOCAL, LOCAL.with_(schedule=schedule, decay=0.5)):
+        table = run(fed, composed("ditto"), local=local, rounds=1).table()
+        found.append([r["value"] for r in table.to_pylist() if r["round"] == 0 and r["model"] == "personal"])
+    assert len(found[0]) > fed.n
+    assert found[0] == found[1]
+
+
+def test_it_is_said_that_a_client_drawn_twice_counts_once_where_uploads_add_up(fed: Federation) -> None:
+    for method, sampler, said in (
+        (FedDyn(), SizeWeighted(clients=5), True),
+        (composed("flame"), SizeWeighted(clients=5), True),
+        (FedDyn(), SizeWeighted(clients=5, replacement=False), False),
+        (FedAvg(), SizeWeighted(clients=5), False),
+    ):
+        notes = run(fed, method, sampler=sampler, rounds=1).notes
+        assert any("may draw a client twice; it counts once" in note for note in notes) == said
+
+
+def test_it_is_said_that_a_rule_reads_no_weights(fed: Federation) -> None:
+    for rule, weigher, said in (
+        (Median(), SamplesWeigher(), True),
+        (PrivateMean(clip=1e6, sigma=0.0), SamplesWeigher(), True),
+        (GeometricMedian(), SamplesWeigher(), False),
+        (Median(), UniformWeigher(), False),
+    ):
+        notes = run(fed, aggregator=rule, weigher=weigher, rounds=1).notes
+        assert any("reads no weights: weigher 'samples' changes nothing" in note for note in notes) == said
+
+
+@pytest.mark.parametrize("common", [None, torch.arange(1500, 1797)])
+def test_personal_models_of_all_chunks_are_scored_on_the_common_test_set(common: torch.Tensor | None) -> None:
+    fed = Iid(clients=17)(replace(load("digits"), test=common), seed=0)
+    evaluate = Evaluate(every=1, personal_on_common=True)
+    result = run(fed, composed("ditto"), rounds=1, evaluate=evaluate, engine=Engine(chunk=2))
+    assert len(result.final("personal", "accuracy", "common")) == 17
+    own, judge = result.models.personal[16], result.job.judge
+    where = torch.cat([judge.indices("test", i) for i in range(17)]) if common is None else common
+    right = own(judge.fetch(where)).argmax(1) == judge.targets(where)
+    assert float(result.final("personal", "accuracy", "common")[16]) == pytest.approx(float(right.double().mean()))
+
+
+@pytest.mark.parametrize("kind", sorted(CHANNELS))
+def test_a_channel_passes_an_upload_of_nothing(fed: Federation, kind: str) -> None:
+    """FedPer shares what is not the head, which of a model that is all head is nothing."""
+    result = run(fed, composed("fedper"), channel=CHANNELS[kind](), rounds=2)
+    assert result.stop is Stop.DONE
+
+
+def test_every_upload_field_declares_its_kind() -> None:
+    for name in REGISTRY:
+        kinds = upload_fields(type(composed(name).algorithm))
+        assert sum(kind.primary for kind in kinds.values()) == (1 if kinds else 0), name
+
+
+def test_models_are_modules_that_predict(fed: Federation, tmp_path: Path) -> None:
+    result = run(fed, composed("flame"))
+    assert result.models.kinds() == ["global", "personal", "hybrid"]
+    index = fed.indices("test", 0)
+    x, y = fed.fetch(index), fed.targets(index)
+    with torch.no_grad():
+        hit = (result.models.module("personal", 0)(x).argmax(1) == y).double().mean()
+    assert hit == pytest.approx(float(result.final("personal")[0]))
+    takes_global = result.final("hybrid") == result.final("global")
+    takes_personal = result.final("hybrid") == result.final("personal")
+    assert bool((takes_global | takes_personal | result.final("hybrid").isnan()).all())
+    assert {p.name for p in result.models.save(tmp_path)} == {
+        "global.safetensors",
+        "personal.safetensors",
+        "hybrid.safetensors",
+        "server.safetensors",
+    }
+    with pytest.raises(ConfigError, match="no 'global' model"):
+        run(fed, Local()).models.rows("global")

@@ -1,0 +1,30 @@
+"""What every rank of a test runs: python rank_program.py FILE.toml OUT [RANK LABEL ROUND: who dies, and when]."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+from fedloom.engine.state import State
+from fedloom.errors import FedloomError
+from fedloom.experiment import Plan, read
+from fedloom.processes.distributed import joined
+
+
+def main(file: str, out: str, *victim: str) -> None:
+    with joined() as ranks:
+
+        def tell(label: str, _seed: int, _rounds: int, state: State | None) -> None:
+            if state is not None and (str(ranks.rank), label, str(state.round)) == victim:
+                os.kill(os.getpid(), getattr(signal, os.environ.get("VICTIM_GETS", "SIGKILL")))
+
+        Plan(read(Path(file)), Path(out), ranks=ranks).run(tell, page=False)
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except FedloomError as error:
+        sys.exit(f"error: {error}")
