@@ -19,7 +19,7 @@ test: $(VENV)/.dev-ready ## format, lint, types, import rules and tests
 test-full: $(VENV)/.dev-ready ## the same with the slow tests
 	PYTHON=$(BIN)/python scripts/check --full
 
-test-deploy: $(VENV)/.dev-ready ## a real server and real sites on loopback, over TLS: some minutes
+test-deploy: $(VENV)/.dev-ready ## a real server and real sites on loopback, over TLS; needs nginx: apt-get install nginx
 	$(BIN)/python -m pytest -q -m deploy --timeout 900 tests/deploy
 
 check: test

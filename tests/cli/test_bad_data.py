@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
+from pyarrow import parquet
 from typer.testing import CliRunner
 
 from fedloom.cli import app
@@ -88,7 +90,27 @@ def blank(side: int) -> bytes:
     return buffer.getvalue()
 
 
+def npy(shape: str) -> bytes:
+    """An array of zeros whose header says another shape."""
+    text = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}".ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode() + bytes(8)
+
+
+def zipped(files: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as file:
+        for name, content in files.items():
+            file.writestr(name, content)
+    return buffer.getvalue()
+
+
 CASES = {
+    "negative shape": by_path(
+        "a.npz", zipped({"x.npy": npy("(-5, 3)"), "y.npy": npy("(1,)")}), "shape \\(-5, 3\\) cannot be; the file is"
+    ),
+    "negative axis": by_path(
+        "a.npz", zipped({"x.npy": npy("(2, -3, -1)"), "y.npy": npy("(2,)")}), "cannot be; the file is damaged"
+    ),
     "truncated IDX": mnist(IMAGES, lambda b: b[:-1], "truncated, the data needs 5,488 bytes, got 5,487; fetch"),
     "truncated gz": packed(IMAGES, lambda b: b[:-30], "truncated or damaged .*; fetch the file again"),
     "truncated CIFAR": cifar(records([1])[:-1], "truncated, records have 3073 bytes .*; fetch", "data_batch_1.bin"),
@@ -198,6 +220,12 @@ def bombs() -> dict[str, Callable[[Path], Path]]:
         np.savez_compressed(folder / "b.npz", x=np.zeros((1500, 1000)), y=np.zeros(1500, np.int64))
         return folder / "b.npz"
 
+    def parquet_bomb(folder: Path) -> Path:
+        rows = SMALL // 8
+        table = pa.table({"x": pa.array(np.zeros(rows, np.float64)), "y": pa.array(np.arange(rows) % 2)})
+        parquet.write_table(table, folder / "b.parquet", compression="zstd")
+        return folder / "b.parquet"
+
     def tar_xz(folder: Path) -> Path:
         plain = as_tar(folder / "b.tar", {"a/1.png": ZEROS}, "w")
         packed = write(folder, {"b.tar.xz": xz(plain.read_bytes())}) / "b.tar.xz"
@@ -210,6 +238,7 @@ def bombs() -> dict[str, Callable[[Path], Path]]:
         "tar": lambda folder: as_tar(folder / "b.tar.gz", {"a/1.png": ZEROS}, "w:gz"),
         "tar.xz": tar_xz,
         "npz": npz_bomb,
+        "parquet": parquet_bomb,
         "gz": file("t.csv.gz", gzip.compress, b"a,b\n"),
         "xz": file("t.csv.xz", xz, b"a,b\n"),
         "json.gz": file("a.json.gz", gzip.compress, b'{"users":["'),

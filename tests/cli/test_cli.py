@@ -96,6 +96,37 @@ def test_labels_that_differ_in_punctuation_have_folders_of_their_own(tmp_path: P
     assert all(folder in listed.output for folder in folders)
 
 
+@pytest.mark.parametrize("label", ["\N{LATIN SMALL LETTER E WITH ACUTE}" * 80, "x" * 300], ids=["letters", "long"])
+def test_a_label_of_any_length_runs_goes_on_and_is_reported(label: str, tmp_path: Path) -> None:
+    """Two labels that differ at their end only; the second is added to the finished run, and its model is exported."""
+    head = (
+        SMALL[: SMALL.index("[[method]]")].replace("rounds = 3", "rounds = 1").replace("seeds = [0, 1]", "seeds = [0]")
+    )
+    one, two = (f'[[method]]\nalgorithm = "flame"\nlabel = "{label}{end}"\n' for end in "ab")
+    run(head + one, tmp_path)
+    run(head + one + two, tmp_path)
+    out, both = tmp_path / "out", {f"{label}a", f"{label}b"}
+    assert {r["method"] for r in json.loads((out / "summary.json").read_text())["runs"]} == both
+    assert set(pq.read_table(out / "metrics.parquet")["method"].to_pylist()) == both
+    assert len(list((out / "models").iterdir())) == 2
+    assert label in (out / "report" / "results.csv").read_text()
+    words = ["export", str(out), "--method", f"{label}b", "--client", "1", "--out", str(tmp_path / "model.safetensors")]
+    exported = RUNNER.invoke(app, words)
+    assert exported.exit_code == 0, exported.output
+
+
+def test_a_name_that_is_not_utf_8_is_refused_before_any_work(tmp_path: Path) -> None:
+    """A folder's name may be any bytes; what has to be printed, written into a page or into TOML may not."""
+    file = tmp_path / "small.toml"
+    file.write_text(SMALL)
+    words = ["run", str(file), "--out", os.fsencode(tmp_path) + b"/out-\xff\xfe"]
+    done = subprocess.run([sys.executable, "-m", "fedloom", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "is not text in UTF-8; use a name that is" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == [file]
+
+
 def test_running_again_does_nothing_and_changes_nothing(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "out")
     before = (tmp_path / "out" / "metrics.parquet").read_bytes()

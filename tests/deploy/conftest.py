@@ -4,9 +4,11 @@ import shutil
 
 import pytest
 
+from fedloom.deploy import post, presence
 from fedloom.deploy.directory import Place, write
 from fedloom.deploy.plan import plan
 from fedloom.experiment import parse
+from tests.deploy.grid import Clock
 
 
 def make_experiment(*methods, rounds=3, clients=3, **tables):
@@ -44,3 +46,12 @@ def written(planned, tmp_path_factory):
 @pytest.fixture
 def ready(written, tmp_path):
     return shutil.copytree(written, tmp_path / "try")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time for the server that passes only where it sleeps."""
+    made = Clock()
+    for module in (post, presence):
+        monkeypatch.setattr(module, "time", made)
+    return made

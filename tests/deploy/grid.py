@@ -28,16 +28,43 @@ def wire(message: Message) -> Message:
     return message_from_proto(ProtoMessage.FromString(message_to_proto(message).SerializeToString()))
 
 
+class Clock:
+    """Time that passes only where somebody sleeps; it stands in the place of the module ``time``."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+Delay = Callable[[int, Message], float]
+"""(node, message) -> seconds until its reply arrives; infinite for none."""
+
+
 class FakeGrid(Grid):
     """Nodes are functions; a message is answered when it is pushed.
 
     Args:
         nodes: by number; each takes a message and returns its reply.
         fault: what happens to replies on their way.
+        clock: what delays are of.
+        delay: of a reply; none if left out.
     """
 
-    def __init__(self, nodes: dict[int, Callable[[Message], Message]], fault: Fault | None = None) -> None:
+    def __init__(
+        self,
+        nodes: dict[int, Callable[[Message], Message]],
+        fault: Fault | None = None,
+        clock: Clock | None = None,
+        delay: Delay | None = None,
+    ) -> None:
         self.nodes, self.fault = nodes, fault or (lambda _node, _message, reply: reply)
+        self.clock, self.delay = clock or Clock(), delay or (lambda _node, _message: 0.0)
+        self.due: dict[str, float] = {}
         self.sent: list[Message] = []
         self.waiting: dict[str, list[Message]] = {}
         self.late: list[Message] = []
@@ -68,11 +95,13 @@ class FakeGrid(Grid):
             answer = self.fault(node, arrived, wire(self.nodes[node](arrived)))
             replies = [] if answer is None else [answer] if isinstance(answer, Message) else list(answer)
             self.waiting.setdefault(id_, []).extend(replies)
+            self.due[id_] = self.clock.now + self.delay(node, arrived)
             ids.append(id_)
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        found = [reply for id_ in message_ids for reply in self.waiting.pop(id_, [])]
+        there = [id_ for id_ in message_ids if self.due[id_] <= self.clock.now]
+        found = [reply for id_ in there for reply in self.waiting.pop(id_, [])]
         return found + [self.late.pop() for _ in range(len(self.late))]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:

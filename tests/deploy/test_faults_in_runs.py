@@ -434,6 +434,48 @@ def test_numbers_of_samples_do_not_change_in_a_run(tmp_path: Path) -> None:
     assert "when the run began" in here.audit("rejected", kind="hello")[0]["reason"]
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_samples_that_change_at_equal_size(fixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cell of a site's table is another from round 3 on: told once, or refused until the table is as it was."""
+    here = csv_scene(tmp_path, ["", "", ""])
+    here = here._replace(sites=[s.with_(fixed_data=fixed) for s in here.sites])
+    own = tmp_path / "site-1.csv"
+    table = own.read_text()
+    grid = here.grid()
+
+    def anew(message: Message) -> Message:  # Flower starts a process for every message
+        if message.content[HEAD]["round"] == 3:
+            lines = table.splitlines()
+            own.write_text("\n".join([*lines[:-1], lines[-1].replace(lines[-1].split(",")[0], "0.125")]) + "\n")
+        return Client(here.sites[LOST]).answer(message)
+
+    grid.nodes[FIRST + LOST] = anew
+    said: list[str] = []
+    assert serve(grid, here.server.with_(quorum=2), said.append) is Stop.DONE
+    sentence = "the samples of site-1 are not those that it began with"
+    if fixed:
+        assert {r["round"] for r in here.audit("rejected", kind="train", client=LOST)} == {3, 4}
+        assert all(sentence in r["reason"] for r in here.audit("rejected", client=LOST))
+        own.write_text(table)
+        assert grid.nodes[FIRST + LOST](grid.sent[0]).content[HEAD]["status"] == "ok"
+    else:
+        [told] = [r for r in here.audit("accepted", client=LOST) if sentence in r.get("reason", "")]
+        assert (told["round"], told["site"]) == (3, "site-1")
+        assert {r["round"] for r in here.audit("accepted", kind="train", client=LOST)} == {1, 2, 3, 4}
+    assert any(sentence in line for line in said)
+    assert not [r for r in here.audit() if r.get("client") != LOST and sentence in r.get("reason", "")]
+
+
+def test_the_ledger_says_which_samples_a_release_is_of(tmp_path: Path) -> None:
+    noise = {"channel": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 2.0, "delta": 1e-5}}
+    here = scene(tmp_path, "fedavg", **SMALL, **noise)
+    assert here.serve() is Stop.DONE
+    path = next(here.sites[LOST].state.glob("*/ledger.jsonl"))
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [e["samples"] for e in entries] == [Client(here.sites[LOST]).samples] * 4
+    assert entries[0]["samples"] not in here.server.audit.read_text()
+
+
 def test_another_experiment_at_a_site(tmp_path: Path) -> None:
     here = scene(tmp_path / "a", "fedavg", **SMALL)
     other = scene(tmp_path / "b", "fedavg", **{**SMALL, "rounds": 9})

@@ -167,8 +167,9 @@ def test_another_version_of_fedloom(ready):
 @pytest.fixture(scope="module")
 def gate(network, tmp_path_factory):
     """nginx with the gate's configuration before the network's server; the address it serves."""
-    if shutil.which("nginx") is None and not shutil.which("/usr/sbin/nginx"):
-        pytest.skip("nginx is not installed")
+    program = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
+    if program is None:
+        pytest.fail("the gate's tests need nginx: apt-get install nginx")
     folder, port = tmp_path_factory.mktemp("gate"), free_ports(1)[0]
     server = network.folder / "server"
     text = (server / "gate.conf").read_text()
@@ -182,7 +183,7 @@ def gate(network, tmp_path_factory):
         f"http {{ access_log off; {temporary}\n{text}\n}}\n"
     )
     with Processes() as processes:
-        words = [shutil.which("nginx") or "/usr/sbin/nginx", "-p", str(folder), "-c", str(folder / "nginx.conf")]
+        words = [program, "-p", str(folder), "-c", str(folder / "nginx.conf")]
         running = processes.start("gate", words, {}, folder / "log")
         end = time.monotonic() + 20
         while True:

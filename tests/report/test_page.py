@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import re
@@ -17,7 +18,7 @@ import pytest
 from recorded import Recording
 
 from fedloom import report
-from fedloom.errors import ConfigError
+from fedloom.errors import CheckpointError, ConfigError
 from fedloom.report import overview
 from fedloom.report import page as page_module
 from fedloom.report.figure import slug
@@ -58,6 +59,44 @@ def test_files_beside_the_page(page: Path) -> None:
     assert figures >= {"single-clients", "partition-0", "partition-2", "curves-loss-round"}
     assert all(path.read_text().startswith("<svg") for path in beside.glob("*.svg"))
     assert not list(page.parent.rglob("*.tmp"))
+
+
+def test_a_disk_that_is_full_is_a_sentence_and_nothing_is_lost(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fills up at the first file, at a later one, at the last: no half-written file, no draft; the page stays."""
+    out = report.write([small], tmp_path / "report.html")
+    files, page = sorted(tmp_path.rglob("*")), out.read_bytes()
+    real, left = Path.write_text, [0]
+
+    def write_text(self: Path, text: str, **options: str) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            real(self, text[:10], **options)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    for count in (0, 2, len(files) - 2):  # of the files one is a folder; the page comes last
+        left[0] = count
+        with pytest.raises(CheckpointError, match="the disk is full; the results of the run are intact: free some"):
+            report.write([small], out)
+        assert sorted(tmp_path.rglob("*")) == files
+        assert out.read_bytes() == page
+        assert all(path.read_text().endswith("</svg>") for path in files if path.suffix == ".svg")
+
+
+@pytest.mark.parametrize("start", list("=+-@\t\r"))
+def test_text_that_begins_a_formula_is_text_in_a_spreadsheet(start: str) -> None:
+    row = Row("=run", f"{start}HYPERLINK(1)", "fedavg", "global", (), {"loss": Estimate({0: -1.5})})
+    [header, cells] = csv.reader(io.StringIO(csv_text([row]), newline=""))
+    found = dict(zip(header, cells, strict=True))
+    assert (found["run"], found["method"], found["algorithm"]) == (
+        "'=run",
+        f"'{start}HYPERLINK(1)".replace("\r", " "),
+        "fedavg",
+    )
+    assert found["loss"] == "-1.5"
 
 
 def test_the_page_loads_nothing(page: Path) -> None:

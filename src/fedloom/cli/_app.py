@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from fedloom import __version__
 from fedloom.errors import FedloomError
 
+
+class Words(TyperGroup):
+    """A group of commands that refuses words which cannot be written down: a file's name may be any bytes."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        """The words that are left for the command."""
+        for word in args:
+            try:
+                word.encode()
+            except UnicodeEncodeError:
+                typer.echo(f"error: {word!a} is not text in UTF-8; use a name that is", err=True)
+                raise typer.Exit(2) from None
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
+    cls=Words,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -52,6 +70,9 @@ def errors() -> Iterator[None]:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            typer.echo("error: the disk is full; free some space and run the same command again", err=True)
+            raise typer.Exit(1) from None
         if error.filename is None:
             raise
         typer.echo(f"error: {error.filename}: {error.strerror}; check the path and its permissions", err=True)

@@ -41,6 +41,9 @@ def init(
     programs: Annotated[Path, typer.Option(help="folder of the programs on the machines")] = Path("/opt/fedloom/bin"),
     days: Annotated[int, typer.Option(help="days that certificates are valid")] = 365,
     own_data: Annotated[bool, typer.Option("--own-data", help="every site has data of its own, not a share")] = False,
+    fixed_data: Annotated[
+        bool, typer.Option("--fixed-data", help="refuse a site whose samples change in the run; else it is told")
+    ] = False,
     data_dir: DataDir = None,
 ) -> None:
     """Write a ready directory: certificates, keys, settings, systemd units, a gate, and the five commands to run it.
@@ -61,6 +64,7 @@ def init(
             "rounds": rounds,
             "data_dir": data_dir,
             "own_data": own_data,
+            "fixed_data": fixed_data,
             "norm_bound": norm_bound,
         }
         planned = plan(read(file), sites, **choice)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from flwr.app import Context, Message
@@ -9,9 +10,9 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedloom.deploy.client import Client
-from fedloom.deploy.server import serve
+from fedloom.deploy.server import STOPS, serve
 from fedloom.deploy.settings import SERVER_KEY, SITE_KEY, read_server, read_site
-from fedloom.errors import ConfigError, RunStopped, Stop
+from fedloom.errors import ConfigError, FedloomError, RunStopped, Stop
 
 server_app = ServerApp()
 client_app = ClientApp()
@@ -19,10 +20,24 @@ client_app = ClientApp()
 
 @server_app.main()
 def run(grid: Grid, context: Context) -> None:
-    """The server: its settings are in the file that the run configuration names."""
-    stop = serve(grid, read_server(_file(context.run_config, SERVER_KEY, "run")), lambda line: print(line, flush=True))  # noqa: T201
-    if stop is not Stop.DONE:
-        raise RunStopped(stop, "see the lines above and the audit log")
+    """The server: its settings are in the file that the run configuration names.
+
+    Raises:
+        FedloomError: the run did not get to its end; Flower records it as failed, the sentence has been printed.
+    """
+    try:
+        stop = serve(grid, read_server(_file(context.run_config, SERVER_KEY, "run")), _say)
+        if stop is not Stop.DONE:
+            raise RunStopped(stop, "see the lines above and the audit log")
+    except FedloomError as error:
+        if not isinstance(error, RunStopped):
+            _say(f"{STOPS}{error}")
+        logging.getLogger("flwr").setLevel(logging.CRITICAL)  # it would call this unhandled, with a traceback
+        raise
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201
 
 
 @client_app.query()

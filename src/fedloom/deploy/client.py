@@ -18,7 +18,7 @@ from fedloom.deploy.envelope import ASKED, PROTOCOL, REASON, Kind, Letter, diges
 from fedloom.deploy.forms import Forms
 from fedloom.deploy.identity import sign, signing_key
 from fedloom.deploy.ledger import Ledger, Spent
-from fedloom.deploy.local_data import part_sizes, schema_of, site_federation
+from fedloom.deploy.local_data import part_sizes, samples_digest, schema_of, site_federation
 from fedloom.deploy.memory import Generation, Memory
 from fedloom.deploy.noise import released
 from fedloom.deploy.settings import Site, check_version
@@ -64,6 +64,7 @@ class Client:
             self._check(letter)
             secret = self._private
             with self._memory.open():
+                self._watch_samples()
                 more, arrays, metrics = self._act(letter)
             more |= {"status": "ok", "reason": "; ".join(self._memory.notes)[:REASON]}
         except Exception as error:  # the server is told, and logs it
@@ -117,6 +118,24 @@ class Client:
         sys.stderr.write(f"fedloom: site {self.site.site}: {reason}\n")
         return f"site {self.site.site} could not answer; its own log says why"
 
+    def _watch_samples(self) -> None:
+        """Tell, or refuse where the agreement says so, samples that are not those of the message before.
+
+        Raises:
+            Refused: they are others, and they are not to change.
+        """
+        before = self._memory.changed(self.samples)
+        if before is None:
+            return
+        what = f"the samples of {self.site.site} are not those that it began with"
+        if self.site.fixed_data:
+            raise Refused(f"{what}, and fixed_data says that they stay; put the data back, or begin a new experiment")
+        self._memory.note_samples(self.samples)
+        if self._private:
+            self._withheld(what)
+        else:
+            self._memory.notes.append(f"{what}; the run goes on with the new ones")
+
     def _act(self, letter: Letter) -> tuple[dict[str, Any], list[bytes], dict[str, float] | None]:
         kind: Kind = letter.head["kind"]
         torch.set_num_threads(self.site.threads)
@@ -159,6 +178,11 @@ class Client:
         """Whether a delta is in force, at the sites or at the server: nothing leaves that epsilon does not cover."""
         setting = self._experiment.methods[0].setting
         return accounted(setting.channel, setting.aggregator) is not None
+
+    @cached_property
+    def samples(self) -> str:
+        """Digest of the samples; it does not leave the site."""
+        return samples_digest(self.fed, self.site.client)
 
     @cached_property
     def _run(self) -> tuple[Job, Any]:
@@ -208,7 +232,8 @@ class Client:
         if kept is not None:
             return kept
         down = self.forms.read_down(letter.arrays[0])
-        Ledger(self._memory.folder, self._noise, self.site.epsilon, f"site {self.site.site}").release(t)
+        ledger = Ledger(self._memory.folder, self._noise, self.site.epsilon, f"site {self.site.site}")
+        ledger.release(t, samples=self.samples)
         made = self._made(job, down, t)
         tensors = {f"rows.{name}": value[0] for name, value in made.new._asdict().items()}
         tensors |= {f"residue.{n}": v[0] for n, v in (made.residue._asdict() if made.residue else {}).items()}

@@ -144,6 +144,7 @@ def _sides(plan: Plan, place: Place) -> Iterator[tuple[str, str, Files]]:
         "clients": len(plan.sites),
         "samples": plan.samples,
         "columns": plan.columns,
+        "fixed_data": plan.fixed_data,
         "code": plan.code.digests(),
         "installed": plan.code.installed,
     }

@@ -39,8 +39,8 @@ class Ledger:
         """Entries; one that a crash cut short counts."""
         return len(self._path.read_bytes().splitlines()) if self._path.exists() else 0
 
-    def release(self, round: int) -> None:
-        """Enter one release.
+    def release(self, round: int, **facts: str) -> None:
+        """Enter one release, with further facts of it: the digest of the samples that it is of.
 
         Raises:
             Spent: the limit would be exceeded, or what is spent cannot be known.
@@ -60,7 +60,7 @@ class Ledger:
                 f"the privacy budget of {self._who} is spent: release {count} would make epsilon {spent:.4g}, the "
                 f"limit is {self._limit:.4g}"
             )
-        entry = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "round": round, "epsilon": spent}
+        entry = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "round": round, "epsilon": spent, **facts}
         make_folder(self._path.parent)
         self._path.touch()
         append_synced(self._path, [json.dumps(entry).encode() + b"\n"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -18,6 +19,8 @@ from fedloom.experiment import Experiment, parse
 
 CUTS = ("test", "validation", "keep", "folds", "pool")
 """Fields of a partition that say how one client's samples become its parts."""
+CHUNK = 4096
+"""Samples that are hashed at a time."""
 
 
 def site_federation(experiment: Experiment, site: Site) -> Federation:
@@ -117,6 +120,18 @@ def part_sizes(fed: Federation, client: int) -> list[int]:
     if fed.data.name == "blank":
         return [0] * len(PARTS)
     return [int(fed.sizes(part)[client]) for part in PARTS]
+
+
+def samples_digest(fed: Federation, client: int) -> str:
+    """SHA-256 of a client's samples, part by part in their order, as the training sees them."""
+    digest = hashlib.sha256()
+    for part in PARTS:
+        index = [] if fed.data.name == "blank" else fed.indices(part, client).split(CHUNK)
+        digest.update(f"{part} {sum(map(len, index))} {fed.data.shape} {fed.data.classes}\n".encode())
+        for some in index:
+            for values in (fed.fetch(some), fed.targets(some)):
+                digest.update(values.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _in_order(data: Dataset, classes: tuple[str, ...]) -> Dataset:

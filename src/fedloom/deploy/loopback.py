@@ -13,11 +13,12 @@ from pathlib import Path
 from socket import create_connection
 from typing import Any
 
-from fedloom.deploy.code import check_code
+from fedloom.deploy.code import check_code, read_agreed
 from fedloom.deploy.commands import command, environment, profile
 from fedloom.deploy.directory import APP
+from fedloom.deploy.local_data import site_federation
 from fedloom.deploy.processes import Process, ProcessError, Processes, check_free, free_ports
-from fedloom.deploy.server import FINISHED, finished
+from fedloom.deploy.server import FINISHED, STOPS, finished
 from fedloom.deploy.settings import Server, Site, check_fingerprint, check_version, read_server, read_site
 from fedloom.deploy.table import site_table
 from fedloom.errors import ConfigError
@@ -109,7 +110,7 @@ class Loopback:
             tell: called with every line of the server's log.
 
         Raises:
-            ProcessError: the run failed, or the server ended before it.
+            ProcessError: the run stopped early or failed, or the server ended before it.
         """
         serving, sites = self._processes.started[:2], self._processes.started[2:]
         words = command("run", app=self.folder / "server" / APP, file=self._server_file)
@@ -118,7 +119,8 @@ class Loopback:
 
             def pass_on() -> None:
                 for line in log.readlines():
-                    tell(line.rstrip("\n"))
+                    if not line.startswith(STOPS):
+                        tell(line.rstrip("\n"))
 
             while stream.alive():
                 for process in serving:
@@ -132,6 +134,8 @@ class Loopback:
             pass_on()
         if stream.reap() != 0:
             raise ProcessError(f"the run could not be started or followed; the end of {stream.log}:\n{stream.tail()}")
+        if stops := [line for line in stream.log.read_text().splitlines() if line.startswith(STOPS)]:
+            raise ProcessError(stops[-1].removeprefix(SPOKEN))
         status = self.status()
         if status != "finished:completed":
             raise ProcessError(f"the run ended as {status}; the end of {stream.log}:\n{stream.tail()}")
@@ -200,6 +204,7 @@ def run_all(folder: Path, tell: Tell, port: int | None = None) -> Loopback:
 
     Raises:
         ConfigError: the directory is not one, or the port is in use.
+        DataError: a site's data cannot be read, or are not the experiment's.
         RunDirError: another process runs it.
         ProcessError: the server or the run failed.
     """
@@ -213,6 +218,8 @@ def run_all(folder: Path, tell: Tell, port: int | None = None) -> Loopback:
     if finished(here.server):
         tell(FINISHED)
         return here
+    for site in here.sites.values():
+        site_federation(read_agreed(site), site)
     with lock(here.folder, wait=0), processes:
         here.start_server()
         tell(f"the server answers on {here.address}, over TLS")

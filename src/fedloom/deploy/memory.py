@@ -106,6 +106,22 @@ class Memory:
         except (OSError, ValueError, KeyError, TypeError):
             return 0, 0
 
+    def changed(self, samples: str) -> str | None:
+        """The digest of the site's samples that was noted last, where it is another; the first is noted by itself."""
+        try:
+            found = json.loads(self._data.read_bytes())
+            before = str(found["samples"]) if {k: found[k] for k in self._key} == self._key else None
+        except (OSError, ValueError, KeyError, TypeError):
+            before = None
+        if before is None:
+            self.note_samples(samples)
+        return None if before in (None, samples) else before
+
+    def note_samples(self, samples: str) -> None:
+        """Keeps the digest of the site's samples, for `changed`."""
+        make_folder(self.folder)
+        write_atomic(self._data, json.dumps({**self._key, "samples": samples}).encode())
+
     def answered(self, round: int, base: int, digest: str) -> Generation | None:
         """The generation of a round that was asked before with the same download, from the same state."""
         found = self.read(round)
@@ -150,6 +166,10 @@ class Memory:
         make_folder(self.folder)
         about = {**self._key, "round": round, "kind": kind}
         save_tensors(self.folder / MODEL, {"rows": row[None]}, {**header, "about": json.dumps(about)})
+
+    @property
+    def _data(self) -> Path:
+        return self.folder / "samples.json"
 
     def _path(self, round: int) -> Path:
         return self.folder / f"round-{round:06d}.state"

@@ -14,7 +14,7 @@ import tomli_w
 import torch
 
 from fedloom.data.sources import SOURCES
-from fedloom.data.sources._base import ENV
+from fedloom.data.sources._base import ENV, FileSource
 from fedloom.deploy.code import Code, code_of
 from fedloom.deploy.local_data import columns_of, schema_of
 from fedloom.deploy.replies import lengths
@@ -26,6 +26,7 @@ from fedloom.engine.setup import make_job
 from fedloom.errors import ConfigError, unknown
 from fedloom.experiment import Experiment, parse
 from fedloom.experiment.schema import Method
+from fedloom.imports import is_path
 from fedloom.local.oracles import chunk_count
 from fedloom.local.rows import rows_of, to_device
 from fedloom.processes.chunks import TrainTask
@@ -39,10 +40,10 @@ up to 4 times the first's, and 7 times with a channel that keeps errors, unless 
 class Plan:
     """What a deployment is made of.
 
-    name: of the experiment; experiment: text of the experiment file, of one method and one seed; sites: their names, in
-    the order of the clients; samples, columns: what a sample looks like; data: where a site's samples are; data_dir:
-    folder of data sets on this machine; share: see `Site.share`; code: what the experiment names by import path;
-    norm_bound: longest difference that the server accepts, None for any.
+    name: of the experiment; experiment: text of the experiment file, of one method and one seed, without the path of
+    any data; sites: their names, in the order of the clients; samples, columns: what a sample looks like; data: where a
+    site's samples are; data_dir: folder of data sets on this machine; share, fixed_data: see `Site`; code: what the
+    experiment names by import path; norm_bound: longest difference that the server accepts, None for any.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Plan:
     data: dict[str, Any]
     data_dir: Path | None
     share: Literal["all", "partition"]
+    fixed_data: bool
     code: Code
     norm_bound: float | None
 
@@ -66,6 +68,7 @@ def plan(
     rounds: int | None = None,
     data_dir: Path | None = None,
     own_data: bool = False,
+    fixed_data: bool = False,
     norm_bound: float | None = None,
 ) -> Plan:
     """What is deployed of an experiment.
@@ -78,6 +81,7 @@ def plan(
         rounds: None: the method's.
         data_dir: folder of data sets.
         own_data: every site has data of its own, in place of a share of the experiment's.
+        fixed_data: a site whose samples change in the run is refused; otherwise the change is told.
         norm_bound: longest difference that the server accepts from a site (L2); None: `MARGIN` times the longest of the
             first round, which is simulated for it.
 
@@ -102,15 +106,17 @@ def plan(
     if sites is not None and sites < 1:
         raise ConfigError(f"--sites must be at least 1, got {sites}")
     folder = data_dir or (Path(os.environ[ENV]) if os.environ.get(ENV) else None)
+    agreed = one.settings() | {"data": _placeless(one)}
     return Plan(
         name=_safe(experiment.head.name),
-        experiment=tomli_w.dumps(one.settings()),
+        experiment=tomli_w.dumps(agreed),
         sites=_names(range(sites or fed.n) if own_data else fed.names),
         samples=schema_of(fed.data),
         columns=columns_of(data),
-        data=_absolute(experiment.source_options),
-        data_dir=None if folder is None else folder.resolve(),
+        data=_own(one) if own_data else _absolute(one.source_options),
+        data_dir=None if folder is None or own_data else folder.resolve(),
         share="all" if own_data else "partition",
+        fixed_data=fixed_data,
         code=code_of(one.settings()),
         norm_bound=norm_bound or _bound(job, start),
     )
@@ -157,6 +163,22 @@ def _names(names: Sequence[object]) -> tuple[str, ...]:
 
 def _safe(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:63] or "x"
+
+
+def _placeless(one: Experiment) -> dict[str, Any]:
+    """The table [data] without the path of a file: what the server and every site can read without that file."""
+    options, kind = one.source_options, type(one.source)
+    if not isinstance(one.source, FileSource) or kind.model_fields["path"].is_required():
+        return options
+    given = {key: value for key, value in options.items() if key != "path"}
+    named = options["source"] in SOURCES or is_path(options["source"])
+    return given if named else {**given, "source": next(name for name, one in SOURCES.items() if one is kind)}
+
+
+def _own(one: Experiment) -> dict[str, Any]:
+    """The table [data] of a site with data of its own: a file of the same name, beside the site's settings."""
+    path = getattr(one.source, "path", None)
+    return _placeless(one) | ({} if path is None else {"path": Path(path).name})
 
 
 def _absolute(options: dict[str, Any]) -> dict[str, Any]:

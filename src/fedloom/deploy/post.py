@@ -1,7 +1,8 @@
 """Post: messages to the sites over Flower's grid, and their replies, each matched by the message that it answers.
 
 A message goes to a site with its own nonce and an explicit time to live. A round of messages closes when all are
-answered, or at the soft deadline if there are enough replies that count.
+answered, or at the soft deadline if there are enough replies that count; with these, nobody waits for a mute node
+(`fedloom.deploy.presence`). A greeting that is answered after its deadline still counts.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from flwr.app import Message
 from flwr.serverapp import Grid
+from torch import Tensor
 
 from fedloom.deploy.audit import Audit
 from fedloom.deploy.envelope import PROTOCOL, TYPES, Kind, digest_of, seal
 from fedloom.deploy.forms import Forms
 from fedloom.deploy.identity import new_nonce, verifying_key
+from fedloom.deploy.presence import Presence
 from fedloom.deploy.replies import Asked, Judge, Rejected, Reply, plain
 from fedloom.deploy.settings import Server
 from fedloom.engine.job import Job
@@ -61,29 +63,38 @@ class Post:
         say: prints a line.
 
     Attributes:
-        nodes: Flower's number of the node of every site that is there, by client.
         members: the sites that may take part, by client.
-        sizes: ``[n, 3]`` training, validation and test samples of every site; 0 where it has not said.
+        presence: which of them are there.
     """
 
     def __init__(self, grid: Grid, settings: Server, audit: Audit, say: Callable[[str], None]) -> None:
         self._grid, self._settings, self._audit, self._say = grid, settings, audit, say
         self.members = {member.client: member for member in settings.sites}
         self._keys = {c: verifying_key(m.signing_key, m.site) for c, m in self.members.items()}
-        self._refused: dict[int, tuple[str, float]] = {}
         self.judge = Judge(settings, self._keys)
-        self.nodes: dict[int, int] = {}
-        self.sizes = torch.zeros(settings.clients, 3, dtype=torch.long)
-        self._fixed = False
+        self.presence = Presence(self.members, settings.clients, settings.patience, self._met())
+        self._late: dict[str, tuple[Asked, float]] = {}
+
+    def _met(self) -> dict[int, int]:
+        """The client of every node that the log has a reply of, so that a site is named before it says who it is."""
+        lines = [x for x in self._audit.lines() if x.get("what") == "accepted"]
+        names = {c: m.site for c, m in self.members.items()}
+        return {x["node"]: x["client"] for x in lines if names.get(x.get("client")) == x.get("site") and "node" in x}
+
+    @property
+    def nodes(self) -> dict[int, int]:
+        """Flower's number of the node of every site that is there, by client."""
+        return self.presence.nodes
+
+    @property
+    def sizes(self) -> Tensor:
+        """``[n, 3]`` training, validation and test samples of every site; 0 where it has not said."""
+        return self.presence.sizes
 
     def begin(self, job: Job, forms: Forms) -> None:
         """Take up a run: its messages are known, and numbers of samples do not change from here on."""
         self.judge = Judge(self._settings, self._keys, job, forms, self.sizes)
-        self.fix()
-
-    def fix(self) -> None:
-        """From here on, a site with other numbers of samples than it had is refused."""
-        self._fixed = True
+        self.presence.fix()
 
     def gather(self, everyone: bool) -> None:
         """Greet nodes until all sites are there, or the quorum is when the patience ends.
@@ -105,40 +116,19 @@ class Post:
         missing = [m.site for c, m in self.members.items() if c not in self.nodes]
         need = len(self.members) if everyone else self._settings.quorum
         if len(self.nodes) < need:
-            why = "".join(f"; {name}: {reason}" for name, reason in self._reasons().items())
+            why = "".join(f"; {name}: {reason}" for name, reason in self.presence.reasons().items())
             raise RunStopped(
                 Stop.TOO_FEW, f"{len(self.nodes)} of {need} sites are there, missing: {', '.join(missing)}{why}"
             )
         self._say(f"fedloom: begins without {', '.join(missing)}")
 
     def greet(self) -> None:
-        """Ask nodes that are not known who they are; forget those that have gone."""
-        there = set(self._patiently(self._grid.get_node_ids))
-        self.nodes = {c: n for c, n in self.nodes.items() if n in there}
-        self._refused = {n: r for n, r in self._refused.items() if n in there and time.monotonic() < r[1]}
-        new = sorted(there - set(self.nodes.values()) - set(self._refused))
-        if new:
-            self.exchange(0, [Letter("hello", None, node=node) for node in new], len(new), self._settings.deadline)
-
-    def _welcome(self, reply: Reply, node: int) -> None:
-        """Remember which node a site has.
-
-        Raises:
-            Rejected: another node that is there has said so first, or the site's samples are others than before.
-        """
-        client, sizes = reply.client, torch.tensor(reply.head["sizes"])
-        if self.nodes.get(client, node) != node:
-            raise Rejected(12, f"node {self.nodes[client]} is client {client} already")
-        known = self.sizes[client]
-        if self._fixed and bool(known.any()) and not torch.equal(known, sizes):
-            raise Rejected(
-                9, f"{sizes.tolist()} training, validation and test samples, {known.tolist()} when the run began"
-            )
-        self.nodes[client] = node
-        self.sizes[client] = sizes
-
-    def _reasons(self) -> dict[str, str]:
-        return {f"node {node}": why for node, (why, _) in self._refused.items()}
+        """Ask nodes that are not known who they are, each once at a time, and forget those that have gone."""
+        there = list(self._patiently(self._grid.get_node_ids))
+        self._collect({}, {}, set())
+        asked = {about.node for about, _ in self._late.values() if about.kind == "hello"}
+        new = [node for node in self.presence.strangers(there) if node not in asked]
+        self.exchange(0, [Letter("hello", None, node=node) for node in new], 0, self._settings.deadline)
 
     def until(self, round: int, letters: dict[int, Letter], need: int) -> dict[int, Reply]:
         """Accepted replies by client; those that did not answer are asked again until ``need`` is there."""
@@ -184,46 +174,80 @@ class Post:
         good: dict[int, Reply] = {}
         bad: set[int] = set()
         while asked:
-            arrived = list(self._patiently(lambda: list(self._grid.pull_messages(list(asked)))))
-            for reply in arrived:
-                self._take(reply, asked, good, bad)
+            arrived = self._collect(asked, good, bad)
             waited = time.monotonic() - start
-            if waited > self._settings.ttl or (waited > deadline and len(good) >= need):
+            idle = all(self.presence.is_mute(about.node) for about in asked.values())
+            if waited > self._settings.ttl or ((waited > deadline or idle) and len(good) >= need):
                 break
             if asked and not arrived:
                 time.sleep(POLL)
+        for id_, about in asked.items():
+            self._late[id_] = about, start + self._settings.ttl
+            self._miss(about, f"no answer within {time.monotonic() - start:.0f} s")
         return good, bad
+
+    def _collect(self, asked: dict[str, Asked], good: dict[int, Reply], bad: set[int]) -> int:
+        """Judge what has arrived, also to messages that are not waited for any more; how many replies there were."""
+        now = time.monotonic()
+        self._late = {id_: late for id_, late in self._late.items() if now <= late[1]}
+        ids = [*asked, *self._late]
+        arrived = list(self._patiently(lambda: list(self._grid.pull_messages(ids)))) if ids else []
+        for reply in arrived:
+            self._take(reply, asked, good, bad)
+        return len(arrived)
+
+    def _miss(self, about: Asked, why: str) -> None:
+        """A node has not answered in time, or its answer was lost: from now on nobody waits for it."""
+        if self.presence.silent(about.node):
+            name = self.presence.name(about.node)
+            self._say(f"fedloom: {name} is mute ({about.kind}: {why}); nobody waits for it until it answers")
+            self._audit.write("mute", reason=why, **self._facts(about))
+
+    def _facts(self, about: Asked) -> dict[str, Any]:
+        """What the log says of a message: its site, if only from what its node said before."""
+        client = self.presence.client(about.node) if about.client is None else about.client
+        site = self.members[client].site if client in self.members else None
+        return {"kind": about.kind, "round": about.round, "client": client, "site": site, "node": about.node}
 
     def _take(self, reply: Message, asked: dict[str, Asked], good: dict[int, Reply], bad: set[int]) -> None:
         """Judge one reply and log what became of it."""
-        about = asked.pop(reply.metadata.reply_to_message_id, None)
-        facts: dict[str, Any] = {"message": plain(reply.metadata.reply_to_message_id)}
+        id_ = reply.metadata.reply_to_message_id
+        facts: dict[str, Any] = {"message": plain(id_)}
+        late, _ = self._late.pop(id_, (None, 0.0))
+        about = asked.pop(id_, late)
         if about is None:
             self._audit.write("rejected", step=1, reason="answers no open message", **facts)
             return
-        facts |= {"kind": about.kind, "round": about.round, "client": about.client, "node": about.node}
+        lost = reply.has_error()
         try:
             found = self.judge.check(reply, about)
-            if found.client in good:
+            if late is not None and about.kind != "hello":
+                self.presence.answered(about.node)
+                raise Rejected(1, "too late, its round goes on without it")
+            if late is None and found.client in good:
                 raise Rejected(12, f"client {found.client} has answered already")
             if about.kind == "hello":
-                self._welcome(found, about.node)
+                self.presence.welcome(found.client, about.node, found.head["sizes"])
         except Rejected as error:
-            facts["client"] = about.client
-            lost = error.step == 2 and reply.has_error()
             if about.kind == "hello" and not lost:
-                self._refused[about.node] = error.reason, time.monotonic() + self._settings.patience
-            if about.client is not None and not lost:
+                self.presence.refuse(about.node, error.reason)
+            if about.client is not None and not lost and late is None:
                 bad.add(about.client)
-            who = f"node {about.node}" if about.client is None else self.members[about.client].site
-            self._say(f"fedloom: refuses {who} ({about.kind}): {error.reason}")
-            self._audit.write("rejected", step=error.step, reason=error.reason, **facts)
+            self._say(f"fedloom: refuses {self.presence.name(about.node)} ({about.kind}): {error.reason}")
+            self._audit.write("rejected", step=error.step, reason=error.reason, **facts, **self._facts(about))
+            if lost:
+                self._miss(about, error.reason)
             return
-        good[found.client] = found
-        facts |= {"client": found.client, "site": self.members[found.client].site}
+        self.presence.answered(about.node)
+        if late is None:
+            good[found.client] = found
+        note = plain(found.head["reason"])
+        if note:
+            self._say(f"fedloom: {self.presence.name(about.node)} notes ({about.kind}): {note}")
         self._audit.write(
-            "accepted", digest=found.digest, norm=found.norm, reason=found.head["reason"] or None, **facts
-        )
+            "accepted", digest=found.digest, norm=found.norm, reason=note or None,
+            **facts, **self._facts(about._replace(client=found.client)),
+        )  # fmt: skip
 
     def _message(self, letter: Letter, round: int) -> tuple[Message, Asked]:
         nonce = new_nonce()

@@ -43,6 +43,8 @@ from fedloom.version import __version__
 Say = Callable[[str], None]
 
 SUMMARY = "summary.json"
+STOPS = "fedloom: stops: "
+"""How the line begins that says why a run ended early."""
 FINISHED = "all rounds are done; for more of them, deploy an experiment with more rounds"
 
 
@@ -139,7 +141,7 @@ class _Run:
             self._write(job, state)
         except RunStopped as error:
             stop, detail = error.reason, error.detail
-            self._say(f"fedloom: stops: {error}")
+            self._say(f"{STOPS}{error}")
         self._audit.write("stop", reason=stop.value, detail=detail or None)
         self._summary(stop, detail)
         return stop
@@ -178,7 +180,7 @@ class _Run:
         known = self._known_sizes()
         if known is not None:
             self._post.sizes.copy_(known)
-            self._post.fix()
+            self._post.presence.fix()
         method = self._experiment.methods[0]
         setting = method.setting.resolved()
         plain = isinstance(setting.sampler, Uniform) and isinstance(setting.weigher, UniformWeigher)

@@ -13,7 +13,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import tomli_w
 from pydantic import AfterValidator, BaseModel, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from fedloom.data.sources import SOURCES
 from fedloom.errors import ConfigError
+from fedloom.imports import is_path
 from fedloom.values import Value, fields_of, make, read_toml
 from fedloom.version import __version__
 
@@ -59,6 +61,7 @@ class Shared(Value):
     clients: int = Field(ge=1, description="sites of the experiment, taking part or not")
     samples: Schema = Field(description="what one sample looks like")
     columns: tuple[str, ...] = Field((), description="columns of a table, in order, with their levels; none: no table")
+    fixed_data: bool = Field(False, description="a site whose samples change in a run is refused; else it is told")
     code: dict[str, Digest] = Field({}, description="SHA-256 of the files of user code in the folder code, by path")
     installed: dict[str, Digest] = Field({}, description="SHA-256 of modules of user code that are installed, by name")
 
@@ -158,14 +161,18 @@ class Server(Shared):
 
 
 def read_site(path: Path) -> Site:
-    """A site's TOML file; paths come back absolute.
+    """A site's TOML file; paths come back absolute, also those of its data.
 
     Raises:
         ConfigError: the file is missing or says what cannot be.
     """
-    site = _read(Site, path, "site file")
-    where = site.data.get("path")
-    data = {**site.data, "path": str(path.parent.resolve() / Path(where).expanduser())} if where else site.data
+    site, folder = _read(Site, path, "site file"), path.parent.resolve()
+    source = site.data["source"]
+    is_file = bool({"/", "\\"} & set(source) or Path(source).suffix or (folder / source).exists())
+    keys = ("path", "source") if is_file and source not in SOURCES and not is_path(source) else ("path",)
+    keys = ("path",) if source.startswith("hub:") else keys
+    places = {key: site.data[key] for key in keys if isinstance(site.data.get(key), str)}
+    data = site.data | {key: str(folder / Path(place).expanduser()) for key, place in places.items()}
     return site.model_copy(update={"data": data})
 
 

@@ -128,8 +128,9 @@
   }
 
   const quoted = (cell) => {
-    const text = cell === null || cell === undefined ? "" : String(cell);
-    return /[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+    const formula = typeof cell === "string" && /^[=+\-@\t\r]/.test(cell);
+    const text = cell === null || cell === undefined ? "" : `${formula ? "'" : ""}${cell}`;
+    return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
   };
 
   function table(figure) {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from html import escape
 from importlib.metadata import version
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import vl_convert
 
-from fedloom.errors import ConfigError
+from fedloom.errors import CheckpointError, ConfigError
 from fedloom.report import overview
 from fedloom.report.clients import clients
 from fedloom.report.curves import curves, robustness
@@ -84,6 +86,7 @@ def write(run_dirs: Sequence[Path], out: Path, *, columns: Sequence[str] | None 
     Raises:
         RunDirError: a directory is not a run, or one of its files is damaged; nothing is written.
         ConfigError: ``out`` does not end in ``.html``, or there is no such column.
+        CheckpointError: the disk is full or refuses; the runs are as they were.
     """
     if out.suffix.lower() not in (".html", ".htm") or out.is_dir():
         raise ConfigError(f"a report is one HTML file, got {out}; give a name such as {out.with_suffix('.html')}")
@@ -93,9 +96,8 @@ def write(run_dirs: Sequence[Path], out: Path, *, columns: Sequence[str] | None 
     tex = latex(rows, _title(runs), columns)
     text = page(runs, rows, shown, tex)
     beside = out.with_suffix("")
-    beside.mkdir(parents=True, exist_ok=True)
-    for old in [*beside.glob("*.svg"), *beside.glob("*.csv")]:
-        old.unlink()  # charts of an earlier report
+    with _explained(beside):
+        beside.mkdir(parents=True, exist_ok=True)
     _replace(beside / "results.csv", csv_text(rows))
     _replace(beside / "results.tex", tex)
     for figure in shown if charts else ():
@@ -133,8 +135,28 @@ def _data_csv(figure: Figure) -> str:
 def _replace(path: Path, text: str) -> None:
     """Writes under a temporary name first, so that no half-written file is ever seen."""
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
+    with _explained(path):
+        try:
+            draft.write_text(text, encoding="utf-8")
+            os.replace(draft, path)
+        except OSError:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = "the disk is full" if full else error.strerror or str(error)
+        do = "free some space" if full else "check the disk and the permissions of the folder"
+        raise CheckpointError(
+            f"the report {path} could not be written: {what}; the results of the run are intact: {do}, then "
+            "'fedloom report' with the run directory writes it"
+        ) from error
 
 
 def _title(runs: list[Run]) -> str:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import TypeVar
 
 import pyarrow as pa
 
@@ -17,6 +18,8 @@ from fedloom.metrics import leading
 from fedloom.report.naming import COSTS, METRICS, TOTALS, figure, titled
 from fedloom.report.numbers import WORK, Estimate, Row, rows_of
 from fedloom.report.reading import read_runs
+
+T = TypeVar("T")
 
 DASH = "\N{EN DASH}"
 HIDDEN = set(WORK) - set(COSTS)
@@ -81,9 +84,21 @@ def csv_text(rows: list[Row]) -> str:
     table = arrow(rows)
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(table.column_names)
-    writer.writerows(["" if cell is None else cell for cell in row.values()] for row in table.to_pylist())
+    writer.writerow(map(inert, table.column_names))
+    writer.writerows(["" if cell is None else inert(cell) for cell in row.values()] for row in table.to_pylist())
     return out.getvalue()
+
+
+def inert(cell: T) -> T | str:
+    """A cell of a CSV file; text that a spreadsheet would compute gets an apostrophe before it, as OWASP advises.
+
+    >>> inert("=1+1"), inert("fedavg"), inert(-1.5)
+    ("'=1+1", 'fedavg', -1.5)
+    """
+    if not isinstance(cell, str):
+        return cell
+    mark = "'" if cell.startswith(("=", "+", "-", "@", "\t", "\r")) else ""
+    return mark + cell.replace("\r", " ")  # which the csv module does not quote, though readers end a row there
 
 
 def columns_of(rows: list[Row]) -> dict[str, str]:

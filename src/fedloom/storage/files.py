@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import io
 import os
 import socket
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = ["RowFile", "append_synced", "discard", "file_name", "hook", "lock", "make_folder", "write_atomic"]
+
+LONGEST = 150
+"""Most characters of a label in a file's name: a system takes 255 bytes, of which seed, ending and draft need some."""
 
 hook: Callable[[str, Path], None] | None = None
 """Called before each primitive with its name and path; for tests."""
@@ -121,10 +125,16 @@ class _Sink(io.RawIOBase):
 def file_name(label: str) -> str:
     """A label as a part of a file's name; labels that differ have names that differ.
 
+    Of one that is too long for that, the beginning and a digest are the name.
+
     >>> file_name("flame"), file_name("rho=0.1"), file_name("rho 0.1"), file_name("a/b"), file_name("..")
     ('flame', 'rho=0.1', 'rho+0.1', 'a%2Fb', '%2E%2E')
     """
-    return label.replace(".", "%2E") if label.strip(".") == "" else quote_plus(label, safe="=")
+    name = label.replace(".", "%2E") if label.strip(".") == "" else quote_plus(label, safe="=")
+    if len(name) <= LONGEST:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:32]
+    return f"{name[: LONGEST - len(digest) - 1]}@{digest}"  # no other name has this sign
 
 
 def make_folder(folder: Path) -> None:

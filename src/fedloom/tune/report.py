@@ -13,6 +13,7 @@ from fedloom.report.figure import Figure, mark, number, panels
 from fedloom.report.figure import chart as parts
 from fedloom.report.naming import metric as named
 from fedloom.report.naming import titled
+from fedloom.report.tables import inert
 from fedloom.storage.files import write_atomic
 from fedloom.tune.search import ALL, Found, defaults
 from fedloom.tune.trial import Goal, Trial
@@ -29,13 +30,15 @@ def _csv(found: Sequence[Found]) -> str:
     keys = sorted({key for f in found for key in f.study.space})
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
-    table.writerow(["method", "trial", "state", "value", *keys, "rounds", "samples_backward", "chosen", "reason"])
+    table.writerow(
+        ["method", "trial", "state", "value", *map(inert, keys), "rounds", "samples_backward", "chosen", "reason"]
+    )
     for f in found:
         for t in f.trials:
             values = [t.params.get(key, "") for key in keys]
             chosen = f.best is not None and t.number == f.best.number
-            row = [f.study.method.label, t.number, t.state, "" if t.value is None else repr(t.value), *values]
-            table.writerow([*row, t.rounds, t.samples_backward, int(chosen), t.reason])
+            row = [f.study.method.label, t.number, t.state, "" if t.value is None else t.value, *values]
+            table.writerow(map(inert, [*row, t.rounds, t.samples_backward, int(chosen), t.reason]))
     return text.getvalue()
 
 

@@ -97,6 +97,8 @@ def _header(entry: Entry) -> _Header:
         raise DataError(
             f"{entry.where}: holds {header.dtype} (a pickle), allowed are numbers; save it with a number type"
         )
+    if any(length < 0 for length in header.shape):
+        raise DataError(f"{entry.where}: shape {header.shape} cannot be; the file is damaged, save it again")
     check_size(entry.where, math.prod(header.shape) * header.dtype.itemsize, entry.packed)
     return header
 

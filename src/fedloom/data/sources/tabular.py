@@ -25,6 +25,8 @@ BATCH = 512
 LEVELS = 6
 """Levels of a column that an error shows."""
 ROLES = "repair the cell, or say what the column is: label, users (whose row it is), categorical or drop"
+CELL = np.dtype(np.float64).itemsize
+"""Bytes of a cell in memory, however few a file has for it."""
 Cells = Sequence[Any]
 
 
@@ -69,16 +71,20 @@ class Parquet(TableSource):
     """A Parquet file."""
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All rows, read column by column: a page of every column at a time would be as much as the features."""
+        """All rows, read column by column: a page of every column at a time would be as much as the features.
+
+        Their number and size in the footer are compared with the file's size first.
+        """
         from pyarrow import ArrowException, parquet  # slow to import
 
         place = locate("Parquet", self.path, data_dir, (), lambda p: p.is_file())
         try:
             with parquet.ParquetFile(place, buffer_size=2**18, pre_buffer=False) as file:  # else a group is held whole
                 groups = range(file.metadata.num_row_groups)
-                declared = sum(file.metadata.row_group(i).total_byte_size for i in groups)
-                check_size(str(place), declared, place.stat().st_size)
                 names = list(file.schema_arrow.names)
+                unpacked = sum(file.metadata.row_group(i).total_byte_size for i in groups)
+                cells = file.metadata.num_rows * sum(name not in self.drop for name in names)
+                check_size(str(place), max(unpacked, cells * CELL), place.stat().st_size)
                 return read_table(self, place.stem, names, _columns(file, names, self.drop), Problems(str(place)))
         except (ArrowException, OSError) as error:
             raise DataError(f"{place}: not a readable Parquet file ({error}); write it again") from error

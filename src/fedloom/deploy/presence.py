@@ -1,0 +1,99 @@
+"""Presence: which node is which site, and which of the nodes that Flower calls online really answer.
+
+A node that lets a deadline pass, or whose message Flower reports as lost, is mute: it is asked as before, but nobody
+waits for it until it answers something. A site that stays mute for the patience counts as absent until it says who it
+is. A node that was refused is left alone for the patience.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from fedloom.deploy.replies import Rejected
+from fedloom.deploy.settings import Member
+
+
+class Presence:
+    """The nodes of a run.
+
+    Args:
+        members: the sites that may take part, by client.
+        clients: sites of the experiment.
+        patience: seconds for which a refused node is left alone, and after which a mute site counts as absent.
+        known: the client of every node that was accepted in an earlier run of the server.
+
+    Attributes:
+        nodes: Flower's number of the node of every site that is there, by client.
+        sizes: ``[n, 3]`` training, validation and test samples of every site; 0 where it has not said.
+    """
+
+    def __init__(self, members: Mapping[int, Member], clients: int, patience: float, known: Mapping[int, int]) -> None:
+        self._members, self._patience, self._who = members, patience, dict(known)
+        self.nodes: dict[int, int] = {}
+        self.sizes = torch.zeros(clients, 3, dtype=torch.long)
+        self._refused: dict[int, tuple[str, float]] = {}
+        self._mute: dict[int, float] = {}
+        self._fixed = False
+
+    def fix(self) -> None:
+        """From here on, a site with other numbers of samples than it had is refused."""
+        self._fixed = True
+
+    def strangers(self, there: Iterable[int]) -> list[int]:
+        """The nodes to greet, of those that are there; what has gone or was mute for too long is forgotten."""
+        here, now = set(there), time.monotonic()
+        self._refused = {n: r for n, r in self._refused.items() if n in here and now < r[1]}
+        self._mute = {n: since for n, since in self._mute.items() if n in here}
+        absent = {n for n, since in self._mute.items() if now - since > self._patience}
+        self.nodes = {c: n for c, n in self.nodes.items() if n in here - absent}
+        return sorted(here - set(self.nodes.values()) - set(self._refused))
+
+    def welcome(self, client: int, node: int, sizes: list[int]) -> None:
+        """Remember which node a site has.
+
+        Raises:
+            Rejected: another node that answers has said so first, or the site's samples are others than before.
+        """
+        other = self.nodes.get(client, node)
+        if other != node and other not in self._mute:
+            raise Rejected(12, f"node {other} is client {client} already")
+        known, said = self.sizes[client], torch.tensor(sizes)
+        if self._fixed and bool(known.any()) and not torch.equal(known, said):
+            raise Rejected(9, f"{sizes} training, validation and test samples, {known.tolist()} when the run began")
+        self.nodes[client], self._who[node] = node, client
+        self.sizes[client] = said
+
+    def refuse(self, node: int, reason: str) -> None:
+        """Leave a node alone for a while."""
+        self._refused[node] = reason, time.monotonic() + self._patience
+
+    def answered(self, node: int) -> None:
+        """The node has said something: it is waited for again."""
+        self._mute.pop(node, None)
+
+    def silent(self, node: int) -> bool:
+        """The node has not answered in time; whether it did before."""
+        new = node not in self._mute
+        self._mute.setdefault(node, time.monotonic())
+        return new
+
+    def is_mute(self, node: int) -> bool:
+        """Whether nobody waits for the node."""
+        return node in self._mute
+
+    def client(self, node: int) -> int | None:
+        """The client that the node is, or was when it last said so."""
+        return self._who.get(node)
+
+    def name(self, node: int) -> str:
+        """The site at a node, or the node's number where it never said."""
+        client = self.client(node)
+        return f"node {node}" if client not in self._members else self._members[client].site
+
+    def reasons(self) -> dict[str, str]:
+        """Why nodes that are there do not take part, by name."""
+        mute = {self.name(n): "does not answer" for n in self._mute}
+        return mute | {self.name(node): why for node, (why, _) in self._refused.items()}

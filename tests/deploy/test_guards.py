@@ -1,0 +1,207 @@
+"""Guards that stand behind others: each alone, so that removing it is noticed although the next one holds.
+
+The numbers are those of the list of faults that a deployment survives (docs/deployment.md).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ConfigRecord, Message, RecordDict
+
+from fedloom.deploy.audit import Audit
+from fedloom.deploy.client import Client
+from fedloom.deploy.envelope import HEAD
+from fedloom.deploy.memory import Generation, Memory
+from fedloom.deploy.post import Letter, Post
+from fedloom.deploy.replies import Asked, Judge, Rejected, Reply
+from fedloom.errors import ConfigError, RunStopped, Stop
+from fedloom.rows.aggregate import Krum
+from tests.deploy.grid import Clock, FakeGrid, wire
+from tests.deploy.scene import FIRST, Scene, changed, scene
+from tests.deploy.test_mute import FEW
+
+BAD = 1
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return scene(tmp_path_factory.mktemp("guards"), "fedavg", **FEW)
+
+
+def hello(here: Scene, client: int = 0) -> tuple[Post, FakeGrid, list[str]]:
+    """A post that has greeted nobody, its grid, and the lines that it says."""
+    said: list[str] = []
+    grid = here.grid()
+    return Post(grid, here.server, Audit(here.folder / "guards.jsonl"), said.append), grid, said
+
+
+def test_a_client_counts_once_though_two_messages_were_answered_in_its_name(
+    here: Scene,
+) -> None:  # 11, the second guard
+    """Both replies are sound and answer open messages; only that the client has answered already tells them apart."""
+    post, grid, said = hello(here)
+    other = Client(here.sites[BAD])
+    grid.nodes[FIRST + 50] = other.answer
+    post.presence.welcome = lambda *_: None  # type: ignore[method-assign]
+    good, _ = post.exchange(0, [Letter("hello", None, node=n) for n in (FIRST + BAD, FIRST + 50)], 2, 0.2)
+    assert set(good) == {BAD}
+    assert any("has answered already" in line for line in said)
+
+
+def test_a_message_is_answered_once(here: Scene) -> None:  # 11, the first guard
+    """The second reply answers no open message, and is not even looked at."""
+    post, grid, _ = hello(here)
+    looked: list[int] = []
+    check = post.judge.check
+    post.judge.check = lambda *a: (looked.append(1), check(*a))[1]  # type: ignore[method-assign]
+    grid.fault = lambda _n, _m, reply: [reply, reply]
+    good, _ = post.exchange(0, [Letter("hello", None, node=FIRST)], 1, 0.2)
+    assert set(good) == {0}
+    assert len(looked) == 1
+
+
+def test_two_nodes_cannot_be_one_site(here: Scene) -> None:  # 12 of the replies: the greeting's own guard
+    post, grid, said = hello(here)
+    post.greet()
+    grid.nodes[FIRST + 50] = Client(here.sites[BAD]).answer
+    post.greet()
+    assert post.nodes[BAD] == FIRST + BAD
+    assert any(f"node {FIRST + BAD} is client {BAD} already" in line for line in said)
+
+
+@pytest.fixture(scope="module")
+def heard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Judge, Message, Asked]:
+    """A judge, an honest reply, and what it answers."""
+    found: list[tuple[Judge, Message, Asked]] = []
+    check = Judge.check
+
+    def look(self: Judge, reply: Message, asked: Asked) -> Reply:
+        if asked.kind == "train" and asked.client == BAD:
+            found.append((self, reply, asked))
+        return check(self, reply, asked)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Judge, "check", look)
+        assert scene(tmp_path_factory.mktemp("heard"), "fedavg", **FEW).serve() is Stop.DONE
+    return found[0]
+
+
+def test_a_site_with_its_own_key_cannot_answer_for_another(heard: tuple[Judge, Message, Asked]) -> None:  # 13
+    """Client 0 answers the message to client 1 as itself: its signature holds, but it was not asked."""
+    judge, reply, asked = heard
+    with pytest.raises(Rejected, match="client is 0, not 1"):
+        judge.check(wire(changed(reply, 0, head={"client": 0})), asked)
+
+
+def test_a_reply_in_the_right_name_needs_its_key(heard: tuple[Judge, Message, Asked]) -> None:  # 13
+    """All else is as it must be: the client, the nonce, the digest."""
+    judge, reply, asked = heard
+    with pytest.raises(Rejected, match="not signed with the key of client 1"):
+        judge.check(wire(changed(reply, 0)), asked)
+
+
+def test_a_state_file_of_another_experiment_is_not_read(tmp_path: Path) -> None:  # 18
+    """Even where the folder is the same, since the first 16 digits are."""
+    one, two = (Memory(tmp_path, "a" * 16 + rest * 48, 0) for rest in "bc")
+    one.keep(Generation(3, 0, "d", {"rows.w": torch.ones(2)}, {}))
+    one.settle(3)
+    assert one.read(3) is not None
+    assert one.accepted() == (3, 0)
+    assert two.read(3) is None
+    assert "of another experiment" in two.notes[0]
+    assert two.accepted() == (0, 0)
+    assert Memory(tmp_path, "a" * 16 + "b" * 48, 1).read(3) is None  # of another client
+
+
+def test_a_kept_reply_answers_the_same_question_only(tmp_path: Path) -> None:  # 19
+    memory = Memory(tmp_path, "a" * 64, 0)
+    memory.keep(Generation(3, 2, "d", {"rows.w": torch.ones(2)}, {}))
+    assert memory.answered(3, 2, "d") is not None
+    assert memory.answered(3, 1, "d") is None  # from another state
+    assert memory.answered(3, 2, "e") is None  # with another download
+    assert memory.answered(2, 2, "d") is None
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("release", "0.0.1", "the server's fedloom is 0.0.1, that of site site-1 is"),  # 34
+        ("protocol", 99, "the server's protocol is 99"),  # 34
+        ("experiment", "0" * 64, "the server's experiment is 0000"),  # 18
+        ("client", 0, "the message is for client 0, site site-1 is client 1"),
+        ("digest", "0" * 64, "did not arrive as they were sent"),
+    ],
+)
+def test_a_site_refuses_by_itself(here: Scene, field: str, value: Any, sentence: str) -> None:
+    """The server would not send it, or would reject the reply: the site does not rely on that."""
+    post, grid, _ = hello(here)
+    post.exchange(0, [Letter("hello", BAD, node=FIRST + BAD)], 1, 0.2)
+    message = grid.sent[-1]
+    head = {**message.content[HEAD], field: value}
+    message.content = RecordDict({**message.content, HEAD: ConfigRecord(head)})
+    answer = Client(here.sites[BAD]).answer(message).content[HEAD]
+    assert answer["status"] == "refused"
+    assert sentence in answer["reason"]
+
+
+def test_too_few_for_the_rule_stops_before_the_rule_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # 21
+    five = {**FEW, "partition": {"kind": "iid", "clients": 5, "keep": 12}, "aggregator": {"kind": "krum", "f": 1}}
+    here = scene(tmp_path, "fedavg", **five)
+
+    def lost(node: int, message: Message, reply: Message) -> Message | None:
+        head = message.content[HEAD]
+        return None if node == FIRST + BAD and (head["kind"], head["round"]) == ("train", 2) else reply
+
+    asked: list[bool] = []
+    apply = Krum.apply
+    monkeypatch.setattr(Krum, "apply", lambda self, *given: (asked.append(True), apply(self, *given))[1])
+    assert here.serve(here.grid(lost), quorum=2) is Stop.TOO_FEW
+    assert here.summary()["detail"].startswith("round 2: krum needs")
+    assert len(asked) == 1  # in round 1
+
+
+def test_a_server_that_stays_away_is_a_sentence(
+    here: Scene, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:  # 27
+    post, grid, _ = hello(here)
+
+    def gone(*_: Any) -> Any:
+        raise ConnectionError("connection refused")
+
+    for name in ("push_messages", "pull_messages", "get_node_ids"):
+        with monkeypatch.context() as patch:
+            patch.setattr(grid, name, gone)
+            start = clock.now
+            with pytest.raises(RunStopped, match="Flower's server does not answer: connection refused"):
+                post.exchange(
+                    0, [Letter("hello", None, node=FIRST)], 1, 0.2
+                ) if name != "get_node_ids" else post.greet()
+            assert clock.now - start >= here.server.ttl
+
+
+def test_a_refusal_of_our_own_is_not_tried_again(
+    here: Scene, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:  # 27
+    post, grid, _ = hello(here)
+    calls: list[int] = []
+
+    def refuses() -> list[int]:
+        calls.append(1)
+        raise ConfigError("cannot be")
+
+    monkeypatch.setattr(grid, "get_node_ids", refuses)
+    with pytest.raises(ConfigError, match="cannot be"):
+        post.greet()
+    assert len(calls) == 1
