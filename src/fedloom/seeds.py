@@ -81,7 +81,7 @@ def random_state(gen: torch.Generator) -> np.random.RandomState:
 
 def words(gen: torch.Generator) -> list[int]:
     """Four 32-bit integers from ``gen``: a seed for libraries that seed a `numpy.random.RandomState` themselves."""
-    return torch.randint(2**32, (4,), generator=gen).tolist()  # type: ignore[no-any-return]
+    return torch.randint(2**32, (4,), generator=gen).tolist()
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from torch import Generator, Tensor
 
 from fedloom.rows.aggregate import PrivateMean
 from fedloom.rows.aggregate._base import Rows, State
-from fedloom.rows.channel import Channel, GaussianNoise
+from fedloom.rows.channel import GaussianNoise
 from fedloom.rows.context import Cohort
 
 _FINE, _WIDE = 30, 52
@@ -70,7 +70,7 @@ def _integers(row: np.ndarray[Any, Any], clip: float, exponent: int, bound: int)
     length = math.fsum(unit * unit) ** 0.5
     factor = min(largest, clip / length)
     while True:
-        steps = np.trunc(np.ldexp(unit * factor, -exponent)).astype(np.int64)
+        steps: np.ndarray[Any, Any] = np.trunc(np.ldexp(unit * factor, -exponent)).astype(np.int64)
         if int(np.dot(steps, steps)) <= bound:
             return steps
         factor *= 1 - 2.0**-40  # rounding errors of the length
@@ -106,7 +106,7 @@ class ReleasedMean(PrivateMean):
         return {name: part.to(r) for (name, r), part in zip(rows.items(), parts, strict=True)}, state
 
 
-def released(part: Channel | Any | None) -> Any:
+def released(part: Any) -> Any:
     """A channel or aggregator as it is deployed: noise from the operating system where it adds noise.
 
     Args:

@@ -78,7 +78,7 @@ class Post:
     def _met(self) -> dict[int, int]:
         """The client of every node that the log has a reply of, so that a site is named before it says who it is."""
         lines = [x for x in self._audit.lines() if x.get("what") == "accepted"]
-        names = {c: m.site for c, m in self.members.items()}
+        names: dict[Any, str] = {c: m.site for c, m in self.members.items()}
         return {x["node"]: x["client"] for x in lines if names.get(x.get("client")) == x.get("site") and "node" in x}
 
     @property

@@ -91,7 +91,7 @@ class Presence:
     def name(self, node: int) -> str:
         """The site at a node, or the node's number where it never said."""
         client = self.client(node)
-        return f"node {node}" if client not in self._members else self._members[client].site
+        return f"node {node}" if client is None or client not in self._members else self._members[client].site
 
     def reasons(self) -> dict[str, str]:
         """Why nodes that are there do not take part, by name."""
