@@ -35,7 +35,7 @@ def init(
     quorum: Annotated[int | None, typer.Option(help="accepted replies of a round; more than half by default")] = None,
     norm_bound: Annotated[
         float | None,
-        typer.Option(help="maximum update norm accepted per site (L2); by default 10 times the largest of a first round"),
+        typer.Option(help="maximum update norm accepted per site; by default 10 times the largest of a first round"),
     ] = None,
     home: Annotated[Path, typer.Option(help="folder for server/ and site/ on the machines")] = Path("/srv/fedloom"),
     programs: Annotated[Path, typer.Option(help="folder of the programs on the machines")] = Path("/opt/fedloom/bin"),
