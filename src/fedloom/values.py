@@ -170,11 +170,16 @@ def _exact(schema: Any, owner: type) -> Any:
     if kind == "bool":
         return {**schema, "strict": True}
     if kind in NUMBERS:
-        return core_schema.no_info_before_validator_function(partial(_number, NUMBERS[kind]), schema)
+        return core_schema.no_info_before_validator_function(partial(exact_number, NUMBERS[kind]), schema)
     return {key: value if key in LEFT else _exact(value, owner) for key, value in schema.items()}
 
 
-def _number(refusal: Literal["int_type", "float_type"], value: Any) -> Any:
+def exact_number(refusal: Literal["int_type", "float_type"], value: Any) -> Any:
+    """A number as it is.
+
+    Raises:
+        PydanticKnownError: it is text or a boolean, or too large for a tensor.
+    """
     if isinstance(value, (bool, str, bytes)):
         raise PydanticKnownError(refusal)
     if isinstance(value, int) and abs(value) > LARGEST:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, field_validator
@@ -17,7 +16,9 @@ from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source
 from fedloom.data.sources import source as source_of
 from fedloom.engine.settings import Engine, Evaluate
-from fedloom.errors import ConfigError, DataError, unknown
+from fedloom.errors import ConfigError, DataError
+from fedloom.experiment.check import OVERRIDES, Grammar, Table, check, merged
+from fedloom.experiment.shapes import Shape
 from fedloom.experiment.tables import dump
 from fedloom.experiment.tuning import Tune
 from fedloom.imports import find, is_path
@@ -26,10 +27,7 @@ from fedloom.models import MODELS, PAPERS, Augment, Import, ModelSpec, spec_of
 from fedloom.rows.aggregate import AGGREGATORS, Aggregator
 from fedloom.rows.attacks import ATTACKS, Attack
 from fedloom.rows.channel import CHANNELS, Channel
-from fedloom.values import Value, choose, fields_of, make, make_kind, read_toml, table
-
-OVERRIDES = ("local", "sampler", "weigher", "aggregator", "channel", "rounds")
-"""Tables that a method may have for itself."""
+from fedloom.values import Value, choose, fields_of, make, make_kind
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,30 @@ class Head(Value):
 
 class _MethodHead(Value):
     label: Title = Field(description="what the method is called in tables and charts")
-    rounds: Rounds
+    rounds: Rounds | None = Field(None, description="communication rounds, if not the experiment's")
+
+
+GRAMMAR = Grammar(
+    head=Head,
+    tables={
+        "data": Table(SOURCES, key="source", open=True),
+        "partition": Table(PARTITIONS, default="iid"),
+        "model": Table({**MODELS, **{name: type(spec) for name, spec in PAPERS.items()}}, default="softmax"),
+        "augment": Table({"": Augment}, key=""),
+        "local": Table({"": Local}, key=""),
+        "sampler": Table(SAMPLERS, default="uniform"),
+        "weigher": Table(WEIGHERS, default="uniform"),
+        "aggregator": Table(AGGREGATORS),
+        "channel": Table(CHANNELS),
+        "attack": Table(ATTACKS),
+        "evaluate": Table({"": Evaluate}, key=""),
+        "engine": Table({"": Engine}, key=""),
+        "tune": Table({"": Tune}, key=""),
+    },
+    method=REGISTRY,
+    own=_MethodHead,
+)
+"""What an experiment file may hold."""
 
 
 @dataclass(frozen=True)
@@ -156,20 +177,6 @@ class Experiment:
         }
 
 
-def read(path: Path, **engine: Any) -> Experiment:
-    """The experiment of a TOML file; ``engine`` replaces keys of its [engine].
-
-    Raises:
-        ConfigError: the file is missing, not TOML, or says what cannot be.
-    """
-    document = read_toml(path, "experiment file")
-    given = {k: v for k, v in engine.items() if v is not None}
-    return parse({**document, "engine": {**table(document.get("engine", {}), f"{path}: [engine]"), **given}}, str(path))
-
-
-TABLES = ("data", "partition", "model", "augment", *OVERRIDES[:-1], "attack", "evaluate", "engine", "tune")
-
-
 def parse(document: Mapping[str, Any], where: str = "experiment") -> Experiment:
     """The experiment of a TOML document.
 
@@ -177,22 +184,13 @@ def parse(document: Mapping[str, Any], where: str = "experiment") -> Experiment:
         ConfigError: unknown keys, wrong types, values out of range; the message names the file, the key, what was got
             and what is allowed.
     """
-    for key in document:
-        if key not in (*TABLES, *Head.model_fields, "method"):
-            raise unknown("key", key, (*TABLES, *Head.model_fields, "method"), where)
-    tables = {name: table(document.get(name, {}), f"{where}: [{name}]") for name in TABLES}
-    if "data" not in document:
-        raise ConfigError(f'{where}: the table [data] is missing; for example source = "digits"')
-    data = tables["data"]
-    if not isinstance(data.get("source"), str):
-        raise ConfigError(f"{where}: [data] needs source, a data set's name or a path; names: {', '.join(SOURCES)}")
-    methods = document.get("method")
-    if not isinstance(methods, list) or not methods:
-        raise ConfigError(f'{where}: at least one [[method]] is needed; for example algorithm = "fedavg"')
+    check(document, GRAMMAR, Shape.of, where)
+    tables = {name: document.get(name, {}) for name in GRAMMAR.tables}
+    data, methods = tables["data"], document["method"]
     plain = {key: document[key] for key in Head.model_fields if key in document}
     head = make(Head, plain, where, Head.model_fields)
     model = _model(tables["model"], f"{where}: [model]")
-    experiment = Experiment(
+    return Experiment(
         head=head,
         source=_source(data, f"{where}: [data]"),
         source_options=data,
@@ -207,15 +205,10 @@ def parse(document: Mapping[str, Any], where: str = "experiment") -> Experiment:
         engine=make(Engine, tables["engine"], f"{where}: [engine]", Engine.model_fields),
         tune=make(Tune, tables["tune"], f"{where}: [tune]", Tune.model_fields),
         methods=tuple(
-            _method(table(m, f"{where}: [[method]] {k}"), tables, head.rounds, where, f"{where}: [[method]] {k}")
+            _method(m, tables, head.rounds, where, f"{where}: [[method]] {k}")
             for k, m in enumerate(methods, 1)
         ),
     )
-    labels = [m.label for m in experiment.methods]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise ConfigError(f"{where}: two methods have the label {label!r}; give one of them another label = ...")
-    return experiment
 
 
 def _source(data: Mapping[str, Any], where: str) -> Source:
@@ -239,8 +232,6 @@ def _model(options: Mapping[str, Any], where: str) -> ModelSpec:
         if not (isinstance(found, type) and issubclass(found, ModelSpec)):
             return Import(path=kind, options=rest)
         return make_kind("model", {}, options, where, base=ModelSpec)  # type: ignore[no-any-return]
-    if kind not in (*MODELS, *PAPERS):
-        raise unknown("model kind", kind, (*MODELS, *PAPERS), where)
     value = type(PAPERS[kind]) if kind in PAPERS else MODELS[kind]
     return make(lambda **given: spec_of(kind, **given), rest, where, fields_of(value))
 
@@ -249,8 +240,6 @@ def _optional(what: str, registry: Mapping[str, Any], options: Mapping[str, Any]
     """The value of a table that may be left out; with ``kind = "none"`` it is as if it was."""
     if not options or options.get("kind") == "none":
         return None
-    if "kind" not in options:
-        raise ConfigError(f"{where}: kind is missing; allowed: {', '.join(registry)}, none")
     return make_kind(what, registry, options, where, base=base)
 
 
@@ -261,19 +250,16 @@ def _method(
     entry = choose("algorithm", REGISTRY, name, where, Algorithm)
     own = {k: v for k, v in options.items() if k not in ("algorithm", "label", *OVERRIDES)}
     made: Any = make(entry, own, where, {**fields_of(entry), **dict.fromkeys(("label", *OVERRIDES))})
-    local = {**tables["local"], **table(options.get("local", {}), f"{where}: local")}
-    for one, other in (("steps", "epochs"), ("epochs", "steps")):
-        if one in options.get("local", {}) and other not in options["local"]:
-            local.pop(other, None)
+    local = merged(tables["local"], options.get("local", {}))
 
     def own_kind(what: str, registry: Mapping[str, Any], base: type, *, optional: bool = False) -> Any:
         place = f"{where}: {what}" if what in options else f"{file}: [{what}]"
-        given = table(options.get(what, tables[what]), place)
+        given = options.get(what, tables[what])
         if optional:
             return _optional(what, registry, given, place, base)
         return make_kind(what, registry, given, place, "uniform", base=base)
 
-    head = {"label": options.get("label", name.rpartition(":")[2]), "rounds": options.get("rounds", rounds)}
+    head = {"label": options.get("label", name.rpartition(":")[2]), "rounds": options.get("rounds")}
     plain = make(_MethodHead, head, where, _MethodHead.model_fields)
     return Method(
         label=plain.label,
@@ -285,5 +271,5 @@ def _method(
         weigher=own_kind("weigher", WEIGHERS, Weigher),
         aggregator=own_kind("aggregator", AGGREGATORS, Aggregator, optional=True),
         channel=own_kind("channel", CHANNELS, Channel, optional=True),
-        rounds=plain.rounds,
+        rounds=plain.rounds or rounds,
     )
