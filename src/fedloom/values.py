@@ -188,7 +188,7 @@ def exact_number(refusal: Literal["int_type", "float_type"], value: Any) -> Any:
 
 
 def _sentence(error: ErrorDetails, where: str, fields: Mapping[str, Any]) -> str:
-    place = ".".join(str(part) for part in error["loc"] if not str(part).startswith("function-"))
+    place = ".".join(str(part) for part in error["loc"] if "function-" not in str(part))
     key = str(error["loc"][0]) if error["loc"] else ""
     description = getattr(fields.get(key), "description", None)
     hint = f" ({key}: {description})" if description else ""

@@ -1,4 +1,4 @@
-"""What can be refused of an experiment file before anything of it is made: keys, kinds, types and ranges of all tables."""
+"""What is refused of an experiment file before anything of it is made: keys, kinds, types and ranges of all tables."""
 
 from __future__ import annotations
 

@@ -19,6 +19,8 @@ def json_schema() -> str:
         if hasattr(value, "model_json_schema"):
             schema: dict[str, Any] = value.model_json_schema()
             shared.update(schema.pop("$defs", {}))
+            for field in schema.get("properties", {}).values():
+                field.pop("title", None)  # the key once more
             return schema
         properties = {k: v for part in value.parts for k, v in one(part).get("properties", {}).items()}
         return {"type": "object", "properties": properties, "additionalProperties": False}

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 import torch
-from sklearn.manifold import TSNE
 from torch import Tensor
 
 from fedloom.data.federation import Federation
@@ -78,6 +77,8 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
     """
     oracle, fed, kinds = result.job.oracle, result.job.judge, result.models.kinds()
     model = "personal" if "personal" in kinds else "global"
+    from sklearn.manifold import TSNE  # slow to import
+
     sizes = fed.sizes("test")
     few = sorted({i for i in clients if sizes[i] < FEWEST})
     notes = (

@@ -205,8 +205,7 @@ def parse(document: Mapping[str, Any], where: str = "experiment") -> Experiment:
         engine=make(Engine, tables["engine"], f"{where}: [engine]", Engine.model_fields),
         tune=make(Tune, tables["tune"], f"{where}: [tune]", Tune.model_fields),
         methods=tuple(
-            _method(m, tables, head.rounds, where, f"{where}: [[method]] {k}")
-            for k, m in enumerate(methods, 1)
+            _method(m, tables, head.rounds, where, f"{where}: [[method]] {k}") for k, m in enumerate(methods, 1)
         ),
     )
 

@@ -107,10 +107,15 @@ def _plain(schema: Any) -> Plain:
         items = schema["items_schema"]
         kept["items_schema"] = [_plain(item) for item in items] if kind == "tuple" else _plain(items)
     elif kind == "union":
-        kept["choices"] = [_plain(choice[0] if isinstance(choice, tuple) else choice) for choice in schema["choices"]]
+        kept["choices"] = [_choice(choice) for choice in schema["choices"]]
     elif kind == "tagged-union":
         kept["choices"] = {tag: _plain(choice) for tag, choice in schema["choices"].items()}
     return {"type": kind, **kept}
+
+
+def _choice(schema: Any) -> Plain | list[Any]:
+    """A choice of a union, with its name in messages where code belongs to it: that of code, which no sentence has."""
+    return [_plain(schema), schema["type"]] if schema["type"] == "function-after" else _plain(schema)
 
 
 def _field(schema: Any) -> Plain:
@@ -131,6 +136,8 @@ def _core(plain: Any) -> Any:
         case "number":
             rule = partial(exact_number, plain["refusal"])
             return core_schema.no_info_before_validator_function(rule, inner["schema"])
+        case "union":
+            return {**inner, "choices": [tuple(c) if isinstance(c, list) else c for c in inner["choices"]]}
         case "model":
             return {**inner, "cls": type(plain["cls"], (), {})}
         case "model-field" if inner.pop("optional"):
