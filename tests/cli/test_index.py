@@ -272,3 +272,14 @@ def test_a_right_file_passes_both_ways() -> None:
     assert stored
     check(DOCUMENT, GRAMMAR.map(plain), Shape, "file")
     check(parse(DOCUMENT).settings(), GRAMMAR, Shape.of, "file")
+
+
+def test_a_run_leaves_big_libraries_that_it_does_not_use(tmp_path: Path) -> None:
+    (tmp_path / "two.toml").write_text(tomli_w.dumps({**DOCUMENT, "rounds": 2}))
+    code = (
+        "import sys; from pathlib import Path; from fedloom.experiment import Plan, read\n"
+        "(outcome,) = Plan(read(Path('two.toml')), Path('out')).run(page=False)\n"
+        "print(outcome.status, [m for m in ('sklearn', 'PIL', 'optuna', 'flwr', 'datasets') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout == "done []\n"
