@@ -51,9 +51,11 @@ def init(
     Example: fedloom deploy init examples/hospitals.toml --sites 4 --method flame --rounds 10 --out hospitals
     """
     with errors():
+        from fedloom.experiment import read
+
+        experiment = read(file)
         from fedloom.deploy.directory import Place, write
         from fedloom.deploy.plan import plan
-        from fedloom.experiment import read
         from fedloom.values import make
 
         given = {"host": host, "gate_port": gate_port, "port": port, "home": home, "programs": programs, "days": days}
@@ -67,7 +69,7 @@ def init(
             "fixed_data": fixed_data,
             "norm_bound": norm_bound,
         }
-        planned = plan(read(file), sites, **choice)
+        planned = plan(experiment, sites, **choice)
         folder = out or Path(file.stem)
         write(planned, folder, place)
         typer.echo(f"{folder}: a server and {len(planned.sites)} sites ({', '.join(planned.sites)})")
