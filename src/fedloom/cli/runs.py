@@ -48,8 +48,8 @@ def run(
             check_tracker(track)
             plan = Plan(read(file, workers=count), where, data_dir, force=force, ranks=ranks)
             tracker = Tracker(track, plan.experiment, where) if track and ranks.rank == 0 else None
-            with shown(plan) as tell:
-                outcomes = plan.run(tell, tracker=tracker)
+            with shown(plan) as show:
+                outcomes = plan.run(show, *([tracker] if tracker else []))
     if plan.ranks.rank == 0:
         _print_table(plan.out)
         for outcome in outcomes:

@@ -34,13 +34,17 @@ class Result:
         detail: round, clients and numbers of an early end.
         rounds: rounds done.
         notes: sentences on dropped clients and such.
-        seconds: duration of every round.
+        status: how it ended in a word: done, diverged, interrupted or failed.
+        diverged: by which round a run had diverged that went on to its end with figures that are finite, else None.
+        seconds: of every round, without evaluation, and without the one-off costs of a process's first round.
+        startup: those costs, of every round: compilation, forks, page faults; see `fedloom.engine.state.Times`.
         models: "global", "personal" and "hybrid", as far as the method has them; see `Models`.
     """
 
-    def __init__(self, job: Job, state: State, stop: Stop, detail: str, seconds: list[float]) -> None:
-        self.job, self.state, self.stop, self.detail, self.seconds = job, state, stop, detail, seconds
-        self.rounds, self.notes = state.round, state.notes
+    def __init__(self, job: Job, state: State, stop: Stop, detail: str, diverged: int | None = None) -> None:
+        self.job, self.state, self.stop, self.detail, self.diverged = job, state, stop, detail, diverged
+        self.rounds, self.notes, self.status = state.round, state.notes, stop.status
+        self.seconds, self.startup = state.times.settled(), state.times.startup()
         self.models = Models(Live(job, state))
 
     def table(self) -> pa.Table:

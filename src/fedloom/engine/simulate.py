@@ -15,6 +15,7 @@ from fedloom.algorithms import Algorithm, Composition
 from fedloom.data.federation import Federation
 from fedloom.engine.chunk import ask, train
 from fedloom.engine.job import Job
+from fedloom.engine.records import Divergence
 from fedloom.engine.result import Result
 from fedloom.engine.resume import Disk
 from fedloom.engine.round import play
@@ -25,6 +26,7 @@ from fedloom.engine.setup import check_ranks, make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.errors import RunStopped, Stop
 from fedloom.models import ModelSpec
+from fedloom.processes.chunks import COUNTS
 from fedloom.processes.pool import Handler, Pool
 from fedloom.processes.rank_pool import RankPool
 from fedloom.processes.ranks import ALONE, Ranks
@@ -61,7 +63,8 @@ def simulate(
         choices: the other fields of `fedloom.Setting`; None leaves a default.
 
     Returns:
-        Metrics and models. A run that diverged or was interrupted says so in `Result.stop`.
+        Metrics and models. A run that diverged or was interrupted says so in `Result.stop`; one whose training loss is
+        finite, but in three evaluations in a row more than ten times its start, has diverged and goes on to its end.
 
     Raises:
         ConfigError: values that cannot work, or (Refused) do not work together.
@@ -81,33 +84,46 @@ def simulate(
     check_ranks(job)
     disk = Disk(job, place)
     state, stop = disk.resume(initial_state(job, server))
+    state, divergence = state.with_(times=disk.times), Divergence()
     if not advance or stop not in (None, Stop.INTERRUPTED):
         stop = stop or Stop.INTERRUPTED
-        return Result(job, state, stop, disk.detail, disk.seconds)
+        return Result(job, state, stop, disk.detail, disk.diverged)
+
+    def judge(state: State) -> None:
+        start = time.perf_counter()
+        evaluate_round(job, pool, state)
+        state.times.evaluations.append(time.perf_counter() - start)
+
     stop, detail = Stop.DONE, ""
     with one_thread(), pool_of(job) as pool, interruptible() as interrupted:
         try:
             if not state.records.items:
-                evaluate_round(job, pool, state)
+                judge(state)
             while state.round < rounds and stop is Stop.DONE:
                 start = time.perf_counter()
                 state = play(job, pool, state)
-                disk.seconds.append(time.perf_counter() - start)
+                state.times.rounds.append(time.perf_counter() - start)
+                if state.round == 1 and not state.totals[COUNTS.index("samples_backward")]:
+                    state.notes.append("round 1 took no gradient of any client: nothing is trained")
                 if state.round % job.setting.evaluate.every == 0 or state.round == rounds:
-                    evaluate_round(job, pool, state)
+                    judge(state)
                 said = [sentence for tell in progress if isinstance(sentence := tell(state), str)]
                 if state.round < rounds and ranks.any(bool(said)):
                     stop, detail = Stop.STOPPED, "; ".join(said)
                     if state.round % job.setting.evaluate.every:
-                        evaluate_round(job, pool, state)
+                        judge(state)
                 elif state.round < rounds and ranks.any(interrupted()):
                     stop = Stop.INTERRUPTED
                 elif state.round < rounds:
                     disk.save_if_due(state)
         except RunStopped as error:
             stop, detail = error.reason, error.detail
+    divergence.read(state.records, ended=True)
+    if stop in (Stop.DONE, Stop.STOPPED) and divergence.round is not None:
+        stop, disk.diverged = Stop.DIVERGED, divergence.round
+        detail = "; ".join(filter(None, (divergence.sentence, detail)))
     disk.save(state, stop, detail)
-    return Result(job, state, stop, detail, disk.seconds)
+    return Result(job, state, stop, detail, disk.diverged)
 
 
 def pool_of(job: Job) -> Pool | RankPool:
