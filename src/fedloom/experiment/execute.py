@@ -39,6 +39,7 @@ class Plan:
         out: the run directory, created if need be.
         data_dir: folder of data sets.
         force: forget what is there.
+        dry: look only; nothing is written or forgotten.
         ranks: processes that all make the same calls; rank 0 alone uses the directory, but for rows on its machine.
 
     Raises:
@@ -54,6 +55,7 @@ class Plan:
         data_dir: Path | None = None,
         *,
         force: bool = False,
+        dry: bool = False,
         ranks: Ranks = ALONE,
     ) -> None:
         self.experiment, self.out, self.ranks = experiment, out, ranks
@@ -66,7 +68,7 @@ class Plan:
             check_inspection(experiment.common.evaluate, fed)
         for method in experiment.methods:
             make_job(method.setting, self.federations[experiment.head.seeds[0]])
-        if ranks.rank == 0:
+        if ranks.rank == 0 and not dry:
             if force:
                 _clear(out)
             make_folder(out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +16,7 @@ from fedloom.data.sources import SOURCES, Source
 from fedloom.data.sources import source as source_of
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, DataError, unknown
+from fedloom.experiment.overrides import changed
 from fedloom.experiment.tuning import Tune
 from fedloom.imports import is_path
 from fedloom.models import Import
@@ -122,13 +123,22 @@ class Experiment:
         }
 
 
-def read(path: Path, **engine: Any) -> Experiment:
-    """The experiment of a TOML file; ``engine`` replaces keys of its [engine].
+def read(
+    path: Path, values: Sequence[str] = (), methods: Sequence[str] = (), rounds: int | None = None, **engine: Any
+) -> Experiment:
+    """The experiment of a TOML file, with the changes of `fedloom.experiment.overrides.changed`.
+
+    Args:
+        path: the file.
+        values: other values, as ``local.lr=0.1``.
+        methods: the methods that stay; all when empty.
+        rounds: of every method.
+        engine: replaces keys of its [engine], where it is not None.
 
     Raises:
         ConfigError: the file is missing, not TOML, or says what cannot be.
     """
-    document = read_toml(path, "experiment file")
+    document = changed(read_toml(path, "experiment file"), str(path), values, methods, rounds)
     given = {k: v for k, v in engine.items() if v is not None}
     return parse({**document, "engine": {**table(document.get("engine", {}), f"{path}: [engine]"), **given}}, str(path))
 
