@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from fedloom.algorithms import Algorithm, Composition
 from fedloom.data.federation import Federation
@@ -24,7 +25,7 @@ from fedloom.engine.scoring import score
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check_ranks, make_job
 from fedloom.engine.state import State, initial_state
-from fedloom.errors import RunStopped, Stop
+from fedloom.errors import ConfigError, RunStopped, Stop
 from fedloom.models import ModelSpec
 from fedloom.processes.chunks import COUNTS
 from fedloom.processes.pool import Handler, Pool
@@ -40,7 +41,7 @@ Progress = Callable[[State], object]
 def simulate(
     algorithm: Algorithm | Composition | Setting | str,
     fed: Federation,
-    model: str | ModelSpec | None = None,
+    model: str | ModelSpec | nn.Module | Callable[..., nn.Module] | None = None,
     *,
     folder: Path | str | None = None,
     progress: Sequence[Progress] = (),
@@ -53,7 +54,8 @@ def simulate(
     Args:
         algorithm: a method or its name, what a preset makes, or a whole `fedloom.Setting`.
         fed: the clients and their data.
-        model: a name of `fedloom.models`, or a specification; softmax when None.
+        model: a name of `fedloom.models`, a specification, an `nn.Module` whose weights are the initial values, or a
+            class or function that makes one (`fedloom.models.Import` says how it is called); softmax when None.
         folder: for checkpoints and client state; running again with the same arguments goes on from there.
             None keeps everything in memory.
         progress: called after every round; a sentence that one returns ends the run (`fedloom.callbacks`).
@@ -72,6 +74,11 @@ def simulate(
         ClientError: code of the method failed.
         CheckpointError: a checkpoint cannot be written or read.
     """
+    if not isinstance(fed, Federation):
+        raise ConfigError(
+            f"fed must be a Federation, got {type(fed).__name__}; split the data among clients first, as in "
+            "fl.partition.iid(clients=10)(data, seed=0)"
+        )
     place = None if folder is None else Path(folder)
     choices = {"model": model, **choices}
     if isinstance(algorithm, Setting):
