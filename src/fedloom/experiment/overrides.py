@@ -73,8 +73,8 @@ def _set(document: dict[str, Any], text: str, where: str) -> None:
     last = parts[-1]
     if last in ("kind", "source") and len(parts) > 1 and place.get(last, given) != given:
         place.clear()
-    if parts[-2:-1] == ["local"]:
-        place.pop({"epochs": "steps", "steps": "epochs"}.get(last), None)
+    if parts[-2:-1] == ["local"] and last in ("epochs", "steps"):
+        place.pop("steps" if last == "epochs" else "epochs", None)
     place[last] = given
 
 

@@ -66,7 +66,7 @@ class LocalSGD(Value):
             raise ConfigError(f"local.{key} = 0 trains nothing; set local.{key} to 1 or more")
         if self.lr < SMALLEST:
             raise ConfigError(f"local.lr = {self.lr:g} is 0 in float32 and trains nothing; set a larger step size")
-        if self.lr_at(rounds) < SMALLEST:
+        if self.lr_at(rounds) == 0:
             longer = f"set local.horizon to {rounds} or more" if self.schedule == "cosine" else "raise local.decay"
             raise ConfigError(f"schedule {self.schedule!r} makes the step size 0 by round {rounds}, the last: {longer}")
 
