@@ -129,10 +129,15 @@ class Stop(Enum):
     DONE = "all rounds done"
     INTERRUPTED = "interrupted; run the same command again to go on"
     STOPPED = "stopped by a callback"
-    DIVERGED = "diverged: the loss of the model is not finite or beyond the bound"
+    DIVERGED = "diverged: the loss of the model is not finite or far beyond its start"
     TOO_FEW = "too few clients returned a usable update"
     FAILED = "a client's code failed"
     BUDGET = "the privacy budget is spent"
+
+    @property
+    def status(self) -> str:
+        """In a word: done, diverged, interrupted or failed."""
+        return {"STOPPED": "done", "TOO_FEW": "failed", "BUDGET": "failed"}.get(self.name, self.name.lower())
 
 
 class RunStopped(FedloomError):

@@ -12,91 +12,168 @@ from typing import Any
 import pyarrow as pa
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 from fedloom.experiment import Plan
-from fedloom.experiment.telling import Now, Tell
+from fedloom.experiment.events import Event, Listener
 from fedloom.metrics import COSTS, METRICS, leading, metric
 
 SECONDS_PER_LINE = 5.0
 """Time between two plain lines of one run."""
+LARGE = 1e6
+"""Figures from here on are written with an exponent; whole ones from a thousand times more on."""
 
 
 @contextmanager
-def shown(plan: Plan) -> Iterator[Tell]:
-    """Shows the progress of a plan, on rank 0; gives the function to be told of every round."""
+def shown(plan: Plan) -> Iterator[Listener]:
+    """Shows the progress of a plan, on rank 0; gives the listener for its events."""
     if plan.ranks.rank > 0:
-        yield lambda *_: None
+        yield lambda _event: None
         return
-    with counted(plan.rounds) as tell:
-        yield tell
+    with counted(plan.rounds) as hear:
+        yield hear
 
 
 @contextmanager
-def counted(total: int) -> Iterator[Tell]:
-    """Shows the progress of runs that have ``total`` rounds together; gives the function to be told of every round."""
-    console = Console(stderr=True)
+def counted(rounds: int | Mapping[str, int]) -> Iterator[Listener]:
+    """Shows the progress of runs; gives the listener for their events.
+
+    Args:
+        rounds: of all runs together, or of the runs of every label.
+    """
+    runs, console = _Runs(rounds), Console(stderr=True)
     if not console.is_terminal:
-        yield _Lines(total)
+        yield _Lines(runs)
         return
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Progress(*columns, TextColumn("{task.fields[figures]}"), console=console) as bars:
-        everything = bars.add_task("all runs", total=total, figures="")
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[said]}")]
+    with Progress(*columns, console=console) as bars:
+        everything = bars.add_task("all runs", total=sum(runs.rounds.values()), said="")
         rows: dict[tuple[str, int], Any] = {}
-        done: dict[tuple[str, int], int] = {}
 
-        def tell(label: str, seed: int, rounds: int, now: Now | None) -> None:
-            key, at = (label, seed), rounds if now is None else now.round
-            if done.get(key) == rounds:
+        def hear(event: Event) -> None:
+            if not runs.take(event):
                 return
-            if key not in rows:
-                rows[key] = bars.add_task(f"{label}, seed {seed}", total=rounds, figures="")
-            done[key] = at
-            bars.update(rows[key], completed=at)
-            if now is not None and now.figures:
-                bars.update(rows[key], figures=_latest(now))
-            if at == rounds:
-                bars.remove_task(rows[key])
-            bars.update(everything, completed=sum(done.values()))
+            key = event.label, event.seed
+            if event.diverged:
+                bars.print(f"{_name(event)}: {event.diverged}")
+            if event.status:
+                bars.remove_task(rows.pop(key)) if key in rows else None
+            else:
+                if key not in rows:
+                    rows[key] = bars.add_task(_name(event), total=event.rounds, said="")
+                left = runs.left_of(event)
+                said = [runs.figures.get(key, ""), "" if left is None else f"{left:.0f} s left"]
+                bars.update(rows[key], completed=event.round, said=", ".join(filter(None, said)))
+            left = runs.left()
+            said_of_all = "" if left is None else f"about {left:.0f} s left"
+            bars.update(everything, completed=sum(runs.done.values()), said=said_of_all)
 
-        yield tell
+        yield hear
+
+
+class _Runs:
+    """How far runs are, and how fast.
+
+    Attributes:
+        rounds: of the runs of every label; of all runs together under the empty one.
+        done: rounds done, by label and seed; all of a run that has ended.
+        figures: the newest figures of every run, as text.
+    """
+
+    def __init__(self, rounds: int | Mapping[str, int]) -> None:
+        self.rounds: Mapping[str, int] = {"": rounds} if isinstance(rounds, int) else rounds
+        self.done: dict[tuple[str, int], int] = {}
+        self.figures: dict[tuple[str, int], str] = {}
+        self._going: dict[tuple[str, int], Event] = {}
+        self._measured: dict[tuple[str, int], tuple[int, str]] = {}
+        self._pace: dict[str, float] = {}
+
+    def take(self, event: Event) -> bool:
+        """Note an event; False if it says nothing new."""
+        key = event.label, event.seed
+        if self.done.get(key) == event.rounds and not event.status:
+            return False
+        self.done[key] = event.rounds if event.status else event.round
+        if event.figures:
+            self._measured[key] = max(event.figures), _latest(event)
+        if key in self._measured:
+            round, text = self._measured[key]
+            self.figures[key] = f"{text} (round {round})" if text and round < event.round else text
+        if event.pace is not None:
+            self._pace[self._owner(event.label)] = event.pace
+        self._going[key] = event
+        if event.status or event.round == event.rounds:
+            del self._going[key]
+        return True
+
+    def left(self) -> float | None:
+        """Seconds until all runs have ended, those that go on side by side; None while that is not known."""
+        open_ = dict(self.rounds)
+        for (label, _), done in self.done.items():
+            open_[self._owner(label)] -= done
+        needed = {label for label, rounds in open_.items() if rounds > 0}
+        if not needed <= self._pace.keys():
+            return None
+        alone = [self.left_of(event) or 0.0 for event in self._going.values()]
+        work = sum(open_[label] * self._pace[label] for label in needed)
+        return max([work / max(1, len(alone)), *alone])
+
+    def left_of(self, event: Event) -> float | None:
+        """Seconds until a run has ended."""
+        return None if event.pace is None else (event.rounds - event.round) * event.pace
+
+    def _owner(self, label: str) -> str:
+        return label if label in self.rounds else ""
 
 
 class _Lines:
     """Plain lines: one for every run that ends, and one every few seconds of a long one."""
 
-    def __init__(self, total: int) -> None:
-        self.start = self.last = time.monotonic()
-        self.total = total
-        self.done: dict[tuple[str, int], int] = {}
-        self.figures: dict[tuple[str, int], str] = {}
+    def __init__(self, runs: _Runs) -> None:
+        self._runs, self._last = runs, time.monotonic()
+        self._ended: set[tuple[str, int]] = set()
 
-    def __call__(self, label: str, seed: int, rounds: int, now: Now | None) -> None:
-        key, at, time_now = (label, seed), rounds if now is None else now.round, time.monotonic()
-        if self.done.get(key) == rounds:
+    def __call__(self, event: Event) -> None:
+        key, now = (event.label, event.seed), time.monotonic()
+        if not self._runs.take(event):
             return
-        self.done[key] = at
-        if now is not None and now.figures:
-            self.figures[key] = _latest(now)
-        if at < rounds and time_now - self.last < SECONDS_PER_LINE:
+        if event.diverged:
+            self._write(f"{_name(event)}: {event.diverged}")
+        end = event.round == event.rounds
+        if key in self._ended or event.status == "interrupted" or (not (end or event.status) and self._waits(now)):
             return
-        self.last, finished = time_now, sum(self.done.values())
-        left = (time_now - self.start) / finished * (self.total - finished)
-        figures = self.figures.get(key, "")
-        sys.stdout.write(f"{label}, seed {seed}: round {at}/{rounds}{figures}, about {left:.0f} s left\n")
+        self._ended |= {key} if end or event.status else set()
+        self._last, left, own = now, self._runs.left(), self._runs.left_of(event)
+        said = [f"round {event.round}/{event.rounds}", self._runs.figures.get(key, "")]
+        said += [event.status] if event.status and not end else []
+        if left is not None:
+            said.append(f"about {left:.0f} s left")
+        elif own is not None and not end:
+            said.append(f"about {own:.0f} s left of this run")
+        self._write(f"{_name(event)}: {', '.join(filter(None, said))}")
+
+    def _waits(self, now: float) -> bool:
+        return now - self._last < SECONDS_PER_LINE
+
+    def _write(self, line: str) -> None:
+        sys.stdout.write(line + "\n")
         sys.stdout.flush()
 
 
-def _latest(now: Now) -> str:
+def _name(event: Event) -> str:
+    return f"{event.label}, seed {event.seed}"
+
+
+def _latest(event: Event) -> str:
     """The newest validation figures of the personal model, of the global one where there is none."""
-    figures = now.figures[max(now.figures)]
+    figures = event.figures[max(event.figures)]
     for model in ("personal", "global"):
         found = {name: figures.get(f"{model}/validation/{name}/mean") for name in METRICS}
         there = {name: value for name, value in found.items() if value is not None}
         if there:
             texts = [f"{name} {there[name]:.4g}" for name in dict.fromkeys(("loss", leading(there))) if name in there]
-            return f", {model} validation {', '.join(texts)}"
+            return f"{model} validation {', '.join(texts)}"
     return ""
 
 
@@ -145,13 +222,17 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 def _cell(value: Any) -> str:
     if value is None:
         return "-"
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.4f}" if abs(value) < LARGE else f"{value:.3g}"
 
 
 def _figure(value: float | None, interval: float | None, scale: float) -> str:
     if value is None:
         return "-"
     value *= scale
-    digits = 0 if value == int(value) or abs(value) >= 1000 else 2 if abs(value) >= 1 else 4
-    around = "" if not interval or not math.isfinite(interval) else f" ± {interval * scale:.{digits}f}"
-    return f"{value:.{digits}f}{around}"
+    around = 0.0 if interval is None or not math.isfinite(interval) else interval * scale
+    whole, size = value == int(value) if math.isfinite(value) else True, max(abs(value), abs(around))
+    digits = 0 if whole or size >= 1000 else 2 if abs(value) >= 1 else 4
+    form = ".3g" if size >= (1000 if whole else 1) * LARGE else f".{digits}f"
+    return f"{value:{form}}" + (f" ± {around:{form}}" if around else "")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedloom.experiment import Plan, parse
-from fedloom.experiment.telling import Now
+from fedloom.experiment.events import Event
 from fedloom.processes.signals import interruptible
 
 SMALL = {
@@ -24,15 +24,20 @@ SMALL = {
 
 @pytest.mark.parametrize("at", [1, 3])
 def test_nothing_is_begun_after_an_interrupt(at: int, tmp_path: Path) -> None:
-    def tell(label: str, seed: int, _rounds: int, now: Now | None) -> None:
-        begun.add((label, seed))
-        if (label, seed) == ("fedavg", 0) and now is not None and now.round == at:
+    def tell(event: Event) -> None:
+        if event.status:
+            ended[event.label, event.seed] = event.status
+            return
+        begun.add((event.label, event.seed))
+        if (event.label, event.seed, event.round) == ("fedavg", 0, at):
             signal.raise_signal(signal.SIGINT)
 
     begun: set[tuple[str, int]] = set()
+    ended: dict[tuple[str, int], str] = {}
     outcomes = Plan(parse(SMALL, "small"), tmp_path / "out").run(tell, page=False)
     assert begun == {("fedavg", 0)}
     assert [o.status for o in outcomes] == ["done" if at == 3 else "interrupted", *["interrupted"] * 3]
+    assert ended == {(o.label, o.seed): o.status for o in outcomes}
     outcomes = Plan(parse(SMALL, "small"), tmp_path / "out").run(page=False)
     assert {o.status for o in outcomes} == {"done"}
 

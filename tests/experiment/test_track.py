@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from fedloom.cli import app
 from fedloom.errors import ConfigError
 from fedloom.experiment import Plan, parse
+from fedloom.experiment.events import Event
 from fedloom.experiment.execute import folder_of
-from fedloom.experiment.telling import Now
 from fedloom.experiment.track import TRACKERS, Tracker
 from fedloom.progress import shown
 
@@ -93,16 +93,16 @@ def test_what_is_tracked_is_what_was_recorded_once(tmp_path: Path, kind: str, wo
         pytest.importorskip(package)
     out = tmp_path / "out"
 
-    def interrupt(label: str, seed: int, rounds: int, now: Now | None) -> None:
-        if (label, seed, now and now.round) == ("my ditto", 0, 3):
+    def interrupt(event: Event) -> None:
+        if (event.label, event.seed, event.round) == ("my ditto", 0, 3) and not event.status:
             signal.raise_signal(signal.SIGINT)
 
     first = plan(out, workers=workers)
-    tell = interrupt if workers == 1 else (lambda *_: None)
-    outcomes = first.run(tell, page=False, tracker=Tracker(kind, first.experiment, out))
+    tell = [interrupt] if workers == 1 else []
+    outcomes = first.run(*tell, Tracker(kind, first.experiment, out), page=False)
     assert {o.status for o in outcomes} == ({"done", "interrupted"} if workers == 1 else {"done"})
     again = plan(out, workers=workers)
-    again.run(page=False, tracker=Tracker(kind, again.experiment, out))
+    again.run(Tracker(kind, again.experiment, out), page=False)
     for label in ("fedavg", "my ditto"):
         for seed in (0, 1):
             found = list(READ[kind](out, label, seed))
@@ -133,18 +133,19 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_every_measured_figure_is_told_once_in_order(tmp_path: Path, workers: int) -> None:
-    told: dict[tuple[str, int], list[Now | None]] = {}
+    told: dict[tuple[str, int], list[Event]] = {}
     made = plan(tmp_path / "out", workers=workers)
-    made.run(lambda label, seed, _rounds, now: told.setdefault((label, seed), []).append(now), page=False)
+    made.run(lambda event: told.setdefault((event.label, event.seed), []).append(event), page=False)
     assert len(told) == 4
-    for (label, seed), messages in told.items():
-        assert (messages[-1] is None) == (workers == 2)
-        nows = [now for now in messages if now is not None]
-        assert [now.round for now in nows] == sorted({now.round for now in nows})
-        assert nows[-1].round == 5
-        figures = {(t, name): v for now in nows for t, f in now.figures.items() for name, v in f.items() if v == v}
-        assert figures == recorded(tmp_path / "out", label, seed)
-        assert sum(len(f) for now in nows for f in now.figures.values()) >= len(figures)
+    for (label, seed), events in told.items():
+        *going, end = events
+        assert (end.status, end.round, end.figures) == ("done", 5, {})
+        assert not any(event.status for event in going)
+        assert [event.round for event in going] == sorted({event.round for event in going})
+        assert going[-1].round == 5
+        figures = [(t, name, v) for e in going for t, f in e.figures.items() for name, v in f.items() if v == v]
+        assert {(t, name): v for t, name, v in figures} == recorded(tmp_path / "out", label, seed)
+        assert len({figure[:2] for figure in figures}) == len(figures)
 
 
 def test_plain_lines_have_the_current_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,5 +14,5 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(scope="session", autouse=True)
 def _no_reports() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedloom.report.write", lambda runs, out: out)
+        patch.setattr("fedloom.report.write", lambda runs, out, **_: out)
         yield

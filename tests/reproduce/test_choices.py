@@ -20,7 +20,7 @@ import fedloom as fl
 from fedloom.cli import app
 from fedloom.errors import RunDirError
 from fedloom.experiment import parse
-from fedloom.experiment.telling import Now, Tell
+from fedloom.experiment.events import Event, Listener
 from fedloom.reproduce import Recipe, estimate, recipe, recipes, reproduce
 from fedloom.reproduce.choices import candidates, open_methods, rounds_of, search_of
 from fedloom.reproduce.execute import experiment
@@ -172,10 +172,11 @@ def test_a_run_stopped_within_a_trial_goes_on_there(at: int, whole: Any, tmp_pat
     told: list[tuple[str, int]] = []
 
     @contextmanager
-    def show(_total: int) -> Iterator[Tell]:
-        def tell(label: str, _seed: int, _rounds: int, now: Now | None) -> None:
-            assert now is not None
-            told.append((label, now.round))
+    def show(_rounds: object) -> Iterator[Listener]:
+        def tell(event: Event) -> None:
+            if event.status:
+                return
+            told.append((event.label, event.round))
             if len(told) == at:
                 signal.raise_signal(signal.SIGINT)
 

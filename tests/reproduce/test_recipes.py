@@ -179,7 +179,7 @@ def test_the_full_resnet_recipe_starts_steps_and_resumes(tmp_path: Path) -> None
     }
     made = experiment(merged(document, {**small, "rounds": 2}), "ResNet-18")
     quiet = lambda *_: None  # noqa: E731
-    for tell, status, rounds in ((Budget(0).watch(quiet), "interrupted", 1), (quiet, "done", 2)):
+    for tell, status, rounds in ((Budget(0), "interrupted", 1), (quiet, "done", 2)):
         (outcome,) = Plan(made, tmp_path / "out").run(tell, page=False)
         assert outcome.result is not None
         assert (outcome.status, outcome.result.rounds) == (status, rounds)

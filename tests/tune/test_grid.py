@@ -19,7 +19,7 @@ from searches import contents, kept, tuning
 import fedloom as fl
 from fedloom.errors import ConfigError, RunDirError, RunStopped
 from fedloom.experiment import parse
-from fedloom.experiment.telling import Now
+from fedloom.experiment.events import Event
 from fedloom.experiment.tuning import Range, Tune
 from fedloom.tune import Trial
 from fedloom.tune.search import Found, Search, settings_of, with_params
@@ -196,15 +196,14 @@ def test_ctrl_c_within_a_trial_stops_the_search_which_goes_on_there(
 ) -> None:
     told: list[tuple[str, int]] = []
 
-    def watch(label: str, _seed: int, _rounds: int, now: Now | None) -> None:
-        assert now is not None
-        told.append((label, now.round))
+    def watch(event: Event) -> None:
+        told.append((event.label, event.round))
 
     stop = stop_at(at)
     with pytest.raises(RunStopped, match="run the same command again"):
-        tuning(GRID, tmp_path / "out").run(watch=lambda *given: (watch(*given), stop()))
+        tuning(GRID, tmp_path / "out").run(lambda *_: None, watch, stop)
     assert len(told) == at
-    tuning(GRID, tmp_path / "out").run(watch=watch)
+    tuning(GRID, tmp_path / "out").run(lambda *_: None, watch)
     assert len(told) == len(set(told)) == 3 * 2 + 6 * 3 == tuning(GRID, tmp_path / "other").rounds
     for (label, round), (after, later) in pairwise(told):
         assert later == (round + 1 if label == after else 1)
@@ -229,10 +228,10 @@ def test_killed_within_a_trial_and_run_again(whole: tuple[Path, list[Found]], tm
 def test_methods_side_by_side_tell_of_every_trial(whole: tuple[Path, list[Found]], tmp_path: Path) -> None:
     ends: dict[str, int] = {}
 
-    def watch(label: str, _seed: int, rounds: int, now: Now | None) -> None:
-        ends[label] = rounds
+    def watch(event: Event) -> None:
+        ends[event.label] = event.rounds
 
-    tuning(GRID + "[engine]\nworkers = 2\n", tmp_path / "out").run(watch=watch)
+    tuning(GRID + "[engine]\nworkers = 2\n", tmp_path / "out").run(lambda *_: None, watch)
     assert len(ends) == 3 + 6
     assert {rounds for label, rounds in ends.items() if label.startswith("fedavg")} == {2}
     assert (tmp_path / "out" / "trials.csv").read_bytes() == (whole[0] / "trials.csv").read_bytes()

@@ -9,20 +9,48 @@ import typer
 
 from fedloom.cli import _complete as offer
 from fedloom.cli._app import DataDir, app, errors
+from fedloom.errors import unknown
+
+KINDS = (
+    "methods", "partitions", "models", "data", "samplers", "weighers", "aggregators", "attacks", "channels", "metrics",
+    "recipes",
+)  # fmt: skip
+"""What can be listed."""
 
 
 @app.command(name="list")
-def list_command() -> None:
-    """List the methods, with one line each.
+def list_command(
+    what: Annotated[
+        str, typer.Argument(help=f"one of {', '.join(KINDS)}", autocompletion=offer.one_of(*KINDS))
+    ] = "methods",
+) -> None:
+    """List what there is by name, with one line each: methods, or another kind of part.
 
-    Example: fedloom list
+    Example: fedloom list partitions
     """
-    from fedloom.experiment.index import index
+    with errors():
+        if what not in KINDS:
+            raise unknown("kind of part", what, KINDS, "fedloom list")
+        if what == "methods":
+            from fedloom.experiment.index import index
 
-    for family, methods in index().families.items():
-        typer.echo(family)
-        for name, line in methods:
-            typer.echo(f"  {name:<22}{line}")
+            for family, methods in index().families.items():
+                typer.echo(family)
+                _print(methods)
+        elif what == "recipes":
+            from fedloom.reproduce.recipe import recipes
+
+            _print([(name, recipe.paper.title) for name, recipe in recipes().items()])
+        else:
+            from fedloom.experiment.cards import parts
+
+            _print(parts(what))
+
+
+def _print(lines: list[tuple[str, str]]) -> None:
+    width = max(22, 2 + max(len(name) for name, _ in lines))
+    for name, line in lines:
+        typer.echo(f"  {name:<{width}}{line}")
 
 
 @app.command()

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedloom.cli import _complete as offer
 from fedloom.cli._app import DataDir, FileArgument, app, errors
 from fedloom.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedloom.experiment import Plan
 
 
 @app.command()
@@ -26,10 +29,25 @@ def run(
             autocompletion=offer.one_of("tensorboard", "mlflow"),
         ),
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="print the plan, its sizes and its estimated time; write nothing")
+    ] = False,
+    values: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="another value, as local.lr=0.1 or method.LABEL.mu=1; a method's own table stays; may be repeated",
+        ),
+    ] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="run this method only, by label or algorithm; may be repeated")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="communication rounds of every method")] = None,
 ) -> None:
     """Run all methods and seeds of an experiment; run again to resume.
 
     Example: fedloom run examples/quickstart.toml --out runs/quickstart --workers 2
+    To look first: fedloom run examples/quickstart.toml --dry-run --set local.lr=0.1 --method flame
     On several machines or GPUs: torchrun --nproc-per-node 4 -m fedloom.cli run FILE.toml
     """
     with errors():
@@ -40,7 +58,7 @@ def run(
             count = int(workers)
         from fedloom.experiment import read
 
-        experiment = read(file, workers=count)
+        experiment = read(file, values or (), method or (), rounds, workers=count)
         from fedloom.experiment import Plan
         from fedloom.experiment.track import Tracker, check_tracker
         from fedloom.processes.distributed import joined
@@ -49,10 +67,14 @@ def run(
         with joined() as ranks:
             where = out or Path("runs") / file.stem
             check_tracker(track)
-            plan = Plan(experiment, where, data_dir, force=force, ranks=ranks)
+            plan = Plan(experiment, where, data_dir, force=force, dry=dry_run, ranks=ranks)
+            if dry_run:
+                if ranks.rank == 0:
+                    _preview(plan)
+                return
             tracker = Tracker(track, plan.experiment, where) if track and ranks.rank == 0 else None
-            with shown(plan) as tell:
-                outcomes = plan.run(tell, tracker=tracker)
+            with shown(plan) as show:
+                outcomes = plan.run(show, *([tracker] if tracker else []))
     if plan.ranks.rank == 0:
         _print_table(plan.out)
         for outcome in outcomes:
@@ -65,6 +87,46 @@ def run(
         raise typer.Exit(130)
     if any(o.status != "done" for o in outcomes):
         raise typer.Exit(1)
+
+
+def _preview(plan: Plan) -> None:
+    """What a run would do, on standard output."""
+    from fedloom.experiment.bench import duration, estimates, minutes
+    from fedloom.progress import print_rows
+
+    head, fed = plan.experiment.head, plan.federations[plan.experiment.head.seeds[0]]
+    methods, seeds = len(plan.experiment.methods), len(head.seeds)
+    sizes = {part: fed.sizes(part) for part in fed.parts}
+    train = sizes["train"]
+    typer.echo(f"{head.name}: {methods} methods, {seeds} seeds, {methods * seeds} runs, into {plan.out}")
+    source, shape = plan.experiment.source_options["source"], list(fed.data.shape)
+    typer.echo(f"data: {source}, {len(fed.data)} samples of shape {shape}, {fed.data.task}")
+    typer.echo(
+        f"clients: {fed.n}, {int(train.min())} to {int(train.max())} training samples each; "
+        + ", ".join(f"{part} {int(size.sum())}" for part, size in sizes.items())
+    )
+    found = []
+    for one in estimates(plan):
+        found.append(one)
+        typer.echo(f"tried {len(found)}/{methods}: {one.method}", err=True)
+    print_rows(
+        [
+            {
+                "method": e.method,
+                "rounds": e.rounds,
+                "clients/round": round(e.clients, 1),
+                "steps/round": round(e.steps),
+                "samples/round": round(e.samples),
+                "MB up/round": e.bytes_up / 1e6,
+                "MB down/round": e.bytes_down / 1e6,
+                "parameters": e.parameters,
+                "s/round": e.seconds,
+            }
+            for e in found
+        ]
+    )
+    time = minutes(plan, found)
+    typer.echo("estimated time: " + ("unknown, with so few rounds" if time is None else f"about {duration(time)}"))
 
 
 def _print_table(out: Path) -> None:

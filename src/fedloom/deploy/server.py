@@ -163,7 +163,7 @@ class _Run:
             self._release(job, state)
             start = time.monotonic()
             state = play(job, pool, state)
-            disk.seconds.append(time.monotonic() - start)
+            disk.times.rounds.append(time.monotonic() - start)
             sites.accepted[state.cohort] = state.round
             disk.more = self._more(sites.accepted)
             disk.save(state, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -17,6 +18,11 @@ from fedloom.errors import ConfigError
 
 Scores = dict[tuple[str, str], dict[str, Tensor]]
 """(model, part) -> metric -> float64 ``[m]``; part "" has figures of the models themselves."""
+
+FACTOR = 10.0
+"""A mean training loss beyond this many times its start, which counts as 1 at least, is that of a diverging run."""
+EVALUATIONS = 3
+"""Evaluations in a row that make a diverging run diverged; all of them in a run that has fewer."""
 
 TOTAL = -1
 """The client number of a figure of the whole federation."""
@@ -128,6 +134,63 @@ class Records:
         keys = json.loads(bytes(tensors["keys"].tolist()).decode())
         pieces = np.split(tensors["values"].numpy(), np.cumsum([k[-1] for k in keys])[:-1]) if keys else []
         return cls(Record(k[0], k[1], k[2], k[3], values, total=k[4]) for k, values in zip(keys, pieces, strict=True))
+
+
+class Divergence:
+    """Whether a run diverges while its figures are finite; what it says follows from the records alone.
+
+    The start is the largest mean training loss over the clients at the first evaluation, of any model. Without
+    ``train`` among the parts that are evaluated nothing is found.
+
+    Attributes:
+        round: of the evaluation by which the run had diverged; None while it has not.
+        sentence: the model, its loss and its start; empty while it has not.
+    """
+
+    def __init__(self) -> None:
+        self.round: int | None = None
+        self.sentence = ""
+        self._seen, self._start, self._first = 0, 1.0, -1
+        self._beyond: dict[str, list[tuple[int, float]]] = {}
+
+    def read(self, records: Records, *, ended: bool = False) -> str:
+        """Read what is new of a run's records; the sentence, if it has diverged by that, else the empty text.
+
+        Args:
+            records: of the run; those that were read before are skipped.
+            ended: there will be no further evaluation.
+        """
+        before = self.sentence
+        for record in records.items[self._seen :]:
+            if record.total and (record.part, record.metric) == ("train", "loss/mean"):
+                self._take(record.round, record.model, float(record.values[0]))
+        self._seen = len(records.items)
+        for model, beyond in self._beyond.items():
+            every = ended and beyond and len({r.round for r in records.items if r.round > self._first}) == len(beyond)
+            if every:
+                self._tell(model)
+        return self.sentence if self.sentence != before else ""
+
+    def _take(self, round: int, model: str, loss: float) -> None:
+        self._first = round if self._first < 0 else self._first
+        if round == self._first:
+            self._start = max(self._start, loss if math.isfinite(loss) else 1.0)
+            return
+        beyond = self._beyond.setdefault(model, [])
+        if math.isfinite(loss) and loss > FACTOR * self._start:
+            beyond.append((round, loss))
+        else:
+            beyond.clear()
+        if len(beyond) >= EVALUATIONS:
+            self._tell(model)
+
+    def _tell(self, model: str) -> None:
+        if self.round is None:
+            (first, _), (self.round, loss) = self._beyond[model][0], self._beyond[model][-1]
+            self.sentence = (
+                f"round {self.round}: the training loss of the {model} model is {loss:.3g}, since round {first} more "
+                f"than {FACTOR:g} times its start of {self._start:.3g}"
+            )
 
 
 def not_measured(model: str, metric: str, part: str, known: Iterable[tuple[str, str, str]]) -> ConfigError:

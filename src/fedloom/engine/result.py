@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -14,7 +15,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.records import not_measured
 from fedloom.engine.scoring import choose_model, personal_models
 from fedloom.engine.state import State
-from fedloom.errors import Stop
+from fedloom.errors import ConfigError, Stop
 from fedloom.local.rows import to_device
 from fedloom.metrics import BRIEF
 from fedloom.trained.adapt import ServerSide
@@ -24,6 +25,7 @@ from fedloom.trained.models import Models
 
 if TYPE_CHECKING:
     from altair import Chart
+    from pandas import DataFrame
 
 
 class Result:
@@ -34,18 +36,32 @@ class Result:
         detail: round, clients and numbers of an early end.
         rounds: rounds done.
         notes: sentences on dropped clients and such.
-        seconds: duration of every round.
+        status: how it ended in a word: done, diverged, interrupted or failed.
+        diverged: by which round a run had diverged that went on to its end with figures that are finite, else None.
+        seconds: of every round, without evaluation, and without the one-off costs of a process's first round.
+        startup: those costs, of every round: compilation, forks, page faults; see `fedloom.engine.state.Times`.
         models: "global", "personal" and "hybrid", as far as the method has them; see `Models`.
     """
 
-    def __init__(self, job: Job, state: State, stop: Stop, detail: str, seconds: list[float]) -> None:
-        self.job, self.state, self.stop, self.detail, self.seconds = job, state, stop, detail, seconds
-        self.rounds, self.notes = state.round, state.notes
+    def __init__(self, job: Job, state: State, stop: Stop, detail: str, diverged: int | None = None) -> None:
+        self.job, self.state, self.stop, self.detail, self.diverged = job, state, stop, detail, diverged
+        self.rounds, self.notes, self.status = state.round, state.notes, stop.status
+        self.seconds, self.startup = state.times.settled(), state.times.startup()
         self.models = Models(Live(job, state))
 
     def table(self) -> pa.Table:
-        """Tidy: round, client (-1 is the federation), model, part, metric, value; ``.to_pandas()`` is a DataFrame."""
+        """Tidy: round, client (-1 is the federation), model, part, metric, value."""
         return self.state.records.table()
+
+    def to_pandas(self) -> DataFrame:
+        """`table` as a pandas DataFrame.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        if find_spec("pandas") is None:
+            raise ConfigError("to_pandas needs pandas: pip install pandas; table() is the same without it")
+        return self.table().to_pandas()
 
     def final(self, model: str, metric: str = "accuracy", part: str = "test") -> Tensor:
         """A metric of every client after the last evaluated round, float64 ``[n]``.
@@ -64,6 +80,8 @@ class Result:
         from fedloom.report import notebook as display  # slow to import, needed by people only
 
         return display.chart(self.table(), metric, part)
+
+    plot = chart
 
     def _repr_html_(self) -> str:
         """A small table and a curve, for notebooks."""

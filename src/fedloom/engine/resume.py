@@ -8,7 +8,7 @@ from typing import Any
 
 from fedloom.engine.job import Job
 from fedloom.engine.setup import fingerprint
-from fedloom.engine.state import State
+from fedloom.engine.state import State, Times
 from fedloom.errors import Stop
 from fedloom.storage.checkpoint import Checkpoints
 
@@ -22,8 +22,9 @@ class Disk:
         mark: what the checkpoints must agree on; the job's fingerprint when None.
 
     Attributes:
-        seconds: duration of every round.
+        times: seconds of the rounds.
         detail: round, clients and numbers of an early end.
+        diverged: by which round the run had diverged, if it went on to its end.
         more: what else is saved with every checkpoint; what JSON can hold.
     """
 
@@ -34,8 +35,8 @@ class Disk:
         self._mark = "" if self._checkpoints is None else mark or fingerprint(job)
         self._numbers = job.setting.numbers()
         self._saved = time.monotonic()
-        self.seconds: list[float] = []
-        self.detail = ""
+        self.times, self.detail = Times(), ""
+        self.diverged: int | None = None
         self.more: dict[str, Any] = {}
 
     def resume(self, start: State) -> tuple[State, Stop | None]:
@@ -55,7 +56,8 @@ class Disk:
         if loaded is None:
             return start, None
         meta = loaded.meta
-        self.seconds, self.detail, self.more = meta["seconds"], meta["detail"], meta["more"]
+        self.times, self.diverged = Times(meta["seconds"], meta.get("firsts", [0])), meta.get("diverged")
+        self.detail, self.more = meta["detail"], meta["more"]
         state = start.restored(meta["round"], loaded.tensors, meta["notes"] + loaded.warnings)
         return state, meta["stop"] and Stop[meta["stop"]]
 
@@ -67,8 +69,8 @@ class Disk:
             return
         meta: dict[str, Any] = {
             "round": state.round,
-            "stop": stop and stop.name, "detail": detail, "notes": state.notes, "seconds": self.seconds,
-            "more": self.more, "numbers": self._numbers,
+            "stop": stop and stop.name, "detail": detail, "notes": state.notes, "seconds": self.times.rounds,
+            "firsts": self.times.firsts, "diverged": self.diverged, "more": self.more, "numbers": self._numbers,
         }  # fmt: skip
         newest = max(self._checkpoints.generations(), default=0)
         self._checkpoints.save(newest + 1, state.tensors(), meta, fingerprint=self._mark, stores=self._stores)

@@ -15,6 +15,7 @@ from fedloom.errors import ConfigError, unknown
 from fedloom.imports import find, is_path
 from fedloom.local import LocalSGD
 from fedloom.models import MODELS, PAPERS, Augment, Import, ModelSpec, Softmax, spec_of
+from fedloom.models.imported import given_model
 from fedloom.rows.aggregate import AGGREGATORS, Aggregator
 from fedloom.rows.attacks import ATTACKS, Attack
 from fedloom.rows.channel import CHANNELS, Channel
@@ -90,6 +91,14 @@ class Table:
         """
         if given is None or isinstance(given, self.base):
             return given
+        if self.base is ModelSpec and not isinstance(given, str | Mapping):
+            found = given_model(given)
+            if found is None:
+                raise ConfigError(
+                    "model must be a name, an nn.Module, a class or function that makes one, or a specification of "
+                    f"fl.models, got {given!r}"
+                )
+            return found
         options = {"kind": given} if isinstance(given, str) and self.kinds else given
         if not isinstance(options, Mapping):
             raise ConfigError(f"{where}{where and ': '}must be a {self.base.__name__} or a table, got {given!r}")

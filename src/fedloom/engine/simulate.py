@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from fedloom.algorithms import Algorithm, Composition
 from fedloom.data.federation import Federation
 from fedloom.engine.chunk import ask, train
 from fedloom.engine.job import Job
+from fedloom.engine.records import Divergence
 from fedloom.engine.result import Result
 from fedloom.engine.resume import Disk
 from fedloom.engine.round import play
@@ -23,8 +25,9 @@ from fedloom.engine.scoring import score
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check_ranks, make_job
 from fedloom.engine.state import State, initial_state
-from fedloom.errors import RunStopped, Stop
+from fedloom.errors import ConfigError, RunStopped, Stop
 from fedloom.models import ModelSpec
+from fedloom.processes.chunks import COUNTS
 from fedloom.processes.pool import Handler, Pool
 from fedloom.processes.rank_pool import RankPool
 from fedloom.processes.ranks import ALONE, Ranks
@@ -38,7 +41,7 @@ Progress = Callable[[State], object]
 def simulate(
     algorithm: Algorithm | Composition | Setting | str,
     fed: Federation,
-    model: str | ModelSpec | None = None,
+    model: str | ModelSpec | nn.Module | Callable[..., nn.Module] | None = None,
     *,
     folder: Path | str | None = None,
     progress: Sequence[Progress] = (),
@@ -51,7 +54,8 @@ def simulate(
     Args:
         algorithm: a method or its name, what a preset makes, or a whole `fedloom.Setting`.
         fed: the clients and their data.
-        model: a name of `fedloom.models`, or a specification; softmax when None.
+        model: a name of `fedloom.models`, a specification, an `nn.Module` whose weights are the initial values, or a
+            class or function that makes one (`fedloom.models.Import` says how it is called); softmax when None.
         folder: for checkpoints and client state; running again with the same arguments goes on from there.
             None keeps everything in memory.
         progress: called after every round; a sentence that one returns ends the run (`fedloom.callbacks`).
@@ -61,7 +65,8 @@ def simulate(
         choices: the other fields of `fedloom.Setting`; None leaves a default.
 
     Returns:
-        Metrics and models. A run that diverged or was interrupted says so in `Result.stop`.
+        Metrics and models. A run that diverged or was interrupted says so in `Result.stop`; one whose training loss is
+        finite, but in three evaluations in a row more than ten times its start, has diverged and goes on to its end.
 
     Raises:
         ConfigError: values that cannot work, or (Refused) do not work together.
@@ -69,6 +74,11 @@ def simulate(
         ClientError: code of the method failed.
         CheckpointError: a checkpoint cannot be written or read.
     """
+    if not isinstance(fed, Federation):
+        raise ConfigError(
+            f"fed must be a Federation, got {type(fed).__name__}; split the data among clients first, as in "
+            "fl.partition.iid(clients=10)(data, seed=0)"
+        )
     place = None if folder is None else Path(folder)
     choices = {"model": model, **choices}
     if isinstance(algorithm, Setting):
@@ -81,33 +91,46 @@ def simulate(
     check_ranks(job)
     disk = Disk(job, place)
     state, stop = disk.resume(initial_state(job, server))
+    state, divergence = state.with_(times=disk.times), Divergence()
     if not advance or stop not in (None, Stop.INTERRUPTED):
         stop = stop or Stop.INTERRUPTED
-        return Result(job, state, stop, disk.detail, disk.seconds)
+        return Result(job, state, stop, disk.detail, disk.diverged)
+
+    def judge(state: State) -> None:
+        start = time.perf_counter()
+        evaluate_round(job, pool, state)
+        state.times.evaluations.append(time.perf_counter() - start)
+
     stop, detail = Stop.DONE, ""
     with one_thread(), pool_of(job) as pool, interruptible() as interrupted:
         try:
             if not state.records.items:
-                evaluate_round(job, pool, state)
+                judge(state)
             while state.round < rounds and stop is Stop.DONE:
                 start = time.perf_counter()
                 state = play(job, pool, state)
-                disk.seconds.append(time.perf_counter() - start)
+                state.times.rounds.append(time.perf_counter() - start)
+                if state.round == 1 and not state.totals[COUNTS.index("samples_backward")]:
+                    state.notes.append("round 1 took no gradient of any client: nothing is trained")
                 if state.round % job.setting.evaluate.every == 0 or state.round == rounds:
-                    evaluate_round(job, pool, state)
+                    judge(state)
                 said = [sentence for tell in progress if isinstance(sentence := tell(state), str)]
                 if state.round < rounds and ranks.any(bool(said)):
                     stop, detail = Stop.STOPPED, "; ".join(said)
                     if state.round % job.setting.evaluate.every:
-                        evaluate_round(job, pool, state)
+                        judge(state)
                 elif state.round < rounds and ranks.any(interrupted()):
                     stop = Stop.INTERRUPTED
                 elif state.round < rounds:
                     disk.save_if_due(state)
         except RunStopped as error:
             stop, detail = error.reason, error.detail
+    divergence.read(state.records, ended=True)
+    if stop in (Stop.DONE, Stop.STOPPED) and divergence.round is not None:
+        stop, disk.diverged = Stop.DIVERGED, divergence.round
+        detail = "; ".join(filter(None, (divergence.sentence, detail)))
     disk.save(state, stop, detail)
-    return Result(job, state, stop, detail, disk.seconds)
+    return Result(job, state, stop, detail, disk.diverged)
 
 
 def pool_of(job: Job) -> Pool | RankPool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -12,6 +14,56 @@ from fedloom.engine.job import Job
 from fedloom.engine.records import Records
 from fedloom.engine.uploads import first_sums
 from fedloom.processes.chunks import COUNTS
+
+NEAR = 5
+"""Rounds after a process's first that tell what that would have taken without its one-off costs."""
+LATELY = 10
+"""Rounds, and evaluations, that tell how fast a run is now."""
+
+
+class Times:
+    """Seconds of a run, as measured.
+
+    A process's first round also pays for compilation, forks and page faults. These are told apart: what the round took
+    beyond the median of those after it. A process with one round is compared with the rounds of the others; a run with
+    one round has nothing to compare it with, and no one-off costs.
+
+    Attributes:
+        rounds: of every round, without evaluation, all costs included.
+        firsts: places in `rounds` at which a process began.
+        evaluations: of the evaluations of this process.
+    """
+
+    def __init__(self, rounds: Sequence[float] = (), firsts: Sequence[int] = ()) -> None:
+        self.rounds, self.firsts = [*rounds], [*dict.fromkeys([*firsts, len(rounds)])]
+        self.evaluations: list[float] = []
+
+    def startup(self) -> list[float]:
+        """One-off costs of every round, >= 0; they are part of `rounds`."""
+        found = [0.0] * len(self.rounds)
+        usual = [s for k, s in enumerate(self.rounds) if k not in self.firsts]
+        for first, end in zip(self.firsts, [*self.firsts[1:], len(self.rounds)], strict=True):
+            near = self.rounds[first + 1 : end][:NEAR] or usual
+            if first < end and near:
+                found[first] = max(0.0, self.rounds[first] - median(near))
+        return found
+
+    def settled(self) -> list[float]:
+        """Seconds of every round without its one-off costs."""
+        return [s - cost for s, cost in zip(self.rounds, self.startup(), strict=True)]
+
+    def pace(self, every: int) -> float | None:
+        """Seconds that a round takes lately, with its share of an evaluation each ``every`` rounds.
+
+        None before this process's third round; and where evaluations weigh a fifth or more, before its second one, for
+        the first has one-off costs too.
+        """
+        rounds = self.rounds[self.firsts[-1] + 1 :][-LATELY:]
+        if len(rounds) < 2:
+            return None
+        warm = self.evaluations[1:][-LATELY:]
+        share = median(warm or self.evaluations or [0.0]) / every
+        return median(rounds) + share if warm or share < median(rounds) / 5 else None
 
 
 @dataclass(frozen=True)
@@ -30,6 +82,7 @@ class State:
         cohort: ``[m]`` clients of the last round.
         records: what was measured.
         notes: sentences on dropped clients and such.
+        times: seconds of the rounds; no number depends on them.
     """
 
     round: int
@@ -43,6 +96,7 @@ class State:
     cohort: Tensor
     records: Records = field(default_factory=Records)
     notes: list[str] = field(default_factory=list)
+    times: Times = field(default_factory=Times)
 
     def with_(self, **changes: Any) -> State:
         """A copy with some fields changed."""
@@ -79,6 +133,7 @@ class State:
             tensors["cohort"],
             Records.from_tensors(group("records")),
             notes,
+            self.times,
         )
 
 

@@ -10,11 +10,14 @@ from typing import NamedTuple
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
+from fedloom.engine.simulate import simulate
+from fedloom.engine.state import State
 from fedloom.engine.timing import QUIET, played, wait_for_quiet, watched
 from fedloom.errors import Refused
-from fedloom.experiment.execute import side_by_side
+from fedloom.experiment.execute import Plan, side_by_side
 from fedloom.experiment.schema import Experiment, Method
 from fedloom.local.oracles import ORACLES
+from fedloom.processes.chunks import COUNTS
 from fedloom.processes.pool import cores
 from fedloom.values import choose
 
@@ -119,6 +122,71 @@ class Bench:
                 raise
             return False
         return True
+
+
+TRIED = 3
+"""Rounds of every method that are played in memory for an estimate."""
+
+
+class Estimate(NamedTuple):
+    """What a run of a method takes, from its first rounds.
+
+    Attributes:
+        method: its label.
+        rounds: of one run.
+        clients: of a round, on average.
+        steps: local steps of a round, over its clients.
+        samples: samples of a round whose gradient is taken.
+        bytes_up: of a round, over its clients.
+        bytes_down: the same to the clients.
+        parameters: of the model.
+        seconds: of a round, with its share of evaluation; None where a run is too short to tell.
+    """
+
+    method: str
+    rounds: int
+    clients: float
+    steps: float
+    samples: float
+    bytes_up: float
+    bytes_down: float
+    parameters: int
+    seconds: float | None
+
+
+def estimates(plan: Plan) -> Iterator[Estimate]:
+    """One method after another, with the federation of the first seed; nothing is written.
+
+    Raises:
+        CodeError: code of a method failed.
+    """
+    fed, alone = plan.federations[plan.experiment.head.seeds[0]], _processes(plan) == 1
+    for method in plan.experiment.methods:
+        setting = method.setting
+        if not alone:
+            setting = setting.with_(engine=setting.engine.with_(workers=1))
+        result = simulate(setting, fed, progress=[_enough])
+        counts = dict(zip(COUNTS, (result.state.totals[:-1] / max(1, result.rounds)).tolist(), strict=True))
+        clients = float(result.state.uploads.sum()) / max(1, result.rounds)
+        figures = (counts[name] for name in ("steps", "samples_backward", "bytes_up", "bytes_down"))
+        pace = result.state.times.pace(setting.evaluate.every)
+        yield Estimate(method.label, setting.rounds, clients, *figures, result.job.oracle.layout.d, pace)
+
+
+def _enough(state: State) -> str | None:
+    return "enough is known" if state.round == TRIED else None
+
+
+def minutes(plan: Plan, found: Sequence[Estimate]) -> float | None:
+    """Minutes for all runs of a plan; None where a method's rounds have no estimate."""
+    if any(e.seconds is None for e in found):
+        return None
+    seconds = sum((e.seconds or 0.0) * plan.rounds[e.method] for e in found)
+    return seconds / _processes(plan) / 60
+
+
+def _processes(plan: Plan) -> int:
+    return side_by_side(plan.experiment, plan.federations.values())
 
 
 def duration(minutes: float) -> str:

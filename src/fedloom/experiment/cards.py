@@ -1,12 +1,40 @@
-"""Method cards for people: what every method is, and its options."""
+"""Cards for people: what every method is, and its options; and every other part that an experiment chooses by name."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from fedloom.algorithms import REGISTRY, Algorithm, Preset
+from fedloom.choose import SAMPLERS, WEIGHERS
+from fedloom.data.partition import PARTITIONS
+from fedloom.data.sources import SOURCES
+from fedloom.metrics import METRICS
+from fedloom.models import MODELS, PAPERS
+from fedloom.rows.aggregate import AGGREGATORS
+from fedloom.rows.attacks import ATTACKS
+from fedloom.rows.channel import CHANNELS
 from fedloom.values import choose, fields_of
+
+PARTS: Mapping[str, Mapping[str, Any]] = {
+    "partitions": PARTITIONS,
+    "models": {**MODELS, **{name: type(spec) for name, spec in PAPERS.items()}},
+    "data": SOURCES,
+    "samplers": SAMPLERS,
+    "weighers": WEIGHERS,
+    "aggregators": AGGREGATORS,
+    "attacks": ATTACKS,
+    "channels": CHANNELS,
+}
+"""What ``fedloom list`` knows beside methods, metrics and recipes."""
+
+
+def parts(what: str) -> list[tuple[str, str]]:
+    """Names of `PARTS`, or "metrics", each with one line."""
+    if what == "metrics":
+        return [(n, f"{m.title}, {'higher' if m.higher else 'lower'} is better") for n, m in METRICS.items()]
+    return [(name, (inspect.getdoc(kind) or "").partition("\n")[0]) for name, kind in PARTS[what].items()]
 
 
 def families() -> dict[str, list[tuple[str, str]]]:

@@ -6,7 +6,7 @@ import shutil
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tomli_w
 
@@ -17,18 +17,15 @@ from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import simulate
 from fedloom.errors import CodeError, RunDirError
+from fedloom.experiment.events import PAUSE, Emitter, Event, Line, Listener
 from fedloom.experiment.inspection import check_inspection
 from fedloom.experiment.outputs import Outcome, write_inspection, write_settings, write_summary, write_tables
 from fedloom.experiment.schema import Experiment, Method
-from fedloom.experiment.telling import PAUSE, Line, Now, Tell, Teller
 from fedloom.processes.pool import Pool, cores
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
 from fedloom.storage.files import file_name, is_unused, lock, make_folder
 from fedloom.values import difference, flat
-
-if TYPE_CHECKING:
-    from fedloom.experiment.track import Tracker
 
 FEW_CLIENTS = 16
 """Cohorts below this size run several runs side by side, instead of several chunks of one."""
@@ -42,6 +39,7 @@ class Plan:
         out: the run directory, created if need be.
         data_dir: folder of data sets.
         force: forget what is there.
+        dry: look only; nothing is written or forgotten.
         ranks: processes that all make the same calls; rank 0 alone uses the directory, but for rows on its machine.
 
     Raises:
@@ -57,6 +55,7 @@ class Plan:
         data_dir: Path | None = None,
         *,
         force: bool = False,
+        dry: bool = False,
         ranks: Ranks = ALONE,
     ) -> None:
         self.experiment, self.out, self.ranks = experiment, out, ranks
@@ -69,90 +68,91 @@ class Plan:
             check_inspection(experiment.common.evaluate, fed)
         for method in experiment.methods:
             make_job(method.setting, self.federations[experiment.head.seeds[0]])
-        if ranks.rank == 0:
+        if ranks.rank == 0 and not dry:
             if force:
                 _clear(out)
             make_folder(out)
 
     @property
-    def rounds(self) -> int:
-        """Rounds of all runs together."""
-        return sum(method.setting.rounds for method, _ in self.runs)
+    def rounds(self) -> dict[str, int]:
+        """Rounds of all seeds of every method together, by its label."""
+        return {m.label: m.setting.rounds * len(self.experiment.head.seeds) for m in self.experiment.methods}
 
-    def run(self, tell: Tell = lambda *_: None, *, page: bool = True, tracker: Tracker | None = None) -> list[Outcome]:
+    def run(self, *listeners: Listener, page: bool = True) -> list[Outcome]:
         """Do what is missing, and write every file of the run directory, the report if ``page``.
 
         Args:
-            tell: called after every round.
+            listeners: hear of every round, and of the end of every run.
             page: write the report.
-            tracker: gets the figures of every run as they come.
 
         Raises:
             CheckpointError: a disk that is full or refuses; what was finished is kept.
         """
         if self.ranks.rank > 0:
-            return self._run_all(tell)
-        tell = tell if tracker is None else tracker.beside(tell)
+            return self._run_all(listeners)
         with lock(self.out):
             write_settings(self.out, self.experiment)
             processes = 1 if self.ranks.size > 1 else side_by_side(self.experiment, self.federations.values())
-            interrupted = processes > 1 and self._run_side_by_side(processes, tell)
-            outcomes = self._run_all(tell, alone=processes == 1, interrupted=interrupted)
+            ended: set[tuple[str, int]] = set()
+            interrupted = processes > 1 and self._run_side_by_side(processes, listeners, ended)
+            outcomes = self._run_all(listeners, alone=processes == 1, interrupted=interrupted, ended=ended)
             self._write(outcomes)
-            if tracker is not None:
-                tracker.end(outcomes)
             if page and any(o.result is not None for o in outcomes):
                 report.write([self.out], self.out / "report.html", charts=False)
         return outcomes
 
-    def _run_all(self, tell: Tell, *, alone: bool = True, interrupted: bool = False) -> list[Outcome]:
+    def _run_all(
+        self,
+        listeners: tuple[Listener, ...],
+        *,
+        alone: bool = True,
+        interrupted: bool = False,
+        ended: Collection[tuple[str, int]] = (),
+    ) -> list[Outcome]:
+        """The outcome of every run; of those that have ``ended`` the listeners have heard already."""
         outcomes = []
         with interruptible() as asked:
             for method, seed in self.runs:
-                outcomes.append(self._run_one(method, seed, tell, alone=alone, advance=not interrupted))
+                hear = () if (method.label, seed) in ended else listeners
+                outcomes.append(self._run_one(method, seed, hear, alone=alone, advance=not interrupted))
                 interrupted |= self.ranks.any(asked()) or outcomes[-1].status == "interrupted"
         return outcomes
 
-    def _run_one(self, method: Method, seed: int, tell: Tell, *, alone: bool, advance: bool = True) -> Outcome:
-        progress = Teller(lambda now: tell(method.label, seed, method.setting.rounds, now), 0.0 if alone else PAUSE)
+    def _run_one(
+        self, method: Method, seed: int, listeners: tuple[Listener, ...], *, alone: bool, advance: bool = True
+    ) -> Outcome:
         setting = method.setting.with_(seed=seed)
         if not alone:
             setting = setting.with_(engine=setting.engine.with_(workers=1))
-        folder = self._folder("checkpoints", method, seed)
+        emitter = Emitter(listeners, method.label, setting, 0.0 if alone else PAUSE)
+        folder, fed = self._folder("checkpoints", method, seed), self.federations[seed]
         try:
-            result = simulate(
-                setting,
-                self.federations[seed],
-                folder=folder,
-                progress=[progress],
-                advance=advance,
-                ranks=self.ranks,
-            )
+            result = simulate(setting, fed, folder=folder, progress=[emitter], advance=advance, ranks=self.ranks)
+            outcome = Outcome(method.label, method.algorithm, seed, result)
         except CodeError as error:
-            return Outcome(method.label, method.algorithm, seed, None, str(error))
-        return Outcome(method.label, method.algorithm, seed, result)
+            outcome = Outcome(method.label, method.algorithm, seed, None, str(error))
+        emitter.end(outcome.result and outcome.result.state, outcome.status)
+        return outcome
 
-    def _run_side_by_side(self, processes: int, tell: Tell) -> bool:
+    def _run_side_by_side(self, processes: int, listeners: tuple[Listener, ...], ended: set[tuple[str, int]]) -> bool:
         """Compute the runs in forked processes; their checkpoints hold the results. True if the user stopped it."""
         line = Line()
 
         def handle(_shared: None, k: int) -> None:
-            send = line.sender(k)
-            self._run_one(*self.runs[k], lambda _label, _seed, _rounds, now: send(now), alone=False)
-            send(None)
+            self._run_one(*self.runs[k], (line.send,), alone=False)
 
-        def hear(k: int, now: Now | None) -> None:
-            method, seed = self.runs[k]
-            tell(method.label, seed, method.setting.rounds, now)
+        def note(event: Event) -> None:
+            if event.status:
+                ended.add((event.label, event.seed))
 
-        with Pool({"run": handle}, processes) as pool, interruptible() as interrupted, line.heard(hear):
+        with Pool({"run": handle}, processes) as pool, interruptible() as interrupted, line.heard(*listeners, note):
             for _ in pool.map("run", None, range(len(self.runs)), interrupted):
                 pass
             return interrupted()
 
     def _write(self, outcomes: list[Outcome]) -> None:
         for (method, seed), outcome in zip(self.runs, outcomes, strict=False):
-            if outcome.result is not None and outcome.status == "done":
+            if outcome.complete and outcome.result is not None:
                 _save_models(outcome.result, self._folder("models", method, seed))
         write_tables(self.out, outcomes)
         more = write_inspection(self.out, self.experiment.common.evaluate, outcomes)

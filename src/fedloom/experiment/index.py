@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fedloom import cache
 from fedloom.errors import ConfigError
 from fedloom.experiment.check import Grammar, Table, check
+from fedloom.experiment.overrides import changed
 from fedloom.experiment.shapes import Shape, plain
 from fedloom.values import read_toml, table
 
@@ -82,13 +83,22 @@ def _sources() -> str:
     return digest.hexdigest()
 
 
-def read(path: Path, **engine: Any) -> Experiment:
-    """The experiment of a TOML file; ``engine`` replaces keys of its [engine].
+def read(
+    path: Path, values: Sequence[str] = (), methods: Sequence[str] = (), rounds: int | None = None, **engine: Any
+) -> Experiment:
+    """The experiment of a TOML file, with the changes of `fedloom.experiment.overrides.changed`.
+
+    Args:
+        path: the file.
+        values: other values, as ``local.lr=0.1``.
+        methods: the methods that stay; all when empty.
+        rounds: of every method.
+        engine: replaces keys of its [engine], where it is not None.
 
     Raises:
         ConfigError: the file is missing, not TOML, or says what cannot be.
     """
-    document = read_toml(path, "experiment file")
+    document = changed(read_toml(path, "experiment file"), str(path), values, methods, rounds)
     given = {k: v for k, v in engine.items() if v is not None}
     if given:
         document["engine"] = {**table(document.get("engine", {}), f"{path}: [engine]"), **given}

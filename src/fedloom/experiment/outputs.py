@@ -39,11 +39,12 @@ class Outcome(NamedTuple):
     @property
     def status(self) -> str:
         """done, diverged, interrupted or failed."""
-        if self.result is None:
-            return "failed"
-        return {"DONE": "done", "STOPPED": "done", "DIVERGED": "diverged", "INTERRUPTED": "interrupted"}.get(
-            self.result.stop.name, "failed"
-        )
+        return "failed" if self.result is None else self.result.status
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run went to its end, with figures and models that are finite."""
+        return self.result is not None and (self.status == "done" or self.result.diverged is not None)
 
     @property
     def reason(self) -> str:
@@ -74,9 +75,9 @@ def write_tables(out: Path, outcomes: Sequence[Outcome]) -> None:
 
 
 def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome]) -> list[str]:
-    """``confusion.parquet`` and ``tsne.parquet`` of the runs that are done, where asked for; gives notes back."""
+    """``confusion.parquet`` and ``tsne.parquet`` of the runs that are complete, where asked for; gives notes back."""
     done = sorted(
-        ((o, o.result) for o in outcomes if o.result is not None and o.status == "done"),
+        ((o, o.result) for o in outcomes if o.result is not None and o.complete),
         key=lambda pair: (pair[0].label, pair[0].seed),
     )
     counts, places, notes = [], [], []
@@ -131,6 +132,8 @@ def _run(outcome: Outcome) -> dict[str, Any]:
     base = {"method": outcome.label, "algorithm": outcome.algorithm, "seed": outcome.seed}
     base |= {"status": outcome.status, "reason": outcome.reason}
     result = outcome.result
+    if result is not None and result.diverged is not None:
+        base["diverged"] = result.diverged
     if result is None:
         return {**base, "rounds": 0}
     job = result.job
@@ -157,7 +160,8 @@ def _partition(seed: int, fed: Federation, attackers: NDArray[np.int64] | None) 
 
 def _timings(result: Result) -> pa.Table:
     rounds = pa.array(range(1, len(result.seconds) + 1), pa.int64())
-    return pa.table({"round": rounds, "seconds": pa.array(result.seconds, pa.float64())})
+    columns = {"seconds": result.seconds, "startup": result.startup}
+    return pa.table({"round": rounds, **{name: pa.array(values, pa.float64()) for name, values in columns.items()}})
 
 
 def _labelled(table: pa.Table, outcome: Outcome) -> pa.Table:

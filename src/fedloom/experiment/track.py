@@ -11,17 +11,15 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from fedloom.errors import ConfigError, unknown
+from fedloom.experiment.events import Event, Figures
 from fedloom.experiment.execute import folder_of
-from fedloom.experiment.outputs import Outcome
 from fedloom.experiment.schema import Experiment
-from fedloom.experiment.telling import Figures, Now, Tell, Teller
 from fedloom.storage.files import make_folder
 
 FOLDER = "tracking"
@@ -45,7 +43,7 @@ class Writer(Protocol):
 
 
 class Tracker:
-    """Gives the figures of every run of an experiment to a writer of its own.
+    """A listener that gives the figures of every run of an experiment to a writer of its own.
 
     Args:
         kind: one of `TRACKERS`.
@@ -65,34 +63,18 @@ class Tracker:
         self._writers: dict[tuple[str, int], Writer] = {}
         self._lock = threading.Lock()
 
-    def beside(self, tell: Tell) -> Tell:
-        """``tell``, and the writers."""
-
-        def both(label: str, seed: int, rounds: int, now: Now | None) -> None:
-            if now is not None:
-                self._write(label, seed, now)
-            tell(label, seed, rounds, now)
-
-        return both
-
-    def end(self, outcomes: Sequence[Outcome]) -> None:
-        """Adds what was not told of the runs, and how they ended."""
-        for outcome in outcomes:
-            if outcome.result is not None:
-                Teller(partial(self._write, outcome.label, outcome.seed))(outcome.result.state)
-            self._writer(outcome.label, outcome.seed).close(outcome.status)
-
-    def _write(self, label: str, seed: int, now: Now) -> None:
+    def __call__(self, event: Event) -> None:
+        """Writes what is newer than the last round that is there; closes the writer at the end of the run."""
+        key = event.label, event.seed
         with self._lock:
-            writer = self._writer(label, seed)
-            for round, figures in sorted(now.figures.items()):
+            if key not in self._writers:
+                self._writers[key] = self._make(*key)
+            writer = self._writers[key]
+            for round, figures in sorted(event.figures.items()):
                 if round > writer.last:
                     writer.write(round, {name: v for name, v in figures.items() if math.isfinite(v)})
-
-    def _writer(self, label: str, seed: int) -> Writer:
-        if (label, seed) not in self._writers:
-            self._writers[label, seed] = self._make(label, seed)
-        return self._writers[label, seed]
+            if event.status:
+                writer.close(event.status)
 
 
 class TensorBoard:

@@ -10,6 +10,9 @@ from pydantic import Field, model_validator
 from fedloom.errors import ConfigError
 from fedloom.values import Value
 
+SMALLEST = 1e-45
+"""Step sizes below are zero in float32."""
+
 
 class LocalSGD(Value):
     """How a client trains: step size and its schedule over rounds, batches, length, momentum, decay, clipping.
@@ -53,11 +56,16 @@ class LocalSGD(Value):
                 return self.lr
 
     def check(self, rounds: int) -> None:
-        """Refuse a schedule by which the last of ``rounds`` takes no step.
+        """Refuse local training without a step, and a schedule by which the last of ``rounds`` takes none.
 
         Raises:
             ConfigError: with the sentence.
         """
+        key = "epochs" if self.steps is None else "steps"
+        if not getattr(self, key):
+            raise ConfigError(f"local.{key} = 0 trains nothing; set local.{key} to 1 or more")
+        if self.lr < SMALLEST:
+            raise ConfigError(f"local.lr = {self.lr:g} is 0 in float32 and trains nothing; set a larger step size")
         if self.lr_at(rounds) == 0:
             longer = f"set local.horizon to {rounds} or more" if self.schedule == "cosine" else "raise local.decay"
             raise ConfigError(f"schedule {self.schedule!r} makes the step size 0 by round {rounds}, the last: {longer}")

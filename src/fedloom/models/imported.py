@@ -1,10 +1,13 @@
-"""A user's own `nn.Module`, named by its import path."""
+"""A user's own `nn.Module`: named by its import path, or held by this process."""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections.abc import Callable
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -27,23 +30,87 @@ class Import(ModelSpec):
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the call")
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        make = self._find()
-        known = {"shape": shape, "outputs": outputs}
-        offered = {name: value for name, value in known.items() if name in inspect.signature(make).parameters}
-        try:
-            made = make(**{**offered, **self.options})
-        except Exception as error:
-            raise ConfigError(f"model {self.path!r} could not be made with options {self.options}: {error}") from error
-        if not isinstance(made, nn.Module) or not any(True for _ in made.parameters()):
-            raise ConfigError(f"model {self.path!r} must give an nn.Module with parameters, got {type(made).__name__}")
-        _try(made, shape, outputs, self.path)
-        return made
+        make = find(self.path, "model")
+        if not callable(make):
+            raise ConfigError(f"model {self.path!r} must be a class or a function, got {type(make).__name__}")
+        return _made(make, self.options, self.path, shape, outputs)
 
-    def _find(self) -> Callable[..., Any]:
-        found = find(self.path, "model")
-        if not callable(found):
-            raise ConfigError(f"model {self.path!r} must be a class or a function, got {type(found).__name__}")
-        return found  # type: ignore[no-any-return]
+
+class Held(ModelSpec):
+    """A module, class or function that this process holds, and no import path names: of a notebook's cell, say.
+
+    A module is copied, with its weights: they are the initial values, whatever the seed. A class or function is called
+    as by `Import`. Checkpoints know it by ``digest``; to go on with one in another process, define the same there.
+    """
+
+    kind: ClassVar[str] = "held"
+
+    name: str = Field(description="what it is called, for messages")
+    digest: str = Field(description="of its source, or of its structure and weights")
+    held: Any = Field(exclude=True, repr=False, description="the module, class or function")
+
+    def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        if not isinstance(self.held, nn.Module):
+            return _made(self.held, {}, self.name, shape, outputs)
+        copy = deepcopy(self.held).cpu().float()
+        return _made(lambda: copy, {}, self.name, shape, outputs)
+
+
+def given_model(given: Any) -> ModelSpec | None:
+    """The specification of what stands for a model in Python; None if it is none.
+
+    Args:
+        given: an `nn.Module` (its weights are the initial values), a class of one, or a function that makes one; what
+            an import path names is an `Import`, anything else a `Held`.
+    """
+    if isinstance(given, nn.Module):
+        digest = hashlib.blake2b(f"{given!r} {_source(type(given))}".encode(), digest_size=8)
+        for name, value in given.state_dict().items():
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return Held(name=type(given).__name__, digest=digest.hexdigest(), held=given)
+    if isinstance(given, type) and issubclass(given, ModelSpec):
+        return given()
+    if not callable(given) or isinstance(given, ModelSpec):
+        return None
+    module, name = getattr(given, "__module__", None) or "", getattr(given, "__qualname__", type(given).__qualname__)
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is given and module != "__main__":
+        return Import(path=f"{module}:{name}")
+    return Held(name=name, digest=hashlib.blake2b(_source(given).encode(), digest_size=8).hexdigest(), held=given)
+
+
+def _source(given: Any) -> str:
+    """The text of a class and of the classes that it is made of, or of a function; its machine code without one."""
+    if isinstance(given, type):
+        own = [c for c in given.__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")]
+        return "".join(_source(f) for c in own for f in vars(c).values() if inspect.isfunction(f)) or given.__qualname__
+    try:
+        return inspect.getsource(given)
+    except (OSError, TypeError):
+        code = getattr(given, "__code__", None)
+        return f"{code.co_code!r} {code.co_names} {code.co_consts}" if code else repr(type(given))
+
+
+def _made(
+    make: Callable[..., Any], options: Mapping[str, Any], name: str, shape: tuple[int, ...], outputs: int
+) -> nn.Module:
+    """What a class or function makes for this data, looked at."""
+    known = {"shape": shape, "outputs": outputs}
+    offered = {key: value for key, value in known.items() if key in inspect.signature(make).parameters}
+    try:
+        made = make(**{**offered, **options})
+    except Exception as error:
+        raise ConfigError(
+            f"model {name!r} could not be made with options {dict(options)}: {error}; it is called with shape and "
+            "outputs where it has parameters of these names"
+        ) from error
+    if not isinstance(made, nn.Module) or not any(True for _ in made.parameters()):
+        raise ConfigError(f"model {name!r} must give an nn.Module with parameters, got {type(made).__name__}")
+    _try(made, shape, outputs, name)
+    return made
 
 
 def _try(module: nn.Module, shape: tuple[int, ...], outputs: int, path: str) -> None:

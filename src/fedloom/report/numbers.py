@@ -1,7 +1,8 @@
 """From recorded points to figures: curves, per-seed results, intervals over seeds.
 
 An interval is the two-sided 95 % Student t interval of the mean over seeds. Where a statistic over clients was recorded
-it is taken as it is, else it is computed from the clients' values. A seed that diverged or failed has no result.
+it is taken as it is, else it is computed from the clients' values. A seed that failed,
+or diverged before its end, has no result.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ class Row:
     @property
     def lost(self) -> frozenset[int]:
         """Seeds without a result."""
-        return frozenset(record.seed for record in self.records if record.status in LOST)
+        return frozenset(record.seed for record in self.records if record.lost)
 
     @property
     def done(self) -> bool:
@@ -175,7 +176,7 @@ class Row:
             return "done"
         shown = [f"{_phrase(record)} (seed {record.seed})" for record in odd[:2]]
         more = f" and {len(odd) - 2} more" if len(odd) > 2 else ""
-        if len({(record.status, record.rounds) for record in odd}) == 1 and len(odd) > 1:
+        if len({_phrase(record) for record in odd}) == 1 and len(odd) > 1:
             some = "" if len(odd) == len(self.records) else f" ({len(odd)} of {len(self.records)} seeds)"
             return _phrase(odd[0]) + some
         return "; ".join(shown) + more
@@ -184,7 +185,7 @@ class Row:
 def _phrase(record: Record) -> str:
     if record.status == "interrupted":
         return f"interrupted after round {record.rounds}"
-    return f"{record.status} in round {record.rounds}"
+    return f"{record.status} in round {record.rounds if record.diverged is None else record.diverged}"
 
 
 def rows_of(runs: list[Run]) -> list[Row]:
@@ -245,7 +246,7 @@ def other_figure(key: Key) -> bool:
 
 
 def _figures(run: Run, method: str, model: str) -> dict[str, Estimate]:
-    lost = {record.seed for record in run.summary.runs if record.method == method and record.status in LOST}
+    lost = {record.seed for record in run.summary.runs if record.method == method and record.lost}
     found: dict[str, dict[int, float]] = {}
     for seed in seeds_of(run, method):
         for name in test_metrics(run, method, model):

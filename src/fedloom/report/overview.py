@@ -220,7 +220,9 @@ def _odd(own: list[Row]) -> str:
     odd = dict.fromkeys(f"{row.method} {row.status}" for row in own if not row.done)
     if not odd:
         return ""
-    return f"Not every run came to its end: {'; '.join(odd)}. Seeds that diverged or failed have no result."
+    lost = any(row.lost for row in own)
+    end = "Seeds that failed, or diverged before their end, have no result" if lost else "What was measured is shown"
+    return f"Not every run ended well: {'; '.join(odd)}. {end}."
 
 
 def _attack(run: Run) -> str:

@@ -61,7 +61,7 @@ class _Lenient(BaseModel):
 
 
 class Record(_Lenient):
-    """One method with one seed."""
+    """One method with one seed; ``diverged`` is the round by which it had, if it went on to its end."""
 
     method: str
     algorithm: str = ""
@@ -69,11 +69,17 @@ class Record(_Lenient):
     status: Literal["done", "diverged", "interrupted", "failed"]
     reason: str = ""
     rounds: int = 0
+    diverged: int | None = None
     oracle: str | None = None
     chunk: int | None = None
     device: str | None = None
     parameters: int | None = None
     attackers: tuple[int, ...] = ()
+
+    @property
+    def lost(self) -> bool:
+        """Whether the run has no result: it failed, or diverged and could not go on."""
+        return self.status == "failed" or (self.status == "diverged" and self.diverged is None)
 
 
 class Summary(_Lenient):

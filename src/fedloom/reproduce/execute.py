@@ -6,16 +6,16 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fedloom.errors import RunStopped, Stop
 from fedloom.experiment import Experiment, Plan, parse
+from fedloom.experiment.events import Event, Listener
 from fedloom.experiment.schema import Method
-from fedloom.experiment.telling import Now, Tell
 from fedloom.processes.distributed import check_alone
 from fedloom.reproduce import summary as summaries
 from fedloom.reproduce.as_published import AS_PUBLISHED
@@ -35,8 +35,12 @@ from fedloom.reproduce.summary import Summary
 from fedloom.storage.files import file_name
 from fedloom.values import choose
 
-Show = Callable[[int], AbstractContextManager[Tell]]
-"""Shows the progress of runs that have so many rounds together."""
+Show = Callable[[int | Mapping[str, int]], AbstractContextManager[Listener]]
+"""Shows the progress of runs that have so many rounds together, or by label of the method."""
+
+
+def _quiet(_rounds: int | Mapping[str, int]) -> AbstractContextManager[Listener]:
+    return nullcontext(lambda _event: None)
 
 
 def experiment(document: Mapping[str, Any], where: str, workers: int | str = 1) -> Experiment:
@@ -71,17 +75,12 @@ class Budget:
         """Seconds left."""
         return float("inf") if self._end is None else self._end - time.monotonic()
 
-    def watch(self, tell: Tell) -> Tell:
-        """``tell``, which also stops the run at the end."""
-
-        def watched(label: str, seed: int, rounds: int, now: Now | None) -> None:
-            tell(label, seed, rounds, now)
-            here = threading.current_thread() is threading.main_thread()  # else all other processes are asked as one
-            if self.left <= 0 and (here or not self._asked):
-                self._asked = True
-                signal.raise_signal(signal.SIGINT)
-
-        return watched
+    def __call__(self, event: Event) -> None:
+        """Stops a run that goes on when the time is over."""
+        here = threading.current_thread() is threading.main_thread()  # else all other processes are asked as one
+        if self.left <= 0 and not event.status and (here or not self._asked):
+            self._asked = True
+            signal.raise_signal(signal.SIGINT)
 
 
 def reproduce(
@@ -95,7 +94,7 @@ def reproduce(
     only: Sequence[str] = (),
     workers: int | str = 1,
     budget: Budget | None = None,
-    show: Show | None = None,
+    show: Show = _quiet,
 ) -> Summary | None:
     """Run what is missing of a recipe; the summary is written after every variant.
 
@@ -137,8 +136,9 @@ def reproduce(
         folder = out / file_name(variant)
         with summaries.counted(out, variant) as note:
             chooses = next(iter(documents.values())) if document.get("choose", {}).get("once") else document
+            told: tuple[Listener, ...] = (budget, lambda _event, note=note: note())  # type: ignore[misc]
             ended = budget.left > 0 and _variant(
-                recipe, scale, variant, document, chooses, folder, data_dir, workers, _watch(show, budget, note)
+                recipe, scale, variant, document, chooses, folder, data_dir, workers, show, *told
             )
         done = summaries.summarise(recipe, scale, command, documents, out)
         if done is not None and results is not None:
@@ -148,25 +148,9 @@ def reproduce(
     return done
 
 
-def _watch(show: Show | None, budget: Budget, note: Callable[[], None]) -> Show:
-    """``show``, where after every round the budget is looked at and the time that was spent is noted."""
-
-    @contextmanager
-    def watched(rounds: int) -> Iterator[Tell]:
-        with show(rounds) if show else nullcontext(lambda *_: None) as tell:
-
-            def told(label: str, seed: int, rounds: int, now: Now | None) -> None:
-                tell(label, seed, rounds, now)
-                note()
-
-            yield budget.watch(told)
-
-    return watched
-
-
 def _variant(
     recipe: Recipe, scale: Scale, variant: str, document: dict[str, Any], chooses: dict[str, Any], folder: Path,
-    data_dir: Path | None, workers: int | str, show: Show,
+    data_dir: Path | None, workers: int | str, show: Show, *listeners: Listener,
 ) -> bool:  # fmt: skip
     """Run one variant with the settings that are chosen on the document ``chooses``; whether it came to its end."""
     where = f"recipe {recipe.name}, {variant}"
@@ -174,7 +158,7 @@ def _variant(
     def run(document: Mapping[str, Any], *, page: bool = False) -> bool:
         plan = Plan(experiment(document, where, workers), folder, data_dir)
         with show(plan.rounds) as tell:
-            return all(outcome.status != "interrupted" for outcome in plan.run(tell, page=page))
+            return all(outcome.status != "interrupted" for outcome in plan.run(tell, *listeners, page=page))
 
     def search(place: Path) -> bool:
         from fedloom.tune import Tuning
@@ -185,7 +169,7 @@ def _variant(
         tuning = Tuning(search_of(chooses), where, place, data_dir, read=read)
         with show(tuning.rounds) as tell:
             try:
-                write_choices(place, chooses, tuning.run(watch=tell, tuned=False))
+                write_choices(place, chooses, tuning.run(lambda *_: None, tell, *listeners, tuned=False))
             except RunStopped as stopped:
                 if stopped.reason is not Stop.INTERRUPTED:
                     raise

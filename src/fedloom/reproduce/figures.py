@@ -54,15 +54,14 @@ class Reference(NamedTuple):
 
 
 def values(run: Run, reference: Reference) -> dict[int, float]:
-    """The figure for every seed; runs that diverged or failed, or did not record it, give nan."""
+    """The figure for every seed; runs without an end, or that did not record it, give nan."""
     name, _, when = reference.figure.partition("@")
     found = {}
     for seed in seeds_of(run, reference.method):
-        ended = {
-            record.status for record in run.summary.runs if (record.method, record.seed) == (reference.method, seed)
-        }
+        own = [record for record in run.summary.runs if (record.method, record.seed) == (reference.method, seed)]
+        ended = bool(own) and all(record.status == "done" or record.diverged is not None for record in own)
         points = _curve(run, Key(reference.method, seed, reference.model, "test", name))
-        found[seed] = _at(run, reference, seed, points, when) if ended == {"done"} else math.nan
+        found[seed] = _at(run, reference, seed, points, when) if ended else math.nan
     return found
 
 

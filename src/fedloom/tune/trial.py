@@ -236,7 +236,7 @@ def attempt(
     goal: Goal,
     trial: optuna.Trial,
     folder: Path,
-    teller: Callable[[str, int, int], Progress],
+    emitter: Callable[[str, Setting], Progress],
 ) -> Trial:
     """Train and score a setting.
 
@@ -246,7 +246,7 @@ def attempt(
         goal: what every trial gets.
         trial: what Optuna asked for.
         folder: for checkpoints; a trial that was stopped goes on from there.
-        teller: (what is run, seed, rounds) -> what is called after every round.
+        emitter: (what is run, the run) -> what is called after every round.
 
     Raises:
         Interrupted: the user asked to stop.
@@ -260,8 +260,8 @@ def attempt(
         every = -(-wanted // POINTS)
         for place, seed in enumerate(goal.seeds):
             watch = _watch(marks, place * POINTS, wanted, every, goal, trial)
-            tell = teller(f"{method.label}: {setting(trial.params)}", seed, wanted)
             run = judged(method.setting, seed, every).with_(rounds=wanted)
+            tell = emitter(f"{method.label}: {setting(trial.params)}", run)
             result = simulate(run, federations[seed], folder=folder / str(seed), progress=[tell, watch])
             if result.stop is Stop.INTERRUPTED:
                 raise Interrupted

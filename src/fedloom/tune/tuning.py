@@ -7,7 +7,6 @@ import shutil
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from fedloom.engine.setting import Engine, Setting
 from fedloom.engine.timing import samples_per_round
 from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop
 from fedloom.experiment import Experiment, parse
-from fedloom.experiment.telling import PAUSE, Line, Now, Teller
-from fedloom.experiment.telling import Tell as Watch
+from fedloom.experiment.events import PAUSE, Emitter, Line, Listener
 from fedloom.experiment.tuning import Dimension
 from fedloom.processes.distributed import check_alone
 from fedloom.processes.pool import Pool, cores
@@ -110,12 +108,12 @@ class Tuning:
         trials = [min(self.tune.trials, study.search.settings) * study.goal.rounds for study in self.studies]
         return int(sum(trials)) * len(self.goal.seeds)
 
-    def run(self, tell: Tell = lambda *_: None, watch: Watch = lambda *_: None, *, tuned: bool = True) -> list[Found]:
+    def run(self, tell: Tell = lambda *_: None, *listeners: Listener, tuned: bool = True) -> list[Found]:
         """Do the trials that are missing, and write every file.
 
         Args:
             tell: called after every trial.
-            watch: called after every round of a trial.
+            listeners: hear of every round of a trial.
             tuned: write ``tuned.toml`` too; every method must have a trial that completed then.
 
         Raises:
@@ -128,16 +126,13 @@ class Tuning:
             processes = min(workers, len(self.studies))
             line = Line()
 
-            def hear(run: tuple[str, int, int], now: Now | None) -> None:
-                watch(*run, now)
-
-            def teller(*run: Any) -> Teller:
-                return Teller(line.sender(run), PAUSE) if processes > 1 else Teller(partial(hear, run))
+            def emitter(label: str, run: Setting) -> Emitter:
+                return Emitter((line.send,), label, run, PAUSE) if processes > 1 else Emitter(listeners, label, run)
 
             def handle(_shared: None, k: int) -> None:
-                self._tune(self.studies[k], tell, teller, asked, workers if processes == 1 else 1)
+                self._tune(self.studies[k], tell, emitter, asked, workers if processes == 1 else 1)
 
-            with Pool({"tune": handle}, processes) as pool, line.heard(hear) if processes > 1 else nullcontext():
+            with Pool({"tune": handle}, processes) as pool, line.heard(*listeners) if processes > 1 else nullcontext():
                 for _ in pool.map("tune", None, range(len(self.studies)), asked):
                     pass
             found = [self._found(study) for study in self.studies]
@@ -156,7 +151,7 @@ class Tuning:
         self,
         study: Study,
         tell: Tell,
-        teller: Callable[[str, int, int], Teller],
+        emitter: Callable[[str, Setting], Emitter],
         asked: Callable[[], bool],
         workers: int,
     ) -> None:
@@ -171,7 +166,7 @@ class Tuning:
                 if old != place:
                     shutil.rmtree(old)
             try:
-                done = attempt(method, self.federations, study.goal, trial, place, teller)
+                done = attempt(method, self.federations, study.goal, trial, place, emitter)
             except Interrupted:
                 self._stopped = True
                 return

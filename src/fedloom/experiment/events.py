@@ -1,0 +1,116 @@
+"""Events: news of runs while they go on, for the terminal, trackers and callers, also from other processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+from fedloom.engine.records import Divergence
+from fedloom.engine.setting import Setting
+from fedloom.engine.state import State
+
+PAUSE = 0.2
+"""Seconds between two events of a run in another process that has nothing newly measured to tell."""
+
+Figures = dict[str, float]
+"""Figures of the whole federation by ``model/part/metric``."""
+
+
+class Event(NamedTuple):
+    """A run after a round, or at its end.
+
+    Attributes:
+        label: what the run is called.
+        seed: of the run.
+        rounds: in all.
+        round: rounds done.
+        figures: what was measured since the last event, by round; in a run's first event everything so far.
+        pace: seconds that a round takes lately, with its share of evaluation; None while that is not known.
+        diverged: the sentence of a run that is found to diverge now; it goes on.
+        status: how the run has ended, in a word; empty while it goes on.
+    """
+
+    label: str
+    seed: int
+    rounds: int
+    round: int
+    figures: Mapping[int, Figures] = {}
+    pace: float | None = None
+    diverged: str = ""
+    status: str = ""
+
+
+Listener = Callable[[Event], object]
+"""Hears of every event; nothing that it gives back is looked at."""
+
+
+class Emitter:
+    """A callback of `simulate` that makes events of a run's states.
+
+    Args:
+        listeners: hear of every event.
+        label: what the run is called.
+        setting: the run.
+        pause: seconds for which events without figures are left out.
+    """
+
+    def __init__(self, listeners: tuple[Listener, ...], label: str, setting: Setting, pause: float = 0.0) -> None:
+        self._listeners, self._label, self._setting, self._pause = listeners, label, setting, pause
+        self._seen, self._last, self._divergence = 0, 0.0, Divergence()
+
+    def __call__(self, state: State) -> None:
+        """An event after a round."""
+        if len(state.records.items) > self._seen or time.monotonic() - self._last >= self._pause:
+            self._emit(state, "")
+
+    def end(self, state: State | None, status: str) -> None:
+        """The event at the end of a run, which has no state if code failed."""
+        if state is not None:
+            self._emit(state, status)
+            return
+        for hear in self._listeners:
+            hear(Event(self._label, self._setting.seed, self._setting.rounds, 0, status=status))
+
+    def _emit(self, state: State, status: str) -> None:
+        figures: dict[int, Figures] = {}
+        for r in state.records.items[self._seen :]:
+            if r.total:
+                name = "/".join(part for part in (r.model, r.part, r.metric) if part)
+                figures.setdefault(r.round, {})[name] = float(r.values[0])
+        self._seen, self._last = len(state.records.items), time.monotonic()
+        setting, pace = self._setting, state.times.pace(self._setting.evaluate.every)
+        diverged = self._divergence.read(state.records)
+        for hear in self._listeners:
+            hear(Event(self._label, setting.seed, setting.rounds, state.round, figures, pace, diverged, status))
+
+
+class Line:
+    """Carries events of forked processes to this one."""
+
+    def __init__(self) -> None:
+        self._queue: Any = get_context("fork").SimpleQueue()
+
+    def send(self, event: Event) -> None:
+        """A listener for another process."""
+        self._queue.put(event)
+
+    @contextmanager
+    def heard(self, *listeners: Listener) -> Iterator[None]:
+        """While it is open, a thread passes on every event."""
+
+        def listen() -> None:
+            while (event := self._queue.get()) is not None:
+                for hear in listeners:
+                    hear(event)
+
+        thread = threading.Thread(target=listen, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._queue.put(None)
+            thread.join()

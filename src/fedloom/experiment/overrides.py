@@ -1,0 +1,97 @@
+"""Overrides: an experiment file with other values, fewer methods or other rounds, as the command line gives them."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedloom.errors import ConfigError, unknown
+from fedloom.values import table
+
+WORD = re.compile(r"[A-Za-z_][\w./:-]*")
+"""Text that needs no quotes, for the shell takes them away."""
+
+
+def changed(
+    document: Mapping[str, Any],
+    where: str,
+    values: Sequence[str] = (),
+    methods: Sequence[str] = (),
+    rounds: int | None = None,
+) -> dict[str, Any]:
+    """A document with the changes of the command line; what they come to is for `fedloom.experiment.parse` to judge.
+
+    Args:
+        document: of an experiment file.
+        where: the file, for messages.
+        values: ``table.key=value``, ``key=value`` or ``method.LABEL.key=value``, the value as in TOML. Another ``kind``
+            or ``source`` starts its table anew; epochs take the place of steps, and the other way round.
+        methods: labels, or names of algorithms, of the methods that stay; all when empty.
+        rounds: of every method, whatever the file says.
+
+    Raises:
+        ConfigError: a text of another form, or a method that is not there; the message names the key.
+    """
+    found: dict[str, Any] = {**document}
+    own = found.get("method")
+    entries = [{**m} if isinstance(m, Mapping) else m for m in own] if isinstance(own, list) else []
+    if entries:
+        found["method"] = entries
+    for text in values:
+        _set(found, text, where)
+    named = [m for m in entries if isinstance(m, dict)]
+    if methods:
+        names = list(dict.fromkeys(name for m in named for name in (_label(m), str(m.get("algorithm")))))
+        for name in methods:
+            if name not in names:
+                raise unknown("method", name, names, f"{where}: --method")
+        found["method"] = [m for m in named if {_label(m), m.get("algorithm")} & {*methods}]
+    if rounds is not None:
+        found["rounds"] = rounds
+        for m in named:
+            m.pop("rounds", None)
+    return found
+
+
+def _label(method: Mapping[str, Any]) -> str:
+    return str(method.get("label", str(method.get("algorithm")).rpartition(":")[2]))
+
+
+def _set(document: dict[str, Any], text: str, where: str) -> None:
+    key, equals, value = text.partition("=")
+    key, parts = key.strip(), [part.strip() for part in key.split(".")]
+    if not equals or not all(parts):
+        raise ConfigError(f"--set {text!r} must be key=value, for example --set local.lr=0.1")
+    given, place = _value(key, value.strip()), document
+    if parts[0] == "method":
+        place, parts = _method(document, parts, text, where)
+    for part in parts[:-1]:
+        place[part] = {**table(place.get(part, {}), f"{where}: --set {key}: [{part}]")}
+        place = place[part]
+    last = parts[-1]
+    if last in ("kind", "source") and len(parts) > 1 and place.get(last, given) != given:
+        place.clear()
+    if parts[-2:-1] == ["local"] and last in ("epochs", "steps"):
+        place.pop("steps" if last == "epochs" else "epochs", None)
+    place[last] = given
+
+
+def _method(document: Mapping[str, Any], parts: list[str], text: str, where: str) -> tuple[dict[str, Any], list[str]]:
+    """The table of a method that a key names, and the rest of the key."""
+    labels = {_label(m): m for m in document.get("method", ()) if isinstance(m, dict)}
+    if len(parts) < 3:
+        raise ConfigError(f"--set {text!r}: a key of a method is method.LABEL.key; labels: {', '.join(labels)}")
+    if parts[1] not in labels:
+        raise unknown("method", parts[1], labels, f"{where}: --set {text}")
+    return labels[parts[1]], parts[2:]
+
+
+def _value(key: str, text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        if WORD.fullmatch(text):
+            return text
+        raise ConfigError(f"--set {key}: {text!r} is not a value of TOML: {error}") from None

@@ -1,0 +1,267 @@
+"""Runs that diverge with finite figures, settings that train nothing, and what first rounds cost."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from statistics import median
+
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+import fedloom as fl
+from fedloom.cli import app
+from fedloom.data.federation import Federation
+from fedloom.engine.records import EVALUATIONS, FACTOR, Divergence, Records
+from fedloom.engine.result import Result
+from fedloom.engine.state import State, Times
+from fedloom.errors import ConfigError, Stop
+from fedloom.experiment import Plan, parse
+from fedloom.experiment.events import Event
+from fedloom.progress import _figure, counted
+from fedloom.report import result_table
+
+WILD = {"model": "softmax", "rounds": 6, "local": {"lr": 1e4}, "evaluate": {"every": 1}}
+
+
+@pytest.fixture(scope="module")
+def fed() -> Federation:
+    return fl.partition.dirichlet(clients=4, beta=0.3)(fl.load("digits"), seed=0)
+
+
+def records(*losses: float, model: str = "global", part: str = "train") -> Records:
+    found = Records()
+    for k, loss in enumerate(losses):
+        found.total(5 * k, model, part, "loss/mean", loss)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("losses", "by"),
+    [
+        ((2.0, 30.0, 30.0, 30.0), 15),
+        ((2.0, 1.0, 30.0, 30.0, 21.0, 1.0), 20),
+        ((2.0, 30.0, 30.0, 1.0, 30.0, 30.0, 1.0), None),
+        ((2.0, 20.0, 20.0, 20.0), None),
+        ((0.01, 9.0, 9.0, 9.0), None),
+        ((2.0, 30.0, 30.0, math.inf), None),
+    ],
+)
+def test_a_loss_beyond_its_start_for_some_evaluations_diverges(losses: tuple[float, ...], by: int | None) -> None:
+    assert (FACTOR, EVALUATIONS) == (10, 3)
+    found = Divergence()
+    found.read(records(*losses), ended=True)
+    assert found.round == by
+    assert found.sentence.startswith(f"round {by}: the training loss of the global model is" if by else "")
+    assert bool(found.sentence) == bool(by)
+    other = Divergence()
+    assert not other.read(records(*losses, part="test"), ended=True)
+
+
+def test_it_is_told_once_at_the_evaluation_that_shows_it() -> None:
+    watch, losses = Divergence(), (2.0, 30.0, 40.0, 50.0, 60.0)
+    told = [watch.read(records(*losses[: k + 1])) for k in range(len(losses))]
+    assert [bool(sentence) for sentence in told] == [False, False, False, True, False]
+    assert "round 15" in told[3]
+    assert "is 50, since round 5 more than 10 times its start of 2" in told[3]
+
+
+def test_a_run_with_few_evaluations_needs_them_all() -> None:
+    assert Divergence().read(records(2.0, 30.0), ended=True)
+    assert not Divergence().read(records(2.0, 30.0))
+    assert not Divergence().read(records(2.0), ended=True)
+
+
+def test_the_start_is_that_of_the_worst_model() -> None:
+    both = records(0.1, 15.0, 15.0, 15.0, model="personal")
+    both.items.insert(0, records(2.0).items[0])
+    assert not Divergence().read(both, ended=True)
+
+
+def test_a_diverged_run_goes_on_and_stays_diverged_when_resumed(fed: Federation, tmp_path: Path) -> None:
+    whole = fl.simulate("fedavg", fed, folder=tmp_path / "whole", **WILD)
+    assert (whole.stop, whole.status, whole.rounds, whole.diverged) == (Stop.DIVERGED, "diverged", 6, 3)
+    assert whole.detail.startswith("round 3: the training loss of the global model is")
+    assert math.isfinite(float(whole.final("global").mean()))
+
+    def interrupt(state: State) -> None:
+        if state.round == 4:
+            raise KeyboardInterrupt
+
+    cut = {**WILD, "folder": tmp_path / "cut", "engine": {"checkpoint_every": 1e-9}}
+    with pytest.raises(KeyboardInterrupt):
+        fl.simulate("fedavg", fed, progress=[interrupt], **cut)
+    parted = fl.simulate("fedavg", fed, **cut)
+    again = fl.simulate("fedavg", fed, **cut)
+    for result in (parted, again):
+        assert (result.stop, result.detail, result.diverged) == (whole.stop, whole.detail, 3)
+        assert result.table().equals(whole.table())
+
+
+def test_a_callback_that_ends_a_diverged_run_is_named_too(fed: Federation) -> None:
+    found = fl.simulate("fedavg", fed, progress=[lambda s: "enough" if s.round == 4 else None], **WILD)
+    assert (found.status, found.rounds, found.diverged) == ("diverged", 4, 3)
+    assert found.detail.endswith("; enough")
+
+
+def test_the_figures_of_a_diverged_run_stay_in_the_tables(tmp_path: Path) -> None:
+    file, out = tmp_path / "wild.toml", tmp_path / "out"
+    file.write_text(
+        'rounds = 6\n[data]\nsource = "digits"\n[partition]\nkind = "iid"\nclients = 3\n[evaluate]\nevery = 1\n'
+        '[[method]]\nalgorithm = "fedavg"\n[[method]]\nalgorithm = "fedavg"\nlabel = "wild"\nlocal = { lr = 1e9 }\n'
+    )
+    ran = CliRunner().invoke(app, ["run", str(file), "--out", str(out)])
+    assert ran.exit_code == 1
+    assert re.search(r"wild, seed 0: diverged: .*\(round 3: the training loss of the global model", ran.stderr)
+    assert "wild, seed 0: round 3: the training loss of the global model is" in ran.stdout
+    assert "diverged in round 3" in ran.stdout
+    assert not re.search(r"\d{10}", ran.stdout + ran.stderr)
+    summary = json.loads((out / "summary.json").read_text())
+    assert [(r["status"], r["rounds"], r.get("diverged")) for r in summary["runs"]] == [
+        ("done", 6, None),
+        ("diverged", 6, 3),
+    ]
+    assert "round 3" in summary["runs"][1]["reason"]
+    rows = {row["method"]: row for row in result_table(out).to_pylist()}
+    assert rows["wild"]["status"] == "diverged in round 3 (seed 0)"
+    assert 0 <= rows["wild"]["accuracy"] <= 1
+    assert rows["wild"]["loss_variance"] > 1e6
+    assert (out / "models" / "wild-0" / "global.safetensors").exists()
+    again = CliRunner().invoke(app, ["run", str(file), "--out", str(out)])
+    assert (again.exit_code, json.loads((out / "summary.json").read_text())) == (1, summary)
+
+
+@pytest.mark.parametrize("value", [7856937935508588.0, 5.75e8, 123456.5, 99831862007989824.0, 1e300, 0.25])
+def test_no_figure_has_many_digits(value: float) -> None:
+    for text in (_figure(value, value / 3, 1.0), _figure(0.5, value, 1.0), _figure(value, None, 100.0)):
+        assert not re.search(r"\d{10}", text)
+    assert float(_figure(value, None, 1.0)) == pytest.approx(value, rel=0.005)
+
+
+@pytest.mark.parametrize("given", [{"epochs": 0}, {"steps": 0}, {"lr": 1e-60}])
+def test_local_training_without_a_step_is_refused(given: dict[str, float], fed: Federation) -> None:
+    with pytest.raises(ConfigError, match=rf"local\.{next(iter(given))} = .* trains nothing; set"):
+        fl.simulate("fedavg", fed, local=given)
+
+
+def test_a_first_round_without_a_gradient_is_told(fed: Federation) -> None:
+    class Idle(fl.algorithms.FedAvg):
+        def client(self, down, rows, work):  # type: ignore[no-untyped-def]
+            up, rows = super().client(down, rows, work)
+            work.counts.backward.zero_()
+            return up, rows
+
+    told = "round 1 took no gradient of any client: nothing is trained"
+    assert told in fl.simulate(Idle(), fed, rounds=2).notes
+    assert told not in fl.simulate("fedavg", fed, rounds=2).notes
+
+
+# --- times
+
+
+def test_what_first_rounds_cost_is_apart_in_every_process() -> None:
+    times = Times([40.0, 1.0, 2.0, 3.0], [0])
+    times.rounds += [30.0, 5.0]
+    assert times.settled() == [2.0, 1.0, 2.0, 3.0, 5.0, 5.0]
+    assert times.startup() == [38.0, 0.0, 0.0, 0.0, 25.0, 0.0]
+    assert [a + b for a, b in zip(times.settled(), times.startup(), strict=True)] == times.rounds
+    again = Times(times.rounds, times.firsts)
+    assert again.settled() == times.settled()
+    again.rounds.append(9.0)  # the only round of its process: the others tell
+    assert again.settled()[-1] == median([1.0, 2.0, 3.0, 5.0])
+    assert Times([1.0, 4.0]).settled() == [1.0, 4.0]
+    alone = Times()
+    alone.rounds.append(7.0)
+    assert (alone.settled(), alone.startup()) == ([7.0], [0.0])
+
+
+def test_the_pace_is_silent_before_the_third_round_and_counts_evaluation() -> None:
+    times = Times([9.0] * 50, [0])
+    paces = []
+    for seconds in (40.0, 1.0, 1.0, 1.2):
+        times.rounds.append(seconds)
+        paces.append(times.pace(5))
+    assert paces == [None, None, 1.0, 1.0]
+    times.evaluations.append(30.0)
+    assert times.pace(5) is None  # its one-off costs would weigh
+    times.evaluations.append(10.0)
+    assert times.pace(5) == 3.0
+
+
+def test_seconds_leave_out_compilation(fed: Federation, tmp_path: Path) -> None:
+    class Slow(fl.algorithms.FedAvg):
+        def server(self, server, up, ctx):  # type: ignore[no-untyped-def]
+            if ctx.round == 1:
+                sum(k for k in range(10_000_000))
+            return super().server(server, up, ctx)
+
+    found: Result = fl.simulate(Slow(), fed, rounds=6, folder=tmp_path)
+    assert found.startup[0] > 10 * found.seconds[0]
+    assert found.seconds[0] == median(found.seconds[1:])
+    read = fl.simulate(Slow(), fed, rounds=6, folder=tmp_path)
+    assert (read.seconds, read.startup) == (found.seconds, found.startup)
+
+
+def test_timings_have_the_startup_in_a_column_of_its_own(tmp_path: Path) -> None:
+    document = {"rounds": 3, "data": {"source": "digits"}, "method": [{"algorithm": "fedavg"}]}
+    (outcome,) = Plan(parse(document), tmp_path / "out").run(page=False)
+    table = pq.read_table(tmp_path / "out" / "timings.parquet")
+    assert outcome.result is not None
+    assert table["seconds"].to_pylist() == outcome.result.seconds
+    assert table["startup"].to_pylist() == outcome.result.startup
+    assert result_table(tmp_path / "out")["seconds"].to_pylist() == [pytest.approx(sum(outcome.result.seconds))]
+
+
+# --- what lines say
+
+
+def lines(capsys: pytest.CaptureFixture[str], *events: Event, rounds: dict[str, int]) -> list[str]:
+    with counted(rounds) as hear:
+        for event in events:
+            hear(event)
+    return capsys.readouterr().out.splitlines()
+
+
+FIGURES = {5: {"global/validation/loss/mean": 0.5, "global/validation/accuracy/mean": 0.81}}
+
+
+def test_figures_of_an_earlier_evaluation_carry_their_round(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedloom.progress.SECONDS_PER_LINE", 0.0)
+    run = Event("a", 0, 20, 5, FIGURES)
+    said = lines(capsys, run, run._replace(round=7, figures={}), rounds={"a": 20})
+    assert said == [
+        "a, seed 0: round 5/20, global validation loss 0.5, accuracy 0.81",
+        "a, seed 0: round 7/20, global validation loss 0.5, accuracy 0.81 (round 5)",
+    ]
+
+
+def test_time_left_counts_every_run_at_its_own_pace(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedloom.progress.SECONDS_PER_LINE", 0.0)
+    said = lines(
+        capsys,
+        Event("a", 0, 20, 2),
+        Event("a", 0, 20, 5, pace=1.0),
+        Event("a", 0, 20, 20, pace=1.0),
+        Event("b", 0, 10, 5, pace=4.0),
+        Event("a", 1, 20, 10, pace=1.0),
+        Event("b", 0, 10, 7, status="diverged"),
+        rounds={"a": 40, "b": 10},
+    )
+    assert "left" not in said[0]
+    assert said[1].endswith("about 15 s left of this run")  # of b nothing is known yet
+    assert "left" not in said[2]
+    assert said[3].endswith("about 40 s left")  # 20 rounds of a, 5 of b
+    assert said[4].endswith("about 20 s left")  # side by side: no less than what b needs
+    assert said[5] == "b, seed 0: round 7/10, diverged, about 10 s left"
+
+
+def test_a_divergence_is_a_line_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    said = lines(capsys, Event("a", 0, 20, 9, diverged="round 9: too much"), rounds={"a": 20})
+    assert said == ["a, seed 0: round 9: too much"]

@@ -1,0 +1,165 @@
+"""Models as people have them in Python: an instance, a class, a function, and what no import path names."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedloom as fl
+from fedloom.data.federation import Federation
+from fedloom.engine.setting import Setting
+from fedloom.errors import ConfigError, RunDirError
+from fedloom.models import Import
+from fedloom.models.imported import Held, given_model
+
+SHORT: dict[str, Any] = {"rounds": 2, "local": {"lr": 0.1}}
+
+
+class Net(nn.Module):
+    """A class of this module, which an import path names."""
+
+    def __init__(self, shape: tuple[int, ...], outputs: int, width: int = 8) -> None:
+        super().__init__()
+        inner = int(torch.tensor(shape).prod())
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(inner, width), nn.ReLU(), nn.Linear(width, outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)  # type: ignore[no-any-return]
+
+
+def make(shape: tuple[int, ...], outputs: int) -> nn.Module:
+    return Net(shape, outputs)
+
+
+@pytest.fixture(scope="module")
+def fed() -> Federation:
+    return fl.partition.iid(clients=3)(fl.load("digits"), seed=0)
+
+
+def test_a_class_and_a_function_are_named_by_their_path(fed: Federation) -> None:
+    results = [fl.simulate("fedavg", fed, model, **SHORT) for model in (Net, make, Import(path=f"{__name__}:Net"))]
+    assert [type(r.job.setting.model) for r in results] == [Import] * 3
+    assert results[0].table().equals(results[1].table())
+    assert results[0].table().equals(results[2].table())
+
+
+def test_what_no_path_names_is_held_and_gives_the_same(fed: Federation) -> None:
+    class Inner(Net):
+        pass
+
+    want = fl.simulate("fedavg", fed, Net, **SHORT).table()
+    for model in (Inner, lambda shape, outputs: Net(shape, outputs)):
+        found = fl.simulate("fedavg", fed, model, **SHORT)
+        assert isinstance(found.job.setting.model, Held)
+        assert found.table().equals(want)
+
+
+def test_an_instance_starts_from_its_weights_and_stays_as_it_is(fed: Federation) -> None:
+    mine = Net((1, 8, 8), 10)
+    before = [p.clone() for p in mine.parameters()]
+    found = fl.simulate("fedavg", fed, mine, **SHORT)
+    assert all(torch.equal(p, q) for p, q in zip(mine.parameters(), before, strict=True))
+    start = found.job.setting.model.build((1, 8, 8), 10, 0)
+    assert all(torch.equal(p, q) for p, q in zip(start.parameters(), before, strict=True))
+    assert all(a is not b for a, b in zip(start.parameters(), mine.parameters(), strict=True))
+    assert found.models.kinds() == ["global"]
+    other = fl.simulate("fedavg", fed, Net((1, 8, 8), 10), **SHORT)
+    assert not other.table().equals(found.table())
+
+
+def test_workers_that_fork_train_what_is_held(fed: Federation) -> None:
+    model = lambda: Net((1, 8, 8), 10)  # noqa: E731
+    one, two = (fl.simulate("ditto", fed, model, engine={"workers": k}, **SHORT) for k in (1, 2))
+    assert one.table().equals(two.table())
+
+
+def test_a_folder_knows_the_weights_and_the_source(fed: Federation, tmp_path: Path) -> None:
+    mine = Net((1, 8, 8), 10)
+    first = fl.simulate("fedavg", fed, mine, folder=tmp_path, **SHORT)
+    again = fl.simulate("fedavg", fed, mine, folder=tmp_path, **SHORT)
+    assert again.table().equals(first.table())
+    with pytest.raises(RunDirError, match=r"model\.digest was"):
+        fl.simulate("fedavg", fed, Net((1, 8, 8), 10), folder=tmp_path, **SHORT)
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+import fedloom as fl
+
+class Mine(nn.Module):
+    def __init__(self, outputs):
+        super().__init__()
+        self.last = nn.Linear(64, outputs)
+    def forward(self, x):
+        return self.last(x.flatten(1)) {more}
+
+fed = fl.partition.iid(clients=3)(fl.load("digits"), seed=0)
+result = fl.simulate("fedavg", fed, Mine, rounds=2, folder=sys.argv[1])
+print(result.status, len(result.seconds))
+"""
+
+
+@pytest.mark.parametrize("how", ["file", "text"])
+def test_a_class_of_main_goes_on_in_another_process(how: str, tmp_path: Path) -> None:
+    def run(more: str = "") -> subprocess.CompletedProcess[str]:
+        text = SCRIPT.format(more=more)
+        (tmp_path / "script.py").write_text(text)
+        first = ["-c", text] if how == "text" else [str(tmp_path / "script.py")]
+        return subprocess.run([sys.executable, *first, str(tmp_path / "run")], capture_output=True, text=True)
+
+    for _ in range(2):
+        ended = run()
+        assert (ended.returncode, ended.stdout) == (0, "done 2\n"), ended.stderr
+    changed = run("* 2")
+    assert changed.returncode == 1
+    assert "model.digest was" in changed.stderr
+
+
+@pytest.mark.parametrize("given", [3, [Net], object(), b"mlp"])
+def test_what_is_no_model_is_refused_with_a_sentence(given: Any, fed: Federation) -> None:
+    with pytest.raises(ConfigError, match="must be a name, an nn.Module, a class or function that makes one"):
+        fl.simulate("fedavg", fed, given, **SHORT)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_its_name(fed: Federation) -> None:
+    with pytest.raises(ConfigError, match=r"model 'Net' must return \[b, 10\] for this data, got \[2, 7\]"):
+        fl.simulate("fedavg", fed, Net((1, 8, 8), 7), **SHORT)
+    with pytest.raises(ConfigError, match="model 'Net' fails on samples of shape"):
+        fl.simulate("fedavg", fed, Net((5,), 10), **SHORT)
+    with pytest.raises(ConfigError, match="it is called with shape and outputs where it has parameters"):
+        fl.simulate("fedavg", fed, lambda depth: Net((1, 8, 8), 10), **SHORT)
+    with pytest.raises(ConfigError, match="must give an nn.Module with parameters, got int"):
+        fl.simulate("fedavg", fed, lambda: 3, **SHORT)
+
+
+def test_a_class_of_specifications_is_its_default() -> None:
+    assert Setting.of("fedavg", model=fl.models.MLP).model == fl.models.MLP()
+    assert given_model(fl.models.MLP()) is None
+
+
+@pytest.mark.parametrize("raw", [np.zeros((4, 2)), (np.zeros((4, 2)), np.zeros(4)), fl.load("digits")])
+def test_raw_data_are_to_be_partitioned(raw: Any) -> None:
+    with pytest.raises(ConfigError, match=r"fed must be a Federation, got .*fl\.partition\.iid\(clients=10\)"):
+        fl.simulate("fedavg", raw)
+
+
+def test_results_as_pandas_and_as_a_plot(fed: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = fl.simulate("fedavg", fed, **SHORT)
+    assert found.plot("accuracy").to_dict() == found.chart("accuracy").to_dict()
+    if importlib.util.find_spec("pandas"):
+        frame = found.to_pandas()
+        assert list(frame.columns) == found.table().column_names
+        assert len(frame) == found.table().num_rows
+    monkeypatch.setattr("fedloom.engine.result.find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match="needs pandas: pip install pandas"):
+        found.to_pandas()
