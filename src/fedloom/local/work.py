@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -85,6 +85,22 @@ class Work:
         if self.is_idle:
             return torch.zeros(self.m, 1, dtype=torch.long)
         return torch.tensor([[e * self.local.batches(n)] for n in self.sizes[:, 0].tolist()])
+
+    def passes(self) -> Tensor:
+        """``[m, 1]`` passes over the training part in the round, the last one perhaps cut short."""
+        per = self._per_epoch()
+        return (self.steps + per - 1) // per
+
+    def ends(self, span: Literal["epoch", "round"]) -> Tensor:
+        """``[m, 1]`` bool: step `k` of `iterate` is the client's last in an epoch, or in the round."""
+        last = self.steps == self.k + 1
+        return last if span == "round" else last | ((self.k + 1) % self._per_epoch() == 0)
+
+    def _per_epoch(self) -> Tensor:
+        """``[m, 1]`` steps of an epoch."""
+        if self.local.steps is None:
+            return self.steps.div(max(self.local.epochs, 1), rounding_mode="floor").clamp(min=1)
+        return torch.tensor([[self.local.batches(n)] for n in self.sizes[:, 0].tolist()], device=self.steps.device)
 
     def grad(self, w: Tensor, batch: Batch) -> Tensor:
         """Gradient of f_i on ``batch`` at ``w``, ``[m, d]``: clipped if set so, weight decay included."""
