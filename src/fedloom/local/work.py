@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fedloom.local.batches import PASS, Batch, Draw, Plan, make_plan
+from fedloom.local.batches import PASS, Batch, Draw, Given, Plan, make_plan
 from fedloom.local.oracles.base import Oracle, Reduce
 from fedloom.local.rows import each_client
 from fedloom.local.settings import LocalSGD
@@ -45,6 +46,8 @@ class Work:
         steps: ``[m, 1]`` local steps of the round.
         sizes: ``[m, 1]`` training samples.
         layout: shapes of the model.
+        given: one entry per client, its batches by stream, where a run replays them; None: they are drawn.
+        projection: ``[k, d]`` the matrix of a method in a subspace, where a run replays it; None: it is drawn.
     """
 
     def __init__(
@@ -58,6 +61,8 @@ class Work:
         round: int = 1,
         steps: Tensor | int | None = None,
         counts: Counts | None = None,
+        given: Sequence[Given] | None = None,
+        projection: Tensor | None = None,
     ) -> None:
         self.oracle, self.ids, self.weight, self.local, self.seed, self.round = oracle, ids, weight, local, seed, round
         self.lr = local.lr_at(round)
@@ -66,6 +71,9 @@ class Work:
         self.sizes = oracle.sizes(ids)[:, None]
         self.counts = Counts.zeros(len(ids)) if counts is None else counts
         self.slots = torch.arange(len(ids))
+        self.given, self.projection = given, projection
+        if steps is None and given is not None and local.steps is None:
+            steps = torch.tensor([len(g["local"]) for g in given]) if all("local" in g for g in given) else None
         if steps is None:
             steps = self.epochs(local.epochs) if local.steps is None else local.steps
         self.steps = torch.as_tensor(steps, device=oracle.device).reshape(-1, 1).expand(len(ids), 1)
@@ -188,7 +196,8 @@ class Work:
     def plan(self, stream: Purpose, steps: Tensor) -> Plan:
         """The batches of a stream: ``steps`` ``[m]`` of them for each client."""
         size = None if self.local.batch_size == "full" else self.local.batch_size
-        return make_plan(self.ids, self.sizes[:, 0], steps, size, self.seed, self.round, stream, self.oracle.locate)
+        named = (self.seed, self.round, stream, self.oracle.locate, self.given)
+        return make_plan(self.ids, self.sizes[:, 0], steps, size, *named)
 
     def idle(self) -> Work:
         """The same clients, none of which takes a step."""
@@ -200,7 +209,9 @@ class Work:
 
     def take(self, which: slice | Tensor) -> Work:
         """The work of some of the clients."""
-        return self._with(**{name: getattr(self, name)[which] for name in ("ids", "weight", "sizes", "steps", "slots")})
+        parts = {name: getattr(self, name)[which] for name in ("ids", "weight", "sizes", "steps", "slots")}
+        given = self.given and [self.given[i] for i in torch.arange(self.m)[which].tolist()]
+        return self._with(**parts, given=given)
 
     def _with(self, **changes: Any) -> Work:
         other = object.__new__(Work)
