@@ -103,7 +103,7 @@ def test_family_with_partial_participation(how: dict[str, Any]) -> None:
     same(models(fiaelt, p, **options), want)
     free = models(FedADMMComposite(eta=0.8), p, **options)
     same(models(FedPD(eta=0.8), p, **options), free)
-    same(models(FedADMM(rho=1 / 0.8, server_lr="fraction", start="client"), p, **options), free)
+    same(models(FedADMM(rho=1 / 0.8, server_lr="fraction", start="own"), p, **options), free)
     assert (free - want).abs().max() > 1e-3
 
 

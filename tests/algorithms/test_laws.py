@@ -278,7 +278,7 @@ ROWS: dict[str, Row] = {
         rounds=150,
         options={"rho": 0.5},
         solve=True,
-        variants=({"server_lr": "fraction", "start": "client"},),
+        variants=({"server_lr": "fraction", "start": "own"},),
     ),
     "fedadmm-inexact": Row(consensus, rounds=100, options={"rho": 1.0, "iterations": 2}),
     "fedadmm-composite": Row(sparse, rounds=150, options={"regulariser": L1(c=1.0)}, solve=True),

@@ -138,6 +138,8 @@ class Algorithm(Value, ABC):
     uses_shares: ClassVar[bool] = False
     """Reads the clients' shares alpha_i of the objective (``ctx.weight``, ``work.weight``); a run whose shares are not
     uniform says so where they change nothing."""
+    projects: ClassVar[bool] = False
+    """Works in a subspace; takes the matrix that a run replays (``ctx.projection``, ``work.projection``)."""
     family: ClassVar[str] = "consensus"
     """consensus, personalised, composite, fair, clustered or reference; for lists."""
 

@@ -61,15 +61,16 @@ class ADMMLpProj(Algorithm):
 
     family: ClassVar[str] = "personalised"
     uses_shares: ClassVar[bool] = True
+    projects: ClassVar[bool] = True
     plain_sgd: ClassVar[str | None] = "its theta steps have a penalty in a subspace, without momentum"
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Point]:
         key = new_key(ctx.rng("projection"))
-        w = projection(key, self.dim, x0)(x0)
+        w = projection(key, self.dim, x0, ctx.projection)(x0)
         return Server(w, key), Client(x0, w, torch.zeros_like(w)), Point(w)
 
     def client(self, down: Server, rows: Client, work: Work) -> tuple[Point, Client]:
-        p = projection(down.key, self.dim, rows.theta)
+        p = projection(down.key, self.dim, rows.theta, work.projection)
 
         def step(r: Client, work: Work, batch: Batch) -> Client:
             step_(r.theta, work, batch, work.lr, steady=p.back(work.lr * self.lam * (r.w - p(r.theta))))

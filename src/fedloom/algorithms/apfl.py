@@ -14,16 +14,16 @@ Reference: Y. Deng, M. M. Kamani, M. Mahdavi, "Adaptive Personalized Federated L
 
 Kept by a client: d + 1 (v, alpha). Sent per round: d down, d up.
 
-Deviations: mix is formed before w moves, as in the paper; the public code uses the w that has moved already. Weight
-decay is part of f_i, so it acts on mix; in the public code on v. alpha moves once per round, in the first local step,
-and stays in [0, 1], as in the public code, without its extra decay of alpha.
+Deviations: mix is formed before w moves, as in the paper, and weight decay is part of f_i, so it acts on mix; in the
+public code (``mix = "after"``) mix has the w that has moved already, and decay acts on v. alpha moves once per round,
+in the first local step, and stays in [0, 1], as in the public code, without its extra decay of alpha.
 
 Use it when the right amount of federation differs between clients: ``adaptive`` finds it, 0 is FedAvg and 1 is Local.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -51,6 +51,10 @@ class APFL(Algorithm):
 
     alpha: float = Field(0.5, ge=0, le=1, description="share of the local part (at the start); 0.5 in FedSLR's runs")
     adaptive: bool = Field(False, description="alpha descends its own gradient (the paper's adaptive alpha)")
+    mix: Literal["before", "after"] = Field(
+        "before",
+        description="v's gradient is at the mixture formed before w moves (Algorithm 1), or after (public code)",
+    )
 
     family: ClassVar[str] = "personalised"
     plain_sgd: ClassVar[str | None] = "its two models take one plain step each per batch"
@@ -61,15 +65,22 @@ class APFL(Algorithm):
     def client(self, down: Model, rows: Client, work: Work) -> tuple[Delta, Client]:
         def step(r: _Rows, work: Work, batch: Batch) -> _Rows:
             w, v, alpha = r
+            if self.mix == "after":
+                step_(w, work, batch, work.lr)
             mix = torch.lerp(w, v, alpha)  # v-bar
-            if self.adaptive and work.k == 0:
-                g = work.grad(mix, batch)
+            learns = self.adaptive and work.k == 0
+            if learns or self.mix == "after":
+                g = work.grad(mix, batch) if self.mix == "before" else work.clipped(mix, batch)
                 slope = ((v - w) * g).sum(1, keepdim=True)
-                r = r._replace(alpha=(alpha - work.lr * slope).clamp(0, 1))  # alpha -= eta <v - w, grad f_i(v-bar)>
+                if learns:
+                    r = r._replace(alpha=(alpha - work.lr * slope).clamp(0, 1))  # alpha -= eta <v - w, grad f_i(v-bar)>
+                if self.mix == "after":
+                    v.mul_(1 - work.lr * work.local.weight_decay)
                 v.addcmul_(g, alpha, value=-work.lr)
             else:
                 step_(v, work, batch, work.lr * alpha, at=mix)  # the chain rule's factor alpha
-            step_(w, work, batch, work.lr)
+            if self.mix == "before":
+                step_(w, work, batch, work.lr)
             return r
 
         w, v, alpha = iterate(step, _Rows(down.x.repeat(work.m, 1), rows.v.clone(), rows.alpha), work)

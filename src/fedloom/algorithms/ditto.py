@@ -14,7 +14,9 @@ ICML 2021, arXiv:2012.04221v3, Algorithm 1.
 Kept by a client: d (v). Sent per round: d down, d up.
 
 Deviations: the global solver is FedAvg with the run's aggregator (the paper allows any). Both branches see the same
-batches; v has as many steps as w unless ``personal_epochs`` is given.
+batches unless ``batches = "own"``; v has as many steps as w unless ``personal_epochs`` is given. ``branch = "own"`` is
+Ditto in FLAME's public code (zsk66/FLAME): the global branch goes on from the client's own w_k (d more are kept) and
+takes one batch per epoch, so that the global model is a mean of purely local runs.
 
 Use it for personal models that keep working under attack or with little data: lam moves between Local (0) and the
 global model.
@@ -22,13 +24,14 @@ global model.
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Delta, Model
-from fedloom.local import Ctx, Work, descend
+from fedloom.local import Ctx, Work, descend, where_moved
 
 
 class Client(NamedTuple):
@@ -37,28 +40,44 @@ class Client(NamedTuple):
     v: Tensor
 
 
+class Both(NamedTuple):
+    """v, w ``[m, d]``: the global branch is kept too."""
+
+    v: Tensor
+    w: Tensor
+
+
 class Ditto(Algorithm):
     """Ditto (Li et al. 2021, Algorithm 1)."""
 
     lam: float = Field(1.0, ge=0, description="pull lambda; the paper tunes it in {0.1, 1, 2} (Sec. 5)")
     personal_lr: float | None = Field(None, gt=0, description="step size of v; the local one when not given")
     personal_epochs: int | None = Field(None, ge=0, description="epochs of v per round; the local steps when not given")
+    batches: Literal["same", "own"] = Field("same", description="batches of v: those of w (public code), or its own")
+    branch: Literal["server", "own"] = Field(
+        "server", description="start of w: the received model, or the client's own last w_k (FLAME's public code)"
+    )
 
     family: ClassVar[str] = "personalised"
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
-        return Model(x0), Client(x0), None
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client | Both, None]:
+        return Model(x0), Client(x0) if self.branch == "server" else Both(x0, x0), None
 
-    def client(self, down: Model, rows: Client, work: Work) -> tuple[Delta, Client]:
-        w = descend(down.x, work)  # line 5: the global branch
+    def client(self, down: Model, rows: Client | Both, work: Work) -> tuple[Delta, Client | Both]:
+        if isinstance(rows, Both):
+            w = descend(rows.w, work, steps=work.passes())
+        else:
+            w = descend(down.x, work)  # line 5: the global branch
+        stream = "local" if self.batches == "same" else "personal branch"
         steps = None if self.personal_epochs is None else work.epochs(self.personal_epochs)
-        v = descend(
-            rows.v, work, pull=((self.lam, down.x),), steps=steps, lr=self.personal_lr
-        )  # line 6, w^t as received
+        pull = ((self.lam, down.x),)  # w^t as received
+        v = descend(rows.v, work, pull=pull, steps=steps, stream=stream, lr=self.personal_lr)  # line 6
+        if isinstance(rows, Both):
+            return Delta(where_moved(work, w - down.x, torch.zeros_like(w))), Both(v, w)
         return Delta(w - down.x), Client(v)
 
     def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
         return Model(server.x + up.dw)  # line 8
 
-    def personal(self, down: Model, rows: Client, work: Work) -> Tensor:
+    def personal(self, down: Model, rows: Client | Both, work: Work) -> Tensor:
         return rows.v

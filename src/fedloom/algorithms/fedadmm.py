@@ -54,8 +54,8 @@ class FedADMM(Algorithm):
     server_lr: Annotated[float, Field(gt=0)] | Literal["fraction"] = Field(
         1.0, description="eta; 1 in the experiments (0.5 from round 60 on), 'fraction' is |S|/n"
     )
-    start: Literal["server", "client"] = Field(
-        "server", description="where local SGD starts: theta (public code) or the client's own w_i"
+    start: Literal["own", "server"] = Field(
+        "server", description="where local SGD starts: theta (public code), or the client's own w_i"
     )
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:

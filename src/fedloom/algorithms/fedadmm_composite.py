@@ -16,14 +16,15 @@ Participation", IEEE CDC 2022, arXiv:2203.15104, Algorithm 1.
 Kept by a client: 2d (w, y). Sent per round: d down (sparse or of low rank as the prox makes it), d up; the server keeps
 the last u of every client.
 
-Deviations: u travels, not its difference to the last one; the server's mean over all clients is the same.
+Deviations: u travels, not its difference to the last one; the server's mean over all clients is the same. Local work
+starts at the client's own x_i, or with ``start = "server"`` at xbar.
 
 Use it like FedDR, to which it is equal with alpha = 1: composite problems with partial participation.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -52,6 +53,7 @@ class FedADMMComposite(Algorithm):
 
     eta: float = Field(1.0, gt=0, description="inverse penalty; the paper gives no one value")
     regulariser: Regulariser = Field(None, description="g, a function with a prox; none when not given")
+    start: Literal["own", "server"] = Field("own", description="where local SGD starts: the client's x_i, or xbar")
 
     family: ClassVar[str] = "composite"
 
@@ -60,6 +62,7 @@ class FedADMMComposite(Algorithm):
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Point, Client]:
         x, (w, y) = down.x, rows
+        w = w if self.start == "own" else x
         w = descend(
             w, work, pull=((1 / self.eta, x),), shift=y
         )  # min f_i(w) + <z_i, w - xbar> + ||w - xbar||^2/(2 eta)

@@ -16,7 +16,9 @@ Non-IID Data", AAAI 2021, arXiv:2007.03797, Algorithm 1. No public code of the a
 Kept by a client: d (w). Sent per round: d down (a different u to every client), d up; the server keeps every w.
 
 Deviations: mixtures are over the cohort; in the paper everyone takes part. The paper wants alpha_k so small that xi_ii
-is not negative; where it is not, the other weights are scaled to sum to 1. alpha_k is one number for all rounds.
+is not negative; where it is not, the other weights are scaled to sum to 1. alpha_k is one number for all rounds unless
+``decay`` is given (the paper's experiments shrink it in steps). Local work starts at the client's own w_i; ``start =
+"server"`` starts it at u_i, as FedACS does.
 
 Use it with small models, whose distances mean something; for networks there is HeurFedAMP, which looks at angles. The
 server sees single models: no secure aggregation.
@@ -24,10 +26,10 @@ server sees single models: no secure aggregation.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Kept
@@ -59,22 +61,41 @@ class FedAMP(Algorithm):
     lam: float = Field(1.0, ge=0, description="lambda, weight of the attraction")
     alpha: float = Field(1.0, gt=0, description="step alpha_k of the mixing")
     sigma: float = Field(1.0, gt=0, description="width sigma of A(t) = 1 - exp(-t/sigma)")
+    decay: float = Field(
+        1.0, gt=0, le=1, description="factor of alpha_k every ``every`` rounds; 0.1 in the experiments"
+    )
+    every: int = Field(30, ge=1, description="rounds between two steps of alpha_k; 30 in the experiments")
+    start: Literal["own", "server"] = Field("own", description="where local SGD starts: the client's w_i, or u_i")
 
     mixes: ClassVar[bool] = True
     family: ClassVar[str] = "personalised"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if "every" in self.model_fields_set and self.decay == 1:
+            raise ValueError(
+                "every and decay = 1 contradict each other: a constant alpha_k has no steps; give decay < 1"
+            )
+        return self
+
+    def _alpha(self, round: int) -> float:
+        return self.alpha * self.decay ** ((max(round, 1) - 1) // self.every)  # alpha_k
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Nothing, Client, Up]:
         return Nothing(), Client(x0), Up(x0)
 
     def down(self, server: Nothing, kept: Up, ctx: Ctx) -> Down:
-        xi = self.alpha * torch.exp(-algebra.distances(kept.w).square() / self.sigma) / self.sigma  # alpha_k A'(.)
+        xi = (
+            self._alpha(ctx.round) * torch.exp(-algebra.distances(kept.w).square() / self.sigma) / self.sigma
+        )  # alpha_k A'(.)
         xi = xi.fill_diagonal_(0.0)
         xi = xi / xi.sum(1, keepdim=True).clamp(min=1.0)
         own = 1 - xi.sum(1, keepdim=True)  # xi_ii = 1 - sum_{j != i} xi_ij
         return Down(own * kept.w + xi @ kept.w)  # u_i = sum_j xi_ij w_j
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
-        w = descend(rows.w, work, pull=((self.lam / self.alpha, down.u),))  # argmin f_i + lam/(2 alpha_k) ||w - u_i||^2
+        pull = ((self.lam / self._alpha(work.round), down.u),)
+        w = descend(rows.w if self.start == "own" else down.u, work, pull)  # argmin f_i + lam/(2 alpha_k) ||w - u_i||^2
         return Up(w), Client(w)
 
     def server(self, server: Nothing, up: Up, ctx: Ctx) -> Nothing:

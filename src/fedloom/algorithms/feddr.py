@@ -19,7 +19,8 @@ the last u of every client.
 
 Deviations: clients start with x_i = y_i = x^0, so that a client's first round is the paper's step before the first (x_i
 = prox of x^0). u travels, not its difference to the last one; the server's mean over all clients is the same. The
-public code starts y at zero and weighs by samples.
+public code starts y at zero and weighs by samples. Local work starts at the client's own x_i, as in the public code, or
+with ``start = "server"`` at xbar.
 
 Use it for composite problems with partial participation. A large eta with few local steps behaves like local training;
 the regulariser's threshold at the server is eta times its weight.
@@ -27,7 +28,7 @@ the regulariser's threshold at the server is eta times its weight.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 from torch import Tensor
@@ -58,6 +59,7 @@ class FedDR(Algorithm):
     )
     alpha: float = Field(1.95, gt=0, le=2, description="relaxation; 1.95 in all experiments")
     regulariser: Regulariser = Field(None, description="g, a function with a prox; 0.01 ||x||_1 in the experiments")
+    start: Literal["own", "server"] = Field("own", description="where local SGD starts: the client's x_i, or xbar")
 
     family: ClassVar[str] = "composite"
 
@@ -67,7 +69,7 @@ class FedDR(Algorithm):
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Point, Client]:
         w, y = rows
         y = y + self.alpha * (down.x - w)  # y_i += alpha (xbar - x_i)
-        w = descend(w, work, pull=((1 / self.eta, y),))  # x_i ~ prox_{eta f_i}(y_i)
+        w = descend(w if self.start == "own" else down.x, work, pull=((1 / self.eta, y),))  # x_i ~ prox_{eta f_i}(y_i)
         return Point(2 * w - y), Client(w, y)  # xhat_i = 2 x_i - y_i
 
     def server(self, server: Model, up: Point, ctx: Ctx) -> Model:

@@ -14,9 +14,9 @@ Based on Dynamic Regularization", ICLR 2021, arXiv:2111.04263, Algorithm 1.
 
 Kept by a client: d (hi). Sent per round: d down, d up.
 
-Deviations: the public code scales alpha by mean(n)/n_i and clips gradients at 10; here alpha is the paper's constant
-and clipping is a setting of local training. The difference w - x travels once: the server's h and its mean over the
-cohort both come from it.
+Deviations: alpha is the paper's constant; the public code scales a client's by mean(n)/n_i (``scaled``, one number more
+down) and clips gradients at 10, here a setting of local training. The difference w - x travels once: the server's h and
+its mean over the cohort both come from it.
 
 Use it like SCAFFOLD, at half the traffic, with a local problem that is solved well. Large steps with small alpha can
 diverge.
@@ -41,6 +41,13 @@ class Server(NamedTuple):
     h: Tensor
 
 
+class Scaled(NamedTuple):
+    """x ``[d]``, mean ``[1]``: samples of a client on average."""
+
+    x: Tensor
+    mean: Tensor
+
+
 class Client(NamedTuple):
     """hi ``[m, d]``."""
 
@@ -60,14 +67,20 @@ class FedDyn(Algorithm):
         0.01, gt=0, description="dynamic regularisation; 0.01 in the authors' example (grid .1 .01 .001)"
     )
 
+    scaled: bool = Field(False, description="alpha_i = alpha mean(n)/n_i, in proportion to samples (public code)")
+
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         zero = torch.zeros_like(x0)
         return Server(x0, zero), Client(zero), None
 
-    def client(self, down: Model, rows: Client, work: Work) -> tuple[Up, Client]:
+    def down(self, server: Server, kept: None, ctx: Ctx) -> Model | Scaled:
+        return Scaled(server.x, ctx.sizes.to(server.x).mean(0)) if self.scaled else Model(server.x)
+
+    def client(self, down: Model | Scaled, rows: Client, work: Work) -> tuple[Up, Client]:
         x, hi = down.x, rows.hi
-        w = descend(x, work, pull=((self.alpha, x),), shift=-hi)  # Eq. 1: min L_k - <hi, w> + alpha/2 ||w - x||^2
-        return Up(w - x), Client(hi - self.alpha * (w - x))  # grad L_k(theta_k^t), below Eq. 1
+        alpha = self.alpha * down.mean / work.sizes.to(x) if isinstance(down, Scaled) else self.alpha
+        w = descend(x, work, pull=((alpha, x),), shift=-hi)  # Eq. 1: min L_k - <hi, w> + alpha/2 ||w - x||^2
+        return Up(w - x), Client(hi - alpha * (w - x))  # grad L_k(theta_k^t), below Eq. 1
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         h = server.h - self.alpha * up.dw * (ctx.m / ctx.n)  # h^t = h^{t-1} - alpha (1/m) sum_k (theta_k - theta^{t-1})

@@ -10,15 +10,17 @@ Heterogeneous Federated Optimization", NeurIPS 2020, arXiv:2007.07481v1, Eq. 8 a
     tau_i        work.steps   local steps
     a_i          -            weights of the local gradients in the change of the model
     ||a_i||_1    size         their sum; tau_i for plain SGD
+    mu           mu           proximal weight of the local problems
+    gamma_i      gamma        factor of the step size per local step
     eta d_i      -dw          normalised change of the model
     tau_eff      mean size    effective steps, sum_i p_i ||a_i||_1
 
 Kept by a client: nothing. Sent per round: d down, d + 1 up (dw, size).
 
 Deviations: p_i is uniform over the cohort unless the run's weigher says otherwise (``samples`` is the paper's n_i/n).
-Momentum is the local one of the run, as in Section 3 of the paper; the proximal and decaying-rate variants of a_i are
-left out. What travels is the change divided by ||a_i||_1, so the model that a weigher, a sampler or an attacker
-sees is x + dw.
+Momentum is the local one of the run; ``mu`` and ``gamma`` are the proximal and decaying-rate a_i of Section 3, and all
+three go together, where the paper has one at a time (momentum acts on the proximal term too). What travels is the
+change divided by ||a_i||_1, so the model that a weigher, a sampler or an attacker sees is x + dw.
 
 Use it where clients take different numbers of local steps. With equal numbers it is FedAvg.
 """
@@ -27,6 +29,8 @@ from __future__ import annotations
 
 from typing import Annotated, NamedTuple
 
+import torch
+from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean, Model
@@ -43,11 +47,25 @@ class Up(NamedTuple):
 class FedNova(Algorithm):
     """FedNova (Wang et al. 2020, Eq. 8)."""
 
+    mu: float = Field(0.0, ge=0, description="proximal weight mu of the local problems, as in FedProx")
+    gamma: float = Field(1.0, gt=0, le=1, description="factor gamma of the step size per local step; 1: constant")
+
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
-        change, rho = descend(down.x, work) - down.x, work.local.momentum
-        tau = work.steps.to(change)
-        size = (tau - rho * (1 - rho**tau) / (1 - rho)) / (1 - rho)  # ||a_i||_1 of SGD with momentum rho
+        change = descend(down.x, work, pull=((self.mu, down.x),), decay=self.gamma) - down.x
+        rho, tau = work.local.momentum, work.steps.to(change)
+        if self.mu or self.gamma < 1:
+            size = self._size(work, change)
+        else:
+            size = (tau - rho * (1 - rho**tau) / (1 - rho)) / (1 - rho)  # ||a_i||_1 of SGD with momentum rho
         return Up(change / size.clamp(min=1), size), rows  # -eta d_i
+
+    def _size(self, work: Work, like: Tensor) -> Tensor:
+        """The change, over -eta, of a model whose every batch gradient is 1: the sum of their weights."""
+        size = velocity = torch.zeros_like(like[:, :1])
+        for k in range(int(work.steps.max())):
+            velocity = work.local.momentum * velocity + 1 - work.lr * self.mu * size
+            size = torch.where(work.steps > k, size + self.gamma**k * velocity, size)
+        return size
 
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         return Model(server.x + up.size * up.dw)  # Eq. 8: x - tau_eff sum_i p_i eta d_i

@@ -17,7 +17,8 @@ Kept by a client: 2d (w, y). Sent per round: d down, d up; the server keeps the 
 
 Deviations: a round here is all iterations from one communication to the next, so their number is drawn by the server
 (geometric, the same for all clients) and sent along; iterations without communication then cost no traffic. The paper
-has every client take part; a client that does not is counted with its last u.
+has every client take part; a client that does not is counted with its last u. Local work starts at the client's own
+x_i; with ``start = "server"`` at its copy of the server's model.
 
 Use it like FedDyn or FedADMM, of which it is the variant with full participation (eta = 1/alpha = 1/rho). ``skip``
 saves communication only where clients differ little.
@@ -26,7 +27,7 @@ saves communication only where clients differ little.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -65,6 +66,7 @@ class FedPD(Algorithm):
     skip: float = Field(
         0.0, ge=0, lt=1, description="probability p of an iteration without communication (Algorithm 1)"
     )
+    start: Literal["own", "server"] = Field("own", description="where local SGD starts: the client's x_i, or x_{0,i}")
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
         return Model(x0), Client(x0, torch.zeros_like(x0)), Point(x0)
@@ -77,7 +79,8 @@ class FedPD(Algorithm):
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Point, Client]:
         def solve(rows: _Iterate, work: Work) -> _Iterate:
             stream = ("local", work.k) if work.k else "local"
-            w = descend(rows.w, work, pull=((1 / self.eta, rows.u),), shift=rows.y, stream=stream)  # Oracle_i(L_i)
+            start = rows.w if self.start == "own" else rows.u
+            w = descend(start, work, pull=((1 / self.eta, rows.u),), shift=rows.y, stream=stream)  # Oracle_i(L_i)
             y = rows.y + (w - rows.u) / self.eta  # lambda_i^{r+1}
             return _Iterate(w, y, w + self.eta * y)  # x_{0,i}^{r+} = x_i^{r+1} + eta lambda_i^{r+1}
 

@@ -24,7 +24,7 @@ the server learns as much as from gradients.
 Deviations: Algorithm 2 line 10 divides gamma by eta_g; Eq. 6, Algorithms 1 and 3 and the public code multiply, and so
 does this. Algorithm 3 (one mean gamma) also with partial participation, where it gives the iterates of Algorithm 2. p
 starts at zero; the public code starts it at a copy of w_0 (``personal_start``). Weight decay acts on w + p in phase II;
-in the public code on p.
+in the public code on p (``personal_decay = "component"``).
 
 Use it for personal models with few parameters of their own and a cheap download. ``components`` are the paper's LR+S,
 S+S, S+LR, LR+LR; ``method`` its alternative GPGD (FedAvg, then the prox), which lacks gamma and has a biased limit. The
@@ -88,6 +88,9 @@ class FedSLR(Algorithm):
     components: Components = Field("lr+s", description="global + personal part, of low rank or sparse (App. A.3)")
     method: Literal["fedslr", "gpgd"] = Field("fedslr", description="how (P1) is solved (App. A.2)")
     personal_start: Literal["zero", "model"] = Field("zero", description="p at the start; the public code copies w_0")
+    personal_decay: Literal["model", "component"] = Field(
+        "model", description="weight decay of phase II acts on w + p, or on p (public code)"
+    )
 
     family: ClassVar[str] = "personalised"
     plain_sgd: ClassVar[str | None] = "its local thresholds are the step size times mu, which momentum outgrows"
@@ -108,9 +111,10 @@ class FedSLR(Algorithm):
         else:
             w = descend(x, work)  # Eq. 20
         steps = None if self.personal_epochs is None else work.epochs(self.personal_epochs)
-        v = descend(
-            x + p, work, prox=(self.proxes()["personal"], x), steps=steps, stream="phase II"
-        )  # Eq. 7, v = x + p
+        prox, shift = (self.proxes()["personal"], x), None
+        if self.personal_decay == "component":
+            shift = -work.local.weight_decay * x  # wd (v - x) = wd p
+        v = descend(x + p, work, prox=prox, shift=shift, steps=steps, stream="phase II")  # Eq. 7, v = x + p
         return Up(w - x), Client(gi, v - x)
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:

@@ -20,13 +20,15 @@ Deviations: criterion (9) needs the unknown minimiser x*; the check is ||grad L_
 allows r <= 0.01, but its constant is positive for 0.005 (Corollary 2), the default. Without beta and L, the first round
 only measures L (the largest of its cohort). Absent clients keep x_i and z_i. The iterations taken and L travel as two
 numbers, seen for each client. The public code is another method: its local problems have neither dual nor penalty.
+Local work starts at the client's own x_i^t; with ``start = "server"`` at y, and the check is then against the gradient
+there.
 
 Use it for composite problems on a few clients that all take part.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -34,7 +36,7 @@ from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean, Rows, Sent, check_full_gradients
 from fedloom.algorithms._regulariser import Regulariser, penalty, proximal
-from fedloom.local import Ctx, Work
+from fedloom.local import Ctx, Work, where_moved
 from fedloom.local.inexact import Solver, augmented_lagrangian, inexact, lyapunov_step
 from fedloom.local.smoothness import smoothness
 from fedloom.rows.layout import Layout
@@ -93,6 +95,7 @@ class FIAELT(Algorithm):
     iterations: int = Field(10, ge=1, description="most outer iterations of svrg (Corollary 2), or steps of gd")
     inner: int | None = Field(200, ge=2, description="m_i of svrg (Corollary 2); an epoch, at least 2, when None")
     lr: float | None = Field(None, gt=0, description="step; 1/(8 beta) = 1/(40 L) for svrg (Cor. 2), 1/beta for gd")
+    start: Literal["own", "server"] = Field("own", description="where local work starts: the client's x_i, or y")
 
     family: ClassVar[str] = "composite"
 
@@ -115,8 +118,9 @@ class FIAELT(Algorithm):
             return Up(torch.zeros_like(x), torch.zeros_like(z), none, smoothness(y, work)), rows
         smooth = self.smooth or beta / 5
         lr = self.lr or {"svrg": 1 / (8 * beta), "gd": 1 / beta, "sgd": None}[self.solver]
+        start = x if self.start == "own" else where_moved(work, y.expand_as(x), x)
         new, taken = inexact(  # Eq. 8 until (9)
-            x, work, (beta, y), z, self.solver, smooth, self.r, self.iterations, self.inner, lr
+            start, work, (beta, y), z, self.solver, smooth, self.r, self.iterations, self.inner, lr
         )
         dx, dz = new - x, self.tau * beta * (new - y) * (work.steps > 0)  # line 4
         moved = lyapunov_step(dx, dz, beta, smooth, self.tau, self.r)

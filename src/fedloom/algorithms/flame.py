@@ -19,9 +19,10 @@ Personalization, Robustness, and Fairness", Algorithm 1, Eqs. 11-14 (public code
 
 Kept by a client: 3d + 1 (theta, w, pi, eps). Sent per round: d down, d up; the server keeps the last u of every client.
 
-Deviations: the theta step starts at the client's theta and is pulled to its w_i^t as Eq. 11 says; the public code
-pulls to the received w and moves the dual after every epoch. With ``eps0`` the theta step is gradient descent until the
-client's tolerance is met (Eqs. 17, 18), at most ``most`` steps; epochs and batch size of the run are not used then.
+Deviations: the theta step starts at the client's theta and is pulled to its w_i^t as Eq. 11 says. The public code pulls
+to the received w (``centre = "received"``) and moves w_i and pi_i after every epoch (``dual = "epoch"``, the next epoch
+is then pulled to the new w_i). With ``eps0`` the theta step is gradient descent until the client's tolerance is met
+(Eqs. 17, 18), at most ``most`` steps; epochs and batch size of the run are not used then.
 
 Use it for personal models of clients with skewed labels, with a global model beside them; the hybrid model takes for
 each client the better of both on its validation part.
@@ -29,14 +30,15 @@ each client the better of both on its validation part.
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Model, Point, check_full_gradients
 from fedloom.local import Ctx, Work, descend, iterate
+from fedloom.local.dual import epochs_with_dual
 from fedloom.rows.layout import Layout
 
 
@@ -67,8 +69,23 @@ class FLAME(Algorithm):
     shrink: float = Field(0.5, gt=0, lt=1, description="upsilon_i of Eq. 18, factor of the tolerance per round")
     most: int = Field(1000, ge=1, description="most gradient steps until the tolerance is met")
 
+    centre: Literal["own", "received"] = Field(
+        "own", description="prox centre of theta: the client's w_i (Eq. 11), or the received w (public code)"
+    )
+    dual: Literal["round", "epoch"] = Field(
+        "round", description="w_i and pi_i move once per round (Algorithm 1), or after every epoch (public code)"
+    )
+
     family: ClassVar[str] = "personalised"
     uses_shares: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.dual == "epoch" and self.eps0 is not None:
+            raise ValueError(
+                "dual = 'epoch' and eps0 contradict each other: with eps0 a round has no epochs; leave one out"
+            )
+        return self
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
         return Model(x0), Client(x0, x0, torch.zeros_like(x0), x0.new_tensor([self.eps0 or 0.0])), Point(x0)
@@ -89,11 +106,15 @@ class FLAME(Algorithm):
     def client(self, down: Model, rows: Client, work: Work) -> tuple[Point, Client]:
         x, (theta, w, pi, eps) = down.x, rows
         pull = self.lam * work.weight  # lambda alpha_i
+        centre = w if self.centre == "own" else x.expand_as(w)
+        if self.dual == "epoch":
+            theta, w, pi = epochs_with_dual(theta, centre, pi, x, work, self.lam, self.rho)
+            return Point(w + pi / self.rho), Client(theta, w, pi, eps)
         if self.eps0 is None:
-            theta = descend(theta, work, pull=((self.lam, w),))  # Eq. 11: theta_i ~ prox_{f_i/lambda}(w_i)
+            theta = descend(theta, work, pull=((self.lam, centre),))  # Eq. 11: theta_i ~ prox_{f_i/lambda}(w_i)
         else:
             eps = self.shrink * eps  # Eq. 18
-            theta = self._approximate(theta, w, eps, work)
+            theta = self._approximate(theta, centre, eps, work)
         w = (pull * theta + self.rho * x - pi) / (pull + self.rho)  # Eq. 12
         pi = pi + self.rho * (w - x)  # Eq. 13
         return Point(w + pi / self.rho), Client(theta, w, pi, eps)  # the message u_i of Algorithm 1

@@ -16,7 +16,7 @@ Non-IID Data", AAAI 2021, arXiv:2007.03797, Sec. 5. No public code of the author
 
 Kept by a client: d (w). Sent per round: d down (a different u to every client), d up; the server keeps every w.
 
-Deviations: mixtures are over the cohort; in the paper everyone takes part.
+Deviations: mixtures are over the cohort; in the paper everyone takes part. ``start`` as in FedAMP.
 
 Use it for networks, whose distances say little; FedAMP's mixture is a gradient step of a stated problem, this one is
 not. The server sees single models: no secure aggregation.
@@ -24,7 +24,7 @@ not. The server sees single models: no secure aggregation.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -60,6 +60,7 @@ class HeurFedAMP(Algorithm):
     alpha: float = Field(1.0, gt=0, description="alpha_k; the pull is lam/alpha")
     sigma: float = Field(25.0, ge=0, description="sharpness sigma of exp(sigma cos)")
     self_weight: float | None = Field(None, ge=0, le=1, description="own weight xi_ii; 1/m of the cohort if not given")
+    start: Literal["own", "server"] = Field("own", description="where local SGD starts: the client's w_i, or u_i")
 
     mixes: ClassVar[bool] = True
     family: ClassVar[str] = "personalised"
@@ -75,7 +76,7 @@ class HeurFedAMP(Algorithm):
         return Down(own * kept.w + (1 - own) * (xi @ kept.w))  # (1 - xi_ii) softmax
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
-        w = descend(rows.w, work, pull=((self.lam / self.alpha, down.u),))
+        w = descend(rows.w if self.start == "own" else down.u, work, pull=((self.lam / self.alpha, down.u),))
         return Up(w), Client(w)
 
     def server(self, server: Nothing, up: Up, ctx: Ctx) -> Nothing:

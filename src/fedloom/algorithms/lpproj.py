@@ -71,6 +71,7 @@ class LpProj(Algorithm):
     beta: float = Field(1.0, gt=0, description="server step beta; 1 in the public code")
 
     family: ClassVar[str] = "personalised"
+    projects: ClassVar[bool] = True
     plain_sgd: ClassVar[str | None] = "its steps go along the gradient of a norm in a subspace, without momentum"
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
@@ -78,7 +79,7 @@ class LpProj(Algorithm):
         return Server(x0.new_zeros(self.dim or len(x0)), key), Client(x0), None
 
     def client(self, down: Server, rows: Client, work: Work) -> tuple[Up, Client]:
-        p = projection(down.key, self.dim, rows.theta)
+        p = projection(down.key, self.dim, rows.theta, work.projection)
 
         def slope(r: _Rows) -> Tensor:  # gradient of 1/p ||v||_p^p at v = w - P theta
             v = r.w - p(r.theta)

@@ -17,9 +17,10 @@ arXiv:2006.08848, Algorithm 1 (public code: CharlieDinh/pFedMe).
 
 Kept by a client: d (theta). Sent per round: d down, d up.
 
-Deviations: theta starts every round at the received model and is carried from batch to batch, as in the public code; K
-steps in place of the accuracy nu. The public code trains all clients and averages the sampled ones; here the sampled
-ones train. Its weight decay of 0.001 in the inner step is left to the run's settings.
+Deviations: theta starts every round at the received model and is carried from batch to batch, as in the public code
+(``theta = "kept"``: at the client's last theta, as in FLAME's public code, which also moves w_i once per epoch only,
+``moves = "epoch"``); K steps in place of the accuracy nu. The public code trains all clients and averages the sampled
+ones; here the sampled ones train. Its weight decay of 0.001 in the inner step is left to the run's settings.
 
 Use it for personal models with one more knob than Ditto; with R > 1 its limit is not the Moreau minimiser unless all
 curvatures are equal (FLAME's is).
@@ -27,7 +28,7 @@ curvatures are equal (FLAME's is).
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 from torch import Tensor
@@ -56,6 +57,13 @@ class PFedMe(Algorithm):
     personal_lr: float | None = Field(None, gt=0, description="step size of theta; the local one when not given")
     beta: float = Field(1.0, gt=0, description="server step beta; 1, or 2 where tuned (experiments)")
 
+    theta: Literal["received", "kept"] = Field(
+        "received", description="start of theta: the received model (public code), or the client's last (FLAME's code)"
+    )
+    moves: Literal["batch", "epoch", "round"] = Field(
+        "batch", description="w_i moves after every batch (Algorithm 1), every epoch (FLAME's code), or once per round"
+    )
+
     family: ClassVar[str] = "personalised"
     plain_sgd: ClassVar[str | None] = "its inner steps solve a proximal problem on one batch, without momentum"
 
@@ -70,10 +78,14 @@ class PFedMe(Algorithm):
             towards = pull * r.w
             for _ in range(self.inner):  # Algorithm 1: theta ~ argmin f_i(theta; batch) + lam/2 ||theta - w||^2
                 step_(r.theta, work, batch, rate, keep=1 - pull, steady=towards)
-            r.w.lerp_(r.theta, self.eta * self.lam)  # w <- w - eta grad F_i = w - eta lam (w - theta)
+            if self.moves == "batch":
+                r.w.lerp_(r.theta, self.eta * self.lam)  # w <- w - eta grad F_i = w - eta lam (w - theta)
+            else:
+                r.w.lerp_(r.theta, self.eta * self.lam * work.ends(self.moves).to(r.w))
             return r
 
-        w, theta = iterate(local_round, _Rows(down.x.repeat(work.m, 1), down.x.repeat(work.m, 1)), work)
+        theta = rows.theta.clone() if self.theta == "kept" else down.x.repeat(work.m, 1)
+        w, theta = iterate(local_round, _Rows(down.x.repeat(work.m, 1), theta), work)
         return Delta(w.sub_(down.x)), Client(theta)
 
     def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:

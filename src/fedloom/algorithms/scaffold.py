@@ -15,7 +15,9 @@ Averaging for Federated Learning", ICML 2020, arXiv:1910.06378v4, Algorithm 1.
 
 Kept by a client: d (ci). Sent per round: 2d down (x, c), 2d up (dy, dc).
 
-Deviations: K is the number of steps that each client takes, not a common one. Variates start at zero.
+Deviations: K is the number of steps that each client takes, not a common one. Variates start at zero. ``scaled`` is
+FedDyn's public code (alpemreacar/FedDyn), one number more down: with s_i = n_i/mean(n), clients correct by c/s_i - c_i
+and c is the mean of all s_i c_i, which clients then keep in the place of c_i.
 
 Use it for one good global model when clients differ and return often enough to keep their variates fresh.
 """
@@ -39,6 +41,14 @@ class Server(NamedTuple):
     c: Tensor
 
 
+class Scaled(NamedTuple):
+    """x, c ``[d]``, mean ``[1]``: samples of a client on average."""
+
+    x: Tensor
+    c: Tensor
+    mean: Tensor
+
+
 class Client(NamedTuple):
     """ci ``[m, d]``."""
 
@@ -58,19 +68,29 @@ class SCAFFOLD(Algorithm):
     server_lr: float = Field(1.0, gt=0, description="global step size eta_g; 1 in the paper's experiments (Sec. 7)")
     option: Literal["I", "II"] = Field("II", description="update of c_i: gradient at x (I) or mean local gradient (II)")
 
+    scaled: bool = Field(False, description="variates in proportion to samples, n_i/mean(n) (FedDyn's public code)")
+
     plain_sgd: ClassVar[str | None] = "option II divides x - y by K lr, which is the mean gradient of plain SGD only"
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         zero = torch.zeros_like(x0)
         return Server(x0, zero), Client(zero), None
 
-    def client(self, down: Server, rows: Client, work: Work) -> tuple[Up, Client]:
+    def down(self, server: Server, kept: None, ctx: Ctx) -> Server | Scaled:
+        return Scaled(*server, ctx.sizes.to(server.x).mean(0)) if self.scaled else server
+
+    def client(self, down: Server | Scaled, rows: Client, work: Work) -> tuple[Up, Client]:
         x, c, ci = down.x, down.c, rows.ci
-        dy = descend(x, work, shift=c - ci).sub_(x)  # Eq. 3: y <- y - eta_l (g(y) - c_i + c)
+        s = work.sizes.to(x) / down.mean if isinstance(down, Scaled) else None
+        dy = descend(x, work, shift=c - ci if s is None else (c - ci) / s).sub_(
+            x
+        )  # Eq. 3: y <- y - eta_l (g(y) - c_i + c)
         if self.option == "I":
-            dc = work.full_grad(x) - ci  # Eq. 4, option I
+            g = work.full_grad(x)
+            dc = (g if s is None else s * g) - ci  # Eq. 4, option I
         else:
             dc = torch.addcmul(-c, dy, -1 / (work.lr * work.steps.to(dy)))  # Eq. 4, option II: (x - y)/(K eta_l) - c
+            dc = dc if s is None else s * dc
         dc = where_moved(work, dc, torch.zeros_like(c))
         return Up(dy, dc), Client(ci + dc)
 

@@ -109,7 +109,7 @@ def attack(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | N
 
 def _sides(job: Job, down: Any, task: TrainTask) -> _Sides:
     rows = to_device(job.clients.read(task.ids), job.oracle.device)
-    return _Sides(down, rows, job.work(task.round, task.ids))
+    return _Sides(down, rows, job.work(task.round, task.ids, trains=True))
 
 
 def _client(job: Job, sides: _Sides, work: Work) -> tuple[Any, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from fedloom.algorithms import Algorithm, primary_field, upload_fields, upload_type
 from fedloom.data.federation import Federation
 from fedloom.engine.messages import Messages
+from fedloom.engine.replay import Replay
 from fedloom.engine.setting import Setting
 from fedloom.errors import blamed
 from fedloom.local import Ctx, Work
@@ -41,6 +42,7 @@ class Job:
         kept: rows that the server keeps of every client.
         residue: what the channel has not sent yet, of every client.
         notes: what the method warns of.
+        replay: what is given in place of the run's own draws.
     """
 
     setting: Setting
@@ -56,6 +58,7 @@ class Job:
     kept: Store[Any]
     residue: Store[Any]
     notes: tuple[str, ...] = ()
+    replay: Replay = field(default_factory=Replay)
 
     @property
     def algorithm(self) -> Algorithm:
@@ -147,12 +150,14 @@ class Job:
         ids = torch.arange(self.n) if ids is None else ids
         layout, sizes, groups = self.oracle.layout, self.train_sizes, self.fed.groups
         local, seed = self.setting.local, self.setting.seed
-        return Ctx(round, self.n, len(ids), ids, layout, self.alpha, sizes, groups, local, seed)
+        given = self.replay.projection
+        return Ctx(round, self.n, len(ids), ids, layout, self.alpha, sizes, groups, local, seed, given)
 
-    def work(self, round: int, ids: Tensor) -> Work:
-        """The local problems of clients in a round."""
-        alpha = self.alpha[ids].to(self.oracle.device)
-        return Work(self.oracle, ids, alpha, self.setting.local, seed=self.setting.seed, round=round)
+    def work(self, round: int, ids: Tensor, trains: bool = False) -> Work:
+        """The local problems of clients in a round; where they train, with the batches that the run replays."""
+        local, seed, alpha = self.setting.local, self.setting.seed, self.alpha[ids].to(self.oracle.device)
+        given, projection = self.replay.given(round, ids) if trains else None, self.replay.projection
+        return Work(self.oracle, ids, alpha, local, seed=seed, round=round, given=given, projection=projection)
 
     def down(self, server: Any, round: int, ids: Tensor | None = None) -> Any:
         """The download of a cohort; all clients when None."""

@@ -105,7 +105,7 @@ class Messages:
 
     def is_exact(self, field: str) -> bool:
         """Whether a download's field arrives bit for bit and whole."""
-        sent = self._sent["down"][field]
+        sent = self._sent["down"].get(field, Sent())
         return sent.part is None and sent.encoding == "dense"
 
     def update(self, up: Any) -> Tensor:

@@ -33,7 +33,7 @@ class Disk:
         self._kept = folder is not None
         self._checkpoints = None if folder is None or job.ranks.rank > 0 else Checkpoints(folder)
         self._mark = "" if self._checkpoints is None else mark or fingerprint(job)
-        self._numbers = job.setting.numbers()
+        self._numbers = {**job.setting.numbers(), **job.replay.marks()}
         self._saved = time.monotonic()
         self.times, self.detail = Times(), ""
         self.diverged: int | None = None

@@ -76,6 +76,8 @@ def play(job: Job, pool: Crew, state: State) -> State:
 
 def _sample(job: Job, pool: Crew, state: State, t: int) -> tuple[Tensor, Any, Tensor]:
     """The cohort, the sampler's new state, and what asking the candidates cost, ``[7]``."""
+    if (given := job.replay.cohort(t)) is not None:
+        return given, state.sampler, torch.zeros(len(COUNTS), dtype=torch.long)
     ctx = job.ctx(t)
     info, cost = None, torch.zeros(len(COUNTS), dtype=torch.long)
     if job.setting.sampler.probes:

@@ -17,6 +17,7 @@ from fedloom.data.federation import Federation
 from fedloom.engine.job import Job
 from fedloom.engine.messages import Messages, idle_upload
 from fedloom.engine.privacy import check_privacy
+from fedloom.engine.replay import Replay
 from fedloom.engine.setting import Engine, Setting
 from fedloom.errors import ConfigError, Refused, blamed
 from fedloom.imports import source_of
@@ -37,7 +38,14 @@ WORTH_FORKING = 2e11
 """Multiply-adds of a run, about four seconds of one core, from which more workers pay."""
 
 
-def make_job(setting: Setting, fed: Federation, *, folder: Path | None = None, ranks: Ranks = ALONE) -> tuple[Job, Any]:
+def make_job(
+    setting: Setting,
+    fed: Federation,
+    *,
+    folder: Path | None = None,
+    ranks: Ranks = ALONE,
+    replay: Replay = Replay(),  # noqa: B008  # frozen
+) -> tuple[Job, Any]:
     """The job, and the server's state before the first round.
 
     Args:
@@ -45,6 +53,7 @@ def make_job(setting: Setting, fed: Federation, *, folder: Path | None = None, r
         fed: the clients and their data.
         folder: of the clients' state; None keeps it in memory.
         ranks: processes that all make this call.
+        replay: what is given in place of the run's own draws.
 
     Raises:
         ConfigError: values that cannot work, or (Refused) do not work together.
@@ -60,6 +69,7 @@ def make_job(setting: Setting, fed: Federation, *, folder: Path | None = None, r
     fed = judge.pooled() if pooled else judge
     check_together(method, setting.local, setting.weigher, setting.aggregator, setting.attack, setting.channel)
     check_sampler(method, setting.sampler, setting.weigher)
+    check_replay(replay, method, setting.sampler)
     if pooled:
         none = dict.fromkeys(("aggregator", "attack", "channel"))
         setting = setting.with_(sampler=Uniform(), weigher=UniformWeigher(), **none)
@@ -82,9 +92,12 @@ def make_job(setting: Setting, fed: Federation, *, folder: Path | None = None, r
         else torch.full((fed.n, 1), 1 / fed.n, dtype=torch.float64)
     )
     ids = torch.arange(fed.n)
-    ctx = Ctx(0, fed.n, fed.n, ids, layout, shares.to(dtype), sizes, fed.groups, setting.local, seed)
+    replay.check(setting.rounds, sizes)
+    given = replay.projection
+    ctx = Ctx(0, fed.n, fed.n, ids, layout, shares.to(dtype), sizes, fed.groups, setting.local, seed, given)
+    x0 = replay.start(layout.vector(module, dtype).to(device), layout)
     with blamed("method", method, "init"):
-        server, template, kept = method.init(layout.vector(module, dtype).to(device), ctx)
+        server, template, kept = method.init(x0, ctx)
     if sampler.probes and method.global_model(server) is None:
         name = type(method).__name__
         raise Refused(f"sampler {sampler.kind!r} asks clients about the global model, but {name} has none")
@@ -97,7 +110,8 @@ def make_job(setting: Setting, fed: Federation, *, folder: Path | None = None, r
             "clients; it is the weigher that weighs uploads"
         )
     workers = worker_count(engine, setting.rounds, layout.d, int(sizes.sum())) if ranks.size == 1 else 1
-    if aggregator is not None and (fewest := sampler.smallest(fed.n)) is not None:
+    fewest = sampler.smallest(fed.n) if replay.cohorts is None else min(len(set(map(int, c))) for c in replay.cohorts)
+    if aggregator is not None and fewest is not None:
         aggregator.check(fewest)
 
     width = 0
@@ -127,6 +141,7 @@ def make_job(setting: Setting, fed: Federation, *, folder: Path | None = None, r
         kept=store("kept", Nothing() if kept is None else kept),
         residue=store("residue", _residue(channel, width, dtype)),
         notes=tuple(notes),
+        replay=replay,
     )
     return job, server
 
@@ -232,6 +247,20 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
         )
 
 
+def check_replay(replay: Replay, algorithm: Algorithm, sampler: Sampler) -> None:
+    """Refuse what is given where nothing takes it, or something else decides the same.
+
+    Raises:
+        Refused: the sentence says why.
+    """
+    if replay.cohorts is not None and sampler != Uniform():
+        raise Refused(f"cohorts and sampler {sampler.kind!r} both choose the clients of a round; leave one out")
+    if replay.projection is not None and not algorithm.projects:
+        raise Refused(
+            f"projection has nothing to act on in {type(algorithm).__name__}: it uses no matrix; leave it out"
+        )
+
+
 def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
     """The note that a client which is drawn twice counts once in kept and accumulating fields, if there are any."""
     once = [n for n, kind in upload_fields(type(algorithm)).items() if kind.keeps or kind.accumulates]
@@ -264,7 +293,7 @@ def fingerprint(job: Job) -> str:
         data.update(job.judge.parts[part].offsets.cpu().numpy().tobytes())
     text = json.dumps(
         {
-            "setting": job.setting.numbers(),
+            "setting": {**job.setting.numbers(), **job.replay.marks()},
             "engine": [job.oracle.name, job.chunk],
             "data": [job.judge.data.checksum(), data.hexdigest(), job.fed.n, job.alpha.tolist()],
             "user code": [source for _, value in job.setting if (source := source_of(type(value)))],

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedloom.algorithms import Algorithm, Composition
 from fedloom.data.federation import Federation
 from fedloom.engine.chunk import ask, train
 from fedloom.engine.job import Job
 from fedloom.engine.records import Divergence
+from fedloom.engine.replay import Replay
 from fedloom.engine.result import Result
 from fedloom.engine.resume import Disk
 from fedloom.engine.round import play
@@ -47,6 +48,10 @@ def simulate(
     progress: Sequence[Progress] = (),
     advance: bool = True,
     ranks: Ranks = ALONE,
+    initial: Tensor | Mapping[str, Tensor] | None = None,
+    cohorts: Sequence[Sequence[int] | Tensor] | None = None,
+    batches: Sequence[Any] | Mapping[int, Any] | None = None,
+    projection: Tensor | None = None,
     **choices: Any,
 ) -> Result:
     """Run a method on a federation.
@@ -62,6 +67,11 @@ def simulate(
         advance: False only reads what the folder holds.
         ranks: processes that all make this call, from `fedloom.processes.distributed.joined`; the models are then those
             of rank 0.
+        initial: the initial model, ``[d]`` or a state dict. This and the next three replay other people's code: they
+            take the place of the run's own draws and are part of what a folder must agree on (`Replay`).
+        cohorts: client ids of every round.
+        batches: of every client, of every round, of every step the positions in its training part.
+        projection: ``[dim, d]``, the matrix of a method in a subspace.
         choices: the other fields of `fedloom.Setting`; None leaves a default.
 
     Returns:
@@ -86,7 +96,8 @@ def simulate(
         setting = make(algorithm.with_, given, "", Setting.model_fields)
     else:
         setting = Setting.of(algorithm, **choices)
-    job, server = make_job(setting, fed, folder=place, ranks=ranks)
+    replay = Replay(initial, cohorts, batches, projection)
+    job, server = make_job(setting, fed, folder=place, ranks=ranks, replay=replay)
     rounds = setting.rounds
     check_ranks(job)
     disk = Disk(job, place)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedloom.data.order import plan as plan_client
+from fedloom.errors import ConfigError
 from fedloom.seeds import Purpose, generator
 
 PASS = "pass"
 """Stream of the passes over a client's whole training part."""
+
+
+Given = Mapping[Purpose, Tensor]
+"""A client's batches of a round ``[steps, b]`` by stream, positions in its training part or -1; given, not drawn."""
 
 
 class Draw(NamedTuple):
@@ -101,16 +106,27 @@ def make_plan(
     round: int,
     stream: Purpose,
     locate: Callable[[Tensor, Tensor], Tensor],
+    given: Sequence[Given] | None = None,
 ) -> Plan:
-    """Draw the batches of every client of a chunk for one stream of a round; ``batch_size`` None is the full batch."""
+    """The batches of every client of a chunk for one stream of a round; ``batch_size`` None is the full batch.
+
+    Those of ``given``, one entry per client, are not drawn.
+
+    Raises:
+        ConfigError: a client has fewer given batches than steps.
+    """
     names: list[int] = ids.tolist()
     longest, width = max(steps.tolist(), default=0), max(sizes.tolist(), default=0)
     if batch_size is not None:
         width = min(batch_size, width)
-    drawn = [
-        plan_client(size, batch_size, count, None if batch_size is None else generator(seed, round, i, stream))
-        for i, size, count in zip(names, sizes.tolist(), steps.tolist(), strict=True)
-    ]
+    if given is not None:
+        drawn = [_given(g, i, round, stream, count) for g, i, count in zip(given, names, steps.tolist(), strict=True)]
+        width = max((d.shape[1] for d in drawn), default=0)
+    else:
+        drawn = [
+            plan_client(size, batch_size, count, None if batch_size is None else generator(seed, round, i, stream))
+            for i, size, count in zip(names, sizes.tolist(), steps.tolist(), strict=True)
+        ]
     if len({d.shape for d in drawn}) == 1:
         position = torch.stack(drawn, 1)[..., :width]
     else:
@@ -122,3 +138,12 @@ def make_plan(
     narrowest: list[int] = samples.amin((1, 2)).tolist() if samples.numel() else []
     draw = Draw(seed, round, tuple(names), stream, 0)
     return Plan(position, locate(ids, position), samples, widest, narrowest, ids, draw)
+
+
+def _given(given: Given, client: int, round: int, stream: Purpose, count: int) -> Tensor:
+    found = given.get(stream)
+    have = 0 if found is None else len(found)
+    if have < count:
+        named = f"client {client}, round {round}, stream {stream!r}"
+        raise ConfigError(f"batches: {named}: the method takes {count} batches, {have} are given")
+    return torch.empty(0, 1, dtype=torch.long) if found is None else found[:count]

@@ -30,6 +30,7 @@ class Ctx(NamedTuple):
         groups: ``[n]`` group of every client, if known.
         local: settings of local training.
         seed: seed of the run.
+        projection: ``[k, d]`` the matrix of a method in a subspace, where a run replays it.
     """
 
     round: int
@@ -42,6 +43,7 @@ class Ctx(NamedTuple):
     groups: Tensor | None
     local: LocalSGD
     seed: int
+    projection: Tensor | None = None
 
     def rng(self, purpose: str) -> torch.Generator:
         """The server's generator of this round."""

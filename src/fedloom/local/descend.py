@@ -46,6 +46,7 @@ def descend(
     stream: Purpose = "local",
     lr: float | None = None,
     scale: Tensor | None = None,
+    decay: float = 1.0,
 ) -> Tensor:
     """Local SGD on s f_i(w) + sum mu/2 ||w - x||^2 + <shift, w>, started at ``w``.
 
@@ -63,6 +64,7 @@ def descend(
         stream: equal names mean equal batches.
         lr: step size; the step size of the round when None.
         scale: s > 0, ``[m, 1]``; 1 when None.
+        decay: factor of the step size from one step to the next, in (0, 1].
 
     Returns:
         ``[m, d]``. A problem that can be solved exactly (`Quadratic` with ``solve=True``) is.
@@ -82,7 +84,7 @@ def descend(
     moving = ALL if mask is None or mask.dim() > 1 else spans(mask)
     mask = None if mask is None or mask.dim() == 1 else each_client(mask.to(w), m)
     rest = None if mask is None else torch.addcmul(w, w, mask, value=-1.0)
-    in_place = local.clip is None and moving == ALL and not local.momentum
+    in_place = local.clip is None and moving == ALL and not local.momentum and decay == 1
     steady = _steady(-rate if in_place else 1.0, pull, shift, w)
     rows = _Rows(
         w.clone(memory_format=torch.contiguous_format),
@@ -102,11 +104,11 @@ def descend(
         else:
             g = direction(rows, work, batch, factor)
             for part in moving:
-                w[:, part].sub_(g[:, part], alpha=rate)
+                w[:, part].sub_(g[:, part], alpha=rate * decay**work.k)
         _hold_(rows)
         if prox is not None:
             centre = 0.0 if rows.centre is None else rows.centre
-            to = prox[0].prox(w - centre, rate, work.layout) + centre
+            to = prox[0].prox(w - centre, rate * decay**work.k, work.layout) + centre
             for part in moving:
                 w[:, part] = to[:, part]
             _hold_(rows)

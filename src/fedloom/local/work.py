@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fedloom.local.batches import PASS, Batch, Draw, Plan, make_plan
+from fedloom.local.batches import PASS, Batch, Draw, Given, Plan, make_plan
 from fedloom.local.oracles.base import Oracle, Reduce
 from fedloom.local.rows import each_client
 from fedloom.local.settings import LocalSGD
@@ -45,6 +46,8 @@ class Work:
         steps: ``[m, 1]`` local steps of the round.
         sizes: ``[m, 1]`` training samples.
         layout: shapes of the model.
+        given: one entry per client, its batches by stream, where a run replays them; None: they are drawn.
+        projection: ``[k, d]`` the matrix of a method in a subspace, where a run replays it; None: it is drawn.
     """
 
     def __init__(
@@ -58,6 +61,8 @@ class Work:
         round: int = 1,
         steps: Tensor | int | None = None,
         counts: Counts | None = None,
+        given: Sequence[Given] | None = None,
+        projection: Tensor | None = None,
     ) -> None:
         self.oracle, self.ids, self.weight, self.local, self.seed, self.round = oracle, ids, weight, local, seed, round
         self.lr = local.lr_at(round)
@@ -66,6 +71,9 @@ class Work:
         self.sizes = oracle.sizes(ids)[:, None]
         self.counts = Counts.zeros(len(ids)) if counts is None else counts
         self.slots = torch.arange(len(ids))
+        self.given, self.projection = given, projection
+        if steps is None and given is not None and local.steps is None:
+            steps = torch.tensor([len(g["local"]) for g in given]) if all("local" in g for g in given) else None
         if steps is None:
             steps = self.epochs(local.epochs) if local.steps is None else local.steps
         self.steps = torch.as_tensor(steps, device=oracle.device).reshape(-1, 1).expand(len(ids), 1)
@@ -85,6 +93,22 @@ class Work:
         if self.is_idle:
             return torch.zeros(self.m, 1, dtype=torch.long)
         return torch.tensor([[e * self.local.batches(n)] for n in self.sizes[:, 0].tolist()])
+
+    def passes(self) -> Tensor:
+        """``[m, 1]`` passes over the training part in the round, the last one perhaps cut short."""
+        per = self._per_epoch()
+        return (self.steps + per - 1) // per
+
+    def ends(self, span: Literal["epoch", "round"]) -> Tensor:
+        """``[m, 1]`` bool: step `k` of `iterate` is the client's last in an epoch, or in the round."""
+        last = self.steps == self.k + 1
+        return last if span == "round" else last | ((self.k + 1) % self._per_epoch() == 0)
+
+    def _per_epoch(self) -> Tensor:
+        """``[m, 1]`` steps of an epoch."""
+        if self.local.steps is None:
+            return self.steps.div(max(self.local.epochs, 1), rounding_mode="floor").clamp(min=1)
+        return torch.tensor([[self.local.batches(n)] for n in self.sizes[:, 0].tolist()], device=self.steps.device)
 
     def grad(self, w: Tensor, batch: Batch) -> Tensor:
         """Gradient of f_i on ``batch`` at ``w``, ``[m, d]``: clipped if set so, weight decay included."""
@@ -172,7 +196,8 @@ class Work:
     def plan(self, stream: Purpose, steps: Tensor) -> Plan:
         """The batches of a stream: ``steps`` ``[m]`` of them for each client."""
         size = None if self.local.batch_size == "full" else self.local.batch_size
-        return make_plan(self.ids, self.sizes[:, 0], steps, size, self.seed, self.round, stream, self.oracle.locate)
+        named = (self.seed, self.round, stream, self.oracle.locate, self.given)
+        return make_plan(self.ids, self.sizes[:, 0], steps, size, *named)
 
     def idle(self) -> Work:
         """The same clients, none of which takes a step."""
@@ -184,7 +209,9 @@ class Work:
 
     def take(self, which: slice | Tensor) -> Work:
         """The work of some of the clients."""
-        return self._with(**{name: getattr(self, name)[which] for name in ("ids", "weight", "sizes", "steps", "slots")})
+        parts = {name: getattr(self, name)[which] for name in ("ids", "weight", "sizes", "steps", "slots")}
+        given = self.given and [self.given[i] for i in torch.arange(self.m)[which].tolist()]
+        return self._with(**parts, given=given)
 
     def _with(self, **changes: Any) -> Work:
         other = object.__new__(Work)

@@ -8,17 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fedloom.errors import RunStopped, Stop
 from fedloom.experiment import Experiment, Plan, parse
 from fedloom.experiment.events import Event, Listener
-from fedloom.experiment.schema import Method
 from fedloom.processes.distributed import check_alone
 from fedloom.reproduce import summary as summaries
-from fedloom.reproduce.as_published import AS_PUBLISHED
 from fedloom.reproduce.choices import (
     TRIALS,
     check_folder,
@@ -33,7 +30,6 @@ from fedloom.reproduce.choices import (
 from fedloom.reproduce.recipe import Recipe, Scale
 from fedloom.reproduce.summary import Summary
 from fedloom.storage.files import file_name
-from fedloom.values import choose
 
 Show = Callable[[int | Mapping[str, int]], AbstractContextManager[Listener]]
 """Shows the progress of runs that have so many rounds together, or by label of the method."""
@@ -49,18 +45,7 @@ def experiment(document: Mapping[str, Any], where: str, workers: int | str = 1) 
     Raises:
         ConfigError: as `fedloom.experiment.parse`.
     """
-    methods = [{k: v for k, v in m.items() if k != "as_published"} for m in document["method"]]
-    engine = {"workers": workers, **document.get("engine", {})}
-    parsed = parse({**document, "method": methods, "engine": engine}, where)
-    pairs = zip(parsed.methods, document["method"], strict=True)
-    return replace(parsed, methods=tuple(_published(m) if t.get("as_published") else m for m, t in pairs))
-
-
-def _published(method: Method) -> Method:
-    kind = choose("method as published", AS_PUBLISHED, method.algorithm)
-    fields = method.setting.method
-    algorithm = kind(**{k: getattr(fields, k) for k in fields.model_fields_set})
-    return replace(method, setting=method.setting.with_(algorithm=algorithm))
+    return parse({**document, "engine": {"workers": workers, **document.get("engine", {})}}, where)
 
 
 class Budget:

@@ -12,7 +12,6 @@ A recipe is an experiment file with more tables:
   out, ``options.LABEL`` changes one method, ``budget`` is in core-minutes, ``says`` is the sentence for the report.
 - ``choose = {KEY = [values]}`` in a ``[[method]]``: values of which one is chosen on validation data, by
   `fedloom.tune`; `choices`.
-- ``as_published = true`` in a ``[[method]]``: the variant of the method in its public code; `as_published`.
 """
 
 from __future__ import annotations
@@ -147,7 +146,7 @@ class Recipe:
         return hashlib.sha256(json.dumps(self.at(scale), sort_keys=True).encode()).hexdigest()[:16]
 
     def at(self, scale: Scale, seeds: Sequence[int] = (), only: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
-        """The experiment document of every variant, with ``choose`` and ``as_published`` still in the methods.
+        """The experiment document of every variant, with ``choose`` still in the methods.
 
         Raises:
             ConfigError: a variant or method that the recipe does not have.

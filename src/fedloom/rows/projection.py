@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedloom.errors import ConfigError
 from fedloom.rows.algebra import norm
 from fedloom.seeds import generator
 
@@ -31,14 +32,26 @@ def new_key(gen: torch.Generator) -> Tensor:
     return torch.randint(256, (16,), generator=gen, dtype=torch.uint8).view(torch.int64)
 
 
-def projection(key: Tensor, k: int | None, like: Tensor) -> Projection:
+def projection(key: Tensor, k: int | None, like: Tensor, given: Tensor | None = None) -> Projection:
     """The projection of a key: Gaussian rows of length 1; the identity when ``k`` is None.
 
     Args:
         key: of `new_key`.
         k: dimensions of the subspace.
         like: ``[..., d]``; its d, dtype and device are those of the projection.
+        given: ``[k, d]``, the matrix itself, in place of the key's.
+
+    Raises:
+        ConfigError: the given matrix has another shape, or there is none as k is None.
     """
+    if given is not None:
+        if k is None:
+            raise ConfigError(
+                "projection and dim = None contradict each other: dim = None is the identity; leave one out"
+            )
+        if given.shape != (k, like.shape[-1]):
+            raise ConfigError(f"projection must be [{k}, {like.shape[-1]}] (dim, parameters), got {[*given.shape]}")
+        return Projection(given.to(like))
     if k is None:
         return Projection(None)
     return Projection(_matrix(tuple(key.tolist()), k, like.shape[-1], like.dtype, like.device))

@@ -1,0 +1,168 @@
+"""Replay: what a run takes from elsewhere in place of its own draws, to follow other people's code step by step."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.errors import ConfigError, nearest
+from fedloom.local.batches import Given
+from fedloom.rows.layout import Layout
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Given values; what is None is drawn by the run.
+
+    Attributes:
+        initial: ``[d]``, in the order of the model's ``named_parameters()``, or these by name (a state dict).
+        cohorts: client ids of every round; a client that is there twice counts twice in a mean.
+        batches: of every client (a list of n, or by id), of every round a list of steps, each a list of positions in
+            the client's training part. They are those of the stream "local"; for a method with more streams, of which
+            an error gives the names, a round is a table of such lists by stream. A client takes as many steps as there
+            are batches, unless ``local.steps`` is given.
+        projection: ``[dim, d]``, the matrix of a method in a subspace (Lp-Proj, ADMM-Lp-Proj).
+    """
+
+    initial: Tensor | Mapping[str, Tensor] | None = None
+    cohorts: Sequence[Sequence[int] | Tensor] | None = None
+    batches: Sequence[Any] | Mapping[int, Any] | None = None
+    projection: Tensor | None = None
+    _read: dict[int, dict[int, Given]] = field(default_factory=dict, init=False, repr=False)
+
+    def start(self, own: Tensor, layout: Layout) -> Tensor:
+        """The initial model ``[d]``; ``own`` where none is given.
+
+        Raises:
+            ConfigError: of another model, or not finite.
+        """
+        if self.initial is None:
+            return own
+        if isinstance(self.initial, Mapping):
+            shapes = dict(zip(layout.names, layout.shapes, strict=True))
+            for name in self.initial:
+                if name not in shapes:
+                    raise ConfigError(f"initial: the model has no parameter {name!r}; {nearest(name, shapes)}")
+            for name, shape in shapes.items():
+                got = self.initial.get(name)
+                if got is None or torch.as_tensor(got).shape != shape:
+                    found = "nothing" if got is None else [*torch.as_tensor(got).shape]
+                    raise ConfigError(f"initial: parameter {name!r} must have shape {[*shape]}, got {found}")
+            given = layout.flatten({name: torch.as_tensor(self.initial[name]) for name in layout.names})
+        else:
+            given = torch.as_tensor(self.initial)
+        if given.shape != own.shape:
+            raise ConfigError(f"initial must be a vector [{layout.d}] or a state dict, got shape {[*given.shape]}")
+        given = given.detach().to(own)
+        if not bool(given.isfinite().all()):
+            raise ConfigError("initial must be finite, got NaN or infinity")
+        return given
+
+    def cohort(self, round: int) -> Tensor | None:
+        """Ids of the clients of a round, from 1, if they are given."""
+        return None if self.cohorts is None else torch.as_tensor(self.cohorts[round - 1], dtype=torch.long)
+
+    def given(self, round: int, ids: Tensor) -> list[Given] | None:
+        """The batches of clients in a round, from 1, by stream, if they are given."""
+        return None if self.batches is None else [self._read[i][round] for i in ids.tolist()]
+
+    def check(self, rounds: int, sizes: Tensor) -> None:
+        """Read cohorts and batches.
+
+        Args:
+            rounds: of the run.
+            sizes: ``[n, 1]`` training samples.
+
+        Raises:
+            ConfigError: a wrong length, an id or a position out of range, or a client of a cohort without batches.
+        """
+        n = len(sizes)
+        if self.cohorts is not None:
+            _exactly("cohorts", "rounds", len(self.cohorts), rounds)
+            for t, given in enumerate(self.cohorts, 1):
+                _integers(f"cohorts: round {t}", "client ids", given, n)
+        if self.batches is None:
+            return
+        if not isinstance(self.batches, Mapping):
+            _exactly("batches", "clients", len(self.batches), n)
+        clients = self.batches if isinstance(self.batches, Mapping) else dict(enumerate(self.batches))
+        _integers("batches", "client ids", list(clients), n)
+        for i, rounds_of in clients.items():
+            _exactly(f"batches: client {i}", "rounds", len(rounds_of), rounds)
+            size = int(sizes[i, 0])
+            self._read[i] = {t: _streams(i, t, given, size) for t, given in enumerate(rounds_of, 1)}
+        for t in range(1, rounds + 1):
+            cohort = self.cohort(t)
+            missing = sorted(set(range(n) if cohort is None else cohort.tolist()) - set(self._read))
+            if missing:
+                raise ConfigError(f"batches: round {t} has client {missing[0]}, of which there are no batches")
+
+    def marks(self) -> dict[str, str]:
+        """A digest of everything that is given, by name; what a checkpoint must agree on."""
+        found = {}
+        for name in ("initial", "cohorts", "batches", "projection"):
+            if getattr(self, name) is not None:
+                digest = hashlib.blake2b(digest_size=8)
+                _feed(digest, self._read if name == "batches" else getattr(self, name))
+                found[f"replay.{name}"] = digest.hexdigest()
+        return found
+
+
+def _streams(client: int, round: int, given: Any, size: int) -> Given:
+    """The batches ``[steps, b]`` of a client's round by stream, short ones padded with -1."""
+    named = given if isinstance(given, Mapping) else {"local": () if given is None else given}
+    found = {}
+    for stream, steps in named.items():
+        where = f"batches: client {client}, round {round}" + (f", stream {stream!r}" if stream != "local" else "")
+        drawn = [_integers(f"{where}, step {k}", "positions", b, size) for k, b in enumerate(steps, 1)]
+        table = torch.full((len(drawn), max(map(len, drawn), default=1)), -1)
+        for row, batch in zip(table, drawn, strict=True):
+            row[: len(batch)] = batch
+        found[stream] = table
+    return found
+
+
+def _exactly(where: str, what: str, got: int, wanted: int) -> None:
+    if got != wanted:
+        raise ConfigError(f"{where}: must have one entry for each of the {wanted} {what}, got {got}")
+
+
+def _integers(where: str, what: str, given: Any, below: int) -> Tensor:
+    """Whole numbers from 0 to ``below`` - 1, at least one."""
+    try:
+        found = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.empty(0)
+    whole = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
+    if found.dim() != 1 or not len(found) or not whole:
+        raise ConfigError(f"{where}: must be a list of {what} from 0 to {below - 1}, not empty, got {_short(given)}")
+    out = (found < 0) | (found >= below)
+    if bool(out.any()):
+        raise ConfigError(f"{where}: {what} are from 0 to {below - 1}, got {int(found[out][0])}")
+    return found.long()
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _feed(digest: Any, value: Any) -> None:
+    """Everything in ``value`` into a digest."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            digest.update(repr(key).encode())
+            _feed(digest, part)
+    elif isinstance(value, Tensor) or not isinstance(value, Sequence) or not value or not hasattr(value[0], "__len__"):
+        tensor = torch.as_tensor(value).detach().cpu().contiguous()
+        digest.update(f"{tensor.dtype}{[*tensor.shape]}".encode())
+        digest.update(tensor.numpy().tobytes())
+    else:
+        digest.update(f"[{len(value)}]".encode())
+        for part in value:
+            _feed(digest, part)
