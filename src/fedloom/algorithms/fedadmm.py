@@ -24,13 +24,14 @@ the theory's) the server's model is the mean of u over ALL clients; with 1 it mo
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Model
+from fedloom.algorithms._base import Algorithm, Derived, Mean, Model
 from fedloom.local import Ctx, Work, descend, where_moved
 
 
@@ -50,13 +51,18 @@ class Up(NamedTuple):
 class FedADMM(Algorithm):
     """FedADMM (Gong et al. 2022, Algorithm 1)."""
 
-    rho: float = Field(0.01, gt=0, description="penalty rho; 0.01 in the experiments (Sec. V)")
+    rho: Derived = Field(None, description="penalty rho; 1/reach when not given; 0.01 in the experiments (Sec. V)")
     server_lr: Annotated[float, Field(gt=0)] | Literal["fraction"] = Field(
         1.0, description="eta; 1 in the experiments (0.5 from round 60 on), 'fraction' is |S|/n"
     )
     start: Literal["server", "client"] = Field(
         "server", description="where local SGD starts: theta (public code) or the client's own w_i"
     )
+
+    paper: ClassVar[Mapping[str, Any]] = {"rho": 0.01}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"rho": 1 / ctx.reach}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(x0, torch.zeros_like(x0)), None

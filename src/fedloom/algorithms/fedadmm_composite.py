@@ -23,13 +23,13 @@ Use it like FedDR, to which it is equal with alpha = 1: composite problems with 
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Model, Point, Sent
+from fedloom.algorithms._base import Algorithm, Derived, Model, Point, Sent
 from fedloom.algorithms._regulariser import Regulariser, proximal
 from fedloom.local import Ctx, Work, descend
 
@@ -50,10 +50,13 @@ class Client(NamedTuple):
 class FedADMMComposite(Algorithm):
     """Composite FedADMM (Wang et al. 2022, Algorithm 1)."""
 
-    eta: float = Field(1.0, gt=0, description="inverse penalty; the paper gives no one value")
+    eta: Derived = Field(None, description="inverse penalty; 2 reach when not given; the paper gives no one value")
     regulariser: Regulariser = Field(None, description="g, a function with a prox; none when not given")
 
     family: ClassVar[str] = "composite"
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"eta": 2 * ctx.reach}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
         return Model(x0), Client(x0, torch.zeros_like(x0)), Point(x0)

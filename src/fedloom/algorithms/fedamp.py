@@ -24,13 +24,14 @@ server sees single models: no secure aggregation.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept
+from fedloom.algorithms._base import Algorithm, Derived, Kept
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows import algebra
 
@@ -57,11 +58,18 @@ class FedAMP(Algorithm):
     """FedAMP (Huang et al. 2021, Algorithm 1)."""
 
     lam: float = Field(1.0, ge=0, description="lambda, weight of the attraction")
-    alpha: float = Field(1.0, gt=0, description="step alpha_k of the mixing")
-    sigma: float = Field(1.0, gt=0, description="width sigma of A(t) = 1 - exp(-t/sigma)")
+    alpha: Derived = Field(None, description="step alpha_k of the mixing; the reach when not given; 1 in PFLlib")
+    sigma: Derived = Field(
+        None, description="width sigma of A(t) = 1 - exp(-t/sigma); 2 (n - 1) alpha when not given; 1 in PFLlib"
+    )
 
     mixes: ClassVar[bool] = True
     family: ClassVar[str] = "personalised"
+    paper: ClassVar[Mapping[str, Any]] = {"alpha": 1.0, "sigma": 1.0}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        alpha = self.alpha or ctx.reach
+        return {"alpha": alpha, "sigma": 2 * max(ctx.n - 1, 1) * alpha}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Nothing, Client, Up]:
         return Nothing(), Client(x0), Up(x0)

@@ -32,8 +32,9 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean
-from fedloom.algorithms._regulariser import Regulariser, proximal
+from fedloom.algorithms._regulariser import Regulariser, proximal, unregularised
 from fedloom.local import Batch, Ctx, Nothing, Work, iterate, step_
+from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
@@ -74,6 +75,9 @@ class FedDualAvg(Algorithm):
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
         return Server(x0, x0, torch.zeros_like(x0[:1])), Nothing(), None
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        return unregularised(self, "FedAvg")
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         def step(rows: _Dual, work: Work, batch: Batch) -> _Dual:

@@ -24,13 +24,14 @@ diverge.
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Model
+from fedloom.algorithms._base import Algorithm, Derived, Mean, Model
 from fedloom.local import Ctx, Work, descend
 
 
@@ -56,9 +57,14 @@ class Up(NamedTuple):
 class FedDyn(Algorithm):
     """FedDyn (Acar et al. 2021, Algorithm 1)."""
 
-    alpha: float = Field(
-        0.01, gt=0, description="dynamic regularisation; 0.01 in the authors' example (grid .1 .01 .001)"
+    alpha: Derived = Field(
+        None, description="dynamic regularisation; 1/reach when not given; 0.01 in the authors' example"
     )
+
+    paper: ClassVar[Mapping[str, Any]] = {"alpha": 0.01}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"alpha": 1 / ctx.reach}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         zero = torch.zeros_like(x0)

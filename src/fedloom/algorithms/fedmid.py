@@ -31,8 +31,9 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean, Model, Sent
-from fedloom.algorithms._regulariser import Regulariser, proximal, with_prox
+from fedloom.algorithms._regulariser import Regulariser, proximal, unregularised, with_prox
 from fedloom.local import Ctx, Nothing, Work, descend
+from fedloom.rows.layout import Layout
 
 
 class Down(NamedTuple):
@@ -58,6 +59,9 @@ class FedMiD(Algorithm):
     plain_sgd: ClassVar[str | None] = (
         "its thresholds are the step size times the weight of psi, which momentum outgrows"
     )
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        return unregularised(self, "FedAvg")
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         psi = with_prox(self.regulariser)

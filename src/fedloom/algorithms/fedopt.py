@@ -25,13 +25,13 @@ Use it where some coordinates see rare gradients (embeddings); tune server_lr an
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Delta, Model
+from fedloom.algorithms._base import Algorithm, Delta, Derived, Model
 from fedloom.local import Ctx, Nothing, Work, descend
 
 
@@ -47,12 +47,17 @@ class FedOpt(Algorithm):
     """FedOpt (Reddi et al. 2021, Algorithm 2)."""
 
     optimiser: Literal["momentum", "adagrad", "adam", "yogi"] = Field("adam", description="the server's optimiser")
-    server_lr: float = Field(0.1, gt=0, description="server step size eta; tuned in the paper (Table 8)")
+    server_lr: Derived = Field(
+        None, description="server step size eta; reach/10, or 0.1 with momentum, when not given; tuned in the paper"
+    )
     beta1: float | None = Field(
         None, ge=0, lt=1, description="decay of the first moment; 0.9, and 0 for Adagrad, when not given (Sec. 4)"
     )
     beta2: float = Field(0.99, ge=0, lt=1, description="decay of the second moment of Adam and Yogi (Sec. 4)")
     tau: float = Field(1e-3, gt=0, description="adaptivity tau (Sec. 4)")
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"server_lr": 0.1 if self.optimiser == "momentum" else ctx.reach / 10}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
         return Server(x0, torch.zeros_like(x0), torch.full_like(x0, self.tau**2)), Nothing(), None

@@ -26,13 +26,14 @@ saves communication only where clients differ little.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Model, Point
+from fedloom.algorithms._base import Algorithm, Derived, Model, Point
 from fedloom.local import Ctx, Work, descend, iterate
 
 
@@ -59,12 +60,15 @@ class _Iterate(NamedTuple):
 class FedPD(Algorithm):
     """FedPD (Zhang et al. 2021, Algorithm 1)."""
 
-    eta: float = Field(
-        1.0, gt=0, description="inverse penalty; 1 for heterogeneous and 10 for alike clients (FedDR's scripts)"
-    )
+    eta: Derived = Field(None, description="inverse penalty; 2 reach when not given; 1 and 10 in FedDR's scripts")
     skip: float = Field(
         0.0, ge=0, lt=1, description="probability p of an iteration without communication (Algorithm 1)"
     )
+
+    paper: ClassVar[Mapping[str, Any]] = {"eta": 1.0}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"eta": 2 * ctx.reach}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
         return Model(x0), Client(x0, torch.zeros_like(x0)), Point(x0)

@@ -21,7 +21,8 @@ Use it when clients share features but not labels. A model that is all head (sof
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 from torch import Tensor
@@ -54,9 +55,10 @@ class FedRep(Algorithm):
     """FedRep (Collins et al. 2021, Algorithm 1)."""
 
     head: tuple[str, ...] = Field((), description="prefixes of the head's parameters; the last layer when empty")
-    head_epochs: int = Field(10, ge=0, description="tau, epochs of the head per round; 10 in the public code")
+    head_epochs: int = Field(4, ge=0, description="tau, epochs of the head per round; 10 in the public code")
 
     family: ClassVar[str] = "personalised"
+    paper: ClassVar[Mapping[str, Any]] = {"head_epochs": 10}
 
     def part(self, name: str, layout: Layout) -> Tensor:
         return ~masks.head(layout, self.head)

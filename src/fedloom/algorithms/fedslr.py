@@ -33,13 +33,14 @@ other alternative, the prox in every local step, is LPGD.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Sent
+from fedloom.algorithms._base import Algorithm, Derived, Mean, Sent
 from fedloom.algorithms._regulariser import Components, penalties
 from fedloom.local import Ctx, Work, descend
 from fedloom.rows.prox import Prox
@@ -81,7 +82,7 @@ class Seen(NamedTuple):
 class FedSLR(Algorithm):
     """FedSLR (Huang et al. 2023, Algorithm 3)."""
 
-    eta_g: float = Field(10.0, gt=0, description="proximal step size eta_g (Sec. 6.1)")
+    eta_g: Derived = Field(None, description="proximal step size eta_g; 3 reach when not given; 10 in Sec. 6.1")
     lam: float = Field(1e-4, ge=0, description="weight lambda of the GKR's penalty (Sec. 6.1)")
     mu: float = Field(1e-3, ge=0, description="weight mu of the personal penalty (Sec. 6.1)")
     personal_epochs: int | None = Field(1, ge=0, description="epochs of phase II (Sec. 6.1); None: the local steps")
@@ -91,6 +92,10 @@ class FedSLR(Algorithm):
 
     family: ClassVar[str] = "personalised"
     plain_sgd: ClassVar[str | None] = "its local thresholds are the step size times mu, which momentum outgrows"
+    paper: ClassVar[Mapping[str, Any]] = {"eta_g": 10.0}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"eta_g": 3 * ctx.reach}
 
     def proxes(self) -> dict[str, Prox]:
         return penalties(self.components, self.lam, self.mu)

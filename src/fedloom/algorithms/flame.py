@@ -29,13 +29,14 @@ each client the better of both on its validation part.
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Model, Point, check_full_gradients
+from fedloom.algorithms._base import Algorithm, Derived, Model, Point, check_full_gradients
 from fedloom.local import Ctx, Work, descend, iterate
 from fedloom.rows.layout import Layout
 
@@ -59,8 +60,10 @@ class _Solve(NamedTuple):
 class FLAME(Algorithm):
     """FLAME (Algorithm 1)."""
 
-    lam: float = Field(1.0, gt=0, description="Moreau weight lambda; 1 in Table III")
-    rho: float = Field(0.1, gt=0, description="ADMM penalty rho; 0.1 in Table III, 0.02 with 50 clients (robustness)")
+    lam: Derived = Field(
+        None, description="Moreau weight lambda; 1/(reach sqrt(rounds)) when not given; 1 in Table III"
+    )
+    rho: Derived = Field(None, description="ADMM penalty rho; the largest lam alpha_i when not given; 0.1 in Table III")
     eps0: float | None = Field(
         None, gt=0, description="eps^0 of Eq. 18, before the first round; None: the run's epochs of SGD"
     )
@@ -69,6 +72,11 @@ class FLAME(Algorithm):
 
     family: ClassVar[str] = "personalised"
     uses_shares: ClassVar[bool] = True
+    paper: ClassVar[Mapping[str, Any]] = {"lam": 1.0, "rho": 0.1}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        lam = self.lam or 1 / (ctx.reach * ctx.rounds**0.5)
+        return {"lam": lam, "rho": lam * float(ctx.weight.max())}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
         return Model(x0), Client(x0, x0, torch.zeros_like(x0), x0.new_tensor([self.eps0 or 0.0])), Point(x0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fedloom.algorithms._base import Algorithm
+from fedloom.algorithms._base import Algorithm, chosen_settings
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedprox import FedProx
 from fedloom.choose import Clustered, EquitableWeigher, FairFedWeigher, PowerOfChoice, Sampler, Weigher
@@ -51,12 +52,20 @@ class Preset:
         """Every option by name, with the field of the part that takes it."""
         return {n: f for part in self.parts for n, f in part.model_fields.items() if n != "kind"}
 
+    @property
+    def paper(self) -> Mapping[str, Any]:
+        """The paper's own constants where a default is another."""
+        return self.algorithm.paper
+
     def __call__(self, **options: Any) -> Composition:
         """The composition with some options given.
 
         Raises:
             ConfigError: an option that no part has; pydantic's ValidationError for a value out of range.
         """
+        if "settings" in options:
+            options = {**chosen_settings(options["settings"], self.paper), **options}
+            del options["settings"]
         given = {**self.defaults, **options}
         for name in given:
             if name not in self.options:

@@ -25,12 +25,12 @@ Use it for a more even accuracy over clients at some cost of the mean; tune q. q
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Model
+from fedloom.algorithms._base import Algorithm, Derived, Mean, Model
 from fedloom.local import Ctx, Nothing, Work, descend
 
 SMALLEST = 1e-10
@@ -48,17 +48,19 @@ class QFFL(Algorithm):
     """q-FFL by q-FedAvg (Li et al. 2020, Algorithm 2)."""
 
     q: float = Field(1.0, ge=0, description="fairness; 0 is FedAvg (Sec. 4: tuned in {0.001, 0.01, 0.1, 1, 2, 5, ...})")
-    lipschitz: float | None = Field(None, gt=0, description="L; 1 / step size of the round when not given (Sec. 3.3)")
+    lipschitz: Derived = Field(None, description="L; 1/reach when not given; 1 / step size in Sec. 3.3")
 
     family: ClassVar[str] = "fair"
 
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"lipschitz": 1 / ctx.reach}
+
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         x, q = down.x, self.q
-        lipschitz = 1 / work.lr if self.lipschitz is None else self.lipschitz
         change = descend(x, work) - x  # -Dw_k / L
         f = work.loss(x).clamp(min=SMALLEST)  # F_k(w^t)
         square = (change * change).sum(1, keepdim=True)
-        h = q * f ** (q - 1) * lipschitz * square + f**q  # h_k / L
+        h = q * f ** (q - 1) * self.lipschitz * square + f**q  # h_k / L
         return Up(f**q * change, h), rows  # -Delta_k / L
 
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:

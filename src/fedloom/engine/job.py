@@ -146,8 +146,8 @@ class Job:
         """What the server's side knows in a round with the cohort ``ids``; all clients when None."""
         ids = torch.arange(self.n) if ids is None else ids
         layout, sizes, groups = self.oracle.layout, self.train_sizes, self.fed.groups
-        local, seed = self.setting.local, self.setting.seed
-        return Ctx(round, self.n, len(ids), ids, layout, self.alpha, sizes, groups, local, seed)
+        local, seed, rounds = self.setting.local, self.setting.seed, self.setting.rounds
+        return Ctx(round, self.n, len(ids), ids, layout, self.alpha, sizes, groups, local, seed, rounds)
 
     def work(self, round: int, ids: Tensor) -> Work:
         """The local problems of clients in a round."""

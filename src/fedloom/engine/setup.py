@@ -82,13 +82,14 @@ def make_job(setting: Setting, fed: Federation, *, folder: Path | None = None, r
         else torch.full((fed.n, 1), 1 / fed.n, dtype=torch.float64)
     )
     ids = torch.arange(fed.n)
-    ctx = Ctx(0, fed.n, fed.n, ids, layout, shares.to(dtype), sizes, fed.groups, setting.local, seed)
+    ctx = Ctx(0, fed.n, fed.n, ids, layout, shares.to(dtype), sizes, fed.groups, setting.local, seed, setting.rounds)
     with blamed("method", method, "init"):
+        method = method.settled(ctx)
         server, template, kept = method.init(layout.vector(module, dtype).to(device), ctx)
     if sampler.probes and method.global_model(server) is None:
         name = type(method).__name__
         raise Refused(f"sampler {sampler.kind!r} asks clients about the global model, but {name} has none")
-    notes = [*method.check(layout, ctx), *_counted_once(method, sampler)]
+    notes = [*method.check(layout, ctx), *_counted_once(method, sampler), *sampler.remarks(fed.n)]
     if aggregator is not None and not aggregator.weighted and not isinstance(weigher, UniformWeigher):
         notes.append(f"aggregator {_kind(aggregator)!r} reads no weights: weigher {weigher.kind!r} changes nothing")
     if weights == "samples" and not method.uses_shares:
@@ -114,7 +115,7 @@ def make_job(setting: Setting, fed: Federation, *, folder: Path | None = None, r
         return Store(fed.n, on_cpu, path=path, budget=engine.store_budget << 20, memory=memory)
 
     job = Job(
-        setting=setting,
+        setting=setting.with_(algorithm=method),
         oracle=oracle,
         fed=fed,
         judge=judge,

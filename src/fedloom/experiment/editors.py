@@ -55,7 +55,15 @@ def json_schema() -> str:
     fields: Any = {name: (f.annotation, f) for name, f in Setting.model_fields.items() if name in Setting.plain()}
     plain = create_model("Head", __base__=Head, **fields)
     head = one(plain)["properties"]
-    method = kinds(REGISTRY, "algorithm", **overrides, rounds=head["rounds"], label={"type": "string"})
+    words = {"enum": ["default", "paper"], "description": "constants of the options that are not given"}
+    method = kinds(
+        REGISTRY,
+        "algorithm",
+        **overrides,
+        rounds=head["rounds"],
+        label={"type": "string"},
+        settings=words,
+    )
     other_source = {
         "type": "object",
         "properties": {"source": {"type": "string", "pattern": "[/:.]"}},

@@ -199,7 +199,7 @@ def _method(options: Mapping[str, Any], local: Mapping[str, Any], common: Settin
     name: Any = options.get("algorithm")
     entry = choose("algorithm", REGISTRY, name, where, Algorithm)
     own = {k: v for k, v in options.items() if k not in ("algorithm", "label", *Setting.own)}
-    made: Any = make(entry, own, where, {**fields_of(entry), **dict.fromkeys(("label", *Setting.own))})
+    made: Any = make(entry, own, where, {**fields_of(entry), **dict.fromkeys(("label", "settings", *Setting.own))})
     label = make(_Label, {"label": options.get("label", name.rpartition(":")[2])}, where, _Label.model_fields).label
     given = {k: v for k, v in options.items() if k in Setting.own}
     for what, kind in Setting.tables().items():
