@@ -58,7 +58,7 @@ class FedAMP(Algorithm):
     """FedAMP (Huang et al. 2021, Algorithm 1)."""
 
     lam: float = Field(1.0, ge=0, description="lambda, weight of the attraction")
-    alpha: Derived = Field(None, description="step alpha_k of the mixing; the reach when not given; 1 in PFLlib")
+    alpha: Derived = Field(None, description="step of the mixing; reach sqrt(rounds) when not given; 1 in PFLlib")
     sigma: Derived = Field(
         None, description="width sigma of A(t) = 1 - exp(-t/sigma); 2 (n - 1) alpha when not given; 1 in PFLlib"
     )
@@ -68,7 +68,7 @@ class FedAMP(Algorithm):
     paper: ClassVar[Mapping[str, Any]] = {"alpha": 1.0, "sigma": 1.0}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        alpha = self.alpha or ctx.reach
+        alpha = self.alpha or ctx.reach * ctx.rounds**0.5
         return {"alpha": alpha, "sigma": 2 * max(ctx.n - 1, 1) * alpha}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Nothing, Client, Up]:

@@ -48,7 +48,7 @@ class FedOpt(Algorithm):
 
     optimiser: Literal["momentum", "adagrad", "adam", "yogi"] = Field("adam", description="the server's optimiser")
     server_lr: Derived = Field(
-        None, description="server step size eta; reach/10, or 0.1 with momentum, when not given; tuned in the paper"
+        None, description="server step size eta; reach/20, or 0.1 with momentum, when not given; tuned in the paper"
     )
     beta1: float | None = Field(
         None, ge=0, lt=1, description="decay of the first moment; 0.9, and 0 for Adagrad, when not given (Sec. 4)"
@@ -57,7 +57,7 @@ class FedOpt(Algorithm):
     tau: float = Field(1e-3, gt=0, description="adaptivity tau (Sec. 4)")
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        return {"server_lr": 0.1 if self.optimiser == "momentum" else ctx.reach / 10}
+        return {"server_lr": 0.1 if self.optimiser == "momentum" else ctx.reach / 20}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
         return Server(x0, torch.zeros_like(x0), torch.full_like(x0, self.tau**2)), Nothing(), None
