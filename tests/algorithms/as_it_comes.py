@@ -8,10 +8,9 @@ The federations are small on purpose: what a default does wrong shows in seconds
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,9 +48,7 @@ class Normed(ModelSpec):
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         width = int(np.prod(shape))
-        return nn.Sequential(
-            nn.Flatten(), nn.Linear(width, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, outputs)
-        )
+        return nn.Sequential(nn.Flatten(), nn.Linear(width, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, outputs))
 
 
 @dataclass(frozen=True)
@@ -141,12 +138,10 @@ def measure(name: str, case: str) -> dict[str, Any]:
     fedavg, local, other = references(case, normed)
     result = CASES[case].run(method, normed=normed)
     own, spread = models(result), apart(models(other)["global"], models(fedavg)["global"])
-    nearest = {
-        "fedavg": min(apart(w, models(fedavg)["global"]) for w in own.values()),
-        "local": min(apart(w, models(local)["personal"]) for w in own.values()),
-    }
-    if result.job.n != fedavg.job.n:
-        nearest = {"fedavg": 9.0, "local": 9.0}
+    chief = own.get("personal", own.get("global"))
+    if name == "centralized":  # one client, whose model is everyone's
+        chief = own["global"].expand(fedavg.job.n, -1)
+    moved = {"fedavg": apart(chief, models(fedavg)["global"]), "local": apart(chief, models(local)["personal"])}
     return {
         "method": name,
         "case": case,
@@ -154,7 +149,7 @@ def measure(name: str, case: str) -> dict[str, Any]:
         "models": figures(result),
         "gradients": cost(result) / cost(fedavg),
         "zeros": {k: float((w == 0).double().mean()) for k, w in own.items()},
-        "moved": nearest,
+        "moved": moved,
         "seeds": spread,
         "notes": list(result.job.notes),
         "fedavg": figures(fedavg)["global"],
@@ -171,3 +166,56 @@ def cost(result: Result) -> float:
 def references(case: str, normed: bool) -> tuple[Result, Result, Result]:
     run = CASES[case].run
     return run("fedavg", normed=normed), run("local", normed=normed), run("fedavg", seed=1, normed=normed)
+
+
+def broken(found: dict[str, Any]) -> list[str]:
+    """What of the law a measured default breaks, in words; empty where it obeys."""
+    name, case, wrong = found["method"], found["case"], []
+    family = family_of(name)
+    if found["stop"] != "done":
+        wrong.append(f"ends by {found['stop']!r}")
+    mean = {model: figure["mean"] for model, figure in found["models"].items()}
+    floor = min(found["fedavg"]["mean"], found["local"]["mean"]) - (FAIR_POINTS if family == "fair" else POINTS)
+    if max(mean.values()) < floor:
+        wrong.append(f"its better model has {max(mean.values()):.3f}, the least is {floor:.3f}")
+    if found["gradients"] > GRADIENTS:
+        wrong.append(f"it takes {found['gradients']:.1f} times FedAvg's gradients")
+    if found["notes"] or name in ("fedavg", "local", "centralized"):
+        return wrong
+    if min(found["moved"].values()) < found["seeds"]:
+        wrong.append(f"no more apart from FedAvg or Local than two seeds: {found['moved']}, {found['seeds']:.3f}")
+    if family == "fair":
+        own, plain = found["models"]["global"], found["fedavg"]
+        if own["worst"] < plain["worst"] and own["loss_variance"] > plain["loss_variance"]:
+            wrong.append(f"{case}: neither the worst tenth nor the variance of the loss is better than FedAvg's")
+    if family == "personalised" and "global" in mean and mean["personal"] < mean["global"]:
+        wrong.append(f"its personal models have {mean['personal']:.3f}, its global model {mean['global']:.3f}")
+    return wrong
+
+
+def family_of(name: str) -> str:
+    entry = REGISTRY[name]
+    return (
+        {"equitable-fl": "fair", "fairfed": "fair"}.get(name, "preset") if isinstance(entry, Preset) else entry.family
+    )
+
+
+def main(out: Path, names: list[str]) -> None:
+    """Measure, and write what was measured."""
+    torch.set_num_threads(1)
+    kept = json.loads(out.read_text())["rows"] if out.exists() else []
+    names = names or list(REGISTRY)
+    rows = {(row["method"], row["case"]): row for row in kept if row["method"] in REGISTRY}
+    for case in CASES:
+        for name in names:
+            rows[name, case] = found = {**measure(name, case)}
+            found["broken"] = broken(found)
+            print(case, name, found["broken"] or "holds", flush=True)
+    order = [rows[name, case] for name in REGISTRY for case in CASES if (name, case) in rows]
+    table = {"command": f"python {Path(__file__).parent.name}/{Path(__file__).name}", "rounds": ROUNDS, "local": LOCAL}
+    table = {**table, "cases": {key: case.title for key, case in CASES.items()}, "rows": order}
+    out.write_text(json.dumps(table, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
