@@ -204,17 +204,16 @@ def main(out: Path, names: list[str]) -> None:
     """Measure, and write what was measured."""
     torch.set_num_threads(1)
     kept = json.loads(out.read_text())["rows"] if out.exists() else []
-    names = names or list(REGISTRY)
-    rows = {(row["method"], row["case"]): row for row in kept if row["method"] in REGISTRY}
+    rows = {(row["method"], row["case"]): row for row in kept}
+    head = {"command": f"python tests/algorithms/{Path(__file__).name} {out}", "rounds": ROUNDS, "local": LOCAL}
+    head |= {"cases": {key: case.title for key, case in CASES.items()}}
     for case in CASES:
-        for name in names:
-            rows[name, case] = found = {**measure(name, case)}
-            found["broken"] = broken(found)
-            print(case, name, found["broken"] or "holds", flush=True)
-    order = [rows[name, case] for name in REGISTRY for case in CASES if (name, case) in rows]
-    table = {"command": f"python {Path(__file__).parent.name}/{Path(__file__).name}", "rounds": ROUNDS, "local": LOCAL}
-    table = {**table, "cases": {key: case.title for key, case in CASES.items()}, "rows": order}
-    out.write_text(json.dumps(table, indent=1) + "\n")
+        for name in names or REGISTRY:
+            found = measure(name, case)
+            rows[name, case] = {**found, "broken": broken(found)}
+            print(case, name, rows[name, case]["broken"] or "holds", flush=True)
+            order = [rows[name, case] for name in REGISTRY for case in CASES if (name, case) in rows]
+            out.write_text(json.dumps({**head, "rows": order}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Every method works with its defaults: on three small federations it learns, at a fair price, and does what it is for."""
+"""Every method works with its defaults on three small federations: it learns, at a fair price, as its card says."""
 
 from __future__ import annotations
 

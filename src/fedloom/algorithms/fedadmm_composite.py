@@ -18,6 +18,9 @@ the last u of every client.
 
 Deviations: u travels, not its difference to the last one; the server's mean over all clients is the same.
 
+Defaults: eta = 2 reach, reach the length of a round (lr times its mean number of steps): the local steps then come
+near the prox of eta f_i, which a longer eta would leave half-solved.
+
 Use it like FedDR, to which it is equal with alpha = 1: composite problems with partial participation.
 """
 

@@ -23,6 +23,9 @@ eps (n^2). The paper's sigma_i differ (r0 r_i/n with the curvature r_i of the cl
 z_i / sum sigma_i is the mean of u. The curvature of the step is 1/lr of local training. Steps use full gradients:
 epochs and batch size of the run are not used.
 
+Defaults: one dual step after at most four linearised ones, and rho = 1/(4 lr inner), a quarter of what those steps
+undo: then no step is larger than those of gradient descent with lr.
+
 Use it where full gradients are cheap and communication is not. Many dual steps on one x come near a gradient step of
 size 1/rho: rho must then exceed half the curvature of the mean loss, whatever the authors' r0.
 """
@@ -60,7 +63,7 @@ class _Solve(NamedTuple):
 class FedADMMInexact(Algorithm):
     """Inexact FedADMM (Zhou and Li 2023, Algorithm 1)."""
 
-    rho: Derived = Field(None, description="penalty n sigma_i; 1/(2 lr inner) when not given; r0 r_i in MATLAB code")
+    rho: Derived = Field(None, description="penalty n sigma_i; 1/(4 lr inner) when not given; r0 r_i in MATLAB code")
     iterations: int = Field(1, ge=1, description="k_0, dual steps between two communications; 5 and more in the paper")
     inner: int = Field(4, ge=1, description="most linearised steps per dual step; 3 in the MATLAB code")
     eps0: Annotated[float, Field(gt=0)] | Literal["matlab"] = Field(
@@ -75,7 +78,7 @@ class FedADMMInexact(Algorithm):
     paper: ClassVar[Mapping[str, Any]] = {"rho": 1.0, "iterations": 5, "inner": 3, "eps0": "matlab"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        return {"rho": 1 / (2 * ctx.local.lr * self.inner)}
+        return {"rho": 1 / (4 * ctx.local.lr * self.inner)}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
         eps = x0.new_tensor([(ctx.n * self.iterations) ** 2 if self.eps0 == "matlab" else self.eps0])

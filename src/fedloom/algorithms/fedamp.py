@@ -18,6 +18,9 @@ Kept by a client: d (w). Sent per round: d down (a different u to every client),
 Deviations: mixtures are over the cohort; in the paper everyone takes part. The paper wants alpha_k so small that xi_ii
 is not negative; where it is not, the other weights are scaled to sum to 1. alpha_k is one number for all rounds.
 
+Defaults: alpha = reach sqrt(rounds), reach the length of a round (lr times its mean number of steps), as the pull
+lam/alpha is FLAME's; sigma = 2 (n - 1) alpha, by which xi_ii is at least 1/2.
+
 Use it with small models, whose distances mean something; for networks there is HeurFedAMP, which looks at angles. The
 server sees single models: no secure aggregation.
 """

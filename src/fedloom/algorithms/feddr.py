@@ -21,6 +21,9 @@ Deviations: clients start with x_i = y_i = x^0, so that a client's first round i
 = prox of x^0). u travels, not its difference to the last one; the server's mean over all clients is the same. The
 public code starts y at zero and weighs by samples.
 
+Defaults: eta = 2 reach, reach the length of a round (lr times its mean number of steps): the local steps then come
+near the prox of eta f_i, which a longer eta would leave half-solved.
+
 Use it for composite problems with partial participation. A large eta with few local steps behaves like local training;
 the regulariser's threshold at the server is eta times its weight.
 """

@@ -18,6 +18,9 @@ Deviations: the public code scales alpha by mean(n)/n_i and clips gradients at 1
 and clipping is a setting of local training. The difference w - x travels once: the server's h and its mean over the
 cohort both come from it.
 
+Defaults: alpha = 1/reach, reach the length of a round (lr times its mean number of steps): the memory hi then follows
+the gradient in about one round, and does not overshoot.
+
 Use it like SCAFFOLD, at half the traffic, with a local problem that is solved well. Large steps with small alpha can
 diverge.
 """

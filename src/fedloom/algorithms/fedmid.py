@@ -18,6 +18,8 @@ Kept by a client: nothing. Sent per round: d down (sparse or of low rank as the 
 Deviations: eta_c K, which the server's prox needs, travels as one number because clients may take different numbers of
 steps; the server takes its mean.
 
+Defaults: no regulariser, as it belongs to the problem; the method is then FedAvg, of which a run warns.
+
 Use it as the simplest composite baseline. The prox is taken twice per round (one client, one step: threshold 2 eta_c
 c), and the mean of sparse local models is not sparse ("curse of primal averaging"): its limit is biased even with one
 local step.

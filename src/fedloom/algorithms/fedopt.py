@@ -20,6 +20,9 @@ Kept by a client: nothing. Sent per round: d down, d up.
 Deviations: none from Algorithm 2; no bias correction, as there. Momentum is m <- beta1 m + Delta, x <- x + eta m. The
 mean over the cohort is uniform unless the run's weigher says otherwise.
 
+Defaults: the adaptive optimisers move no coordinate by much more than server_lr in a round: reach/20, reach the length
+of a local round (lr times its mean number of steps); with momentum 0.1 = 1 - beta1, FedAvg's speed in the end.
+
 Use it where some coordinates see rare gradients (embeddings); tune server_lr and tau together with the local lr.
 """
 

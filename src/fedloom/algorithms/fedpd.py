@@ -19,6 +19,9 @@ Deviations: a round here is all iterations from one communication to the next, s
 (geometric, the same for all clients) and sent along; iterations without communication then cost no traffic. The paper
 has every client take part; a client that does not is counted with its last u.
 
+Defaults: eta = 2 reach, reach the length of a round (lr times its mean number of steps): the local steps then come
+near the prox of eta f_i, which a longer eta would leave half-solved.
+
 Use it like FedDyn or FedADMM, of which it is the variant with full participation (eta = 1/alpha = 1/rho). ``skip``
 saves communication only where clients differ little.
 """

@@ -15,6 +15,9 @@ Kept by a client: nothing. Sent per round: d down, d up.
 Deviations: stragglers are not simulated (every client does its steps); the mean is uniform unless the weigher says
 otherwise, where the paper samples clients with probability p_k and takes a uniform mean.
 
+Defaults: mu = 1/(5 reach), reach the length of a round (lr times its mean number of steps): the pull takes back a
+tenth of a round's drift, whatever lr and epochs are.
+
 Use it where local training drifts: few rounds, many local steps. It slows clients down as much as it steadies them.
 """
 

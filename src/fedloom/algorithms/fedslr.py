@@ -26,6 +26,9 @@ does this. Algorithm 3 (one mean gamma) also with partial participation, where i
 starts at zero; the public code starts it at a copy of w_0 (``personal_start``). Weight decay acts on w + p in phase II;
 in the public code on p.
 
+Defaults: eta_g = 3 reach, reach the length of a round (lr times its mean number of steps): the local steps then come
+near the prox of eta_g f_i.
+
 Use it for personal models with few parameters of their own and a cheap download. ``components`` are the paper's LR+S,
 S+S, S+LR, LR+LR; ``method`` its alternative GPGD (FedAvg, then the prox), which lacks gamma and has a biased limit. The
 other alternative, the prox in every local step, is LPGD.

@@ -19,6 +19,8 @@ Deviations: the download is dense and masked by the client: the server needs no 
 uploads; the paper sends the masked model. Parameters with fewer than two dimensions are always in the mask. What is
 regrown is the largest gradients of one batch among all that is out, the pruned included.
 
+Defaults: T is the rounds of the run.
+
 Use it when clients can afford a part of the model only. ``density`` 1 is FedAvg.
 """
 

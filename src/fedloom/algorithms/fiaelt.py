@@ -23,11 +23,15 @@ than half of a cohort use up their iterations. Local SGD takes the steps of ``[l
 needs no L. Absent clients keep x_i and z_i. The iterations taken and L travel as two
 numbers, seen for each client. The public code is another method: its local problems have neither dual nor penalty.
 
+Defaults: beta = 1/(3 reach) for local SGD, reach the length of a round (lr times its mean number of steps): the local
+steps then come near the local solution; at most two rounds of steps, as (9) costs a pass over the data.
+
 Use it for composite problems on a few clients that all take part.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -37,6 +41,7 @@ from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean, Rows, Sent, check_full_gradients
 from fedloom.algorithms._regulariser import Regulariser, penalty, proximal
+from fedloom.errors import ConfigError
 from fedloom.local import Ctx, Work
 from fedloom.local.inexact import Solver, augmented_lagrangian, inexact, lyapunov_step
 from fedloom.local.smoothness import smoothness
@@ -134,6 +139,8 @@ class FIAELT(Algorithm):
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         if not server.beta:
+            if not 0 < float(up.smooth.max()) < math.inf:
+                raise ConfigError(f"FIAELT cannot measure L, got {float(up.smooth.max()):g}: give beta or smooth")
             return server._replace(beta=torch.maximum(5 * up.smooth.max(0).values, server.before))  # beta = 5 max L_i
         beta, before, share = server.beta, server.before, ctx.m / ctx.n
         xbar, zbar = server.xbar + up.dx * share, server.zbar + up.dz * share  # line 6

@@ -23,6 +23,11 @@ Deviations: the theta step starts at the client's theta and is pulled to its w_i
 pulls to the received w and moves the dual after every epoch. With ``eps0`` the theta step is gradient descent until the
 client's tolerance is met (Eqs. 17, 18), at most ``most`` steps; epochs and batch size of the run are not used then.
 
+Defaults: lam = 1/(reach sqrt(rounds)), between the pull that a round undoes and the one that only a whole run undoes;
+rho is the largest lam alpha_i, with which the first round's w is the mean of the theta_i. Theorem 1 also asks for (lam
+alpha_i/rho)^2 (1 + rho) < (lam alpha_i + rho)/2, which no small rho meets, nor the paper's own values; in practice
+larger lam slow the personal models and smaller ones the global model.
+
 Use it for personal models of clients with skewed labels, with a global model beside them; the hybrid model takes for
 each client the better of both on its validation part.
 """
@@ -84,15 +89,7 @@ class FLAME(Algorithm):
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if self.eps0 is not None:
             check_full_gradients("FLAME with eps0", ctx.local)
-        pull, rho = self.lam * ctx.weight, self.rho
-        square = (pull / rho) * (pull / rho)
-        broken = {  # of Theorem 1, the last one with L = 0, which is the weakest
-            "lam^2 alpha_i^2 (1 + rho)/rho^2 < (lam alpha_i + rho)/2": square * (1 + rho) >= (pull + rho) / 2,
-            "rho >= lam alpha_i": pull > rho,
-            "lam^2 alpha_i^2 (1 - rho^2)/rho^2 > (L alpha_i + rho)/2": square * (1 - rho * rho) <= rho / 2,
-        }
-        found = [f"{what} fails for {int(who.sum())} of {ctx.n} clients" for what, who in broken.items() if who.any()]
-        return [f"FLAME may not converge: of Theorem 1's conditions, {'; '.join(found)}"] if found else []
+        return []
 
     def client(self, down: Model, rows: Client, work: Work) -> tuple[Point, Client]:
         x, (theta, w, pi, eps) = down.x, rows

@@ -20,6 +20,9 @@ Deviations: w starts at zero, as in the public code. For 1 < p the code's step o
 its p-th power over p, unless p = 2; here the problem's (the same for p = 1). A local round has the run's local steps of
 theta (20 in the code), then one of w_i. Only sampled clients train; in the code all do.
 
+Defaults: lam = 1/(reach sqrt(rounds)), reach the length of a round (lr times its mean number of steps), so that the
+signs of p = 1, added up over a run, stay of order one; eta = reach, and one local round, the run's.
+
 Use it against attackers (p = 1 bounds the effect of one client on w) and where uploads must be tiny. There is no global
 model.
 """

@@ -21,6 +21,9 @@ Deviations: theta starts every round at the received model and is carried from b
 steps in place of the accuracy nu. The public code trains all clients and averages the sampled ones; here the sampled
 ones train. Its weight decay of 0.001 in the inner step is left to the run's settings.
 
+Defaults: lam = 1/reach, reach the length of a round (lr times its mean number of steps), so that a round leaves the
+pull and the data in balance; eta = 1/lam moves w_i to theta_i.
+
 Use it for personal models with one more knob than Ditto; with R > 1 its limit is not the Moreau minimiser unless all
 curvatures are equal (FLAME's is).
 """
