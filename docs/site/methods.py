@@ -26,7 +26,7 @@ FAMILIES = {
     "preset": "By composition",
     "reference": "For reference",
 }
-HEADS = ("Problem", "Reference", "References", "Kept by a client", "Deviations")
+HEADS = ("Problem", "Reference", "References", "Kept by a client", "Deviations", "Defaults")
 LIMITS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
 
 

@@ -24,14 +24,15 @@ from fedloom.rows.prox import Form, Prox, made_by
 from fedloom.values import Value
 
 
-def _or_derived(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+def or_derived(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """A validator of options whose default, None, is derived."""
     return None if value is None else check(value)
 
 
-Derived = Annotated[float, Gt(0), WrapValidator(_or_derived)]
+Derived = Annotated[float, Gt(0), WrapValidator(or_derived)]
 """Type of a positive option whose default, None, is derived by `Algorithm.derived` before the first round."""
 
-DerivedFrom0 = Annotated[float, Ge(0), WrapValidator(_or_derived)]
+DerivedFrom0 = Annotated[float, Ge(0), WrapValidator(or_derived)]
 """The same for an option that may be 0."""
 
 

@@ -114,6 +114,8 @@ single clients: no secure aggregation.
 
 Deviations: C counts the clusters that are not empty, so that the weights sum to 1.
 
+Defaults: mu is FedProx's.
+
 Use it when groups of clients of unequal size should be served equally well; with one cluster it is FedProx.
 """,
     FedProx,
@@ -193,6 +195,8 @@ hides it by secure aggregation.
 
 Deviations: weights are at least 0, as in Equitable-FL (``floor``). The global metric is formed from the cohort's. The
 paper's metrics of sensitive groups are left out.
+
+Defaults: beta = 1/n, the weight of a client: a gap of the accuracy of one half then moves a weight by half of itself.
 
 Use it as a baseline of client reweighing; with beta = 0 it is FedAvg weighed by samples.
 """,

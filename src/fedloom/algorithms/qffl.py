@@ -28,12 +28,13 @@ Use it for a more even accuracy over clients at some cost of the mean; tune q. q
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, WrapValidator
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, Mean, Model
+from fedloom.algorithms._base import Algorithm, Mean, Model, or_derived
 from fedloom.local import Ctx, Nothing, Work, descend
 
 SMALLEST = 1e-10
@@ -51,19 +52,23 @@ class QFFL(Algorithm):
     """q-FFL by q-FedAvg (Li et al. 2020, Algorithm 2)."""
 
     q: float = Field(1.0, ge=0, description="fairness; 0 is FedAvg (Sec. 4: tuned in {0.001, 0.01, 0.1, 1, 2, 5, ...})")
-    lipschitz: Derived = Field(None, description="L; 1/reach when not given; 1 / step size in Sec. 3.3")
+    lipschitz: Annotated[Annotated[float, Field(gt=0)] | Literal["step"], WrapValidator(or_derived)] = Field(
+        None, description="L; 1/reach when not given; 'step': 1 / step size of the round (Sec. 3.3)"
+    )
 
     family: ClassVar[str] = "fair"
+    paper: ClassVar[Mapping[str, Any]] = {"lipschitz": "step"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         return {"lipschitz": 1 / ctx.reach}
 
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         x, q = down.x, self.q
+        lipschitz = 1 / work.lr if self.lipschitz == "step" else self.lipschitz
         change = descend(x, work) - x  # -Dw_k / L
         f = work.loss(x).clamp(min=SMALLEST)  # F_k(w^t)
         square = (change * change).sum(1, keepdim=True)
-        h = q * f ** (q - 1) * self.lipschitz * square + f**q  # h_k / L
+        h = q * f ** (q - 1) * lipschitz * square + f**q  # h_k / L
         return Up(f**q * change, h), rows  # -Delta_k / L
 
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
