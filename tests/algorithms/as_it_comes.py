@@ -196,7 +196,7 @@ def broken(found: dict[str, Any]) -> list[str]:
 def family_of(name: str) -> str:
     entry = REGISTRY[name]
     return (
-        {"equitable-fl": "fair", "fairfed": "fair"}.get(name, "preset") if isinstance(entry, Preset) else entry.family
+        {"equitable-fl": "fair"}.get(name, "preset") if isinstance(entry, Preset) else entry.family
     )
 
 

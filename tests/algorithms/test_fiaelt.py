@@ -278,7 +278,7 @@ def test_server_means_and_y_under_partial_participation() -> None:
     p, g = Problem.random(5), L1(c=0.7)
     method = FIAELT(smooth=2.0, regulariser=g, solver="gd")
     for state in federate(method, p, 6, cohorts=SOME)[1:]:
-        y, xbar, zbar, beta, _ = state.server
+        y, xbar, zbar, beta, *_ = state.server
         same(xbar, state.rows.x.mean(0))
         same(zbar, state.rows.z.mean(0))
         v, t = xbar + zbar / beta, 0.7 / (float(beta) * p.n)

@@ -23,7 +23,7 @@ eps (n^2). The paper's sigma_i differ (r0 r_i/n with the curvature r_i of the cl
 z_i / sum sigma_i is the mean of u. The curvature of the step is 1/lr of local training. Steps use full gradients:
 epochs and batch size of the run are not used.
 
-Defaults: one dual step after at most four linearised ones, and rho = 1/(4 lr inner), a quarter of what those steps
+Defaults: one dual step after at most five linearised ones, and rho = 1/(4 lr inner), a quarter of what those steps
 undo: then no step is larger than those of gradient descent with lr.
 
 Use it where full gradients are cheap and communication is not. Many dual steps on one x come near a gradient step of
@@ -65,7 +65,7 @@ class FedADMMInexact(Algorithm):
 
     rho: Derived = Field(None, description="penalty n sigma_i; 1/(4 lr inner) when not given; r0 r_i in MATLAB code")
     iterations: int = Field(1, ge=1, description="k_0, dual steps between two communications; 5 and more in the paper")
-    inner: int = Field(4, ge=1, description="most linearised steps per dual step; 3 in the MATLAB code")
+    inner: int = Field(5, ge=1, description="most linearised steps per dual step; 3 in the MATLAB code")
     eps0: Annotated[float, Field(gt=0)] | Literal["matlab"] = Field(
         1e-6, description="first tolerance per parameter; 'matlab': (n k_0)^2, the MATLAB code's, for f_i/n"
     )

@@ -196,7 +196,8 @@ hides it by secure aggregation.
 Deviations: weights are at least 0, as in Equitable-FL (``floor``). The global metric is formed from the cohort's. The
 paper's metrics of sensitive groups are left out.
 
-Defaults: beta = 1/n, the weight of a client: a gap of the accuracy of one half then moves a weight by half of itself.
+Defaults: beta = 1/(n rounds): a client whose gap stays one half above the mean loses half of a mean weight in a run.
+By the accuracy, in place of a metric of groups, it is no method for the worst clients: they are far from the mean.
 
 Use it as a baseline of client reweighing; with beta = 0 it is FedAvg weighed by samples.
 """,

@@ -162,7 +162,7 @@ class FairFedWeigher(Weigher):
 
     kind: ClassVar[str] = "fairfed"
     beta: float | None = Field(
-        None, ge=0, description="fairness budget beta (Eq. 7); 1/n when not given; 0 is FedAvg weighed by samples"
+        None, ge=0, description="fairness budget beta (Eq. 7); 1/(n rounds) when not given; 0: FedAvg weighed by samples"
     )
     metric: Literal["accuracy", "loss"] = Field("accuracy", description="what is compared with its global value")
     floor: bool = Field(True, description="weights are at least 0 (Equitable-FL); the paper lets them be negative")
@@ -188,7 +188,7 @@ class FairFedWeigher(Weigher):
         assert info is not None
         n, metric = ctx.sizes[ctx.ids].double(), info.double().cpu()
         gap = (metric - (n * metric).sum() / n.sum()).abs()  # Delta_i = |Acc_i - Acc|
-        beta = 1 / ctx.n if self.beta is None else self.beta
+        beta = 1 / (ctx.n * ctx.rounds) if self.beta is None else self.beta
         new = state.omega[ctx.ids, None].double() - beta * (gap - gap.mean())  # Eq. 7
         new = new.clamp(min=0) if self.floor else new
         omega = state.omega.clone()
