@@ -95,7 +95,8 @@ def defaults() -> str:
                 f"{row['gradients']:.1f}",
             ]
             lines.append(f"| {' | '.join([*cells, _cell(said)])} |")
-        lines.append("")
+        missing = [name for name in REGISTRY if name not in {row["method"] for row in rows}]
+        lines += ["", f"Not measured yet: {', '.join(missing)}." if missing else "", ""]
     return "\n".join(lines)
 
 

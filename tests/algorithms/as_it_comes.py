@@ -195,9 +195,7 @@ def broken(found: dict[str, Any]) -> list[str]:
 
 def family_of(name: str) -> str:
     entry = REGISTRY[name]
-    return (
-        {"equitable-fl": "fair"}.get(name, "preset") if isinstance(entry, Preset) else entry.family
-    )
+    return {"equitable-fl": "fair"}.get(name, "preset") if isinstance(entry, Preset) else entry.family
 
 
 def main(out: Path, names: list[str]) -> None:

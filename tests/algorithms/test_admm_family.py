@@ -391,7 +391,8 @@ def test_a_client_without_steps_keeps_its_state_and_sends_what_it_sent(method: A
 
 def test_first_states() -> None:
     p = Problem.random(16)
-    assert federate(FedADMMInexact(iterations=7, eps0="matlab"), p, 0)[0].rows.eps.tolist() == [[(7.0 * p.n) ** 2]] * p.n
+    matlab = FedADMMInexact(iterations=7, eps0="matlab")
+    assert federate(matlab, p, 0)[0].rows.eps.tolist() == [[(7.0 * p.n) ** 2]] * p.n
     assert federate(FedADMMInexact(iterations=7, eps0=0.3), p, 0)[0].rows.eps.tolist() == [[0.3]] * p.n
     assert federate(FedDualAvg(), p, 0)[0].server.t.tolist() == [0.0]
     state = federate(FIAELT(smooth=2.0), p, 0)[0]

@@ -162,7 +162,7 @@ class FairFedWeigher(Weigher):
 
     kind: ClassVar[str] = "fairfed"
     beta: float | None = Field(
-        None, ge=0, description="fairness budget beta (Eq. 7); 1/(n rounds) when not given; 0: FedAvg weighed by samples"
+        None, ge=0, description="fairness budget beta (Eq. 7); 1/(n rounds) when not given; 0 weighs by samples"
     )
     metric: Literal["accuracy", "loss"] = Field("accuracy", description="what is compared with its global value")
     floor: bool = Field(True, description="weights are at least 0 (Equitable-FL); the paper lets them be negative")
