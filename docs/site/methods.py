@@ -18,6 +18,7 @@ from fedloom.report.figure import Figure, chart, mark, number
 from fedloom.values import fields_of
 
 DIGITS = Path(__file__).resolve().parents[1] / "digits" / "hybrid.json"
+DEFAULTS = Path(__file__).resolve().parents[1] / "defaults.json"
 FAMILIES = {
     "consensus": "One model for all",
     "composite": "With a regulariser",
@@ -26,13 +27,26 @@ FAMILIES = {
     "preset": "By composition",
     "reference": "For reference",
 }
-HEADS = ("Problem", "Reference", "References", "Kept by a client", "Deviations")
+DEFAULTS_SAY = (
+    "Every method with nothing but its name in the file, and the law that the slow tests hold it to "
+    "(`tests/algorithms/test_works_as_it_comes.py`): the run does not diverge; the better of its models ends at most 5 "
+    "points below the worse of FedAvg and Local (8 for fair methods); it takes at most 6 times FedAvg's gradients; its "
+    "models differ from both by more than two runs of FedAvg do; and it does what it is for: a better worst tenth or "
+    "less variance of the loss for fair methods, personal models above the global one for personalised methods.",
+    "",
+    "Where a paper's constant belongs to its own problem, the default is derived before the first round from the "
+    "*reach* of a round, the step size times the mean number of local steps; every card gives its rule. "
+    '`settings = "paper"` in a `[[method]]` table, or `FLAME(settings="paper")` in Python, takes the paper\'s own '
+    "constants, which `fedloom describe` lists.",
+)
+HEADS = ("Problem", "Reference", "References", "Kept by a client", "Deviations", "Defaults")
 LIMITS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
 
 
 def pages() -> Iterator[tuple[str, str]]:
     """Path and content of the index, of every method's page and of every curve."""
     yield "methods/index.md", index()
+    yield "methods/defaults.md", defaults()
     for name in REGISTRY:
         yield f"methods/{name}.md", page(name)
         picture = curve(name)
@@ -46,7 +60,7 @@ def navigation() -> list[Any]:
         {FAMILIES.get(family, family): [{_title(name): f"methods/{name}.md"} for name, _ in entries]}
         for family, entries in _families().items()
     ]
-    return ["methods/index.md", *groups]
+    return ["methods/index.md", "methods/defaults.md", *groups]
 
 
 def index() -> str:
@@ -57,6 +71,37 @@ def index() -> str:
         lines += [f"| [{_title(name)}]({name}.md) | `{name}` | {_cell(line)} |" for name, line in entries]
         lines.append("")
     return "\n".join(lines)
+
+
+def defaults() -> str:
+    """What every method does as it comes, from the recorded runs."""
+    found = json.loads(DEFAULTS.read_text())
+    local = ", ".join(f"{key} = {value}" for key, value in found["local"].items())
+    lines = ["# Methods as they come", "", *DEFAULTS_SAY, ""]
+    lines += [f"{found['rounds']} rounds, {local}. Made by `{found['command']}`.", ""]
+    for case, title in found["cases"].items():
+        rows = [row for row in found["rows"] if row["case"] == case]
+        metric = "AUROC" if case == "hospitals" else "accuracy"
+        lines += [f"## {title[:1].upper() + title[1:]}", "", f"Test {metric}, the mean over clients (%).", ""]
+        lines += ["| method | global | personal | worst tenth | gradients | the law |", "|---|---|---|---|---|---|"]
+        for row in rows:
+            means = [_percent(row["models"].get(model, {}).get("mean")) for model in ("global", "personal")]
+            best = max(row["models"].values(), key=lambda figure: figure["mean"])
+            said = "; ".join(row["broken"]) or ("a note says what to set" if row["notes"] else "holds")
+            cells = [
+                f"[{row['method']}]({row['method']}.md)",
+                *means,
+                _percent(best["worst"]),
+                f"{row['gradients']:.1f}",
+            ]
+            lines.append(f"| {' | '.join([*cells, _cell(said)])} |")
+        missing = [name for name in REGISTRY if name not in {row["method"] for row in rows}]
+        lines += ["", f"Not measured yet: {', '.join(missing)}." if missing else "", ""]
+    return "\n".join(lines)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"
 
 
 def page(name: str) -> str:

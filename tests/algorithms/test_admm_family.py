@@ -75,7 +75,7 @@ def test_family_without_regulariser(seed: int, eta: float) -> None:
     same(models(FedDR(eta=eta, alpha=1.0), p, solve=True), want)
     same(models(FedADMM(rho=1 / eta), p, solve=True), want)
     same(models(FedADMMComposite(eta=eta), p, solve=True), want)
-    same(models(FIAELT(beta=1 / eta, tau=1.0, solver="sgd"), p, solve=True), want)
+    same(models(FIAELT(beta=1 / eta, tau=1.0, solver="sgd", passes=1), p, solve=True), want)
     same(models(FedSLR(eta_g=eta, lam=0.0), p, solve=True), want)
 
 
@@ -88,7 +88,7 @@ def test_family_with_regulariser(penalty: Penalty, seed: int, eta: float, c: flo
     want = models(FedDR(eta=eta, alpha=1.0, regulariser=prox(c=c)), p, solve=True)
     same(models(FedADMMComposite(eta=eta, regulariser=prox(c=c)), p, solve=True), want)
     same(models(FedSLR(eta_g=eta, lam=c, components=components), p, solve=True), want)
-    fiaelt = FIAELT(beta=1 / eta, tau=1.0, solver="sgd", regulariser=prox(c=p.n * c))
+    fiaelt = FIAELT(beta=1 / eta, tau=1.0, solver="sgd", passes=1, regulariser=prox(c=p.n * c))
     same(models(fiaelt, p, solve=True), want)
 
 
@@ -99,7 +99,7 @@ def test_family_with_partial_participation(how: dict[str, Any]) -> None:
     options: dict[str, Any] = {"cohorts": SOME, **how}
     want = models(FedADMMComposite(eta=0.8, regulariser=g), p, **options)
     same(models(FedDR(eta=0.8, alpha=1.0, regulariser=g), p, **options), want)
-    fiaelt = FIAELT(beta=1 / 0.8, tau=1.0, solver="sgd", regulariser=L1(c=0.1 * p.n))
+    fiaelt = FIAELT(beta=1 / 0.8, tau=1.0, solver="sgd", passes=1, regulariser=L1(c=0.1 * p.n))
     same(models(fiaelt, p, **options), want)
     free = models(FedADMMComposite(eta=0.8), p, **options)
     same(models(FedPD(eta=0.8), p, **options), free)
@@ -392,7 +392,8 @@ def test_a_client_without_steps_keeps_its_state_and_sends_what_it_sent(method: A
 
 def test_first_states() -> None:
     p = Problem.random(16)
-    assert federate(FedADMMInexact(iterations=7), p, 0)[0].rows.eps.tolist() == [[(7.0 * p.n) ** 2]] * p.n
+    matlab = FedADMMInexact(iterations=7, eps0="matlab")
+    assert federate(matlab, p, 0)[0].rows.eps.tolist() == [[(7.0 * p.n) ** 2]] * p.n
     assert federate(FedADMMInexact(iterations=7, eps0=0.3), p, 0)[0].rows.eps.tolist() == [[0.3]] * p.n
     assert federate(FedDualAvg(), p, 0)[0].server.t.tolist() == [0.0]
     state = federate(FIAELT(smooth=2.0), p, 0)[0]

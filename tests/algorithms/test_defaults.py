@@ -1,4 +1,4 @@
-"""Defaults are the papers': transcribed by hand from the papers and their public code, with the place."""
+"""``settings = "paper"`` takes the papers' constants, transcribed by hand with the place; others may be derived."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from typing import Any, get_args
 from unittest.mock import ANY
 
 import pytest
+import torch
 from annotated_types import Ge, Gt, Interval, Le, Lt
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from fedloom.algorithms import REGISTRY, Preset
+from fedloom.algorithms import FLAME, REGISTRY, Preset
+from fedloom.local import Ctx, LocalSGD
+from fedloom.rows.layout import Layout
 
 OURS = "no value in the paper"
 OPTION = "an option of fedloom; the default is what the paper does"
@@ -36,7 +39,7 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "rho": (ANY, OURS),
         "iterations": (ANY, OURS),
         "inner": (3, "Zhou and Li, MATLAB code: at most 3"),
-        "eps0": (None, "MATLAB code: k0^2"),
+        "eps0": ("matlab", "MATLAB code: k0^2"),
         "shrink": (0.95, "MATLAB code"),
     },
     "fedadmm-composite": {"eta": (ANY, OURS), "regulariser": (None, OPTION)},
@@ -53,6 +56,7 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "beta": (None, "Corollary 2: 5 L"),
         "smooth": (None, OPTION),
         "solver": ("svrg", "Corollary 2: SVRG, option II"),
+        "passes": (ANY, OURS),
         "iterations": (10, "Corollary 2: 9 outer epochs are enough, at most 10"),
         "inner": (200, "Corollary 2: m_i = 200"),
         "lr": (None, "Corollary 2: 1/(40 L)"),
@@ -154,7 +158,7 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "lam": (None, "public code: half of min p_k / (d - 1)"),
         "level": ("individual", "public code: each client its own group"),
     },
-    "q-ffl": {"q": (ANY, "Li et al. 2020, Sec. 4: tuned"), "lipschitz": (None, "Sec. 3.3: 1 / step size")},
+    "q-ffl": {"q": (ANY, "Li et al. 2020, Sec. 4: tuned"), "lipschitz": ("step", "Sec. 3.3: 1 / step size")},
     "clustered-sampling": {
         "server_lr": (1.0, "as FedAvg"),
         "fraction": (1.0, OPTION),
@@ -185,7 +189,7 @@ def options_of(name: str) -> dict[str, FieldInfo]:
 
 
 def default_of(name: str, option: str) -> Any:
-    made = REGISTRY[name]()
+    made = REGISTRY[name](settings="paper")
     parts = [part for part in made[:3] if part] if isinstance(made, tuple) else [made]
     return next(getattr(part, option) for part in parts if option in type(part).model_fields)
 
@@ -195,9 +199,56 @@ def test_the_table_has_every_method() -> None:
 
 
 @pytest.mark.parametrize("name", REGISTRY)
-def test_defaults_are_the_papers(name: str) -> None:
+def test_paper_settings_are_the_papers(name: str) -> None:
     want = {option: value for option, (value, _) in PAPERS[name].items()}
     assert {option: default_of(name, option) for option in options_of(name)} == want
+
+
+def contexts() -> list[Ctx]:
+    """Runs of other lengths, step sizes and federations, down to one client with one sample."""
+    layout = Layout.from_shapes({"w": (7,)})
+    runs = [(0.05, 1, 60, [80, 40, 20]), (0.5, 5, 3, [7]), (1e-3, 1, 1000, [1]), (0.1, 0, 1, [300, 2])]
+    return [
+        Ctx(
+            0, len(sizes), len(sizes), torch.arange(len(sizes)), layout, torch.full((len(sizes), 1), 1 / len(sizes)),
+            torch.tensor(sizes)[:, None], None, LocalSGD(lr=lr, epochs=epochs), 0, rounds,
+        )
+        for lr, epochs, rounds, sizes in runs
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_what_is_derived_is_in_range_and_given_values_stay(name: str) -> None:
+    made = REGISTRY[name]()
+    method = made.algorithm if isinstance(made, tuple) else made
+    for ctx in contexts():
+        derived = method.derived(ctx)
+        settled = method.settled(ctx)
+        assert {key: getattr(settled, key) for key in derived} == derived
+        assert settled.settled(ctx) == settled
+        given = method.with_(**dict.fromkeys(derived, 0.7))
+        assert given.settled(ctx) == given
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_pulls_follow_the_length_of_a_round(name: str) -> None:
+    """Twice the step size, or twice the epochs, is twice the reach: what is derived sees no other difference."""
+    made = REGISTRY[name]()
+    method = made.algorithm if isinstance(made, tuple) else made
+    ctx = contexts()[0]
+    twice = [ctx._replace(local=LocalSGD(lr=0.1, epochs=1)), ctx._replace(local=LocalSGD(lr=0.05, epochs=2))]
+    assert [c.reach for c in twice] == pytest.approx([2 * ctx.reach] * 2)
+    if name != "fedadmm-inexact":  # its steps are full gradients, whatever the epochs
+        assert method.derived(twice[0]) == pytest.approx(method.derived(twice[1]))
+
+
+def test_settings_are_default_or_paper() -> None:
+    assert FLAME(settings="paper") == FLAME(lam=1.0, rho=0.1)
+    assert FLAME(settings="paper", lam=2.0) == FLAME(lam=2.0, rho=0.1)
+    assert FLAME(settings="default") == FLAME()
+    for entry in (FLAME, REGISTRY["fairfed"]):
+        with pytest.raises(ValueError, match="settings must be 'default' or 'paper'"):
+            entry(settings="papers")
 
 
 @pytest.mark.parametrize("name", REGISTRY)

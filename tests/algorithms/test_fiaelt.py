@@ -106,7 +106,7 @@ def test_r_zero_takes_all_iterations() -> None:
     for solver in ("svrg", "gd"):
         run = federate(FIAELT(smooth=2.0, r=0.0, solver=solver, iterations=4, inner=5), p, 2)
         assert [float(s.server.iterations) for s in run[1:]] == [4, 4]
-    sgd = federate(FIAELT(smooth=2.0, solver="sgd"), p, 1, local=LocalSGD(lr=0.05, steps=7))
+    sgd = federate(FIAELT(smooth=2.0, solver="sgd", passes=1), p, 1, local=LocalSGD(lr=0.05, steps=7))
     assert float(sgd[1].server.iterations) == 7
 
 
@@ -160,7 +160,7 @@ def test_gradient_descent_until_the_bound_written_out(given: dict[str, float]) -
 @pytest.mark.parametrize(("lr", "step"), [(None, 1 / 32), (0.05, 0.05)])
 def test_svrg_is_called_with_the_theory_s_step(lr: float | None, step: float) -> None:
     p = Problem.random(12)
-    method = FIAELT(beta=4.0, r=0.0, iterations=2, inner=6, lr=lr)
+    method = FIAELT(solver="svrg", beta=4.0, r=0.0, iterations=2, inner=6, lr=lr)
     before, after = federate(method, p, 2, noise=0.5)[-2:]
     fed = Federation(p.oracle(noise=0.5), p.alpha, LocalSGD())
     y, z = before.server.y, before.rows.z
@@ -170,7 +170,7 @@ def test_svrg_is_called_with_the_theory_s_step(lr: float | None, step: float) ->
 
 def test_an_epoch_of_one_step_is_two_steps_of_svrg() -> None:
     p = Problem.random(3)
-    state = federate(FIAELT(smooth=largest(p), inner=None), p, 6, local=LocalSGD(batch_size="full"))[-1]
+    state = federate(FIAELT(solver="svrg", smooth=largest(p), inner=None), p, 6, local=LocalSGD(batch_size="full"))[-1]
     assert (state.rows.x - p.x0).abs().amax(1).min() > 0
 
 
@@ -260,7 +260,7 @@ def test_beta_is_five_l_unless_given() -> None:
 def test_equation_31_with_its_sign_corrected() -> None:
     """Z+ = (1 - tau) Z + tau beta e - tau grad F(X*), e = X+ - X*; the paper prints + tau grad F(X*)."""
     p, tau = Problem.random(4), 0.6
-    method = FIAELT(smooth=2.0, tau=tau, iterations=2, r=0.0, inner=7)
+    method = FIAELT(solver="svrg", smooth=2.0, tau=tau, iterations=2, r=0.0, inner=7)
     for before, after in _pairs(federate(method, p, 4, noise=0.5))[1:]:
         best, beta = local_solution(p, before), 10.0
         rest = (1 - tau) * before.rows.z + tau * beta * (after.rows.x - best)
@@ -270,7 +270,7 @@ def test_equation_31_with_its_sign_corrected() -> None:
 
 def test_duals_are_minus_the_gradients_when_tau_is_1() -> None:
     p = Problem.random(4)
-    rows = federate(FIAELT(beta=3.0, tau=1.0, solver="sgd"), p, 3, solve=True)[-1].rows
+    rows = federate(FIAELT(beta=3.0, tau=1.0, solver="sgd", passes=1), p, 3, solve=True)[-1].rows
     same(rows.z, -p.gradient(rows.x))
 
 
@@ -278,7 +278,7 @@ def test_server_means_and_y_under_partial_participation() -> None:
     p, g = Problem.random(5), L1(c=0.7)
     method = FIAELT(smooth=2.0, regulariser=g, solver="gd")
     for state in federate(method, p, 6, cohorts=SOME)[1:]:
-        y, xbar, zbar, beta, _ = state.server
+        y, xbar, zbar, beta, *_ = state.server
         same(xbar, state.rows.x.mean(0))
         same(zbar, state.rows.z.mean(0))
         v, t = xbar + zbar / beta, 0.7 / (float(beta) * p.n)

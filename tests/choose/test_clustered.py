@@ -24,7 +24,7 @@ FEDERATION = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 def context(sizes: list[int], round: int = 1, seed: int = 0) -> Ctx:
     n = len(sizes)
     share = torch.full((n, 1), 1 / n, dtype=torch.float64)
-    return Ctx(round, n, n, torch.arange(n), LAYOUT, share, torch.tensor(sizes)[:, None], None, LocalSGD(), seed)
+    return Ctx(round, n, n, torch.arange(n), LAYOUT, share, torch.tensor(sizes)[:, None], None, LocalSGD(), seed, 100)
 
 
 def normal(seed: int, *shape: int) -> Tensor:

@@ -34,7 +34,7 @@ SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 def context(sizes: list[int], round: int = 1, seed: int = 0, layout: Layout = LAYOUT) -> Ctx:
     n = len(sizes)
     share = torch.full((n, 1), 1 / n, dtype=torch.float64)
-    return Ctx(round, n, n, torch.arange(n), layout, share, torch.tensor(sizes)[:, None], None, LocalSGD(), seed)
+    return Ctx(round, n, n, torch.arange(n), layout, share, torch.tensor(sizes)[:, None], None, LocalSGD(), seed, 100)
 
 
 def cohort(sampler: Sampler, ctx: Ctx, info: Tensor | None = None, state: Any = None) -> list[int]:

@@ -163,8 +163,10 @@ def test_until_compares_directions_and_stops_single_clients() -> None:
     assert len(calls) == int(result.outer.max())
     sizes = torch.tensor([40, 3, 9])
     spent = work.counts.backward - before - sizes
-    batches = torch.tensor([20 + 20 + 20 + 20, 4 * 3, 4 * 9])
-    assert torch.equal(spent, sizes + result.outer[:, 0] * (sizes + 2 * batches))
+    outer = result.outer[:, 0].tolist()
+    drawn = [[int(torch.randint(4, (1,), generator=g)) for g in work.rng(("svrg", k, "option II"))] for k in range(60)]
+    steps = torch.tensor([sum(drawn[k][i] for k in range(count)) for i, count in enumerate(outer)])
+    assert torch.equal(spent, sizes * (1 + result.outer[:, 0]) + 2 * torch.tensor([20, 3, 9]) * steps)
 
 
 def test_outer_iterations_may_differ_between_clients() -> None:

@@ -11,8 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args, get_type_hints
 
+from annotated_types import Ge, Gt
+from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 from torch import Tensor
 
 from fedloom.errors import ConfigError, Refused, nearest
@@ -20,6 +22,29 @@ from fedloom.local import Ctx, LocalSGD, Nothing, Work
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox import Form, Prox, made_by
 from fedloom.values import Value
+
+
+def or_derived(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """A validator of options whose default, None, is derived."""
+    return None if value is None else check(value)
+
+
+Derived = Annotated[float, Gt(0), WrapValidator(or_derived)]
+"""Type of a positive option whose default, None, is derived by `Algorithm.derived` before the first round."""
+
+DerivedFrom0 = Annotated[float, Ge(0), WrapValidator(or_derived)]
+"""The same for an option that may be 0."""
+
+
+def chosen_settings(settings: Any, paper: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The constants that the option ``settings`` names.
+
+    Raises:
+        ValueError: it is neither "default" nor "paper".
+    """
+    if settings not in ("default", "paper"):
+        raise ValueError(f"settings must be 'default' or 'paper', got {settings!r}")
+    return paper if settings == "paper" else {}
 
 
 @dataclass(frozen=True)
@@ -142,6 +167,33 @@ class Algorithm(Value, ABC):
     """Works in a subspace; takes the matrix that a run replays (``ctx.projection``, ``work.projection``)."""
     family: ClassVar[str] = "consensus"
     """consensus, personalised, composite, fair, clustered or reference; for lists."""
+    paper: ClassVar[Mapping[str, Any]] = {}
+    """The paper's own constants where a default is another: ``settings = "paper"`` takes them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _settings(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or "settings" not in given or "settings" in cls.model_fields:
+            return given
+        rest = {key: value for key, value in given.items() if key != "settings"}
+        return {**chosen_settings(given["settings"], cls.paper), **rest}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        """Values of the options that are not given (None), from what is known before the first round."""
+        return {}
+
+    def settled(self, ctx: Ctx) -> Self:
+        """The method with the options that are not given derived; that is how it runs, in simulation and deployment.
+
+        Raises:
+            ConfigError: a derived value is out of its range; give the option.
+        """
+        values = {name: value for name, value in self.derived(ctx).items() if getattr(self, name) is None}
+        try:
+            return self.with_(**values) if values else self
+        except ValidationError:
+            where = f"{type(self).__name__}: {' and '.join(values)}"
+            raise ConfigError(f"{where} cannot be derived from this run's steps; give a value") from None
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Any, Any, Any]:
         """State before the first round; by default the server has the model and clients keep nothing.

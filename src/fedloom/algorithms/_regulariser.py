@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import AfterValidator
@@ -29,6 +29,14 @@ Regulariser = Annotated[AnyProx | None, AfterValidator(_has_prox)]
 def with_prox(f: object) -> Prox | None:
     """The regulariser as a function with a prox, or None."""
     return f if isinstance(f, Prox) else None
+
+
+def unregularised(method: Any, equal: str) -> list[str]:
+    """A sentence where a composite method has no regulariser, by which it is equal to another."""
+    if method.regulariser is not None:
+        return []
+    name = type(method).__name__
+    return [f"{name} without a regulariser is {equal}: give one, such as regulariser = {{ kind = 'l1', c = 0.001 }}"]
 
 
 def proximal(f: object, v: Tensor, t: float | Tensor, layout: Layout) -> Tensor:

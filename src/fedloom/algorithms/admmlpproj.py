@@ -21,19 +21,25 @@ d_sub up; the server keeps the last u of every client.
 
 Deviations: "z" in line 5 of Algorithm 2 is u. The public code never moves w_i and pi_i. Defaults are FLAME's.
 
+Defaults: lam = 1/reach, reach the length of a round (lr times its mean number of steps), and rho the largest lam
+alpha_i. Ten of many directions are tied: the models are nearly those of local training unless dim is raised, of which
+a run warns.
+
 Use it like Lp-Proj with p = 2, without its step size of w_i. There is no global model.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Point
+from fedloom.algorithms._base import Algorithm, Derived, Point
 from fedloom.local import Batch, Ctx, Work, iterate, step_
+from fedloom.rows.layout import Layout
 from fedloom.rows.projection import new_key, projection
 
 
@@ -55,14 +61,29 @@ class Client(NamedTuple):
 class ADMMLpProj(Algorithm):
     """ADMM-Lp-Proj-2 (Zhu et al., Algorithm 2)."""
 
-    lam: float = Field(1.0, gt=0, description="weight lambda; 1 as in FLAME's Table III")
-    rho: float = Field(0.1, gt=0, description="ADMM penalty rho; 0.1 as in FLAME's Table III")
+    lam: Derived = Field(None, description="weight lambda; 1/reach when not given; 1 as in FLAME's Table III")
+    rho: Derived = Field(
+        None, description="ADMM penalty; the largest lam alpha_i when not given; 0.1 in FLAME's Table III"
+    )
     dim: int | None = Field(10, ge=1, description="d_sub; 10 in the public code; None: P is the identity")
 
     family: ClassVar[str] = "personalised"
     uses_shares: ClassVar[bool] = True
     projects: ClassVar[bool] = True
     plain_sgd: ClassVar[str | None] = "its theta steps have a penalty in a subspace, without momentum"
+    paper: ClassVar[Mapping[str, Any]] = {"lam": 1.0, "rho": 0.1}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        lam = self.lam or 1 / ctx.reach
+        return {"lam": lam, "rho": lam * float(ctx.weight.max())}
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        if self.dim is None or 50 * self.dim >= layout.d:
+            return []
+        return [
+            f"ADMMLpProj ties the models in {self.dim} of {layout.d:,} directions, so that they are nearly those of "
+            "local training: raise dim, or take flame, which ties all"
+        ]
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Point]:
         key = new_key(ctx.rng("projection"))

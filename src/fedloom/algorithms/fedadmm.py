@@ -18,19 +18,23 @@ Kept by a client: 2d (u, y). Sent per round: d down, d up.
 Deviations: the public code takes theta for the old w_i in Delta_i, so that theta = 2 mean(w_i) - theta: another method.
 Here Delta_i is the paper's. Clients do the epochs of the run, not a random number of them.
 
+Defaults: rho = 1/reach, reach the length of a round (lr times its mean number of steps): the dual then follows the
+gradient in about one round, and does not overshoot.
+
 Use it for one global model when clients differ and only some return in a round. With ``server_lr = "fraction"`` (|S|/n,
 the theory's) the server's model is the mean of u over ALL clients; with 1 it moves faster and drifts from that mean.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Model
+from fedloom.algorithms._base import Algorithm, Derived, Mean, Model
 from fedloom.local import Ctx, Work, descend, where_moved
 
 
@@ -50,13 +54,18 @@ class Up(NamedTuple):
 class FedADMM(Algorithm):
     """FedADMM (Gong et al. 2022, Algorithm 1)."""
 
-    rho: float = Field(0.01, gt=0, description="penalty rho; 0.01 in the experiments (Sec. V)")
+    rho: Derived = Field(None, description="penalty rho; 1/reach when not given; 0.01 in the experiments (Sec. V)")
     server_lr: Annotated[float, Field(gt=0)] | Literal["fraction"] = Field(
         1.0, description="eta; 1 in the experiments (0.5 from round 60 on), 'fraction' is |S|/n"
     )
     start: Literal["own", "server"] = Field(
         "server", description="where local SGD starts: theta (public code), or the client's own w_i"
     )
+
+    paper: ClassVar[Mapping[str, Any]] = {"rho": 0.01}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"rho": 1 / ctx.reach}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(x0, torch.zeros_like(x0)), None

@@ -19,18 +19,21 @@ the last u of every client.
 Deviations: u travels, not its difference to the last one; the server's mean over all clients is the same. Local work
 starts at the client's own x_i, or with ``start = "server"`` at xbar.
 
+Defaults: eta = 2 reach, reach the length of a round (lr times its mean number of steps): the local steps then come
+near the prox of eta f_i, which a longer eta would leave half-solved.
+
 Use it like FedDR, to which it is equal with alpha = 1: composite problems with partial participation.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Model, Point, Sent
+from fedloom.algorithms._base import Algorithm, Derived, Model, Point, Sent
 from fedloom.algorithms._regulariser import Regulariser, proximal
 from fedloom.local import Ctx, Work, descend
 
@@ -51,11 +54,14 @@ class Client(NamedTuple):
 class FedADMMComposite(Algorithm):
     """Composite FedADMM (Wang et al. 2022, Algorithm 1)."""
 
-    eta: float = Field(1.0, gt=0, description="inverse penalty; the paper gives no one value")
+    eta: Derived = Field(None, description="inverse penalty; 2 reach when not given; the paper gives no one value")
     regulariser: Regulariser = Field(None, description="g, a function with a prox; none when not given")
     start: Literal["own", "server"] = Field("own", description="where local SGD starts: the client's x_i, or xbar")
 
     family: ClassVar[str] = "composite"
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"eta": 2 * ctx.reach}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
         return Model(x0), Client(x0, torch.zeros_like(x0)), Point(x0)

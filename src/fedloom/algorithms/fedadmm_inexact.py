@@ -23,19 +23,23 @@ eps (n^2). The paper's sigma_i differ (r0 r_i/n with the curvature r_i of the cl
 z_i / sum sigma_i is the mean of u. The curvature of the step is 1/lr of local training. Steps use full gradients:
 epochs and batch size of the run are not used.
 
+Defaults: one dual step after at most five linearised ones, and rho = 1/(4 lr inner), a quarter of what those steps
+undo: then no step is larger than those of gradient descent with lr.
+
 Use it where full gradients are cheap and communication is not. Many dual steps on one x come near a gradient step of
 size 1/rho: rho must then exceed half the curvature of the mean loss, whatever the authors' r0.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Model, Point, check_full_gradients
+from fedloom.algorithms._base import Algorithm, Derived, Model, Point, check_full_gradients
 from fedloom.local import Ctx, Work, iterate
 from fedloom.rows.algebra import norm
 from fedloom.rows.layout import Layout
@@ -59,11 +63,11 @@ class _Solve(NamedTuple):
 class FedADMMInexact(Algorithm):
     """Inexact FedADMM (Zhou and Li 2023, Algorithm 1)."""
 
-    rho: float = Field(1.0, gt=0, description="penalty n sigma_i; r0 r_i in the MATLAB code, r0 = 0.5 or 0.05")
-    iterations: int = Field(5, ge=1, description="k_0, dual steps between two communications")
-    inner: int = Field(3, ge=1, description="most linearised steps per dual step; 3 in the MATLAB code")
-    eps0: float | None = Field(
-        None, gt=0, description="first tolerance per parameter; (n k_0)^2 when not given: the MATLAB code's, for f_i/n"
+    rho: Derived = Field(None, description="penalty n sigma_i; 1/(4 lr inner) when not given; r0 r_i in MATLAB code")
+    iterations: int = Field(1, ge=1, description="k_0, dual steps between two communications; 5 and more in the paper")
+    inner: int = Field(5, ge=1, description="most linearised steps per dual step; 3 in the MATLAB code")
+    eps0: Annotated[float, Field(gt=0)] | Literal["matlab"] = Field(
+        1e-6, description="first tolerance per parameter; 'matlab': (n k_0)^2, the MATLAB code's, for f_i/n"
     )
     shrink: float = Field(
         0.95, ge=0.5, lt=1, description="nu, factor of the tolerance per dual step; 0.95 in the MATLAB code"
@@ -71,8 +75,13 @@ class FedADMMInexact(Algorithm):
 
     plain_sgd: ClassVar[str | None] = "its local steps are linearised ADMM steps, which have no momentum"
 
+    paper: ClassVar[Mapping[str, Any]] = {"rho": 1.0, "iterations": 5, "inner": 3, "eps0": "matlab"}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"rho": 1 / (4 * ctx.local.lr * self.inner)}
+
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
-        eps = x0.new_tensor([(ctx.n * self.iterations) ** 2 if self.eps0 is None else self.eps0])
+        eps = x0.new_tensor([(ctx.n * self.iterations) ** 2 if self.eps0 == "matlab" else self.eps0])
         return Model(x0), Client(x0, torch.zeros_like(x0), eps), Point(x0)
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:

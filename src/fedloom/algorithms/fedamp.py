@@ -20,19 +20,23 @@ is not negative; where it is not, the other weights are scaled to sum to 1. alph
 ``decay`` is given (the paper's experiments shrink it in steps). Local work starts at the client's own w_i; ``start =
 "server"`` starts it at u_i, as FedACS does.
 
+Defaults: alpha = reach sqrt(rounds), reach the length of a round (lr times its mean number of steps), as the pull
+lam/alpha is FLAME's; sigma = 2 (n - 1) alpha, by which xi_ii is at least 1/2.
+
 Use it with small models, whose distances mean something; for networks there is HeurFedAMP, which looks at angles. The
 server sees single models: no secure aggregation.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Kept
+from fedloom.algorithms._base import Algorithm, Derived, Kept
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows import algebra
 
@@ -59,8 +63,10 @@ class FedAMP(Algorithm):
     """FedAMP (Huang et al. 2021, Algorithm 1)."""
 
     lam: float = Field(1.0, ge=0, description="lambda, weight of the attraction")
-    alpha: float = Field(1.0, gt=0, description="step alpha_k of the mixing")
-    sigma: float = Field(1.0, gt=0, description="width sigma of A(t) = 1 - exp(-t/sigma)")
+    alpha: Derived = Field(None, description="step of the mixing; reach sqrt(rounds) when not given; 1 in PFLlib")
+    sigma: Derived = Field(
+        None, description="width sigma of A(t) = 1 - exp(-t/sigma); 2 (n - 1) alpha when not given; 1 in PFLlib"
+    )
     decay: float = Field(
         1.0, gt=0, le=1, description="factor of alpha_k every ``every`` rounds; 0.1 in the experiments"
     )
@@ -69,6 +75,11 @@ class FedAMP(Algorithm):
 
     mixes: ClassVar[bool] = True
     family: ClassVar[str] = "personalised"
+    paper: ClassVar[Mapping[str, Any]] = {"alpha": 1.0, "sigma": 1.0}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        alpha = self.alpha or ctx.reach * ctx.rounds**0.5
+        return {"alpha": alpha, "sigma": 2 * max(ctx.n - 1, 1) * alpha}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -22,18 +22,22 @@ Deviations: clients start with x_i = y_i = x^0, so that a client's first round i
 public code starts y at zero and weighs by samples. Local work starts at the client's own x_i, as in the public code, or
 with ``start = "server"`` at xbar.
 
+Defaults: eta = 2 reach, reach the length of a round (lr times its mean number of steps): the local steps then come
+near the prox of eta f_i, which a longer eta would leave half-solved.
+
 Use it for composite problems with partial participation. A large eta with few local steps behaves like local training;
 the regulariser's threshold at the server is eta times its weight.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Model, Point, Sent
+from fedloom.algorithms._base import Algorithm, Derived, Model, Point, Sent
 from fedloom.algorithms._regulariser import Regulariser, proximal
 from fedloom.local import Ctx, Work, descend
 
@@ -54,14 +58,18 @@ class Client(NamedTuple):
 class FedDR(Algorithm):
     """FedDR (Tran-Dinh et al. 2021, Algorithm 1)."""
 
-    eta: float = Field(
-        100.0, gt=0, description="step of the proxes; 100 for alike clients, 500 and 1000 for others (scripts)"
+    eta: Derived = Field(
+        None, description="step of the proxes; 2 reach when not given; 100, 500 and 1000 in the authors' scripts"
     )
     alpha: float = Field(1.95, gt=0, le=2, description="relaxation; 1.95 in all experiments")
     regulariser: Regulariser = Field(None, description="g, a function with a prox; 0.01 ||x||_1 in the experiments")
     start: Literal["own", "server"] = Field("own", description="where local SGD starts: the client's x_i, or xbar")
 
     family: ClassVar[str] = "composite"
+    paper: ClassVar[Mapping[str, Any]] = {"eta": 100.0}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"eta": 2 * ctx.reach}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
         return Model(x0), Client(x0, x0), Point(x0)

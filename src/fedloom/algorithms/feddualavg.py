@@ -19,6 +19,8 @@ Kept by a client: nothing. Sent per round: d + 1 down, d + 1 up.
 Deviations: the server adds t up from the clients' reports, because step sizes and numbers of steps may change; with
 constant ones it is the paper's. The received model that weighers may ask about is z.
 
+Defaults: no regulariser, as it belongs to the problem; the method is then FedAvg, of which a run warns.
+
 Use it for sparse or low-rank global models with several local steps: unlike FedMiD's, its mean does not undo the prox.
 The weight t of psi grows without bound as the steps add up, so it wants small steps near the end.
 """
@@ -32,8 +34,9 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean
-from fedloom.algorithms._regulariser import Regulariser, proximal
+from fedloom.algorithms._regulariser import Regulariser, proximal, unregularised
 from fedloom.local import Batch, Ctx, Nothing, Work, iterate, step_
+from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
@@ -74,6 +77,9 @@ class FedDualAvg(Algorithm):
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
         return Server(x0, x0, torch.zeros_like(x0[:1])), Nothing(), None
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        return unregularised(self, "FedAvg")
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         def step(rows: _Dual, work: Work, batch: Batch) -> _Dual:

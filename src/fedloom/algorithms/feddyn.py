@@ -18,19 +18,23 @@ Deviations: alpha is the paper's constant; the public code scales a client's by 
 down) and clips gradients at 10, here a setting of local training. The difference w - x travels once: the server's h and
 its mean over the cohort both come from it.
 
+Defaults: alpha = 1/reach, reach the length of a round (lr times its mean number of steps): the memory hi then follows
+the gradient in about one round, and does not overshoot.
+
 Use it like SCAFFOLD, at half the traffic, with a local problem that is solved well. Large steps with small alpha can
 diverge.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Model
+from fedloom.algorithms._base import Algorithm, Derived, Mean, Model
 from fedloom.local import Ctx, Work, descend
 
 
@@ -63,11 +67,15 @@ class Up(NamedTuple):
 class FedDyn(Algorithm):
     """FedDyn (Acar et al. 2021, Algorithm 1)."""
 
-    alpha: float = Field(
-        0.01, gt=0, description="dynamic regularisation; 0.01 in the authors' example (grid .1 .01 .001)"
+    alpha: Derived = Field(
+        None, description="dynamic regularisation; 1/reach when not given; 0.01 in the authors' example"
     )
 
     scaled: bool = Field(False, description="alpha_i = alpha mean(n)/n_i, in proportion to samples (public code)")
+    paper: ClassVar[Mapping[str, Any]] = {"alpha": 0.01}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"alpha": 1 / ctx.reach}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         zero = torch.zeros_like(x0)

@@ -18,6 +18,8 @@ Kept by a client: nothing. Sent per round: d down (sparse or of low rank as the 
 Deviations: eta_c K, which the server's prox needs, travels as one number because clients may take different numbers of
 steps; the server takes its mean.
 
+Defaults: no regulariser, as it belongs to the problem; the method is then FedAvg, of which a run warns.
+
 Use it as the simplest composite baseline. The prox is taken twice per round (one client, one step: threshold 2 eta_c
 c), and the mean of sparse local models is not sparse ("curse of primal averaging"): its limit is biased even with one
 local step.
@@ -31,8 +33,9 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean, Model, Sent
-from fedloom.algorithms._regulariser import Regulariser, proximal, with_prox
+from fedloom.algorithms._regulariser import Regulariser, proximal, unregularised, with_prox
 from fedloom.local import Ctx, Nothing, Work, descend
+from fedloom.rows.layout import Layout
 
 
 class Down(NamedTuple):
@@ -58,6 +61,9 @@ class FedMiD(Algorithm):
     plain_sgd: ClassVar[str | None] = (
         "its thresholds are the step size times the weight of psi, which momentum outgrows"
     )
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        return unregularised(self, "FedAvg")
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         psi = with_prox(self.regulariser)

@@ -20,6 +20,9 @@ Deviations: a round here is all iterations from one communication to the next, s
 has every client take part; a client that does not is counted with its last u. Local work starts at the client's own
 x_i; with ``start = "server"`` at its copy of the server's model.
 
+Defaults: eta = 2 reach, reach the length of a round (lr times its mean number of steps): the local steps then come
+near the prox of eta f_i, which a longer eta would leave half-solved.
+
 Use it like FedDyn or FedADMM, of which it is the variant with full participation (eta = 1/alpha = 1/rho). ``skip``
 saves communication only where clients differ little.
 """
@@ -27,13 +30,14 @@ saves communication only where clients differ little.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Model, Point
+from fedloom.algorithms._base import Algorithm, Derived, Model, Point
 from fedloom.local import Ctx, Work, descend, iterate
 
 
@@ -60,13 +64,16 @@ class _Iterate(NamedTuple):
 class FedPD(Algorithm):
     """FedPD (Zhang et al. 2021, Algorithm 1)."""
 
-    eta: float = Field(
-        1.0, gt=0, description="inverse penalty; 1 for heterogeneous and 10 for alike clients (FedDR's scripts)"
-    )
+    eta: Derived = Field(None, description="inverse penalty; 2 reach when not given; 1 and 10 in FedDR's scripts")
     skip: float = Field(
         0.0, ge=0, lt=1, description="probability p of an iteration without communication (Algorithm 1)"
     )
     start: Literal["own", "server"] = Field("own", description="where local SGD starts: the client's x_i, or x_{0,i}")
+
+    paper: ClassVar[Mapping[str, Any]] = {"eta": 1.0}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"eta": 2 * ctx.reach}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
         return Model(x0), Client(x0, torch.zeros_like(x0)), Point(x0)

@@ -26,6 +26,9 @@ does this. Algorithm 3 (one mean gamma) also with partial participation, where i
 starts at zero; the public code starts it at a copy of w_0 (``personal_start``). Weight decay acts on w + p in phase II;
 in the public code on p (``personal_decay = "component"``).
 
+Defaults: eta_g = 3 reach, reach the length of a round (lr times its mean number of steps): the local steps then come
+near the prox of eta_g f_i.
+
 Use it for personal models with few parameters of their own and a cheap download. ``components`` are the paper's LR+S,
 S+S, S+LR, LR+LR; ``method`` its alternative GPGD (FedAvg, then the prox), which lacks gamma and has a biased limit. The
 other alternative, the prox in every local step, is LPGD.
@@ -33,13 +36,14 @@ other alternative, the prox in every local step, is LPGD.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Sent
+from fedloom.algorithms._base import Algorithm, Derived, Mean, Sent
 from fedloom.algorithms._regulariser import Components, penalties
 from fedloom.local import Ctx, Work, descend
 from fedloom.rows.prox import Prox
@@ -81,7 +85,7 @@ class Seen(NamedTuple):
 class FedSLR(Algorithm):
     """FedSLR (Huang et al. 2023, Algorithm 3)."""
 
-    eta_g: float = Field(10.0, gt=0, description="proximal step size eta_g (Sec. 6.1)")
+    eta_g: Derived = Field(None, description="proximal step size eta_g; 3 reach when not given; 10 in Sec. 6.1")
     lam: float = Field(1e-4, ge=0, description="weight lambda of the GKR's penalty (Sec. 6.1)")
     mu: float = Field(1e-3, ge=0, description="weight mu of the personal penalty (Sec. 6.1)")
     personal_epochs: int | None = Field(1, ge=0, description="epochs of phase II (Sec. 6.1); None: the local steps")
@@ -94,6 +98,10 @@ class FedSLR(Algorithm):
 
     family: ClassVar[str] = "personalised"
     plain_sgd: ClassVar[str | None] = "its local thresholds are the step size times mu, which momentum outgrows"
+    paper: ClassVar[Mapping[str, Any]] = {"eta_g": 10.0}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"eta_g": 3 * ctx.reach}
 
     def proxes(self) -> dict[str, Prox]:
         return penalties(self.components, self.lam, self.mu)

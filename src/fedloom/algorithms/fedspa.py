@@ -19,19 +19,22 @@ Deviations: the download is dense and masked by the client: the server needs no 
 uploads; the paper sends the masked model. Parameters with fewer than two dimensions are always in the mask. What is
 regrown is the largest gradients of one batch among all that is out, the pruned included.
 
+Defaults: T is the rounds of the run.
+
 Use it when clients can afford a part of the model only. ``density`` 1 is FedAvg.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Model, Sent
+from fedloom.algorithms._base import Algorithm, Derived, Mean, Model, Sent
 from fedloom.local import Batch, Ctx, Work, descend, iterate, where_moved
 from fedloom.rows import masks
 
@@ -58,9 +61,13 @@ class FedSpa(Algorithm):
 
     density: float = Field(0.5, gt=0, le=1, description="share of the weights in a mask; 0.5 in FedSLR's comparison")
     exchange: float = Field(0.5, ge=0, le=1, description="alpha_0, share of a layer that is exchanged in round 1")
-    horizon: int = Field(1000, ge=1, description="T, rounds until masks stay; the rounds of the run in the paper")
+    horizon: Derived = Field(None, description="T, rounds until masks stay; those of the run when not given")
 
     family: ClassVar[str] = "personalised"
+    paper: ClassVar[Mapping[str, Any]] = {"horizon": 1000}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"horizon": ctx.rounds}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         score = torch.rand(len(x0), generator=ctx.rng("mask"), dtype=torch.float64)

@@ -17,18 +17,25 @@ Kept by a client: 2d + 1 (x, z, moved). Sent per round: d + 1 down (y as sparse 
 
 Deviations: criterion (9) needs the unknown minimiser x*; the check is ||grad L_i(x)|| <= sqrt(r) (beta - L)/(beta + L)
 ||grad L_i(x^t)||, which implies it, as (beta - L) ||x - x*|| <= ||grad L_i(x)|| <= (beta + L) ||x - x*||. Proposition 5
-allows r <= 0.01, but its constant is positive for 0.005 (Corollary 2), the default. Without beta and L, the first round
-only measures L (the largest of its cohort). Absent clients keep x_i and z_i. The iterations taken and L travel as two
+allows r <= 0.01, but its constant is positive for 0.005 (Corollary 2), the default. SVRG and gradient descent without
+beta and L measure L in the first round, which does nothing else (the largest of the cohort), and once more where more
+than half of a cohort use up their iterations. Local SGD takes the steps of ``[local]``, again until (9) holds, and
+needs no L. Absent clients keep x_i and z_i. The iterations taken and L travel as two
 numbers, seen for each client. The public code is another method: its local problems have neither dual nor penalty.
 Local work starts at the client's own x_i^t; with ``start = "server"`` at y, and the check is then against the gradient
 there.
+
+Defaults: beta = 1/(3 reach) for local SGD, reach the length of a round (lr times its mean number of steps): the local
+steps then come near the local solution; at most two rounds of steps, as (9) costs a pass over the data.
 
 Use it for composite problems on a few clients that all take part.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -36,6 +43,7 @@ from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean, Rows, Sent, check_full_gradients
 from fedloom.algorithms._regulariser import Regulariser, penalty, proximal
+from fedloom.errors import ConfigError
 from fedloom.local import Ctx, Work, where_moved
 from fedloom.local.inexact import Solver, augmented_lagrangian, inexact, lyapunov_step
 from fedloom.local.smoothness import smoothness
@@ -43,12 +51,13 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """y, xbar, zbar ``[d]``, beta (0: not known yet) and iterations (mean of the last round) ``[1]``."""
+    """y, xbar, zbar ``[d]``, beta (0: unknown), before (measured twice, the first) and mean iterations ``[1]``."""
 
     y: Tensor
     xbar: Tensor
     zbar: Tensor
     beta: Tensor
+    before: Tensor
     iterations: Tensor
 
 
@@ -89,20 +98,25 @@ class FIAELT(Algorithm):
     regulariser: Regulariser = Field(None, description="g, a function with a prox; 0.01 ||x||_1 in Sec. 5")
     tau: float = Field(0.5, gt=0, le=1, description="dual step (Corollary 2); 1 gives ADMM")
     r: float = Field(0.005, ge=0, lt=0.5, description="tolerance r_i of (9) (Corollary 2); 0: all iterations are taken")
-    beta: float | None = Field(None, gt=0, description="penalty; 5 L when not given (Corollary 2)")
+    beta: float | None = Field(None, gt=0, description="penalty; 1/(3 reach) for sgd, 5 L (Cor. 2) when not given")
     smooth: float | None = Field(None, gt=0, description="L; beta/5, or measured in the first round, when not given")
-    solver: Solver = Field("svrg", description="SVRG or gradient descent until (9), or local SGD")
+    solver: Solver = Field("sgd", description="local SGD, SVRG (Corollary 2) or gradient descent until (9)")
+    passes: int = Field(2, ge=1, description="most rounds of sgd until (9); 1: one, and (9) is not looked at")
     iterations: int = Field(10, ge=1, description="most outer iterations of svrg (Corollary 2), or steps of gd")
     inner: int | None = Field(200, ge=2, description="m_i of svrg (Corollary 2); an epoch, at least 2, when None")
     lr: float | None = Field(None, gt=0, description="step; 1/(8 beta) = 1/(40 L) for svrg (Cor. 2), 1/beta for gd")
     start: Literal["own", "server"] = Field("own", description="where local work starts: the client's x_i, or y")
 
     family: ClassVar[str] = "composite"
+    paper: ClassVar[Mapping[str, Any]] = {"solver": "svrg"}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"beta": 1 / (3 * ctx.reach)} if self.solver == "sgd" and self.smooth is None else {}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         zero, none = torch.zeros_like(x0), x0.new_zeros(1)
         beta = x0.new_tensor([self.beta or 5 * (self.smooth or 0.0)])
-        return Server(x0, x0, zero, beta, none), Client(x0, zero, none), None
+        return Server(x0, x0, zero, beta, none, none), Client(x0, zero, none), None
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if self.solver != "sgd":
@@ -118,9 +132,10 @@ class FIAELT(Algorithm):
             return Up(torch.zeros_like(x), torch.zeros_like(z), none, smoothness(y, work)), rows
         smooth = self.smooth or beta / 5
         lr = self.lr or {"svrg": 1 / (8 * beta), "gd": 1 / beta, "sgd": None}[self.solver]
+        most = self.passes if self.solver == "sgd" else self.iterations
         start = x if self.start == "own" else where_moved(work, y.expand_as(x), x)
         new, taken = inexact(  # Eq. 8 until (9)
-            start, work, (beta, y), z, self.solver, smooth, self.r, self.iterations, self.inner, lr
+            start, work, (beta, y), z, self.solver, smooth, self.r, most, self.inner, lr
         )
         dx, dz = new - x, self.tau * beta * (new - y) * (work.steps > 0)  # line 4
         moved = lyapunov_step(dx, dz, beta, smooth, self.tau, self.r)
@@ -128,11 +143,16 @@ class FIAELT(Algorithm):
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         if not server.beta:
-            return server._replace(beta=5 * up.smooth.max(0).values)  # beta = 5 max L_i
-        beta, share = server.beta, ctx.m / ctx.n
+            if not 0 < float(up.smooth.max()) < math.inf:
+                raise ConfigError(f"FIAELT cannot measure L, got {float(up.smooth.max()):g}: give beta or smooth")
+            return server._replace(beta=torch.maximum(5 * up.smooth.max(0).values, server.before))  # beta = 5 max L_i
+        beta, before, share = server.beta, server.before, ctx.m / ctx.n
         xbar, zbar = server.xbar + up.dx * share, server.zbar + up.dz * share  # line 6
         y = proximal(self.regulariser, xbar + zbar / beta, 1 / (beta * ctx.n), ctx.layout)  # prox_{g/(beta p)}
-        return Server(y, xbar, zbar, beta, up.iterations.mean(0))
+        used_up = (up.iterations >= self.iterations).double().mean() > 0.5
+        if used_up and self.r and not before and self.beta is None and self.smooth is None:
+            before, beta = beta, torch.zeros_like(beta)  # (9) fails for many: L is measured once more
+        return Server(y, xbar, zbar, beta, before, up.iterations.mean(0))
 
     def global_model(self, server: Server) -> Tensor:
         return server.y
@@ -142,7 +162,8 @@ class FIAELT(Algorithm):
         return Seen(work.full_grad(down.y), energy)
 
     def diagnostics(self, server: Server, total: Seen, ctx: Ctx) -> dict[str, float]:
-        y, xbar, zbar, beta, iterations = server
+        y, xbar, zbar, beta, before, iterations = server
+        beta = beta if beta else before
         xi = ctx.n * (beta * (xbar - y) + zbar)  # in dg(y), by the server's prox
         kkt = torch.linalg.vector_norm(total.gradient + xi)  # Theorem 1; at least dist(0, sum grad f_i(y) + dg(y))
         h = total.energy + penalty(self.regulariser, y, ctx.layout)  # H_t, Proposition 5

@@ -20,18 +20,22 @@ Deviations: w starts at zero, as in the public code. For 1 < p the code's step o
 its p-th power over p, unless p = 2; here the problem's (the same for p = 1). A local round has the run's local steps of
 theta (20 in the code), then one of w_i. Only sampled clients train; in the code all do.
 
+Defaults: lam = 1/(reach sqrt(rounds)), reach the length of a round (lr times its mean number of steps), so that the
+signs of p = 1, added up over a run, stay of order one; eta = reach, and one local round, the run's.
+
 Use it against attackers (p = 1 bounds the effect of one client on w) and where uploads must be tiny. There is no global
 model.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean
+from fedloom.algorithms._base import Algorithm, Derived, DerivedFrom0, Mean
 from fedloom.local import Batch, Ctx, Work, iterate, step_
 from fedloom.rows.projection import new_key, projection
 
@@ -64,15 +68,21 @@ class LpProj(Algorithm):
     """Lp-Proj (Lin et al. 2022)."""
 
     p: float = Field(1.0, ge=1, le=2, description="p of the norm; 1 or 2 in the paper")
-    lam: float = Field(15.0, ge=0, description="weight lambda; 15 in the public code")
+    lam: DerivedFrom0 = Field(
+        None, description="weight lambda; 1/(reach sqrt(rounds)) when not given; 15 in the public code"
+    )
     dim: int | None = Field(10, ge=1, description="d_sub; 10 in the public code; None: P is the identity")
-    eta: float = Field(0.1, gt=0, description="step size of w_i; 0.1 in the public code")
-    local_rounds: int = Field(5, ge=1, description="local rounds; 5 in the public code")
+    eta: Derived = Field(None, description="step size of w_i; the reach when not given; 0.1 in the public code")
+    local_rounds: int = Field(1, ge=1, description="local rounds; 5 in the public code")
     beta: float = Field(1.0, gt=0, description="server step beta; 1 in the public code")
 
     family: ClassVar[str] = "personalised"
     projects: ClassVar[bool] = True
     plain_sgd: ClassVar[str | None] = "its steps go along the gradient of a norm in a subspace, without momentum"
+    paper: ClassVar[Mapping[str, Any]] = {"lam": 15.0, "eta": 0.1, "local_rounds": 5}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"lam": 1 / (ctx.reach * ctx.rounds**0.5), "eta": ctx.reach}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         key = new_key(ctx.rng("projection"))

@@ -22,18 +22,22 @@ Deviations: theta starts every round at the received model and is carried from b
 ``moves = "epoch"``); K steps in place of the accuracy nu. The public code trains all clients and averages the sampled
 ones; here the sampled ones train. Its weight decay of 0.001 in the inner step is left to the run's settings.
 
+Defaults: lam = 1/reach, reach the length of a round (lr times its mean number of steps), so that a round leaves the
+pull and the data in balance; eta = 1/lam moves w_i to theta_i.
+
 Use it for personal models with one more knob than Ditto; with R > 1 its limit is not the Moreau minimiser unless all
 curvatures are equal (FLAME's is).
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Delta, Model
+from fedloom.algorithms._base import Algorithm, Delta, Derived, Model
 from fedloom.local import Batch, Ctx, Work, iterate, step_
 
 
@@ -51,8 +55,8 @@ class _Rows(NamedTuple):
 class PFedMe(Algorithm):
     """pFedMe (Dinh et al. 2020, Algorithm 1)."""
 
-    lam: float = Field(15.0, gt=0, description="Moreau weight lambda; 15 for MNIST (experiments)")
-    eta: float = Field(0.005, gt=0, description="step size eta of the local copy w_i; 0.005 (experiments)")
+    lam: Derived = Field(None, description="Moreau weight lambda; 1/reach when not given; 15 for MNIST (experiments)")
+    eta: Derived = Field(None, description="step size of w_i; 1/lam when not given; 0.005 (experiments)")
     inner: int = Field(5, ge=1, description="K, steps on one batch; 5 (experiments)")
     personal_lr: float | None = Field(None, gt=0, description="step size of theta; the local one when not given")
     beta: float = Field(1.0, gt=0, description="server step beta; 1, or 2 where tuned (experiments)")
@@ -66,6 +70,11 @@ class PFedMe(Algorithm):
 
     family: ClassVar[str] = "personalised"
     plain_sgd: ClassVar[str | None] = "its inner steps solve a proximal problem on one batch, without momentum"
+    paper: ClassVar[Mapping[str, Any]] = {"lam": 15.0, "eta": 0.005}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        lam = self.lam or 1 / ctx.reach
+        return {"lam": lam, "eta": 1 / lam}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(x0), None

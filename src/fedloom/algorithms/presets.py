@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fedloom.algorithms._base import Algorithm
+from fedloom.algorithms._base import Algorithm, chosen_settings
 from fedloom.algorithms.fedavg import FedAvg
 from fedloom.algorithms.fedprox import FedProx
 from fedloom.choose import Clustered, EquitableWeigher, FairFedWeigher, PowerOfChoice, Sampler, Weigher
@@ -51,12 +52,20 @@ class Preset:
         """Every option by name, with the field of the part that takes it."""
         return {n: f for part in self.parts for n, f in part.model_fields.items() if n != "kind"}
 
+    @property
+    def paper(self) -> Mapping[str, Any]:
+        """The paper's own constants where a default is another."""
+        return self.algorithm.paper
+
     def __call__(self, **options: Any) -> Composition:
         """The composition with some options given.
 
         Raises:
             ConfigError: an option that no part has; pydantic's ValidationError for a value out of range.
         """
+        if "settings" in options:
+            options = {**chosen_settings(options["settings"], self.paper), **options}
+            del options["settings"]
         given = {**self.defaults, **options}
         for name in given:
             if name not in self.options:
@@ -104,6 +113,8 @@ Kept by a client: nothing. Sent per round: d down, d and one activation vector u
 single clients: no secure aggregation.
 
 Deviations: C counts the clusters that are not empty, so that the weights sum to 1.
+
+Defaults: mu is FedProx's.
 
 Use it when groups of clients of unequal size should be served equally well; with one cluster it is FedProx.
 """,
@@ -184,6 +195,9 @@ hides it by secure aggregation.
 
 Deviations: weights are at least 0, as in Equitable-FL (``floor``). The global metric is formed from the cohort's. The
 paper's metrics of sensitive groups are left out.
+
+Defaults: beta = 1/(n rounds): a client whose gap stays one half above the mean loses half of a mean weight in a run.
+By the accuracy, in place of a metric of groups, it is no method for the worst clients: they are far from the mean.
 
 Use it as a baseline of client reweighing; with beta = 0 it is FedAvg weighed by samples.
 """,

@@ -20,17 +20,21 @@ when q = 0. A loss below 1e-10 counts as 1e-10, as in the public code. The cohor
 draws with p_k (sampler ``size-weighted``). The loss is that of the received model on the whole training part. What
 travels is the change times F_k^q, so the model that a weigher, a sampler or an attacker sees is x + dw.
 
+Defaults: L = 1/reach, reach the length of a round (lr times its mean number of steps): a round is one step of that
+size, where the paper's 1/lr would count every local step as a round.
+
 Use it for a more even accuracy over clients at some cost of the mean; tune q. q = 0 is FedAvg with uniform weights.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, WrapValidator
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Model
+from fedloom.algorithms._base import Algorithm, Mean, Model, or_derived
 from fedloom.local import Ctx, Nothing, Work, descend
 
 SMALLEST = 1e-10
@@ -48,13 +52,19 @@ class QFFL(Algorithm):
     """q-FFL by q-FedAvg (Li et al. 2020, Algorithm 2)."""
 
     q: float = Field(1.0, ge=0, description="fairness; 0 is FedAvg (Sec. 4: tuned in {0.001, 0.01, 0.1, 1, 2, 5, ...})")
-    lipschitz: float | None = Field(None, gt=0, description="L; 1 / step size of the round when not given (Sec. 3.3)")
+    lipschitz: Annotated[Annotated[float, Field(gt=0)] | Literal["step"], WrapValidator(or_derived)] = Field(
+        None, description="L; 1/reach when not given; 'step': 1 / step size of the round (Sec. 3.3)"
+    )
 
     family: ClassVar[str] = "fair"
+    paper: ClassVar[Mapping[str, Any]] = {"lipschitz": "step"}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"lipschitz": 1 / ctx.reach}
 
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         x, q = down.x, self.q
-        lipschitz = 1 / work.lr if self.lipschitz is None else self.lipschitz
+        lipschitz = 1 / work.lr if self.lipschitz == "step" else self.lipschitz
         change = descend(x, work) - x  # -Dw_k / L
         f = work.loss(x).clamp(min=SMALLEST)  # F_k(w^t)
         square = (change * change).sum(1, keepdim=True)

@@ -149,9 +149,9 @@ class Job:
         """What the server's side knows in a round with the cohort ``ids``; all clients when None."""
         ids = torch.arange(self.n) if ids is None else ids
         layout, sizes, groups = self.oracle.layout, self.train_sizes, self.fed.groups
-        local, seed = self.setting.local, self.setting.seed
+        local, seed, rounds = self.setting.local, self.setting.seed, self.setting.rounds
         given = self.replay.projection
-        return Ctx(round, self.n, len(ids), ids, layout, self.alpha, sizes, groups, local, seed, given)
+        return Ctx(round, self.n, len(ids), ids, layout, self.alpha, sizes, groups, local, seed, rounds, given)
 
     def work(self, round: int, ids: Tensor, trains: bool = False) -> Work:
         """The local problems of clients in a round; where they train, with the batches that the run replays."""

@@ -93,15 +93,16 @@ def make_job(
     )
     ids = torch.arange(fed.n)
     replay.check(setting.rounds, sizes)
-    given = replay.projection
-    ctx = Ctx(0, fed.n, fed.n, ids, layout, shares.to(dtype), sizes, fed.groups, setting.local, seed, given)
+    given, rounds, alpha = replay.projection, setting.rounds, shares.to(dtype)
+    ctx = Ctx(0, fed.n, fed.n, ids, layout, alpha, sizes, fed.groups, setting.local, seed, rounds, given)
     x0 = replay.start(layout.vector(module, dtype).to(device), layout)
     with blamed("method", method, "init"):
+        method = method.settled(ctx)
         server, template, kept = method.init(x0, ctx)
     if sampler.probes and method.global_model(server) is None:
         name = type(method).__name__
         raise Refused(f"sampler {sampler.kind!r} asks clients about the global model, but {name} has none")
-    notes = [*method.check(layout, ctx), *_counted_once(method, sampler)]
+    notes = [*method.check(layout, ctx), *_counted_once(method, sampler), *sampler.remarks(fed.n)]
     if aggregator is not None and not aggregator.weighted and not isinstance(weigher, UniformWeigher):
         notes.append(f"aggregator {_kind(aggregator)!r} reads no weights: weigher {weigher.kind!r} changes nothing")
     if weights == "samples" and not method.uses_shares:
@@ -128,7 +129,7 @@ def make_job(
         return Store(fed.n, on_cpu, path=path, budget=engine.store_budget << 20, memory=memory)
 
     job = Job(
-        setting=setting,
+        setting=setting.with_(algorithm=method),
         oracle=oracle,
         fed=fed,
         judge=judge,

@@ -64,7 +64,14 @@ def card(name: str) -> str:
     """
     entry = choose("algorithm", REGISTRY, name, base=Algorithm)
     options = [_option(key, field) for key, field in fields_of(entry).items()]
-    return "\n".join([text(entry), "", "Options:", *(options or ["    none"])])
+    return "\n".join([text(entry), "", "Options:", *(options or ["    none"]), *_paper(entry)])
+
+
+def _paper(entry: Any) -> list[str]:
+    """The constants of ``settings = "paper"``, where they are not the defaults."""
+    if not entry.paper:
+        return []
+    return ["", 'With settings = "paper":', *(f"    {name} = {value!r}" for name, value in entry.paper.items())]
 
 
 def cards() -> dict[str, str]:

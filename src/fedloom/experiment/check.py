@@ -124,9 +124,11 @@ def _method(
     name: Any = given.get("algorithm")
     if not is_path(name):
         found = shape(choose("algorithm", grammar.method, name, where))
-        found.check({k: v for k, v in given.items() if k != "algorithm"}, where, ("label", *grammar.overrides))
+        found.check(
+            {k: v for k, v in given.items() if k != "algorithm"}, where, ("label", "settings", *grammar.overrides)
+        )
     label = given.get("label", name.rpartition(":")[2])
-    plain = {"label": label, **{k: v for k, v in given.items() if k == "rounds"}}
+    plain = {"label": label, **{k: v for k, v in given.items() if k in ("rounds", "settings")}}
     shape(grammar.own).check(plain, where)
     for what in grammar.overrides:
         if what in given and what in tables:

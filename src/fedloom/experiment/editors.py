@@ -40,7 +40,9 @@ def json_schema() -> str:
     tables["data"]["anyOf"].append({**other, "title": "a path or hub:owner/name"})
     own = {name: tables.pop(name) for name in GRAMMAR.overrides if name in tables}
     links = {name: {"$ref": f"#/$defs/{name}"} for name in own}
-    method = kinds(GRAMMAR.method, "algorithm", **links, rounds=head["rounds"], label={"type": "string"})
+    words = {"enum": ["default", "paper"], "description": "constants of the options that are not given"}
+    label = {"type": "string"}
+    method = kinds(GRAMMAR.method, "algorithm", **links, rounds=head["rounds"], label=label, settings=words)
     document = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "fedloom experiment",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, create_model, field_validator
 
@@ -79,6 +79,7 @@ class Head(Value):
 class _Own(Value):
     label: Title = Field(description="what the method is called in tables and charts")
     rounds: Rounds | None = Field(None, description="communication rounds, if not the experiment's")
+    settings: Literal["default", "paper"] = Field("default", description="constants of the options that are not given")
 
 
 def _grammar() -> Grammar:
@@ -190,7 +191,7 @@ def _method(options: Mapping[str, Any], local: Mapping[str, Any], common: Settin
     name: Any = options.get("algorithm")
     entry = choose("algorithm", REGISTRY, name, where, Algorithm)
     own = {k: v for k, v in options.items() if k not in ("algorithm", "label", *Setting.own)}
-    made: Any = make(entry, own, where, {**fields_of(entry), **dict.fromkeys(("label", *Setting.own))})
+    made: Any = make(entry, own, where, {**fields_of(entry), **dict.fromkeys(("label", "settings", *Setting.own))})
     label = options.get("label", name.rpartition(":")[2])
     given = {k: v for k, v in options.items() if k in Setting.own}
     for what, kind in Setting.tables().items():

@@ -30,6 +30,7 @@ class Ctx(NamedTuple):
         groups: ``[n]`` group of every client, if known.
         local: settings of local training.
         seed: seed of the run.
+        rounds: rounds of the run.
         projection: ``[k, d]`` the matrix of a method in a subspace, where a run replays it.
     """
 
@@ -43,7 +44,15 @@ class Ctx(NamedTuple):
     groups: Tensor | None
     local: LocalSGD
     seed: int
+    rounds: int
     projection: Tensor | None = None
+
+    @property
+    def reach(self) -> float:
+        """How far local SGD goes in a round, as time on the gradient flow: step size times the mean number of steps."""
+        local = self.local
+        passes = sum(local.batches(size) for size in self.sizes[:, 0].tolist()) / len(self.sizes)
+        return local.lr * max(local.epochs * passes if local.steps is None else local.steps, 1.0)
 
     def rng(self, purpose: str) -> torch.Generator:
         """The server's generator of this round."""

@@ -99,7 +99,8 @@ def inexact(
 
     "svrg" and "gd" end with ||grad L(w')|| <= sqrt(r) (beta - L)/(beta + L) ||grad L(w)||. With gradients of f_i that
     have the Lipschitz constant L < beta, this implies ||w' - w*||^2 <= r ||w - w*||^2, w* the minimiser, as
-    (beta - L) ||x - w*|| <= ||grad L(x)|| <= (beta + L) ||x - w*||. "sgd" is `descend`, which has no criterion.
+    (beta - L) ||x - w*|| <= ||grad L(x)|| <= (beta + L) ||x - w*||. "sgd" repeats the local steps of the
+    round until the criterion holds; with one iteration it is `descend`, which looks at no criterion.
 
     Args:
         w: ``[m, d]``.
@@ -109,7 +110,8 @@ def inexact(
         solver: SVRG, gradient descent, or the run's local SGD.
         smooth: L.
         r: tolerance, >= 0; 0 takes all iterations.
-        most: most outer iterations of SVRG or steps of gradient descent, for clients that take steps in the round.
+        most: most outer iterations of SVRG, steps of gradient descent or rounds of SGD, for clients that take steps in
+            the round.
         inner: steps of an outer iteration, see `svrg`.
         lr: step size; the step size of the round when None.
 
@@ -126,7 +128,38 @@ def inexact(
         return DescentResult(*svrg(w, work, (pull,), shift, limit, inner, lr, met))
     if solver == "gd":
         return gradient_descent(w, work, (pull,), shift, limit, lr, met)
-    return DescentResult(descend(w, work, (pull,), shift, lr=lr), work.steps)
+    if most == 1:
+        return DescentResult(descend(w, work, (pull,), shift, lr=lr), work.steps)
+    end = _passes(w, work, pull, shift, limit, met, lr)
+    return DescentResult(end.w, end.done * work.steps)
+
+
+class _Pass(NamedTuple):
+    w: Tensor
+    start: Tensor
+    done: Tensor
+    y: Tensor
+    shift: Tensor
+
+
+def _passes(
+    w: Tensor, work: Work, pull: tuple[float, Tensor], shift: Tensor, limit: Tensor, met: Until, lr: float | None
+) -> _Pass:
+    """The local steps of the round, over and over until the criterion holds."""
+    beta, m = pull[0], work.m
+
+    def slope(rows: _Pass, work: Work) -> Tensor:
+        return work.add_full_grad_(torch.add(rows.shift, rows.w - rows.y, alpha=beta), rows.w)
+
+    def once(rows: _Pass, work: Work) -> _Pass:
+        stream = ("local", work.k) if work.k else "local"
+        new = descend(rows.w, work, ((beta, rows.y),), rows.shift, stream=stream, lr=lr)
+        return rows._replace(w=new, done=rows.done + 1)
+
+    zero = torch.zeros(m, 1, dtype=torch.long, device=w.device)
+    first = _Pass(w, torch.zeros_like(w), zero, each_client(pull[1], m), each_client(shift, m))
+    first = first._replace(start=slope(first, work))
+    return iterate(once, first, work, limit, batches=0, until=lambda rows, work: met(slope(rows, work), rows.start))
 
 
 def augmented_lagrangian(x: Tensor, work: Work, pull: tuple[Tensor, Tensor], z: Tensor) -> Tensor:

@@ -43,8 +43,6 @@ class _Inner(NamedTuple):
     snapshot: Tensor
     keep: Tensor
     steady: Tensor
-    kept: Tensor
-    pick: Tensor
 
 
 def svrg(
@@ -62,8 +60,8 @@ def svrg(
 
     An outer iteration takes the full gradient at a snapshot v, then ``inner`` steps
     ``w <- w - lr (g(w) - g(v) + grad L(v) + sum mu (w - v))`` from v; the next snapshot is one of w_0, ...,
-    w_{inner-1}, drawn uniformly (Option II of Johnson and Zhang, NeurIPS 2013). Pulls and shift enter exactly, not by
-    sampling.
+    w_{inner-1}, drawn uniformly (Option II of Johnson and Zhang, NeurIPS 2013), and the sweep ends there. Pulls and
+    shift enter exactly, not by sampling.
 
     Args:
         w: ``[d]`` or ``[m, d]``.
@@ -93,22 +91,16 @@ def svrg(
 
     def sweep(rows: _Outer, work: Work) -> _Outer:
         count = work.epochs(1).clamp(min=2) if inner is None else torch.full((work.m, 1), inner)
-        pick = torch.stack(
-            [
-                torch.randint(int(c), (1,), generator=g)
-                for c, g in zip(count[:, 0].tolist(), work.rng((str(stream), work.k, "option II")), strict=True)
-            ]
-        )
+        draws = zip(count[:, 0].tolist(), work.rng((str(stream), work.k, "option II")), strict=True)
+        pick = torch.stack([torch.randint(int(c), (1,), generator=g) for c, g in draws])
         v, shrunk = rows.snapshot, rate * rows.mu
         rest = torch.addcmul(-rate * rows.direction, v, shrunk)
-        start = _Inner(v.clone(), v, 1 - shrunk, rest, v.clone(), pick.to(w.device))
-        snapshot = iterate(step, start, work, count, stream=(str(stream), work.k)).kept
+        start = _Inner(v.clone(), v, 1 - shrunk, rest)
+        snapshot = iterate(step, start, work, pick.to(w.device), stream=(str(stream), work.k)).w
         now = direction(snapshot, work, rows.mu, rows.steady)
         return rows._replace(snapshot=snapshot, direction=now, done=rows.done + 1)
 
     def step(rows: _Inner, work: Work, batch: Batch) -> _Inner:
-        picked = (rows.pick[:, 0] == work.k).nonzero()[:, 0]
-        rows.kept[picked] = rows.w[picked]
         step_(rows.w, work, batch, rate, keep=rows.keep, steady=rows.steady)
         step_(rows.w, work, batch, -rate, at=rows.snapshot)
         return rows

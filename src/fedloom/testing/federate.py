@@ -55,6 +55,7 @@ class Federation(NamedTuple):
     weight: Tensor
     local: LocalSGD
     seed: int = 0
+    rounds: int = 100
 
     @property
     def n(self) -> int:
@@ -65,7 +66,19 @@ class Federation(NamedTuple):
         """What the server may know with the cohort ``ids``."""
         sizes = self.oracle.sizes(torch.arange(self.n))[:, None]
         cohort = torch.tensor(ids, dtype=torch.long)
-        return Ctx(round, self.n, len(ids), cohort, self.oracle.layout, self.weight, sizes, None, self.local, self.seed)
+        return Ctx(
+            round,
+            self.n,
+            len(ids),
+            cohort,
+            self.oracle.layout,
+            self.weight,
+            sizes,
+            None,
+            self.local,
+            self.seed,
+            self.rounds,
+        )
 
     def work(self, round: int, ids: Sequence[int], steps: int | None = None) -> Work:
         """The local problems of the clients ``ids``."""
@@ -76,6 +89,7 @@ class Federation(NamedTuple):
 def begin(algorithm: Algorithm, fed: Federation, x0: Tensor, weigher: Weigher | None = None) -> State:
     """The state before the first round: every client has the template's rows."""
     ctx = fed.ctx(0, range(fed.n))
+    algorithm = algorithm.settled(ctx)
     server, template, kept = algorithm.init(x0, ctx)
 
     def all_clients(tree: Any) -> Any:
@@ -105,6 +119,7 @@ def play(
         weigher: uniform when None.
         alone: every client is called by itself, as in deployment; else the cohort at once.
     """
+    algorithm = algorithm.settled(fed.ctx(0, range(fed.n)))
     round, ids = state.round + 1, sorted(cohort)
     accepted = [i for i in ids if i not in set(dropped)]
     kept = picked(state.kept, ids) if algorithm.mixes else None

@@ -170,9 +170,9 @@ def check_law(law: str, algorithm: Algorithm | Composition, weigher: Weigher | N
         AssertionError: law, method and what differed.
     """
     if isinstance(algorithm, Composition):
-        subject = Subject(algorithm.algorithm, weigher or algorithm.weigher)
+        subject = Subject(algorithm.algorithm, weigher or algorithm.weigher).settled()
     else:
-        subject = Subject(algorithm, weigher)
+        subject = Subject(algorithm, weigher).settled()
     try:
         LAWS[law](subject)
     except Exception as broken:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -26,6 +26,12 @@ class Subject:
 
     algorithm: Algorithm
     weigher: Weigher | None = None
+
+    def settled(self) -> Subject:
+        """The same with the options that are not given derived on the laws' problem."""
+        problem = law_problem()
+        fed = Federation(problem.oracle(), problem.alpha, SETTINGS)
+        return replace(self, algorithm=self.algorithm.settled(fed.ctx(0, range(fed.n))))
 
     def run(self, cohorts: Sequence[Collection[int]], rounds: int | None = None, **options: Any) -> list[State]:
         """A short run with these cohorts, on the laws' problem unless another is given."""

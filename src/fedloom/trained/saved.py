@@ -164,9 +164,9 @@ class Shelf:
             )
         found = self._read("server")
         n = len(found["weight"])
-        ctx = Ctx(
-            0, n, n, torch.arange(n), recipe.layout, found["weight"], found["sizes"], None, self._local, recipe.seed
-        )
+        ids, shares, sizes, rounds = torch.arange(n), found["weight"], found["sizes"], int(self.about["rounds"])
+        ctx = Ctx(0, n, n, ids, recipe.layout, shares, sizes, None, self._local, recipe.seed, rounds)
+        algorithm = algorithm.settled(ctx)
         server, _, kept = algorithm.init(recipe.layout.vector(recipe.build()), ctx)
         fields = {"server": server, "kept": kept if algorithm.mixes else None}
         try:
@@ -176,10 +176,7 @@ class Shelf:
             }
         except KeyError as error:
             raise LayoutError(f"{self._path('server')}: is of another method, it has no {error}") from None
-        rounds = int(self.about["rounds"])
-        return ServerSide(
-            algorithm, self._local, made["server"], made["kept"], found["weight"], found["sizes"], rounds, recipe.seed
-        )
+        return ServerSide(algorithm, self._local, made["server"], made["kept"], shares, sizes, rounds, recipe.seed)
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.safetensors"

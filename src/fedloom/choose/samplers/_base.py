@@ -88,6 +88,10 @@ class Sampler(Value, ABC):
             ConfigError: with the sentence.
         """
 
+    def remarks(self, n: int) -> list[str]:
+        """Sentences for the user of a federation of ``n`` clients in which it changes nothing."""
+        return []
+
     def smallest(self, n: int) -> int | None:
         """Fewest different clients in a round of a federation of ``n``; None where only the draws tell."""
         return None

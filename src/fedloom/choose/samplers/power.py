@@ -55,6 +55,12 @@ class PowerOfChoice(Sized):
                 f"federation, got {self.candidates}"
             )
 
+    def remarks(self, n: int) -> list[str]:
+        """That there is no choice where everyone takes part."""
+        if self.size(n) < n:
+            return []
+        return [f"sampler {self.kind!r} chooses nobody as all {n} clients take part: set fraction or clients lower"]
+
     def init(self, ctx: Ctx) -> Seen | Nothing:
         """Nobody has been seen."""
         return Seen(torch.full((ctx.n,), torch.inf, dtype=torch.float64)) if self.learns else Nothing()
