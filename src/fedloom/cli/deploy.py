@@ -35,7 +35,7 @@ def init(
     quorum: Annotated[int | None, typer.Option(help="accepted replies of a round; more than half by default")] = None,
     norm_bound: Annotated[
         float | None,
-        typer.Option(help="longest difference accepted of a site; 10 times the longest of a first round by default"),
+        typer.Option(help="maximum update norm accepted per site (L2); by default 10 times the largest of a first round"),
     ] = None,
     metrics_port: Annotated[
         int | None,
@@ -78,7 +78,7 @@ def init(
         write(planned, folder, place)
         typer.echo(f"{folder}: a server and {len(planned.sites)} sites ({', '.join(planned.sites)})")
         if planned.norm_bound is not None:
-            typer.echo(f"longest difference accepted of a site: norm_bound = {planned.norm_bound:g} in server.toml")
+            typer.echo(f"maximum update norm accepted per site: norm_bound = {planned.norm_bound:g} in server.toml")
         if planned.code.files:
             typer.echo(f"user code, copied to all of them: {', '.join(planned.code.files)}")
         if planned.code.installed:
