@@ -35,7 +35,9 @@ def init(
     quorum: Annotated[int | None, typer.Option(help="accepted replies of a round; more than half by default")] = None,
     norm_bound: Annotated[
         float | None,
-        typer.Option(help="maximum update norm accepted per site (L2); by default 10 times the largest of a first round"),
+        typer.Option(
+            help="maximum update norm accepted per site (L2); by default 10 times the largest of a first round"
+        ),
     ] = None,
     metrics_port: Annotated[
         int | None,

@@ -150,23 +150,43 @@ class _Run:
         while True:
             t = state.round
             self._results.tell(job, state)
-            due = t % job.setting.evaluate.every == 0 or t == job.setting.rounds
-            if due and not any(r.round == t for r in state.records.items):
-                scores = scores_of(job, pool, state)
-                record(job, state, scores)
-                self._results.tables(job, state, disk.seconds)
-                self._results.summary(None, "", self._post.nodes)
-            if t > 0:
-                self._say(self._line(job, state))
-            if t == job.setting.rounds:
+            last = t == job.setting.rounds
+            due = last or t % job.setting.evaluate.every == 0
+            due = due and not any(r.round == t for r in state.records.items)
+            if last:
+                self._scored(job, pool, state, disk, due=due)
                 return state
-            self._release(job, state)
-            start = time.monotonic()
-            state = play(job, pool, state)
+            try:
+                self._release(job, state)
+            except RunStopped:
+                self._scored(job, pool, state, disk, due=due)
+                raise
+            if due:
+                sites.carry(state)
+            else:
+                self._scored(job, pool, state, disk, due=False)
+            before, start = state, time.monotonic()
+            try:
+                state = play(job, pool, before)
+            except RunStopped:
+                if due:
+                    self._scored(job, pool, before, disk, due=False)
+                raise
             disk.seconds.append(time.monotonic() - start)
+            if due:
+                self._scored(job, pool, before, disk, due=True)
             sites.accepted[state.cohort] = state.round
             disk.more = self._more(job, sites.accepted, state)
             disk.save(state, None)
+
+    def _scored(self, job: Job, pool: Any, state: State, disk: Disk, *, due: bool) -> None:
+        """Record the scores of a state where they are due, and say how its round went."""
+        if due:
+            record(job, state, scores_of(job, pool, state))
+            self._results.tables(job, state, disk.seconds[: state.round])
+            self._results.summary(None, "", self._post.nodes)
+        if state.round > 0:
+            self._say(self._line(job, state))
 
     def _more(self, job: Job, accepted: Tensor, state: State) -> dict[str, Any]:
         noise = accounted(job.setting.channel, job.setting.aggregator)

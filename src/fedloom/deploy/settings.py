@@ -19,12 +19,6 @@ from fedloom.imports import is_path
 from fedloom.values import Value, fields_of, make, read_toml
 from fedloom.version import __version__
 
-SITE_KEY = "site"
-"""Key of a SuperNode's node configuration: path of the site's TOML file."""
-
-SERVER_KEY = "server"
-"""Key of the run configuration: path of the server's TOML file."""
-
 V = TypeVar("V", bound=Value)
 
 
