@@ -237,7 +237,7 @@ def folder_of(site_file: Path) -> Path:
     """
     try:
         site = tomllib.loads(site_file.read_text(encoding="utf-8"))
-        return site_file.parent.resolve() / site.get("state", "state") / site["fingerprint"][:16]
+        return site_file.parent.resolve() / str(site.get("state", "state")) / str(site["fingerprint"])[:16]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"cannot read the site file {site_file}: {error}") from None
 
