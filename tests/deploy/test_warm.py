@@ -128,9 +128,7 @@ def test_a_process_that_dies_while_it_answers_is_an_error_at_once_and_is_started
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(hand_over, file, content, owner.pid)
         time.sleep(0.3)
-        line = socket.socket(socket.AF_UNIX)  # the process has taken nothing yet: another one answers
-        line.close()
-        os.kill(first, signal.SIGKILL)
+        os.kill(first, signal.SIGKILL)  # it has taken nothing yet: another one answers
         start = time.monotonic()
         assert head(asked.result())["status"] == "ok"
     [second] = processes(file)
@@ -199,9 +197,7 @@ def test_it_ends_with_its_owner_and_with_other_settings(tmp_path, owner):
     owner.wait()
     assert gone(second)
     with open(folder_of(file) / LOCK) as lock:
-        import fcntl
-
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert waited(lambda: handover._locked(lock.fileno()))
 
 
 def test_what_changed_on_the_disk_is_read_anew(tmp_path, owner):
