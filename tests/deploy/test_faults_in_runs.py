@@ -365,7 +365,7 @@ def test_a_site_without_data(tmp_path: Path) -> None:  # 29
     here = csv_scene(tmp_path, ["", "a,b,y\n", ""])
     assert here.serve() is Stop.DONE
     assert not here.audit(kind="train", client=LOST)
-    assert here.summary()["sites"]["site-1"] is True
+    assert here.summary()["sites"]["site-1"]["here"] is True
     [mine] = models(here.sites[LOST].state)
     assert (mine.kind, mine.round) == ("global", 4)
     assert torch.equal(personal(here, LOST)[0], here.model())

@@ -186,7 +186,7 @@ def test_no_score_and_no_count_of_work_leaves_a_site(tmp_path: Path, how: dict[s
     if limit is not None and how is LOCAL:
         here = limited(here, limit)
     seen = replies(here)
-    assert {kind: len(found) for kind, found in seen.items()} == {"hello": 3, "score": 15, "train": 12}
+    assert {kind: len(found) for kind, found in seen.items()} == {"hello": 3, "score": 3, "train": 12}
     for kind, found in seen.items():
         for reply in found:
             head = dict(reply.content["head"])

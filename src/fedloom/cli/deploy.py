@@ -37,6 +37,10 @@ def init(
         float | None,
         typer.Option(help="maximum update norm accepted per site; by default 10 times the largest of a first round"),
     ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(help="port of the server's metrics in Prometheus' format, on loopback; none by default"),
+    ] = None,
     home: Annotated[Path, typer.Option(help="folder for server/ and site/ on the machines")] = Path("/srv/fedloom"),
     programs: Annotated[Path, typer.Option(help="folder of the programs on the machines")] = Path("/opt/fedloom/bin"),
     days: Annotated[int, typer.Option(help="days that certificates are valid")] = 365,
@@ -59,7 +63,9 @@ def init(
         from fedloom.values import make
 
         given = {"host": host, "gate_port": gate_port, "port": port, "home": home, "programs": programs, "days": days}
-        place = make(Place, {**given, "quorum": quorum}, "fedloom deploy init", Place.model_fields)
+        place = make(
+            Place, {**given, "quorum": quorum, "metrics_port": metrics_port}, "fedloom deploy init", Place.model_fields
+        )
         choice: dict[str, Any] = {
             "method": method,
             "seed": seed,
@@ -127,6 +133,29 @@ def local(
         typer.echo(f"results of the server: {deployment.server.results}")
         for site in deployment.sites.values():
             typer.echo(f"models of {site.site}: {site.state}")
+
+
+@deploy.command()
+def status(
+    folder: Annotated[Path, typer.Argument(help="a deployment's directory, or its server folder", show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="everything as JSON")] = False,
+) -> None:
+    """Show how far a deployment is and how every site does, from the server's files, while it runs and afterwards.
+
+    Example: fedloom deploy status hospitals
+    """
+    with errors():
+        import json
+
+        from fedloom.deploy.status import lines, server_of, status_of, table
+
+        found = status_of(server_of(folder))
+        if as_json:
+            typer.echo(json.dumps(found, indent=1))
+            return
+        for line in lines(found):
+            typer.echo(line)
+        _print_sites(table(found), ("site",))
 
 
 @deploy.command()

@@ -1,4 +1,7 @@
-"""The two apps that Flower runs; everything that they do is in `fedloom.deploy.server` and `fedloom.deploy.client`."""
+"""The two apps that Flower runs: the server's, which is `fedloom.deploy.server`, and a site's, which hands over.
+
+Flower imports this module for every message to a site, so it imports PyTorch for the server only.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,18 @@ from pathlib import Path
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
+from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
+from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 from flwr.serverapp import Grid, ServerApp
 
-from fedloom.deploy.client import Client
-from fedloom.deploy.server import STOPS, serve
-from fedloom.deploy.settings import SERVER_KEY, SITE_KEY, read_server, read_site
+from fedloom.deploy.handover import hand_over
 from fedloom.errors import ConfigError, FedloomError, RunStopped, Stop
+
+SITE_KEY = "site"
+"""Key of a SuperNode's node configuration: path of the site's TOML file."""
+
+SERVER_KEY = "server"
+"""Key of the run configuration: path of the server's TOML file."""
 
 server_app = ServerApp()
 client_app = ClientApp()
@@ -25,6 +34,9 @@ def run(grid: Grid, context: Context) -> None:
     Raises:
         FedloomError: the run did not get to its end; Flower records it as failed, the sentence has been printed.
     """
+    from fedloom.deploy.server import STOPS, serve
+    from fedloom.deploy.settings import read_server
+
     try:
         stop = serve(grid, read_server(_file(context.run_config, SERVER_KEY, "run")), _say)
         if stop is not Stop.DONE:
@@ -45,7 +57,9 @@ def _say(line: str) -> None:
 @client_app.evaluate()
 def answer(message: Message, context: Context) -> Message:
     """A site: its settings are in the file that the node configuration names."""
-    return Client(read_site(_file(context.node_config, SITE_KEY, "node"))).answer(message)
+    content = recorddict_to_proto(message.content).SerializeToString()
+    reply = hand_over(_file(context.node_config, SITE_KEY, "node"), content)
+    return Message(recorddict_from_proto(ProtoRecordDict.FromString(reply)), reply_to=message)
 
 
 def _file(config: object, key: str, what: str) -> Path:

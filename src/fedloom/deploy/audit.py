@@ -32,11 +32,16 @@ class Audit:
         append_synced(self._path, [json.dumps(line, allow_nan=True).encode() + b"\n"])
 
     def lines(self) -> list[dict[str, Any]]:
-        """Everything in the log; a line that a crash cut short is left out."""
-        found = []
-        for line in self._path.read_bytes().splitlines():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue
-        return found
+        """Everything in the log; see `lines_of`."""
+        return lines_of(self._path)
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    """Everything in a log that may be written at this moment; a line that was cut short is left out."""
+    found = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found

@@ -52,14 +52,18 @@ class Client:
         self._memory = Memory(site.state, site.fingerprint, site.client)
 
     def answer(self, message: Message) -> Message:
-        """The signed reply to any message from the server; a refusal says why.
+        """The message with the `reply`."""
+        return Message(self.reply(message.content), reply_to=message)
+
+    def reply(self, content: RecordDict) -> RecordDict:
+        """The signed reply to the content of any message from the server; a refusal says why.
 
         Under differential privacy it says so only where the reason holds nothing of the samples.
         """
         head: dict[str, Any] = {}
         secret = False
         try:
-            letter = unseal(message, ASKED, {}, self.site.message_limit)
+            letter = unseal(content, ASKED, {}, self.site.message_limit)
             head = letter.head
             self._check(letter)
             secret = self._private
@@ -74,7 +78,7 @@ class Client:
                 reason = self._withheld(reason)
             more, arrays, metrics = {"status": "refused", "reason": reason[:REASON]}, [], None
         self._memory.notes.clear()
-        return Message(self._signed(head, more, arrays, metrics), reply_to=message)
+        return self._signed(head, more, arrays, metrics)
 
     def _signed(
         self, asked: dict[str, Any], more: dict[str, Any], arrays: Sequence[bytes], metrics: dict[str, float] | None
@@ -155,9 +159,10 @@ class Client:
             return samples | {"work": counts[0, :3].tolist()}, [self.forms.write_answer(answer)], None
         job, state = self._seated(letter)
         if kind == "train":
+            model, metrics = self._score_first(job, letter, there=bool(samples["samples"]))
             new = self._train(job, state, letter)
             work = [0, 0, 0] if self._private else list(new.reply["work"])
-            return {**samples, "work": work}, [bytes(new.tensors["reply"].numpy())], None
+            return {**samples, "work": work, "model": model}, [bytes(new.tensors["reply"].numpy())], metrics
         model, metrics = self._score(job, letter, there=bool(samples["samples"]))
         return {**samples, "model": model}, [], metrics
 
@@ -227,7 +232,7 @@ class Client:
             FedloomError: the privacy budget is spent; or, without accounted noise of the site's own, the training
                 failed or its result is not finite.
         """
-        t, base, digest = letter.head["round"], 0 if state is None else state.round, letter.head["digest"]
+        t, base, digest = letter.head["round"], 0 if state is None else state.round, digest_of(letter.arrays[:1])
         kept = self._memory.answered(t, base, digest)
         if kept is not None:
             return kept
@@ -264,6 +269,22 @@ class Client:
         sent, _ = job.setting.channel.apply(None, torch.zeros_like(job.messages.update(idle)), ())
         up = job.messages.with_update(idle, sent)
         return Made(up, None, None, None, job.clients.read(ids), job.residue.read(ids), torch.zeros(1, 3).long())
+
+    def _score_first(self, job: Job, letter: Letter, *, there: bool) -> tuple[str, dict[str, float] | None]:
+        """The scores that are asked for with a training; it goes on where they cannot be found."""
+        t = letter.head["scored"]
+        if t < 0:
+            return "", None
+        try:
+            asked = letter._replace(head={**letter.head, "round": t}, arrays=letter.arrays[1:])
+            return self._score(job, asked, there=there)
+        except FedloomError as error:
+            what = f"round {t} cannot be scored: {error}"
+            if self._private:
+                self._withheld(what)
+            else:
+                self._memory.notes.append(what)
+            return "", {}
 
     def _score(self, job: Job, letter: Letter, *, there: bool) -> tuple[str, dict[str, float]]:
         """Keep the newest model, and score every model on the site's own parts."""

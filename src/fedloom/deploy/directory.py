@@ -50,6 +50,7 @@ class Place(Value):
     programs: Path = Field(Path("/opt/fedloom/bin"), description="folder of fedloom's programs on the machines")
     days: int = Field(365, ge=1, le=3650, description="days that the certificates are valid")
     quorum: int | None = Field(None, ge=1, description="accepted replies that a round needs; more than half by default")
+    metrics_port: int | None = Field(None, ge=1, le=65535, description="port of the server's metrics on loopback")
 
     @property
     def gate(self) -> str:
@@ -152,6 +153,7 @@ def _sides(plan: Plan, place: Place) -> Iterator[tuple[str, str, Files]]:
     agreed |= {f"{FOLDER}/{path}": data for path, data in plan.code.files.items()}
     quorum = place.quorum or len(members) // 2 + 1
     given = {**shared, "sites": members, "quorum": quorum, "port": place.port, "public": place.gate}
+    given |= {} if place.metrics_port is None else {"metrics_port": place.metrics_port}
     given["norm_bound"] = plan.norm_bound
     server = make(Server, given, "fedloom deploy init", Server.model_fields)
     home = place.home / "server"

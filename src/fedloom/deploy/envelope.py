@@ -10,11 +10,11 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedloom.errors import WireError
 
-PROTOCOL = 1
+PROTOCOL = 2
 Kind = Literal["hello", "ask", "train", "score"]
 TYPES: dict[Kind, str] = {"hello": "query", "ask": "query", "train": "train", "score": "evaluate"}
 """Flower's message types."""
@@ -29,15 +29,15 @@ COMMON = {
 ASKED: Mapping[str, Mapping[str, type]] = {
     "hello": {},
     "ask": {},
-    "train": {"accepted": int, "weight": float},
+    "train": {"accepted": int, "weight": float, "scored": int, "global": bool},
     "score": {"accepted": int, "weight": float, "global": bool},
 }
-"""Further fields of a message from the server."""
+"""Further fields of a message from the server; ``scored`` is the round whose models are scored first, -1 for none."""
 
 REPLIED: Mapping[str, Mapping[str, type]] = {
     "hello": {"task": str, "shape": list, "outputs": int, "classes": list, "sizes": list},
     "ask": {"samples": int, "work": list},
-    "train": {"samples": int, "work": list},
+    "train": {"samples": int, "work": list, "model": str},
     "score": {"samples": int, "model": str},
 }
 """Further fields of a site's reply."""
@@ -86,12 +86,12 @@ def seal(
 
 
 def unseal(
-    message: Message, fields: Mapping[str, Mapping[str, type]], status: Mapping[str, type], limit: int
+    content: RecordDict, fields: Mapping[str, Mapping[str, type]], status: Mapping[str, type], limit: int
 ) -> Letter:
     """What a message holds, if it is one of these; no array is parsed.
 
     Args:
-        message: any message with content.
+        content: of any message.
         fields: the further fields of its head, by kind.
         status: fields of every head beside the common ones.
         limit: most bytes of arrays.
@@ -99,7 +99,6 @@ def unseal(
     Raises:
         WireError: records, fields, types or sizes are others; no other error is possible.
     """
-    content = message.content
     head, arrays = content.get(HEAD), content.get(ARRAYS)
     names = {HEAD, ARRAYS} | ({METRICS} if METRICS in content else set())
     if set(content) != names or not isinstance(head, ConfigRecord) or not isinstance(arrays, ArrayRecord):
@@ -125,8 +124,8 @@ def _head(record: ConfigRecord, fields: Mapping[str, Mapping[str, type]], status
 
 
 def _arrays(record: ArrayRecord, limit: int) -> list[bytes]:
-    if len(record) > 2 or list(record) != [f"{k}" for k in range(len(record))]:
-        raise WireError(f"arrays must be named 0 and 1, got {[_short(name) for name in list(record)[:8]]}")
+    if len(record) > 3 or list(record) != [f"{k}" for k in range(len(record))]:
+        raise WireError(f"arrays must be named 0 to 2, got {[_short(name) for name in list(record)[:8]]}")
     total = sum(len(array.data) for array in record.values())
     if total > limit:
         raise WireError(f"{total} bytes of arrays, at most {limit} are allowed")

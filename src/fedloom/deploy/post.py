@@ -43,6 +43,7 @@ class Letter(NamedTuple):
         more: further fields of the head.
         down: what the client receives, for the length of the difference.
         node: Flower's number of the node; filled in when it is sent.
+        round: where it is not that of the other messages that are sent with it.
     """
 
     kind: Kind
@@ -51,6 +52,7 @@ class Letter(NamedTuple):
     more: Mapping[str, Any] | None = None
     down: Any = None
     node: int = 0
+    round: int | None = None
 
 
 class Post:
@@ -131,27 +133,31 @@ class Post:
         self.exchange(0, [Letter("hello", None, node=node) for node in new], 0, self._settings.deadline)
 
     def until(self, round: int, letters: dict[int, Letter], need: int) -> dict[int, Reply]:
-        """Accepted replies by client; those that did not answer are asked again until ``need`` is there."""
+        """Accepted replies by client; those that did not answer are asked again until ``need`` is there.
+
+        A reply to a letter that asks for scores only does not count to ``need``.
+        """
         end = time.monotonic() + self._settings.patience
         replies: dict[int, Reply] = {}
         open_ = dict(letters)
         while True:
             self.greet()
             now = [letter._replace(node=self.nodes[c]) for c, letter in open_.items() if c in self.nodes]
-            good, bad = self.exchange(round, now, need - len(replies), self._settings.deadline)
+            good, bad = self.exchange(round, now, need - _counting(replies), self._settings.deadline)
             replies |= good
             open_ = {c: letter for c, letter in open_.items() if c not in good and c not in bad}
-            if len(replies) >= need or (not open_ and letters):
+            if _counting(replies) >= need or (not open_ and letters):
                 break
             if time.monotonic() > end or not letters:
                 break
             time.sleep(min(5 * POLL, self._settings.patience / 10))
         for c in open_:
             self._audit.write("missed", round=round, client=c, site=self.members[c].site if c in self.members else None)
-        if len(replies) < need:
+        if _counting(replies) < need:
+            wanted = sum(letter.kind != "score" for letter in letters.values())
             raise RunStopped(
                 Stop.TOO_FEW,
-                f"round {round}: {len(replies)} of {len(letters)} sites answered with something usable, the quorum is "
+                f"round {round}: {_counting(replies)} of {wanted} sites answered with something usable, the quorum is "
                 f"{need}; the state before the round is kept: run again to go on",
             )
         return replies
@@ -177,7 +183,7 @@ class Post:
             arrived = self._collect(asked, good, bad)
             waited = time.monotonic() - start
             idle = all(self.presence.is_mute(about.node) for about in asked.values())
-            if waited > self._settings.ttl or ((waited > deadline or idle) and len(good) >= need):
+            if waited > self._settings.ttl or ((waited > deadline or idle) and _counting(good) >= need):
                 break
             if asked and not arrived:
                 time.sleep(POLL)
@@ -250,7 +256,7 @@ class Post:
         )  # fmt: skip
 
     def _message(self, letter: Letter, round: int) -> tuple[Message, Asked]:
-        nonce = new_nonce()
+        nonce, round = new_nonce(), round if letter.round is None else letter.round
         head = {
             "protocol": PROTOCOL,
             "release": __version__,
@@ -284,3 +290,7 @@ class Post:
                     raise RunStopped(Stop.TOO_FEW, f"Flower's server does not answer: {plain(str(error))}") from error
                 time.sleep(pause)
                 pause = min(2 * pause, PAUSE)
+
+
+def _counting(replies: Mapping[int, Reply]) -> int:
+    return sum(reply.head["kind"] != "score" for reply in replies.values())

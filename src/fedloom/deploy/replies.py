@@ -142,7 +142,7 @@ class Judge:
         if isinstance(release, str) and release != __version__:
             raise Rejected(4, f"the site runs fedloom {plain(release)[:30]}, the server {__version__}")
         try:
-            return unseal(message, REPLIED, STATUS, self._settings.message_limit)
+            return unseal(message.content, REPLIED, STATUS, self._settings.message_limit)
         except WireError as error:
             raise Rejected(3, str(error)) from None
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pyarrow.parquet as pq
 import torch
 from flwr.serverapp import Grid
 from torch import Tensor
@@ -22,8 +21,10 @@ from fedloom.deploy.ledger import Ledger
 from fedloom.deploy.local_data import federation_of
 from fedloom.deploy.noise import released
 from fedloom.deploy.post import Post
+from fedloom.deploy.results import SUMMARY, Results
 from fedloom.deploy.settings import Server, check_version
 from fedloom.deploy.sites import Sites
+from fedloom.deploy.status import serve_metrics
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted, check_privacy, spent
 from fedloom.engine.resume import Disk
@@ -35,14 +36,13 @@ from fedloom.errors import Refused, RunStopped, Stop
 from fedloom.experiment import Experiment
 from fedloom.local import Nothing
 from fedloom.rows.channel import GaussianNoise
-from fedloom.storage.checkpoint import Checkpoints, save_tensors
-from fedloom.storage.files import lock, make_folder, write_atomic
+from fedloom.storage.checkpoint import Checkpoints
+from fedloom.storage.files import lock
 from fedloom.storage.store import Store
 from fedloom.version import __version__
 
 Say = Callable[[str], None]
 
-SUMMARY = "summary.json"
 STOPS = "fedloom: stops: "
 """How the line begins that says why a run ended early."""
 FINISHED = "all rounds are done; for more of them, deploy an experiment with more rounds"
@@ -71,8 +71,8 @@ def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
         if finished(settings):
             say(f"fedloom: {FINISHED}")
             return Stop.DONE
-        run = _Run(grid, settings, experiment, say)
-        return run.go()
+        with serve_metrics(settings):
+            return _Run(grid, settings, experiment, say).go()
 
 
 def finished(settings: Server) -> bool:
@@ -84,10 +84,10 @@ def finished(settings: Server) -> bool:
     """
     newest = Checkpoints(settings.checkpoints).load(settings.fingerprint[:16])
     try:
-        told = json.loads((settings.results / SUMMARY).read_bytes())
-    except (OSError, ValueError):
+        told = json.loads((settings.results / SUMMARY).read_bytes())["stop"]
+    except (OSError, ValueError, KeyError, TypeError):
         return False
-    return newest is not None and newest.meta["stop"] == told["stop"] == Stop.DONE.name
+    return newest is not None and newest.meta["stop"] == told == Stop.DONE.name
 
 
 def check_deployable(experiment: Experiment) -> None:
@@ -118,12 +118,12 @@ class _Run:
         self._settings, self._experiment, self._say = settings, experiment, say
         self._audit = Audit(settings.audit)
         self._post = Post(grid, settings, self._audit, say)
-        self._rounds_done = 0
-        self._notes: list[str] = []
+        self._results = Results(settings, experiment)
 
     def go(self) -> Stop:
         """Begin or go on, to the end."""
         settings, stop, detail = self._settings, Stop.DONE, ""
+        self._audit.write("wait", release=__version__)
         try:
             self._gather()
             job, server, forms = self._job()
@@ -137,43 +137,61 @@ class _Run:
             if ended is not Stop.DONE:
                 state = self._rounds(job, sites, disk, state)
                 disk.save(state, stop)
-            self._told(state)
-            self._write(job, state)
+            self._results.tables(job, state, disk.times)
         except RunStopped as error:
             stop, detail = error.reason, error.detail
             self._say(f"{STOPS}{error}")
         self._audit.write("stop", reason=stop.value, detail=detail or None)
-        self._summary(stop, detail)
+        self._results.summary(stop, detail, self._post.nodes)
         return stop
 
     def _rounds(self, job: Job, sites: Sites, disk: Disk, state: State) -> State:
         pool: Any = sites
         while True:
             t = state.round
-            self._told(state)
-            due = t % job.setting.evaluate.every == 0 or t == job.setting.rounds
-            if due and not any(r.round == t for r in state.records.items):
-                scores = scores_of(job, pool, state)
-                record(job, state, scores)
-                self._write(job, state)
-            if t > 0:
-                self._say(self._line(job, state))
-            if t == job.setting.rounds:
+            self._results.tell(job, state)
+            last = t == job.setting.rounds
+            due = last or t % job.setting.evaluate.every == 0
+            due = due and not any(r.round == t for r in state.records.items)
+            if last:
+                self._scored(job, pool, state, disk, due=due)
                 return state
-            self._release(job, state)
-            start = time.monotonic()
-            state = play(job, pool, state)
+            try:
+                self._release(job, state)
+            except RunStopped:
+                self._scored(job, pool, state, disk, due=due)
+                raise
+            if due:
+                sites.carry(state)
+            else:
+                self._scored(job, pool, state, disk, due=False)
+            before, start = state, time.monotonic()
+            try:
+                state = play(job, pool, before)
+            except RunStopped:
+                if due:
+                    self._scored(job, pool, before, disk, due=False)
+                raise
             disk.times.rounds.append(time.monotonic() - start)
+            if due:
+                self._scored(job, pool, before, disk, due=True)
             sites.accepted[state.cohort] = state.round
-            disk.more = self._more(sites.accepted)
+            disk.more = self._more(job, sites.accepted, state)
             disk.save(state, None)
 
-    def _told(self, state: State) -> None:
-        """Remember what the summary says, however the run ends."""
-        self._rounds_done, self._notes = state.round, state.notes
+    def _scored(self, job: Job, pool: Any, state: State, disk: Disk, *, due: bool) -> None:
+        """Record the scores of a state where they are due, and say how its round went."""
+        if due:
+            record(job, state, scores_of(job, pool, state))
+            self._results.tables(job, state, disk.times)
+            self._results.summary(None, "", self._post.nodes)
+        if state.round > 0:
+            self._say(self._line(job, state))
 
-    def _more(self, accepted: Tensor) -> dict[str, Any]:
-        return {"accepted": accepted.tolist(), "sizes": self._post.sizes.tolist()}
+    def _more(self, job: Job, accepted: Tensor, state: State) -> dict[str, Any]:
+        noise = accounted(job.setting.channel, job.setting.aggregator)
+        epsilon = None if noise is None else spent(noise, job.setting.sampler, state.uploads, state.round)
+        return {"accepted": accepted.tolist(), "sizes": self._post.sizes.tolist(), "epsilon": epsilon}
 
     def _gather(self) -> None:
         """Wait for the sites; numbers of samples that the run began with hold."""
@@ -227,21 +245,3 @@ class _Run:
         here = (state.round, "train", "loss", False)
         losses = [r for r in state.records.items if (r.round, r.part, r.metric, r.total) == here]
         return f"{text}, loss {torch.from_numpy(losses[-1].values).nanmean():.4g}" if losses else text
-
-    def _write(self, job: Job, state: State) -> None:
-        """Metrics and the global model, as a run directory has them."""
-        make_folder(self._settings.results)
-        write_atomic(self._settings.results / "metrics.parquet", lambda f: pq.write_table(state.records.table(), f))
-        shared = job.algorithm.global_model(state.server)
-        if shared is not None:
-            header = {**job.oracle.layout.header(), "round": str(state.round)}
-            save_tensors(self._settings.results / "global.safetensors", {"rows": shared.cpu()}, header)
-
-    def _summary(self, stop: Stop, detail: str) -> None:
-        make_folder(self._settings.results)
-        text = {
-            "name": self._settings.name, "stop": stop.name, "reason": stop.value, "detail": detail,
-            "rounds": self._rounds_done, "notes": self._notes,
-            "sites": {m.site: c in self._post.nodes for c, m in self._post.members.items()},
-        }  # fmt: skip
-        write_atomic(self._settings.results / SUMMARY, json.dumps(text, indent=1).encode())

@@ -19,12 +19,6 @@ from fedloom.imports import is_path
 from fedloom.values import Value, fields_of, make, read_toml
 from fedloom.version import __version__
 
-SITE_KEY = "site"
-"""Key of a SuperNode's node configuration: path of the site's TOML file."""
-
-SERVER_KEY = "server"
-"""Key of the run configuration: path of the server's TOML file."""
-
 V = TypeVar("V", bound=Value)
 
 
@@ -134,6 +128,8 @@ class Server(Shared):
         "127.0.0.1", description="address the server listens on; loopback, when a gate stands before it"
     )
     port: Port = Field(18000, description="port the server listens on")
+    metrics_port: Port | None = Field(None, description="port of metrics in Prometheus' format; none: no endpoint")
+    metrics_address: str = Field("127.0.0.1", description="address that the metrics are served on")
     public: str = Field("", description="host:port of the gate that sites connect to; empty: the server itself")
     ca: Path = Field(Path("ca.crt"), description="certificate of the authority")
     certificate: Path = Field(Path("server.crt"), description="certificate of the server")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from fedloom.deploy.settings import Server
 from fedloom.engine.chunk import asked_counts, receive
 from fedloom.engine.job import Job
 from fedloom.engine.records import Scores
-from fedloom.engine.scoring import sizes_of
+from fedloom.engine.scoring import scores_of, sizes_of
+from fedloom.engine.state import State
 from fedloom.errors import ConfigError, RunStopped, Stop
 from fedloom.processes.chunks import COUNTS, AskTask, ScoreTask, Trained, TrainTask
 
@@ -36,6 +37,9 @@ class Sites:
     def __init__(self, job: Job, forms: Forms, post: Post, settings: Server) -> None:
         self._job, self._forms, self._post, self._settings = job, forms, post, settings
         self.accepted = torch.zeros(job.n, dtype=torch.long)
+        self._noting = False
+        self._due: tuple[int, Any] | None = None
+        self._found: tuple[int, dict[int, dict[str, float]]] | None = None
         post.begin(job, forms)
 
     def map(self, name: str, shared: Any, tasks: Sequence[Any]) -> Iterator[Any]:
@@ -51,19 +55,33 @@ class Sites:
         }
         return work[name](shared, tasks)
 
+    def carry(self, state: State) -> None:
+        """Ask for the scores of this state in the messages of the training that comes next; `map` has them then."""
+        self._noting = True
+        try:
+            scores_of(self._job, cast(Any, self), state)
+        finally:
+            self._noting = False
+
     def _train(self, shared: tuple[Any, Any], tasks: Sequence[TrainTask]) -> Iterator[Trained]:
         job, forms = self._job, self._forms
         down, server = shared
         received = {int(task.ids): for_client(down, int(task.place)) for task in tasks}
         common = forms.write_down(down, server) if is_common(down) else None
-        letters = {
-            c: Letter("train", c, [common or forms.write_down(one, server)], self._place(c), one)
-            for c, one in received.items()
-            if bool(self._post.sizes[c, 0])
-        }
+        due, self._due = self._due, None
+        scored, asks = (-1, {}) if due is None else (due[0], self._asking(*due))
+        letters = dict[int, Letter]()
+        for c, one in received.items():
+            if bool(self._post.sizes[c, 0]):
+                ask = asks.pop(c, None)
+                parts, there = ((), False) if ask is None else (ask.arrays, bool((ask.more or {})["global"]))
+                more = self._place(c) | {"scored": -1 if ask is None else scored, "global": there}
+                letters[c] = Letter("train", c, [common or forms.write_down(one, server), *parts], more, one)
         t = tasks[0].round
         need = max(1, min(self._settings.quorum, len(letters)))
-        replies = self._post.until(t, letters, need)
+        replies = self._post.until(t, letters | asks, need)
+        self._found = (scored, {c: reply.metrics for c, reply in replies.items()})
+        replies = {c: reply for c, reply in replies.items() if c in letters}
         if job.setting.aggregator is not None and not job.kept_fields:
             try:
                 job.setting.aggregator.check(len(replies))
@@ -96,20 +114,16 @@ class Sites:
 
     def _score(self, shared: tuple[Any, Tensor | None], tasks: Sequence[ScoreTask]) -> Iterator[Scores]:
         """Scores that every site finds of the models on its own samples; NaN where it is not there."""
-        job, forms = self._job, self._forms
-        down, model = shared
-        common = forms.write_models(down, model) if down is None or is_common(down) else None
-        letters = {
-            c: Letter(
-                "score",
-                c,
-                common or forms.write_models(for_client(down, c), model),
-                self._place(c) | {"global": model is not None},
-            )
-            for c in self._post.nodes
-        }
-        replies = self._post.until(tasks[0].round, letters, 0)
-        found = {c: r.metrics for c, r in replies.items()}
+        t, job, model = tasks[0].round, self._job, shared[1]
+        if self._noting:
+            self._due = t, shared
+            yield from ({} for _ in tasks)
+            return
+        if self._found is not None and self._found[0] == t:
+            found = self._found[1]
+        else:
+            replies = self._post.until(t, self._asking(t, shared), 0)
+            found = {c: r.metrics for c, r in replies.items()}
         keys = sorted({key for metrics in found.values() for key in metrics})
         for task in tasks:
             scores: Scores = {}
@@ -120,6 +134,21 @@ class Sites:
             if task.common and model is not None:
                 scores["global", ""] = sizes_of(job.algorithm, job.oracle.layout, model[None])
             yield scores
+
+    def _asking(self, round: int, shared: tuple[Any, Tensor | None]) -> dict[int, Letter]:
+        """Letters that ask every site that is there for scores."""
+        forms, (down, model) = self._forms, shared
+        common = forms.write_models(down, model) if down is None or is_common(down) else None
+        return {
+            c: Letter(
+                "score",
+                c,
+                common or forms.write_models(for_client(down, c), model),
+                self._place(c) | {"global": model is not None},
+                round=round,
+            )
+            for c in self._post.nodes
+        }
 
     def _place(self, client: int) -> dict[str, Any]:
         return {"accepted": int(self.accepted[client]), "weight": float(self._job.alpha[client])}

@@ -68,8 +68,15 @@ def write_settings(out: Path, experiment: Experiment) -> None:
 def write_tables(out: Path, outcomes: Sequence[Outcome]) -> None:
     """``metrics.parquet`` (no times in it) and ``timings.parquet``."""
     done = [(o, o.result) for o in outcomes if o.result is not None]
-    metrics = [_labelled(r.table(), o) for o, r in done]
-    seconds = [_labelled(_timings(r), o) for o, r in done]
+    write_measured(out, [(o.label, o.seed, r.table(), (r.seconds, r.startup)) for o, r in done])
+
+
+def write_measured(
+    out: Path, runs: Sequence[tuple[str, int, pa.Table, tuple[Sequence[float], Sequence[float]]]]
+) -> None:
+    """The same files from a method's label, a seed, what was measured, and every round's seconds and one-off seconds."""
+    metrics = [_labelled(table, label, seed) for label, seed, table, _ in runs]
+    seconds = [_labelled(_timings(*spent), label, seed) for label, seed, _, spent in runs]
     _write(out / "metrics.parquet", metrics)
     _write(out / "timings.parquet", seconds)
 
@@ -83,10 +90,10 @@ def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome])
     counts, places, notes = [], [], []
     for outcome, result in done:
         if evaluate.confusion:
-            counts.append(_labelled(confusion(result), outcome))
+            counts.append(_labelled(confusion(result), outcome.label, outcome.seed))
         if evaluate.tsne:
             table, said = tsne(result, evaluate.tsne)
-            places.append(_labelled(table, outcome))
+            places.append(_labelled(table, outcome.label, outcome.seed))
             notes += said
     _write(out / "confusion.parquet", counts)
     _write(out / "tsne.parquet", places)
@@ -114,7 +121,7 @@ def write_summary(
     runs = [_run(o) for o in outcomes]
     feds = list(federations.values())
     attackers = {o.seed: o.result.job.attackers.numpy() for o in outcomes if o.result is not None}
-    _write(out / "partition.parquet", [_partition(seed, fed, attackers.get(seed)) for seed, fed in federations.items()])
+    write_partition(out, [_partition(seed, fed, attackers.get(seed)) for seed, fed in federations.items()])
     notes = [note for fed in feds for note in fed.notes]
     notes += [f"{o.label}, seed {o.seed}: {note}" for o in outcomes if o.result is not None for note in o.result.notes]
     summary = {
@@ -142,29 +149,54 @@ def _run(outcome: Outcome) -> dict[str, Any]:
 
 
 def _partition(seed: int, fed: Federation, attackers: NDArray[np.int64] | None) -> pa.Table:
-    """A row per client: training samples, by class too (an empty list for a regression), planted group or -1."""
-    clients = np.arange(fed.n)
-    counts = fed.class_counts()
-    ends = np.arange(fed.n + 1) * counts.shape[1]
+    groups = None if fed.groups is None else fed.groups.numpy()
+    sizes = fed.sizes("train").numpy()
+    return partition_table(seed, fed.names, sizes, fed.class_counts().numpy(), groups, attackers)
+
+
+def partition_table(
+    seed: int,
+    names: Sequence[str],
+    sizes: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    groups: NDArray[np.int64] | None = None,
+    attackers: NDArray[np.int64] | None = None,
+) -> pa.Table:
+    """A row per client of the n.
+
+    Args:
+        seed: of the cut.
+        names: of the clients.
+        sizes: training samples ``[n]``.
+        counts: of them by class ``[n, C]``; C = 0 for a regression, and where only the sizes are known.
+        groups: planted group ``[n]``; None: -1 for all.
+        attackers: numbers of the clients that attack.
+    """
+    n, ends = len(names), np.arange(len(names) + 1) * counts.shape[1]
     columns = {
-        "seed": np.full(fed.n, seed),
-        "client": clients,
-        "name": pa.array(fed.names, pa.string()),
-        "size": fed.sizes("train").numpy(),
-        "group": np.full(fed.n, -1) if fed.groups is None else fed.groups.numpy(),
-        "attacks": np.isin(clients, [] if attackers is None else attackers),
-        "counts": pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(counts.flatten().numpy())),
+        "seed": np.full(n, seed),
+        "client": np.arange(n),
+        "name": pa.array(names, pa.string()),
+        "size": sizes,
+        "group": np.full(n, -1) if groups is None else groups,
+        "attacks": np.isin(np.arange(n), [] if attackers is None else attackers),
+        "counts": pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(counts.flatten())),
     }
     return pa.table(columns)
 
 
-def _timings(result: Result) -> pa.Table:
-    rounds = pa.array(range(1, len(result.seconds) + 1), pa.int64())
-    columns = {"seconds": result.seconds, "startup": result.startup}
+def write_partition(out: Path, tables: list[pa.Table]) -> None:
+    """``partition.parquet``, from a table per seed."""
+    _write(out / "partition.parquet", tables)
+
+
+def _timings(seconds: Sequence[float], startup: Sequence[float]) -> pa.Table:
+    rounds = pa.array(range(1, len(seconds) + 1), pa.int64())
+    columns = {"seconds": seconds, "startup": startup}
     return pa.table({"round": rounds, **{name: pa.array(values, pa.float64()) for name, values in columns.items()}})
 
 
-def _labelled(table: pa.Table, outcome: Outcome) -> pa.Table:
+def _labelled(table: pa.Table, label: str, seed: int) -> pa.Table:
     count = table.num_rows
-    table = table.add_column(0, "method", pa.array([outcome.label] * count, pa.string()))
-    return table.add_column(1, "seed", pa.array([outcome.seed] * count, pa.int64()))
+    table = table.add_column(0, "method", pa.array([label] * count, pa.string()))
+    return table.add_column(1, "seed", pa.array([seed] * count, pa.int64()))

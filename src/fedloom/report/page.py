@@ -27,6 +27,7 @@ from fedloom.report.numbers import Row, leading_metric, rows_of
 from fedloom.report.partition import clusters, skew_table, splits
 from fedloom.report.reading import Run, read_runs
 from fedloom.report.settings import settings
+from fedloom.report.sites import SITES, site_tables
 from fedloom.report.tables import csv_text, latex
 from fedloom.report.tradeoffs import costs, tradeoffs
 
@@ -215,6 +216,7 @@ def page(runs: list[Run], rows: list[Row], shown: list[Figure], tex: str) -> str
             _section("results", "Results", READING["Result"], overview.results(rows) + _downloads()),
         ),
         **{g: (PLACES[g][0], _section(g, *PLACES[g], body)) for g, body in bodies.items() if body},
+        **({"sites": ("Sites", _section("sites", "Sites", SITES, table))} if (table := site_tables(runs)) else {}),
         "settings": ("Settings", _section("settings", "Settings", "Exactly what ran.", settings(runs))),
         "reading": ("How to read", _section("reading", "How to read this report", "", _glossary())),
     }

@@ -82,6 +82,23 @@ class Record(_Lenient):
         return self.status == "failed" or (self.status == "diverged" and self.diverged is None)
 
 
+class Rejection(_Lenient):
+    """Replies of a site that failed one step of the server's check, and the newest sentence on it."""
+
+    count: int = 0
+    reason: str = ""
+
+
+class Site(_Lenient):
+    """How a site of a deployment did: rounds that it took part in or missed, and its last accepted reply."""
+
+    here: bool = True
+    accepted: int = 0
+    missed: int = 0
+    last_reply: str | None = None
+    rejected: dict[str, Rejection] = {}
+
+
 class Summary(_Lenient):
     """The part of ``summary.json`` that a report needs."""
 
@@ -90,6 +107,7 @@ class Summary(_Lenient):
     classes: tuple[str, ...] = ()
     select_on: str = "validation"
     warnings: tuple[str, ...] = ()
+    sites: dict[str, Site] = {}
 
 
 @dataclass(frozen=True)

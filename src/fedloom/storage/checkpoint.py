@@ -196,6 +196,18 @@ class Checkpoints:
             raise CheckpointError(f"no checkpoint can be read: {'; '.join(warnings)}; start anew with --force")
         return None
 
+    def meta(self) -> dict[str, Any] | None:
+        """What the newest generation says of itself, without its tensors; safe while another process saves."""
+        for generation in reversed(self.generations()):
+            try:
+                content = json.loads(self._paths(generation)[1].read_bytes())
+                if content["sha256"] == _digest(content["body"]):
+                    found: dict[str, Any] = content["body"]["meta"]
+                    return found
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+        return None
+
     def resume(
         self,
         fingerprint: str,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-__all__ = ["RowFile", "append_synced", "discard", "file_name", "hook", "lock", "make_folder", "write_atomic"]
+__all__ = ["RowFile", "append_synced", "discard", "file_name", "hook", "in_use", "lock", "make_folder", "write_atomic"]
 
 LONGEST = 150
 """Most characters of a label in a file's name: a system takes 255 bytes, of which seed, ending and draft need some."""
@@ -303,6 +303,15 @@ def lock(folder: Path, wait: float = 5.0) -> Iterator[None]:
         if os.getpid() == me:
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
+
+
+def in_use(folder: Path) -> bool:
+    """Whether the process that locked a run directory last still lives, if on this machine; nothing is locked."""
+    try:
+        pid, _, host = (folder / ".lock").read_text().partition(" ")
+        return host != socket.gethostname() or _alive(int(pid))
+    except (OSError, ValueError):
+        return False
 
 
 def _take(fd: int, path: Path, wait: float) -> None:

@@ -1,0 +1,161 @@
+"""What a round of a deployment costs beyond Flower: real processes on this machine, beside an app that does nothing.
+
+    python benchmarks/deploy.py [--sites 5] [--rounds 10] [--hidden 1333]
+
+The same SuperNodes answer both apps, over TLS. A line per app: seconds per round (median, fastest), seconds from the
+start of the run to the end of the first round, and the processor seconds of all sites per message. Digits, one hidden
+layer: 75 parameters per hidden unit. Run it on a quiet machine with a core for each site, or say that it was not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from fedloom.deploy.commands import OPS, command, environment
+from fedloom.deploy.directory import APP, Place, write
+from fedloom.deploy.loopback import Loopback
+from fedloom.deploy.plan import plan
+from fedloom.deploy.processes import Process, ProcessError, Processes
+from fedloom.deploy.status import lines_of, status_of
+from fedloom.experiment import parse
+
+SERVER = """
+import json, time
+from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.serverapp import ServerApp
+app = ServerApp()
+
+@app.main()
+def main(grid, context):
+    given = json.loads(open(context.run_config["server"]).read())
+    while len(list(grid.get_node_ids())) < given["sites"]:
+        time.sleep(0.2)
+    ends, seconds = [], []
+    for t in range(given["rounds"]):
+        start = time.monotonic()
+        content = lambda: RecordDict({"head": ConfigRecord({"round": t})})
+        sent = [Message(content(), dst_node_id=node, message_type="train", ttl=600) for node in grid.get_node_ids()]
+        waiting = set(grid.push_messages(sent))
+        while waiting:
+            waiting -= {reply.metadata.reply_to_message_id for reply in grid.pull_messages(list(waiting))}
+            time.sleep(0.2)
+        seconds.append(time.monotonic() - start)
+        ends.append(time.time())
+    open(given["out"], "w").write(json.dumps({"ends": ends, "seconds": seconds}))
+"""
+CLIENT = """
+from flwr.app import Message, RecordDict
+from flwr.clientapp import ClientApp
+app = ClientApp()
+
+@app.train()
+def train(message, context):
+    return Message(RecordDict(), reply_to=message)
+"""
+
+
+class Cost(NamedTuple):
+    """Seconds of an app's rounds, to the end of its first, and of the sites' processors per message."""
+
+    rounds: Sequence[float]
+    first: float
+    processor: float
+
+
+def processor(sites: Sequence[Process]) -> float:
+    """Seconds that all processes of the sites have computed so far, those that have ended too."""
+    groups, ticks = {site.pid for site in sites}, 0
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            ticks += sum(map(int, fields[11:15])) if int(fields[2]) in groups else 0
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def run(here: Loopback, processes: Processes, app: Path, file: Path) -> float:
+    """Run an app to its end; the wall-clock time at which it was started."""
+    start = time.time()
+    variables, log = environment(here.work / "cli"), here.work / f"{app.parent.name}.log"
+    process = processes.start("run", command("run", app=app, file=file), variables, log)
+    while process.alive():
+        time.sleep(0.2)
+    if process.reap() != 0 or here.status() != "finished:completed":
+        raise ProcessError(f"the run ended as {here.status()}:\n{process.tail()}")
+    return start
+
+
+def nothing(here: Loopback, processes: Processes, folder: Path, rounds: int, sites: Sequence[Process]) -> Cost:
+    """What Flower itself costs."""
+    app = folder / "nothing" / APP
+    (app / "fedloom_app").mkdir(parents=True)
+    (app / "pyproject.toml").write_text((OPS / APP / "pyproject.toml").read_text())
+    for name, text in (("__init__", ""), ("server_app", SERVER), ("client_app", CLIENT)):
+        (app / "fedloom_app" / f"{name}.py").write_text(text)
+    told, out = folder / "told.json", folder / "out.json"
+    told.write_text(json.dumps({"rounds": rounds, "sites": len(sites), "out": str(out)}))
+    before = processor(sites)
+    start = run(here, processes, app, told)
+    found = json.loads(out.read_text())
+    return Cost(found["seconds"], found["ends"][0] - start, (processor(sites) - before) / (rounds * len(sites)))
+
+
+def training(here: Loopback, processes: Processes, sites: Sequence[Process]) -> Cost:
+    """What a deployment costs."""
+    before = processor(sites)
+    start = run(here, processes, here.folder / "server" / APP, here.folder / "server" / "server.toml")
+    log = [line for line in lines_of(here.server.audit) if line["what"] == "accepted"]
+    first = max(datetime.fromisoformat(x["time"]).timestamp() for x in log if (x["kind"], x["round"]) == ("train", 1))
+    assert status_of(here.server)["state"] == "done"
+    rounds = json.loads(max(here.server.checkpoints.glob("*.json")).read_text())["body"]["meta"]["seconds"]
+    return Cost(rounds, first - start, (processor(sites) - before) / len(log))
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sites", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--hidden", type=int, default=1333)
+    given = parser.parse_args()
+    experiment = parse(
+        {
+            "name": "cost",
+            "rounds": given.rounds,
+            "data": {"source": "digits"},
+            "partition": {"kind": "iid", "clients": given.sites},
+            "model": {"kind": "mlp", "hidden": [given.hidden]},
+            "local": {"lr": 0.05, "batch_size": 50, "epochs": 1},
+            "evaluate": {"every": 1},
+            "method": [{"algorithm": "fedavg"}],
+        }
+    )
+    with tempfile.TemporaryDirectory() as name, Processes() as processes:
+        folder = Path(name)
+        write(plan(experiment), folder / "cost", Place(quorum=given.sites))
+        here = Loopback(folder / "cost", processes)
+        here.start_server()
+        here.register_all()
+        sites = [here.start_site(site) for site in here.sites]
+        idle = nothing(here, processes, folder, given.rounds, sites)
+        ours = training(here, processes, sites)
+    print(f"{given.sites} sites, {given.rounds} rounds, {75 * given.hidden + 10:,} parameters, {os.cpu_count()} cores")
+    print(f"{'app':>10} {'s a round':>10} {'fastest':>8} {'first':>7} {'processor s a message':>22}")
+    for what, cost in (("nothing", idle), ("fedavg", ours)):
+        median, least = statistics.median(cost.rounds), min(cost.rounds)
+        print(f"{what:>10} {median:10.2f} {least:8.2f} {cost.first:7.1f} {cost.processor:22.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Results of a deployment on the server, in the form of a run directory, so that `fedloom report` reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from fedloom.deploy.audit import lines_of
+from fedloom.deploy.settings import Server
+from fedloom.deploy.status import tallies
+from fedloom.engine.job import Job
+from fedloom.engine.state import State, Times
+from fedloom.errors import Stop
+from fedloom.experiment import Experiment
+from fedloom.experiment.outputs import partition_table, write_measured, write_partition, write_settings
+from fedloom.storage.checkpoint import save_tensors
+from fedloom.storage.files import make_folder, write_atomic
+
+SUMMARY = "summary.json"
+STATUSES = {Stop.DONE: "done", Stop.DIVERGED: "diverged"}
+"""Of a run in a summary; another end can be gone on from, as can a run that has not ended."""
+
+
+class Results:
+    """``experiment.toml``, ``{metrics,timings,partition}.parquet``, ``global.safetensors`` and ``summary.json``.
+
+    Args:
+        settings: of the server.
+        experiment: one method with one seed.
+
+    Raises:
+        CheckpointError: (any method) the disk is full or refuses.
+    """
+
+    def __init__(self, settings: Server, experiment: Experiment) -> None:
+        self._settings, self._experiment = settings, experiment
+        self._job: Job | None = None
+        self._rounds, self._notes = 0, list[str]()
+
+    def tell(self, job: Job, state: State) -> None:
+        """Remember what the summary says, however the run ends."""
+        self._job, self._rounds, self._notes = job, state.round, state.notes
+
+    def tables(self, job: Job, state: State, times: Times) -> None:
+        """What was measured, the public sizes of the sites, and the global model."""
+        self.tell(job, state)
+        out, method, seed = self._settings.results, self._experiment.methods[0], self._experiment.head.seeds[0]
+        make_folder(out)
+        write_settings(out, self._experiment)
+        write_measured(out, [(method.label, seed, state.records.table(), (times.settled(), times.startup()))])
+        known = {m.client: m.site for m in self._settings.sites}
+        names = [known.get(c, str(c)) for c in range(job.n)]
+        sizes = job.fed.sizes("train").numpy()
+        write_partition(out, [partition_table(seed, names, sizes, np.zeros((job.n, 0), np.int64))])
+        shared = job.algorithm.global_model(state.server)
+        if shared is not None:
+            header = {**job.oracle.layout.header(), "round": str(state.round)}
+            save_tensors(out / "global.safetensors", {"rows": shared.cpu()}, header)
+
+    def summary(self, stop: Stop | None, detail: str, here: Collection[int]) -> None:
+        """How far the run is, or how it ended, and how every site did.
+
+        Args:
+            stop: why it ended; None while it runs.
+            detail: of the end.
+            here: clients that are there.
+        """
+        settings, method, job = self._settings, self._experiment.methods[0], self._job
+        reason = "the run has not ended" if stop is None else f"{stop.value}{f' ({detail})' if detail else ''}"
+        run: dict[str, Any] = {
+            "method": method.label, "algorithm": method.algorithm, "seed": self._experiment.head.seeds[0],
+            "status": "interrupted" if stop is None else STATUSES.get(stop, "interrupted"), "reason": reason,
+            "rounds": self._rounds,
+        }  # fmt: skip
+        if job is not None:
+            run |= {"oracle": job.oracle.name, "chunk": 1, "device": "cpu", "parameters": job.oracle.layout.d}
+        members = {m.client: m.site for m in settings.sites}
+        found = tallies(lines_of(settings.audit), members, self._rounds)
+        text = {
+            "name": settings.name, "runs": [run], "clients": settings.clients, "classes": settings.samples.classes,
+            "select_on": self._experiment.common.evaluate.select_on, "warnings": self._notes,
+            "stop": stop and stop.name, "reason": reason if stop is None else stop.value, "detail": detail,
+            "sites": {members[c]: {"here": c in here, **tally} for c, tally in found.items()},
+        }  # fmt: skip
+        make_folder(settings.results)
+        write_atomic(settings.results / SUMMARY, json.dumps(text, indent=1).encode())

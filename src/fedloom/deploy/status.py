@@ -1,0 +1,246 @@
+"""Status of a deployment, from the server's files only: audit log, checkpoints, results; nothing is locked or written.
+
+`serve_metrics` gives the same figures in Prometheus' format.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pyarrow as pa
+
+from fedloom.deploy.audit import lines_of
+from fedloom.deploy.settings import Server, read_server
+from fedloom.deploy.table import site_table
+from fedloom.errors import ConfigError, Stop
+from fedloom.storage.checkpoint import Checkpoints
+from fedloom.storage.files import in_use
+
+WITHOUT_TRAINING = ("hello", "ask", "score")
+"""Kinds of messages whose replies are no share of a round."""
+
+
+def server_of(folder: Path) -> Server:
+    """The server's settings in a deployment's directory, or in the server's own folder.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    found = [path for path in (folder / "server" / "server.toml", folder / "server.toml") if path.is_file()]
+    if not found:
+        raise ConfigError(f"{folder} has no server.toml and no server/server.toml; give the directory of a deployment")
+    return read_server(found[0])
+
+
+def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds: int) -> dict[int, dict[str, Any]]:
+    """What the audit log says of every site, by client.
+
+    Args:
+        log: its lines.
+        members: names of the sites, by client.
+        rounds: rounds done; what was accepted for a later one has no effect yet.
+
+    Returns:
+        ``accepted`` and ``missed`` rounds, ``last_reply`` (time, ISO 8601, or None), ``mute``, and ``rejected``: by
+        step of the check, how many replies and the newest ``reason``.
+    """
+    blank: dict[str, Any] = {"last_reply": None, "mute": False}
+    found = {c: {"accepted": 0, "missed": 0, **blank, "rejected": dict[str, Any]()} for c in sorted(members)}
+    accepted: dict[int, set[int]] = {c: set() for c in found}
+    missed: dict[int, set[int]] = {c: set() for c in found}
+    for line in log:
+        c, what = line.get("client"), line.get("what")
+        if c not in found or line.get("site", members[c]) != members[c]:
+            continue
+        one, number = found[c], line.get("round", 0)
+        if what == "accepted":
+            one |= {"last_reply": line["time"], "mute": False}
+            if line.get("kind") not in WITHOUT_TRAINING and number <= rounds:
+                accepted[c].add(number)
+        elif what == "mute":
+            one["mute"] = True
+        elif what == "missed":
+            missed[c].add(number)
+        elif what == "rejected":
+            step = one["rejected"].setdefault(str(line.get("step", 0)), {"count": 0})
+            step |= {"count": step["count"] + 1, "reason": line.get("reason", "")}
+    for c, one in found.items():
+        one |= {"accepted": len(accepted[c]), "missed": len(missed[c] - accepted[c])}
+    return found
+
+
+def status_of(server: Server) -> dict[str, Any]:
+    """How far a deployment is; plain values, as ``fedloom deploy status --json`` prints them.
+
+    ``state``: "not started", "running", "stopped", "killed" or "done", with ``reason``; ``rounds`` done of ``planned``;
+    ``round_seconds``: ``last`` and ``median``; ``epsilon`` spent after these rounds (None without a delta);
+    ``sites``: see `tallies`, with ``share`` (of the rounds done), ``samples`` ``[3]`` and the site's newest ``scores``;
+    ``disk``: bytes by what is there, and ``free``; ``last_event``: time of the log's last line.
+    """
+    log, meta = lines_of(server.audit), Checkpoints(server.checkpoints).meta() or {}
+    rounds, seconds, more = meta.get("round", 0), meta.get("seconds", []), meta.get("more", {})
+    members = {m.client: m.site for m in server.sites}
+    scores: list[dict[str, Any]] = []
+    with suppress(OSError, KeyError, pa.ArrowException):  # not there yet, or damaged
+        scores = site_table(server.results / "metrics.parquet", [members.get(c, str(c)) for c in range(server.clients)])
+    sizes = more.get("sizes", [])
+    sites = []
+    for c, tally in tallies(log, members, rounds).items():
+        own = [{k: v for k, v in row.items() if k != "site" and v == v} for row in scores if row["site"] == members[c]]
+        size, share = sizes[c] if c < len(sizes) else None, tally["accepted"] / rounds if rounds else 0.0
+        sites.append({"site": members[c], "client": c, "samples": size, "share": share, **tally, "scores": own})
+    return {
+        "name": server.name, **_state(server, log), "rounds": rounds, "planned": _planned(server.experiment),
+        "round_seconds": {"last": seconds[-1], "median": median(seconds)} if seconds else None,
+        "epsilon": more.get("epsilon"), "epsilon_limit": server.epsilon, "sites": sites, "disk": _disk(server),
+        "last_event": log[-1]["time"] if log else None,
+    }  # fmt: skip
+
+
+def lines(status: Mapping[str, Any]) -> list[str]:
+    """A status in a few lines of text; the sites are in `table`."""
+    seconds, limit, disk = status["round_seconds"], status["epsilon_limit"], status["disk"]
+    found = [f"{status['name']}: {status['state']}{f', {why}' if (why := status['reason']) else ''}"]
+    pace = f", {seconds['last']:.1f} s the last, {seconds['median']:.1f} s in the median" if seconds else ""
+    found.append(f"rounds: {status['rounds']} of {status['planned']}{pace}")
+    if status["epsilon"] is not None:
+        found.append(f"epsilon: {status['epsilon']:.4g}{'' if limit is None else f' of {limit:g}'}")
+    used = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in disk.items())
+    return [*found, f"disk: {used}", f"last event: {_ago(status['last_event'])}"]
+
+
+def table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row per site, for people; losses are of the site's own test samples."""
+    rows = []
+    for site in status["sites"]:
+        rejected = sum(step["count"] for step in site["rejected"].values())
+        row = {"site": site["site"], "last reply": _ago(site["last_reply"]) + (" (mute)" if site["mute"] else "")}
+        row |= {"rounds": site["accepted"], "share": f"{site['share']:.0%}", "missed": site["missed"]}
+        losses = {f"{one['model']} loss": one["loss"] for one in site["scores"] if "loss" in one}
+        rows.append({**row, "rejected": rejected, **losses})
+    return rows
+
+
+@contextmanager
+def serve_metrics(server: Server) -> Iterator[None]:
+    """Serve the status over HTTP while the block runs, where the settings name a port; read anew for each request.
+
+    Raises:
+        ConfigError: the port is taken.
+    """
+    if server.metrics_port is None:
+        yield
+        return
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry()
+    registry.register(_Collector(server))
+    try:
+        http, thread = start_http_server(server.metrics_port, server.metrics_address, registry)
+    except OSError as error:
+        where = f"{server.metrics_address}:{server.metrics_port}"
+        raise ConfigError(
+            f"metrics cannot be served on {where} ({error.strerror}); choose another metrics_port"
+        ) from None
+    try:
+        yield
+    finally:
+        http.shutdown()
+        http.server_close()
+        thread.join()
+
+
+class _Collector:
+    """The figures of a status, each time it is asked."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.metrics_core import GaugeMetricFamily
+
+        def gauge(name: str, about: str, values: Mapping[tuple[str, ...], float | None], *labels: str) -> Any:
+            family = GaugeMetricFamily(f"fedloom_{name}", about, labels=labels)
+            for key, value in values.items():
+                if value is not None:
+                    family.add_metric(key, value)
+            return family
+
+        found = status_of(self._server)
+        sites = {(site["site"],): site for site in found["sites"]}
+        seconds = found["round_seconds"] or {}
+        yield gauge("rounds_done", "rounds done", {(): found["rounds"]})
+        yield gauge("rounds_planned", "rounds of the experiment", {(): found["planned"]})
+        yield gauge("round_seconds", "duration of the last round", {(): seconds.get("last")})
+        yield gauge("epsilon", "epsilon spent, of the client that took part most often", {(): found["epsilon"]})
+        replies = {k: None if s["last_reply"] is None else _time(s["last_reply"]).timestamp() for k, s in sites.items()}
+        yield gauge("site_last_reply_timestamp_seconds", "last accepted reply of a site", replies, "site")
+        for name, about in (("accepted", "accepted"), ("missed", "missed")):
+            counts = {key: site[name] for key, site in sites.items()}
+            yield gauge(f"site_rounds_{name}", f"rounds that a site {about}", counts, "site")
+        steps = {(*key, step): one["count"] for key, site in sites.items() for step, one in site["rejected"].items()}
+        yield gauge("site_replies_rejected", "rejected replies of a site, by step of the check", steps, "site", "step")
+        losses = {(*key, row["model"]): row.get("loss") for key, site in sites.items() for row in site["scores"]}
+        yield gauge("site_loss", "newest loss on a site's test samples", losses, "site", "model")
+        disk = {(what,): size for what, size in found["disk"].items()}
+        yield gauge("disk_bytes", "size of the server's files, and free space", disk, "what")
+
+
+def _state(server: Server, log: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    last = next((line for line in reversed(log) if line.get("what") in ("wait", "start", "stop")), None)
+    if last is None:
+        return {"state": "not started", "reason": ""}
+    if last["what"] == "stop":
+        detail = f" ({last['detail']})" if last.get("detail") else ""
+        done = last["reason"] == Stop.DONE.value
+        return {"state": "done" if done else "stopped", "reason": f"{last['reason']}{detail}"}
+    if not in_use(server.checkpoints):
+        return {"state": "killed", "reason": "the server ended without a word; run it again to go on"}
+    return {"state": "running", "reason": "waits for sites" if last["what"] == "wait" else ""}
+
+
+def _planned(experiment: Path) -> int | None:
+    try:
+        document = tomllib.loads(experiment.read_text())
+        return int(document["method"][0].get("rounds", document.get("rounds")))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _disk(server: Server) -> dict[str, int]:
+    places = {"checkpoints": server.checkpoints, "database": server.database, "results": server.results}
+
+    def files(path: Path) -> Iterator[Path]:
+        yield from (path, *path.parent.glob(f"{path.name}-*"), *path.rglob("*"))  # a database has files beside it
+
+    sizes = {name: sum(map(_size, files(path))) for name, path in places.items()}
+    there = next((path for path in (server.checkpoints, *server.checkpoints.parents) if path.exists()), Path("/"))
+    return {**sizes, "audit": _size(server.audit), "free": shutil.disk_usage(there).free}
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except OSError:
+        return 0
+
+
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text)
+
+
+def _ago(text: str | None) -> str:
+    if text is None:
+        return "never"
+    seconds = max(0, round((datetime.now(UTC) - _time(text)).total_seconds()))
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds // size} {unit} ago"
+    return f"{seconds} s ago"

@@ -1,0 +1,174 @@
+"""What is seen of a deployment while it runs and afterwards: status, metrics, and the report of its results."""
+
+import json
+import os
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fedloom.cli import app
+from fedloom.deploy import server as deployed
+from fedloom.deploy.processes import free_ports
+from fedloom.deploy.settings import text_of
+from fedloom.deploy.status import status_of
+from fedloom.engine.privacy import epsilon
+from fedloom.errors import ConfigError, Stop
+from fedloom.report.page import write
+from fedloom.report.reading import read_runs
+from fedloom.rows.channel import GaussianNoise
+from fedloom.storage.files import lock
+from tests.deploy.scene import FIRST, changed, scene
+
+SMALL = {"rounds": 4, "evaluate": {"every": 2}}
+
+
+def faulty(here):
+    """Site 1 sends too long a difference in round 2, site 2 is mute in round 3."""
+
+    def fault(node, message, reply):
+        head = message.content["head"]
+        if (head["kind"], head["round"], node) == ("train", 2, FIRST + 1):
+            return changed(reply, 1, head={"samples": -1})
+        if (head["kind"], head["round"], node) == ("train", 3, FIRST + 2):
+            return None
+        return reply
+
+    return here.serve(here.grid(fault), quorum=2, patience=0.1)
+
+
+def test_before_while_and_after(tmp_path):
+    here = scene(tmp_path, "fedavg", **SMALL)
+    assert status_of(here.server)["state"] == "not started"
+    assert not here.server.audit.exists()
+    assert faulty(here) is Stop.DONE
+    with lock(here.server.checkpoints):  # nothing waits for a server at work
+        found = status_of(here.server)
+    assert (found["state"], found["rounds"], found["planned"], found["epsilon"]) == ("done", 4, 4, None)
+    assert found["round_seconds"]["last"] > 0
+    [good, bad, lost] = found["sites"]
+    assert [s["accepted"] for s in found["sites"]] == [4, 3, 3]
+    assert [s["share"] for s in found["sites"]] == [1.0, 0.75, 0.75]
+    assert good["rejected"] == {}
+    assert bad["rejected"]["9"]["count"] == 1
+    assert "-1 training samples" in bad["rejected"]["9"]["reason"]
+    assert lost["missed"] == 1
+    sizes = [here.experiment.partition(here.experiment.source.load(), 0).sizes(p)[0] for p in ("train", "test")]
+    assert [good["samples"][0], good["samples"][2]] == [int(s) for s in sizes]
+    [row] = [r for r in good["scores"] if r["model"] == "global"]
+    assert (row["round"], 0 < row["loss"] < 3) == (4, True)
+    assert found["disk"]["checkpoints"] > 1000
+    assert found["disk"]["audit"] == here.server.audit.stat().st_size
+
+
+def test_a_killed_server_and_a_log_that_is_being_written(tmp_path):
+    here = scene(tmp_path, "fedavg", **SMALL)
+    assert here.serve() is Stop.DONE
+    lines = here.server.audit.read_bytes().splitlines(keepends=True)
+    here.server.audit.write_bytes(b"".join(lines[:-1]) + lines[-1][:9])
+    (here.server.checkpoints / ".lock").write_text(f"{2**22 + 1} {os.uname().nodename}")
+    assert status_of(here.server)["state"] == "killed"
+    (here.server.checkpoints / ".lock").write_text(f"{os.getpid()} {os.uname().nodename}")
+    assert status_of(here.server)["state"] == "running"
+    newest = max(here.server.checkpoints.glob("checkpoint-*.json"))
+    newest.write_bytes(newest.read_bytes()[:50])
+    assert 0 < status_of(here.server)["rounds"] <= 4  # the generation before stands in
+
+
+def test_a_round_that_was_played_twice_counts_once(tmp_path):
+    here = scene(tmp_path, "fedavg", **SMALL)
+    assert here.serve() is Stop.DONE
+    for path in here.server.checkpoints.glob("checkpoint-*"):
+        path.unlink()
+    assert here.serve() is Stop.DONE
+    assert [s["accepted"] for s in status_of(here.server)["sites"]] == [4, 4, 4]
+
+
+def test_privacy_spent_is_that_of_the_accountant(tmp_path):
+    channel = {"kind": "gaussian-noise", "clip": 1.0, "sigma": 2.0, "delta": 1e-5}
+    here = scene(tmp_path, "fedavg", **{**SMALL, "rounds": 3, "channel": channel})
+    assert here.serve() is Stop.DONE
+    noise = GaussianNoise(**{k: v for k, v in channel.items() if k != "kind"}, accountant="rdp")
+    assert status_of(here.server)["epsilon"] == pytest.approx(epsilon(noise, 3))
+    [run] = read_runs([here.server.results])
+    [spent] = [points for key, points in run.totals.items() if key.metric == "epsilon"]
+    assert spent.value.tolist() == pytest.approx([epsilon(noise, t) for t in (0, 2, 3)])
+    write([here.server.results], tmp_path / "page.html", charts=False)
+    assert "Privacy spent" in (tmp_path / "page.html").read_text()
+
+
+def test_the_command(tmp_path):
+    here = scene(tmp_path, "fedavg", **SMALL)
+    assert here.serve() is Stop.DONE
+    (tmp_path / "server.toml").write_text(text_of(here.server))
+    shown = CliRunner().invoke(app, ["deploy", "status", str(tmp_path)])
+    assert shown.exit_code == 0, shown.output
+    assert "rounds: 4 of 4" in shown.output
+    assert "site-2" in shown.output
+    found = json.loads(CliRunner().invoke(app, ["deploy", "status", str(tmp_path), "--json"]).output)
+    assert found == json.loads(json.dumps(status_of(here.server))) | {"disk": found["disk"]}
+    missing = CliRunner().invoke(app, ["deploy", "status", str(tmp_path / "nothing")])
+    assert (missing.exit_code, "no server.toml" in missing.output) == (2, True)
+
+
+def test_metrics_are_served_while_it_runs_and_not_after(tmp_path):
+    [port] = free_ports(1)
+    here, seen = scene(tmp_path, "fedavg", **SMALL), []
+
+    def fault(node, message, reply):
+        if message.content["head"]["round"] == 3:
+            seen.append(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode())
+        return reply
+
+    assert here.serve(here.grid(fault), metrics_port=port) is Stop.DONE
+    assert "fedloom_rounds_done 2.0" in seen[0]
+    assert 'fedloom_site_rounds_accepted{site="site-1"} 2.0' in seen[0]
+    assert 'fedloom_site_loss{model="global",site="site-0"}' in seen[-1]
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5)
+
+
+def test_no_port_serves_nothing_and_a_taken_one_is_refused(tmp_path, monkeypatch):
+    here = scene(tmp_path, "fedavg", **SMALL)
+    monkeypatch.setattr("prometheus_client.start_http_server", lambda *_: pytest.fail("a port was opened"))
+    assert here.serve() is Stop.DONE
+    monkeypatch.undo()
+    import socket
+
+    other = scene(tmp_path / "other", "fedavg", **SMALL)
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="metrics_port"):
+        deployed.serve(other.grid(), other.server.with_(metrics_port=taken.getsockname()[1]), lambda _: None)
+
+
+def test_the_report_reads_results_as_a_run(tmp_path: Path):
+    here = scene(tmp_path, "flame", **SMALL)
+    assert faulty(here) is Stop.DONE
+    [run] = read_runs([here.server.results])
+    assert run.names == ["site-0", "site-1", "site-2"]
+    assert [(r.method, r.status, r.rounds) for r in run.summary.runs] == [("flame", "done", 4)]
+    assert run.partitions[0].counts.shape == (3, 0)
+    assert [len(points.round) for points in run.seconds.values()] == [4]
+    table = {r["site"]: r for r in status_of(here.server)["sites"]}
+    assert {name: site.accepted for name, site in run.summary.sites.items()} == {
+        n: r["accepted"] for n, r in table.items()
+    }
+    page = write([here.server.results], tmp_path / "page.html").read_text()
+    assert 'id="sites"' in page
+    assert "-1 training samples, " in page
+    own = torch.tensor([r["loss"] for r in table["site-0"]["scores"]])
+    assert bool(own.isfinite().all())
+
+
+def test_the_report_of_a_run_that_is_under_way_or_stopped(tmp_path):
+    here = scene(tmp_path, "fedavg", **SMALL)
+
+    def fault(node, message, reply):
+        return None if message.content["head"]["round"] == 4 and node == FIRST else reply
+
+    assert here.serve(here.grid(fault)) is Stop.TOO_FEW
+    [run] = read_runs([here.server.results])
+    assert [(r.status, r.rounds) for r in run.summary.runs] == [("interrupted", 3)]
+    assert run.summary.sites["site-0"].missed == 1
