@@ -27,6 +27,10 @@ from fedloom.version import __version__
 VERSIONS = ("torch", "numpy", "scipy", "scikit-learn", "pyarrow", "pydantic")
 
 
+Spent = tuple[Sequence[float], Sequence[float]]
+"""Seconds of every round, and its one-off costs."""
+
+
 class Outcome(NamedTuple):
     """One run of the comparison: its result, or why there is none."""
 
