@@ -25,7 +25,6 @@ from fedloom.trained.models import Models
 
 if TYPE_CHECKING:
     from altair import Chart
-    from pandas import DataFrame
 
 
 class Result:
@@ -53,7 +52,7 @@ class Result:
         """Tidy: round, client (-1 is the federation), model, part, metric, value."""
         return self.state.records.table()
 
-    def to_pandas(self) -> DataFrame:
+    def to_pandas(self) -> Any:
         """`table` as a pandas DataFrame.
 
         Raises:
