@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.errors import ConfigError, nearest
+from fedloom.algorithms import Algorithm
+from fedloom.choose import Sampler, Uniform
+from fedloom.errors import ConfigError, Refused, nearest
 from fedloom.local.batches import Given
 from fedloom.rows.layout import Layout
 
@@ -71,16 +73,25 @@ class Replay:
         """The batches of clients in a round, from 1, by stream, if they are given."""
         return None if self.batches is None else [self._read[i][round] for i in ids.tolist()]
 
-    def check(self, rounds: int, sizes: Tensor) -> None:
+    def check(self, algorithm: Algorithm, sampler: Sampler, rounds: int, sizes: Tensor) -> None:
         """Read cohorts and batches.
 
         Args:
+            algorithm: the method.
+            sampler: of the run.
             rounds: of the run.
             sizes: ``[n, 1]`` training samples.
 
         Raises:
-            ConfigError: a wrong length, an id or a position out of range, or a client of a cohort without batches.
+            ConfigError: a wrong length, an id or a position out of range, or a client of a cohort without batches;
+                (Refused) what is given has nothing to act on, or the sampler decides the same.
         """
+        if self.cohorts is not None and sampler != Uniform():
+            raise Refused(f"cohorts and sampler {sampler.kind!r} both choose the clients of a round; leave one out")
+        if self.projection is not None and not algorithm.projects:
+            raise Refused(
+                f"projection has nothing to act on in {type(algorithm).__name__}: it uses no matrix; leave it out"
+            )
         n = len(sizes)
         if self.cohorts is not None:
             _exactly("cohorts", "rounds", len(self.cohorts), rounds)

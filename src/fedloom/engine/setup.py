@@ -69,7 +69,6 @@ def make_job(
     fed = judge.pooled() if pooled else judge
     check_together(method, setting.local, setting.weigher, setting.aggregator, setting.attack, setting.channel)
     check_sampler(method, setting.sampler, setting.weigher)
-    check_replay(replay, method, setting.sampler)
     if pooled:
         none = dict.fromkeys(("aggregator", "attack", "channel"))
         setting = setting.with_(sampler=Uniform(), weigher=UniformWeigher(), **none)
@@ -92,7 +91,7 @@ def make_job(
         else torch.full((fed.n, 1), 1 / fed.n, dtype=torch.float64)
     )
     ids = torch.arange(fed.n)
-    replay.check(setting.rounds, sizes)
+    replay.check(method, setting.sampler, setting.rounds, sizes)
     given, rounds, alpha = replay.projection, setting.rounds, shares.to(dtype)
     ctx = Ctx(0, fed.n, fed.n, ids, layout, alpha, sizes, fed.groups, setting.local, seed, rounds, given)
     x0 = replay.start(layout.vector(module, dtype).to(device), layout)
@@ -245,20 +244,6 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
         raise Refused(
             f"sampler {sampler.kind!r} may draw a client twice, so that the weights of {weigher.kind!r} without its "
             "floor need not have a positive sum; keep the floor"
-        )
-
-
-def check_replay(replay: Replay, algorithm: Algorithm, sampler: Sampler) -> None:
-    """Refuse what is given where nothing takes it, or something else decides the same.
-
-    Raises:
-        Refused: the sentence says why.
-    """
-    if replay.cohorts is not None and sampler != Uniform():
-        raise Refused(f"cohorts and sampler {sampler.kind!r} both choose the clients of a round; leave one out")
-    if replay.projection is not None and not algorithm.projects:
-        raise Refused(
-            f"projection has nothing to act on in {type(algorithm).__name__}: it uses no matrix; leave it out"
         )
 
 
