@@ -208,8 +208,8 @@ def test_what_changed_on_the_disk_is_read_anew(tmp_path, owner):
     data.write_text("a,b,y\n" + "".join(rows))
     table = {"source": "csv", "path": str(data), "label": "y"}
     here = scene(tmp_path / "table", "fedavg", **{**SMALL, "data": table})
-    site = here.sites[0].with_(data=table, share="all", fixed_data=True)
-    content, file = hello(here), site.state / "site.toml"
+    site = here.sites[0].with_(data=table, share="all", fixed_data=True, state=tmp_path / "own")
+    content, file = hello(here), tmp_path / "site.toml"
     file.write_text(text_of(site))
     assert head(hand_over(file, content, owner.pid))["status"] == "ok"
     pids = processes(file)
