@@ -14,7 +14,7 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args, get_type_hints
 
 from annotated_types import Ge, Gt
-from pydantic import ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 from torch import Tensor
 
 from fedloom.errors import ConfigError, Refused, nearest
@@ -34,6 +34,11 @@ Derived = Annotated[float, Gt(0), WrapValidator(or_derived)]
 
 DerivedFrom0 = Annotated[float, Ge(0), WrapValidator(or_derived)]
 """The same for an option that may be 0."""
+
+
+def by_rule(**field: Any) -> Any:
+    """A field that `Algorithm.derived` fills where it is not given."""
+    return Field(None, **field)
 
 
 def chosen_settings(settings: Any, paper: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -37,7 +37,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, Point
+from fedloom.algorithms._base import Algorithm, Derived, Point, by_rule
 from fedloom.local import Batch, Ctx, Work, iterate, step_
 from fedloom.rows.layout import Layout
 from fedloom.rows.projection import new_key, projection
@@ -61,10 +61,8 @@ class Client(NamedTuple):
 class ADMMLpProj(Algorithm):
     """ADMM-Lp-Proj-2 (Zhu et al., Algorithm 2)."""
 
-    lam: Derived = Field(None, description="weight lambda; 1/reach when not given; 1 as in FLAME's Table III")
-    rho: Derived = Field(
-        None, description="ADMM penalty; the largest lam alpha_i when not given; 0.1 in FLAME's Table III"
-    )
+    lam: Derived = by_rule(description="weight lambda; 1/reach when not given; 1 as in FLAME's Table III")
+    rho: Derived = by_rule(description="ADMM penalty; the largest lam alpha_i when not given; 0.1 in FLAME's Table III")
     dim: int | None = Field(10, ge=1, description="d_sub; 10 in the public code; None: P is the identity")
 
     family: ClassVar[str] = "personalised"

@@ -34,7 +34,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, Mean, Model
+from fedloom.algorithms._base import Algorithm, Derived, Mean, Model, by_rule
 from fedloom.local import Ctx, Work, descend, where_moved
 
 
@@ -54,7 +54,7 @@ class Up(NamedTuple):
 class FedADMM(Algorithm):
     """FedADMM (Gong et al. 2022, Algorithm 1)."""
 
-    rho: Derived = Field(None, description="penalty rho; 1/reach when not given; 0.01 in the experiments (Sec. V)")
+    rho: Derived = by_rule(description="penalty rho; 1/reach when not given; 0.01 in the experiments (Sec. V)")
     server_lr: Annotated[float, Field(gt=0)] | Literal["fraction"] = Field(
         1.0, description="eta; 1 in the experiments (0.5 from round 60 on), 'fraction' is |S|/n"
     )

@@ -33,7 +33,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, Model, Point, Sent
+from fedloom.algorithms._base import Algorithm, Derived, Model, Point, Sent, by_rule
 from fedloom.algorithms._regulariser import Regulariser, proximal
 from fedloom.local import Ctx, Work, descend
 
@@ -54,7 +54,7 @@ class Client(NamedTuple):
 class FedADMMComposite(Algorithm):
     """Composite FedADMM (Wang et al. 2022, Algorithm 1)."""
 
-    eta: Derived = Field(None, description="inverse penalty; 2 reach when not given; the paper gives no one value")
+    eta: Derived = by_rule(description="inverse penalty; 2 reach when not given; the paper gives no one value")
     regulariser: Regulariser = Field(None, description="g, a function with a prox; none when not given")
     start: Literal["own", "server"] = Field("own", description="where local SGD starts: the client's x_i, or xbar")
 

@@ -40,7 +40,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, Model, Point, check_full_gradients
+from fedloom.algorithms._base import Algorithm, Derived, Model, Point, by_rule, check_full_gradients
 from fedloom.local import Ctx, Work, iterate
 from fedloom.rows.algebra import norm
 from fedloom.rows.layout import Layout
@@ -64,7 +64,7 @@ class _Solve(NamedTuple):
 class FedADMMInexact(Algorithm):
     """Inexact FedADMM (Zhou and Li 2023, Algorithm 1)."""
 
-    rho: Derived = Field(None, description="penalty n sigma_i; 1/(4 lr inner) when not given; r0 r_i in MATLAB code")
+    rho: Derived = by_rule(description="penalty n sigma_i; 1/(4 lr inner) when not given; r0 r_i in MATLAB code")
     iterations: int = Field(1, ge=1, description="k_0, dual steps between two communications; 5 and more in the paper")
     inner: int = Field(5, ge=1, description="most linearised steps per dual step; 3 in the MATLAB code")
     eps0: Annotated[float, Field(gt=0)] | Literal["matlab"] = Field(

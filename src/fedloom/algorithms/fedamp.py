@@ -36,7 +36,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, Kept
+from fedloom.algorithms._base import Algorithm, Derived, Kept, by_rule
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows import algebra
 
@@ -63,9 +63,9 @@ class FedAMP(Algorithm):
     """FedAMP (Huang et al. 2021, Algorithm 1)."""
 
     lam: float = Field(1.0, ge=0, description="lambda, weight of the attraction")
-    alpha: Derived = Field(None, description="step of the mixing; reach sqrt(rounds) when not given; 1 in PFLlib")
-    sigma: Derived = Field(
-        None, description="width sigma of A(t) = 1 - exp(-t/sigma); 2 (n - 1) alpha when not given; 1 in PFLlib"
+    alpha: Derived = by_rule(description="step of the mixing; reach sqrt(rounds) when not given; 1 in PFLlib")
+    sigma: Derived = by_rule(
+        description="width sigma of A(t) = 1 - exp(-t/sigma); 2 (n - 1) alpha when not given; 1 in PFLlib"
     )
     decay: float = Field(
         1.0, gt=0, le=1, description="factor of alpha_k every ``every`` rounds; 0.1 in the experiments"

@@ -37,7 +37,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, Model, Point, Sent
+from fedloom.algorithms._base import Algorithm, Derived, Model, Point, Sent, by_rule
 from fedloom.algorithms._regulariser import Regulariser, proximal
 from fedloom.local import Ctx, Work, descend
 
@@ -58,8 +58,8 @@ class Client(NamedTuple):
 class FedDR(Algorithm):
     """FedDR (Tran-Dinh et al. 2021, Algorithm 1)."""
 
-    eta: Derived = Field(
-        None, description="step of the proxes; 2 reach when not given; 100, 500 and 1000 in the authors' scripts"
+    eta: Derived = by_rule(
+        description="step of the proxes; 2 reach when not given; 100, 500 and 1000 in the authors' scripts"
     )
     alpha: float = Field(1.95, gt=0, le=2, description="relaxation; 1.95 in all experiments")
     regulariser: Regulariser = Field(None, description="g, a function with a prox; 0.01 ||x||_1 in the experiments")

@@ -34,7 +34,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, Mean, Model
+from fedloom.algorithms._base import Algorithm, Derived, Mean, Model, by_rule
 from fedloom.local import Ctx, Work, descend
 
 
@@ -67,9 +67,7 @@ class Up(NamedTuple):
 class FedDyn(Algorithm):
     """FedDyn (Acar et al. 2021, Algorithm 1)."""
 
-    alpha: Derived = Field(
-        None, description="dynamic regularisation; 1/reach when not given; 0.01 in the authors' example"
-    )
+    alpha: Derived = by_rule(description="dynamic regularisation; 1/reach when not given; 0.01 in the authors' example")
 
     scaled: bool = Field(False, description="alpha_i = alpha mean(n)/n_i, in proportion to samples (public code)")
     paper: ClassVar[Mapping[str, Any]] = {"alpha": 0.01}

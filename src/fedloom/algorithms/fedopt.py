@@ -34,7 +34,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Delta, Derived, Model
+from fedloom.algorithms._base import Algorithm, Delta, Derived, Model, by_rule
 from fedloom.local import Ctx, Nothing, Work, descend
 
 
@@ -50,8 +50,8 @@ class FedOpt(Algorithm):
     """FedOpt (Reddi et al. 2021, Algorithm 2)."""
 
     optimiser: Literal["momentum", "adagrad", "adam", "yogi"] = Field("adam", description="the server's optimiser")
-    server_lr: Derived = Field(
-        None, description="server step size eta; reach/20, or 0.1 with momentum, when not given; tuned in the paper"
+    server_lr: Derived = by_rule(
+        description="server step size eta; reach/20, or 0.1 with momentum, when not given; tuned in the paper"
     )
     beta1: float | None = Field(
         None, ge=0, lt=1, description="decay of the first moment; 0.9, and 0 for Adagrad, when not given (Sec. 4)"

@@ -37,7 +37,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, Model, Point
+from fedloom.algorithms._base import Algorithm, Derived, Model, Point, by_rule
 from fedloom.local import Ctx, Work, descend, iterate
 
 
@@ -64,7 +64,7 @@ class _Iterate(NamedTuple):
 class FedPD(Algorithm):
     """FedPD (Zhang et al. 2021, Algorithm 1)."""
 
-    eta: Derived = Field(None, description="inverse penalty; 2 reach when not given; 1 and 10 in FedDR's scripts")
+    eta: Derived = by_rule(description="inverse penalty; 2 reach when not given; 1 and 10 in FedDR's scripts")
     skip: float = Field(
         0.0, ge=0, lt=1, description="probability p of an iteration without communication (Algorithm 1)"
     )

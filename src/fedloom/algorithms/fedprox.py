@@ -26,17 +26,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field
-
-from fedloom.algorithms._base import Algorithm, Delta, DerivedFrom0, Model
+from fedloom.algorithms._base import Algorithm, Delta, DerivedFrom0, Model, by_rule
 from fedloom.local import Ctx, Nothing, Work, descend
 
 
 class FedProx(Algorithm):
     """FedProx (Li et al. 2020, Algorithm 2)."""
 
-    mu: DerivedFrom0 = Field(
-        None, description="proximal weight; 1/(2 reach) when not given; 0.001 to 1 in the paper, tuned (Sec. 5.1)"
+    mu: DerivedFrom0 = by_rule(
+        description="proximal weight; 1/(2 reach) when not given; 0.001 to 1 in the paper, tuned (Sec. 5.1)"
     )
 
     paper: ClassVar[Mapping[str, Any]] = {"mu": 0.01}

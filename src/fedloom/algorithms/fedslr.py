@@ -43,7 +43,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, Mean, Sent
+from fedloom.algorithms._base import Algorithm, Derived, Mean, Sent, by_rule
 from fedloom.algorithms._regulariser import Components, penalties
 from fedloom.local import Ctx, Work, descend
 from fedloom.rows.prox import Prox
@@ -85,7 +85,7 @@ class Seen(NamedTuple):
 class FedSLR(Algorithm):
     """FedSLR (Huang et al. 2023, Algorithm 3)."""
 
-    eta_g: Derived = Field(None, description="proximal step size eta_g; 3 reach when not given; 10 in Sec. 6.1")
+    eta_g: Derived = by_rule(description="proximal step size eta_g; 3 reach when not given; 10 in Sec. 6.1")
     lam: float = Field(1e-4, ge=0, description="weight lambda of the GKR's penalty (Sec. 6.1)")
     mu: float = Field(1e-3, ge=0, description="weight mu of the personal penalty (Sec. 6.1)")
     personal_epochs: int | None = Field(1, ge=0, description="epochs of phase II (Sec. 6.1); None: the local steps")

@@ -34,7 +34,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, Mean, Model, Sent
+from fedloom.algorithms._base import Algorithm, Derived, Mean, Model, Sent, by_rule
 from fedloom.local import Batch, Ctx, Work, descend, iterate, where_moved
 from fedloom.rows import masks
 
@@ -61,7 +61,7 @@ class FedSpa(Algorithm):
 
     density: float = Field(0.5, gt=0, le=1, description="share of the weights in a mask; 0.5 in FedSLR's comparison")
     exchange: float = Field(0.5, ge=0, le=1, description="alpha_0, share of a layer that is exchanged in round 1")
-    horizon: Derived = Field(None, description="T, rounds until masks stay; those of the run when not given")
+    horizon: Derived = by_rule(description="T, rounds until masks stay; those of the run when not given")
 
     family: ClassVar[str] = "personalised"
     paper: ClassVar[Mapping[str, Any]] = {"horizon": 1000}

@@ -42,7 +42,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, Model, Point, check_full_gradients
+from fedloom.algorithms._base import Algorithm, Derived, Model, Point, by_rule, check_full_gradients
 from fedloom.local import Ctx, Work, descend, iterate
 from fedloom.local.dual import epochs_with_dual
 from fedloom.rows.layout import Layout
@@ -67,10 +67,8 @@ class _Solve(NamedTuple):
 class FLAME(Algorithm):
     """FLAME (Algorithm 1)."""
 
-    lam: Derived = Field(
-        None, description="Moreau weight lambda; 1/(reach sqrt(rounds)) when not given; 1 in Table III"
-    )
-    rho: Derived = Field(None, description="ADMM penalty rho; the largest lam alpha_i when not given; 0.1 in Table III")
+    lam: Derived = by_rule(description="Moreau weight lambda; 1/(reach sqrt(rounds)) when not given; 1 in Table III")
+    rho: Derived = by_rule(description="ADMM penalty rho; the largest lam alpha_i when not given; 0.1 in Table III")
     eps0: float | None = Field(
         None, gt=0, description="eps^0 of Eq. 18, before the first round; None: the run's epochs of SGD"
     )

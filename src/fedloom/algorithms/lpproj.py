@@ -35,7 +35,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, DerivedFrom0, Mean
+from fedloom.algorithms._base import Algorithm, Derived, DerivedFrom0, Mean, by_rule
 from fedloom.local import Batch, Ctx, Work, iterate, step_
 from fedloom.rows.projection import new_key, projection
 
@@ -68,11 +68,11 @@ class LpProj(Algorithm):
     """Lp-Proj (Lin et al. 2022)."""
 
     p: float = Field(1.0, ge=1, le=2, description="p of the norm; 1 or 2 in the paper")
-    lam: DerivedFrom0 = Field(
-        None, description="weight lambda; 1/(reach sqrt(rounds)) when not given; 15 in the public code"
+    lam: DerivedFrom0 = by_rule(
+        description="weight lambda; 1/(reach sqrt(rounds)) when not given; 15 in the public code"
     )
     dim: int | None = Field(10, ge=1, description="d_sub; 10 in the public code; None: P is the identity")
-    eta: Derived = Field(None, description="step size of w_i; the reach when not given; 0.1 in the public code")
+    eta: Derived = by_rule(description="step size of w_i; the reach when not given; 0.1 in the public code")
     local_rounds: int = Field(1, ge=1, description="local rounds; 5 in the public code")
     beta: float = Field(1.0, gt=0, description="server step beta; 1 in the public code")
 

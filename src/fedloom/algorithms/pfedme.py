@@ -37,7 +37,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Delta, Derived, Model
+from fedloom.algorithms._base import Algorithm, Delta, Derived, Model, by_rule
 from fedloom.local import Batch, Ctx, Work, iterate, step_
 
 
@@ -55,8 +55,8 @@ class _Rows(NamedTuple):
 class PFedMe(Algorithm):
     """pFedMe (Dinh et al. 2020, Algorithm 1)."""
 
-    lam: Derived = Field(None, description="Moreau weight lambda; 1/reach when not given; 15 for MNIST (experiments)")
-    eta: Derived = Field(None, description="step size of w_i; 1/lam when not given; 0.005 (experiments)")
+    lam: Derived = by_rule(description="Moreau weight lambda; 1/reach when not given; 15 for MNIST (experiments)")
+    eta: Derived = by_rule(description="step size of w_i; 1/lam when not given; 0.005 (experiments)")
     inner: int = Field(5, ge=1, description="K, steps on one batch; 5 (experiments)")
     personal_lr: float | None = Field(None, gt=0, description="step size of theta; the local one when not given")
     beta: float = Field(1.0, gt=0, description="server step beta; 1, or 2 where tuned (experiments)")

@@ -107,8 +107,8 @@ def plan(
         raise ConfigError(f"--sites must be at least 1, got {sites}")
     folder = data_dir or (Path(os.environ[ENV]) if os.environ.get(ENV) else None)
     agreed = one.settings() | {"data": _placeless(one)}
-    method = job.setting.method  # a site does not know the others' sizes: what follows from them is written down
-    agreed["method"][0] |= {name: getattr(method, name) for name in method.derived(job.ctx(0))}
+    settled = job.setting.method  # a site does not know the others' sizes: what follows from them is written down
+    agreed["method"][0] |= {name: getattr(settled, name) for name in settled.derived(job.ctx(0))}
     return Plan(
         name=_safe(experiment.head.name),
         experiment=tomli_w.dumps(agreed),

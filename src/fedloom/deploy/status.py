@@ -166,7 +166,7 @@ class _Collector:
     def collect(self) -> Iterator[Any]:
         from prometheus_client.metrics_core import GaugeMetricFamily
 
-        def gauge(name: str, about: str, values: Mapping[tuple[str, ...], float | None], *labels: str) -> Any:
+        def gauge(name: str, about: str, values: Mapping[Any, float | None], *labels: str) -> Any:
             family = GaugeMetricFamily(f"fedloom_{name}", about, labels=labels)
             for key, value in values.items():
                 if value is not None:

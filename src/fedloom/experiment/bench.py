@@ -168,9 +168,11 @@ def estimates(plan: Plan) -> Iterator[Estimate]:
         result = simulate(setting, fed, progress=[_enough])
         counts = dict(zip(COUNTS, (result.state.totals[:-1] / max(1, result.rounds)).tolist(), strict=True))
         clients = float(result.state.uploads.sum()) / max(1, result.rounds)
-        figures = (counts[name] for name in ("steps", "samples_backward", "bytes_up", "bytes_down"))
+        steps, samples, up, down = (counts[name] for name in ("steps", "samples_backward", "bytes_up", "bytes_down"))
         pace = result.state.times.pace(setting.evaluate.every)
-        yield Estimate(method.label, setting.rounds, clients, *figures, result.job.oracle.layout.d, pace)
+        yield Estimate(
+            method.label, setting.rounds, clients, steps, samples, up, down, result.job.oracle.layout.d, pace
+        )
 
 
 def _enough(state: State) -> str | None:

@@ -131,7 +131,7 @@ class Plan:
             outcome = Outcome(method.label, method.algorithm, seed, result)
         except CodeError as error:
             outcome = Outcome(method.label, method.algorithm, seed, None, str(error))
-        emitter.end(outcome.result and outcome.result.state, outcome.status)
+        emitter.end(None if outcome.result is None else outcome.result.state, outcome.status)
         return outcome
 
     def _run_side_by_side(self, processes: int, listeners: tuple[Listener, ...], ended: set[tuple[str, int]]) -> bool:

@@ -78,7 +78,7 @@ def write_tables(out: Path, outcomes: Sequence[Outcome]) -> None:
 def write_measured(
     out: Path, runs: Sequence[tuple[str, int, pa.Table, tuple[Sequence[float], Sequence[float]]]]
 ) -> None:
-    """The same files from a method's label, a seed, what was measured, and every round's seconds and one-off seconds."""
+    """The same files, from a method's label, a seed, its figures, and the seconds and one-off costs of its rounds."""
     metrics = [_labelled(table, label, seed) for label, seed, table, _ in runs]
     seconds = [_labelled(_timings(*spent), label, seed) for label, seed, _, spent in runs]
     _write(out / "metrics.parquet", metrics)
