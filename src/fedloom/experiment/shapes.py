@@ -92,6 +92,8 @@ def _plain(schema: Any) -> Plain:
         return {"type": "number", "refusal": schema["function"]["function"].args[0], "schema": _plain(schema["schema"])}
     if kind in ("function-after", "default", "definitions"):
         return _plain(schema["schema"])
+    if kind == "function-before" and schema["schema"]["type"] in ("model", "model-fields", "function-after"):
+        return _plain(schema["schema"])  # code that takes away a key of its own
     if kind == "model":
         config = {k: v for k, v in schema["config"].items() if k in ("extra_fields_behavior", "allow_inf_nan", "title")}
         return {"type": kind, "cls": schema["cls"].__name__, "config": config, "schema": _plain(schema["schema"])}
