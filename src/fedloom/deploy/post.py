@@ -43,6 +43,7 @@ class Letter(NamedTuple):
         more: further fields of the head.
         down: what the client receives, for the length of the difference.
         node: Flower's number of the node; filled in when it is sent.
+        read: see `Asked`.
     """
 
     kind: Kind
@@ -51,6 +52,7 @@ class Letter(NamedTuple):
     more: Mapping[str, Any] | None = None
     down: Any = None
     node: int = 0
+    read: Callable[[bytes], Any] | None = None
 
 
 class Post:
@@ -269,7 +271,7 @@ class Post:
             ttl=self._settings.ttl,
             group_id=str(round),
         )
-        return message, Asked(letter.kind, round, letter.client, letter.node, nonce, letter.down)
+        return message, Asked(letter.kind, round, letter.client, letter.node, nonce, letter.down, letter.read)
 
     def _patiently(self, call: Callable[[], Iterable[Any]]) -> Iterable[Any]:
         """What Flower's server says; while it does not answer, it is asked again, up to the life of a message."""

@@ -50,6 +50,10 @@ Integers = np.ndarray[Any, np.dtype[np.uint64]]
 """Integers modulo 2^64, ``[D]``."""
 
 
+class Broken(Refused):
+    """A step of the protocol cannot be done; the sentence holds nothing of what is summed."""
+
+
 class Secrets(NamedTuple):
     """What a site draws for a session: private keys of its shares' encryption and of its masks, and a seed."""
 
@@ -99,10 +103,10 @@ def encode(values: np.ndarray[Any, Any]) -> tuple[Integers, int]:
     """Numbers ``[D]`` clipped to the range and rounded to the grid, and how many of them were clipped.
 
     Raises:
-        Refused: one is not finite.
+        Broken: one is not finite.
     """
     if not np.isfinite(values).all():
-        raise Refused("a number to be masked is not finite")
+        raise Broken("a number to be masked is not finite")
     clipped = np.clip(values.astype(np.float64), -RANGE, RANGE)
     steps = np.rint(np.ldexp(clipped, BITS)).astype(np.int64)
     return steps.view(np.uint64), int((clipped != values).sum())
@@ -112,12 +116,12 @@ def decode(total: Integers, count: int) -> np.ndarray[Any, np.dtype[np.float64]]
     """The sum of ``count`` numbers or changes, ``[D]`` float64.
 
     Raises:
-        Refused: it is out of the range that ``count`` of them have.
+        Broken: it is out of the range that ``count`` of them have.
     """
     steps = total.view(np.int64)
     limit = int(2 * count * RANGE) << BITS
     if bool(((steps > limit) | (steps < -limit)).any()):
-        raise Refused(f"the sum of {count} sites is out of range: one sent what it must not, or a mask is still on it")
+        raise Broken(f"the sum of {count} sites is out of range: one sent what it must not, or a mask is still on it")
     return np.ldexp(steps.astype(np.float64), -BITS)
 
 
@@ -140,20 +144,20 @@ def check_adverts(session: bytes, adverts: Collection[Advert], keys: Mapping[int
     """That every advertisement is a site's own, of this session.
 
     Raises:
-        Refused: one is forged, of another session, of nobody, or there twice.
+        Broken: one is forged, of another session, of nobody, or there twice.
     """
     if len({a.client for a in adverts}) != len(adverts):
-        raise Refused("a site's keys are advertised twice")
+        raise Broken("a site's keys are advertised twice")
     publics = [key for a in adverts for key in (a.sealing, a.masking)]
     if len(set(publics)) != len(publics):
-        raise Refused("two sites advertise the same key")
+        raise Broken("two sites advertise the same key")
     for a in adverts:
         if a.client not in keys:
-            raise Refused(f"keys are advertised of client {a.client}, whom the agreement does not know")
+            raise Broken(f"keys are advertised of client {a.client}, whom the agreement does not know")
         try:
             keys[a.client].verify(a.signature, _advertised(session, a.client, a.sealing, a.masking))
         except InvalidSignature:
-            raise Refused(f"the keys of client {a.client} are not signed by it for this session") from None
+            raise Broken(f"the keys of client {a.client} are not signed by it for this session") from None
 
 
 def _advertised(session: bytes, client: int, sealing: bytes, masking: bytes) -> bytes:
@@ -168,12 +172,12 @@ def _common(private: bytes, public: bytes, salt: bytes, use: bytes) -> bytes:
     """256 bits that only the owners of two key pairs know.
 
     Raises:
-        Refused: the public key is no point with which there is a secret.
+        Broken: the public key is no point with which there is a secret.
     """
     try:
         secret = X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
-        raise Refused("an advertised key is no public key of X25519") from None
+        raise Broken("an advertised key is no public key of X25519") from None
     return derived(secret, salt, use)
 
 
@@ -205,14 +209,14 @@ def open_share(session: Session, client: int, secrets: Secrets, sender: int, sea
     """The share that another site sent to this one.
 
     Raises:
-        Refused: it was not made by that site, for this one, with the keys of this session.
+        Broken: it was not made by that site, for this one, with the keys of this session.
     """
     digest = session.digest
     key = _way(secrets, session.adverts[sender], digest, sender, client)
     try:
         return AESGCM(key).decrypt(sealed[:12], sealed[12:], digest)
     except InvalidTag:
-        raise Refused(f"the share of client {sender} was not made with the keys of this session") from None
+        raise Broken(f"the share of client {sender} was not made with the keys of this session") from None
 
 
 def _way(secrets: Secrets, other: Advert, digest: bytes, sender: int, receiver: int) -> bytes:
@@ -271,10 +275,10 @@ def unmasked(
         told: by the site that says them, shares by owner (`tell`).
 
     Raises:
-        Refused: there are fewer than ``threshold`` answers, or a masking key that they give is not the advertised one.
+        Broken: there are fewer than ``threshold`` answers, or a masking key that they give is not the advertised one.
     """
     if len(told) < session.threshold:
-        raise Refused(f"{len(told)} sites said their shares, {session.threshold} are needed")
+        raise Broken(f"{len(told)} sites said their shares, {session.threshold} are needed")
     place = {c: k + 1 for k, c in enumerate(session.adverts)}
     total: Integers = np.sum([*vectors.values()], axis=0, dtype=np.uint64)
     for owner in peers:
@@ -283,7 +287,7 @@ def unmasked(
             total -= stream(derived(secret, session.digest, b"seed"), len(total))
             continue
         if _public(secret) != session.adverts[owner].masking:
-            raise Refused(f"the shares of client {owner}'s masking key do not fit its advertised key")
+            raise Broken(f"the shares of client {owner}'s masking key do not fit its advertised key")
         for peer in vectors:
             total += _pair(session, owner, secret, peer, len(total))
     return total

@@ -20,6 +20,8 @@ from fedloom.deploy.code import read_agreed
 from fedloom.deploy.forms import Forms
 from fedloom.deploy.ledger import Ledger
 from fedloom.deploy.local_data import federation_of
+from fedloom.deploy.masked import MaskedSites
+from fedloom.deploy.masking import check_maskable
 from fedloom.deploy.noise import released
 from fedloom.deploy.post import Post
 from fedloom.deploy.settings import Server, check_version
@@ -67,6 +69,8 @@ def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
     check_version(settings)
     experiment = read_agreed(settings, workers=1, chunk=1)
     check_deployable(experiment)
+    if settings.secure is not None:
+        check_maskable(experiment.methods[0].setting)
     with lock(settings.checkpoints):
         if finished(settings):
             say(f"fedloom: {FINISHED}")
@@ -128,7 +132,7 @@ class _Run:
             self._gather()
             job, server, forms = self._job()
             disk = Disk(job, settings.checkpoints, settings.fingerprint[:16])
-            sites = Sites(job, forms, self._post, settings)
+            sites = (Sites if settings.secure is None else MaskedSites)(job, forms, self._post, settings)
             state, ended = disk.resume(initial_state(job, server))
             if disk.more:
                 sites.accepted = torch.tensor(disk.more["accepted"])
