@@ -36,8 +36,8 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedloom.errors import Refused, WireError
 
-MOST = 100
-"""Most sites of a session."""
+FEWEST, MOST = 3, 100
+"""Sites of a session. Of two, each would know the other's vector from the sum."""
 BITS = 36
 """A number travels as a multiple of the resolution 2^-36."""
 RANGE = 2.0**14

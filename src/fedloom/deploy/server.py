@@ -68,9 +68,7 @@ def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
     """
     check_version(settings)
     experiment = read_agreed(settings, workers=1, chunk=1)
-    check_deployable(experiment)
-    if settings.secure is not None:
-        check_maskable(experiment.methods[0].setting)
+    check_deployable(experiment, masked=settings.secure is not None)
     with lock(settings.checkpoints):
         if finished(settings):
             say(f"fedloom: {FINISHED}")
@@ -94,8 +92,8 @@ def finished(settings: Server) -> bool:
     return newest is not None and newest.meta["stop"] == told["stop"] == Stop.DONE.name
 
 
-def check_deployable(experiment: Experiment) -> None:
-    """Refuse what makes sense in a simulation only.
+def check_deployable(experiment: Experiment, *, masked: bool = False) -> None:
+    """Refuse what makes sense in a simulation only and, ``masked`` by secure aggregation, what needs single uploads.
 
     Raises:
         Refused: the sentence says why.
@@ -113,6 +111,8 @@ def check_deployable(experiment: Experiment) -> None:
             f"sampler {sampler.kind!r} looks at the clients' models, but {method.label} uploads a difference to a "
             "state that stays at the client; choose another sampler"
         )
+    if masked:
+        check_maskable(setting)
 
 
 class _Run:

@@ -14,6 +14,7 @@ import tomli_w
 from pydantic import AfterValidator, BaseModel, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from fedloom.data.sources import SOURCES
+from fedloom.deploy.secure import FEWEST, MOST
 from fedloom.errors import ConfigError
 from fedloom.imports import is_path
 from fedloom.values import Value, fields_of, make, read_toml
@@ -55,7 +56,9 @@ class Secure(Value):
     """Secure aggregation: the server sees masked sums (`fedloom.deploy.secure`)."""
 
     threshold: int = Field(ge=2, description="sites without which no sum is unmasked; more than half of all")
-    keys: tuple[PublicKey, ...] = Field(min_length=3, max_length=100, description="signing keys, by number of the site")
+    keys: tuple[PublicKey, ...] = Field(
+        min_length=FEWEST, max_length=MOST, description="signing keys, by number of the site"
+    )
     norm_bound: PositiveFloat | None = Field(None, description="longest difference that a site sends (L2)")
     scores: Literal["off", "per-site"] = Field(
         "off", description="per-site: every site's own scores go to the server; off: they stay at the site"
