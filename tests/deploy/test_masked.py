@@ -19,7 +19,7 @@ from fedloom.deploy.envelope import STEPS
 from fedloom.deploy.masking import check_maskable
 from fedloom.deploy.memory import models
 from fedloom.deploy.settings import Secure
-from fedloom.errors import Refused, Stop
+from fedloom.errors import ConfigError, Refused, Stop
 from tests.deploy.grid import FakeGrid
 from tests.deploy.scene import FIRST, Scene, changed, document, scene
 
@@ -334,3 +334,47 @@ def secured_keys() -> Any:
     return [
         Member(site=f"s{i}", client=i, node_key=b.public, signing_key=a.public) for i, (a, b) in enumerate(PAIRS[:5])
     ]
+
+
+def test_init_writes_one_agreement_for_all(experiment, tmp_path: Path) -> None:
+    from fedloom.deploy.directory import Place, write
+    from fedloom.deploy.plan import plan
+    from fedloom.deploy.settings import read_server, read_site
+
+    write(plan(experiment("flame"), secure_aggregation=True, threshold=3), tmp_path / "out", Place())
+    server = read_server(tmp_path / "out" / "server" / "server.toml")
+    assert server.secure is not None
+    assert (server.secure.threshold, server.quorum, server.secure.norm_bound) == (3, 3, server.norm_bound)
+    for member in server.sites:
+        site = read_site(tmp_path / "out" / "sites" / member.site / "site.toml")
+        assert site.secure == server.secure
+    with pytest.raises(ValueError, match=r"secure\.keys"):
+        server.with_(secure=server.secure.with_(keys=server.secure.keys[::-1]))
+
+
+def test_init_refuses_what_cannot_be(experiment) -> None:
+    from fedloom.deploy.plan import plan
+
+    def refused(sentence: str, *methods: Any, tables: dict[str, Any] | None = None, **options: Any) -> None:
+        with pytest.raises(ConfigError, match=sentence):
+            plan(experiment(*methods, **(tables or {})), norm_bound=1.0, **options)
+
+    refused("say --secure-aggregation too", threshold=2)
+    refused("more than half of the 3 sites, 2 to 3, got 1", secure_aggregation=True, threshold=1)
+    refused("more than half of the 3 sites, 2 to 3, got 4", secure_aggregation=True, threshold=4)
+    refused("for 3 to 100 sites, got 2", tables={"clients": 2}, secure_aggregation=True)
+    refused("mixes the kept rows", "fedamp", secure_aggregation=True)
+    half = {"clients": 4, "sampler": {"kind": "uniform", "fraction": 0.5}}
+    refused("draws 2 of 4 sites, the threshold is 3", tables=half, secure_aggregation=True)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"channel": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 1.0, "delta": 1e-5}}, {}]
+)
+def test_noise_of_the_sites_and_methods_that_send_nothing(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Local noise goes under the masks; a method that uploads nothing sends masked counts only."""
+    here = secured(tmp_path, "fedavg" if changes else "local", rounds=2, **changes)
+    assert here.serve() is Stop.DONE
+    assert not here.audit("rejected")
+    for site in here.sites:
+        assert bool([*site.state.rglob("ledger.jsonl")]) == bool(changes)
