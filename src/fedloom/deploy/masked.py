@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ class MaskedSites(Sites):
         self._vectors = Vectors(job, forms.idle)
         self._asked = settings.checkpoints / ASKED
 
-    def _train(self, shared: tuple[Any, Any], tasks: list[TrainTask]) -> Iterator[Trained]:
+    def _train(self, shared: tuple[Any, Any], tasks: Sequence[TrainTask]) -> Iterator[Trained]:
         job, forms, (down, server) = self._job, self._forms, shared
         tasks_of = {int(task.ids): task for task in tasks if bool(self._post.sizes[int(task.ids), 0])}
         received = {c: for_client(down, int(task.place)) for c, task in tasks_of.items()}

@@ -52,7 +52,7 @@ def check_maskable(setting: Setting) -> None:
     elif isinstance(setting.aggregator, PrivateMean):
         why = "aggregator 'private-mean' clips single uploads; its noise is not shared among the sites yet"
     elif setting.aggregator is not None and not setting.aggregator.linear:
-        why = f"aggregator {setting.aggregator.kind!r} compares single uploads"
+        why = f"aggregator {type(setting.aggregator).__name__} compares single uploads"
     elif setting.weigher.probes:
         why = f"weigher {setting.weigher.kind!r} asks single clients"
     elif setting.sampler.probes or setting.sampler.learns:
