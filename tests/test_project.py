@@ -9,7 +9,9 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from functools import cache
+from graphlib import TopologicalSorter
 from importlib.machinery import SourceFileLoader
 from importlib.metadata import distribution
 from pathlib import Path
@@ -64,6 +66,40 @@ def run(code: str) -> str:
 
 
 # --- the public face
+
+
+def module_of(name: str) -> str:
+    parts = ("fedloom", *Path(name).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def tied_to(name: str, modules: set[str]) -> set[str]:
+    """Modules that a file needs to be read: imports for types count, those inside functions do not."""
+    tree, found = parsed(name), set[str]()
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside = {id(node) for function in functions for node in ast.walk(function)}
+    for node in ast.walk(tree):
+        if id(node) in inside:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {n if n in modules else node.module for n in names}
+    return found & modules - {module_of(name)}
+
+
+def test_no_circle_of_files() -> None:
+    modules = {module_of(name) for name in MODULES}
+    graph = {module_of(name): tied_to(name, modules) for name in MODULES}
+    assert graph["fedloom.engine.round"] >= {"fedloom.engine.job", "fedloom.engine.uploads"}
+    TopologicalSorter(graph).prepare()  # raises with the circle
+
+
+def test_a_folder_has_few_files_and_the_round_is_one_page() -> None:
+    folders = Counter(Path(name).parent for name in MODULES if Path(name).name != "__init__.py")
+    assert {str(folder) for folder, count in folders.items() if count > 16} <= {"algorithms"}
+    assert len((SOURCE / "engine" / "round.py").read_text().splitlines()) <= 120
 
 
 def test_public_names_are_the_ones_that_type_checkers_see() -> None:

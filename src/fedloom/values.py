@@ -201,11 +201,16 @@ def _exact(schema: Any, owner: type) -> Any:
     if kind == "bool":
         return {**schema, "strict": True}
     if kind in NUMBERS:
-        return core_schema.no_info_before_validator_function(partial(_number, NUMBERS[kind]), schema)
+        return core_schema.no_info_before_validator_function(partial(exact_number, NUMBERS[kind]), schema)
     return {key: value if key in LEFT else _exact(value, owner) for key, value in schema.items()}
 
 
-def _number(refusal: Literal["int_type", "float_type"], value: Any) -> Any:
+def exact_number(refusal: Literal["int_type", "float_type"], value: Any) -> Any:
+    """A number as it is.
+
+    Raises:
+        PydanticKnownError: it is text or a boolean, or too large for a tensor.
+    """
     if isinstance(value, (bool, str, bytes)):
         raise PydanticKnownError(refusal)
     if isinstance(value, int) and abs(value) > LARGEST:
@@ -214,7 +219,7 @@ def _number(refusal: Literal["int_type", "float_type"], value: Any) -> Any:
 
 
 def _sentence(error: ErrorDetails, where: str, fields: Mapping[str, Any]) -> str:
-    place = ".".join(str(part) for part in error["loc"] if not str(part).startswith("function-"))
+    place = ".".join(str(part) for part in error["loc"] if "function-" not in str(part))
     key = str(error["loc"][0]) if error["loc"] else ""
     description = getattr(fields.get(key), "description", None)
     hint = f" ({key}: {description})" if description else ""

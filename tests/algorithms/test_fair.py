@@ -116,10 +116,10 @@ def test_fixed_weights_are_fedavg(seed: int) -> None:
 @SEEDS
 def test_one_full_step_of_everyone_is_stochastic_afl(seed: int) -> None:
     p = Problem.random(seed)
-    states = run(AFL(lambda_lr=0.01), p, 8, FULL, noise=0.0)
+    states = run(AFL(lambda_lr=0.05), p, 8, FULL, noise=0.0)
     x, lam = p.x0, torch.full((p.n,), 0.2, dtype=torch.float64)
     for state in states[1:]:
-        raised = lam + 0.01 * losses(p, x)
+        raised = lam + 0.05 * losses(p, x)
         x = x - 0.1 * lam @ p.gradient(x)
         lam = nearest_on_simplex(raised)
         equal(state.server.x, x)
@@ -324,9 +324,9 @@ def test_digits_with_one_and_two_workers(digits: Data, name: str) -> None:
 
 def test_a_preset_takes_the_size_of_the_runs_cohorts(digits: Data) -> None:
     for sampler, size in ((Uniform(clients=3), 3), (Uniform(fraction=0.5), 6), (None, 12)):
-        assert simulated(digits, REGISTRY["power-of-choice"](), sampler=sampler).job.sampler.size(12) == size  # type: ignore[attr-defined]
+        assert simulated(digits, REGISTRY["power-of-choice"](), sampler=sampler).job.setting.sampler.size(12) == size  # type: ignore[attr-defined]
     made = simulated(digits, REGISTRY["power-of-choice"](clients=2), sampler=Uniform(clients=3))
-    assert made.job.sampler == PowerOfChoice(clients=2)
+    assert made.job.setting.sampler == PowerOfChoice(clients=2)
 
 
 class Thrice(Sampler):

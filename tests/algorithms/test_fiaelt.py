@@ -388,5 +388,6 @@ def test_linear_convergence_with_l1() -> None:
     best = p.composite("l1", c)
     gaps = torch.stack([(s.server.y - best).norm() for s in federate(method, p, 150)])
     windows = (gaps[20:141:20] / gaps[:121:20]).tolist()
-    assert all(0.05 < w < 0.15 for w in windows)
-    assert gaps[140] < 1e-6
+    assert max(windows) < 0.2  # per 20 rounds
+    assert all(0.8 < b / a < 1.5 for a, b in itertools.pairwise(windows))
+    assert gaps[140] < 1e-5 * gaps[0]

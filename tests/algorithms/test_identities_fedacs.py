@@ -109,7 +109,8 @@ def test_equiangular_models_in_closed_form() -> None:
 
 
 def test_more_quantile_is_less_collaboration() -> None:
-    w = draw(1, centre=1.0)
+    w = draw(1, centre=3.0)
+    assert bool((w @ w.T > 0).all())
     partners = [int((attention(w, q) != 0).sum()) for q in QUANTILES]
     assert partners == sorted(partners, reverse=True)
     assert partners[0] == 36

@@ -370,7 +370,10 @@ ROWS: dict[str, Row] = {
         variants=({"optimiser": "yogi"}, {"optimiser": "adagrad"}, {"optimiser": "momentum"}),
     ),
     "gifair-fl": Row(
-        lambda p, end: {"global": penalised(p, 0.01, torch.arange(p.n))}, 100, {"lam": 0.01}, LocalSGD(lr=0.4, steps=1)
+        lambda p, end: {"global": penalised(p, 0.001, torch.arange(p.n))},
+        100,
+        {"lam": 0.001},
+        LocalSGD(lr=0.4, steps=1),
     ),
     "q-ffl": Row(
         lambda p, end: {"global": q_fair(p, 1.0)}, 120, {"q": 1.0}, LocalSGD(lr=1.0, steps=1), variants=({"q": 0.5},)

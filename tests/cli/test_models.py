@@ -158,7 +158,7 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(out: Path, new: Path, tmp_pa
         (("adapt", out, "--method", "ditto", "--data", tmp_path / "classes.npz"), "unknown class '12'"),
         (("evaluate", out, "--data", new, "--client", "nobody"), "allowed: 0, 1, 2, 3, 4, 5"),
         (("export", out, "--method", "ditto", "--client", 9, "--out", tmp_path / "x"), "unknown client '9'"),
-        (("adapt", out, "--data", new, "--method", "fedavg"), "methods of this run that have: ditto"),
+        (("adapt", out, "--data", new, "--method", "fedavg"), "methods with personal models: ditto"),
         (("adapt", out, "--data", new), "give --method: fedavg, ditto"),
         (("adapt", out, "--data", new, "--method", "dito"), "did you mean 'ditto'"),
         (("adapt", out, "--data", new, "--method", "ditto", "--seed", 7), "no seed 7; it has 0, 1"),

@@ -104,7 +104,7 @@ def test_variances_of_test_losses_are_those_of_proposition_3() -> None:
     blocks = losses.reshape(20, -1, 2, problem.clients).mean(1).var(-1)  # spread of the estimate, by blocks of draws
     for k in range(2):
         error = blocks[:, k].std(ddof=1) / np.sqrt(20)
-        assert abs(mean[k].var() - expected[k]) < 3 * error
+        assert abs(mean[k].var() - expected[k]) < 4.5 * error  # two-sided, 19 degrees of freedom: 1 in 4,000
 
 
 def test_proposition_3_holds_for_models_of_equal_length_only() -> None:

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sklearn.datasets import load_digits
 
 from fedloom.data import Dataset, load, source
-from fedloom.data.sources import archive, arrays
+from fedloom.data.sources import archive, arrays, embedded
 from fedloom.data.sources.detect import detect
 from fedloom.errors import ConfigError, DataError
 from tests.data.files import WRAPPINGS, as_tar, as_zip, idx, idx_files, leaf, png, records, write
@@ -503,6 +504,17 @@ def test_the_hub_offline_and_online(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- embedded ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", [True, False])
+def test_digits_are_those_of_scikit_learn(file: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not file:
+        monkeypatch.setattr(embedded, "find_spec", lambda _name: None)
+    data, theirs = load("digits"), load_digits()
+    assert np.array_equal(data.x[:, 0].numpy(), theirs.images)
+    assert data.x.dtype == torch.uint8
+    assert np.array_equal(data.y.numpy(), theirs.target)
+    assert data.y.dtype == torch.int64
 
 
 def test_digits_need_no_file() -> None:

@@ -64,7 +64,7 @@ def test_no_site_holds_another_sites_key_or_the_authoritys(written):
 def test_the_experiment_is_one_method_and_one_seed(experiment, written):
     one = read(written / "server" / "experiment.toml")
     assert len(one.methods) == len(one.head.seeds) == 1
-    assert one.methods[0].rounds == 3
+    assert one.methods[0].setting.rounds == 3
     several = experiment("fedavg", "flame", seeds=[4, 5])
     with pytest.raises(ConfigError, match="fedavg, flame; choose with --method"):
         plan(several)
@@ -282,7 +282,7 @@ def test_the_command(experiment, tmp_path):
     assert f"fedloom deploy local {out}" in done.output
     server = read_server(out / "server" / "server.toml")
     assert (server.quorum, server.public) == (3, "192.0.2.1:8443")
-    assert read(server.experiment).methods[0].rounds == 9
+    assert read(server.experiment).methods[0].setting.rounds == 9
     assert init("--method", "flame").exit_code == 2
 
 

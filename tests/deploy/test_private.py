@@ -48,7 +48,7 @@ def limited(here: Scene, limit: float) -> Scene:
 
 def test_a_site_stops_before_its_budget_is_exceeded(tmp_path: Path) -> None:  # 26
     here = scene(tmp_path, "fedavg", **SMALL, **LOCAL)
-    noise = released(here.experiment.methods[0].channel)
+    noise = released(here.experiment.methods[0].setting.channel)
     assert isinstance(noise, ReleasedNoise)
     here = limited(here, (epsilon(noise, 2) + epsilon(noise, 3)) / 2)
     assert here.serve() is Stop.TOO_FEW
@@ -237,7 +237,7 @@ def test_answers_without_noise_are_refused_before_anything_starts(tmp_path: Path
 
 def test_the_check_says_what_an_upload_costs(tmp_path: Path) -> None:
     here = scene(tmp_path, "fedavg", **SMALL, **LOCAL)
-    noise = released(here.experiment.methods[0].channel)
+    noise = released(here.experiment.methods[0].setting.channel)
     [said] = [f for f in check_site(here.sites[0], offline=True) if "privacy" in f.sentence]
     assert said.level == "ok"
     assert f"epsilon {epsilon(noise, 1):.3g}, 4 of them {epsilon(noise, 4):.3g}" in said.sentence

@@ -5,9 +5,8 @@ import signal
 from datetime import datetime
 
 import pytest
-from fedloom.deploy.units import Place
 
-from fedloom.deploy.directory import write
+from fedloom.deploy.directory import Place, write
 from fedloom.deploy.loopback import Loopback
 from fedloom.deploy.plan import plan
 from fedloom.deploy.processes import ProcessError, Processes

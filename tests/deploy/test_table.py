@@ -44,7 +44,7 @@ def test_last_figures_of_every_site_and_model(tmp_path):
 def kept(ready):
     """A deployment whose site-1 has a model after round 7."""
     site = read_site(ready / "sites" / "site-1" / "site.toml")
-    module = read(site.experiment).model.build(site.samples.shape, site.samples.outputs, 3)
+    module = read(site.experiment).common.model.build(site.samples.shape, site.samples.outputs, 3)
     layout = Layout.of(module)
     row = torch.arange(layout.d, dtype=torch.float32) / layout.d
     Memory(site.state, site.fingerprint, site.client).keep_model(row, layout.header(), 7, "personal")

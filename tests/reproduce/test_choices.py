@@ -109,7 +109,7 @@ def test_the_choice_is_the_best_score_of_plain_runs(whole: Any) -> None:
             assert scores[choice["chosen"]] == max(scores.values())
     run = parse({k: v for k, v in _settings(out / "few").items() if k != "resolved"})
     assert [m.setting.rounds for m in run.methods] == [4, 2, 4]
-    assert f"local.lr = {run.methods[0].local.lr}" == done.choices["few"]["fedavg"]["chosen"]
+    assert f"local.lr = {run.methods[0].setting.local.lr}" == done.choices["few"]["fedavg"]["chosen"]
     assert (out / "choose" / "few" / "tuning.md").exists()
     assert not (out / "choose" / "few" / "tuned.toml").exists()
 

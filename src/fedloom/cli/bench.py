@@ -33,7 +33,7 @@ def bench(
     """Measure how fast an experiment runs here, and estimate how long all of it takes; nothing is written.
 
     Seconds are the median per round, without the first and without evaluation. A row during which other processes
-    used more than a tenth of a core is marked as disturbed.
+    used more than a tenth of a core is marked as unreliable.
 
     Example: fedloom bench examples/quickstart.toml --workers 1 --workers 2 --rounds 5
     """
@@ -63,5 +63,5 @@ def _row(speed: Speed) -> dict[str, Any]:
         "picked": "yes" if speed.way.picked else "",
         "s/round": speed.seconds,
         "samples/s": round(speed.samples),
-        "others": f"{speed.others:.2f}{' disturbed' if speed.disturbed else ''}",
+        "busy cores": f"{speed.others:.2f}{' (unreliable)' if speed.disturbed else ''}",
     }

@@ -35,7 +35,7 @@ def init(
     quorum: Annotated[int | None, typer.Option(help="accepted replies of a round; more than half by default")] = None,
     norm_bound: Annotated[
         float | None,
-        typer.Option(help="longest difference accepted of a site; 10 times the longest of a first round by default"),
+        typer.Option(help="maximum update norm accepted per site; by default 10 times the largest of a first round"),
     ] = None,
     home: Annotated[Path, typer.Option(help="folder for server/ and site/ on the machines")] = Path("/srv/fedloom"),
     programs: Annotated[Path, typer.Option(help="folder of the programs on the machines")] = Path("/opt/fedloom/bin"),
@@ -57,9 +57,11 @@ def init(
     Example: fedloom deploy init examples/hospitals.toml --sites 4 --method flame --rounds 10 --out hospitals
     """
     with errors():
+        from fedloom.experiment import read
+
+        experiment = read(file)
         from fedloom.deploy.directory import Place, write
         from fedloom.deploy.plan import plan
-        from fedloom.experiment import read
         from fedloom.values import make
 
         given = {"host": host, "gate_port": gate_port, "port": port, "home": home, "programs": programs, "days": days}
@@ -75,12 +77,12 @@ def init(
             "secure_aggregation": secure_aggregation,
             "threshold": threshold,
         }
-        planned = plan(read(file), sites, **choice)
+        planned = plan(experiment, sites, **choice)
         folder = out or Path(file.stem)
         write(planned, folder, place)
         typer.echo(f"{folder}: a server and {len(planned.sites)} sites ({', '.join(planned.sites)})")
         if planned.norm_bound is not None:
-            typer.echo(f"longest difference accepted of a site: norm_bound = {planned.norm_bound:g} in server.toml")
+            typer.echo(f"maximum update norm accepted per site: norm_bound = {planned.norm_bound:g} in server.toml")
         if planned.threshold is not None:
             typer.echo(f"secure aggregation: sums of at least {planned.threshold} sites; scores stay at the sites")
         if planned.code.files:

@@ -17,9 +17,9 @@ def list_command() -> None:
 
     Example: fedloom list
     """
-    from fedloom.experiment.cards import families
+    from fedloom.experiment.index import index
 
-    for family, methods in families().items():
+    for family, methods in index().families.items():
         typer.echo(family)
         for name, line in methods:
             typer.echo(f"  {name:<22}{line}")
@@ -37,9 +37,17 @@ def describe(
     Example: fedloom describe flame
     """
     with errors():
-        from fedloom.experiment.cards import card
+        from fedloom.imports import is_path
 
-        typer.echo(card(name))
+        if is_path(name):
+            from fedloom.experiment.cards import card
+
+            typer.echo(card(name))
+            return
+        from fedloom.experiment.index import index
+        from fedloom.values import choose
+
+        typer.echo(choose("algorithm", index().cards, name))
 
 
 @app.command()
@@ -48,9 +56,9 @@ def schema() -> None:
 
     Example: fedloom schema > fedloom.schema.json
     """
-    from fedloom.experiment import json_schema
+    from fedloom.experiment.index import index
 
-    typer.echo(json_schema())
+    typer.echo(index().schema)
 
 
 @app.command()

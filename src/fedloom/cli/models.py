@@ -103,7 +103,7 @@ def adapt(
             able = [r.method for r in opened.runs(seed=chosen.seed) if "personal" in r.models.kinds()]
             raise ConfigError(
                 f"{chosen.method} has no personal models: every client uses its global model; "
-                f"methods of this run that have: {', '.join(able) or 'none'}"
+                f"methods with personal models: {', '.join(able) or 'none'}"
             )
         made = chosen.models.adapt(
             opened.read(data, data_dir), rounds=rounds, epochs=epochs, steps=steps, lr=lr, holdout=holdout

@@ -38,7 +38,10 @@ def run(
             if not workers.isdigit() or int(workers) < 1:
                 raise ConfigError(f"--workers must be a number from 1 or 'auto', got {workers!r}")
             count = int(workers)
-        from fedloom.experiment import Plan, read
+        from fedloom.experiment import read
+
+        experiment = read(file, workers=count)
+        from fedloom.experiment import Plan
         from fedloom.experiment.track import Tracker, check_tracker
         from fedloom.processes.distributed import joined
         from fedloom.progress import shown
@@ -46,7 +49,7 @@ def run(
         with joined() as ranks:
             where = out or Path("runs") / file.stem
             check_tracker(track)
-            plan = Plan(read(file, workers=count), where, data_dir, force=force, ranks=ranks)
+            plan = Plan(experiment, where, data_dir, force=force, ranks=ranks)
             tracker = Tracker(track, plan.experiment, where) if track and ranks.rank == 0 else None
             with shown(plan) as tell:
                 outcomes = plan.run(tell, tracker=tracker)

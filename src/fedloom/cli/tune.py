@@ -32,12 +32,14 @@ def tune(
     Example: fedloom tune examples/quickstart.toml --out runs/quickstart-tune --trials 20
     """
     with errors():
+        from fedloom.experiment.index import refuse
         from fedloom.values import read_toml, table
 
         document = read_toml(file, "experiment file")
         for name, key, value in (("tune", "trials", trials), ("engine", "workers", workers)):
             if value is not None:
                 document[name] = {**table(document.get(name, {}), f"{file}: [{name}]"), key: value}
+        refuse(document, str(file))
         from fedloom.tune import Tuning
 
         search = Tuning(document, str(file), out or Path("runs") / f"{file.stem}-tune", data_dir, force=force)

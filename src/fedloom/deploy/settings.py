@@ -149,7 +149,7 @@ class Server(Shared):
     ttl: PositiveFloat = Field(1200.0, description="seconds that a message lives; a round never waits longer")
     patience: PositiveFloat = Field(600.0, description="seconds to wait for a quorum of sites to be there")
     norm_bound: PositiveFloat | None = Field(
-        None, description="longest difference accepted from a site (L2); left out: any that is finite"
+        None, description="maximum update norm accepted per site (L2); any finite norm when left out"
     )
     epsilon: PositiveFloat | None = Field(None, description="the run stops before a client's epsilon exceeds this")
     examples_limit: int = Field(100_000_000, ge=1, description="most training samples that a site may claim")

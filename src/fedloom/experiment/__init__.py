@@ -1,6 +1,6 @@
 """Experiments: TOML files, validated values, runs and run directories.
 
-What runs and reports is imported when it is first touched: a deployed site reads experiment files in every round.
+Every name is imported when it is first touched: a file may be refused without torch, and a deployed site runs no plan.
 """
 
 from __future__ import annotations
@@ -8,16 +8,18 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from fedloom.experiment.schema import Experiment, Method, parse, read
-
 if TYPE_CHECKING:
     from fedloom.experiment.editors import json_schema
     from fedloom.experiment.execute import Plan
+    from fedloom.experiment.index import read
     from fedloom.experiment.listing import listed
     from fedloom.experiment.opened import Opened, Recorded, open_run
     from fedloom.experiment.outputs import Outcome
+    from fedloom.experiment.schema import Experiment, Method, parse
 
 _WHERE = {
+    "Experiment": "schema",
+    "Method": "schema",
     "Opened": "opened",
     "Outcome": "outputs",
     "Plan": "execute",
@@ -25,6 +27,8 @@ _WHERE = {
     "json_schema": "editors",
     "listed": "listing",
     "open_run": "opened",
+    "parse": "schema",
+    "read": "index",
 }
 
 __all__ = [

@@ -39,6 +39,11 @@ def card(name: str) -> str:
     return "\n".join([text(entry), "", "Options:", *(options or ["    none"])])
 
 
+def cards() -> dict[str, str]:
+    """The card of every method of the registry."""
+    return {name: card(name) for name in REGISTRY}
+
+
 def _option(name: str, field: Any) -> str:
     limits = [
         f"{sign} {getattr(m, attribute)}"

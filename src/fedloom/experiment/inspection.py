@@ -79,6 +79,7 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
 
     oracle, fed, kinds = result.job.oracle, result.job.judge, result.models.kinds()
     model = "personal" if "personal" in kinds else "global"
+
     sizes = fed.sizes("test")
     few = sorted({i for i in clients if sizes[i] < FEWEST})
     notes = (

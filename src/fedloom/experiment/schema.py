@@ -5,21 +5,22 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, NonNegativeInt, field_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, create_model, field_validator
 
 from fedloom.algorithms import REGISTRY, Algorithm, Preset
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source
 from fedloom.data.sources import source as source_of
-from fedloom.engine.setting import Setting
-from fedloom.errors import ConfigError, DataError, unknown
+from fedloom.engine.setting import Rounds, Setting
+from fedloom.errors import ConfigError, DataError
+from fedloom.experiment.check import Grammar, Table, check, merged
+from fedloom.experiment.shapes import Shape
 from fedloom.experiment.tuning import Tune
 from fedloom.imports import is_path
 from fedloom.models import Import
-from fedloom.values import Value, choose, dump, fields_of, make, make_kind, read_toml, table
+from fedloom.values import Value, choose, dump, fields_of, make, make_kind
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,28 @@ class Head(Value):
         return seeds
 
 
-class _Label(Value):
+class _Own(Value):
     label: Title = Field(description="what the method is called in tables and charts")
+    rounds: Rounds | None = Field(None, description="communication rounds, if not the experiment's")
+
+
+def _grammar() -> Grammar:
+    """What an experiment file may hold: the choices of `Setting`, and what only a comparison has."""
+    plain: Any = {name: (field.annotation, field) for name, field in Setting.model_fields.items()}
+    plain = {name: plain[name] for name in Setting.plain()}
+    tables = {
+        "data": Table(SOURCES, key="source", open=True),
+        "partition": Table(PARTITIONS, default="iid"),
+    }
+    for name, may in Setting.tables().items():
+        kinds = {k: kind if isinstance(kind, type) else type(kind) for k, kind in may.kinds.items()}
+        tables[name] = Table(kinds, default=may.default) if kinds else Table({"": may.base}, key="")
+    tables["tune"] = Table({"": Tune}, key="")
+    return Grammar(create_model("Head", __base__=Head, **plain), tables, REGISTRY, _Own, Setting.own)
+
+
+GRAMMAR = _grammar()
+"""What an experiment file may hold."""
 
 
 @dataclass(frozen=True)
@@ -122,21 +143,6 @@ class Experiment:
         }
 
 
-def read(path: Path, **engine: Any) -> Experiment:
-    """The experiment of a TOML file; ``engine`` replaces keys of its [engine].
-
-    Raises:
-        ConfigError: the file is missing, not TOML, or says what cannot be.
-    """
-    document = read_toml(path, "experiment file")
-    given = {k: v for k, v in engine.items() if v is not None}
-    return parse({**document, "engine": {**table(document.get("engine", {}), f"{path}: [engine]"), **given}}, str(path))
-
-
-TABLES = ("data", "partition", *Setting.tables(), "tune")
-KEYS = (*TABLES, *Head.model_fields, *Setting.plain(), "method")
-
-
 def parse(document: Mapping[str, Any], where: str = "experiment") -> Experiment:
     """The experiment of a TOML document.
 
@@ -144,23 +150,14 @@ def parse(document: Mapping[str, Any], where: str = "experiment") -> Experiment:
         ConfigError: unknown keys, wrong types, values out of range; the message names the file, the key, what was got
             and what is allowed.
     """
-    for key in document:
-        if key not in KEYS:
-            raise unknown("key", key, KEYS, where)
-    tables = {name: table(document.get(name, {}), f"{where}: [{name}]") for name in TABLES}
-    if "data" not in document:
-        raise ConfigError(f'{where}: the table [data] is missing; for example source = "digits"')
-    data = tables["data"]
-    if not isinstance(data.get("source"), str):
-        raise ConfigError(f"{where}: [data] needs source, a data set's name or a path; names: {', '.join(SOURCES)}")
-    methods = document.get("method")
-    if not isinstance(methods, list) or not methods:
-        raise ConfigError(f'{where}: at least one [[method]] is needed; for example algorithm = "fedavg"')
+    check(document, GRAMMAR, Shape.of, where)
+    tables = {name: document.get(name, {}) for name in GRAMMAR.tables}
+    data, methods = tables["data"], document["method"]
     head = make(Head, {k: document[k] for k in Head.model_fields if k in document}, where, Head.model_fields)
     plain = {key: document[key] for key in Setting.plain() if key in document}
     read = {name: kind.read(tables[name], f"{where}: [{name}]") for name, kind in Setting.tables().items()}
     common = make(Setting, {"algorithm": "fedavg", **plain, **read, "seed": head.seeds[0]}, where, Setting.model_fields)
-    experiment = Experiment(
+    return Experiment(
         head=head,
         source=_source(data, f"{where}: [data]"),
         source_options=data,
@@ -171,15 +168,9 @@ def parse(document: Mapping[str, Any], where: str = "experiment") -> Experiment:
         common=common,
         tune=make(Tune, tables["tune"], f"{where}: [tune]", Tune.model_fields),
         methods=tuple(
-            _method(table(m, f"{where}: [[method]] {k}"), tables["local"], common, f"{where}: [[method]] {k}")
-            for k, m in enumerate(methods, 1)
+            _method(m, tables["local"], common, f"{where}: [[method]] {k}") for k, m in enumerate(methods, 1)
         ),
     )
-    labels = [m.label for m in experiment.methods]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise ConfigError(f"{where}: two methods have the label {label!r}; give one of them another label = ...")
-    return experiment
 
 
 def _source(data: Mapping[str, Any], where: str) -> Source:
@@ -200,18 +191,11 @@ def _method(options: Mapping[str, Any], local: Mapping[str, Any], common: Settin
     entry = choose("algorithm", REGISTRY, name, where, Algorithm)
     own = {k: v for k, v in options.items() if k not in ("algorithm", "label", *Setting.own)}
     made: Any = make(entry, own, where, {**fields_of(entry), **dict.fromkeys(("label", *Setting.own))})
-    label = make(_Label, {"label": options.get("label", name.rpartition(":")[2])}, where, _Label.model_fields).label
+    label = options.get("label", name.rpartition(":")[2])
     given = {k: v for k, v in options.items() if k in Setting.own}
     for what, kind in Setting.tables().items():
         if what in given:
-            mine = table(given[what], f"{where}: {what}")
-            given[what] = kind.read(_merged(local, mine) if what == "local" else mine, f"{where}: {what}")
+            mine = merged(local, given[what]) if what == "local" else given[what]
+            given[what] = kind.read(mine, f"{where}: {what}")
     setting = make(common.with_, {**given, "algorithm": made}, where, Setting.model_fields)
     return Method(label, name, own, setting)
-
-
-def _merged(local: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The table [local] with a method's own keys: epochs take the place of steps, and the other way round."""
-    pairs = (("steps", "epochs"), ("epochs", "steps"))
-    out = {other for one, other in pairs if one in own and other not in own}
-    return {**{k: v for k, v in local.items() if k not in out}, **own}

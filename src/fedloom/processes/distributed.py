@@ -118,7 +118,9 @@ def _translated(rank: int) -> Iterator[None]:
         yield
     except RuntimeError as error:
         cause = re.sub(r"^(\[\S+:\d+\] )+", "", str(error)).splitlines()[0].split(". ")[0][:200]
-        raise FedloomError(f"rank {rank} has lost another rank, which died or was ended ({cause}); {RESUME}") from error
+        raise FedloomError(
+            f"rank {rank} lost contact with another rank, which crashed or was killed ({cause}); {RESUME}"
+        ) from error
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -21,13 +22,24 @@ class Digits(Source):
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """All images as bytes 0..16, given to models as 0..1; there is no official test set."""
-        from sklearn.datasets import load_digits  # slow to import, needed by this source only
-
-        found = load_digits()
-        x = torch.from_numpy(found.images.astype(np.uint8))[:, None]
+        table = _digits()
+        x = torch.from_numpy(table[:, :-1].astype(np.uint8)).view(-1, 1, 8, 8)
         classes = tuple(str(digit) for digit in range(10))
         std = torch.tensor([16 / 255], dtype=torch.float64)
-        return Dataset("digits", x, torch.from_numpy(found.target).long(), "classification", classes, std=std)
+        return Dataset("digits", x, torch.from_numpy(table[:, -1].copy()), "classification", classes, std=std)
+
+
+def _digits() -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    """64 pixels and the digit per row, from scikit-learn's file: importing that library costs as much as torch."""
+    spec = find_spec("sklearn")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        file = Path(folder) / "datasets" / "data" / "digits.csv.gz"
+        if file.exists():
+            return np.loadtxt(file, dtype=np.int64, delimiter=",")
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    return np.column_stack([found.data, found.target]).astype(np.int64)
 
 
 class Embedded(Source):

@@ -10,7 +10,6 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset
@@ -38,6 +37,8 @@ class _Pictures:
         self._pixels = self._packed = 0
 
     def add(self, entry: Entry) -> None:
+        from PIL import Image, UnidentifiedImageError  # slow to import, needed by these sources only
+
         try:
             content = io.BytesIO(entry.stream.read())
             with warnings.catch_warnings(action="ignore"), Image.open(content, formats=FORMATS) as image:

@@ -1,0 +1,43 @@
+"""Texts that are dear to make, kept in the user's cache folder between calls."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+
+def _folder() -> Path:
+    """FEDLOOM_CACHE, or the folder ``fedloom`` in XDG_CACHE_HOME or ``~/.cache``."""
+    own, shared = os.environ.get("FEDLOOM_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(own) if own else Path(shared or Path.home() / ".cache") / "fedloom"
+
+
+def _head(key: str, text: bytes) -> bytes:
+    return hashlib.blake2b(key.encode() + b"\0" + text, digest_size=32).hexdigest().encode() + b"\n"
+
+
+def find(name: str, key: str) -> str | None:
+    """The text that was kept under a name with this key; None where there is none, or it is damaged."""
+    try:
+        head, _, text = (_folder() / name).read_bytes().partition(b"\n")
+        return text.decode() if head + b"\n" == _head(key, text) else None
+    except (OSError, RuntimeError, UnicodeDecodeError):  # a home that nobody knows is a RuntimeError
+        return None
+
+
+def keep(name: str, key: str, text: str) -> None:
+    """Keep a text in place of the one of this name; where the folder cannot be written, nothing is kept."""
+    try:
+        folder = _folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, draft = tempfile.mkstemp(dir=folder, prefix=f".{name}-")
+    except (OSError, RuntimeError):
+        return
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(_head(key, text.encode()) + text.encode())
+        os.replace(draft, folder / name)
+    except OSError:
+        Path(draft).unlink(missing_ok=True)

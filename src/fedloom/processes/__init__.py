@@ -1,0 +1,1 @@
+"""Processes of a run: workers of one machine, ranks of several, and what they exchange."""

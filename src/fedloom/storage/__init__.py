@@ -1,0 +1,1 @@
+"""Files: written whole or not at all; rows, checkpoints and their undo journal."""

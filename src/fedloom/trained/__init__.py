@@ -1,0 +1,1 @@
+"""Trained models: evaluated, adapted to a new client, saved, exported."""
