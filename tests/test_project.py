@@ -180,7 +180,8 @@ def test_pins_are_what_ci_installs_and_no_more() -> None:
 
 NAMES = {"pillow": "PIL", "scikit-learn": "sklearn", "vl-convert-python": "vl_convert"}
 EXTRAS = {
-    "cryptography", "datasets", "dp_accounting", "flwr", "mlflow", "onnxscript", "opendp", "optuna", "tensorboard",
+    "Crypto", "cryptography", "datasets", "dp_accounting", "flwr", "mlflow", "onnxscript", "opendp", "optuna",
+    "tensorboard",
 }  # fmt: skip
 WITH_PYDANTIC = {"pydantic_core", "typing_extensions"}
 

@@ -48,6 +48,12 @@ def init(
     fixed_data: Annotated[
         bool, typer.Option("--fixed-data", help="refuse a site whose samples change in the run; else it is told")
     ] = False,
+    secure_aggregation: Annotated[
+        bool, typer.Option("--secure-aggregation", help="the server gets masked sums, and no site's own upload")
+    ] = False,
+    threshold: Annotated[
+        int | None, typer.Option(help="sites without which no masked sum is opened; just more than half by default")
+    ] = None,
     data_dir: DataDir = None,
 ) -> None:
     """Write a ready directory: certificates, keys, settings, systemd units, a gate, and the five commands to run it.
@@ -74,6 +80,8 @@ def init(
             "own_data": own_data,
             "fixed_data": fixed_data,
             "norm_bound": norm_bound,
+            "secure_aggregation": secure_aggregation,
+            "threshold": threshold,
         }
         planned = plan(experiment, sites, **choice)
         folder = out or Path(file.stem)
@@ -81,6 +89,8 @@ def init(
         typer.echo(f"{folder}: a server and {len(planned.sites)} sites ({', '.join(planned.sites)})")
         if planned.norm_bound is not None:
             typer.echo(f"maximum update norm accepted per site: norm_bound = {planned.norm_bound:g} in server.toml")
+        if planned.threshold is not None:
+            typer.echo(f"secure aggregation: sums of at least {planned.threshold} sites; scores stay at the sites")
         if planned.code.files:
             typer.echo(f"user code, copied to all of them: {', '.join(planned.code.files)}")
         if planned.code.installed:

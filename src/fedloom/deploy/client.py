@@ -8,19 +8,23 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import Message, RecordDict
 from torch import Tensor
 
 from fedloom.data import Federation
 from fedloom.deploy.code import read_agreed
-from fedloom.deploy.envelope import ASKED, PROTOCOL, REASON, Kind, Letter, digest_of, seal, unseal
+from fedloom.deploy.envelope import ASKED, PROTOCOL, REASON, STEPS, Kind, Letter, digest_of, seal, unseal
 from fedloom.deploy.forms import Forms
 from fedloom.deploy.identity import sign, signing_key
 from fedloom.deploy.ledger import Ledger, Spent
 from fedloom.deploy.local_data import part_sizes, samples_digest, schema_of, site_federation
+from fedloom.deploy.masking import Masking, Vectors, check_maskable
 from fedloom.deploy.memory import Generation, Memory
 from fedloom.deploy.noise import released
+from fedloom.deploy.replies import lengths
+from fedloom.deploy.secure import Broken
 from fedloom.deploy.settings import Site, check_version
 from fedloom.engine.chunk import Made, ask, make, usable
 from fedloom.engine.job import Job
@@ -33,7 +37,7 @@ from fedloom.experiment import Experiment
 from fedloom.processes.chunks import AskTask, ScoreTask, TrainTask
 from fedloom.version import __version__
 
-SAFE = (Spent, CheckpointError, RunDirError, WireError)
+SAFE = (Spent, Broken, CheckpointError, RunDirError, WireError)
 """Errors whose sentence holds nothing of the samples, whenever they are raised."""
 
 
@@ -66,7 +70,7 @@ class Client:
             letter = unseal(content, ASKED, {}, self.site.message_limit)
             head = letter.head
             self._check(letter)
-            secret = self._private
+            secret = self._private or self.site.secure is not None
             with self._memory.open():
                 self._watch_samples()
                 more, arrays, metrics = self._act(letter)
@@ -117,6 +121,11 @@ class Client:
         if head["kind"] == "ask" and self._private:
             raise Refused(f"site {site.site} answers no question: the experiment has a delta, and answers no noise")
 
+        kind, masks = head["kind"], site.secure is not None
+        if (kind in STEPS and not masks) or (kind in ("train", "ask") and masks):
+            agreed = "secure aggregation" if masks else "no secure aggregation"
+            raise Refused(f"site {site.site} answers no message of the kind {kind}: the agreement says {agreed}")
+
     def _withheld(self, reason: str) -> str:
         """The sentence for the server in the place of one that may tell of the samples; that goes to the site's log."""
         sys.stderr.write(f"fedloom: site {self.site.site}: {reason}\n")
@@ -152,6 +161,8 @@ class Client:
                 "classes": list(here.classes),
             }
             return said | {"sizes": part_sizes(self.fed, self.site.client)}, [], None
+        if kind in STEPS:
+            return {}, [self._step(letter)], None
         samples = {"samples": part_sizes(self.fed, self.site.client)[0]}
         if kind == "ask":
             task = AskTask(letter.head["round"], self._ids)
@@ -176,7 +187,10 @@ class Client:
     @cached_property
     def _experiment(self) -> Experiment:
         check_version(self.site)
-        return read_agreed(self.site, chunk=1, workers=1)
+        found = read_agreed(self.site, chunk=1, workers=1)
+        if self.site.secure is not None:
+            check_maskable(found.methods[0].setting)
+        return found
 
     @cached_property
     def _private(self) -> bool:
@@ -225,6 +239,55 @@ class Client:
                 store.write(ids, type(store.template)(*[found[f][None] for f in store.template._fields]))
         return replace(job, alpha=alpha), state
 
+    def _step(self, letter: Letter) -> bytes:
+        """A step of secure aggregation; the third trains, and masks what the site would upload."""
+        head, arrays = letter.head, letter.arrays
+        masking, t, nonce = Masking(self.site, self._key, self._memory.folder), head["round"], head["session"]
+        wanted = {"keys": 0, "masked": 2}.get(head["kind"], 1)
+        if len(arrays) != wanted:
+            raise WireError(f"{len(arrays)} arrays, {wanted} are expected")
+        if head["kind"] == "keys":
+            return masking.keys(t, nonce)
+        if head["kind"] == "shares":
+            return masking.shares(t, nonce, arrays[0])
+        if head["kind"] == "unmask":
+            return masking.tell(t, nonce, arrays[0])
+        if not abs(head["share"]) <= 1:
+            raise Broken(f"a share must be within -1..1, got {head['share']}")
+        masking.receive(t, nonce, arrays[1], f"{head['accepted']} {head['weight']} {_asked(letter)}")
+        job, state = self._seated(letter)
+        if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
+            raise Broken(
+                f"the row that the server's sum has of site {self.site.site} is not on this disk any more, so its "
+                "change is unknown; the site cannot take part in this run again"
+            )
+        return masking.masked(t, nonce, self._train(job, state, letter).tensors["reply"].numpy().view(np.uint64))
+
+    def _sent(
+        self, job: Job, state: Generation | None, made: Made, down: Any, share: float | None
+    ) -> dict[str, Tensor]:
+        """What is sent of a round, and what is kept for the change of the next one under secure aggregation.
+
+        Raises:
+            Refused: under secure aggregation, what the server would reject.
+        """
+        if share is None:
+            return {"reply": torch.frombuffer(bytearray(self.forms.write_up(made)), dtype=torch.uint8)}
+        assert self.site.secure is not None
+        bound = self.site.secure.norm_bound
+        if bound is not None and float(lengths(job, made.up, down)) > bound:
+            raise Refused(
+                f"the difference is {float(lengths(job, made.up, down)):.4g} long, at most {bound:.4g} is agreed"
+            )
+        if not bool(usable((*made.up, *made.new), 1, job.setting.engine.norm_bound, job.weights(made.up)).all()):
+            raise Refused("the upload is not finite, longer than engine.norm_bound, or has a weight below zero")
+        vectors = Vectors(job, self.forms.idle)
+        made = made._replace(work=torch.zeros_like(made.work)) if self._private else made
+        vector, rows, clipped = vectors.encode(made, share, None if state is None else state.group("kept"))
+        if clipped:
+            self._withheld(f"{clipped} numbers of the upload are out of range and were clipped")
+        return {"reply": torch.from_numpy(vector.view(np.int64)), **{f"kept.{n}": row for n, row in rows.items()}}
+
     def _train(self, job: Job, state: Generation | None, letter: Letter) -> Generation:
         """A round of training; one that was asked for before is answered with what is kept.
 
@@ -232,7 +295,7 @@ class Client:
             FedloomError: the privacy budget is spent; or, without accounted noise of the site's own, the training
                 failed or its result is not finite.
         """
-        t, base, digest = letter.head["round"], 0 if state is None else state.round, digest_of(letter.arrays[:1])
+        t, base, digest = letter.head["round"], 0 if state is None else state.round, _asked(letter)
         kept = self._memory.answered(t, base, digest)
         if kept is not None:
             return kept
@@ -242,7 +305,7 @@ class Client:
         made = self._made(job, down, t)
         tensors = {f"rows.{name}": value[0] for name, value in made.new._asdict().items()}
         tensors |= {f"residue.{n}": v[0] for n, v in (made.residue._asdict() if made.residue else {}).items()}
-        tensors["reply"] = torch.frombuffer(bytearray(self.forms.write_up(made)), dtype=torch.uint8)
+        tensors |= self._sent(job, state, made, down, letter.head.get("share"))
         new = Generation(t, base, digest, tensors, {"work": made.work[0].tolist()})
         self._memory.keep(new)
         return new
@@ -299,7 +362,8 @@ class Client:
             self._memory.keep_model(row.cpu(), job.oracle.layout.header(), t, kind)
         else:
             kind = ""
-        if not there or self._private or self.site.epsilon is not None:  # scores have no noise
+        silent = self.site.secure is not None and self.site.secure.scores == "off"
+        if not there or silent or self._private or self.site.epsilon is not None:  # scores have no noise
             return kind, {}
         found: Scores = score(job, everyone, shared, ScoreTask(t, ids, ids, common=False))
         values = {
@@ -308,6 +372,12 @@ class Client:
             for name, value in metrics.items()
         }
         return kind, {key: value for key, value in values.items() if value == value}
+
+
+def _asked(letter: Letter) -> str:
+    """Digest of what a site is to do in a round: the download and, under secure aggregation, its share."""
+    share = [repr(letter.head["share"]).encode()] if "share" in letter.head else []
+    return digest_of([*letter.arrays[:1], *share])
 
 
 def _for_all(down: Any, n: int) -> Any:

@@ -21,7 +21,7 @@ from fedloom.deploy import keys
 from fedloom.deploy.code import FOLDER
 from fedloom.deploy.commands import OPS, command, environment, filled, profile
 from fedloom.deploy.plan import Plan
-from fedloom.deploy.settings import Member, Server, Site, placed, text_of
+from fedloom.deploy.settings import Member, Secure, Server, Site, placed, text_of
 from fedloom.errors import ConfigError
 from fedloom.values import Value, make
 from fedloom.version import __version__
@@ -149,9 +149,12 @@ def _sides(plan: Plan, place: Place) -> Iterator[tuple[str, str, Files]]:
         "code": plan.code.digests(),
         "installed": plan.code.installed,
     }
+    if plan.threshold is not None:
+        signing_keys = tuple(m.signing_key for m in members)
+        shared["secure"] = Secure(threshold=plan.threshold, keys=signing_keys, norm_bound=plan.norm_bound)
     agreed: Files = {"experiment.toml": plan.experiment, "ca.crt": ca.pem()}
     agreed |= {f"{FOLDER}/{path}": data for path, data in plan.code.files.items()}
-    quorum = place.quorum or len(members) // 2 + 1
+    quorum = place.quorum or plan.threshold or len(members) // 2 + 1
     given = {**shared, "sites": members, "quorum": quorum, "port": place.port, "public": place.gate}
     given |= {} if place.metrics_port is None else {"metrics_port": place.metrics_port}
     given["norm_bound"] = plan.norm_bound

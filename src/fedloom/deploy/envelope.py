@@ -15,8 +15,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from fedloom.errors import WireError
 
 PROTOCOL = 2
-Kind = Literal["hello", "ask", "train", "score"]
-TYPES: dict[Kind, str] = {"hello": "query", "ask": "query", "train": "train", "score": "evaluate"}
+Kind = Literal["hello", "ask", "train", "score", "keys", "shares", "masked", "unmask"]
+TYPES: dict[Kind, str] = {
+    "hello": "query", "ask": "query", "train": "train", "score": "evaluate",
+    "keys": "query", "shares": "query", "masked": "train", "unmask": "query",
+}  # fmt: skip
 """Flower's message types."""
 
 HEAD, ARRAYS, METRICS = "head", "arrays", "metrics"
@@ -31,14 +34,22 @@ ASKED: Mapping[str, Mapping[str, type]] = {
     "ask": {},
     "train": {"accepted": int, "weight": float, "scored": int, "global": bool},
     "score": {"accepted": int, "weight": float, "global": bool},
+    "keys": {"session": bytes},
+    "shares": {"session": bytes},
+    "masked": {"session": bytes, "accepted": int, "weight": float, "share": float},
+    "unmask": {"session": bytes},
 }
 """Further fields of a message from the server; ``scored`` is the round whose models are scored first, -1 for none."""
+
+STEPS = ("keys", "shares", "masked", "unmask")
+"""Kinds of messages of secure aggregation, in their order."""
 
 REPLIED: Mapping[str, Mapping[str, type]] = {
     "hello": {"task": str, "shape": list, "outputs": int, "classes": list, "sizes": list},
     "ask": {"samples": int, "work": list},
     "train": {"samples": int, "work": list, "model": str},
     "score": {"samples": int, "model": str},
+    **{step: {} for step in STEPS},
 }
 """Further fields of a site's reply."""
 

@@ -18,6 +18,7 @@ from fedloom.data.sources._base import ENV, FileSource
 from fedloom.deploy.code import Code, code_of
 from fedloom.deploy.local_data import columns_of, schema_of
 from fedloom.deploy.replies import lengths
+from fedloom.deploy.secure import FEWEST, MOST
 from fedloom.deploy.server import check_deployable
 from fedloom.deploy.settings import Schema
 from fedloom.engine.chunk import make
@@ -43,7 +44,8 @@ class Plan:
     name: of the experiment; experiment: text of the experiment file, of one method and one seed, without the path of
     any data; sites: their names, in the order of the clients; samples, columns: what a sample looks like; data: where a
     site's samples are; data_dir: folder of data sets on this machine; share, fixed_data: see `Site`; code: what the
-    experiment names by import path; norm_bound: longest difference that the server accepts, None for any.
+    experiment names by import path; norm_bound: longest difference that the server accepts, None for any;
+    threshold: of secure aggregation, None without it.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Plan:
     fixed_data: bool
     code: Code
     norm_bound: float | None
+    threshold: int | None = None
 
 
 def plan(
@@ -70,6 +73,8 @@ def plan(
     own_data: bool = False,
     fixed_data: bool = False,
     norm_bound: float | None = None,
+    secure_aggregation: bool = False,
+    threshold: int | None = None,
 ) -> Plan:
     """What is deployed of an experiment.
 
@@ -84,6 +89,8 @@ def plan(
         fixed_data: a site whose samples change in the run is refused; otherwise the change is told.
         norm_bound: longest difference that the server accepts from a site (L2); None: `MARGIN` times the longest of the
             first round, which is simulated for it.
+        secure_aggregation: the server gets masked sums (`fedloom.deploy.secure`).
+        threshold: sites without which no sum is unmasked; None: just more than half.
 
     Raises:
         ConfigError: several methods and none chosen, a number of sites that the partition does not give, or (Refused)
@@ -91,7 +98,7 @@ def plan(
         DataError: the data cannot be read.
     """
     one = _single(experiment, method, seed, rounds)
-    check_deployable(one)
+    check_deployable(one, masked=secure_aggregation)
     seed = one.head.seeds[0]
     data = one.source.read(data_dir)
     fed = one.partition(data, seed)
@@ -105,6 +112,7 @@ def plan(
         )
     if sites is not None and sites < 1:
         raise ConfigError(f"--sites must be at least 1, got {sites}")
+    agreed_threshold = _threshold(job, sites or fed.n, secure_aggregation, threshold)
     folder = data_dir or (Path(os.environ[ENV]) if os.environ.get(ENV) else None)
     agreed = one.settings() | {"data": _placeless(one)}
     settled = job.setting.method  # a site does not know the others' sizes: what follows from them is written down
@@ -121,7 +129,30 @@ def plan(
         fixed_data=fixed_data,
         code=code_of(one.settings()),
         norm_bound=norm_bound or _bound(job, start),
+        threshold=agreed_threshold,
     )
+
+
+def _threshold(job: Job, n: int, secure_aggregation: bool, threshold: int | None) -> int | None:
+    """The threshold of secure aggregation among n sites, None without it.
+
+    Raises:
+        ConfigError: it is no majority, the cohorts are smaller, or there are too few or too many sites.
+    """
+    if not secure_aggregation:
+        if threshold is not None:
+            raise ConfigError("--threshold is of secure aggregation: say --secure-aggregation too, or leave it out")
+        return None
+    if not FEWEST <= n <= MOST:
+        raise ConfigError(f"secure aggregation is for {FEWEST} to {MOST} sites, got {n}")
+    found = n // 2 + 1 if threshold is None else threshold
+    if not n // 2 < found <= n:
+        raise ConfigError(f"--threshold must be more than half of the {n} sites, {n // 2 + 1} to {n}, got {found}")
+    ctx = job.ctx(1)
+    drawn = len(job.setting.sampler.apply(job.setting.sampler.init(ctx), None, ctx)[0].unique())
+    if n == job.n and drawn < found:
+        raise ConfigError(f"sampler {job.setting.sampler.kind!r} draws {drawn} of {n} sites, the threshold is {found}")
+    return found
 
 
 def _bound(job: Job, server: Any) -> float | None:

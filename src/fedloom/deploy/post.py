@@ -44,6 +44,7 @@ class Letter(NamedTuple):
         down: what the client receives, for the length of the difference.
         node: Flower's number of the node; filled in when it is sent.
         round: where it is not that of the other messages that are sent with it.
+        read: see `Asked`.
     """
 
     kind: Kind
@@ -53,6 +54,7 @@ class Letter(NamedTuple):
     down: Any = None
     node: int = 0
     round: int | None = None
+    read: Callable[[bytes], Any] | None = None
 
 
 class Post:
@@ -275,7 +277,7 @@ class Post:
             ttl=self._settings.ttl,
             group_id=str(round),
         )
-        return message, Asked(letter.kind, round, letter.client, letter.node, nonce, letter.down)
+        return message, Asked(letter.kind, round, letter.client, letter.node, nonce, letter.down, letter.read)
 
     def _patiently(self, call: Callable[[], Iterable[Any]]) -> Iterable[Any]:
         """What Flower's server says; while it does not answer, it is asked again, up to the life of a message."""

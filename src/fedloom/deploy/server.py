@@ -19,6 +19,8 @@ from fedloom.deploy.code import read_agreed
 from fedloom.deploy.forms import Forms
 from fedloom.deploy.ledger import Ledger
 from fedloom.deploy.local_data import federation_of
+from fedloom.deploy.masked import MaskedSites
+from fedloom.deploy.masking import check_maskable
 from fedloom.deploy.noise import released
 from fedloom.deploy.post import Post
 from fedloom.deploy.results import SUMMARY, Results
@@ -66,7 +68,7 @@ def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
     """
     check_version(settings)
     experiment = read_agreed(settings, workers=1, chunk=1)
-    check_deployable(experiment)
+    check_deployable(experiment, masked=settings.secure is not None)
     with lock(settings.checkpoints):
         if finished(settings):
             say(f"fedloom: {FINISHED}")
@@ -90,8 +92,8 @@ def finished(settings: Server) -> bool:
     return newest is not None and newest.meta["stop"] == told == Stop.DONE.name
 
 
-def check_deployable(experiment: Experiment) -> None:
-    """Refuse what makes sense in a simulation only.
+def check_deployable(experiment: Experiment, *, masked: bool = False) -> None:
+    """Refuse what makes sense in a simulation only and, ``masked`` by secure aggregation, what needs single uploads.
 
     Raises:
         Refused: the sentence says why.
@@ -109,6 +111,8 @@ def check_deployable(experiment: Experiment) -> None:
             f"sampler {sampler.kind!r} looks at the clients' models, but {method.label} uploads a difference to a "
             "state that stays at the client; choose another sampler"
         )
+    if masked:
+        check_maskable(setting)
 
 
 class _Run:
@@ -128,7 +132,7 @@ class _Run:
             self._gather()
             job, server, forms = self._job()
             disk = Disk(job, settings.checkpoints, settings.fingerprint[:16])
-            sites = Sites(job, forms, self._post, settings)
+            sites = (Sites if settings.secure is None else MaskedSites)(job, forms, self._post, settings)
             state, ended = disk.resume(initial_state(job, server))
             if disk.more:
                 sites.accepted = torch.tensor(disk.more["accepted"])
@@ -161,19 +165,20 @@ class _Run:
             except RunStopped:
                 self._scored(job, pool, state, disk, due=due)
                 raise
-            if due:
+            carried = due and self._settings.secure is None  # a masked round has no place for scores
+            if carried:
                 sites.carry(state)
             else:
-                self._scored(job, pool, state, disk, due=False)
+                self._scored(job, pool, state, disk, due=due)
             before, start = state, time.monotonic()
             try:
                 state = play(job, pool, before)
             except RunStopped:
-                if due:
+                if carried:
                     self._scored(job, pool, before, disk, due=False)
                 raise
             disk.times.rounds.append(time.monotonic() - start)
-            if due:
+            if carried:
                 self._scored(job, pool, before, disk, due=True)
             sites.accepted[state.cohort] = state.round
             disk.more = self._more(job, sites.accepted, state)

@@ -14,6 +14,7 @@ import tomli_w
 from pydantic import AfterValidator, BaseModel, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from fedloom.data.sources import SOURCES
+from fedloom.deploy.secure import FEWEST, MOST
 from fedloom.errors import ConfigError
 from fedloom.imports import is_path
 from fedloom.values import Value, fields_of, make, read_toml
@@ -45,6 +46,29 @@ class Schema(Value):
     classes: tuple[str, ...] = Field((), description="names of the classes in label order; none for a regression")
 
 
+class Secure(Value):
+    """Secure aggregation: the server sees masked sums (`fedloom.deploy.secure`)."""
+
+    threshold: int = Field(ge=2, description="sites without which no sum is unmasked; more than half of all")
+    keys: tuple[PublicKey, ...] = Field(
+        min_length=FEWEST, max_length=MOST, description="signing keys, by number of the site"
+    )
+    norm_bound: PositiveFloat | None = Field(None, description="longest difference that a site sends (L2)")
+    scores: Literal["off", "per-site"] = Field(
+        "off", description="per-site: every site's own scores go to the server; off: they stay at the site"
+    )
+
+    @model_validator(mode="after")
+    def _majority(self) -> Secure:
+        if not len(self.keys) < 2 * self.threshold <= 2 * len(self.keys):
+            raise ValueError(f"threshold must be more than half of the {len(self.keys)} sites and at most all of them")
+        return self
+
+    def digest(self, fingerprint: str) -> bytes:
+        """SHA-256 of these settings and of an experiment's fingerprint."""
+        return hashlib.sha256(f"{fingerprint}\n{self.model_dump_json()}".encode()).digest()
+
+
 class Shared(Value):
     """What the server and every site must agree on."""
 
@@ -58,6 +82,7 @@ class Shared(Value):
     fixed_data: bool = Field(False, description="a site whose samples change in a run is refused; else it is told")
     code: dict[str, Digest] = Field({}, description="SHA-256 of the files of user code in the folder code, by path")
     installed: dict[str, Digest] = Field({}, description="SHA-256 of modules of user code that are installed, by name")
+    secure: Secure | None = Field(None, description="secure aggregation; left out: the server sees single uploads")
 
 
 class Site(Shared):
@@ -95,6 +120,8 @@ class Site(Shared):
     def _one_of_them(self) -> Site:
         if self.client >= self.clients:
             raise ValueError(f"client must be within 0..{self.clients - 1}, got {self.client}")
+        if self.secure is not None and len(self.secure.keys) != self.clients:
+            raise ValueError(f"secure.keys must be of all {self.clients} sites, got {len(self.secure.keys)}")
         return self
 
 
@@ -151,6 +178,10 @@ class Server(Shared):
             raise ValueError(f"sites: every client must be within 0..{self.clients - 1}")
         if self.quorum > len(self.sites):
             raise ValueError(f"quorum must be at most the {len(self.sites)} sites, got {self.quorum}")
+        if self.secure is not None and self.secure.keys != tuple(
+            m.signing_key for m in sorted(self.sites, key=lambda m: m.client)
+        ):
+            raise ValueError("secure.keys must be the signing keys of sites, in the order of the clients")
         if self.ttl < self.deadline:
             raise ValueError(f"ttl ({self.ttl} s) must be at least the deadline ({self.deadline} s)")
         return self

@@ -1,0 +1,380 @@
+"""Runs under secure aggregation on a grid: equal to the plain run, whoever drops out, and nothing to be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Message
+from safetensors.torch import load_file
+
+from fedloom.algorithms import PRESETS, REGISTRY
+from fedloom.deploy import secure
+from fedloom.deploy.envelope import STEPS
+from fedloom.deploy.masking import check_maskable
+from fedloom.deploy.memory import models
+from fedloom.deploy.settings import Secure
+from fedloom.errors import ConfigError, Refused, Stop
+from tests.deploy.grid import FakeGrid
+from tests.deploy.scene import FIRST, Scene, changed, document, scene
+
+SMALL: dict[str, Any] = {
+    "partition": {"kind": "dirichlet", "clients": 5, "beta": 0.5, "keep": 24},
+    "evaluate": {"every": 4},
+}
+
+
+def secured(
+    folder: Path, method: Any, threshold: int = 3, *, agreed: dict[str, Any] | None = None, **changes: Any
+) -> Scene:
+    """A deployment under secure aggregation."""
+    here = scene(folder, method, **{**SMALL, "rounds": 4, **changes})
+    value = Secure(threshold=threshold, keys=tuple(m.signing_key for m in here.server.sites), **(agreed or {}))
+    return here._replace(
+        server=here.server.with_(secure=value, quorum=threshold), sites=[s.with_(secure=value) for s in here.sites]
+    )
+
+
+def kind_of(message: Message) -> str:
+    return str(message.content["head"]["kind"])
+
+
+def arrays_of(message: Message) -> list[bytes]:
+    return [a.data for a in message.content["arrays"].values()]
+
+
+def losing(lost: dict[tuple[int, str], Collection[int]]) -> Any:
+    """A fault: replies of these clients in these (round, kind) never arrive."""
+
+    def fault(node: int, message: Message, reply: Message) -> Message | None:
+        where = (int(message.content["head"]["round"]), kind_of(message))
+        return None if node - FIRST in lost.get(where, ()) else reply
+
+    return fault
+
+
+METHODS = ["fedavg", "flame", "ditto", "fedslr", "scaffold", "pfedme"]
+FURTHER = ["fedrep", "feddyn", "fedpd", "fednova"]
+
+
+@pytest.mark.parametrize("name", [*METHODS, *(pytest.param(n, marks=pytest.mark.slow) for n in FURTHER)])
+def test_masked_is_plain(name: str, tmp_path: Path) -> None:
+    """Global and personal models after several rounds are those of the run without masks, to the resolution."""
+    here = secured(tmp_path, name)
+    assert here.serve() is Stop.DONE
+    result = here.simulate()
+    close = {"rtol": 0, "atol": 1e4 * 2.0**-secure.BITS}
+    if "global" in result.models.kinds():
+        torch.testing.assert_close(here.model(), result.models.rows("global"), **close)
+    if "personal" in result.models.kinds():
+        rows = result.models.rows("personal")
+        for site in here.sites:
+            [mine] = models(site.state)
+            torch.testing.assert_close(load_file(mine.path)["rows"][0], rows[site.client], **close)
+    assert not here.audit("rejected")
+
+
+@pytest.mark.parametrize("weights", ["uniform", "samples"])
+def test_weights_and_samples(weights: str, tmp_path: Path) -> None:
+    here = secured(tmp_path, "fedavg", weights=weights)
+    assert here.serve() is Stop.DONE
+    found = here.simulate().models.rows("global")
+    torch.testing.assert_close(here.model(), found, rtol=0, atol=1e4 * 2.0**-secure.BITS)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "flame"])
+@pytest.mark.parametrize("step", STEPS)
+def test_drop_outs(name: str, step: str, tmp_path: Path) -> None:
+    """n - threshold sites drop at a step of round 2: the round is that of the sites whose vector arrived."""
+    gone = [0, 2]
+    here = secured(tmp_path / "masked", name)
+    assert here.serve(here.grid(losing({(2, step): gone}))) is Stop.DONE
+    plain = scene(tmp_path / "plain", name, **{**SMALL, "rounds": 4})
+    plain = plain._replace(server=plain.server.with_(quorum=3))
+    lost = {} if step == "unmask" else {(2, "train"): gone}
+    assert plain.serve(plain.grid(losing(lost))) is Stop.DONE
+    torch.testing.assert_close(here.model(), plain.model(), rtol=0, atol=1e4 * 2.0**-secure.BITS)
+    for mine, theirs in zip(here.sites, plain.sites, strict=True):
+        for a, b in zip(models(mine.state), models(theirs.state), strict=True):
+            torch.testing.assert_close(load_file(a.path)["rows"], load_file(b.path)["rows"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_too_many_drop_outs_stop_the_round_and_it_can_go_on(step: str, tmp_path: Path) -> None:
+    """With three of five gone the round is given up; when they are back the run ends as if nothing had been."""
+    here = secured(tmp_path, "flame")
+    assert here.serve(here.grid(losing({(2, step): [0, 1, 2]}))) is Stop.TOO_FEW
+    assert here.summary()["runs"][0]["rounds"] == 1
+    assert here.serve() is Stop.DONE
+    found = here.simulate().models.rows("global")
+    torch.testing.assert_close(here.model(), found, rtol=0, atol=1e4 * 2.0**-secure.BITS)
+
+
+def test_a_round_is_summed_over_one_set_of_sites_only(tmp_path: Path) -> None:
+    """Two sums of a round over different sites would tell their difference: the vector of a site."""
+    here = secured(tmp_path, "fedavg")
+    assert here.serve(here.grid(losing({(2, "unmask"): [0, 1, 2]}))) is Stop.TOO_FEW
+    grid = here.grid(losing({(2, "masked"): [4]}))
+    assert here.serve(grid) is Stop.TOO_FEW
+    assert "can be summed again with site-4 only" in here.summary()["detail"]
+    assert not [m for m in grid.sent if kind_of(m) == "unmask"]
+    (here.server.checkpoints / "unmasked.json").unlink()  # a server that does not keep to it: the sites do
+    assert here.serve(here.grid(losing({(2, "masked"): [4]}))) is Stop.TOO_FEW
+    assert any("the two tell their difference" in x["reason"] for x in here.audit("rejected"))
+
+
+def test_what_arrives_is_uniform_and_holds_no_upload(tmp_path: Path) -> None:
+    """Every vector that reaches the server, beside the upload that it hides; scores and work do not come at all."""
+    here = secured(tmp_path, "flame")
+    clients = here.clients()
+    seen: list[tuple[np.ndarray, np.ndarray]] = []
+    everything: list[bytes] = []
+    plain: list[bytes] = []
+
+    def look(node: int, message: Message, reply: Message) -> Message:
+        everything.extend(arrays_of(reply))
+        head = reply.content["head"]
+        assert not set(head) & {"work", "loss"}
+        assert not dict(reply.content.get("metrics", {}))
+        if kind_of(message) == "masked":
+            site = clients[node - FIRST]
+            kept = site._memory.read(int(head["round"]))
+            assert kept is not None
+            upload = kept.tensors["reply"].numpy().view(np.uint64)
+            seen.append((np.frombuffer(arrays_of(reply)[0], dtype="<u8"), upload))
+            plain.append(upload[:-3].tobytes())
+        return reply
+
+    assert here.serve(here.grid(look, clients)) is Stop.DONE
+    assert len(seen) == 20
+    sent, hidden = (np.concatenate(x) for x in zip(*seen, strict=True))
+    counts = np.bincount(sent.view(np.uint8), minlength=256)
+    expected = 8 * len(sent) / 256
+    assert abs(((counts - expected) ** 2 / expected).sum() - 255) < 6 * (2 * 255) ** 0.5
+    same = np.unpackbits(sent.view(np.uint8)) == np.unpackbits(hidden.view(np.uint8))
+    assert abs(same.mean() - 0.5) < 6 * 0.5 / len(same) ** 0.5
+    log = b"".join(everything) + here.server.audit.read_bytes()
+    for file in [*here.server.checkpoints.rglob("*"), *here.server.results.rglob("*")]:
+        log += file.read_bytes() if file.is_file() else b""
+    for upload in plain:
+        assert all(upload[a : a + 64] not in log for a in range(0, len(upload) - 64, 64) if any(upload[a : a + 64]))
+
+
+def test_the_server_learns_no_more_of_shares_than_the_step_says(tmp_path: Path) -> None:
+    """Of a site whose vector arrived it gets shares of the seed only, of another of the masking key only."""
+    here = secured(tmp_path, "fedavg", rounds=1)
+    clients, secrets, told = here.clients(), dict[int, Any](), list[tuple[int, bytes]]()
+
+    def look(node: int, message: Message, reply: Message) -> Message | None:
+        file = next(clients[node - FIRST]._memory.folder.glob("session/session.json"), None)
+        if kind_of(message) == "keys":
+            assert file is not None
+            secrets[node - FIRST] = json.loads(file.read_text())["secrets"]
+        if kind_of(message) == "unmask":
+            told.append((node - FIRST, arrays_of(reply)[0]))
+            assert file is not None
+            assert "secrets" not in json.loads(file.read_text())
+        return None if kind_of(message) == "masked" and node - FIRST == 3 else reply
+
+    assert here.serve(here.grid(look, clients)) is Stop.DONE
+    parts = [(c + 1, secure.read(m, 32)) for c, m in told]
+    for owner in range(5):
+        found = secure._joined([(k, p[owner]) for k, p in parts], 3)
+        _, masking, seed = secrets[owner]
+        assert found.hex() == (masking if owner == 3 else seed)
+
+
+def test_forged_and_replayed_keys_are_refused(tmp_path: Path) -> None:
+    """The server puts keys of its own, or of an earlier session, in the place of a site's."""
+    here = secured(tmp_path, "fedavg", rounds=2)
+    old: dict[int, bytes] = {}
+    forger = secure.new_secrets()
+
+    class Between(FakeGrid):
+        def push_messages(self, messages: Any) -> list[str]:
+            messages = list(messages)
+            for message in messages:
+                if kind_of(message) == "shares":
+                    self.edit(message)
+            return super().push_messages(messages)
+
+        def edit(self, message: Message) -> None:
+            from fedloom.deploy.envelope import digest_of, seal
+
+            adverts = secure.read_adverts(arrays_of(message)[0])
+            if int(message.content["head"]["round"]) == 1:
+                old.setdefault(0, secure.write_adverts(adverts[:1]))
+                return
+            for_replay = secure.read_adverts(old[0])[0]
+            forged = adverts[0]._replace(sealing=secure._public(forger.sealing), masking=secure._public(forger.masking))
+            data = secure.write_adverts([for_replay if self.replays else forged, *adverts[1:]])
+            head = dict(message.content["head"]) | {"digest": digest_of([data])}
+            message.content = seal(head, [data])
+
+        replays = False
+
+    for replays in (True, False):
+        grid = Between({FIRST + c.site.client: c.answer for c in here.clients()})
+        grid.replays = replays
+        assert here.serve(grid) is Stop.TOO_FEW
+        reasons = [x["reason"] for x in here.audit("rejected") if x["kind"] == "shares"]
+        assert len(reasons) == 5 * (1 if replays else 2)
+        assert all("not signed by it for this session" in r or "own keys are missing" in r for r in reasons)
+        assert not [m for m in grid.sent if kind_of(m) == "masked" and int(m.content["head"]["round"]) == 2]
+
+
+def test_a_sum_out_of_range_is_rejected(tmp_path: Path) -> None:
+    """A site that sends what it likes spoils the round, and it is seen."""
+    here = secured(tmp_path, "fedavg")
+
+    def spoil(node: int, message: Message, reply: Message) -> Message:
+        if kind_of(message) != "masked" or node != FIRST:
+            return reply
+        vector = np.frombuffer(arrays_of(reply)[0], dtype="<u8") + np.uint64(1 << 60)
+        return changed(reply, 0, arrays=[vector.tobytes()])
+
+    assert here.serve(here.grid(spoil)) is Stop.DIVERGED
+    assert "out of range" in here.summary()["detail"]
+
+
+def test_the_bound_holds_at_the_sites_and_for_the_sum(tmp_path: Path) -> None:
+    here = secured(tmp_path / "sites", "fedavg", agreed={"norm_bound": 1e-9})
+    assert here.serve() is Stop.TOO_FEW
+    assert all(x["step"] == 2 for x in here.audit("rejected"))
+    here = secured(tmp_path / "sum", "fedavg", agreed={"norm_bound": 100.0})
+
+    def spoil(node: int, message: Message, reply: Message) -> Message:
+        if kind_of(message) != "masked" or node != FIRST:
+            return reply
+        vector = np.frombuffer(arrays_of(reply)[0], dtype="<u8").copy()
+        vector[0] += np.uint64(1000 << secure.BITS)
+        return changed(reply, 0, arrays=[vector.tobytes()])
+
+    assert here.serve(here.grid(spoil)) is Stop.DIVERGED
+    assert "the most it can be" in here.summary()["detail"]
+
+
+def test_a_site_without_its_last_row_is_left_out(tmp_path: Path) -> None:
+    """The server's sum has its last row; a change from another one would be wrong for ever."""
+    here = secured(tmp_path, "flame")
+    assert here.serve(here.grid(losing({(3, "keys"): [0, 1, 2]}))) is Stop.TOO_FEW
+    for file in here.sites[1].state.rglob("round-*.state"):
+        file.unlink()
+    assert here.serve() is Stop.DONE
+    assert {x["client"] for x in here.audit("rejected")} == {1}
+    assert all("cannot take part in this run again" in x["reason"] for x in here.audit("rejected"))
+
+
+def test_sides_that_do_not_agree_refuse_each_other(tmp_path: Path) -> None:
+    here = secured(tmp_path / "a", "fedavg")
+    plain = here._replace(server=here.server.with_(secure=None))
+    assert plain.serve() is Stop.TOO_FEW
+    assert any("answers no message of the kind train" in x["reason"] for x in here.audit("rejected"))
+    here = secured(tmp_path / "b", "fedavg")
+    open_ = here._replace(sites=[s.with_(secure=None) for s in here.sites])
+    assert open_.serve() is Stop.TOO_FEW
+    assert any("the agreement says no secure aggregation" in x["reason"] for x in here.audit("rejected"))
+    here = secured(tmp_path / "c", "fedavg")
+    assert here.server.secure is not None
+    other = here._replace(server=here.server.with_(secure=here.server.secure.with_(threshold=4), quorum=4))
+    assert other.serve() is Stop.TOO_FEW
+    assert any("not signed by it for this session" in x["reason"] for x in here.audit("rejected"))
+
+
+def test_scores_stay_unless_agreed(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    for name, there in (("off", False), ("per-site", True)):
+        here = secured(tmp_path / name, "fedavg", rounds=1, agreed={"scores": name})
+        assert here.serve() is Stop.DONE
+        rows = pq.read_table(here.server.results / "metrics.parquet").to_pylist()
+        assert any(r["metric"] == "loss" and r["value"] == r["value"] for r in rows) == there
+
+
+def refusal(name: str, **changes: Any) -> str:
+    from fedloom.experiment import parse
+
+    given = {"algorithm": name, **({"layers": ["head.bias"]} if name == "fedbn" else {})}
+    if name in PRESETS and "clusters" in REGISTRY[name].options:
+        given["clusters"] = 2
+    try:
+        check_maskable(parse(document(given, **changes)).methods[0].setting)
+    except Refused as error:
+        return str(error)
+    return ""
+
+
+def test_what_needs_single_uploads_is_refused() -> None:
+    for name in ("fedacs", "fedamp", "afl", "equitable-fl", "fairfed", "power-of-choice"):
+        assert "the server sees sums only" in refusal(name)
+    for name in METHODS + FURTHER:
+        assert not refusal(name)
+    for kind in ({"kind": "median"}, {"kind": "multi-krum", "f": 1}):
+        assert "compares single uploads" in refusal("fedavg", aggregator=kind)
+    private = {"kind": "private-mean", "clip": 1.0, "sigma": 1.0, "delta": 1e-5}
+    assert "'private-mean' clips single uploads" in refusal("fedavg", aggregator=private)
+
+
+def test_the_threshold_is_a_majority() -> None:
+    keys = tuple(m.signing_key for m in secured_keys())
+    for threshold in (1, 2, 6):
+        with pytest.raises(ValueError, match="threshold"):
+            Secure(threshold=threshold, keys=keys)
+
+
+def secured_keys() -> Any:
+    from fedloom.deploy.settings import Member
+    from tests.deploy.scene import PAIRS
+
+    return [
+        Member(site=f"s{i}", client=i, node_key=b.public, signing_key=a.public) for i, (a, b) in enumerate(PAIRS[:5])
+    ]
+
+
+def test_init_writes_one_agreement_for_all(experiment, tmp_path: Path) -> None:
+    from fedloom.deploy.directory import Place, write
+    from fedloom.deploy.plan import plan
+    from fedloom.deploy.settings import read_server, read_site
+
+    write(plan(experiment("flame"), secure_aggregation=True, threshold=3), tmp_path / "out", Place())
+    server = read_server(tmp_path / "out" / "server" / "server.toml")
+    assert server.secure is not None
+    assert (server.secure.threshold, server.quorum, server.secure.norm_bound) == (3, 3, server.norm_bound)
+    for member in server.sites:
+        site = read_site(tmp_path / "out" / "sites" / member.site / "site.toml")
+        assert site.secure == server.secure
+    with pytest.raises(ValueError, match=r"secure\.keys"):
+        server.with_(secure=server.secure.with_(keys=server.secure.keys[::-1]))
+
+
+def test_init_refuses_what_cannot_be(experiment) -> None:
+    from fedloom.deploy.plan import plan
+
+    def refused(sentence: str, *methods: Any, tables: dict[str, Any] | None = None, **options: Any) -> None:
+        with pytest.raises(ConfigError, match=sentence):
+            plan(experiment(*methods, **(tables or {})), norm_bound=1.0, **options)
+
+    refused("say --secure-aggregation too", threshold=2)
+    refused("more than half of the 3 sites, 2 to 3, got 1", secure_aggregation=True, threshold=1)
+    refused("more than half of the 3 sites, 2 to 3, got 4", secure_aggregation=True, threshold=4)
+    refused("for 3 to 100 sites, got 2", tables={"clients": 2}, secure_aggregation=True)
+    refused("mixes the kept rows", "fedamp", secure_aggregation=True)
+    half = {"clients": 4, "sampler": {"kind": "uniform", "fraction": 0.5}}
+    refused("draws 2 of 4 sites, the threshold is 3", tables=half, secure_aggregation=True)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"channel": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 1.0, "delta": 1e-5}}, {}]
+)
+def test_noise_of_the_sites_and_methods_that_send_nothing(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Local noise goes under the masks; a method that uploads nothing sends masked counts only."""
+    here = secured(tmp_path, "fedavg" if changes else "local", rounds=2, **changes)
+    assert here.serve() is Stop.DONE
+    assert not here.audit("rejected")
+    for site in here.sites:
+        assert bool([*site.state.rglob("ledger.jsonl")]) == bool(changes)
