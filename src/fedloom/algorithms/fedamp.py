@@ -83,7 +83,7 @@ class FedAMP(Algorithm):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if "every" in self.model_fields_set and self.decay == 1:
+        if self.every != type(self).model_fields["every"].default and self.decay == 1:
             raise ValueError(
                 "every and decay = 1 contradict each other: a constant alpha_k has no steps; give decay < 1"
             )
