@@ -93,7 +93,7 @@ def stamp(site: Site) -> Stamp | None:
         if folder is None:
             return None
         named = [Path(folder)]
-    found: list[Path] = []
+    found: list[tuple[str, int, int, tuple[int, int]]] = []
     for path in (path for root in (*roots, *named) for path in _files(root)):
         if len(found) == MOST:
             return None
