@@ -20,11 +20,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from fedloom.deploy.commands import OPS, command, environment
-from fedloom.deploy.directory import APP, Place, write
-from fedloom.deploy.loopback import Loopback
+from fedloom.deploy.ops.commands import OPS, command, environment
+from fedloom.deploy.ops.directory import APP, Place, write
+from fedloom.deploy.ops.loopback import Loopback
+from fedloom.deploy.ops.processes import Process, ProcessError, Processes
 from fedloom.deploy.plan import plan
-from fedloom.deploy.processes import Process, ProcessError, Processes
 from fedloom.deploy.status import lines_of, status_of
 from fedloom.experiment import parse
 

@@ -14,7 +14,7 @@ import time
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedloom.deploy import secure
+from fedloom.deploy.exchange import secure
 
 
 def main() -> None:

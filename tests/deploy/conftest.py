@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from fedloom.deploy import post, presence
-from fedloom.deploy.directory import Place, write
+from fedloom.deploy.exchange import post, presence
+from fedloom.deploy.ops.directory import Place, write
 from fedloom.deploy.plan import plan
 from fedloom.experiment import parse
 from tests.deploy.grid import Clock

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from fedloom import __version__
 from fedloom.deploy.audit import Audit
-from fedloom.deploy.client import Client
-from fedloom.deploy.envelope import digest_of, seal
-from fedloom.deploy.identity import sign
-from fedloom.deploy.keys import key_pair
-from fedloom.deploy.local_data import schema_of
+from fedloom.deploy.exchange.envelope import digest_of, seal
+from fedloom.deploy.exchange.identity import sign
+from fedloom.deploy.ops.keys import key_pair
 from fedloom.deploy.server import serve
 from fedloom.deploy.settings import Member, Server, Site, fingerprint
+from fedloom.deploy.site.client import Client
+from fedloom.deploy.site.local_data import schema_of
 from fedloom.engine.result import Result
 from fedloom.engine.simulate import simulate
 from fedloom.errors import Stop

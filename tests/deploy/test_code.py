@@ -11,10 +11,10 @@ from fedloom.cli import app
 from fedloom.deploy import code
 from fedloom.deploy.check import check_site
 from fedloom.deploy.code import check_code, code_of, read_agreed
-from fedloom.deploy.directory import Place, write
-from fedloom.deploy.loopback import Loopback
+from fedloom.deploy.ops.directory import Place, write
+from fedloom.deploy.ops.loopback import Loopback
+from fedloom.deploy.ops.processes import Processes
 from fedloom.deploy.plan import plan
-from fedloom.deploy.processes import Processes
 from fedloom.deploy.settings import read_server, read_site
 from fedloom.errors import ConfigError
 

@@ -7,7 +7,7 @@ import pytest
 from flwr.common.config import parse_config_args
 from flwr.supernode.cli.flower_supernode import _parse_args_run_supernode
 
-from fedloom.deploy.commands import command, environment
+from fedloom.deploy.ops.commands import command, environment
 from fedloom.deploy.settings import read_server, read_site
 from fedloom.errors import ConfigError
 

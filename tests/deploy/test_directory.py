@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key, l
 from typer.testing import CliRunner
 
 from fedloom.cli import app
-from fedloom.deploy import keys
-from fedloom.deploy.directory import Place, gate, renew, server_units, site_unit, write
+from fedloom.deploy.ops import keys
+from fedloom.deploy.ops.directory import Place, gate, renew, server_units, site_unit, write
 from fedloom.deploy.plan import plan
 from fedloom.deploy.settings import check_fingerprint, read_server, read_site
 from fedloom.errors import ConfigError, Refused, Stop

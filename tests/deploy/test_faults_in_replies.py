@@ -17,8 +17,8 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from fedloom.deploy.envelope import ARRAYS, HEAD, METRICS
-from fedloom.deploy.replies import Asked, Judge, Rejected
+from fedloom.deploy.exchange.envelope import ARRAYS, HEAD, METRICS
+from fedloom.deploy.exchange.replies import Asked, Judge, Rejected
 from fedloom.errors import Stop
 from fedloom.rows.fields import Field
 from fedloom.rows.layout import Layout

@@ -19,12 +19,12 @@ import torch
 from flwr.app import Message
 from safetensors.torch import load_file
 
-from fedloom.deploy import client as client_module
-from fedloom.deploy.client import Client
-from fedloom.deploy.envelope import HEAD
-from fedloom.deploy.memory import models
+from fedloom.deploy.exchange.envelope import HEAD
 from fedloom.deploy.server import serve
 from fedloom.deploy.settings import read_server, read_site
+from fedloom.deploy.site import client as client_module
+from fedloom.deploy.site.client import Client
+from fedloom.deploy.site.state import models
 from fedloom.errors import CheckpointError, ConfigError, FedloomError, RunDirError, Stop
 from fedloom.storage import files
 from tests.deploy.grid import FakeGrid

@@ -13,9 +13,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.deploy.client import Client
-from fedloom.deploy.envelope import ARRAYS, HEAD, METRICS
-from fedloom.deploy.replies import Asked, Judge, Rejected
+from fedloom.deploy.exchange.envelope import ARRAYS, HEAD, METRICS
+from fedloom.deploy.exchange.replies import Asked, Judge, Rejected
+from fedloom.deploy.site.client import Client
 from fedloom.errors import Stop, WireError
 from tests.deploy.grid import wire
 from tests.deploy.scene import changed, scene

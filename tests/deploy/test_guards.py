@@ -14,11 +14,11 @@ import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedloom.deploy.audit import Audit
-from fedloom.deploy.client import Client
-from fedloom.deploy.envelope import HEAD
-from fedloom.deploy.memory import Generation, Memory
-from fedloom.deploy.post import Letter, Post
-from fedloom.deploy.replies import Asked, Judge, Rejected, Reply
+from fedloom.deploy.exchange.envelope import HEAD
+from fedloom.deploy.exchange.post import Letter, Post
+from fedloom.deploy.exchange.replies import Asked, Judge, Rejected, Reply
+from fedloom.deploy.site.client import Client
+from fedloom.deploy.site.state import Generation, Memory
 from fedloom.errors import ConfigError, RunStopped, Stop
 from fedloom.rows.aggregate import Krum
 from tests.deploy.grid import Clock, FakeGrid, wire

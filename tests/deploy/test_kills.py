@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedloom.deploy.memory import models
+from fedloom.deploy.site.state import models
 from fedloom.errors import Stop
 from tests.deploy.scene import scene
 from tests.deploy.test_faults_in_runs import SMALL, personal, same

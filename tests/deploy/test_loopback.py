@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from fedloom.cli import app
-from fedloom.deploy.loopback import Loopback, run_all
-from fedloom.deploy.processes import Processes
+from fedloom.deploy.ops.loopback import Loopback, run_all
+from fedloom.deploy.ops.processes import Processes
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.storage.files import lock
 

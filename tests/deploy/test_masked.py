@@ -14,11 +14,11 @@ from flwr.app import Message
 from safetensors.torch import load_file
 
 from fedloom.algorithms import PRESETS, REGISTRY
-from fedloom.deploy import secure
-from fedloom.deploy.envelope import STEPS
-from fedloom.deploy.masking import check_maskable
-from fedloom.deploy.memory import models
+from fedloom.deploy.exchange import secure
+from fedloom.deploy.exchange.envelope import STEPS
 from fedloom.deploy.settings import Secure
+from fedloom.deploy.site.masking import check_maskable
+from fedloom.deploy.site.state import models
 from fedloom.errors import ConfigError, Refused, Stop
 from tests.deploy.grid import FakeGrid
 from tests.deploy.scene import FIRST, Scene, changed, document, scene
@@ -204,7 +204,7 @@ def test_forged_and_replayed_keys_are_refused(tmp_path: Path) -> None:
             return super().push_messages(messages)
 
         def edit(self, message: Message) -> None:
-            from fedloom.deploy.envelope import digest_of, seal
+            from fedloom.deploy.exchange.envelope import digest_of, seal
 
             adverts = secure.read_adverts(arrays_of(message)[0])
             if int(message.content["head"]["round"]) == 1:
@@ -337,7 +337,7 @@ def secured_keys() -> Any:
 
 
 def test_init_writes_one_agreement_for_all(experiment, tmp_path: Path) -> None:
-    from fedloom.deploy.directory import Place, write
+    from fedloom.deploy.ops.directory import Place, write
     from fedloom.deploy.plan import plan
     from fedloom.deploy.settings import read_server, read_site
 

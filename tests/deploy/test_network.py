@@ -12,10 +12,10 @@ from http.client import HTTPSConnection
 
 import pytest
 
-from fedloom.deploy import keys
-from fedloom.deploy.commands import command, environment, profile
-from fedloom.deploy.loopback import Loopback
-from fedloom.deploy.processes import ProcessError, Processes, free_ports
+from fedloom.deploy.ops import keys
+from fedloom.deploy.ops.commands import command, environment, profile
+from fedloom.deploy.ops.loopback import Loopback
+from fedloom.deploy.ops.processes import ProcessError, Processes, free_ports
 from fedloom.deploy.settings import read_server, text_of
 from fedloom.errors import ConfigError
 

@@ -15,10 +15,10 @@ import tomli_w
 from typer.testing import CliRunner
 
 from fedloom.cli import app
-from fedloom.deploy.client import Client
-from fedloom.deploy.loopback import run_all
+from fedloom.deploy.ops.loopback import run_all
 from fedloom.deploy.server import serve
 from fedloom.deploy.settings import read_server, read_site
+from fedloom.deploy.site.client import Client
 from fedloom.errors import DataError, Stop
 from tests.deploy.grid import FakeGrid, outside_flower
 from tests.deploy.scene import FIRST

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import fedloom.engine.simulate as simulation
 from fedloom.algorithms import PRESETS, REGISTRY, encodings
-from fedloom.deploy.memory import models
+from fedloom.deploy.site.state import models
 from fedloom.engine.chunk import make, receive
 from fedloom.engine.job import Job
 from fedloom.errors import Refused, Stop

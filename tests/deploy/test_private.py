@@ -14,11 +14,11 @@ from flwr.app import Message
 
 from fedloom.algorithms import FedAvg
 from fedloom.deploy.check import check_site
-from fedloom.deploy.client import Client
-from fedloom.deploy.envelope import PROTOCOL, digest_of, seal
-from fedloom.deploy.ledger import Ledger
+from fedloom.deploy.exchange.envelope import PROTOCOL, digest_of, seal
 from fedloom.deploy.noise import ReleasedNoise, released
 from fedloom.deploy.plan import plan
+from fedloom.deploy.site.client import Client
+from fedloom.deploy.site.ledger import Ledger
 from fedloom.engine.privacy import epsilon
 from fedloom.errors import Refused, Stop
 from fedloom.rows.aggregate import PrivateMean

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from fedloom.deploy import reaper
-from fedloom.deploy.processes import ProcessError, Processes, check_free, free_ports
+from fedloom.deploy.ops import reaper
+from fedloom.deploy.ops.processes import ProcessError, Processes, check_free, free_ports
 from fedloom.errors import ConfigError
 
 CHILD = (
@@ -62,7 +62,7 @@ def test_all_end_with_the_block_children_too(tmp_path, error):
 
 
 def test_what_does_not_listen_is_killed(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedloom.deploy.reaper.GRACE", 0.3)
+    monkeypatch.setattr("fedloom.deploy.ops.reaper.GRACE", 0.3)
     with Processes() as processes:
         one = processes.start("one", [sys.executable, "-c", STUBBORN], {}, tmp_path / "one.log")
         assert output(one)
@@ -83,7 +83,7 @@ def test_children_of_a_dead_process_end_as_well(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
 def test_a_signal_to_the_launcher_ends_them(tmp_path, number):
     script = (
-        "import signal, time; from pathlib import Path; from fedloom.deploy.processes import Processes\n"
+        "import signal, time; from pathlib import Path; from fedloom.deploy.ops.processes import Processes\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored where the tests run in the background
         f"with Processes() as p:\n    one = p.start('one', ['sleep', '100'], {{}}, Path({str(tmp_path / 'log')!r}))\n"
         "    print(one.pid, flush=True)\n    time.sleep(100)\n"

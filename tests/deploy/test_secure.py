@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.deploy import secure
+from fedloom.deploy.exchange import secure
 from fedloom.errors import Refused, WireError
 
 NAME = bytes(range(32))

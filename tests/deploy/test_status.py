@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from fedloom.cli import app
 from fedloom.deploy import server as deployed
-from fedloom.deploy.processes import free_ports
+from fedloom.deploy.ops.processes import free_ports
 from fedloom.deploy.settings import text_of
 from fedloom.deploy.status import status_of
 from fedloom.engine.privacy import epsilon

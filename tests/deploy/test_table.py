@@ -8,10 +8,10 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fedloom.cli import app
-from fedloom.deploy.local_data import site_federation
-from fedloom.deploy.memory import Memory
-from fedloom.deploy.models import export, figures, module_of, owned
 from fedloom.deploy.settings import read_site
+from fedloom.deploy.site.local_data import site_federation
+from fedloom.deploy.site.models import export, figures, module_of, owned
+from fedloom.deploy.site.state import Memory
 from fedloom.deploy.table import site_table
 from fedloom.errors import CheckpointError, ConfigError
 from fedloom.experiment import read

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedloom.deploy.directory import Place, write
-from fedloom.deploy.loopback import run_all
-from fedloom.deploy.models import export, figures, module_of, owned
+from fedloom.deploy.ops.directory import Place, write
+from fedloom.deploy.ops.loopback import run_all
 from fedloom.deploy.plan import plan
+from fedloom.deploy.site.models import export, figures, module_of, owned
 from fedloom.engine.simulate import simulate
 from fedloom.experiment import read
 

@@ -16,9 +16,9 @@ from flwr.app import Message
 from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 
-from fedloom.deploy import handover
-from fedloom.deploy.handover import LOCK, LOG, MAGIC, NoAnswer, folder_of, hand_over, key_of, place
 from fedloom.deploy.settings import text_of
+from fedloom.deploy.site import handover
+from fedloom.deploy.site.handover import LOCK, LOG, MAGIC, NoAnswer, folder_of, hand_over, key_of, place
 from fedloom.errors import ConfigError, Stop
 from tests.deploy.scene import FIRST, scene
 from tests.deploy.test_processes import gone, runs
@@ -70,7 +70,7 @@ def processes(file):
             words = Path(f"/proc/{entry}/cmdline").read_text().split("\0")
         except OSError:
             continue
-        if "fedloom.deploy.warm" in words and str(file) in words and runs(int(entry)):
+        if "fedloom.deploy.site.warm" in words and str(file) in words and runs(int(entry)):
             found.append(int(entry))
     return found
 
@@ -171,7 +171,7 @@ def test_messages_that_race_get_one_process(tmp_path, owner):
     here = scene(tmp_path, "fedavg", **SMALL)
     content, file = hello(here), files(here)[0]
     script = (
-        "import sys; from pathlib import Path; from fedloom.deploy.handover import hand_over; "
+        "import sys; from pathlib import Path; from fedloom.deploy.site.handover import hand_over; "
         "hand_over(Path(sys.argv[1]), sys.stdin.buffer.read(), int(sys.argv[2]))"
     )
     words = [sys.executable, "-c", script, str(file), str(owner.pid)]
@@ -271,7 +271,7 @@ def test_a_path_that_is_too_long_gets_a_short_private_folder(tmp_path, monkeypat
 def test_the_app_that_flower_starts_imports_no_torch():
     script = (
         "import sys, flwr.clientapp, fedloom.deploy.apps; "
-        "sys.exit(any(m in sys.modules for m in ('torch', 'fedloom.deploy.client', 'pyarrow', 'pydantic')))"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'fedloom.deploy.site.client', 'pyarrow', 'pydantic')))"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 

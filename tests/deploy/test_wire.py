@@ -9,14 +9,14 @@ import torch
 from flwr.app import Message, RecordDict
 from safetensors.torch import load_file
 
-from fedloom.deploy.client import Client
-from fedloom.deploy.commands import command
-from fedloom.deploy.directory import Place, write
-from fedloom.deploy.identity import signing_key
-from fedloom.deploy.loopback import Loopback
+from fedloom.deploy.exchange.identity import signing_key
+from fedloom.deploy.ops.commands import command
+from fedloom.deploy.ops.directory import Place, write
+from fedloom.deploy.ops.loopback import Loopback
+from fedloom.deploy.ops.processes import Processes
 from fedloom.deploy.plan import plan
-from fedloom.deploy.processes import Processes
 from fedloom.deploy.settings import read_site
+from fedloom.deploy.site.client import Client
 from tests.deploy.wire import connected
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(600)]

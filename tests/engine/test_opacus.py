@@ -12,7 +12,7 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from opacus.accountants import PRVAccountant, RDPAccountant
 
-from fedloom.deploy.ledger import Ledger
+from fedloom.deploy.site.ledger import Ledger
 from fedloom.engine.privacy import Noise, composed
 from fedloom.rows.aggregate import PrivateMean
 from fedloom.rows.channel import GaussianNoise

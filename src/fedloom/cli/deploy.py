@@ -64,7 +64,7 @@ def init(
         from fedloom.experiment import read
 
         experiment = read(file)
-        from fedloom.deploy.directory import Place, write
+        from fedloom.deploy.ops.directory import Place, write
         from fedloom.deploy.plan import plan
         from fedloom.values import make
 
@@ -132,7 +132,7 @@ def local(
     Example: fedloom deploy local hospitals
     """
     with errors():
-        from fedloom.deploy.loopback import run_all
+        from fedloom.deploy.ops.loopback import run_all
 
         try:
             deployment = run_all(directory, typer.echo, port)
@@ -179,7 +179,7 @@ def models(
     Example: fedloom deploy models /srv/fedloom/site --out models
     """
     with errors():
-        from fedloom.deploy.models import export, figures, owned
+        from fedloom.deploy.site.models import export, figures, owned
 
         found = owned(folder)
         if not found:
@@ -202,7 +202,7 @@ def renew(
     Example: fedloom deploy renew hospitals --host fl.example.org
     """
     with errors():
-        from fedloom.deploy.directory import renew as renew_certificate
+        from fedloom.deploy.ops.directory import renew as renew_certificate
 
         typer.echo(f"copy {renew_certificate(directory, host, days)} and its key to the server, then reload the gate")
 

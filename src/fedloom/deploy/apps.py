@@ -14,7 +14,7 @@ from flwr.common.serde import recorddict_from_proto, recorddict_to_proto
 from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 from flwr.serverapp import Grid, ServerApp
 
-from fedloom.deploy.handover import hand_over
+from fedloom.deploy.site.handover import hand_over
 from fedloom.errors import ConfigError, FedloomError, RunStopped, Stop
 
 SITE_KEY = "site"

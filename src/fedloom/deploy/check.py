@@ -21,12 +21,12 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
 from fedloom.deploy.code import read_agreed
-from fedloom.deploy.ledger import Ledger
-from fedloom.deploy.local_data import part_sizes, site_federation
 from fedloom.deploy.noise import released
-from fedloom.deploy.processes import check_free
+from fedloom.deploy.ops.processes import check_free
 from fedloom.deploy.server import check_deployable
 from fedloom.deploy.settings import Site
+from fedloom.deploy.site.ledger import Ledger
+from fedloom.deploy.site.local_data import part_sizes, site_federation
 from fedloom.engine.privacy import accounted, epsilon
 from fedloom.errors import FedloomError
 from fedloom.experiment import Experiment

@@ -16,11 +16,11 @@ import torch
 from fedloom.data.sources import SOURCES
 from fedloom.data.sources._base import ENV, FileSource
 from fedloom.deploy.code import Code, code_of
-from fedloom.deploy.local_data import columns_of, schema_of
-from fedloom.deploy.replies import lengths
-from fedloom.deploy.secure import FEWEST, MOST
+from fedloom.deploy.exchange.replies import lengths
+from fedloom.deploy.exchange.secure import FEWEST, MOST
 from fedloom.deploy.server import check_deployable
 from fedloom.deploy.settings import Schema
+from fedloom.deploy.site.local_data import columns_of, schema_of
 from fedloom.engine.chunk import make
 from fedloom.engine.job import Job
 from fedloom.engine.setup import make_job
@@ -89,7 +89,7 @@ def plan(
         fixed_data: a site whose samples change in the run is refused; otherwise the change is told.
         norm_bound: longest difference that the server accepts from a site (L2); None: `MARGIN` times the longest of the
             first round, which is simulated for it.
-        secure_aggregation: the server gets masked sums (`fedloom.deploy.secure`).
+        secure_aggregation: the server gets masked sums (`fedloom.deploy.exchange.secure`).
         threshold: sites without which no sum is unmasked; None: just more than half.
 
     Raises:

@@ -16,15 +16,15 @@ from fedloom.algorithms import upload_fields
 from fedloom.choose import Uniform, UniformWeigher
 from fedloom.deploy.audit import Audit
 from fedloom.deploy.code import read_agreed
-from fedloom.deploy.forms import Forms
-from fedloom.deploy.ledger import Ledger
-from fedloom.deploy.local_data import federation_of
-from fedloom.deploy.masked import MaskedSites
-from fedloom.deploy.masking import check_maskable
+from fedloom.deploy.exchange.forms import Forms
+from fedloom.deploy.exchange.masked import MaskedSites
+from fedloom.deploy.exchange.post import Post
 from fedloom.deploy.noise import released
-from fedloom.deploy.post import Post
 from fedloom.deploy.results import SUMMARY, Results
 from fedloom.deploy.settings import Server, check_version
+from fedloom.deploy.site.ledger import Ledger
+from fedloom.deploy.site.local_data import federation_of
+from fedloom.deploy.site.masking import check_maskable
 from fedloom.deploy.sites import Sites
 from fedloom.deploy.status import serve_metrics
 from fedloom.engine.job import Job

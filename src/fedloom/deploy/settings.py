@@ -14,7 +14,7 @@ import tomli_w
 from pydantic import AfterValidator, BaseModel, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from fedloom.data.sources import SOURCES
-from fedloom.deploy.secure import FEWEST, MOST
+from fedloom.deploy.exchange.secure import FEWEST, MOST
 from fedloom.errors import ConfigError
 from fedloom.imports import is_path
 from fedloom.values import Value, fields_of, make, read_toml
@@ -47,7 +47,7 @@ class Schema(Value):
 
 
 class Secure(Value):
-    """Secure aggregation: the server sees masked sums (`fedloom.deploy.secure`)."""
+    """Secure aggregation: the server sees masked sums (`fedloom.deploy.exchange.secure`)."""
 
     threshold: int = Field(ge=2, description="sites without which no sum is unmasked; more than half of all")
     keys: tuple[PublicKey, ...] = Field(

@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fedloom.deploy.forms import Forms, for_client, is_common, made_of
-from fedloom.deploy.post import Letter, Post
-from fedloom.deploy.replies import Reply
+from fedloom.deploy.exchange.forms import Forms, for_client, is_common, made_of
+from fedloom.deploy.exchange.post import Letter, Post
+from fedloom.deploy.exchange.replies import Reply
 from fedloom.deploy.settings import Server
 from fedloom.engine.chunk import asked_counts, receive
 from fedloom.engine.job import Job

@@ -13,13 +13,13 @@ from torch import Tensor
 from fedloom.algorithms import Algorithm, primary_field, upload_fields, upload_type
 from fedloom.data.federation import Federation
 from fedloom.engine.messages import Messages
-from fedloom.engine.replay import Replay
 from fedloom.engine.setting import Setting
 from fedloom.errors import blamed
 from fedloom.local import Ctx, Work
 from fedloom.local.oracles import Network
 from fedloom.processes.ranks import Ranks
 from fedloom.processes.row_locations import Homes
+from fedloom.replay import Replay
 from fedloom.rows.attacks import Forgery
 from fedloom.storage.store import Store
 

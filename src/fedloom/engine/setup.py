@@ -17,7 +17,6 @@ from fedloom.data.federation import Federation
 from fedloom.engine.job import Job
 from fedloom.engine.messages import Messages, idle_upload
 from fedloom.engine.privacy import check_privacy
-from fedloom.engine.replay import Replay
 from fedloom.engine.setting import Engine, Setting
 from fedloom.errors import ConfigError, Refused, blamed
 from fedloom.imports import source_of
@@ -25,6 +24,7 @@ from fedloom.local import Ctx, LocalSGD, Nothing
 from fedloom.local.oracles import chunk_limit, make_oracle
 from fedloom.processes.pool import cores
 from fedloom.processes.ranks import ALONE, Ranks
+from fedloom.replay import Replay
 from fedloom.rows.aggregate import Aggregator
 from fedloom.rows.attacks import Attack, Poison
 from fedloom.rows.channel import Channel

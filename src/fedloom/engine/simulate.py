@@ -17,7 +17,6 @@ from fedloom.data.federation import Federation
 from fedloom.engine.chunk import ask, train
 from fedloom.engine.job import Job
 from fedloom.engine.records import Divergence
-from fedloom.engine.replay import Replay
 from fedloom.engine.result import Result
 from fedloom.engine.resume import Disk
 from fedloom.engine.round import play
@@ -33,6 +32,7 @@ from fedloom.processes.pool import Handler, Pool
 from fedloom.processes.rank_pool import RankPool
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
+from fedloom.replay import Replay
 from fedloom.values import make
 
 Progress = Callable[[State], object]

@@ -17,9 +17,9 @@ from typing import Any
 
 from pydantic import Field
 
-from fedloom.deploy import keys
 from fedloom.deploy.code import FOLDER
-from fedloom.deploy.commands import OPS, command, environment, filled, profile
+from fedloom.deploy.ops import keys
+from fedloom.deploy.ops.commands import OPS, command, environment, filled, profile
 from fedloom.deploy.plan import Plan
 from fedloom.deploy.settings import Member, Secure, Server, Site, placed, text_of
 from fedloom.errors import ConfigError

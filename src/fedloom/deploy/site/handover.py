@@ -1,7 +1,7 @@
 """Handover: Flower's process for a message gives it to the site's own process, which stays from message to message.
 
 Flower starts a process per message; this one imports neither PyTorch nor the experiment. It opens a Unix socket for
-the process that stays (`fedloom.deploy.warm`), starts that if there is none, and passes one message. Who holds the lock
+the process that stays (`warm`), starts that if there is none, and passes one message. Who holds the lock
 of `warm.lock` is the site's process: it is inherited with the socket, so there is one however many messages race.
 
 Both sides compare the user of the other, and a digest of version and settings; a process with others ends. Then eight
@@ -174,7 +174,7 @@ class _Begin:
             if log.stat().st_size > FULL:
                 log.replace(log.with_suffix(".log.old"))
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        words = [sys.executable, "-P", "-m", "fedloom.deploy.warm", str(self._file)]
+        words = [sys.executable, "-P", "-m", "fedloom.deploy.site.warm", str(self._file)]
         words += map(str, (listener, lock, self._owner))
         actions = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]
         try:

@@ -2,7 +2,7 @@
 
 A message goes to a site with its own nonce and an explicit time to live. A round of messages closes when all are
 answered, or at the soft deadline if there are enough replies that count; with these, nobody waits for a mute node
-(`fedloom.deploy.presence`). A greeting that is answered after its deadline still counts.
+(`fedloom.deploy.exchange.presence`). A greeting that is answered after its deadline still counts.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedloom.deploy.audit import Audit
-from fedloom.deploy.envelope import PROTOCOL, TYPES, Kind, digest_of, seal
-from fedloom.deploy.forms import Forms
-from fedloom.deploy.identity import new_nonce, verifying_key
-from fedloom.deploy.presence import Presence
-from fedloom.deploy.replies import Asked, Judge, Rejected, Reply, plain
+from fedloom.deploy.exchange.envelope import PROTOCOL, TYPES, Kind, digest_of, seal
+from fedloom.deploy.exchange.forms import Forms
+from fedloom.deploy.exchange.identity import new_nonce, verifying_key
+from fedloom.deploy.exchange.presence import Presence
+from fedloom.deploy.exchange.replies import Asked, Judge, Rejected, Reply, plain
 from fedloom.deploy.settings import Server
 from fedloom.engine.job import Job
 from fedloom.errors import FedloomError, RunStopped, Stop

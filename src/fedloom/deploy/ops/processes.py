@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-from fedloom.deploy import reaper
+from fedloom.deploy.ops import reaper
 from fedloom.errors import ConfigError, FedloomError
 
 
@@ -90,7 +90,7 @@ class Process:
 class Processes:
     """Processes that are ended when the block is left, however it is left, and if this process is killed.
 
-    A reaper ends them (`fedloom.deploy.reaper`), within `reaper.GRACE` seconds. SIGTERM and SIGHUP leave the block as
+    A reaper ends them (`reaper`), within `reaper.GRACE` seconds. SIGTERM and SIGHUP leave the block as
     Ctrl-C does; while processes are being ended, further signals wait.
     """
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from fedloom.deploy.replies import Rejected
+from fedloom.deploy.exchange.replies import Rejected
 from fedloom.deploy.settings import Member
 
 

@@ -1,4 +1,4 @@
-"""Masked: the sites of a run under secure aggregation, of which the server gets sums (`fedloom.deploy.secure`)."""
+"""Masked: the sites of a run under secure aggregation, of which the server gets sums (`secure`)."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.deploy import secure
-from fedloom.deploy.envelope import Kind
-from fedloom.deploy.forms import Forms, for_client, is_common
-from fedloom.deploy.identity import NONCE, verifying_key
-from fedloom.deploy.masking import Vectors
-from fedloom.deploy.post import Letter, Post
-from fedloom.deploy.replies import absolute
-from fedloom.deploy.secure import Broken, Integers
+from fedloom.deploy.exchange import secure
+from fedloom.deploy.exchange.envelope import Kind
+from fedloom.deploy.exchange.forms import Forms, for_client, is_common
+from fedloom.deploy.exchange.identity import NONCE, verifying_key
+from fedloom.deploy.exchange.post import Letter, Post
+from fedloom.deploy.exchange.replies import absolute
+from fedloom.deploy.exchange.secure import Broken, Integers
 from fedloom.deploy.settings import Server
+from fedloom.deploy.site.masking import Vectors
 from fedloom.deploy.sites import Sites
 from fedloom.engine.job import Job
 from fedloom.errors import RunStopped, Stop, WireError

@@ -14,12 +14,12 @@ from socket import create_connection
 from typing import Any
 
 from fedloom.deploy.code import check_code, read_agreed
-from fedloom.deploy.commands import command, environment, profile
-from fedloom.deploy.directory import APP
-from fedloom.deploy.local_data import site_federation
-from fedloom.deploy.processes import Process, ProcessError, Processes, check_free, free_ports
+from fedloom.deploy.ops.commands import command, environment, profile
+from fedloom.deploy.ops.directory import APP
+from fedloom.deploy.ops.processes import Process, ProcessError, Processes, check_free, free_ports
 from fedloom.deploy.server import FINISHED, STOPS, finished
 from fedloom.deploy.settings import Server, Site, check_fingerprint, check_version, read_server, read_site
+from fedloom.deploy.site.local_data import site_federation
 from fedloom.deploy.table import site_table
 from fedloom.errors import ConfigError
 from fedloom.storage.files import lock

@@ -1,4 +1,4 @@
-"""Masking: a site's side of secure aggregation (`fedloom.deploy.secure`), and what both sides know of its vectors.
+"""Masking: a site's side of secure aggregation, and what both sides know of its vectors.
 
 A site keeps the secrets of one session, the newest, on its own disk, in a folder that only it reads, and forgets them
 with the answer of the last step. A message that comes again gets the same answer; another one in its place is refused,
@@ -19,9 +19,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor
 
 from fedloom.algorithms import upload_fields
-from fedloom.deploy import secure
-from fedloom.deploy.identity import verifying_key
-from fedloom.deploy.secure import Broken, Integers
+from fedloom.deploy.exchange import secure
+from fedloom.deploy.exchange.identity import verifying_key
+from fedloom.deploy.exchange.secure import Broken, Integers
 from fedloom.deploy.settings import Site
 from fedloom.engine.chunk import Made
 from fedloom.engine.job import Job

@@ -20,9 +20,9 @@ from flwr.app import ConfigRecord, Message
 from torch import Tensor
 
 from fedloom.algorithms._base import base_of
-from fedloom.deploy.envelope import HEAD, PROTOCOL, REASON, REPLIED, STATUS, Kind, Letter, digest_of, unseal
-from fedloom.deploy.forms import Forms, Sent
-from fedloom.deploy.identity import is_signed
+from fedloom.deploy.exchange.envelope import HEAD, PROTOCOL, REASON, REPLIED, STATUS, Kind, Letter, digest_of, unseal
+from fedloom.deploy.exchange.forms import Forms, Sent
+from fedloom.deploy.exchange.identity import is_signed
 from fedloom.deploy.settings import Schema, Server
 from fedloom.engine.chunk import usable
 from fedloom.engine.job import Job

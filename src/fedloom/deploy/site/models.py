@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fedloom.deploy.code import read_agreed
-from fedloom.deploy.local_data import site_federation
-from fedloom.deploy.memory import Model, models
 from fedloom.deploy.settings import Site, read_site
+from fedloom.deploy.site.local_data import site_federation
+from fedloom.deploy.site.state import Model, models
 from fedloom.errors import ConfigError
 from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import save_tensors

@@ -1,6 +1,6 @@
 """The process of a site that stays: it answers messages one after the other and keeps data and model between them.
 
-`fedloom.deploy.handover` starts it with a listening socket and the lock that says there is no other. It ends with the
+`handover` starts it with a listening socket and the lock that says there is no other. It ends with the
 process that owns it, or when the site's settings or the version change; a kill at any moment loses nothing, since all
 that counts is on the disk before an answer leaves. What it has read is read anew once a file of it has changed.
 """
@@ -23,9 +23,10 @@ from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 
 from fedloom.data.sources import SOURCES
 from fedloom.data.sources._base import ENV, FileSource
-from fedloom.deploy.client import Client
 from fedloom.deploy.code import FOLDER
-from fedloom.deploy.handover import (
+from fedloom.deploy.settings import Site, read_site
+from fedloom.deploy.site.client import Client
+from fedloom.deploy.site.handover import (
     ANSWER,
     ERROR,
     MAGIC,
@@ -37,7 +38,6 @@ from fedloom.deploy.handover import (
     receive,
     send_sized,
 )
-from fedloom.deploy.settings import Site, read_site
 
 HEADS = 1 << 20
 """Bytes of a message beside its arrays."""

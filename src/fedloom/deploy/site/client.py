@@ -15,17 +15,17 @@ from torch import Tensor
 
 from fedloom.data import Federation
 from fedloom.deploy.code import read_agreed
-from fedloom.deploy.envelope import ASKED, PROTOCOL, REASON, STEPS, Kind, Letter, digest_of, seal, unseal
-from fedloom.deploy.forms import Forms
-from fedloom.deploy.identity import sign, signing_key
-from fedloom.deploy.ledger import Ledger, Spent
-from fedloom.deploy.local_data import part_sizes, samples_digest, schema_of, site_federation
-from fedloom.deploy.masking import Masking, Vectors, check_maskable
-from fedloom.deploy.memory import Generation, Memory
+from fedloom.deploy.exchange.envelope import ASKED, PROTOCOL, REASON, STEPS, Kind, Letter, digest_of, seal, unseal
+from fedloom.deploy.exchange.forms import Forms
+from fedloom.deploy.exchange.identity import sign, signing_key
+from fedloom.deploy.exchange.replies import lengths
+from fedloom.deploy.exchange.secure import Broken
 from fedloom.deploy.noise import released
-from fedloom.deploy.replies import lengths
-from fedloom.deploy.secure import Broken
 from fedloom.deploy.settings import Site, check_version
+from fedloom.deploy.site.ledger import Ledger, Spent
+from fedloom.deploy.site.local_data import part_sizes, samples_digest, schema_of, site_federation
+from fedloom.deploy.site.masking import Masking, Vectors, check_maskable
+from fedloom.deploy.site.state import Generation, Memory
 from fedloom.engine.chunk import Made, ask, make, usable
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import Noise, accounted

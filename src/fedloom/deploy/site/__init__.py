@@ -1,0 +1,1 @@
+"""One site: its answers, its state on its own disk, its ledger, its models."""
