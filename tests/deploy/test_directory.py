@@ -288,11 +288,14 @@ def test_the_command(experiment, tmp_path):
 
 @pytest.mark.parametrize(("method", "channel"), [("fedavg", {}), ("flame", {}), ("scaffold", {}), ("fedavg", TOP_K)])
 def test_the_bound_is_ten_times_the_longest_difference_of_the_first_round(tmp_path, method, channel):
-    here = scene(tmp_path, method, rounds=1, **channel)
+    experiment = scene(tmp_path, method, rounds=1, **channel).experiment
+    planned = plan(experiment)
+    [agreed] = tomllib.loads(planned.experiment)["method"]
+    here = scene(tmp_path / "agreed", agreed, rounds=1)
     assert here.serve() is Stop.DONE
     longest = max(line["norm"] for line in here.audit("accepted", kind="train"))
-    assert plan(here.experiment).norm_bound == pytest.approx(10 * longest, rel=0.006)
-    assert plan(here.experiment, norm_bound=3.0).norm_bound == 3.0
+    assert planned.norm_bound == pytest.approx(10 * longest, rel=0.006)
+    assert plan(experiment, norm_bound=3.0).norm_bound == 3.0
 
 
 def test_a_method_that_sends_nothing_has_no_bound(experiment):

@@ -28,7 +28,7 @@ from tests.deploy.grid import wire
 from tests.deploy.scene import Scene, scene
 
 SMALL = {"partition": {"kind": "iid", "clients": 3, "keep": 12}, "evaluate": {"every": 9}, "rounds": 4}
-STILL = {"local": {"lr": 1e-300, "steps": 1}}
+STILL = {"local": {"lr": 1e-40, "steps": 1}}
 LOCAL = {"channel": {"kind": "gaussian-noise", "clip": 1.0, "sigma": 3.0, "delta": 1e-5}}
 CENTRAL = {"aggregator": {"kind": "private-mean", "clip": 1.0, "sigma": 3.0, "delta": 1e-5}}
 

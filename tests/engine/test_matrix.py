@@ -250,7 +250,7 @@ def test_a_pair_runs_or_is_refused_for_its_reason(fed: Federation, cell: Cell) -
         if record.part in ("train", "") and record.round == ROUNDS:
             assert np.isfinite(record.values).all(), record
     assert all(bool(torch.isfinite(value).all()) for value in result.state.server)
-    plugin = getattr(result.job, cell.kind)
+    plugin = getattr(result.job.setting, cell.kind)
     if not composed(cell.method).pooled and getattr(composed(cell.method), cell.kind, None) is None:
         assert plugin.kind == cell.plugin
 

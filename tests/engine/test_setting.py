@@ -121,7 +121,7 @@ def test_simulate_names_every_choice() -> None:
         ({"lrate": 1}, "unknown key 'lrate'"),
         ({"sampler": "unifrm"}, "did you mean 'uniform'"),
         ({"local": {"lr": -1}}, "lr: input should be greater than 0, got -1"),
-        ({"model": 3}, "model: must be a ModelSpec or a table, got 3"),
+        ({"model": 3}, "model: model must be a name"),
         ({"local": "fast"}, "local: must be a LocalSGD or a table, got 'fast'"),
     ],
 )

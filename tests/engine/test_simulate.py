@@ -108,18 +108,18 @@ def test_weights_below_zero_are_those_of_the_plain_reference(fed: Federation) ->
 
 def check_against_the_plain_reference(fed: Federation, preset: Composition) -> Result:
     """Chunks, stores, sums and commits compute what the equations say: sampled cohorts, ragged clients, float64."""
-    weigher = preset.weigher or UniformWeigher()
     got = run(fed, preset, rounds=3, engine=Engine(dtype="float64", chunk=3, oracle="fused"))
     job = got.job
+    weigher = job.setting.weigher  # constants derived from the run are settled in it, as in the method
     wide = fed.to("cpu", torch.float64)
     module = spec_of("softmax").build(tuple(fed.data.shape), task_of(fed.data).outputs, 0)
     oracle = make_oracle(module, task_of(fed.data), wide, "looped")
-    plain = Plain(oracle, job.alpha, LOCAL, 0)
-    state = begin(preset.algorithm, plain, oracle.layout.vector(module, torch.float64), weigher)
+    plain = Plain(oracle, job.alpha, LOCAL, 0, rounds=3)
+    state = begin(job.algorithm, plain, oracle.layout.vector(module, torch.float64), weigher)
     for t in range(1, 4):
         cohort = job.setting.sampler.apply(None, None, job.ctx(t))[0]
         order = cohort[torch.argsort(job.train_sizes[cohort, 0], descending=True, stable=True)]
-        state = play_plainly(preset.algorithm, plain, state, order.tolist(), weigher=weigher)
+        state = play_plainly(job.algorithm, plain, state, order.tolist(), weigher=weigher)
     for want, have in zip(state.server, got.state.server, strict=True):
         torch.testing.assert_close(have, want, rtol=1e-9, atol=1e-9)
     if len(job.clients.template):

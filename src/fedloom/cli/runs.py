@@ -46,8 +46,9 @@ def run(
 ) -> None:
     """Run all methods and seeds of an experiment; run again to resume.
 
+    With --dry-run, print the plan and an estimate, and write nothing.
+
     Example: fedloom run examples/quickstart.toml --out runs/quickstart --workers 2
-    To look first: fedloom run examples/quickstart.toml --dry-run --set local.lr=0.1 --method flame
     On several machines or GPUs: torchrun --nproc-per-node 4 -m fedloom.cli run FILE.toml
     """
     with errors():

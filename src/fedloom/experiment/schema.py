@@ -192,7 +192,7 @@ def _method(options: Mapping[str, Any], local: Mapping[str, Any], common: Settin
     entry = choose("algorithm", REGISTRY, name, where, Algorithm)
     own = {k: v for k, v in options.items() if k not in ("algorithm", "label", *Setting.own)}
     made: Any = make(entry, own, where, {**fields_of(entry), **dict.fromkeys(("label", "settings", *Setting.own))})
-    label = options.get("label", name.rpartition(":")[2])
+    label = make(_Own, {"label": options.get("label", name.rpartition(":")[2])}, where, _Own.model_fields).label
     given = {k: v for k, v in options.items() if k in Setting.own}
     for what, kind in Setting.tables().items():
         if what in given:

@@ -94,6 +94,8 @@ def _plain(schema: Any) -> Plain:
         return _plain(schema["schema"])
     if kind == "function-before" and schema["schema"]["type"] in ("model", "model-fields", "function-after"):
         return _plain(schema["schema"])  # code that takes away a key of its own
+    if kind == "function-wrap" and getattr(schema["function"]["function"], "__name__", "") == "or_derived":
+        return {"type": "nullable", "schema": _plain(schema["schema"])}
     if kind == "model":
         config = {k: v for k, v in schema["config"].items() if k in ("extra_fields_behavior", "allow_inf_nan", "title")}
         return {"type": kind, "cls": schema["cls"].__name__, "config": config, "schema": _plain(schema["schema"])}
