@@ -27,9 +27,17 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
     "scaffold": {
         "server_lr": (1.0, "Karimireddy et al. 2020, Sec. 7: eta_g = 1"),
         "option": ("II", "Sec. 7: option II"),
+        "scaled": (False, "FedDyn's public code only"),
     },
-    "feddyn": {"alpha": (0.01, "Acar et al. 2021, the authors' example code")},
-    "fedpd": {"eta": (1.0, "FedDR's scripts: 1 for (.5, .5) and FEMNIST, else 10"), "skip": (0.0, OPTION)},
+    "feddyn": {
+        "alpha": (0.01, "Acar et al. 2021, the authors' example code"),
+        "scaled": (False, "the paper's alpha is constant; public code: by samples"),
+    },
+    "fedpd": {
+        "eta": (1.0, "FedDR's scripts: 1 for (.5, .5) and FEMNIST, else 10"),
+        "skip": (0.0, OPTION),
+        "start": ("own", OPTION),
+    },
     "fedadmm": {
         "rho": (0.01, "Gong et al. 2022, Sec. V"),
         "server_lr": (1.0, "Sec. V: eta = 1, 0.5 from round 60 on"),
@@ -42,11 +50,12 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "eps0": ("matlab", "MATLAB code: k0^2"),
         "shrink": (0.95, "MATLAB code"),
     },
-    "fedadmm-composite": {"eta": (ANY, OURS), "regulariser": (None, OPTION)},
+    "fedadmm-composite": {"eta": (ANY, OURS), "regulariser": (None, OPTION), "start": ("own", OPTION)},
     "feddr": {
         "eta": (100.0, "Tran-Dinh et al. 2021, scripts: 100 for iid and (0, 0)"),
         "alpha": (1.95, "always"),
         "regulariser": (None, OPTION),
+        "start": ("own", "public code"),
     },
     "fedsplit": {"step": (ANY, OURS)},
     "fiaelt": {
@@ -60,6 +69,7 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "iterations": (10, "Corollary 2: 9 outer epochs are enough, at most 10"),
         "inner": (200, "Corollary 2: m_i = 200"),
         "lr": (None, "Corollary 2: 1/(40 L)"),
+        "start": ("own", OPTION),
     },
     "fedmid": {"regulariser": (None, OPTION), "server_lr": (1.0, "Yuan et al. 2021")},
     "feddualavg": {"regulariser": (None, OPTION), "server_lr": (1.0, "Yuan et al. 2021")},
@@ -72,6 +82,7 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "components": ("lr+s", "the method itself"),
         "method": ("fedslr", OPTION),
         "personal_start": ("zero", "the public code copies w_0; the paper does not say"),
+        "personal_decay": ("model", "part of f_i; the public code decays p"),
     },
     "lpgd": {
         "lam": (1e-4, "Huang et al. 2023, Sec. 6.1"),
@@ -83,6 +94,8 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "lam": (1.0, "Li et al. 2021, Sec. 5: tuned in {0.1, 1, 2}"),
         "personal_lr": (None, OPTION),
         "personal_epochs": (None, OPTION),
+        "batches": ("same", "public code"),
+        "branch": ("server", "Algorithm 1; FLAME's public code: own"),
     },
     "flame": {
         "lam": (1.0, "Table III"),
@@ -90,6 +103,8 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "eps0": (None, "the experiments take H epochs of SGD"),
         "shrink": (0.5, OURS),
         "most": (1000, OURS),
+        "centre": ("own", "Eq. 11; public code: received"),
+        "dual": ("round", "Algorithm 1; public code: epoch"),
     },
     "fedacs": {"quantile": (ANY, OURS)},
     "pfedme": {
@@ -98,23 +113,33 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "inner": (5, "experiments: K = 5"),
         "personal_lr": (None, "0.1 or 0.09 in the experiments, which fedloom takes from the run"),
         "beta": (1.0, "experiments: 1, 2 where tuned"),
+        "theta": ("received", "public code; FLAME's: kept"),
+        "moves": ("batch", "Algorithm 1; FLAME's public code: epoch"),
     },
     "perfedavg": {
         "alpha": (0.01, "Huang et al. 2023 (FedSLR), comparison: 0.01"),
         "variant": ("hf", "FedACS's comparison: three data batches"),
         "delta": (0.001, "public codes: 0.001"),
     },
-    "apfl": {"alpha": (0.5, "FedSLR's comparison: 0.5, fixed"), "adaptive": (False, "FedSLR's comparison: fixed")},
+    "apfl": {
+        "alpha": (0.5, "FedSLR's comparison: 0.5, fixed"),
+        "adaptive": (False, "FedSLR's comparison: fixed"),
+        "mix": ("before", "Algorithm 1; public code: after"),
+    },
     "fedamp": {
         "lam": (1.0, "PFLlib: 1"),
         "alpha": (1.0, "PFLlib: alphaK = 1"),
         "sigma": (1.0, "PFLlib: 1"),
+        "decay": (1.0, "0.1 in the experiments"),
+        "every": (30, "experiments: 30 rounds"),
+        "start": ("own", OPTION),
     },
     "heurfedamp": {
         "lam": (1.0, "PFLlib: 1"),
         "alpha": (1.0, "PFLlib: alphaK = 1"),
         "sigma": (25.0, "flgo, not by the authors: 25"),
         "self_weight": (None, "flgo: 1/n"),
+        "start": ("own", OPTION),
     },
     "fedrep": {"head": ((), OPTION), "head_epochs": (10, "Collins et al. 2021, public code: 10")},
     "fedper": {"head": ((), OPTION)},
@@ -146,7 +171,7 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "reduce": (ANY, OURS),
     },
     "afl": {"lambda_lr": (0.1, "the q-FFL authors' code: learning_rate_lambda = 0.1")},
-    "fednova": {},
+    "fednova": {"mu": (0.0, OPTION), "gamma": (1.0, OPTION)},
     "fedopt": {
         "optimiser": ("adam", OPTION),
         "server_lr": (ANY, "Reddi et al. 2021: tuned for every task"),

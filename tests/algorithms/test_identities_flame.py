@@ -156,8 +156,8 @@ def test_without_penalty_the_global_model_is_the_mean_of_thetas_in_the_first_rou
 @SEEDS
 def test_a_client_without_weight_follows_the_server(seed: int) -> None:
     p = Problem.random(seed)
-    state = run(FLAME(rho=0.3), p)[-1]
+    state = run(FLAME(lam=1.0, rho=0.3), p)[-1]
     fed = Federation(p.oracle(noise=0.5), torch.zeros_like(p.alpha), SGD)
     down = FLAME().down(state.server, None, fed.ctx(6, range(p.n)))
-    _, rows = FLAME(rho=0.3).client(down, state.rows, fed.work(6, range(p.n)))
+    _, rows = FLAME(lam=1.0, rho=0.3).client(down, state.rows, fed.work(6, range(p.n)))
     equal(rows.w, state.server.x - state.rows.pi / 0.3)

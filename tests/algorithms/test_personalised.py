@@ -314,9 +314,9 @@ def test_fedamp_mixture_is_convex_for_any_step(seed: int) -> None:
 @SEEDS
 def test_fedamp_without_neighbours_or_step_leaves_every_model(seed: int) -> None:
     w = Problem.random(seed).minimiser
-    for algorithm in (FedAMP(alpha=1e-15), FedAMP(sigma=1e16), FedAMP(sigma=1e-3)):
+    for algorithm in (FedAMP(alpha=1e-15, sigma=1), FedAMP(alpha=1, sigma=1e16), FedAMP(alpha=1, sigma=1e-3)):
         equal(mixed(algorithm, w), w)
-    for algorithm in (FedAMP(), FedAMP(alpha=0.1), HeurFedAMP(), HeurFedAMP(self_weight=0.0)):
+    for algorithm in (FedAMP(alpha=1, sigma=1), FedAMP(alpha=0.1, sigma=1), HeurFedAMP(), HeurFedAMP(self_weight=0.0)):
         equal(mixed(algorithm, w[:1].expand(4, -1)), w[:1].expand(4, -1))
         equal(mixed(algorithm, w[:1]), w[:1])
     equal(mixed(HeurFedAMP(self_weight=1.0), w), w)

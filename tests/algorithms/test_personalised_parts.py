@@ -376,7 +376,7 @@ def test_fedspa_leaves_what_no_mask_has() -> None:
 
 def test_fedspa_without_steps_keeps_the_mask() -> None:
     p = spa(0)
-    fed, algorithm = Federation(p.oracle(noise=0.5), p.alpha, SGD), FedSpa()
+    fed, algorithm = Federation(p.oracle(noise=0.5), p.alpha, SGD), FedSpa(horizon=1000)
     state = run(algorithm, p, 1)[-1]
     down = algorithm.down(state.server, None, fed.ctx(2, range(p.n)))
     still = fed.work(2, range(p.n), steps=0)

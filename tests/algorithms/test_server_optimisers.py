@@ -126,7 +126,7 @@ def test_little_adaptivity_is_fedavg(seed: int, optimiser: Any) -> None:
 @SEEDS
 def test_the_second_moment_never_falls_below_zero(seed: int) -> None:
     for optimiser in ("adam", "yogi", "adagrad"):
-        method = FedOpt(optimiser=optimiser, tau=1e-6, beta2=0.0)  # type: ignore[arg-type]
+        method = FedOpt(optimiser=optimiser, server_lr=0.1, tau=1e-6, beta2=0.0)  # type: ignore[arg-type]
         for state in stepped(method, differences(seed, 30)):
             assert float(state.v.min()) >= 0
 
