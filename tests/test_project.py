@@ -181,9 +181,9 @@ def test_pins_are_what_ci_installs_and_no_more() -> None:
 NAMES = {"pillow": "PIL", "scikit-learn": "sklearn", "vl-convert-python": "vl_convert"}
 EXTRAS = {
     "Crypto", "cryptography", "datasets", "dp_accounting", "flwr", "mlflow", "onnxscript", "opendp", "optuna",
-    "tensorboard",
+    "prometheus_client", "tensorboard",
 }  # fmt: skip
-WITH_PYDANTIC = {"pydantic_core", "typing_extensions"}
+WITH_PYDANTIC = {"annotated_types", "pydantic_core", "typing_extensions"}
 
 
 @pytest.mark.parametrize("name", MODULES)

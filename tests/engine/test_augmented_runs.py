@@ -64,7 +64,7 @@ def test_a_run_is_not_continued_with_another_augmentation(fed: Federation, tmp_p
 
 
 def test_experiment_files_have_a_table_for_it() -> None:
-    assert parse(TEXT).augment == Augment()
+    assert parse(TEXT).common.augment == Augment()
     experiment = parse({**TEXT, "augment": {"flip": 0.5, "crop": 4, "crop_probability": 0.5}})
     assert experiment.common.augment == Augment(flip=0.5, crop=4, crop_probability=0.5)
     assert parse(experiment.settings()).common.augment == experiment.common.augment

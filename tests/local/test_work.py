@@ -156,8 +156,11 @@ def test_svrg_counts_full_gradients_and_both_gradients_of_a_step() -> None:
     problem = Problem(CASES["softmax"])
     work = make_work(problem.oracle("fused"), LocalSGD(batch_size=20, lr=0.1))
     svrg(problem.x, work, outer=3)
-    epoch = torch.where(SIZES > 20, SIZES, 2 * SIZES)  # at least two steps
-    assert torch.equal(work.counts.backward, (1 + 3) * SIZES + 3 * 2 * epoch)
+    epoch = torch.where(SIZES > 20, SIZES, 2 * SIZES)  # at least two steps; a sweep ends where Option II draws
+    passes, steps = (1 + 3) * SIZES, work.counts.backward - (1 + 3) * SIZES
+    assert bool((steps % 2 == 0).all())
+    assert bool(((steps >= 0) & (steps <= 3 * 2 * epoch)).all())
+    assert bool((work.counts.backward > passes).any())
     stopping = make_work(problem.oracle("fused"), LocalSGD(batch_size=20, lr=0.1))
     svrg(
         problem.x,
@@ -167,8 +170,8 @@ def test_svrg_counts_full_gradients_and_both_gradients_of_a_step() -> None:
         until=lambda now, first: torch.tensor([[True], [False]]).repeat(2, 1)[: len(now)],
     )
     two = torch.tensor([2, 14, 40, 40])
-    assert stopping.counts.backward[0] == 2 * 1 + 2 * two[0]
-    assert stopping.counts.backward[2] == 2 * 20 + 2 * two[2]
+    for i, size in ((0, 1), (2, 20)):  # one sweep of at most two steps, between two full gradients
+        assert 2 * size <= stopping.counts.backward[i] <= 2 * size + 2 * two[i]
 
 
 def test_work_knows_its_clients(name: str) -> None:

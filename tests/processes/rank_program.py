@@ -7,20 +7,20 @@ import signal
 import sys
 from pathlib import Path
 
-from fedloom.engine.state import State
 from fedloom.errors import FedloomError
 from fedloom.experiment import Plan, read
+from fedloom.experiment.events import Event
 from fedloom.processes.distributed import joined
 
 
 def main(file: str, out: str, *victim: str) -> None:
     with joined() as ranks:
 
-        def tell(label: str, _seed: int, _rounds: int, state: State | None) -> None:
-            if state is not None and (str(ranks.rank), label, str(state.round)) == victim:
+        def hear(event: Event) -> None:
+            if (str(ranks.rank), event.label, str(event.round)) == victim:
                 os.kill(os.getpid(), getattr(signal, os.environ.get("VICTIM_GETS", "SIGKILL")))
 
-        Plan(read(Path(file)), Path(out), ranks=ranks).run(tell, page=False)
+        Plan(read(Path(file)), Path(out), ranks=ranks).run(hear, page=False)
 
 
 if __name__ == "__main__":

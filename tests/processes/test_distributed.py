@@ -405,9 +405,9 @@ def test_ranks_with_other_data_are_refused(tmp_path: Path) -> None:
         def gather(self, value: Any) -> list[Any]:
             return [value, {**value, "torch": "1.0"}]
 
-    settings = Plan(read(written(tmp_path, SHORT)), tmp_path / "out")
-    arguments = settings._settings(*settings.runs[0])
-    job = simulate(**{**arguments, "rounds": 1}).job
+    plan = Plan(read(written(tmp_path, SHORT)), tmp_path / "out")
+    method, seed = plan.runs[0]
+    job = simulate(method.setting.with_(seed=seed), plan.federations[seed], rounds=1).job
     check_ranks(job)
     object.__setattr__(job, "ranks", Several([0, 0]))
     check_ranks(job)

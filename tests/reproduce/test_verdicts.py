@@ -163,11 +163,12 @@ def test_figures_are_of_benign_clients(tmp_path: Path) -> None:
     reproduce(make_recipe("attacked", attacked), "full", tmp_path, only=["flame"], seeds=[3])
     (run,) = read_runs([tmp_path / "many"])
     (record,) = run.summary.runs
-    assert len(record.attackers) == 3
+    attackers = run.attackers(record.method, record.seed)
+    assert len(attackers) == 3
     table = [
         row
         for row in pq.read_table(tmp_path / "many" / "metrics.parquet").to_pylist()
-        if row["client"] not in record.attackers
+        if row["client"] not in attackers
     ]
     both = _per_client(table, 3)
     expected = {

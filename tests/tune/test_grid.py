@@ -163,7 +163,7 @@ def test_the_tuned_file_keeps_the_rounds(whole: tuple[Path, list[Found]]) -> Non
 
 
 def test_whose_rounds_count_is_part_of_the_search(whole: tuple[Path, list[Found]]) -> None:
-    with pytest.raises(RunDirError, match=r"tune.equal_work was False, now it is True"):
+    with pytest.raises(RunDirError, match=r"tune.equal_work was false, now it is true"):
         tuning(GRID.replace("equal_work = false", ""), whole[0])
     with pytest.raises(RunDirError, match=r"tune.rounds_of.fedavg was 2, now it is 4"):
         tuning(GRID.replace("rounds = 2", "rounds = 4"), whole[0])
