@@ -96,9 +96,8 @@ class FedAMP(Algorithm):
         return Nothing(), Client(x0), Up(x0)
 
     def down(self, server: Nothing, kept: Up, ctx: Ctx) -> Down:
-        xi = (
-            self._alpha(ctx.round) * torch.exp(-algebra.distances(kept.w).square() / self.sigma) / self.sigma
-        )  # alpha_k A'(.)
+        apart = algebra.distances(kept.w).square()
+        xi = self._alpha(ctx.round) * torch.exp(-apart / self.sigma) / self.sigma  # alpha_k A'(.)
         xi = xi.fill_diagonal_(0.0)
         xi = xi / xi.sum(1, keepdim=True).clamp(min=1.0)
         own = 1 - xi.sum(1, keepdim=True)  # xi_ii = 1 - sum_{j != i} xi_ij

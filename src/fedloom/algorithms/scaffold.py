@@ -82,9 +82,8 @@ class SCAFFOLD(Algorithm):
     def client(self, down: Server | Scaled, rows: Client, work: Work) -> tuple[Up, Client]:
         x, c, ci = down.x, down.c, rows.ci
         s = work.sizes.to(x) / down.mean if isinstance(down, Scaled) else None
-        dy = descend(x, work, shift=c - ci if s is None else (c - ci) / s).sub_(
-            x
-        )  # Eq. 3: y <- y - eta_l (g(y) - c_i + c)
+        shift = c - ci if s is None else (c - ci) / s
+        dy = descend(x, work, shift=shift).sub_(x)  # Eq. 3: y <- y - eta_l (g(y) - c_i + c)
         if self.option == "I":
             g = work.full_grad(x)
             dc = (g if s is None else s * g) - ci  # Eq. 4, option I
