@@ -20,7 +20,8 @@ Kept by a client: d (theta). Sent per round: d down, d up.
 Deviations: theta starts every round at the received model and is carried from batch to batch, as in the public code
 (``theta = "kept"``: at the client's last theta, as in FLAME's public code, which also moves w_i once per epoch only,
 ``moves = "epoch"``); K steps in place of the accuracy nu. The public code trains all clients and averages the sampled
-ones; here the sampled ones train. Its weight decay of 0.001 in the inner step is left to the run's settings.
+ones; here the sampled ones train. Its weight decay of 0.001 in the inner step is left to the run's settings, and so is
+momentum of the inner steps (FLAME's public code: 0.5), which neither has.
 
 Defaults: lam = 1/reach, reach the length of a round (lr times its mean number of steps), so that a round leaves the
 pull and the data in balance; eta = 1/lam moves w_i to theta_i.
@@ -34,6 +35,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -50,6 +52,7 @@ class Client(NamedTuple):
 class _Rows(NamedTuple):
     w: Tensor
     theta: Tensor
+    velocity: Tensor | None
 
 
 class PFedMe(Algorithm):
@@ -69,7 +72,6 @@ class PFedMe(Algorithm):
     )
 
     family: ClassVar[str] = "personalised"
-    plain_sgd: ClassVar[str | None] = "its inner steps solve a proximal problem on one batch, without momentum"
     paper: ClassVar[Mapping[str, Any]] = {"lam": 15.0, "eta": 0.005}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
@@ -86,7 +88,11 @@ class PFedMe(Algorithm):
             pull = rate * self.lam
             towards = pull * r.w
             for _ in range(self.inner):  # Algorithm 1: theta ~ argmin f_i(theta; batch) + lam/2 ||theta - w||^2
-                step_(r.theta, work, batch, rate, keep=1 - pull, steady=towards)
+                if r.velocity is None:
+                    step_(r.theta, work, batch, rate, keep=1 - pull, steady=towards)
+                else:
+                    g = work.grad(r.theta, batch).add_(r.theta - r.w, alpha=self.lam)
+                    r.theta.sub_(r.velocity.mul_(work.local.momentum).add_(g), alpha=rate)
             if self.moves == "batch":
                 r.w.lerp_(r.theta, self.eta * self.lam)  # w <- w - eta grad F_i = w - eta lam (w - theta)
             else:
@@ -94,7 +100,8 @@ class PFedMe(Algorithm):
             return r
 
         theta = rows.theta.clone() if self.theta == "kept" else down.x.repeat(work.m, 1)
-        w, theta = iterate(local_round, _Rows(down.x.repeat(work.m, 1), theta), work)
+        velocity = torch.zeros_like(theta) if work.local.momentum else None
+        w, theta, _ = iterate(local_round, _Rows(down.x.repeat(work.m, 1), theta, velocity), work)
         return Delta(w.sub_(down.x)), Client(theta)
 
     def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:

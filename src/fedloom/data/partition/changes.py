@@ -22,7 +22,7 @@ def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int) -> Dataset:
     Args:
         data: the data set.
         dealt: samples of every client, each sample once.
-        std: standard deviation at each client [n].
+        std: standard deviation at each client, of all features [n, 1] or by channel [n, c].
         seed: seed of the partition; client i's noise comes from (seed, 0, i, "noise").
     """
     x = data.x.float()
@@ -32,10 +32,11 @@ def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int) -> Dataset:
         x = x.clone()
     flat, index = x.view(len(x), -1), torch.from_numpy(dealt.index)
     room = torch.empty(int(np.diff(dealt.offsets).max()), flat.shape[1])
-    for i, level in enumerate(std.tolist()):
+    for i, level in enumerate(torch.from_numpy(std).float()):
         own = index[dealt.offsets[i] : dealt.offsets[i + 1]]
         noise = room[: len(own)].normal_(generator=generator(seed, 0, i, "noise"))
-        flat.index_add_(0, own, noise, alpha=level)
+        noise.view(len(own), len(level), -1).mul_(level[:, None])
+        flat.index_add_(0, own, noise)
     return replace(data, x=x)
 
 

@@ -22,14 +22,15 @@ class Quality(Sized):
     """Noise that grows with the number of the client (NIID-Bench, section 4.2; FLAME "Gau(0.1)").
 
     Client i = 1..m gets Gaussian noise of variance sigma * i / m on every feature (pixels in [0, 1]), drawn once per
-    sample, on all its parts.
+    sample, on all its parts. FLAME's code draws anew at every access.
     """
 
     kind: ClassVar[str] = "quality"
     sigma: float = Field(default=0.1, ge=0, description="noise of the last client (FLAME, Table III: 0.1)")
     reading: Literal["variance", "std"] = Field(
         default="variance",
-        description="variance: sigma * i / m, i from 1 (paper); std: deviation sigma * i / m, i from 0 (FLAME's code)",
+        description="variance: sigma * i / m, i from 1 (paper); std: deviation sigma * i / m of the features as models"
+        " take them, divided by the data set's own std, i from 0 (FLAME's code)",
     )
     base: dict[str, Any] = Field(
         default_factory=lambda: {"kind": "iid"},
@@ -41,9 +42,10 @@ class Quality(Sized):
         drawn = nested(self.kind, self.base, self.clients, self.min_size).draw(pool, seed)
         m = len(drawn.dealt.offsets) - 1
         if self.reading == "variance":
-            noise = np.sqrt(self.sigma * np.arange(1, m + 1) / m)
+            noise = np.sqrt(self.sigma * np.arange(1, m + 1) / m)[:, None]
         else:
-            noise = self.sigma * np.arange(m) / m
+            unit = np.ones(1) if pool.data.std is None else pool.data.std.numpy()
+            noise = np.outer(self.sigma * np.arange(m) / m, unit)
         return drawn._replace(noise=noise)
 
 
@@ -143,7 +145,10 @@ def _joined(draws: list[Draw], classes: int) -> Draw:
     sizes = [len(draw.dealt.offsets) - 1 for draw in draws]
     index = np.concatenate([draw.dealt.index for draw in draws])
     offsets = np.concatenate([[0], np.cumsum(np.concatenate([np.diff(draw.dealt.offsets) for draw in draws]))])
-    noise = [np.zeros(n) if d.noise is None else d.noise for d, n in zip(draws, sizes, strict=True)]
+    channels = max((d.noise.shape[1] for d in draws if d.noise is not None), default=1)
+    noise = [
+        np.broadcast_to(0.0 if d.noise is None else d.noise, (n, channels)) for d, n in zip(draws, sizes, strict=True)
+    ]
     same = np.arange(classes)
     relabel = [np.tile(same, (n, 1)) if d.relabel is None else d.relabel for d, n in zip(draws, sizes, strict=True)]
     return Draw(
