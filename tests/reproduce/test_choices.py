@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from small_recipe import TINY, tiny
 from typer.testing import CliRunner
 
@@ -22,7 +24,7 @@ from fedloom.errors import RunDirError
 from fedloom.experiment import parse
 from fedloom.experiment.events import Event, Listener
 from fedloom.reproduce import Recipe, estimate, recipe, recipes, reproduce
-from fedloom.reproduce.choices import candidates, open_methods, rounds_of, search_of
+from fedloom.reproduce.choices import at_an_edge, candidates, extension, open_methods, rounds_of, search_of
 from fedloom.reproduce.execute import experiment
 from fedloom.reproduce.recipe import SCALES, label_of, make_recipe, merged
 from fedloom.tune.search import space_of
@@ -62,7 +64,7 @@ def test_a_search_has_the_recipes_grids_and_equal_trials_for_all_methods(name: s
                 label: {key: tuple(values) for key, values in sorted(g.items())} for label, g in grids.items()
             }
             assert {len(candidates(m)) for m in open_methods(document, {})} == {search.tune.trials}
-            assert search.tune.seeds == (document["seeds"][0],)
+            assert search.tune.seeds == tuple(document["seeds"][: document["choose"].get("seeds", 1)])
 
 
 def test_a_grid_is_not_that_of_a_method_called_as_its_algorithm() -> None:
@@ -159,6 +161,8 @@ def test_a_method_of_which_no_trial_completes_has_its_first_candidate(tmp_path: 
     assert done is not None
     assert done.choices["few"]["fedavg"] == {
         "chosen": "local.lr = 1e+25",
+        "values": {},
+        "higher": True,
         "scores": {"local.lr = 1e+25": None, "local.lr = 1e+26": None},
     }
     assert len(done.failures) == 2
@@ -214,6 +218,51 @@ def test_workers_choose_the_same(whole: Any, tmp_path: Path) -> None:
     done = reproduce(grid(), "full", tmp_path, seeds=[3], workers=2)
     assert done is not None
     assert (done.numbers, done.choices) == (whole[1].numbers, whole[1].choices)
+
+
+# --- grids that go on
+
+
+@given(st.integers(1, 5), st.integers(0, 2))
+def test_a_grid_goes_on_by_its_own_factor_where_the_best_is_at_an_edge(best: int, side: int) -> None:
+    grid = [0.01 * 3**k for k in range(5)]
+    place = (0, best % 3 + 1, 4)[side]
+    document = tiny().at("full")["few"] | {"method": [{"algorithm": "fedavg", "choose": {"local.lr": grid}}]}
+    scores = {f"local.lr = {v}": float(k == place) for k, v in enumerate(grid)}
+    known = {"fedavg": {"chosen": list(scores)[place], "scores": scores}}
+    found = extension(document, known)["method"]
+    if 0 < place < 4:
+        assert found == []
+        assert at_an_edge(**known["fedavg"]) == []
+    else:
+        assert at_an_edge(**known["fedavg"]) == ["local.lr"]
+        beyond = grid[place] * 3 ** (1 if place else -1)
+        assert found[0]["choose"]["local.lr"] == [pytest.approx(beyond, rel=0.005)]
+
+
+def test_no_grid_goes_on_where_the_method_may_not() -> None:
+    document = tiny().at("full")["few"] | {"method": [{"algorithm": "apfl", "choose": {"alpha": [0.25, 0.5, 1.0]}}]}
+    known = {"apfl": {"chosen": "alpha = 1.0", "scores": {f"alpha = {a}": a for a in (0.25, 0.5, 1.0)}}}
+    assert extension(document, known)["method"] == []
+
+
+def test_a_search_is_extended_twice_at_most_and_resumes(tmp_path: Path) -> None:
+    small = [{"algorithm": "fedavg", "choose": {"local.lr": [0.0001, 0.0002]}}, {"algorithm": "flame", "lam": 1.0}]
+    one = make_recipe("tiny", merged(TINY, {"method": small, "choose": {"extend": 2}, "variants": ["few"]}))
+    done = reproduce(one, "full", tmp_path, seeds=[3])
+    assert done is not None
+    choice = done.choices["few"]["fedavg"]
+    scores = choice["scores"]
+    assert choice["chosen"] == max(scores, key=lambda text: scores[text])
+    edges = [0.0001 * 2**k for k in range(4)] if choice["values"]["local.lr"] > 0.0001 else None
+    if edges:
+        assert list(scores) == [f"local.lr = {v:g}" for v in edges]
+    assert len(scores) in (2, 3, 4)
+    run = parse({k: v for k, v in _settings(tmp_path / "few").items() if k != "resolved"})
+    assert run.methods[0].setting.local.lr == choice["values"]["local.lr"]
+    again = reproduce(one, "full", tmp_path, seeds=[3])
+    assert again is not None
+    assert (again.choices, again.numbers) == (done.choices, done.numbers)
 
 
 # --- what is refused

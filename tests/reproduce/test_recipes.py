@@ -14,10 +14,11 @@ from fedloom.reproduce import Budget, recipe, recipes, reproduce
 from fedloom.reproduce.choices import candidates, chosen, first
 from fedloom.reproduce.execute import experiment
 from fedloom.reproduce.figures import Reference
-from fedloom.reproduce.recipe import SCALES, label_of, make_recipe, merged
+from fedloom.reproduce.recipe import NOMINAL, SCALES, label_of, make_recipe, merged
 
 ALL = recipes()
 NAMES = list(ALL)
+FULL = {source: size.train + size.test for source, size in NOMINAL.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -52,7 +53,7 @@ def test_what_a_recipe_promises(name: str) -> None:
     assert one.paper.columns
     budget = one.budget("laptop")
     assert budget is None or 0 < budget <= 120
-    assert not one.as_the_paper("laptop") or one.paper.reduced is None
+    assert not one.as_the_paper("laptop", FULL) or one.paper.reduced is None
     for variant, cells in one.paper.cells.items():
         assert len(cells) in (0, len(one.paper.columns)), variant
 
@@ -111,8 +112,8 @@ def test_variants_scales_seeds_and_only_change_the_experiment() -> None:
     assert [label_of(m) for m in laptop["few"]["method"]] == ["fedavg"]
     assert tiny().at("full", seeds=[9])["few"]["seeds"] == [9]
     assert list(tiny().at("smoke")) == ["few"]
-    assert tiny().as_the_paper("laptop")
-    assert not tiny().as_the_paper("smoke")
+    assert tiny().as_the_paper("laptop", FULL)
+    assert not tiny().as_the_paper("smoke", FULL)
 
 
 def test_what_a_recipe_does_not_have_is_refused() -> None:

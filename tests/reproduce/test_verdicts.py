@@ -22,8 +22,9 @@ from fedloom.report.reading import read_runs
 from fedloom.reproduce import recipes, reproduce
 from fedloom.reproduce import summary as summaries
 from fedloom.reproduce.figures import Reference, values
-from fedloom.reproduce.judge import FAILS, HOLDS, OPEN, cells, claims, within
-from fedloom.reproduce.page import page
+from fedloom.reproduce.judge import AVERAGE, FAILS, HOLDS, LOOKS, OPEN, cells, claims, papers_lead, within
+from fedloom.reproduce.page import last, page, plot
+from fedloom.reproduce.papers import overview, pages, sheets
 from fedloom.reproduce.recipe import Recipe, make_recipe, merged
 
 ROOT = Path(__file__).parent.parent.parent
@@ -97,26 +98,87 @@ def test_fewer_than_five_seeds_decide_nothing_unless_it_holds_by_construction() 
     assert verdict(with_claim(construction=True), NEAR[:1], FAR[:1]) == FAILS
 
 
-def test_comparisons_are_paired_t_tests_with_holms_correction() -> None:
+def test_a_margin_is_no_part_of_the_difference_and_equivalence_has_two_sides() -> None:
+    one = claims(with_claim(margin=0.5), numbers(flame_personal=NEAR, fedavg_global=FAR))[0]
+    assert one.pooled.difference == pytest.approx(np.mean(NEAR) - np.mean(FAR))
+    a, close, ahead = [0.50, 0.51, 0.49, 0.50, 0.52], [0.501, 0.508, 0.491, 0.499, 0.521], [0.6, 0.61, 0.58, 0.6, 0.62]
+    equal = with_claim(margin=0.05, equivalent=True)
+    assert verdict(equal, close, a) == HOLDS
+    assert verdict(equal, ahead, a) == verdict(equal, a, ahead) == FAILS
+    assert verdict(with_claim(margin=0.05), ahead, a) == HOLDS
+    assert verdict(equal, [0.5, 0.7, 0.4, 0.6, 0.5], a) == OPEN
+    with pytest.raises(ConfigError, match="equivalence needs a margin"):
+        with_claim(equivalent=True)
+
+
+def test_a_claim_is_one_number_per_seed_and_its_interval_is_that_of_the_look() -> None:
+    a, b, c = np.array(FAR), np.array(NEAR), np.array([0.69, 0.70, 0.70, 0.71, 0.69])
+    rivals = {"fedavg_global": list(b), "other_global": list(c)}
+    (one,) = claims(with_claim(than=["fedavg: global", "other: global"]), numbers(flame_personal=list(a), **rivals))
+    lead = a - (b + c) / 2
+    interval = stats.ttest_1samp(lead, 0).confidence_interval(1 - LOOKS[0][1])
+    assert one.pooled.difference == pytest.approx(lead.mean())
+    assert one.pooled.half == pytest.approx((interval.high - interval.low) / 2)
+    assert one.pooled.p == pytest.approx(stats.ttest_1samp(lead, 0).pvalue)
+    assert (one.verdict, one.right, len(one.known)) == (HOLDS, 2, 2)
+    worse = numbers(flame_personal=list(a), fedavg_global=list(b), other_global=list(c + 0.02))
+    (one,) = claims(with_claim(than=["fedavg: global", "other: global"]), worse)
+    assert (one.verdict, one.count) == (AVERAGE, "1 of 2; clear: 1 for, 0 against")
+
+
+def test_single_comparisons_have_holms_correction() -> None:
     a, b = np.array(FAR), np.array([0.69, 0.70, 0.68, 0.71, 0.69])
-    (judged,) = claims(with_claim(), numbers(flame_personal=list(a), fedavg_global=list(b)))
-    (pair,) = judged.comparisons
-    test = stats.ttest_rel(a, b)
-    assert pair.p == pytest.approx(test.pvalue)
-    assert pair.difference == pytest.approx(np.mean(a - b))
-    assert pair.half == pytest.approx((test.confidence_interval(0.95).high - test.confidence_interval(0.95).low) / 2)
-    assert 0.01 < pair.p < 0.05
-    assert judged.verdict == HOLDS
-    rivals = {f"m{k}_global": list(b + 1e-3 * k) for k in range(5)}
+    rivals = {f"m{k}_global": list(b - 0.004 - 0.005 * k) for k in range(5)}
     table = {"than": [f"m{k}: global" for k in range(5)]}
     (judged,) = claims(with_claim(**table), numbers(flame_personal=list(a), **rivals))
-    assert min(c.p for c in judged.comparisons) > 0.01
-    assert {c.verdict for c in judged.comparisons} == {OPEN}
+    p = sorted(stats.ttest_rel(a, np.array(r)).pvalue for r in rivals.values())
+    clear = sum(all(p[j] <= LOOKS[0][1] / (5 - j) for j in range(k + 1)) for k in range(5))
+    assert 0 < clear < 5
+    assert sum(c.look.verdict == HOLDS for c in judged.comparisons) == clear
+
+
+@given(st.integers(0, 2**16), st.floats(-0.5, 1.5), st.integers(0, 24))
+def test_the_first_clear_look_decides_and_later_seeds_change_nothing(seed: int, mean: float, n: int) -> None:
+    lead = list(np.random.default_rng(seed).normal(mean, 1, n))
+    one = claims(with_claim(than=[0.0]), numbers(flame_personal=lead))[0].pooled if n else None
+    expected = OPEN
+    for count, level in LOOKS:
+        if n >= count and expected == OPEN:
+            test = stats.ttest_1samp(lead[:count], 0)
+            expected = OPEN if test.pvalue > level else HOLDS if test.statistic > 0 else FAILS
+            assert one is not None
+            used = count
+    if n >= 5:
+        assert one is not None
+        assert (one.verdict, one.n) == (expected, used)
+
+
+def test_looks_see_the_recipes_own_seeds_first() -> None:
+    one = make_recipe("tiny", merged(TINY, {"seeds": [1, 10, 100]}))
+    assert one.seeds(6) == [1, 10, 100, 0, 2, 3]
+    assert one.ordered(["0", "10", "1", "2", "100"]) == ["1", "10", "100", "0", "2"]
+    assert len(set(one.seeds(20))) == 20
+
+
+def test_a_difference_called_detectable_is_decided_as_often_as_said() -> None:
+    one, spread = with_claim(than=[0.0]), np.array([-0.2, -0.1, 0.0, 0.1, 0.2])
+    detectable = claims(one, numbers(flame_personal=list(spread)))[0].pooled.detectable
+    leads = np.random.default_rng(0).normal(detectable, spread.std(ddof=1), (500, 5))
+    found = [claims(one, numbers(flame_personal=list(lead)))[0].verdict for lead in leads]
+    assert found.count(HOLDS) / len(found) == pytest.approx(0.8, abs=0.06)
+
+
+def test_the_papers_own_margin_is_the_mean_of_its_cells() -> None:
+    table = {"than": ["fedavg: global"]}
+    one = make_recipe("tiny", merged(TINY, {"paper": {"cells": {"few": [[0.9, 0.01], 0.7], "many": [0.8, 0.8]},
+                                                      "claims": [{"text": "t", "higher": "flame: personal", **table}]}}))  # fmt: skip
+    assert papers_lead(one, one.paper.claims[0]) == pytest.approx(0.1)
+    assert math.isnan(papers_lead(tiny(), tiny().paper.claims[0]))
 
 
 def test_seeds_that_only_one_side_has_are_left_out() -> None:
     (judged,) = claims(with_claim(), numbers(flame_personal=[*FAR, 9.0], fedavg_global=NEAR))
-    assert judged.comparisons[0].n == 5
+    assert judged.comparisons[0].look.n == 5
 
 
 # --- figures
@@ -223,25 +285,65 @@ def test_time_that_was_spent_outlives_a_kill(tmp_path: Path, monkeypatch: pytest
     assert json.loads(spent.read_text()) == {"few": 40.0}
 
 
-def test_the_page_says_what_was_run_and_what_was_not(finished: Path, tmp_path: Path) -> None:
-    text = page({"tiny": tiny()}, finished / "results")
-    assert "run, full scale" in text
-    assert "Of 1 recipes 1 were run." in text
+def test_a_page_says_what_was_run_and_what_was_not(finished: Path) -> None:
+    done = summaries.read(finished / "results", "tiny", "full")
+    assert done is not None
+    text = page(tiny(), done)
     assert "| few | a |" in text
-    assert "not decidable at this scale" not in text.partition("## tiny")[2] or "not run" in text
-    assert "not run" in page({"tiny": tiny()}, tmp_path)
+    assert f"commit {done.commit[:12]}" in text or not done.commit
+    assert done.samples == {"digits": 1797}
+    assert "Not run" in page(tiny(), None)
+    assert plot(tiny(), done).startswith("<svg")
+    assert plot(tiny(), None) == ""
 
 
 def test_results_of_an_earlier_version_of_a_recipe_are_said_to_be_so(finished: Path) -> None:
+    done = summaries.read(finished / "results", "tiny", "full")
     now = tiny()
-    assert "earlier version" not in page({"tiny": now}, finished / "results")
-    other = replace(now, document=now.document | {"rounds": now.document["rounds"] + 1})
-    assert "run, full scale" in page({"tiny": other}, finished / "results")
-    assert "earlier version" in page({"tiny": other}, finished / "results")
+    assert "earlier version" not in page(now, done)
+    assert "earlier version" in page(replace(now, document=now.document | {"rounds": 5}), done)
 
 
-def test_the_page_in_the_documentation_is_the_generated_one() -> None:
-    assert (ROOT / "docs" / "reproduction.md").read_text() == page(recipes(), ROOT / "results")
+def test_cells_are_compared_only_where_the_data_have_the_papers_size(finished: Path) -> None:
+    done = summaries.read(finished / "results", "tiny", "full")
+    assert done is not None
+    assert "within" in page(tiny(), done) or "below" in page(tiny(), done) or "above" in page(tiny(), done)
+    assert "verdict |\n|---|---|---|---|---|---|\n" in page(tiny(), done)
+    unknown = page(tiny(), replace(done, samples={}))
+    assert "The size of the data was not recorded, so no cell is compared." in unknown
+    assert not tiny().as_the_paper("full", {"digits": 1796})
+
+
+def test_the_pages_in_the_documentation_are_the_generated_ones() -> None:
+    there = {file.name for file in (ROOT / "docs" / "papers").iterdir()}
+    made = dict(pages(recipes(), ROOT / "results"))
+    assert {name for name in made if name} == there
+    for name, text in made.items():
+        assert len(text) < 60_000 or name.endswith(".svg"), name
+        if not name.endswith(".svg"):
+            file = ROOT / "docs" / ("papers/" + name if name else "papers.md")
+            assert file.read_text() == text, name
+
+
+def test_headline_claims_are_claims_of_the_recipes_they_name() -> None:
+    known = recipes()
+    rows = [row for sheet in sheets() for row in sheet.row]
+    assert 0 < len(rows) <= 25
+    for row in rows:
+        for name in (*row.published, *row.fair):
+            assert any(c.text.startswith(row.claim) for c in known[name].paper.claims), (name, row.claim)
+    assert {sheet.name for sheet in sheets()} == {one.paper.title.split(",")[0] for one in known.values()}
+    for one in known.values():
+        assert not one.paper.nearest or one.paper.nearest in known, one.name
+
+
+def test_the_page_of_all_papers_counts_a_claim_once_and_construction_never() -> None:
+    known = recipes()
+    names = ["flame-table3-mnist", "flame-table3-mnist-mlp"]
+    found = {name: last(one, ROOT / "results") if name in names else None for name, one in known.items()}
+    (totals,) = [line for line in overview(known, found).splitlines() if line.startswith("Of ")]
+    assert totals.startswith(f"Of {len(known)} recipes 2 were run. Of 6 claims, each counted once:")
+    assert "1 more hold by construction and count nowhere" in totals
 
 
 # --- the command
@@ -260,7 +362,26 @@ def test_the_command_runs_a_recipe_and_writes_its_page(tmp_path: Path) -> None:
     assert "handwritten digits in place of the data" in output
     assert (tmp_path / "results" / "flame-table3-mnist@smoke.json").exists()
     call("--page", str(tmp_path / "page.md"), "--results", str(tmp_path / "results"))
-    assert "Not run. Command: `fedloom reproduce flame-table3-mnist`" in (tmp_path / "page.md").read_text()
+    assert "Of " in (tmp_path / "page.md").read_text()
+    text = (tmp_path / "papers" / "flame-table3-mnist.md").read_text()
+    assert "Not run (stated budget: 60 core-minutes). Command: `fedloom reproduce flame-table3-mnist`" in text
+
+
+def test_one_seed_of_a_summary_is_verified(tmp_path: Path) -> None:
+    where = ("--results", str(tmp_path / "results"))
+    smoke = ("flame-table3-as-published", "--scale", "smoke", *where)
+    assert "holds no summary of flame-table3-as-published" in call("--verify", *smoke, code=2)
+    call(*smoke, "--out", str(tmp_path / "out"))
+    assert "seed 1: equal:" in call("--verify", *smoke)
+    file = tmp_path / "results" / "flame-table3-as-published@smoke.json"
+    kept = json.loads(file.read_text())
+    (by_reference,) = kept["numbers"].values()
+    for change, code, words in ((1e-5, 0, "within numerical noise"), (0.1, 1, "not equal")):
+        by_reference["flame: personal: accuracy"]["1"] += change
+        file.write_text(json.dumps(kept))
+        assert f"seed 1: {words}:" in call("--verify", *smoke, code=code)
+    file.write_text(json.dumps(kept | {"protocol": "other"}))
+    assert "an earlier version of the recipe" in call("--verify", *smoke, code=2)
 
 
 def test_all_stops_in_time(tmp_path: Path) -> None:
@@ -272,6 +393,7 @@ def test_all_stops_in_time(tmp_path: Path) -> None:
 
 def test_what_the_command_refuses(tmp_path: Path) -> None:
     assert "give one of NAME" in call(code=2)
+    assert "--verify needs NAME" in call("--verify", "--all", code=2)
     assert "must be a time" in call("--all", "--budget", "soon", code=2)
     assert "--seeds must be numbers" in call("fedacs-table2", "--seeds", "one", code=2)
     assert "did you mean 'smoke'" in call("fedacs-table2", "--scale", "smok", code=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,9 @@ from fedloom.errors import ConfigError
 if TYPE_CHECKING:
     from fedloom.reproduce import Budget, Recipe
     from fedloom.reproduce.recipe import Scale
+
+CHEAP = 30.0
+"""Core-minutes at five seeds below which a recipe may have more seeds."""
 
 
 @app.command()
@@ -36,7 +40,11 @@ def reproduce(
     list_: Annotated[bool, typer.Option("--list", help="all recipes: data, state, estimated time here")] = False,
     all_: Annotated[bool, typer.Option("--all", help="the next unfinished recipes, in order")] = False,
     budget: Annotated[str | None, typer.Option(help="stop in time and resume later, e.g. 150m or 2h")] = None,
-    page: Annotated[Path | None, typer.Option(help="write the page of all results to this file")] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="write the page of all papers to this file, those of the recipes beside it")
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="run one seed of NAME again; compare with its summary")] = False,
+    decide: Annotated[bool, typer.Option("--decide", help="add seeds, up to 20, while a claim is undecided")] = False,
 ) -> None:
     """Run a table or figure of a paper and judge it; run again to resume.
 
@@ -46,16 +54,23 @@ def reproduce(
         raise typer.BadParameter("give one of NAME, --list, --all, --page")
     with errors():
         from fedloom.reproduce import Budget, recipe, recipes
-        from fedloom.reproduce.page import page as page_of
+        from fedloom.reproduce.papers import FOLDER, pages
         from fedloom.reproduce.recipe import SCALES
         from fedloom.storage.files import make_folder, write_atomic
         from fedloom.values import choose
 
         how_much: Scale = choose("scale", {s: s for s in SCALES}, scale)
         if page is not None:
-            make_folder(page.resolve().parent)
-            write_atomic(page, page_of(recipes(), results).encode())
+            beside = page.resolve().parent / FOLDER
+            make_folder(beside)
+            for file, text in pages(recipes(), results):
+                write_atomic(beside / file if file else page, text.encode())
             typer.echo(f"page: {page}")
+            return
+        if verify:
+            if name is None:
+                raise typer.BadParameter("--verify needs NAME")
+            _verify(recipe(name), how_much, results, data_dir, workers, only or [])
             return
         if list_:
             _list(recipes(), how_much, results, data_dir)
@@ -64,9 +79,10 @@ def reproduce(
         chosen = [recipe(name)] if name is not None else list(recipes().values())
         given = _seeds(seeds)
         for one in chosen:
-            if time.left <= 0 or not _run(
-                one, how_much, out, results, data_dir, workers, given, only or [], time, all_
-            ):
+            def run_with(count: list[int], one: Recipe = one) -> bool:
+                return _run(one, how_much, out, results, data_dir, workers, count, only or [], time, all_)
+
+            if time.left <= 0 or not run_with(given) or (decide and not _decided(one, how_much, results, run_with)):
                 typer.echo(f"stopped at {one.name}: the same command goes on from here", err=True)
                 raise typer.Exit(130)
 
@@ -102,6 +118,52 @@ def _run(
     if done is not None:
         print_verdicts(recipe, done)
     return done is not None and done.complete
+
+
+def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[int]], bool]) -> bool:
+    """Add seeds up to the next look while a claim is undecided and the recipe is cheap; False where time was over."""
+    from fedloom.reproduce.judge import LOOKS, OPEN, claims
+    from fedloom.reproduce.summary import read
+
+    for count, _ in LOOKS[1:]:
+        known = read(results, recipe.name, scale)
+        if known is None or scale == "smoke" or known.minutes * LOOKS[0][0] / len(known.seeds) >= CHEAP:
+            return True
+        judged = [one for one in claims(recipe, known.numbers) if not one.claim.construction]
+        if any(one.verdict == OPEN for one in judged if one.known) and not run(recipe.seeds(count)):
+            return False
+    return True
+
+
+def _verify(
+    recipe: Recipe, scale: Scale, results: Path, data_dir: Path | None, workers: str, only: list[str]
+) -> None:  # fmt: skip
+    """Say whether one seed of a summary comes out as it was: equal, within numerical noise, or not (exit 1)."""
+    from tempfile import TemporaryDirectory
+
+    from fedloom.progress import counted
+    from fedloom.reproduce.execute import NOISE, verify
+    from fedloom.reproduce.summary import read
+
+    known = read(results, recipe.name, scale)
+    if known is None:
+        raise ConfigError(f"{results} holds no summary of {recipe.name} at {scale} scale; run the recipe first")
+    with TemporaryDirectory() as folder:
+        found = verify(
+            recipe, known, Path(folder) / "run", data_dir=data_dir, only=only,
+            workers=workers if workers == "auto" else _count(workers), show=counted,
+        )  # fmt: skip
+    worst = max(found, key=lambda d: d.size)
+    equal = sum(d.size == 0 for d in found)
+    word = "equal" if equal == len(found) else "within numerical noise" if worst.size <= NOISE else "not equal"
+    code = f", commit {known.commit}" if known.commit else ""
+    typer.echo(
+        f"{recipe.name}, seed {known.seeds[0]}: {word}: {equal} of {len(found)} values equal, the largest relative "
+        f"difference {worst.size:.2g} ({worst.reference}: {worst.was} then, {worst.now} now; noise is up to {NOISE:g})."
+        f" Then: {known.date}{code}, torch {known.versions['torch']}, {known.machine}"
+    )
+    if word == "not equal":
+        raise typer.Exit(1)
 
 
 def _list(recipes: dict[str, Recipe], scale: Scale, results: Path, data_dir: Path | None) -> None:

@@ -1,21 +1,23 @@
-"""Settings that a recipe leaves to be chosen, by `fedloom.tune`: every candidate is tried, with one seed.
+"""Settings that a recipe leaves to be chosen, by `fedloom.tune`: every candidate is tried, with one seed or some.
 
 ``choose = {eta = [0.01, 0.1]}`` in a ``[[method]]`` names the candidates (a key of `local` as ``"local.lr"``); several
 keys make a grid, which is the whole search space of the method. The score is the last round's validation accuracy (or
 the first metric by which `fedloom.tune` goes), the mean over the models that the method has. A ``[choose]`` table may
-shorten the ``rounds`` of these trials, and ``once = true`` lets the first variant choose for all. Test data play no
-part.
+shorten the ``rounds`` of these trials, take the mean over the first ``seeds``, and ``once = true`` lets the first variant choose for all. Test data play no
+part. With ``extend = K`` a grid whose best value is at an edge goes on, at most K times: the next value is the edge
+times the factor between it and its neighbour, tried with all values of the method's other keys; alike for all methods.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedloom.errors import RunDirError
+from fedloom.errors import ConfigError, RunDirError
+from fedloom.experiment import parse
 from fedloom.reproduce.recipe import label_of, merged
 from fedloom.storage.files import write_atomic
 
@@ -30,17 +32,105 @@ CHOSEN = "chosen.json"
 
 def candidates(method: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Text and method table of every candidate; one with empty text if there is nothing to choose."""
-    plain = {k: v for k, v in method.items() if k != "choose"}
     grid = method.get("choose", {})
+    every = [dict(zip(grid, combination, strict=True)) for combination in product(*grid.values())]
+    return [(_text(grid, values), _with(method, values)) for values in every]
+
+
+def _with(method: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The method table with chosen values; a key before a dot names a table."""
+    table = {k: v for k, v in method.items() if k != "choose"}
+    for key, value in values.items():
+        outer, dot, inner = key.partition(".")
+        table = merged(table, {outer: {inner: value}} if dot else {outer: value})
+    return table
+
+
+def searches(folder: Path, document: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Folder and document of the search for a document's settings, then of its extensions, each when it is wanted."""
+    yield folder, dict(document)
+    known = read_choices(folder, document)
+    for k in range(1, document.get("choose", {}).get("extend", 0) + 1):
+        further = extension(document, known)
+        if not further["method"]:
+            return
+        place = folder.with_name(f"{folder.name}@{k}")
+        yield place, further
+        known = _joined(known, read_choices(place, further))
+
+
+def extension(document: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The document with the methods whose best value is at an edge of its grid, and the values beyond to try."""
+    methods = []
+    for method in document["method"]:
+        choice = known.get(label_of(method), {})
+        edges = at_an_edge(choice["chosen"], choice["scores"]) if choice else []
+        if not edges:
+            continue
+        key, (values, tried) = edges[0], _parsed(choice["chosen"], choice["scores"])
+        ordered = sorted({v[key] for v in tried if isinstance(v.get(key), int | float)})
+        edge, beside = (ordered[0], ordered[1]) if values[key] == ordered[0] else (ordered[-1], ordered[-2])
+        beyond = type(method["choose"][key][0])(float(f"{edge * edge / beside:.3g}")) if beside else edge
+        if beyond != edge and _allowed(document, _with(method, {**values, key: beyond})):
+            methods.append({**method, "choose": {**method["choose"], key: [beyond]}})
+    return {**document, "method": methods}
+
+
+def _allowed(document: Mapping[str, Any], method: Mapping[str, Any]) -> bool:
+    """Whether a method may have these settings."""
+    try:
+        parse({**{k: v for k, v in document.items() if k != "choose"}, "method": [method]}, "candidates")
+    except ConfigError:
+        return False
+    return True
+
+
+def at_an_edge(chosen: str, scores: Iterable[str]) -> list[str]:
+    """The keys of numbers of which the chosen candidate has the smallest or the largest of several."""
+    values, tried = _parsed(chosen, scores)
     found = []
-    for combination in product(*grid.values()):
-        values = dict(zip(grid, combination, strict=True))
-        table = plain
-        for key, value in values.items():
-            outer, dot, inner = key.partition(".")
-            table = merged(table, {outer: {inner: value}} if dot else {outer: value})
-        found.append((_text(grid, values), table))
+    for key, value in values.items():
+        numbers = {v[key] for v in tried if isinstance(v.get(key), int | float) and not isinstance(v[key], bool)}
+        if len(numbers) > 1 and value in (min(numbers), max(numbers)):
+            found.append(key)
     return found
+
+
+def _parsed(chosen: str, scores: Iterable[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The values of candidates from their texts."""
+
+    def read(text: str) -> dict[str, Any]:
+        pairs = (part.split(" = ", 1) for part in text.split(", ") if " = " in part)
+        return {key: _value(value) for key, value in pairs}
+
+    return read(chosen), [read(text) for text in scores]
+
+
+def _value(text: str) -> Any:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _joined(known: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """The better of both choices of every method, with the scores of both; the former of equals."""
+    found = dict(known)
+    for label, new in more.items():
+        old = known[label]
+        sign = 1 if new["higher"] else -1
+        scored = [c for c in (old, new) if c["scores"][c["chosen"]] is not None]
+        best = max(scored, key=lambda c: sign * c["scores"][c["chosen"]], default=old)
+        found[label] = {**best, "scores": {**old["scores"], **new["scores"]}}
+    return found
+
+
+def settled(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
+    """What was chosen so far by the searches of a document, extensions and all; `read_choices` of each."""
+    known: dict[str, Any] = {}
+    for place, searched in searches(folder, document):
+        known = _joined(known, read_choices(place, searched)) if known else read_choices(place, searched)
+    return known
 
 
 def first(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,7 +157,7 @@ def search_of(document: Mapping[str, Any]) -> dict[str, Any]:
     tune = {
         "trials": max(len(candidates(m)) for m in methods),
         "rounds": document.get("choose", {}).get("rounds", document["rounds"]),
-        "seeds": document["seeds"][:1],
+        "seeds": document["seeds"][: document.get("choose", {}).get("seeds", 1)],
         "model": "mean",
         "prune": False,
         "equal_work": False,
@@ -87,9 +177,9 @@ def chosen(document: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) 
     """The experiment with what was chosen; the first candidate where nothing was."""
     methods: list[dict[str, Any]] = []
     for method in document["method"]:
-        options = dict(candidates(method))
-        text = str(known.get(label_of(method), {}).get("chosen"))
-        methods.append(options.get(text, next(iter(options.values()))))
+        options, choice = dict(candidates(method)), known.get(label_of(method), {})
+        beyond = _with(method, choice["values"]) if choice.get("values") else next(iter(options.values()))
+        methods.append(options.get(str(choice.get("chosen")), beyond))
     return {k: v for k, v in document.items() if k != "choose"} | {"method": methods}
 
 
@@ -127,6 +217,8 @@ def write_choices(folder: Path, document: Mapping[str, Any], found: Iterable[Fou
         scores = {text: values[text] for text, _ in candidates(method)}
         known[study.method.label] = {
             "chosen": next(iter(scores)) if best is None else _text(method["choose"], best.params),
+            "values": {} if best is None else {key: best.params[key] for key in method["choose"]},
+            "higher": study.search.higher,
             "scores": {text: None if value is None else round(value, 6) for text, value in scores.items()},
         }
     write_atomic(folder / CHOSEN, json.dumps(known, indent=1).encode())

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,32 +31,11 @@ from fedloom.models import MLP, ModelSpec
 from fedloom.reproduce.choices import candidates, first, rounds_of
 from fedloom.reproduce.execute import experiment
 from fedloom.reproduce.page import state
-from fedloom.reproduce.recipe import Recipe, Scale
+from fedloom.reproduce.recipe import NOMINAL, Nominal, Recipe, Scale
 from fedloom.reproduce.summary import read
 from fedloom.seeds import generator
 
 
-class Nominal(NamedTuple):
-    """A data set as its paper has it: training and test samples, shape of one, classes, natural clients."""
-
-    train: int
-    test: int
-    shape: tuple[int, ...]
-    classes: int
-    users: int = 0
-
-
-NOMINAL = {
-    "cifar-10": Nominal(50_000, 10_000, (3, 32, 32), 10),
-    "cifar-100": Nominal(50_000, 10_000, (3, 32, 32), 100),
-    "digits": Nominal(1797, 0, (1, 8, 8), 10),
-    "fashion-mnist": Nominal(60_000, 10_000, (1, 28, 28), 10),
-    "femnist": Nominal(14_708, 1685, (1, 28, 28), 62, 105),
-    "medical-mnist": Nominal(58_954, 0, (1, 64, 64), 6),
-    "mnist": Nominal(60_000, 10_000, (1, 28, 28), 10),
-    "synthetic": Nominal(13_500, 1_500, (60,), 10, 30),
-    "tiny-imagenet": Nominal(100_000, 10_000, (3, 64, 64), 200),
-}
 HEAVY = 10
 """Largest batch with which convolutional networks are timed."""
 FIXED = ("fiaelt", "fedadmm-inexact")
@@ -75,7 +54,8 @@ def minutes(recipe: Recipe, scale: Scale) -> float:
         for method, table in zip(plan.methods, document["method"], strict=True):
             gradients = _gradients(method, samples / clients) * _cohort(method, clients)
             seconds = gradients * _speed(plan, method, data, min(clients, 10), samples / clients)
-            trials = len(candidates(table)) if scale != "smoke" and len(candidates(table)) > 1 else 0
+            seeds = min(document.get("choose", {}).get("seeds", 1), len(document["seeds"]))
+            trials = seeds * len(candidates(table)) if scale != "smoke" and len(candidates(table)) > 1 else 0
             trials = 0 if number and document.get("choose", {}).get("once") else trials
             rounds = method.setting.rounds * len(plan.head.seeds) + trials * rounds_of(document, table)
             total += seconds * rounds

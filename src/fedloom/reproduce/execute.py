@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedloom.errors import RunStopped, Stop
+from fedloom.errors import RunDirError, RunStopped, Stop
 from fedloom.experiment import Experiment, Plan, parse
 from fedloom.experiment.events import Event, Listener
 from fedloom.processes.distributed import check_alone
+from fedloom.report.reading import read_runs
 from fedloom.reproduce import summary as summaries
 from fedloom.reproduce.choices import (
     TRIALS,
@@ -24,6 +27,8 @@ from fedloom.reproduce.choices import (
     open_methods,
     read_choices,
     search_of,
+    searches,
+    settled,
     trials_of,
     write_choices,
 )
@@ -31,6 +36,8 @@ from fedloom.reproduce.recipe import Recipe, Scale
 from fedloom.reproduce.summary import Summary
 from fedloom.storage.files import file_name
 
+NOISE = 0.002
+"""Relative difference up to which a value is the same but for the order of sums, which differs between processors."""
 Show = Callable[[int | Mapping[str, int]], AbstractContextManager[Listener]]
 """Shows the progress of runs that have so many rounds together, or by label of the method."""
 
@@ -116,7 +123,7 @@ def reproduce(
         + (["--seeds", ",".join(map(str, seeds))] if seeds else [])
         + [part for label in only for part in ("--only", label)]
     )
-    done = None
+    done, samples = None, _samples(documents, data_dir)
     for variant, document in documents.items():
         folder = out / file_name(variant)
         with summaries.counted(out, variant) as note:
@@ -125,12 +132,65 @@ def reproduce(
             ended = budget.left > 0 and _variant(
                 recipe, scale, variant, document, chooses, folder, data_dir, workers, show, *told
             )
-        done = summaries.summarise(recipe, scale, command, documents, out)
+        done = summaries.summarise(recipe, scale, command, documents, out, samples)
         if done is not None and results is not None:
             summaries.write(done, results)
         if not ended:
             break
     return done
+
+
+def _samples(documents: Mapping[str, Mapping[str, Any]], data_dir: Path | None) -> dict[str, int]:
+    """Samples of every data set, by source."""
+    sources = {d["data"]["source"]: experiment(first(d), "data").source for d in documents.values()}
+    return {name: len(source.load(data_dir)) for name, source in sources.items()}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value of a summary, and what the same run gives here."""
+
+    reference: str
+    was: float | None
+    now: float | None
+
+    @property
+    def size(self) -> float:
+        """Relative to the value, or to one where that is larger."""
+        if self.was is None or self.now is None:
+            return 0.0 if self.was == self.now else math.inf
+        return abs(self.was - self.now) / max(1.0, abs(self.was))
+
+
+def verify(
+    recipe: Recipe, summary: Summary, folder: Path, *, data_dir: Path | None = None, only: Sequence[str] = (),
+    workers: int | str = 1, show: Show = _quiet,
+) -> list[Difference]:  # fmt: skip
+    """Run the first seed of a summary's first variant again, with what was chosen then.
+
+    Args:
+        recipe: of the summary.
+        summary: what to compare with.
+        folder: an empty folder, for the run.
+        data_dir: folder of data sets.
+        only: labels of the methods to run; all when empty.
+        workers: processes.
+        show: shows progress.
+
+    Raises:
+        RunDirError: the summary is of an earlier version of the recipe.
+    """
+    if summary.protocol != recipe.protocol(summary.scale):
+        raise RunDirError(f"the summary of {recipe.name} is of an earlier version of the recipe; run the recipe again")
+    variant, seed = next(iter(summary.numbers)), summary.seeds[0]
+    document = recipe.at(summary.scale, [seed], only)[variant]
+    known = summary.choices.get(variant) or next(iter(summary.choices.values()), {})
+    plan = Plan(experiment(chosen(document, known), f"recipe {recipe.name}, {variant}", workers), folder, data_dir)
+    with show(plan.rounds) as tell:
+        plan.run(tell, page=False)
+    now = summaries.numbers_of(recipe, document, read_runs([folder])[0])
+    was, key = summary.numbers[variant], str(seed)
+    return [Difference(ref, was[ref].get(key), by_seed.get(key)) for ref, by_seed in now.items() if ref in was]
 
 
 def _variant(
@@ -145,16 +205,16 @@ def _variant(
         with show(plan.rounds) as tell:
             return all(outcome.status != "interrupted" for outcome in plan.run(tell, *listeners, page=page))
 
-    def search(place: Path) -> bool:
+    def search(place: Path, searched: dict[str, Any]) -> bool:
         from fedloom.tune import Tuning
 
         def read(document: Mapping[str, Any], where: str) -> Experiment:
             return experiment(document, where, workers)
 
-        tuning = Tuning(search_of(chooses), where, place, data_dir, read=read)
+        tuning = Tuning(search_of(searched), where, place, data_dir, read=read)
         with show(tuning.rounds) as tell:
             try:
-                write_choices(place, chooses, tuning.run(lambda *_: None, tell, *listeners, tuned=False))
+                write_choices(place, searched, tuning.run(lambda *_: None, tell, *listeners, tuned=False))
             except RunStopped as stopped:
                 if stopped.reason is not Stop.INTERRUPTED:
                     raise
@@ -164,6 +224,7 @@ def _variant(
     if scale == "smoke":
         return run(first(document))
     trials = folder.parent / TRIALS / trials_of(document, folder.name)
-    if open_methods(chooses, read_choices(trials, chooses)) and not search(trials):
-        return False
-    return run(chosen(document, read_choices(trials, chooses)), page=True)
+    for place, searched in searches(trials, chooses):
+        if open_methods(searched, read_choices(place, searched)) and not search(place, searched):
+            return False
+    return run(chosen(document, settled(trials, chooses)), page=True)

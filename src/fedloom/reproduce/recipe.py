@@ -4,7 +4,8 @@ A recipe is an experiment file with more tables:
 
 - ``base = "NAME"``: another recipe that this one changes. Tables are merged key by key; a table that names another
   ``kind`` or ``source`` takes the place of the base's, and so does everything that is not a table. Columns and cells
-  are taken as a whole (new columns leave no old cells), and every recipe has its own ``[scale.laptop]`` or none.
+  are taken as a whole (new columns leave no old cells), and every recipe has its own ``[scale.laptop]`` and
+  ``nearest`` or none.
 - ``[paper]``: where the numbers come from, and what is claimed of them; see `Paper`.
 - ``[variant.NAME]``: changes of the experiment, one run directory each; ``options.LABEL`` changes one method. Without
   variants there is one, called ``all``; ``variants = [...]`` keeps these and leaves out the base's others.
@@ -19,12 +20,12 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import Field, model_validator
 
@@ -39,6 +40,29 @@ SMOKE = {"data": {"source": "digits"}, "partition": {"min_size": 1, "keep": 20},
 """What every recipe is at smoke scale, unless it says otherwise."""
 
 
+class Nominal(NamedTuple):
+    """A data set as its paper has it: training and test samples, shape of one, classes, natural clients."""
+
+    train: int
+    test: int
+    shape: tuple[int, ...]
+    classes: int
+    users: int = 0
+
+
+NOMINAL = {
+    "cifar-10": Nominal(50_000, 10_000, (3, 32, 32), 10),
+    "cifar-100": Nominal(50_000, 10_000, (3, 32, 32), 100),
+    "digits": Nominal(1797, 0, (1, 8, 8), 10),
+    "fashion-mnist": Nominal(60_000, 10_000, (1, 28, 28), 10),
+    "femnist": Nominal(14_708, 1685, (1, 28, 28), 62, 105),
+    "medical-mnist": Nominal(58_954, 0, (1, 64, 64), 6),
+    "mnist": Nominal(60_000, 10_000, (1, 28, 28), 10),
+    "synthetic": Nominal(13_500, 1_500, (60,), 10, 30),
+    "tiny-imagenet": Nominal(100_000, 10_000, (3, 64, 64), 200),
+}
+
+
 class Claim(Value):
     """An ordering that the paper asserts, between references ``[VARIANT |] METHOD: MODEL[: FIGURE]``.
 
@@ -49,7 +73,8 @@ class Claim(Value):
     higher: str | None = Field(None, description="what is claimed to be higher; or give lower")
     lower: str | None = Field(None, description="what is claimed to be lower; or give higher")
     than: tuple[str | float, ...] = Field(min_length=1, description="than each of these references or numbers")
-    margin: float = Field(0.0, ge=0, description="comparable: worse by at most this, in the figure's own unit")
+    margin: float = Field(0.0, ge=0, description="worse by at most this, in the figure's own unit")
+    equivalent: bool = Field(False, description="comparable: neither worse nor better by more than the margin")
     construction: bool = Field(False, description="holds by construction, whatever the methods do")
     variants: tuple[str, ...] = Field((), description="the variants that it is about; all when empty")
 
@@ -57,6 +82,8 @@ class Claim(Value):
     def _one_side(self) -> Claim:
         if (self.higher is None) == (self.lower is None):
             raise ValueError("give higher or lower, and not both")
+        if self.equivalent and not self.margin:
+            raise ValueError("a claim of equivalence needs a margin")
         return self
 
     @property
@@ -79,6 +106,12 @@ class Paper(Value):
     title: str = Field(description="paper, and table or figure")
     protocol: str = Field(description="the protocol, as the paper states it")
     order: int = Field(description="place among all recipes")
+    mode: Literal["published", "fair", "near"] = Field(
+        "near",
+        description="published: with the paper's own settings, its code's variants and its way to choose; fair: equal"
+        " trials and stated budgets; near: the stated protocol, with what it leaves open taken alike for all methods",
+    )
+    nearest: str = Field("", description="the recipe nearer to the protocol, in which this one's cells count")
     figure: str = Field("accuracy", description="figure of a reference that names none")
     percent: bool = Field(False, description="the cells are printed in percent")
     seeds: int = Field(1, ge=1, description="repetitions behind a printed cell")
@@ -136,10 +169,30 @@ class Recipe:
         plain = "as in the protocol" if self.paper.reduced is None else "as reduced"
         return str(self.scales.get(scale, {}).get("says", plain))
 
-    def as_the_paper(self, scale: Scale) -> bool:
-        """Whether a scale is the protocol, but for seeds, and for variants or methods left out."""
+    def as_the_paper(self, scale: Scale, samples: Mapping[str, int]) -> bool:
+        """Whether a scale is the protocol, but for seeds, and for variants or methods left out.
+
+        Args:
+            scale: of the run.
+            samples: of every source that was used; one that is not known, or smaller than the paper's, is not the
+                paper's.
+        """
         free = {"budget", "says", "seeds", "variants", "methods"}
-        return self.paper.reduced is None and scale != "smoke" and set(self.scales.get(scale, {})) <= free
+        if scale == "smoke" or self.paper.reduced is not None or set(self.scales.get(scale, {})) - free:
+            return False
+        used = {document["data"]["source"] for document in self.at(scale).values()}
+        papers = {source: NOMINAL[source].train + NOMINAL[source].test for source in used & NOMINAL.keys()}
+        return used == papers.keys() and all(samples.get(source, 0) >= size for source, size in papers.items())
+
+    def ordered(self, seeds: Iterable[str]) -> list[str]:
+        """Seeds in the order in which claims look at them: the recipe's own, then the others by size."""
+        own = {str(seed): k for k, seed in enumerate(self.document["seeds"])}
+        return sorted(seeds, key=lambda seed: (own.get(seed, len(own)), int(seed)))
+
+    def seeds(self, count: int) -> list[int]:
+        """So many seeds: the recipe's own, then the smallest numbers that are none of them."""
+        own = list(self.document["seeds"])
+        return [*own, *(k for k in range(count) if k not in own)][:max(count, len(own))]
 
     def protocol(self, scale: Scale) -> str:
         """Digest of what a scale runs, so that results tell whether they are of this recipe."""
@@ -222,6 +275,7 @@ def _resolved(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
         return document
     base = _resolved(document.pop("base"), known)
     base.get("scale", {}).pop("laptop", None)
+    base.get("paper", {}).pop("nearest", None)
     for table, follows in (("columns", ("columns", "cells")), ("cells", ("cells",))):
         if table in document.get("paper", {}):
             base["paper"] |= {key: {} for key in follows}

@@ -7,16 +7,18 @@ import json
 import math
 import os
 import platform
+import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from fedloom.errors import RunDirError
 from fedloom.report.numbers import MODELS, WORK
 from fedloom.report.reading import Run, read_runs
-from fedloom.reproduce.choices import TRIALS, read_choices, trials_of
+from fedloom.reproduce.choices import TRIALS, settled, trials_of
 from fedloom.reproduce.figures import Reference, values
 from fedloom.reproduce.recipe import Recipe, Scale, label_of
 from fedloom.storage.files import file_name, make_folder, write_atomic
@@ -40,6 +42,8 @@ class Summary:
         complete: whether every variant, method and seed has been run.
         choices: variant -> method -> what was chosen, with the score of every candidate.
         failures: sentences on runs that diverged or failed.
+        commit: of the code that ran, with "-dirty" where it was changed; empty where it is not known.
+        samples: of every data set that was used; empty in summaries that did not record it.
     """
 
     recipe: str
@@ -57,9 +61,13 @@ class Summary:
     choices: dict[str, Any]
     failures: list[str]
     numbers: dict[str, dict[str, dict[str, float | None]]]
+    commit: str = ""
+    samples: dict[str, int] = field(default_factory=dict[str, int])
 
 
-def summarise(recipe: Recipe, scale: Scale, command: str, documents: Mapping[str, Any], out: Path) -> Summary | None:
+def summarise(
+    recipe: Recipe, scale: Scale, command: str, documents: Mapping[str, Any], out: Path, samples: Mapping[str, int]
+) -> Summary | None:
     """The summary of the run directories in ``out``, one per variant; None if nothing has been run."""
     numbers: dict[str, Any] = {}
     chosen: dict[str, Any] = {}
@@ -73,9 +81,9 @@ def summarise(recipe: Recipe, scale: Scale, command: str, documents: Mapping[str
             continue
         run = read_runs([folder])[0]
         versions = run.options["resolved"]["versions"]
-        numbers[variant] = _numbers(recipe, document, run)
+        numbers[variant] = numbers_of(recipe, document, run)
         trials = trials_of(document, folder.name)
-        known = {} if trials != folder.name and chosen else read_choices(out / TRIALS / trials, document)
+        known = {} if trials != folder.name and chosen else settled(out / TRIALS / trials, document)
         chosen |= {variant: known} if known else {}
         wanted = {(label_of(m), seed) for m in document["method"] for seed in document["seeds"]}
         ended = {(r.method, r.seed): r for r in run.summary.runs if r.status != "interrupted"}
@@ -87,8 +95,26 @@ def summarise(recipe: Recipe, scale: Scale, command: str, documents: Mapping[str
     return Summary(
         recipe.name, scale, recipe.protocol(scale), recipe.says(scale), command, datetime.date.today().isoformat(),
         machine(), versions, not missing, list(some["seeds"]), some["rounds"],
-        round(sum(_spent(out).values()) / 60, 2), chosen, failures, numbers,
+        round(sum(_spent(out).values()) / 60, 2), chosen, failures, numbers, commit(), dict(samples),
     )  # fmt: skip
+
+
+@cache
+def commit() -> str:
+    """The commit of this code, with "-dirty" where tracked files differ from it; empty outside its repository."""
+    here = Path(__file__)
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(  # noqa: S603
+            ["git", "-C", str(here.parent), *arguments],  # noqa: S607
+            check=True, capture_output=True, text=True,
+        ).stdout.strip()  # fmt: skip
+
+    try:
+        git("ls-files", "--error-unmatch", here.name)
+        return git("describe", "--always", "--dirty", "--exclude=*", "--abbrev=40")
+    except (OSError, subprocess.CalledProcessError):
+        return ""
 
 
 def machine() -> str:
@@ -124,7 +150,8 @@ def read(folder: Path, recipe: str, scale: Scale) -> Summary | None:
         raise RunDirError(f"{path} is not a summary: {error}; delete it and run the recipe again") from None
 
 
-def _numbers(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[str, dict[str, float | None]]:
+def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[str, dict[str, float | None]]:
+    """reference -> seed -> value of everything that a summary keeps of a run."""
     found = {}
     for reference in _wanted(recipe, [label_of(m) for m in document["method"]]):
         by_seed = values(run, reference)

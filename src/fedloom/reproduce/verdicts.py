@@ -18,7 +18,7 @@ WIDTH = 160
 
 def print_verdicts(recipe: Recipe, summary: Summary) -> None:
     """Both tables of a recipe on standard output."""
-    compare = recipe.as_the_paper(summary.scale)
+    compare = recipe.as_the_paper(summary.scale, summary.samples)
     rows = [
         (c.variant, c.column, number(c.mean) + spread(c.std), str(c.n), number(c.chosen),
          "-" if c.paper is None else number(c.paper) + spread(c.paper_std), c.verdict)
