@@ -19,11 +19,9 @@ def page() -> str:
 
 def _papers() -> list[str]:
     """The tables of the papers that were run, from the generated page."""
-    table = [line for line in (DOCS / "reproduction.md").read_text().splitlines() if line.startswith("| ")]
-    head, *rows = [line for line in table if line.count("|") == 5]
-    done = [
-        row.replace("](#", "](reproduction.md#") for row in rows if row.startswith("| [") and "| not run |" not in row
-    ]
+    table = [line for line in (DOCS / "papers.md").read_text().splitlines() if line.startswith("| ")]
+    head, *rows = dict.fromkeys(line for line in table if line.count("|") == 5)
+    done = [row for row in rows if row.startswith("| [") and "| not run" not in row]
     return [head, "|---|---|---|---|", *done] if done else ["Nothing."]
 
 

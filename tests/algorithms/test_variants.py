@@ -257,7 +257,8 @@ def test_flame(centre: Any, dual: Any, momentum: float) -> None:
 
 @pytest.mark.parametrize("start", ["received", "kept"])
 @pytest.mark.parametrize("moves", ["batch", "epoch", "round"])
-def test_pfedme(start: Any, moves: Any) -> None:
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_pfedme(start: Any, moves: Any, momentum: float) -> None:
     lam, eta, inner = 3.0, 0.1, 2
     theta, x = [X0] * N, X0
     for t, cohort in enumerate(COHORTS):
@@ -265,16 +266,17 @@ def test_pfedme(start: Any, moves: Any) -> None:
         for i in cohort:
             steps, w = BATCHES[i][t], x
             per = {"batch": 1, "epoch": len(steps) // EPOCHS, "round": len(steps)}[moves]
-            v = theta[i] if start == "kept" else x
+            v, velocity = theta[i] if start == "kept" else x, torch.zeros_like(x)
             for k, batch in enumerate(steps, 1):
                 for _ in range(inner):
-                    v = v - LR * (grad(i, v, batch) + lam * (v - w))
+                    velocity = momentum * velocity + grad(i, v, batch) + lam * (v - w)
+                    v = v - LR * velocity
                 if k % per == 0:
                     w = w - eta * lam * (w - v)
             theta[i] = v
             new.append(w)
         x = mean(new)
-    result = replayed(PFedMe(lam=lam, eta=eta, inner=inner, theta=start, moves=moves))
+    result = replayed(PFedMe(lam=lam, eta=eta, inner=inner, theta=start, moves=moves), local={"momentum": momentum})
     close(shared(result), x)
     close(rows(result).theta, theta)
 

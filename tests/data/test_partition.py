@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -291,6 +292,20 @@ def test_quality_noise_has_the_stated_variance_on_each_client_and_is_drawn_once(
     assert torch.equal(code.data.x[:100], clean[:100])  # client 0 has none
     assert float((code.data.x[300:] - clean[300:]).std()) == pytest.approx(0.3, rel=0.03)
     assert data.x.dtype == torch.uint8
+
+
+@pytest.mark.parametrize("std", [[0.25], [0.25, 0.5]])
+def test_quality_noise_of_the_code_is_of_the_features_as_models_take_them(std: list[float]) -> None:
+    plain = toy(400, width=30)
+    x = torch.cat([plain.x] * len(std), 1)
+    data = replace(plain, x=x, mean=torch.tensor([0.3] * len(std)), std=torch.tensor(std))
+    base, every = {"kind": "iid", "shuffle": False}, torch.arange(300, 400)
+    noisy, clean = (PARTITIONS["quality"](clients=4, sigma=s, reading="std", base=base)(data, 7) for s in (0.4, 0.0))
+    noise = noisy.fetch(every) - clean.fetch(every)
+    assert [float(noise[:, c].std()) for c in range(len(std))] == pytest.approx([0.3] * len(std), rel=0.03)
+    inside = {"kind": "quality", "sigma": 0.4, "reading": "std", "base": base}
+    mixed = PARTITIONS["hybrid"](clients=4, first=inside, second={"kind": "iid"})(data, 7)
+    assert mixed.data.x.dtype == torch.float32
 
 
 def test_noise_is_on_the_features_that_a_model_takes_not_on_the_cells_of_a_table() -> None:

@@ -170,8 +170,9 @@ def test_a_difference_called_detectable_is_decided_as_often_as_said() -> None:
 
 def test_the_papers_own_margin_is_the_mean_of_its_cells() -> None:
     table = {"than": ["fedavg: global"]}
-    one = make_recipe("tiny", merged(TINY, {"paper": {"cells": {"few": [[0.9, 0.01], 0.7], "many": [0.8, 0.8]},
-                                                      "claims": [{"text": "t", "higher": "flame: personal", **table}]}}))  # fmt: skip
+    claim = {"text": "t", "higher": "flame: personal", **table}
+    printed = {"few": [[0.9, 0.01], 0.7], "many": [0.8, 0.8]}
+    one = make_recipe("tiny", merged(TINY, {"paper": {"cells": printed, "claims": [claim]}}))
     assert papers_lead(one, one.paper.claims[0]) == pytest.approx(0.1)
     assert math.isnan(papers_lead(tiny(), tiny().paper.claims[0]))
 

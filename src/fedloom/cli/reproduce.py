@@ -43,7 +43,9 @@ def reproduce(
     page: Annotated[
         Path | None, typer.Option(help="write the page of all papers to this file, those of the recipes beside it")
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="run one seed of NAME again; compare with its summary")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="run one seed of NAME again; compare with its summary")
+    ] = False,
     decide: Annotated[bool, typer.Option("--decide", help="add seeds, up to 20, while a claim is undecided")] = False,
 ) -> None:
     """Run a table or figure of a paper and judge it; run again to resume.
@@ -79,6 +81,7 @@ def reproduce(
         chosen = [recipe(name)] if name is not None else list(recipes().values())
         given = _seeds(seeds)
         for one in chosen:
+
             def run_with(count: list[int], one: Recipe = one) -> bool:
                 return _run(one, how_much, out, results, data_dir, workers, count, only or [], time, all_)
 

@@ -35,7 +35,6 @@ from fedloom.reproduce.recipe import NOMINAL, Nominal, Recipe, Scale
 from fedloom.reproduce.summary import read
 from fedloom.seeds import generator
 
-
 HEAVY = 10
 """Largest batch with which convolutional networks are timed."""
 FIXED = ("fiaelt", "fedadmm-inexact")

@@ -184,7 +184,7 @@ def verify(
         raise RunDirError(f"the summary of {recipe.name} is of an earlier version of the recipe; run the recipe again")
     variant, seed = next(iter(summary.numbers)), summary.seeds[0]
     document = recipe.at(summary.scale, [seed], only)[variant]
-    known = summary.choices.get(variant) or next(iter(summary.choices.values()), {})
+    known: dict[str, Any] = summary.choices.get(variant) or next(iter(summary.choices.values()), {})
     plan = Plan(experiment(chosen(document, known), f"recipe {recipe.name}, {variant}", workers), folder, data_dir)
     with show(plan.rounds) as tell:
         plan.run(tell, page=False)

@@ -198,12 +198,10 @@ def _tested(claim: Claim, values: list[float], level: float) -> Look:
     if math.isnan(level) or claim.construction:
         return Look(n, mean, math.nan, math.nan, math.nan, OPEN, math.nan)
     error = float(np.std(values, ddof=1)) / math.sqrt(n)
-    above, below = (lambda c: _one_sided(mean - c, error, n)), (lambda c: _one_sided(c - mean, error, n))
     m = claim.margin
+    right, wrong = _one_sided(mean + m, error, n), _one_sided(-m - mean, error, n)
     if claim.equivalent:
-        right, wrong = max(above(-m), below(m)), min(above(m), below(-m))
-    else:
-        right, wrong = above(-m), below(-m)
+        right, wrong = max(right, _one_sided(m - mean, error, n)), min(wrong, _one_sided(mean - m, error, n))
     p = min(1.0, 2 * min(right, wrong))
     verdict = OPEN if p > level else HOLDS if right < wrong else FAILS
     width = float(stdtrit(n - 1, 1 - level / 2))

@@ -21,7 +21,7 @@ from fedloom.report.numbers import half_width
 from fedloom.reproduce import judge
 from fedloom.reproduce.figures import Reference
 from fedloom.reproduce.page import MODES, difference, last, number, page, plot, signed, state
-from fedloom.reproduce.recipe import Recipe
+from fedloom.reproduce.recipe import Claim, Recipe
 from fedloom.reproduce.summary import Summary
 from fedloom.values import Value
 
@@ -105,14 +105,16 @@ def overview(recipes: Mapping[str, Recipe], found: Mapping[str, Summary | None])
             lines.append(f"| {' | '.join(cells)} |")
         if sheet.changed:
             lines += ["", f"Changed after a table had been seen: {sheet.changed}"]
+        named = dict.fromkeys(name for row in sheet.row for name in (*row.published, *row.fair))
+        for name in (name for name in named if plot(recipes[name], found[name])):
+            lines += ["", f"[{recipes[name].paper.title}]({FOLDER}/{name}.md):", "", f"![{name}]({FOLDER}/{name}.svg)"]
+        lines += ["", '<details markdown="1"><summary>All recipes</summary>', ""]
+        lines += ["| recipe | what | mode | state |", "|---|---|---|---|"]
         mine = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{sheet.name},")]
-        drawn = [name for name, one in mine if plot(one, found[name])]
-        if drawn:
-            lines += ["", f"![{recipes[drawn[0]].paper.title}]({FOLDER}/{drawn[0]}.svg)"]
-        lines += ["", "| recipe | what | mode | state |", "|---|---|---|---|"]
         for name, one in mine:
             told = state(one, found[name]) if found[name] else _not_run(one)
             lines.append(f"| [{name}]({FOLDER}/{name}.md) | {one.paper.title} | {one.paper.mode} | {told} |")
+        lines += ["", "</details>"]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -136,7 +138,7 @@ def _margin(recipes: Mapping[str, Recipe], row: Row) -> str:
     return "no number"
 
 
-def _claim(recipe: Recipe, start: str) -> judge.Claim | None:
+def _claim(recipe: Recipe, start: str) -> Claim | None:
     return next((claim for claim in recipe.paper.claims if claim.text.startswith(start)), None)
 
 
@@ -180,7 +182,7 @@ def _shown(left: str, right: str, found: Mapping[str, Summary | None]) -> str:
 
 
 def _totals(recipes: Mapping[str, Recipe], found: Mapping[str, Summary | None]) -> str:
-    """What came of everything that was run: every claim once, in the recipe nearest to its protocol, every cell once."""
+    """What came of everything that was run: every claim and every cell once, in the recipe nearest to the protocol."""
     nearness = list(MODES)
     order = sorted(recipes.values(), key=lambda r: (nearness.index(r.paper.mode), r.paper.reduced is not None))
     claims: dict[tuple[str, str], judge.Judged] = {}
@@ -197,8 +199,8 @@ def _totals(recipes: Mapping[str, Recipe], found: Mapping[str, Summary | None]) 
         if summary and not recipe.paper.nearest and recipe.as_the_paper(summary.scale, summary.samples):
             cells = judge.cells(recipe, summary.numbers, compare=True)
             words += [word for c in cells if (word := c.verdict.split()[0]) in ("within", "above", "below")]
-    counts = ", ".join(f"{tested.count(v)} {v}" for v in (judge.HOLDS, judge.AVERAGE, judge.FAILS, judge.OPEN))
-    where = ", ".join(f"{words.count(word)} {word}" for word in ("within", "above", "below"))
+    counts = ", ".join(f"*{v}* {tested.count(v)}" for v in (judge.HOLDS, judge.AVERAGE, judge.FAILS, judge.OPEN))
+    where = ", ".join(f"{word} {words.count(word)}" for word in ("within", "above", "below"))
     run = sum(summary is not None for summary in found.values())
     return (
         f"Of {len(recipes)} recipes {run} were run. Of {len(tested)} claims, each counted once: {counts}; "

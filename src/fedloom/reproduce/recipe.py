@@ -192,7 +192,7 @@ class Recipe:
     def seeds(self, count: int) -> list[int]:
         """So many seeds: the recipe's own, then the smallest numbers that are none of them."""
         own = list(self.document["seeds"])
-        return [*own, *(k for k in range(count) if k not in own)][:max(count, len(own))]
+        return [*own, *(k for k in range(count) if k not in own)][: max(count, len(own))]
 
     def protocol(self, scale: Scale) -> str:
         """Digest of what a scale runs, so that results tell whether they are of this recipe."""

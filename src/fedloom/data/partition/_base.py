@@ -51,7 +51,8 @@ class Draw(NamedTuple):
     """What a partition decides.
 
     dealt: positions of every client; test: its own test set where it comes from elsewhere; noise: standard deviation of
-    the noise on each client's features, [n, 1] or by channel [n, c]; relabel: new class of every class at every client [n, C]; groups [n].
+    the noise on each client's features, [n, 1] or by channel [n, c]; relabel: new class of every class at every client
+    [n, C]; groups [n].
     """
 
     dealt: Dealt
