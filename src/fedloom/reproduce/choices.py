@@ -4,8 +4,8 @@
 keys make a grid, which is the whole search space of the method. The score is the last round's validation accuracy (or
 the first metric by which `fedloom.tune` goes), the mean over the models that the method has. A ``[choose]`` table may
 shorten the ``rounds`` of these trials and take the mean over the first ``seeds``; ``once = true`` lets the first
-variant choose for all. Test data play no part. With ``extend = K`` a grid whose best value is at an edge goes on, at most
-K times: the next value is the edge times the factor between it and its neighbour, tried with all values of the
+variant choose for all. Test data play no part. With ``extend = K`` a grid whose best value is at an edge goes on, at
+most K times: the next value is the edge times the factor between it and its neighbour, tried with all values of the
 method's other keys; alike for all methods.
 """
 
