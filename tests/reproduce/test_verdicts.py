@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from fedloom.reproduce.figures import Reference, values
 from fedloom.reproduce.judge import AVERAGE, FAILS, HOLDS, LOOKS, OPEN, cells, claims, papers_lead, within
 from fedloom.reproduce.page import last, page, plot
 from fedloom.reproduce.papers import overview, pages, sheets
-from fedloom.reproduce.recipe import Recipe, make_recipe, merged
+from fedloom.reproduce.recipe import Recipe, label_of, make_recipe, merged
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -333,6 +334,10 @@ def test_headline_claims_are_claims_of_the_recipes_they_name() -> None:
     for row in rows:
         for name in (*row.published, *row.fair):
             assert any(c.text.startswith(row.claim) for c in known[name].paper.claims), (name, row.claim)
+        for pair in re.findall(r"\{(.+?)\}", row.why):
+            for name, variant, text in (side.split(" | ") for side in pair.split(" - ")):
+                assert variant in known[name].variants
+                assert Reference.of(text, "accuracy").method in {label_of(m) for m in known[name].document["method"]}
     assert {sheet.name for sheet in sheets()} == {one.paper.title.split(",")[0] for one in known.values()}
     for one in known.values():
         assert not one.paper.nearest or one.paper.nearest in known, one.name
