@@ -124,7 +124,7 @@ def test_a_claim_is_one_number_per_seed_and_its_interval_is_that_of_the_look() -
     assert (one.verdict, one.right, len(one.known)) == (HOLDS, 2, 2)
     worse = numbers(flame_personal=list(a), fedavg_global=list(b), other_global=list(c + 0.02))
     (one,) = claims(with_claim(than=["fedavg: global", "other: global"]), worse)
-    assert (one.verdict, one.count) == (AVERAGE, "1 of 2; clear: 1 for, 0 against")
+    assert (one.verdict, one.count) == (AVERAGE, "1 of 2, 2 not run; clear: 1 for, 0 against")
 
 
 def test_single_comparisons_have_holms_correction() -> None:
@@ -348,7 +348,9 @@ def test_the_page_of_all_papers_counts_a_claim_once_and_construction_never() -> 
     names = ["flame-table3-mnist", "flame-table3-mnist-mlp"]
     found = {name: last(one, ROOT / "results") if name in names else None for name, one in known.items()}
     (totals,) = [line for line in overview(known, found).splitlines() if line.startswith("Of ")]
-    assert totals.startswith(f"Of {len(known)} recipes 2 were run. Of 6 claims, each counted once:")
+    assert totals.startswith(
+        f"Of {len(known)} recipes 2 were run. Of 6 claims of recipes that came to their end, each counted once:"
+    )
     assert "1 more hold by construction and count nowhere" in totals
 
 

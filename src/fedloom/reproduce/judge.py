@@ -85,11 +85,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim with its pooled test, and its comparisons beside it."""
+    """A claim with its pooled test, and its comparisons beside it; ``planned`` is how many the recipe has in all."""
 
     claim: Claim
     pooled: Look
     comparisons: tuple[Comparison, ...]
+    planned: int
 
     @property
     def verdict(self) -> str:
@@ -107,10 +108,16 @@ class Judged:
         return sum(_as_claimed(self.claim, c.look.difference) for c in self.known)
 
     @property
+    def share(self) -> str:
+        """How many comparisons are as claimed, and how many were not run."""
+        rest = self.planned - len(self.known)
+        return f"{self.right} of {len(self.known)}{f', {rest} not run' if rest else ''}"
+
+    @property
     def count(self) -> str:
         """How many comparisons are as claimed, and how many of them clearly."""
         clear = [sum(c.look.verdict == v for c in self.known) for v in (HOLDS, FAILS)]
-        return f"{self.right} of {len(self.known)}; clear: {clear[0]} for, {clear[1]} against"
+        return f"{self.share}; clear: {clear[0]} for, {clear[1]} against"
 
     @property
     def summary(self) -> str:
@@ -178,7 +185,8 @@ def claims(recipe: Recipe, numbers: Numbers) -> list[Judged]:
         if claim.construction and leads:
             held = min(v for lead in leads for v in lead.values()) >= -ROUNDING
             pooled = replace(pooled, verdict=HOLDS if held else FAILS)
-        found.append(Judged(claim, pooled, singles))
+        planned = len(_pairs(recipe, claim, {variant: {} for variant in recipe.variants}))
+        found.append(Judged(claim, pooled, singles, planned))
     return found
 
 

@@ -126,7 +126,8 @@ def _not_run(recipe: Recipe) -> str:
 def _scale(recipe: Recipe, summary: Summary | None) -> str:
     assert summary is not None
     size = "reduced" if recipe.paper.reduced else "full data"
-    return f"{size}, {summary.rounds} rounds, {len(summary.seeds)} seeds"
+    done = "" if summary.complete else ", unfinished"
+    return f"{size}, {summary.rounds} rounds, {len(summary.seeds)} seeds{done}"
 
 
 def _margin(recipes: Mapping[str, Recipe], row: Row) -> str:
@@ -153,8 +154,9 @@ def _cell(
         one = next((j for j in judge.claims(recipes[name], summary.numbers) if j.claim.text.startswith(start)), None)
         if one is None or not one.known:
             continue
+        so_far = "" if summary.complete else " so far"
         near = "near: " if recipes[name].paper.mode == "near" else ""
-        told = [difference(one), f"**{one.verdict}**", f"{one.right} of {len(one.known)}"]
+        told = [difference(one), f"**{one.verdict}**{so_far}", one.share]
         if one.verdict == judge.OPEN and math.isfinite(one.pooled.detectable):
             told.append(f"detectable {number(one.pooled.detectable)}")
         return f"{near}[{', '.join(told)}]({FOLDER}/{name}.md)"
@@ -188,7 +190,7 @@ def _totals(recipes: Mapping[str, Recipe], found: Mapping[str, Summary | None]) 
     claims: dict[tuple[str, str], judge.Judged] = {}
     for recipe in order:
         summary = found[recipe.name]
-        for one in judge.claims(recipe, summary.numbers) if summary else ():
+        for one in judge.claims(recipe, summary.numbers) if summary and summary.complete else ():
             if one.known:
                 claims.setdefault((recipe.paper.title.split(",")[0], one.claim.text), one)
     tested = [one.verdict for one in claims.values() if not one.claim.construction]
@@ -203,7 +205,7 @@ def _totals(recipes: Mapping[str, Recipe], found: Mapping[str, Summary | None]) 
     where = ", ".join(f"{word} {words.count(word)}" for word in ("within", "above", "below"))
     run = sum(summary is not None for summary in found.values())
     return (
-        f"Of {len(recipes)} recipes {run} were run. Of {len(tested)} claims, each counted once: {counts}; "
-        f"{built} more hold by construction and count nowhere. Of {len(words)} cells in the papers' own protocol and "
-        f"size: {where}."
+        f"Of {len(recipes)} recipes {run} were run. Of {len(tested)} claims of recipes that came to their end, each "
+        f"counted once: {counts}; {built} more hold by construction and count nowhere. Of {len(words)} cells in the "
+        f"papers' own protocol and size: {where}."
     )
