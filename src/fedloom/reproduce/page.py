@@ -88,7 +88,8 @@ def _table(recipe: Recipe, summary: Summary) -> Iterator[str]:
     yield f"| | | ours (mean ± std) | round chosen on validation | paper |{verdict}"
     yield f"|---|---|---|---|---|{'---|' if compare else ''}"
     for cell in cells:
-        ours = "not run" if not cell.n else number(cell.mean) + spread(cell.std)
+        few = f" (n = {cell.n})" if cell.n < len(summary.seeds) else ""
+        ours = "not run" if not cell.n else number(cell.mean) + spread(cell.std) + few
         paper = "-" if cell.paper is None else number(cell.paper) + spread(cell.paper_std)
         said = f" {cell.verdict} |" if compare else ""
         yield f"| {cell.variant} | {cell.column} | {ours} | {number(cell.chosen)} | {paper} |{said}"

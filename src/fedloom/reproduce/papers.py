@@ -199,7 +199,7 @@ def _totals(recipes: Mapping[str, Recipe], found: Mapping[str, Summary | None]) 
     for recipe in order:
         summary = found[recipe.name]
         if summary and not recipe.paper.nearest and recipe.as_the_paper(summary.scale, summary.samples):
-            cells = judge.cells(recipe, summary.numbers, compare=True)
+            cells = [c for c in judge.cells(recipe, summary.numbers, compare=True) if c.n >= len(summary.seeds)]
             words += [word for c in cells if (word := c.verdict.split()[0]) in ("within", "above", "below")]
     counts = ", ".join(f"*{v}* {tested.count(v)}" for v in (judge.HOLDS, judge.AVERAGE, judge.FAILS, judge.OPEN))
     where = ", ".join(f"{word} {words.count(word)}" for word in ("within", "above", "below"))
