@@ -20,8 +20,9 @@ Deviations: a round here is all iterations from one communication to the next, s
 has every client take part; a client that does not is counted with its last u. Local work starts at the client's own
 x_i; with ``start = "server"`` at its copy of the server's model.
 
-Defaults: eta = 2 reach, reach the length of a round (lr times its mean number of steps): the local steps then come
-near the prox of eta f_i, which a longer eta would leave half-solved.
+Defaults: eta = 4 reach, reach the length of a round (lr times its mean number of steps): as local work goes on from the
+client's own x_i, the server's model moves by eta (1 - exp(-reach/eta)) times a steady gradient in a round, 0.88 of
+FedAvg's speed; with eta = reach it would be 0.63.
 
 Use it like FedDyn or FedADMM, of which it is the variant with full participation (eta = 1/alpha = 1/rho). ``skip``
 saves communication only where clients differ little.
@@ -64,7 +65,7 @@ class _Iterate(NamedTuple):
 class FedPD(Algorithm):
     """FedPD (Zhang et al. 2021, Algorithm 1)."""
 
-    eta: Derived = by_rule(description="inverse penalty; 2 reach when not given; 1 and 10 in FedDR's scripts")
+    eta: Derived = by_rule(description="inverse penalty; 4 reach when not given; 1 and 10 in FedDR's scripts")
     skip: float = Field(
         0.0, ge=0, lt=1, description="probability p of an iteration without communication (Algorithm 1)"
     )
@@ -73,7 +74,7 @@ class FedPD(Algorithm):
     paper: ClassVar[Mapping[str, Any]] = {"eta": 1.0}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        return {"eta": 2 * ctx.reach}
+        return {"eta": 4 * ctx.reach}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
         return Model(x0), Client(x0, torch.zeros_like(x0)), Point(x0)
