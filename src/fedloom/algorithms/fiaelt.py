@@ -122,8 +122,7 @@ class FIAELT(Algorithm):
         start = x if self.start == "own" else where_moved(work, y.expand_as(x), x)
         new, taken = inexact(start, work, (beta, y), z, self.solver, smooth, self.r, most, self.inner, self.lr)  # Eq. 8
         dx, dz = new - x, self.tau * beta * (new - y) * (work.steps > 0)  # line 4
-        moved = lyapunov_step(dx, dz, beta, smooth, self.tau, self.r)
-        return Up(dx, dz, taken.to(x), none), Client(new, z + dz, moved)
+        return Up(dx, dz, taken.to(x), none), Client(new, z + dz, lyapunov_step(dx, dz, beta, smooth, self.tau, self.r))
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         if not server.beta:
@@ -144,12 +143,8 @@ class FIAELT(Algorithm):
 
     def diagnostics(self, server: Server, total: Seen, ctx: Ctx) -> dict[str, float]:
         y, xbar, zbar, beta, before, iterations = server
-        xi = ctx.n * ((beta or before) * (xbar - y) + zbar)  # in dg(y), by the server's prox
+        xi = ctx.n * ((beta if beta else before) * (xbar - y) + zbar)  # in dg(y), by the server's prox
         kkt = torch.linalg.vector_norm(total.gradient + xi)  # Theorem 1; at least dist(0, sum grad f_i(y) + dg(y))
-        h = float(total.energy + penalty(self.regulariser, y, ctx.layout))  # H_t, Proposition 5
-        return {
-            "local_iterations": float(iterations),
-            "kkt": float(kkt),
-            "lyapunov": h,
-            "nonzeros": float((y != 0).sum()),
-        }
+        h = total.energy + penalty(self.regulariser, y, ctx.layout)  # H_t, Proposition 5
+        figures = {"local_iterations": iterations, "kkt": kkt, "lyapunov": h, "nonzeros": y.count_nonzero()}
+        return {name: float(figure) for name, figure in figures.items()}

@@ -114,7 +114,8 @@ single clients: no secure aggregation.
 
 Deviations: C counts the clusters that are not empty, so that the weights sum to 1.
 
-Defaults: mu is FedProx's.
+Defaults: mu is FedProx's; two clusters. The number belongs to the federation: where clients have no such clusters, a
+single client may count as much as all others, of which a run warns.
 
 Use it when groups of clients of unequal size should be served equally well; with one cluster it is FedProx.
 """,
