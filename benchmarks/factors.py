@@ -5,8 +5,8 @@
 Every derived option is tried at 1/4, 1/2, 1, 2 and 4 times what theory gives for it. The clients' test parts are taken
 out before anything runs; each figure is the validation score of a model, less that of the worse of FedAvg and Local
 there. A factor other than 1 was taken only where 1 is more than 2 points below the best at the worst of the federations
-(FedProx, FedPD, FedOpt, FIAELT), or where personal models fall below the global one (FLAME). FedDyn's iterates are
-those of FedADMM here, composite FedADMM's those of FedPD. The data are read from FEDLOOM_DATA.
+(FedProx, FedOpt, FIAELT), or where personal models fall below the global one (FLAME). FedDyn's iterates are those of
+FedADMM here; FedPD's are too by default, and with an eta that is given, as here, composite FedADMM's. The data are read from FEDLOOM_DATA.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OPTIONS = {
     "admm-lp-proj": ("lam",),
     "q-ffl": ("lipschitz",),
 }
-UNITS = {"fedprox.mu": 3.0, "fiaelt.beta": 2.0, "flame.lam": 0.5}
+UNITS = {"fedprox.mu": 3.0, "fedpd.eta": 4.0, "fiaelt.beta": 2.0, "flame.lam": 0.5}
 """What is tried as the factor 1, over the default, where a factor was chosen since."""
 
 

@@ -41,8 +41,10 @@ DEFAULTS_SAY = (
     "",
     "Where a paper's constant belongs to its own problem, the default is derived before the first round from the "
     "*reach* of a round, the step size times the mean number of local steps; every card gives its rule. "
-    '`settings = "paper"` in a `[[method]]` table, or `FLAME(settings="paper")` in Python, takes the paper\'s own '
-    "constants, which `fedloom describe` lists.",
+    '`settings = "paper"` at the top of a file or in a `[[method]]` table, `--set settings=paper` or '
+    '`--set method.flame.settings=paper` on the command line, and `fl.simulate("flame", fed, settings="paper")` in '
+    "Python take the papers' own constants, which `fedloom describe` lists. "
+    '`lam = "2x"` is twice what the method derives.',
 )
 HEADS = ("Problem", "Reference", "References", "Kept by a client", "Deviations", "Defaults")
 LIMITS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
@@ -82,8 +84,9 @@ def defaults() -> str:
     """What every method does as it comes, from the recorded runs."""
     found = json.loads(DEFAULTS.read_text())
     local = ", ".join(f"{key} = {value}" for key, value in found["local"].items())
+    commits = " and ".join(dict.fromkeys(row["commit"] for row in found["rows"]))
     lines = ["# Methods as they come", "", *DEFAULTS_SAY, ""]
-    lines += [f"{found['rounds']} rounds, {local}. Made by `{found['command']}` at {found['commit']}.", ""]
+    lines += [f"{found['rounds']} rounds, {local}. Made by `{found['command']}` at {commits}.", ""]
     for case, title in found["cases"].items():
         rows = [row for row in found["rows"] if row["case"] == case]
         metric = "AUROC" if case == "hospitals" else "accuracy"

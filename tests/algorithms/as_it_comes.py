@@ -263,18 +263,16 @@ def commit() -> str:
 
 
 def main(out: Path, names: list[str]) -> None:
-    """Measure, and write what was measured; rows of another commit are left out."""
+    """Measure, and write what was measured, every row with its commit."""
     torch.set_num_threads(1)
-    here, kept = commit(), json.loads(out.read_text()) if out.exists() else {}
-    rows = {(row["method"], row["case"]): row for row in kept.get("rows", []) if kept.get("commit") == here}
-    head = {"command": f"python tests/algorithms/{Path(__file__).name} {out}", "commit": here, "rounds": ROUNDS}
-    head |= {"local": LOCAL, "cases": {key: case.title for key, case in CASES.items()}}
+    here, kept = commit(), json.loads(out.read_text())["rows"] if out.exists() else []
+    rows = {(row["method"], row["case"]): row for row in kept}
+    head = {"command": f"python tests/algorithms/{Path(__file__).name} {out}", "rounds": ROUNDS, "local": LOCAL}
+    head |= {"cases": {key: case.title for key, case in CASES.items()}}
     for case in CASES:
         for name in names or REGISTRY:
-            if (name, case) in rows and not names:
-                continue
             found = measure(name, case)
-            rows[name, case] = {**found, "broken": broken(found), "excused": excused(found)}
+            rows[name, case] = {**found, "broken": broken(found), "excused": excused(found), "commit": here}
             print(case, name, rows[name, case]["broken"] or "holds", flush=True)
             order = [rows[name, case] for name in REGISTRY for case in CASES if (name, case) in rows]
             out.write_text(json.dumps({**head, "rows": order}, indent=1) + "\n")

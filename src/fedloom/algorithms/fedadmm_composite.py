@@ -19,10 +19,10 @@ the last u of every client.
 Deviations: u travels, not its difference to the last one; the server's mean over all clients is the same. Local work
 starts at the client's own x_i, or with ``start = "server"`` at xbar.
 
-Defaults: eta = 4 reach, reach the length of a round (lr times its mean number of steps): as local work goes on from the
-client's own x_i, the server's model moves by eta (1 - exp(-reach/eta)) times a steady gradient in a round, 0.88 of
-FedAvg's speed; with eta = reach it would be 0.63. No regulariser, as it belongs to the problem; models have no zeros
-then, of which a run warns.
+Defaults: eta = reach, the length of a round (lr times its mean number of steps), and local work starts at the server's
+model: on a steady gradient that moves by eta times it in a round, FedAvg's speed; local work that goes on from x_i
+would reach 1 - 1/e of it. With an eta that is given it starts at x_i, as in the paper. No regulariser, as it belongs to
+the problem; models have no zeros then, of which a run warns.
 
 Use it like FedDR, to which it is equal with alpha = 1: composite problems with partial participation.
 """
@@ -57,14 +57,16 @@ class Client(NamedTuple):
 class FedADMMComposite(Algorithm):
     """Composite FedADMM (Wang et al. 2022, Algorithm 1)."""
 
-    eta: Derived = by_rule(description="inverse penalty; 4 reach when not given; the paper gives no one value")
+    eta: Derived = by_rule(description="inverse penalty; the reach when not given; the paper gives no one value")
     regulariser: Regulariser = Field(None, description="g, a function with a prox; none when not given")
-    start: Literal["own", "server"] = Field("own", description="where local SGD starts: the client's x_i, or xbar")
+    start: Literal["own", "server"] | None = Field(
+        None, description="where local SGD starts: the client's x_i, or xbar; when not given x_i if eta is given"
+    )
 
     family: ClassVar[str] = "composite"
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        return {"eta": 4 * ctx.reach}
+        return {"eta": ctx.reach, "start": "server"} if self.eta is None else {}
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         return unregularised(self)
@@ -74,7 +76,7 @@ class FedADMMComposite(Algorithm):
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Point, Client]:
         x, (w, y) = down.x, rows
-        w = w if self.start == "own" else x
+        w = x if self.start == "server" else w
         w = descend(
             w, work, pull=((1 / self.eta, x),), shift=y
         )  # min f_i(w) + <z_i, w - xbar> + ||w - xbar||^2/(2 eta)

@@ -37,7 +37,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Rows, Sent, check_full_gradients
+from fedloom.algorithms._base import Algorithm, Derived, Mean, Rows, Sent, by_rule, check_full_gradients
 from fedloom.algorithms._regulariser import Regulariser, penalty, proximal, unregularised
 from fedloom.local import Ctx, Work, where_moved
 from fedloom.local.inexact import Seen, Solver, inexact, lyapunov_step, seen
@@ -86,7 +86,7 @@ class FIAELT(Algorithm):
     regulariser: Regulariser = Field(None, description="g, a function with a prox; 0.01 ||x||_1 in Sec. 5")
     tau: float = Field(0.5, gt=0, le=1, description="dual step (Corollary 2); 1 gives ADMM")
     r: float = Field(0.005, ge=0, lt=0.5, description="tolerance r_i of (9) (Corollary 2); 0: all iterations are taken")
-    beta: float | None = Field(None, gt=0, description="penalty; 1/(passes reach) for sgd, 5 L (Cor. 2) when not given")
+    beta: Derived = by_rule(description="penalty; 1/(passes reach) for sgd, 5 L (Cor. 2) when not given")
     smooth: float | None = Field(None, gt=0, description="L; beta/5, or measured in the first round, when not given")
     solver: Solver = Field("sgd", description="local SGD, SVRG (Corollary 2) or gradient descent until (9)")
     passes: int = Field(2, ge=1, description="most rounds of sgd until (9); 1: one, and (9) is not looked at")

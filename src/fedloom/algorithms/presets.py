@@ -169,7 +169,7 @@ Kept by a client: nothing. Sent per round: d down, d up; before that, but for rp
 down to every candidate and one loss up. The server sees losses of single clients.
 
 Deviations: rpow-d remembers the loss of a client's trained model on its last mini-batch. The size of the cohort is the
-run's sampler's unless given.
+run's sampler's unless given; where everyone takes part there is no choice, of which a run warns.
 
 Use it to gain speed from clients that lag behind; its limit is biased towards them.
 """,
