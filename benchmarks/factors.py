@@ -6,7 +6,8 @@ Every derived option is tried at 1/4, 1/2, 1, 2 and 4 times what theory gives fo
 out before anything runs; each figure is the validation score of a model, less that of the worse of FedAvg and Local
 there. A factor other than 1 was taken only where 1 is more than 2 points below the best at the worst of the federations
 (FedProx, FedOpt, FIAELT), or where personal models fall below the global one (FLAME). FedDyn's iterates are those of
-FedADMM here; FedPD's are too by default, and with an eta that is given, as here, composite FedADMM's. The data are read from FEDLOOM_DATA.
+FedADMM here; FedPD's are too by default, and with an eta that is given, as here, composite FedADMM's.
+The data are read from FEDLOOM_DATA.
 """
 
 from __future__ import annotations
