@@ -66,7 +66,7 @@ class FedADMMComposite(Algorithm):
     family: ClassVar[str] = "composite"
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        return {"eta": ctx.reach, "start": "server"} if self.eta is None else {}
+        return {} if self.eta else {"eta": ctx.reach, "start": "server"}
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         return unregularised(self)

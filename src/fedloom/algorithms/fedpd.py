@@ -76,7 +76,7 @@ class FedPD(Algorithm):
     paper: ClassVar[Mapping[str, Any]] = {"eta": 1.0, "start": "own"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        return {"eta": ctx.reach, "start": "server"} if self.eta is None else {}
+        return {} if self.eta else {"eta": ctx.reach, "start": "server"}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
         return Model(x0), Client(x0, torch.zeros_like(x0)), Point(x0)

@@ -130,7 +130,7 @@ class FIAELT(Algorithm):
         beta, before, share = server.beta, server.before, ctx.m / ctx.n
         xbar, zbar = server.xbar + up.dx * share, server.zbar + up.dz * share  # line 6
         y = proximal(self.regulariser, xbar + zbar / beta, 1 / (beta * ctx.n), ctx.layout)  # prox_{g/(beta p)}
-        if self.r and not before and self.beta is None and self.smooth is None:
+        if self.r and not before and not self.beta and self.smooth is None:
             fails = (up.iterations >= self.iterations).double().mean() > 0.5
             before, beta = beta * fails, beta * ~fails  # (9) fails for many: L is measured once more
         return Server(y, xbar, zbar, beta, before, up.iterations.mean(0))
