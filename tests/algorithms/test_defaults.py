@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from fedloom.algorithms import FIAELT, FLAME, REGISTRY, Preset
 from fedloom.errors import ConfigError
+from fedloom.experiment import parse
 from fedloom.local import Ctx, LocalSGD
 from fedloom.rows.layout import Layout
 
@@ -299,6 +300,17 @@ def test_settings_are_default_or_paper() -> None:
     for entry in (FLAME, REGISTRY["fairfed"]):
         with pytest.raises(ValueError, match="settings must be 'default' or 'paper'"):
             entry(settings="papers")
+
+
+def test_one_word_takes_the_papers_constants_of_every_method_of_a_file() -> None:
+    methods = [
+        {"algorithm": "flame"},
+        {"algorithm": "feddr", "settings": "default"},
+        {"algorithm": "fedprox", "mu": 3.0},
+    ]
+    read = parse({"data": {"source": "digits"}, "settings": "paper", "method": methods}).methods
+    made = [method.setting.algorithm for method in read]
+    assert made == [FLAME(settings="paper"), REGISTRY["feddr"](), REGISTRY["fedprox"](mu=3.0)]
 
 
 @pytest.mark.parametrize("name", REGISTRY)
