@@ -329,3 +329,9 @@ def load_mutants() -> ModuleType:
         sys.path.remove(str(ROOT / "scripts"))
         os.environ.clear()
         os.environ.update(before)
+
+
+def test_a_method_is_a_file_of_at_most_150_lines() -> None:
+    """`_base` and its neighbours, and the presets, are no methods."""
+    files = [f for f in (ROOT / "src" / "fedloom" / "algorithms").glob("[!_]*.py") if f.stem != "presets"]
+    assert {f.name: n for f in files if (n := len(f.read_text().splitlines())) > 150} == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -15,6 +16,7 @@ from pydantic import (
     GetCoreSchemaHandler,
     SerializerFunctionWrapHandler,
     ValidationError,
+    ValidatorFunctionWrapHandler,
     model_serializer,
 )
 from pydantic_core import CoreSchema, ErrorDetails, PydanticKnownError, core_schema
@@ -27,6 +29,8 @@ NUMBERS: dict[str, Literal["int_type", "float_type"]] = {"int": "int_type", "flo
 """Numbers in a schema of pydantic, and the error that refuses what is none."""
 LARGEST = 2**63 - 1
 """The largest whole number of a tensor, or of a TOML file."""
+FACTOR = r"(\d+\.?\d*|\.\d+)x"
+"""A multiple of what is derived, as 2x or 0.5x."""
 LEFT = ("metadata", "default", "expected", "serialization", "keys_schema")
 """What a schema of pydantic holds besides schemas of values; keys are text in every file."""
 
@@ -216,6 +220,17 @@ def exact_number(refusal: Literal["int_type", "float_type"], value: Any) -> Any:
     if isinstance(value, int) and abs(value) > LARGEST:
         raise PydanticKnownError("less_than_equal", {"le": LARGEST})
     return value
+
+
+def or_derived(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """A validator of options whose default, None, is derived; "2x" is twice what is derived, and "1x" None."""
+    factor = 1.0 if value is None else factor_of(value)
+    return (None if factor == 1 else value) if factor else check(value)
+
+
+def factor_of(value: Any) -> float | None:
+    """The number of "2x"; None of anything else."""
+    return float(value[:-1]) if isinstance(value, str) and re.fullmatch(FACTOR, value) else None
 
 
 def _sentence(error: ErrorDetails, where: str, fields: Mapping[str, Any]) -> str:

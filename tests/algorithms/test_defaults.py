@@ -11,7 +11,9 @@ from annotated_types import Ge, Gt, Interval, Le, Lt
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from fedloom.algorithms import FLAME, REGISTRY, Preset
+from fedloom.algorithms import FIAELT, FLAME, REGISTRY, Preset
+from fedloom.errors import ConfigError
+from fedloom.experiment import parse
 from fedloom.local import Ctx, LocalSGD
 from fedloom.rows.layout import Layout
 
@@ -50,7 +52,7 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "eps0": ("matlab", "MATLAB code: k0^2"),
         "shrink": (0.95, "MATLAB code"),
     },
-    "fedadmm-composite": {"eta": (ANY, OURS), "regulariser": (None, OPTION), "start": ("own", OPTION)},
+    "fedadmm-composite": {"eta": (ANY, OURS), "regulariser": (None, OPTION), "start": (None, OPTION)},
     "feddr": {
         "eta": (100.0, "Tran-Dinh et al. 2021, scripts: 100 for iid and (0, 0)"),
         "alpha": (1.95, "always"),
@@ -251,7 +253,7 @@ def test_what_is_derived_is_in_range_and_given_values_stay(name: str) -> None:
         settled = method.settled(ctx)
         assert {key: getattr(settled, key) for key in derived} == derived
         assert settled.settled(ctx) == settled
-        given = method.with_(**dict.fromkeys(derived, 0.7))
+        given = method.with_(**{key: value if isinstance(value, str) else 0.7 for key, value in derived.items()})
         assert given.settled(ctx) == given
 
 
@@ -263,8 +265,32 @@ def test_pulls_follow_the_length_of_a_round(name: str) -> None:
     ctx = contexts()[0]
     twice = [ctx._replace(local=LocalSGD(lr=0.1, epochs=1)), ctx._replace(local=LocalSGD(lr=0.05, epochs=2))]
     assert [c.reach for c in twice] == pytest.approx([2 * ctx.reach] * 2)
-    if name != "fedadmm-inexact":  # its steps are full gradients, whatever the epochs
-        assert method.derived(twice[0]) == pytest.approx(method.derived(twice[1]))
+    if name not in ("fedadmm-inexact", "perfedavg"):  # full gradients whatever the epochs; a step, no pull
+        both = [{k: v for k, v in method.derived(c).items() if not isinstance(v, str)} for c in twice]
+        assert both[0] == pytest.approx(both[1])
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_a_multiple_is_one_of_what_is_derived(name: str) -> None:
+    made = REGISTRY[name]()
+    method = made.algorithm if isinstance(made, tuple) else made
+    ctx = contexts()[0]
+    for option, rule in method.derived(ctx).items():
+        if isinstance(rule, str):
+            continue
+        twice = method.with_(**{option: "2x"})
+        assert getattr(twice.settled(ctx), option) == pytest.approx(2 * rule)
+        assert twice.settled(ctx) == method.with_(**{option: 2 * rule}).settled(ctx)  # what follows from it follows
+        assert type(twice).model_validate(twice.model_dump()) == twice
+        assert method.with_(**{option: "1x"}) == method
+        for wrong in ("0x", "-1x", "x", "2"):
+            with pytest.raises(ValidationError):
+                method.with_(**{option: wrong})
+
+
+def test_a_multiple_of_what_is_not_derived_is_refused() -> None:
+    with pytest.raises(ConfigError, match="beta is not derived with these options"):
+        FIAELT(solver="svrg", beta="2x").settled(contexts()[0])
 
 
 def test_settings_are_default_or_paper() -> None:
@@ -274,6 +300,17 @@ def test_settings_are_default_or_paper() -> None:
     for entry in (FLAME, REGISTRY["fairfed"]):
         with pytest.raises(ValueError, match="settings must be 'default' or 'paper'"):
             entry(settings="papers")
+
+
+def test_one_word_takes_the_papers_constants_of_every_method_of_a_file() -> None:
+    methods = [
+        {"algorithm": "flame"},
+        {"algorithm": "feddr", "settings": "default"},
+        {"algorithm": "fedprox", "mu": 3.0},
+    ]
+    read = parse({"data": {"source": "digits"}, "settings": "paper", "method": methods}).methods
+    made = [method.setting.algorithm for method in read]
+    assert made == [FLAME(settings="paper"), REGISTRY["feddr"](), REGISTRY["fedprox"](mu=3.0)]
 
 
 @pytest.mark.parametrize("name", REGISTRY)

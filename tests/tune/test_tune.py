@@ -337,11 +337,11 @@ def test_every_default_space_fits_its_method() -> None:
         check_values(document, place, space, "defaults")
         own = own_params(method, space)
         fields = fields_of(method.entry)
-        derived = [name for name in space if name in fields and fields[name].default is None]
-        assert (own is None) == bool(derived), (
-            method.algorithm,
-            derived,
-        )  # what the run decides is no point of a space
+        open_ = [name for name in space if name in fields and fields[name].default is None]
+        derived = [name for name in open_ if "1x" not in space[name]]
+        assert (own is None) == bool(derived), (method.algorithm, derived)
+        for name in open_:  # a derived option is looked for around its rule; FairFed's belongs to its weigher
+            assert method.algorithm == "fairfed" or {"0.5x", "1x", "2x"} <= set(space[name])
         if own is not None:
             assert parse(with_params(document, place, own)).methods[place].setting.algorithm == method.setting.algorithm
 

@@ -14,25 +14,30 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args, get_type_hints
 
 from annotated_types import Ge, Gt
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic import Field, PlainSerializer, ValidationError, WithJsonSchema, WrapValidator, model_validator
 from torch import Tensor
 
 from fedloom.errors import ConfigError, Refused, nearest
 from fedloom.local import Ctx, LocalSGD, Nothing, Work
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox import Form, Prox, made_by
-from fedloom.values import Value
+from fedloom.values import FACTOR, Value, factor_of, or_derived
 
+AS_IT_IS = PlainSerializer(lambda value: value, return_type=float | str | None)
+"""How a derived option is written down: its number, or the multiple."""
+_MULTIPLE = {"type": "string", "pattern": f"^{FACTOR}$"}
 
-def or_derived(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    """A validator of options whose default, None, is derived."""
-    return None if value is None else check(value)
+Derived = Annotated[
+    float, Gt(0), WrapValidator(or_derived), AS_IT_IS,
+    WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, _MULTIPLE]}),
+]  # fmt: skip
+"""Type of a positive option whose default, None, is derived by `Algorithm.derived` before the first round; "2x" is
+twice that."""
 
-
-Derived = Annotated[float, Gt(0), WrapValidator(or_derived)]
-"""Type of a positive option whose default, None, is derived by `Algorithm.derived` before the first round."""
-
-DerivedFrom0 = Annotated[float, Ge(0), WrapValidator(or_derived)]
+DerivedFrom0 = Annotated[
+    float, Ge(0), WrapValidator(or_derived), AS_IT_IS,
+    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, _MULTIPLE]}),
+]  # fmt: skip
 """The same for an option that may be 0."""
 
 
@@ -193,12 +198,22 @@ class Algorithm(Value, ABC):
         Raises:
             ConfigError: a derived value is out of its range; give the option.
         """
-        values = {name: value for name, value in self.derived(ctx).items() if getattr(self, name) is None}
+        factors = {name: factor_of(getattr(self, name)) for name in type(self).model_fields}
+        factors = {name: factor for name, factor in factors.items() if factor}
+        method, values = self.with_(**dict.fromkeys(factors)) if factors else self, dict[str, Any]()
         try:
-            return self.with_(**values) if values else self
+            if factors:  # what is derived from them follows
+                values = {name: factor * method.derived(ctx)[name] for name, factor in factors.items()}
+                method = method.with_(**values)
+            values = {name: value for name, value in method.derived(ctx).items() if getattr(method, name) is None}
+            return method.with_(**values) if values else method
         except ValidationError:
             where = f"{type(self).__name__}: {' and '.join(values)}"
             raise ConfigError(f"{where} cannot be derived from this run's steps; give a value") from None
+        except KeyError as error:
+            name = error.args[0]
+            said = f"{type(self).__name__}: {name} is not derived with these options, so it has no multiples"
+            raise ConfigError(f"{said}, got {getattr(self, name)!r}; give a number") from None
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Any, Any, Any]:
         """State before the first round; by default the server has the model and clients keep nothing.

@@ -31,12 +31,12 @@ def with_prox(f: object) -> Prox | None:
     return f if isinstance(f, Prox) else None
 
 
-def unregularised(method: Any, equal: str) -> list[str]:
-    """A sentence where a composite method has no regulariser, by which it is equal to another."""
+def unregularised(method: Any, then: str = "makes models without zeros", c: float = 0.01) -> list[str]:
+    """A sentence where a composite method has no regulariser: what it then is, and the one to give."""
     if method.regulariser is not None:
         return []
     name = type(method).__name__
-    return [f"{name} without a regulariser is {equal}: give one, such as regulariser = {{ kind = 'l1', c = 0.001 }}"]
+    return [f"{name} without a regulariser {then}: give one, such as regulariser = {{ kind = 'l1', c = {c} }}"]
 
 
 def proximal(f: object, v: Tensor, t: float | Tensor, layout: Layout) -> Tensor:

@@ -18,8 +18,8 @@ Kept by a client: 2d (u, y). Sent per round: d down, d up.
 Deviations: the public code takes theta for the old w_i in Delta_i, so that theta = 2 mean(w_i) - theta: another method.
 Here Delta_i is the paper's. Clients do the epochs of the run, not a random number of them.
 
-Defaults: rho = 1/reach, reach the length of a round (lr times its mean number of steps): the dual then follows the
-gradient in about one round, and does not overshoot.
+Defaults: rho = 1/reach, reach the length of a round (lr times its mean number of steps): on a steady gradient the
+server's model moves by 1/rho times that gradient in a round, which is FedAvg's speed.
 
 Use it for one global model when clients differ and only some return in a round. With ``server_lr = "fraction"`` (|S|/n,
 the theory's) the server's model is the mean of u over ALL clients; with 1 it moves faster and drifts from that mean.

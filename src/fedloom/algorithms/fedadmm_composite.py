@@ -19,8 +19,10 @@ the last u of every client.
 Deviations: u travels, not its difference to the last one; the server's mean over all clients is the same. Local work
 starts at the client's own x_i, or with ``start = "server"`` at xbar.
 
-Defaults: eta = 2 reach, reach the length of a round (lr times its mean number of steps): the local steps then come
-near the prox of eta f_i, which a longer eta would leave half-solved.
+Defaults: eta = reach, the length of a round (lr times its mean number of steps), and local work starts at the server's
+model: on a steady gradient that moves by eta times it in a round, FedAvg's speed; local work that goes on from x_i
+would reach 1 - 1/e of it. With an eta that is given it starts at x_i, as in the paper. No regulariser, as it belongs to
+the problem; models have no zeros then, of which a run warns.
 
 Use it like FedDR, to which it is equal with alpha = 1: composite problems with partial participation.
 """
@@ -34,8 +36,9 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Derived, Model, Point, Sent, by_rule
-from fedloom.algorithms._regulariser import Regulariser, proximal
+from fedloom.algorithms._regulariser import Regulariser, proximal, unregularised
 from fedloom.local import Ctx, Work, descend
+from fedloom.rows.layout import Layout
 
 
 class Down(NamedTuple):
@@ -54,21 +57,26 @@ class Client(NamedTuple):
 class FedADMMComposite(Algorithm):
     """Composite FedADMM (Wang et al. 2022, Algorithm 1)."""
 
-    eta: Derived = by_rule(description="inverse penalty; 2 reach when not given; the paper gives no one value")
+    eta: Derived = by_rule(description="inverse penalty; the reach when not given; the paper gives no one value")
     regulariser: Regulariser = Field(None, description="g, a function with a prox; none when not given")
-    start: Literal["own", "server"] = Field("own", description="where local SGD starts: the client's x_i, or xbar")
+    start: Literal["own", "server"] | None = Field(
+        None, description="where local SGD starts: the client's x_i, or xbar; when not given x_i if eta is given"
+    )
 
     family: ClassVar[str] = "composite"
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        return {"eta": 2 * ctx.reach}
+        return {} if self.eta else {"eta": ctx.reach, "start": "server"}
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        return unregularised(self)
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
         return Model(x0), Client(x0, torch.zeros_like(x0)), Point(x0)
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Point, Client]:
         x, (w, y) = down.x, rows
-        w = w if self.start == "own" else x
+        w = x if self.start == "server" else w
         w = descend(
             w, work, pull=((1 / self.eta, x),), shift=y
         )  # min f_i(w) + <z_i, w - xbar> + ||w - xbar||^2/(2 eta)

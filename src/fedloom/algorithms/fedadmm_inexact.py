@@ -23,9 +23,9 @@ eps (n^2). The paper's sigma_i differ (r0 r_i/n with the curvature r_i of the cl
 z_i / sum sigma_i is the mean of u. The curvature of the step is 1/lr of local training. Steps use full gradients:
 epochs and batch size of the run are not used.
 
-Defaults: one dual step after at most five linearised ones, and rho = 1/(4 lr inner), a quarter of what those steps
-undo: then no step is larger than those of gradient descent with lr. With clients of two labels each this is slower than
-FedAvg by more than its five steps are worth, of which a run warns.
+Defaults: one dual step after at most five linearised ones, which cost six times FedAvg's gradients, and rho = 1/(lr
+inner): penalty and data balance over these steps, and the server's model moves as far as they do. Where local SGD takes
+more than five steps in a round, FedAvg moves further and the method learns more slowly, of which a run warns.
 
 Use it where full gradients are cheap and communication is not. Many dual steps on one x come near a gradient step of
 size 1/rho: rho must then exceed half the curvature of the mean loss, whatever the authors' r0.
@@ -64,7 +64,7 @@ class _Solve(NamedTuple):
 class FedADMMInexact(Algorithm):
     """Inexact FedADMM (Zhou and Li 2023, Algorithm 1)."""
 
-    rho: Derived = by_rule(description="penalty n sigma_i; 1/(4 lr inner) when not given; r0 r_i in MATLAB code")
+    rho: Derived = by_rule(description="penalty n sigma_i; 1/(lr inner) when not given; r0 r_i in MATLAB code")
     iterations: int = Field(1, ge=1, description="k_0, dual steps between two communications; 5 and more in the paper")
     inner: int = Field(5, ge=1, description="most linearised steps per dual step; 3 in the MATLAB code")
     eps0: Annotated[float, Field(gt=0)] | Literal["matlab"] = Field(
@@ -79,7 +79,7 @@ class FedADMMInexact(Algorithm):
     paper: ClassVar[Mapping[str, Any]] = {"rho": 1.0, "iterations": 5, "inner": 3, "eps0": "matlab"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        return {"rho": 1 / (4 * ctx.local.lr * self.inner)}
+        return {"rho": 1 / (ctx.local.lr * self.inner)}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
         eps = x0.new_tensor([(ctx.n * self.iterations) ** 2 if self.eps0 == "matlab" else self.eps0])
@@ -87,10 +87,12 @@ class FedADMMInexact(Algorithm):
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         check_full_gradients("FedADMMInexact", ctx.local)
-        steps = self.iterations * self.inner
+        steps, sgd = self.iterations * self.inner, ctx.reach / ctx.local.lr
+        if steps >= sgd:
+            return []
         return [
-            f"FedADMMInexact takes at most {steps} full-gradient steps a round, whatever local.epochs is, and may "
-            "learn more slowly than FedAvg: raise local.lr or inner"
+            f"FedADMMInexact takes at most {steps} full-gradient steps a round where local SGD takes {sgd:.3g}, and "
+            "may learn more slowly than FedAvg: raise local.lr or inner"
         ]
 
     def client(self, down: Model, rows: Client, work: Work) -> tuple[Point, Client]:

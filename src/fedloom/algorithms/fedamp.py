@@ -20,8 +20,8 @@ is not negative; where it is not, the other weights are scaled to sum to 1. alph
 ``decay`` is given (the paper's experiments shrink it in steps). Local work starts at the client's own w_i; ``start =
 "server"`` starts it at u_i, as FedACS does.
 
-Defaults: alpha = reach sqrt(rounds), reach the length of a round (lr times its mean number of steps), as the pull
-lam/alpha is FLAME's; sigma = 2 (n - 1) alpha, by which xi_ii is at least 1/2.
+Defaults: alpha = reach sqrt(rounds)/2, reach the length of a round (lr times its mean number of steps): the pull
+lam/alpha is FLAME's, for its reasons; sigma = 2 (n - 1) alpha, by which xi_ii is at least 1/2.
 
 Use it with small models, whose distances mean something; for networks there is HeurFedAMP, which looks at angles. The
 server sees single models: no secure aggregation.
@@ -63,7 +63,7 @@ class FedAMP(Algorithm):
     """FedAMP (Huang et al. 2021, Algorithm 1)."""
 
     lam: float = Field(1.0, ge=0, description="lambda, weight of the attraction")
-    alpha: Derived = by_rule(description="step of the mixing; reach sqrt(rounds) when not given; 1 in PFLlib")
+    alpha: Derived = by_rule(description="step of the mixing; reach sqrt(rounds)/2 when not given; 1 in PFLlib")
     sigma: Derived = by_rule(
         description="width sigma of A(t) = 1 - exp(-t/sigma); 2 (n - 1) alpha when not given; 1 in PFLlib"
     )
@@ -78,7 +78,7 @@ class FedAMP(Algorithm):
     paper: ClassVar[Mapping[str, Any]] = {"alpha": 1.0, "sigma": 1.0}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        alpha = self.alpha or ctx.reach * ctx.rounds**0.5
+        alpha = self.alpha or ctx.reach * ctx.rounds**0.5 / 2
         return {"alpha": alpha, "sigma": 2 * max(ctx.n - 1, 1) * alpha}
 
     @model_validator(mode="after")

@@ -79,7 +79,7 @@ class FedDualAvg(Algorithm):
         return Server(x0, x0, torch.zeros_like(x0[:1])), Nothing(), None
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        return unregularised(self, "FedAvg")
+        return unregularised(self, "is FedAvg")
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         def step(rows: _Dual, work: Work, batch: Batch) -> _Dual:

@@ -18,8 +18,8 @@ Deviations: alpha is the paper's constant; the public code scales a client's by 
 down) and clips gradients at 10, here a setting of local training. The difference w - x travels once: the server's h and
 its mean over the cohort both come from it.
 
-Defaults: alpha = 1/reach, reach the length of a round (lr times its mean number of steps): the memory hi then follows
-the gradient in about one round, and does not overshoot.
+Defaults: alpha = 1/reach, reach the length of a round (lr times its mean number of steps): on a steady gradient the
+server's model moves by 1/alpha times that gradient in a round, which is FedAvg's speed.
 
 Use it like SCAFFOLD, at half the traffic, with a local problem that is solved well. Large steps with small alpha can
 diverge.

@@ -63,7 +63,7 @@ class FedMiD(Algorithm):
     )
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        return unregularised(self, "FedAvg")
+        return unregularised(self, "is FedAvg")
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         psi = with_prox(self.regulariser)

@@ -20,8 +20,9 @@ Deviations: a round here is all iterations from one communication to the next, s
 has every client take part; a client that does not is counted with its last u. Local work starts at the client's own
 x_i; with ``start = "server"`` at its copy of the server's model.
 
-Defaults: eta = 2 reach, reach the length of a round (lr times its mean number of steps): the local steps then come
-near the prox of eta f_i, which a longer eta would leave half-solved.
+Defaults: eta = reach, the length of a round (lr times its mean number of steps), and local work starts at the server's
+model: on a steady gradient that moves by eta times it in a round, FedAvg's speed; local work that goes on from x_i
+would reach 1 - 1/e of it. With an eta that is given it starts at x_i, as in the paper.
 
 Use it like FedDyn or FedADMM, of which it is the variant with full participation (eta = 1/alpha = 1/rho). ``skip``
 saves communication only where clients differ little.
@@ -64,16 +65,18 @@ class _Iterate(NamedTuple):
 class FedPD(Algorithm):
     """FedPD (Zhang et al. 2021, Algorithm 1)."""
 
-    eta: Derived = by_rule(description="inverse penalty; 2 reach when not given; 1 and 10 in FedDR's scripts")
+    eta: Derived = by_rule(description="inverse penalty; the reach when not given; 1 and 10 in FedDR's scripts")
     skip: float = Field(
         0.0, ge=0, lt=1, description="probability p of an iteration without communication (Algorithm 1)"
     )
-    start: Literal["own", "server"] = Field("own", description="where local SGD starts: the client's x_i, or x_{0,i}")
+    start: Literal["own", "server"] | None = Field(
+        None, description="where local SGD starts: the client's x_i, or x_{0,i}; when not given x_i if eta is given"
+    )
 
-    paper: ClassVar[Mapping[str, Any]] = {"eta": 1.0}
+    paper: ClassVar[Mapping[str, Any]] = {"eta": 1.0, "start": "own"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        return {"eta": 2 * ctx.reach}
+        return {} if self.eta else {"eta": ctx.reach, "start": "server"}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
         return Model(x0), Client(x0, torch.zeros_like(x0)), Point(x0)
@@ -86,7 +89,7 @@ class FedPD(Algorithm):
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Point, Client]:
         def solve(rows: _Iterate, work: Work) -> _Iterate:
             stream = ("local", work.k) if work.k else "local"
-            start = rows.w if self.start == "own" else rows.u
+            start = rows.u if self.start == "server" else rows.w
             w = descend(start, work, pull=((1 / self.eta, rows.u),), shift=rows.y, stream=stream)  # Oracle_i(L_i)
             y = rows.y + (w - rows.u) / self.eta  # lambda_i^{r+1}
             return _Iterate(w, y, w + self.eta * y)  # x_{0,i}^{r+} = x_i^{r+1} + eta lambda_i^{r+1}

@@ -24,10 +24,11 @@ to the received w (``centre = "received"``) and moves w_i and pi_i after every e
 is then pulled to the new w_i). With ``eps0`` the theta step is gradient descent until the client's tolerance is met
 (Eqs. 17, 18), at most ``most`` steps; epochs and batch size of the run are not used then.
 
-Defaults: lam = 1/(reach sqrt(rounds)), between the pull that a round undoes and the one that only a whole run undoes;
-rho is the largest lam alpha_i, with which the first round's w is the mean of the theta_i. Theorem 1 also asks for (lam
-alpha_i/rho)^2 (1 + rho) < (lam alpha_i + rho)/2, which no small rho meets, nor the paper's own values; in practice
-larger lam slow the personal models and smaller ones the global model.
+Defaults: lam = 2/(reach sqrt(rounds)), reach the length of a round (lr times its mean number of steps): between
+1/reach, whose pull halves the speed of a round, and 1/(reach rounds), which holds models together only by the end of a
+run; the 2 by benchmarks/factors.py. rho is the largest lam alpha_i: w is then the mean of the theta_i, in every round
+where shares are equal. Theorem 1 also asks for (lam alpha_i/rho)^2 (1 + rho) < (lam alpha_i + rho)/2, which no small
+rho meets, nor the paper's own values.
 
 Use it for personal models of clients with skewed labels, with a global model beside them; the hybrid model takes for
 each client the better of both on its validation part.
@@ -67,7 +68,7 @@ class _Solve(NamedTuple):
 class FLAME(Algorithm):
     """FLAME (Algorithm 1)."""
 
-    lam: Derived = by_rule(description="Moreau weight lambda; 1/(reach sqrt(rounds)) when not given; 1 in Table III")
+    lam: Derived = by_rule(description="Moreau weight lambda; 2/(reach sqrt(rounds)) when not given; 1 in Table III")
     rho: Derived = by_rule(description="ADMM penalty rho; the largest lam alpha_i when not given; 0.1 in Table III")
     eps0: float | None = Field(
         None, gt=0, description="eps^0 of Eq. 18, before the first round; None: the run's epochs of SGD"
@@ -87,7 +88,7 @@ class FLAME(Algorithm):
     paper: ClassVar[Mapping[str, Any]] = {"lam": 1.0, "rho": 0.1}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        lam = self.lam or 1 / (ctx.reach * ctx.rounds**0.5)
+        lam = self.lam or 2 / (ctx.reach * ctx.rounds**0.5)
         return {"lam": lam, "rho": lam * float(ctx.weight.max())}
 
     @model_validator(mode="after")

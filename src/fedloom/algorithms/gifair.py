@@ -25,13 +25,13 @@ that no client climbs.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Rows
+from fedloom.algorithms._base import Algorithm, DerivedFrom0, Mean, Rows, by_rule
 from fedloom.errors import Refused
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows.layout import Layout
@@ -62,10 +62,8 @@ class Up(NamedTuple):
 class GIFAIR(Algorithm):
     """GIFAIR-FL-Global (Yue et al. 2023, Algorithm 1)."""
 
-    lam: float | None = Field(
-        None,
-        ge=0,
-        description="lambda; half of min p_k |A| / (d - 1) when not given (public code); 0 is FedAvg",
+    lam: DerivedFrom0 = by_rule(
+        description="lambda; half of min p_k |A| / (d - 1) when not given (public code); 0 is FedAvg"
     )
     level: Literal["individual", "group"] = Field(
         "individual", description="every client its own group (public code), or the federation's groups"
@@ -73,6 +71,9 @@ class GIFAIR(Algorithm):
 
     family: ClassVar[str] = "fair"
     uses_shares: ClassVar[bool] = True
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"lam": self._bound(ctx) / 2}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
         zero = torch.zeros_like(ctx.weight[:, 0])
@@ -85,8 +86,7 @@ class GIFAIR(Algorithm):
         known = loss[seen > 0].sort().values
         r = torch.searchsorted(known, loss) + torch.searchsorted(known, loss, right=True) - len(known)
         r = torch.where(seen > 0, r, 0)[groups].to(server.loss)  # r_k = sum over b of sign(L_{s_k} - L_b)
-        lam = self._bound(ctx) / 2 if self.lam is None else self.lam
-        scale = 1 + lam * r / self._mass(ctx)  # 1 + lambda r_k / (p_k |A_{s_k}|)
+        scale = 1 + self.lam * r / self._mass(ctx)  # 1 + lambda r_k / (p_k |A_{s_k}|)
         return Down(server.x, scale[ctx.ids, None])
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
@@ -101,7 +101,7 @@ class GIFAIR(Algorithm):
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if self.level == "group" and ctx.groups is None:
             raise Refused("GIFAIR with level 'group' needs clients in groups; use a partition that has them")
-        if self.lam is not None and self.lam >= self._bound(ctx):
+        if (self.lam or 0.0) >= self._bound(ctx):
             bound = self._bound(ctx)
             raise Refused(f"GIFAIR's lam must be below min p_k |A| / (d - 1) = {bound:.3g} here, got {self.lam}")
         return []

@@ -18,30 +18,40 @@ Deviations: ``variant`` "hf" takes three batches per local step and "fo" two, dr
 epoch of local steps passes three times (twice) over the data. The personal model is one step of size alpha on a batch
 of the client's own training part; the public code of pFedMe takes two steps on test batches.
 
+Defaults: alpha = local.lr, so that a personal model is one step of local training away.
+
 Use it when new clients come with little data: they need one step only. "fo" drops the Hessian term and costs half.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Delta, Model
+from fedloom.algorithms._base import Algorithm, Delta, DerivedFrom0, Model, by_rule
 from fedloom.local import Batch, Ctx, Nothing, Work, descend, iterate, step_
 
 
 class PerFedAvg(Algorithm):
     """Per-FedAvg (Fallah et al. 2020, Algorithm 1)."""
 
-    alpha: float = Field(0.01, ge=0, description="step size alpha of the personal model; 0.01 in FedSLR's comparison")
+    alpha: DerivedFrom0 = by_rule(
+        description="step size alpha of the personal model; local.lr when not given; 0.01 in FedSLR's comparison"
+    )
     variant: Literal["hf", "fo"] = Field("hf", description="Hessian-free or first-order approximation")
     delta: float = Field(0.001, gt=0, description="delta of the Hessian product's difference; 0.001 in public codes")
 
     family: ClassVar[str] = "personalised"
     plain_sgd: ClassVar[str | None] = "its local step is the gradient of a personal model after one plain step"
+
+    paper: ClassVar[Mapping[str, Any]] = {"alpha": 0.01}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"alpha": ctx.local.lr}
 
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         def step(w: Tensor, work: Work, first: Batch, second: Batch, *third: Batch) -> Tensor:

@@ -114,7 +114,8 @@ single clients: no secure aggregation.
 
 Deviations: C counts the clusters that are not empty, so that the weights sum to 1.
 
-Defaults: mu is FedProx's.
+Defaults: mu is FedProx's; two clusters. The number belongs to the federation: where clients have no such clusters, a
+single client may count as much as all others, of which a run warns.
 
 Use it when groups of clients of unequal size should be served equally well; with one cluster it is FedProx.
 """,
@@ -168,7 +169,7 @@ Kept by a client: nothing. Sent per round: d down, d up; before that, but for rp
 down to every candidate and one loss up. The server sees losses of single clients.
 
 Deviations: rpow-d remembers the loss of a client's trained model on its last mini-batch. The size of the cohort is the
-run's sampler's unless given.
+run's sampler's unless given; where everyone takes part there is no choice, of which a run warns.
 
 Use it to gain speed from clients that lag behind; its limit is biased towards them.
 """,

@@ -34,8 +34,9 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field, WrapValidator
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Model, by_rule, or_derived
+from fedloom.algorithms._base import AS_IT_IS, Algorithm, Mean, Model, by_rule
 from fedloom.local import Ctx, Nothing, Work, descend
+from fedloom.values import or_derived
 
 SMALLEST = 1e-10
 """Losses are at least this, so that their powers are finite."""
@@ -52,8 +53,8 @@ class QFFL(Algorithm):
     """q-FFL by q-FedAvg (Li et al. 2020, Algorithm 2)."""
 
     q: float = Field(1.0, ge=0, description="fairness; 0 is FedAvg (Sec. 4: tuned in {0.001, 0.01, 0.1, 1, 2, 5, ...})")
-    lipschitz: Annotated[Annotated[float, Field(gt=0)] | Literal["step"], WrapValidator(or_derived)] = by_rule(
-        description="L; 1/reach when not given; 'step': 1 / step size of the round (Sec. 3.3)"
+    lipschitz: Annotated[Annotated[float, Field(gt=0)] | Literal["step"], WrapValidator(or_derived), AS_IT_IS] = (
+        by_rule(description="L; 1/reach when not given; 'step': 1 / step size of the round (Sec. 3.3)")
     )
 
     family: ClassVar[str] = "fair"

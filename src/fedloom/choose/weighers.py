@@ -40,6 +40,10 @@ class Weigher(Value, ABC):
     def apply(self, state: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Any]:
         """Shares ``[m, 1]`` of the clients ``ctx.ids``; the engine divides by their sum."""
 
+    def remarks(self) -> list[str]:
+        """Sentences for the user on what its options leave open."""
+        return []
+
     def check(self, n: int) -> None:
         """Refuse a federation of ``n`` clients that cannot be weighed.
 
@@ -115,6 +119,15 @@ class EquitableWeigher(Weigher):
         labels[ctx.ids] = found
         p = 1.0 / ((size > 0).sum() * size[found]).double()
         return p[:, None], Labels(labels)
+
+    def remarks(self) -> list[str]:
+        """That the number of clusters belongs to the federation, where it is not given."""
+        if "clusters" in self.model_fields_set:
+            return []
+        return [
+            f"weigher {self.kind!r} looks for {self.clusters} clusters of clients and counts them alike, however small "
+            "one is: give clusters, as many as the federation has; 1 weighs clients alike"
+        ]
 
     def check(self, n: int) -> None:
         """More clusters than clients are refused."""

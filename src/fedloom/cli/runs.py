@@ -36,7 +36,8 @@ def run(
         list[str] | None,
         typer.Option(
             "--set",
-            help="another value, as local.lr=0.1 or method.LABEL.mu=1; a method's own table stays; may be repeated",
+            help="another value, as local.lr=0.1, settings=paper or method.LABEL.mu=1; a method's own table stays; "
+            "may be repeated",
         ),
     ] = None,
     method: Annotated[

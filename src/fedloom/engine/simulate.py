@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fedloom.algorithms import Algorithm, Composition
+from fedloom.algorithms import REGISTRY, Algorithm, Composition
 from fedloom.data.federation import Federation
 from fedloom.engine.chunk import ask, train
 from fedloom.engine.job import Job
@@ -33,7 +33,7 @@ from fedloom.processes.rank_pool import RankPool
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
 from fedloom.replay import Replay
-from fedloom.values import make
+from fedloom.values import choose, make
 
 Progress = Callable[[State], object]
 """Called after every round, with the state after it; a sentence ends the run (`fedloom.engine.callbacks`)."""
@@ -52,6 +52,7 @@ def simulate(
     cohorts: Sequence[Sequence[int] | Tensor] | None = None,
     batches: Sequence[Any] | Mapping[int, Any] | None = None,
     projection: Tensor | None = None,
+    settings: Literal["default", "paper"] = "default",
     **choices: Any,
 ) -> Result:
     """Run a method on a federation.
@@ -72,6 +73,7 @@ def simulate(
         cohorts: client ids of every round.
         batches: of every client, of every round, of every step the positions in its training part.
         projection: ``[dim, d]``, the matrix of a method in a subspace.
+        settings: constants of a method that is given by name: "default", or "paper" for the paper's own.
         choices: the other fields of `fedloom.Setting`; None leaves a default.
 
     Returns:
@@ -89,6 +91,14 @@ def simulate(
             f"fed must be a Federation, got {type(fed).__name__}; split the data among clients first, as in "
             "fl.partition.iid(clients=10)(data, seed=0)"
         )
+    if settings != "default":
+        if not isinstance(algorithm, str):
+            raise ConfigError(
+                f"settings = {settings!r} goes with a method's name; give the method itself with it, as in "
+                'fl.algorithms.FLAME(settings="paper")'
+            )
+        entry: Any = choose("algorithm", REGISTRY, algorithm, base=Algorithm)
+        algorithm = make(entry, {"settings": settings}, "", {"settings": None})
     place = None if folder is None else Path(folder)
     choices = {"model": model, **choices}
     if isinstance(algorithm, Setting):

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedloom.errors import ConfigError, unknown
-from fedloom.values import table
+from fedloom.values import FACTOR, table
 
-WORD = re.compile(r"[A-Za-z_][\w./:-]*")
+WORD = re.compile(rf"[A-Za-z_][\w./:-]*|{FACTOR}")
 """Text that needs no quotes, for the shell takes them away."""
 
 

@@ -62,11 +62,16 @@ Title = Annotated[str, AfterValidator(_printable)]
 """What tables and charts call something."""
 
 
+Constants = Literal["default", "paper"]
+"""The constants of options that are not given: fedloom's defaults, or the paper's own."""
+
+
 class Head(Value):
     """The plain keys of an experiment file that are no choices of a run; the others are those of `Setting`."""
 
     name: Title = Field("experiment", description="name of the experiment")
     seeds: tuple[NonNegativeInt, ...] = Field((0,), min_length=1, description="one run of every method per seed")
+    settings: Constants = Field("default", description="of every method that does not say its own: default or paper")
 
     @field_validator("seeds")
     @classmethod
@@ -79,7 +84,7 @@ class Head(Value):
 class _Own(Value):
     label: Title = Field(description="what the method is called in tables and charts")
     rounds: Rounds | None = Field(None, description="communication rounds, if not the experiment's")
-    settings: Literal["default", "paper"] = Field("default", description="constants of the options that are not given")
+    settings: Constants = Field("default", description="constants of the options that are not given")
 
 
 def _grammar() -> Grammar:
@@ -169,7 +174,8 @@ def parse(document: Mapping[str, Any], where: str = "experiment") -> Experiment:
         common=common,
         tune=make(Tune, tables["tune"], f"{where}: [tune]", Tune.model_fields),
         methods=tuple(
-            _method(m, tables["local"], common, f"{where}: [[method]] {k}") for k, m in enumerate(methods, 1)
+            _method(_constants(m, head.settings), tables["local"], common, f"{where}: [[method]] {k}")
+            for k, m in enumerate(methods, 1)
         ),
     )
 
@@ -185,6 +191,11 @@ def _source(data: Mapping[str, Any], where: str) -> Source:
     except (ConfigError, DataError) as error:
         raise type(error)(f"{where}: {error}") from None
     return make(lambda **o: source_of(name, **o), options, where, fields_of(type(found)))
+
+
+def _constants(options: Mapping[str, Any], settings: Constants) -> Mapping[str, Any]:
+    """The keys of a method with the experiment's choice of constants, where the method does not say its own."""
+    return options if settings == "default" else {"settings": settings, **options}
 
 
 def _method(options: Mapping[str, Any], local: Mapping[str, Any], common: Setting, where: str) -> Method:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import SchemaValidator, core_schema
 
-from fedloom.values import exact_number, fields_of, make
+from fedloom.values import exact_number, fields_of, make, or_derived
 
 Plain = dict[str, Any]
 """What JSON can hold."""
@@ -95,7 +95,7 @@ def _plain(schema: Any) -> Plain:
     if kind == "function-before" and schema["schema"]["type"] in ("model", "model-fields", "function-after"):
         return _plain(schema["schema"])  # code that takes away a key of its own
     if kind == "function-wrap" and getattr(schema["function"]["function"], "__name__", "") == "or_derived":
-        return {"type": "nullable", "schema": _plain(schema["schema"])}
+        return {"type": "derived", "schema": _plain(schema["schema"])}
     if kind == "model":
         config = {k: v for k, v in schema["config"].items() if k in ("extra_fields_behavior", "allow_inf_nan", "title")}
         return {"type": kind, "cls": schema["cls"].__name__, "config": config, "schema": _plain(schema["schema"])}
@@ -140,6 +140,8 @@ def _core(plain: Any) -> Any:
         case "number":
             rule = partial(exact_number, plain["refusal"])
             return core_schema.no_info_before_validator_function(rule, inner["schema"])
+        case "derived":
+            return core_schema.no_info_wrap_validator_function(or_derived, inner["schema"])
         case "union":
             return {**inner, "choices": [tuple(c) if isinstance(c, list) else c for c in inner["choices"]]}
         case "model":

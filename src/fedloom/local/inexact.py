@@ -113,7 +113,7 @@ def inexact(
         most: most outer iterations of SVRG, steps of gradient descent or rounds of SGD, for clients that take steps in
             the round.
         inner: steps of an outer iteration, see `svrg`.
-        lr: step size; the step size of the round when None.
+        lr: step size; when None 1/(8 beta) for SVRG, 1/beta for gradient descent, and the round's for SGD.
 
     Returns:
         The last point, and the iterations (steps of "gd" and "sgd") of each client.
@@ -125,9 +125,9 @@ def inexact(
         return now.square().sum(1, keepdim=True) <= bound * start.square().sum(1, keepdim=True)
 
     if solver == "svrg":
-        return DescentResult(*svrg(w, work, (pull,), shift, limit, inner, lr, met))
+        return DescentResult(*svrg(w, work, (pull,), shift, limit, inner, lr or 1 / (8 * beta), met))
     if solver == "gd":
-        return gradient_descent(w, work, (pull,), shift, limit, lr, met)
+        return gradient_descent(w, work, (pull,), shift, limit, lr or 1 / beta, met)
     if most == 1:
         return DescentResult(descend(w, work, (pull,), shift, lr=lr), work.steps)
     end = _passes(w, work, pull, shift, limit, met, lr)
@@ -160,6 +160,18 @@ def _passes(
     first = _Pass(w, torch.zeros_like(w), zero, each_client(pull[1], m), each_client(shift, m))
     first = first._replace(start=slope(first, work))
     return iterate(once, first, work, limit, batches=0, until=lambda rows, work: met(slope(rows, work), rows.start))
+
+
+class Seen(NamedTuple):
+    """Gradient of f_i at y ``[m, d]``, energy ``[m, 1]``: the client's part of FIAELT's H_t."""
+
+    gradient: Tensor
+    energy: Tensor
+
+
+def seen(x: Tensor, work: Work, pull: tuple[Tensor, Tensor], z: Tensor, moved: Tensor) -> Seen:
+    """The client's part of FIAELT's figures at (beta, y) = ``pull``; ``moved`` is that of `lyapunov_step`."""
+    return Seen(work.full_grad(pull[1]), augmented_lagrangian(x, work, pull, z) + moved)
 
 
 def augmented_lagrangian(x: Tensor, work: Work, pull: tuple[Tensor, Tensor], z: Tensor) -> Tensor:

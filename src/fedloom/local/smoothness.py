@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedloom.errors import ConfigError
 from fedloom.local.iterate import iterate
 from fedloom.local.rows import each_client
 from fedloom.rows.algebra import norm
@@ -46,3 +48,15 @@ def smoothness(w: Tensor, work: Work, iterations: int = 20) -> Tensor:
 
     start = _Power(v / norm(v), torch.zeros_like(h), w, h)
     return iterate(power, start, work, iterations, batches=0).size
+
+
+def largest(smooth: Tensor, give: str) -> Tensor:
+    """The largest of the measured constants ``[m, 1]``, ``[1]``.
+
+    Raises:
+        ConfigError: it is 0 or not finite; ``give`` names the options to give in its place.
+    """
+    found = float(smooth.max())
+    if not 0 < found < math.inf:
+        raise ConfigError(f"the smoothness cannot be measured, got {found:g}: give {give}")
+    return smooth.max(0).values

@@ -32,6 +32,8 @@ from fedloom.values import fields_of
 Read = Callable[[Mapping[str, Any], str], Experiment]
 """(document, its name for messages) -> experiment; raises ConfigError."""
 ALL = "all"
+DERIVED = "1x"
+"""A derived option as it is derived."""
 
 
 @cache
@@ -106,12 +108,17 @@ def own_params(method: Method, space: Mapping[str, Dimension]) -> Params | None:
     known = fields_of(method.entry)
     table = {**{key: field.default for key, field in known.items()}, **method.settings()}
     found = {key: _at(table, key) for key in space}
+    found = {k: DERIVED if v is None and DERIVED in _choices(space[k]) else v for k, v in found.items()}
     return found if all(_holds(space[key], value) for key, value in found.items()) else None
 
 
 def _at(table: Mapping[str, Any], key: str) -> Any:
     first, _, rest = key.partition(".")
     return table[first].get(rest) if rest else table.get(first)
+
+
+def _choices(dimension: Dimension) -> Sequence[Any]:
+    return () if isinstance(dimension, Range) else dimension
 
 
 def _holds(dimension: Dimension, value: Any) -> bool:
