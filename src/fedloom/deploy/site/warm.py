@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -65,14 +66,23 @@ class Warm:
         Raises:
             ConfigError: the signing key cannot be read.
         """
+        client, asked = self._fresh(), recorddict_from_proto(ProtoRecordDict.FromString(content))
+        reply: bytes = recorddict_to_proto(client.reply(asked)).SerializeToString()
+        return reply
+
+    def prepare(self) -> None:
+        """Read and make what every answer needs; what is wrong is said in the first answer."""
+        with suppress(Exception):
+            self._fresh().prepare()
+
+    def _fresh(self) -> Client:
+        """The client, which has read the files as they are now."""
         now, at = stamp(self._site), time.time_ns()
         if self._client is None or now is None or now != self._read:
             self._client = Client(self._site)
         settled = now is not None and all(at - max(times) > FRESH for *_, times in now)
         self._read = now if settled else None
-        asked = recorddict_from_proto(ProtoRecordDict.FromString(content))
-        reply: bytes = recorddict_to_proto(self._client.reply(asked)).SerializeToString()
-        return reply
+        return self._client
 
 
 Stamp = tuple[tuple[str, int, int, tuple[int, int]], ...]
@@ -115,6 +125,7 @@ def serve(listener: socket.socket, site_file: Path) -> None:
     """Answer until the settings are others than at the start."""
     key, site = key_of(site_file), read_site(site_file)
     warm = Warm(site)
+    warm.prepare()
     while True:
         line, _ = listener.accept()
         with line:
