@@ -9,12 +9,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fedloom.deploy.audit import lines_of
+from fedloom.deploy.exchange import secure
 from fedloom.deploy.ops.directory import Place, write
-from fedloom.deploy.ops.loopback import run_all
+from fedloom.deploy.ops.loopback import Loopback, run_all
+from fedloom.deploy.ops.processes import Processes
 from fedloom.deploy.plan import plan
+from fedloom.deploy.server import serve
+from fedloom.deploy.settings import read_server, read_site, text_of
+from fedloom.deploy.site.client import Client
 from fedloom.deploy.site.models import export, figures, module_of, owned
+from fedloom.deploy.status import status_of
 from fedloom.engine.simulate import simulate
+from fedloom.errors import Stop
 from fedloom.experiment import read
+from tests.deploy.grid import FakeGrid, outside_flower
+from tests.deploy.scene import FIRST
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(900)]
 
@@ -69,6 +79,52 @@ def test_a_real_network_gives_what_a_simulation_gives(experiment, method, tmp_pa
     for one in found:
         row = next(r for r in table if (r["site"], r["model"]) == (one.site.site, kind))
         assert figures(one)["accuracy"] == pytest.approx(row["accuracy"], abs=1e-6)
+
+
+def test_secure_aggregation_over_a_real_network(experiment, tmp_path):
+    """A site is killed after the first round; the others end the run, with the model of a run without masks."""
+    made = experiment("flame", rounds=2, evaluate={"every": 2}, engine={"dtype": "float64", "oracle": "looped"})
+    folder = tmp_path / "try"
+    write(plan(made, 3, secure_aggregation=True), folder, Place(quorum=2))
+    file = folder / "server" / "server.toml"
+    file.write_text(text_of(read_server(file).with_(deadline=90.0, ttl=600.0, patience=300.0)))
+    said, killed = [], []
+    with Processes() as processes:
+        here = Loopback(folder, processes)
+        here.start_server()
+        here.register_all()
+        sites = {name: here.start_site(name) for name in here.sites}
+
+        def tell(line):
+            said.append(line)
+            if "round 1/2" in line and not killed:
+                killed.append(sites["site-2"].reap())
+
+        here.run(tell)
+    assert any("round 1/2: 3 of 3 accepted" in line for line in said), said
+    assert any("round 2/2: 2 of 3 accepted" in line for line in said), said
+    kinds = {x["kind"] for x in lines_of(here.server.audit) if x["what"] == "accepted"}
+    assert kinds == {"hello", "keys", "shares", "masked", "tally", "unmask"}
+    [row] = [row for row in status_of(here.server)["means"] if row["model"] == "personal"]
+    assert (row["round"], row["sites"]) == (2, 2)
+
+    plain = tmp_path / "plain"
+    write(plan(made, 3), plain, Place(quorum=2))
+    outside_flower()
+    clients = [Client(read_site(plain / "sites" / f"site-{k}" / "site.toml")) for k in range(3)]
+
+    def gone(node, message, reply):
+        head = message.content["head"]
+        return None if node == FIRST + 2 and (head["kind"], head["round"]) == ("train", 2) else reply
+
+    server = read_server(plain / "server" / "server.toml").with_(deadline=0.2, ttl=0.4, patience=0.4)
+    grid = FakeGrid({FIRST + k: one.answer for k, one in enumerate(clients)}, gone)
+    assert serve(grid, server, lambda _: None) is Stop.DONE
+    close = {"rtol": 0, "atol": 1e4 * 2.0**-secure.BITS}
+    theirs, mine = (load_file(s.results / "global.safetensors")["rows"] for s in (server, here.server))
+    torch.testing.assert_close(mine, theirs, **close)
+    for a, b in zip(owned(folder)[:2], owned(plain), strict=False):
+        torch.testing.assert_close(load_file(a.model.path)["rows"], load_file(b.model.path)["rows"], **close)
 
 
 def test_a_run_that_ended_is_run_again_without_training(experiment, tmp_path):

@@ -283,4 +283,4 @@ def test_a_process_that_cannot_start_is_an_error_that_names_the_log(tmp_path, ow
     monkeypatch.setattr(handover, "PATIENCE", 8.0)
     with pytest.raises(NoAnswer, match=LOG):
         hand_over(file, content, owner.pid)
-    assert "no_such_setting" in (folder_of(file) / LOG).read_text()
+    assert waited(lambda: "no_such_setting" in (folder_of(file) / LOG).read_text())
