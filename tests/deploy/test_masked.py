@@ -25,6 +25,7 @@ from fedloom.deploy.site import client, masking
 from fedloom.deploy.site.masking import Masking, check_maskable
 from fedloom.deploy.site.state import models
 from fedloom.deploy.status import lines, status_of
+from fedloom.engine.job import Job
 from fedloom.engine.privacy import epsilon
 from fedloom.errors import ConfigError, Refused, Stop
 from fedloom.rows.aggregate import PrivateMean
@@ -324,6 +325,14 @@ def test_the_bound_holds_at_the_sites_and_for_the_sum(tmp_path: Path) -> None:
 
     assert here.serve(here.grid(spoil)) is Stop.DIVERGED
     assert "the most it can be" in here.summary()["detail"]
+
+
+def test_a_site_refuses_a_weight_below_zero_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else can: the server sees sums."""
+    here = secured(tmp_path, "flame", rounds=1)
+    monkeypatch.setattr(Job, "weights", lambda _self, _up: [-torch.ones(1, 1)])
+    assert here.serve() is Stop.TOO_FEW
+    assert {(x["kind"], x["step"]) for x in here.audit("rejected")} == {("masked", 2)}
 
 
 def test_a_site_without_its_last_row_is_left_out(tmp_path: Path) -> None:

@@ -39,11 +39,14 @@ from fedloom.deploy.site.handover import (
     receive,
     send_sized,
 )
+from fedloom.errors import ConfigError
 
 HEADS = 1 << 20
 """Bytes of a message beside its arrays."""
 MOST = 10_000
 """Files of a data set that are looked at; a larger one is read anew for every message."""
+LOOK = 5
+"""Seconds between two looks at the settings."""
 FRESH = 2_000_000_000
 """Nanoseconds for which a changed file may change again without its time showing it."""
 
@@ -155,20 +158,20 @@ def _answer(line: socket.socket, warm: Warm, limit: int) -> None:
     send_sized(line, answer, kind)
 
 
-def end_with(owner: int) -> None:
-    """End this process when another does, whatever it is doing."""
+def end_with(owner: int, site_file: Path) -> None:
+    """End this process when another does, or the settings are others than now, whatever it is doing."""
+    key = key_of(site_file)
 
     def watch() -> None:
+        poll = select.poll()
         try:
             if hasattr(os, "pidfd_open"):
-                poll = select.poll()
                 poll.register(os.pidfd_open(owner), select.POLLIN)
-                poll.poll()
-            else:
-                while True:
-                    os.kill(owner, 0)
-                    time.sleep(1)
-        except ProcessLookupError:
+            while not poll.poll(1000 * LOOK):
+                os.kill(owner, 0)
+                if key_of(site_file) != key:
+                    break
+        except (ProcessLookupError, ConfigError):
             pass
         os._exit(0)
 
@@ -180,10 +183,11 @@ def main(words: Sequence[str]) -> None:
     file, (listening, lock, owner) = Path(words[0]), map(int, words[1:])
     for fd in (listening, lock):
         os.set_inheritable(fd, False)
-    end_with(owner)
+    end_with(owner, file)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with socket.socket(fileno=listening) as listener:
         serve(listener, file)
+        os._exit(0)  # at once, whatever PyTorch has to tidy
 
 
 if __name__ == "__main__":
