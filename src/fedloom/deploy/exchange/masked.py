@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +17,7 @@ from fedloom.deploy.exchange.identity import NONCE, verifying_key
 from fedloom.deploy.exchange.post import Letter, Post
 from fedloom.deploy.exchange.replies import absolute
 from fedloom.deploy.exchange.secure import Broken, Integers
+from fedloom.deploy.exchange.unmasked import Unmasked
 from fedloom.deploy.noise import SharedMean
 from fedloom.deploy.settings import Server
 from fedloom.deploy.site.vectors import Figures, Uploads
@@ -29,10 +28,7 @@ from fedloom.engine.records import Scores
 from fedloom.engine.scoring import sizes_of
 from fedloom.errors import FedloomError, Refused, RunStopped, Stop, WireError
 from fedloom.processes.chunks import COUNTS, ScoreTask, Trained, TrainTask
-from fedloom.storage.files import write_atomic
 
-ASKED = "unmasked.json"
-"""Whose sum was asked for last, beside the checkpoints."""
 ATTEMPTS = 3
 """Sessions in which a sum is asked for before it is given up."""
 
@@ -70,7 +66,7 @@ class MaskedSites(Sites):
         self._uploads, self._figures = Uploads(job, forms.idle), Figures(job)
         private = accounted(job.setting.channel, job.setting.aggregator) is not None
         self._tallies = settings.secure.scores == "masked" and not private
-        self._asked = Asked(settings.checkpoints / ASKED)
+        self._unmasked = Unmasked(settings.checkpoints)
         self._tallied: tuple[int, dict[tuple[str, str, str], tuple[float, float, int]]] = -1, {}
 
     def sums(self, round: int) -> Iterator[tuple[str, str, str, float]]:
@@ -130,7 +126,7 @@ class MaskedSites(Sites):
         if due is None:
             return -1, {}
         self._found = due[0], {}
-        if set(self._post.nodes) <= set(cohort) and self._asked.of("scores", due[0]) is None:
+        if set(self._post.nodes) <= set(cohort) and self._unmasked.of("scores", due[0]) is None:
             return due[0], self._asking(*due)
         if self._tallies:
             self._tally(*due)
@@ -233,7 +229,7 @@ class MaskedSites(Sites):
         arrived = secure.write(dict.fromkeys(masked, b""))
         if before is not None and set(masked) != before:
             raise GivenUp(self._lost(t, before - set(masked)), before)
-        self._asked.note(sums, masked)
+        self._unmasked.note(sums, masked)
         told = step(lambda c: Letter("unmask", c, [arrived]), masked, lambda m: secure.read(m, secure.KEY))
         told = {c: parts for c, parts in told.items() if set(parts) == set(sealed)}
         try:
@@ -251,7 +247,7 @@ class MaskedSites(Sites):
             GivenUp: for the `ATTEMPTS`-th time.
         """
         for what, t in sums.items():
-            found = self._asked.of(what, t)
+            found = self._unmasked.of(what, t)
             if found is not None:
                 clients, attempts = found
                 if attempts >= ATTEMPTS:
@@ -296,38 +292,6 @@ class MaskedSites(Sites):
             raise Broken(
                 f"the sum of {count} sites is {squares**0.5:.4g} long, {count * bound:.4g} is the most it can be"
             )
-
-
-class Asked:
-    """Whose sum was asked for last, and how often: it can be asked for again of the same sites only.
-
-    Args:
-        path: of the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def of(self, what: str, round: int) -> tuple[set[int], int] | None:
-        """The sites, and how many times; None where it was not asked for."""
-        found = self._read().get(what)
-        return (set(found["clients"]), found["attempts"]) if found and found["round"] == round else None
-
-    def note(self, sums: Mapping[str, int], clients: Collection[int]) -> None:
-        """Remember it, on the disk."""
-        known = self._read()
-        for what, t in sums.items():
-            before = self.of(what, t)
-            known[what] = {"round": t, "clients": sorted(clients), "attempts": 1 + (before[1] if before else 0)}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self._path, json.dumps(known).encode())
-
-    def _read(self) -> dict[str, Any]:
-        try:
-            found: dict[str, Any] = json.loads(self._path.read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return found
 
 
 def _vector(message: bytes, length: int) -> Integers:
