@@ -127,7 +127,8 @@ class SharedMean(PrivateMean):
             raise Refused(
                 f"the sum of {count} sites is out of range: one sent what it must not, or a mask is still on it"
             )
-        return np.ldexp(found.astype(np.float64), exponent)
+        total: np.ndarray[Any, Any] = np.ldexp(found.astype(np.float64), exponent)
+        return total
 
 
 class ReleasedNoise(GaussianNoise):
