@@ -168,7 +168,7 @@ def test_export_is_a_state_dict_that_plain_torch_takes(network, experiment, tmp_
     folder, _ = trained(network, experiment, "fedavg", tmp_path, rounds=1)
     one = owned(folder)[0]
     path = export(one, tmp_path / "models")
-    module = read(one.site.experiment).model.build(one.site.samples.shape, one.site.samples.outputs, 1)
+    module = read(one.site.experiment).common.model.build(one.site.samples.shape, one.site.samples.outputs, 1)
     module.load_state_dict(load_file(path))
     x = torch.rand(4, *one.site.samples.shape)
     assert torch.equal(module.eval()(x), module_of(one)(x))
