@@ -1,10 +1,12 @@
-"""What a round of a deployment costs beyond Flower: real processes on this machine, beside an app that does nothing.
+"""What a round of a deployment costs beyond Flower: real processes on this machine, beside apps that do nothing.
 
     python benchmarks/deploy.py [--sites 5] [--rounds 10] [--hidden 1333]
 
-The same SuperNodes answer both apps, over TLS. A line per app: seconds per round (median, fastest), seconds from the
-start of the run to the end of the first round, and the processor seconds of all sites per message. Digits, one hidden
-layer: 75 parameters per hidden unit. Run it on a quiet machine with a core for each site, or say that it was not.
+The same SuperNodes answer all apps, over TLS: one that does nothing, one that sends back the bytes of a model, and
+FedAvg. A line per app: seconds per round (median, fastest), seconds from the start of the run to the end of the first
+round, and the processor seconds of all sites, until then and per message after it. Digits, one hidden layer: 75
+parameters per hidden unit. Run it on a quiet machine with a core for each site, or say that it was not; processor
+seconds hold on a busy machine too, but for what shared caches cost.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ import json
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from fedloom.deploy.ops.commands import OPS, command, environment
 from fedloom.deploy.ops.directory import APP, Place, write
@@ -30,7 +33,7 @@ from fedloom.experiment import parse
 
 SERVER = """
 import json, time
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.serverapp import ServerApp
 app = ServerApp()
 
@@ -40,9 +43,12 @@ def main(grid, context):
     while len(list(grid.get_node_ids())) < given["sites"]:
         time.sleep(0.2)
     ends, seconds = [], []
+    data = bytes(given["bytes"])
+    arrays = ArrayRecord(array_dict={"0": Array(dtype="uint8", shape=(len(data),), stype="bytes", data=data)})
     for t in range(given["rounds"]):
         start = time.monotonic()
-        content = lambda: RecordDict({"head": ConfigRecord({"round": t})})
+        more = {"arrays": arrays} if data else {}
+        content = lambda: RecordDict({"head": ConfigRecord({"round": t}), **more})
         sent = [Message(content(), dst_node_id=node, message_type="train", ttl=600) for node in grid.get_node_ids()]
         waiting = set(grid.push_messages(sent))
         while waiting:
@@ -59,16 +65,51 @@ app = ClientApp()
 
 @app.train()
 def train(message, context):
-    return Message(RecordDict(), reply_to=message)
+    records = {name: value for name, value in message.content.items() if name == "arrays"}
+    return Message(RecordDict(records), reply_to=message)
 """
 
 
 class Cost(NamedTuple):
-    """Seconds of an app's rounds, to the end of its first, and of the sites' processors per message."""
+    """Seconds of an app's rounds, to the end of its first, and of the sites' processors until then and per message."""
 
     rounds: Sequence[float]
     first: float
-    processor: float
+    begin: float
+    message: float
+
+
+class Meter:
+    """The processor seconds of sites over time, while the block runs."""
+
+    def __init__(self, sites: Sequence[Process]) -> None:
+        self._sites, self._ended = sites, threading.Event()
+        self._points: list[tuple[float, float]] = []
+
+    def at(self, when: float) -> float:
+        """Processor seconds at a wall-clock time."""
+        return max((spent for now, spent in self._points if now <= when), default=self._points[0][1])
+
+    def cost(self, start: float, ends: Sequence[float], rounds: Sequence[float]) -> Cost:
+        """What rounds cost that ended at these times."""
+        messages = len(self._sites) * max(1, len(ends) - 1)
+        after = (self.at(ends[-1]) - self.at(ends[0])) / messages
+        return Cost(rounds, ends[0] - start, self.at(ends[0]) - self._points[0][1], after)
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            self._points.append((time.time(), processor(self._sites)))
+            if self._ended.wait(0.25):
+                return
 
 
 def processor(sites: Sequence[Process]) -> float:
@@ -96,30 +137,34 @@ def run(here: Loopback, processes: Processes, app: Path, file: Path) -> float:
     return start
 
 
-def nothing(here: Loopback, processes: Processes, folder: Path, rounds: int, sites: Sequence[Process]) -> Cost:
-    """What Flower itself costs."""
-    app = folder / "nothing" / APP
+def nothing(
+    here: Loopback, processes: Processes, folder: Path, rounds: int, sites: Sequence[Process], size: int
+) -> Cost:
+    """What Flower itself costs, with so many bytes each way."""
+    app = folder / f"nothing-{size}" / APP
     (app / "fedloom_app").mkdir(parents=True)
     (app / "pyproject.toml").write_text((OPS / APP / "pyproject.toml").read_text())
     for name, text in (("__init__", ""), ("server_app", SERVER), ("client_app", CLIENT)):
         (app / "fedloom_app" / f"{name}.py").write_text(text)
-    told, out = folder / "told.json", folder / "out.json"
-    told.write_text(json.dumps({"rounds": rounds, "sites": len(sites), "out": str(out)}))
-    before = processor(sites)
-    start = run(here, processes, app, told)
+    told, out = folder / f"told-{size}.json", folder / f"out-{size}.json"
+    told.write_text(json.dumps({"rounds": rounds, "sites": len(sites), "out": str(out), "bytes": size}))
+    with Meter(sites) as meter:
+        start = run(here, processes, app, told)
     found = json.loads(out.read_text())
-    return Cost(found["seconds"], found["ends"][0] - start, (processor(sites) - before) / (rounds * len(sites)))
+    return meter.cost(start, found["ends"], found["seconds"])
 
 
 def training(here: Loopback, processes: Processes, sites: Sequence[Process]) -> Cost:
     """What a deployment costs."""
-    before = processor(sites)
-    start = run(here, processes, here.folder / "server" / APP, here.folder / "server" / "server.toml")
-    log = [line for line in lines_of(here.server.audit) if line["what"] == "accepted"]
-    first = max(datetime.fromisoformat(x["time"]).timestamp() for x in log if (x["kind"], x["round"]) == ("train", 1))
+    with Meter(sites) as meter:
+        start = run(here, processes, here.folder / "server" / APP, here.folder / "server" / "server.toml")
+    ends: dict[int, float] = {}
+    for line in lines_of(here.server.audit):
+        if line["what"] == "accepted" and line["kind"] == "train":
+            ends[line["round"]] = datetime.fromisoformat(line["time"]).timestamp()
     assert status_of(here.server)["state"] == "done"
     rounds = json.loads(max(here.server.checkpoints.glob("*.json")).read_text())["body"]["meta"]["seconds"]
-    return Cost(rounds, first - start, (processor(sites) - before) / len(log))
+    return meter.cost(start, [ends[t] for t in sorted(ends)], rounds)
 
 
 def main() -> None:
@@ -148,13 +193,14 @@ def main() -> None:
         here.start_server()
         here.register_all()
         sites = [here.start_site(site) for site in here.sites]
-        idle = nothing(here, processes, folder, given.rounds, sites)
+        size = 4 * (75 * given.hidden + 10)
+        idle, echo = (nothing(here, processes, folder, given.rounds, sites, n) for n in (0, size))
         ours = training(here, processes, sites)
     print(f"{given.sites} sites, {given.rounds} rounds, {75 * given.hidden + 10:,} parameters, {os.cpu_count()} cores")
-    print(f"{'app':>10} {'s a round':>10} {'fastest':>8} {'first':>7} {'processor s a message':>22}")
-    for what, cost in (("nothing", idle), ("fedavg", ours)):
+    print(f"{'app':>8} {'s a round':>10} {'fastest':>8} {'first':>7} {'processor s: begin':>19} {'a message':>10}")
+    for what, cost in (("nothing", idle), ("echo", echo), ("fedavg", ours)):
         median, least = statistics.median(cost.rounds), min(cost.rounds)
-        print(f"{what:>10} {median:10.2f} {least:8.2f} {cost.first:7.1f} {cost.processor:22.2f}")
+        print(f"{what:>8} {median:10.2f} {least:8.2f} {cost.first:7.1f} {cost.begin:19.1f} {cost.message:10.2f}")
 
 
 if __name__ == "__main__":

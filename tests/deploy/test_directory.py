@@ -20,6 +20,7 @@ from fedloom.deploy.ops import keys
 from fedloom.deploy.ops.directory import Place, gate, renew, server_units, site_unit, write
 from fedloom.deploy.plan import plan
 from fedloom.deploy.settings import check_fingerprint, read_server, read_site
+from fedloom.deploy.site import handover
 from fedloom.errors import ConfigError, Refused, Stop
 from fedloom.experiment import read
 from tests.deploy.scene import scene
@@ -220,7 +221,9 @@ def test_units_run_the_command_lines_with_every_switch_and_write_only_their_fold
         side = "site" if name == "fedloom-site" else "server"
         assert all(path.startswith(f"/srv/fl/{side}/") for path in once["ReadWritePaths"].split())
         words = shlex.split(once["ExecStart"])
-        assert words[0].startswith("/opt/fl/bin/flower-super")
+        if side == "site":
+            assert words[:5] == ["/opt/fl/bin/python3", "-P", "-m", handover.__name__, "/srv/fl/site/site.toml"]
+        assert words[5 if side == "site" else 0].startswith("/opt/fl/bin/flower-super")
         assert not any("--insecure" in word for word in words)
     assert dict(settings(units["fedloom-site"]))["IPAddressAllow"] == "localhost 192.0.2.7"
 
@@ -229,7 +232,7 @@ def test_units_run_the_command_lines_with_every_switch_and_write_only_their_fold
 def test_systemd_takes_the_units(written, tmp_path):
     server = read_server(written / "server" / "server.toml")
     place = Place(programs=tmp_path)
-    for program in ("flower-superlink", "flower-superexec", "flower-supernode"):
+    for program in ("flower-superlink", "flower-superexec", "flower-supernode", "python3"):
         (tmp_path / program).touch(0o755)
     units = server_units(server, place)
     units["fedloom-site"] = site_unit(read_site(written / "sites" / "site-1" / "site.toml"), place)

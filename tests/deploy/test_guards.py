@@ -79,6 +79,20 @@ def test_two_nodes_cannot_be_one_site(here: Scene) -> None:  # 12 of the replies
     assert any(f"node {FIRST + BAD} is client {BAD} already" in line for line in said)
 
 
+@pytest.mark.parametrize(("need", "waits"), [(1, 60.0), (2, 1200.0)])
+def test_a_round_closes_at_the_deadline_if_the_quorum_is_there(
+    need: int, waits: float, here: Scene, clock: Clock
+) -> None:  # 16
+    """A site that dies in a round has answered until then, so it is not mute: only the deadline goes on without it."""
+    post = Post(grid := here.grid(), here.server.with_(deadline=60.0, ttl=1200.0), Audit(here.folder / "a"), str)
+    post.greet()
+    grid.fault = lambda node, _, reply: None if node == FIRST + BAD else reply
+    start = clock.now
+    good, _ = post.exchange(1, [Letter("hello", None, node=FIRST + c) for c in range(2)], need, 60.0)
+    assert set(good) == {0}
+    assert waits <= clock.now - start < waits + 1
+
+
 @pytest.fixture(scope="module")
 def heard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Judge, Message, Asked]:
     """A judge, an honest reply, and what it answers."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from flwr.app import Message
@@ -15,13 +17,26 @@ from safetensors.torch import load_file
 
 from fedloom.algorithms import PRESETS, REGISTRY
 from fedloom.deploy.exchange import secure
-from fedloom.deploy.exchange.envelope import STEPS
+from fedloom.deploy.exchange.masked import ATTEMPTS
+from fedloom.deploy.exchange.secure import Broken
+from fedloom.deploy.noise import SharedMean
 from fedloom.deploy.settings import Secure
-from fedloom.deploy.site.masking import check_maskable
+from fedloom.deploy.site import client, masking
+from fedloom.deploy.site.masking import Masking, check_maskable
 from fedloom.deploy.site.state import models
+from fedloom.deploy.status import lines, status_of
+from fedloom.engine.job import Job
+from fedloom.engine.privacy import epsilon
 from fedloom.errors import ConfigError, Refused, Stop
+from fedloom.rows.aggregate import PrivateMean
 from tests.deploy.grid import FakeGrid
-from tests.deploy.scene import FIRST, Scene, changed, document, scene
+from tests.deploy.scene import FIRST, Scene, changed, document, scene, signing_key_of
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+
 
 SMALL: dict[str, Any] = {
     "partition": {"kind": "dirichlet", "clients": 5, "beta": 0.5, "keep": 24},
@@ -58,6 +73,7 @@ def losing(lost: dict[tuple[int, str], Collection[int]]) -> Any:
     return fault
 
 
+STEPS = ("keys", "shares", "masked", "unmask")
 METHODS = ["fedavg", "flame", "ditto", "fedslr", "scaffold", "pfedme"]
 FURTHER = ["fedrep", "feddyn", "fedpd", "fednova"]
 
@@ -119,20 +135,70 @@ def test_a_round_is_summed_over_one_set_of_sites_only(tmp_path: Path) -> None:
     """Two sums of a round over different sites would tell their difference: the vector of a site."""
     here = secured(tmp_path, "fedavg")
     assert here.serve(here.grid(losing({(2, "unmask"): [0, 1, 2]}))) is Stop.TOO_FEW
-    grid = here.grid(losing({(2, "masked"): [4]}))
-    assert here.serve(grid) is Stop.TOO_FEW
-    assert "can be summed again with site-4 only" in here.summary()["detail"]
-    assert not [m for m in grid.sent if kind_of(m) == "unmask"]
     (here.server.checkpoints / "unmasked.json").unlink()  # a server that does not keep to it: the sites do
     assert here.serve(here.grid(losing({(2, "masked"): [4]}))) is Stop.TOO_FEW
-    assert any("the two tell their difference" in x["reason"] for x in here.audit("rejected"))
+    assert any("summed already, of other sites" in x["reason"] for x in here.audit("rejected"))
+
+
+def test_a_round_whose_sum_cannot_be_told_is_given_up(tmp_path: Path) -> None:
+    """Of the sites whose sum was asked for one is lost: no other sum is asked for, and the run goes on without it."""
+    here = secured(tmp_path, "flame")
+    assert here.serve(here.grid(losing({(2, "unmask"): [0, 1, 2]}))) is Stop.TOO_FEW
+    away = {(t, kind): [4] for t in (2, 3, 4) for kind in ("keys", "tally")}
+    grid = here.grid(losing(away))
+    assert here.serve(grid) is Stop.DONE
+    assert not [m for m in grid.sent if kind_of(m) == "unmask" and m.content["head"]["round"] == 2]
+    [line] = here.audit("given up")
+    assert line["round"] == 2
+    assert "site-4" in line["sites"]
+    assert "a sum of other sites would tell the difference" in line["reason"]
+    assert status_of(here.server)["sites"][0]["accepted"] == 3
+    assert [w for w in here.summary()["warnings"] if "round 2 was given up" in w]
+
+
+def test_a_sum_that_is_never_told_is_given_up_after_some_attempts(tmp_path: Path) -> None:
+    here = secured(tmp_path, "fedavg")
+    for _ in range(ATTEMPTS):
+        assert here.serve(here.grid(losing({(2, "unmask"): [0, 1, 2]}))) is Stop.TOO_FEW
+    assert here.serve(here.grid(losing({(2, "unmask"): [0, 1, 2]}))) is Stop.DONE
+    [line] = here.audit("given up")
+    assert (line["round"], line["sites"]) == (2, [f"site-{k}" for k in range(5)])
+
+
+def test_a_given_up_round_changes_no_model(tmp_path: Path) -> None:
+    """The last round is given up: the model is that of the run with one round less."""
+    flame = {"algorithm": "flame", "lam": 1.0}  # by default it depends on the number of rounds
+    here = secured(tmp_path / "more", flame, rounds=3)
+    assert here.serve(here.grid(losing({(3, "unmask"): [0, 1, 2]}))) is Stop.TOO_FEW
+    assert here.serve(here.grid(losing({(3, "keys"): [4]}))) is Stop.DONE
+    less = secured(tmp_path / "less", flame, rounds=2)
+    assert less.serve() is Stop.DONE
+    assert torch.equal(here.model(), less.model())
+    assert status_of(here.server)["rounds"] == 3
+
+
+def test_what_a_site_remembers_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the sums it remembers the newest, and has no part in an older one."""
+    monkeypatch.setattr(masking, "REMEMBERED", 2)
+    here = secured(tmp_path, "fedavg", rounds=6)
+    clients = here.clients()
+    assert here.serve(here.grid(None, clients)) is Stop.DONE
+    for site in here.sites:
+        [file] = site.state.rglob("session.json")
+        known = json.loads(file.read_text())
+        assert [*known["revealed"]["uploads"]] == ["5", "6"]
+        assert len(known["past"]) <= 2
+    mine = Masking(here.sites[0], signing_key_of(0), clients[0]._memory.folder)
+    known = mine._load() | {"sums": {"uploads": 4}}
+    with pytest.raises(Broken, match="too long ago"):
+        mine._reveal(known, "0" * 64)
 
 
 def test_what_arrives_is_uniform_and_holds_no_upload(tmp_path: Path) -> None:
     """Every vector that reaches the server, beside the upload that it hides; scores and work do not come at all."""
     here = secured(tmp_path, "flame")
     clients = here.clients()
-    seen: list[tuple[np.ndarray, np.ndarray]] = []
+    seen: list[tuple[np.ndarray, np.ndarray]] = []  # of the vectors, what hides the upload
     everything: list[bytes] = []
     plain: list[bytes] = []
 
@@ -146,7 +212,7 @@ def test_what_arrives_is_uniform_and_holds_no_upload(tmp_path: Path) -> None:
             kept = site._memory.read(int(head["round"]))
             assert kept is not None
             upload = kept.tensors["reply"].numpy().view(np.uint64)
-            seen.append((np.frombuffer(arrays_of(reply)[0], dtype="<u8"), upload))
+            seen.append((np.frombuffer(arrays_of(reply)[0], dtype="<u8")[: len(upload)], upload))
             plain.append(upload[:-3].tobytes())
         return reply
 
@@ -171,6 +237,8 @@ def test_the_server_learns_no_more_of_shares_than_the_step_says(tmp_path: Path) 
     clients, secrets, told = here.clients(), dict[int, Any](), list[tuple[int, bytes]]()
 
     def look(node: int, message: Message, reply: Message) -> Message | None:
+        if told and len(told) == 4:  # the session of the scores comes after that of the round
+            return reply
         file = next(clients[node - FIRST]._memory.folder.glob("session/session.json"), None)
         if kind_of(message) == "keys":
             assert file is not None
@@ -259,6 +327,14 @@ def test_the_bound_holds_at_the_sites_and_for_the_sum(tmp_path: Path) -> None:
     assert "the most it can be" in here.summary()["detail"]
 
 
+def test_a_site_refuses_a_weight_below_zero_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else can: the server sees sums."""
+    here = secured(tmp_path, "flame", rounds=1)
+    monkeypatch.setattr(Job, "weights", lambda _self, _up: [-torch.ones(1, 1)])
+    assert here.serve() is Stop.TOO_FEW
+    assert {(x["kind"], x["step"]) for x in here.audit("rejected")} == {("masked", 2)}
+
+
 def test_a_site_without_its_last_row_is_left_out(tmp_path: Path) -> None:
     """The server's sum has its last row; a change from another one would be wrong for ever."""
     here = secured(tmp_path, "flame")
@@ -286,14 +362,128 @@ def test_sides_that_do_not_agree_refuse_each_other(tmp_path: Path) -> None:
     assert any("not signed by it for this session" in x["reason"] for x in here.audit("rejected"))
 
 
-def test_scores_stay_unless_agreed(tmp_path: Path) -> None:
-    import pyarrow.parquet as pq
+def figures(result: Any, *, total: bool) -> dict[tuple[Any, ...], float]:
+    """Rounds, models, parts and names of figures of the federation, or of sites, with their values."""
+    rows = result.to_pylist()
+    keys = ("round", "model", "part", "metric", "client")
+    found = {tuple(r[k] for k in keys): r["value"] for r in rows if (r["client"] < 0) == total and r["model"]}
+    return {key: value for key, value in found.items() if value == value}
 
-    for name, there in (("off", False), ("per-site", True)):
+
+def test_scores_stay_unless_agreed(tmp_path: Path) -> None:
+    for name in ("off", "per-site", "masked"):
         here = secured(tmp_path / name, "fedavg", rounds=1, agreed={"scores": name})
         assert here.serve() is Stop.DONE
-        rows = pq.read_table(here.server.results / "metrics.parquet").to_pylist()
-        assert any(r["metric"] == "loss" and r["value"] == r["value"] for r in rows) == there
+        table = pq.read_table(here.server.results / "metrics.parquet")
+        assert bool(figures(table, total=False)) == (name == "per-site")
+        assert bool(figures(table, total=True)) == (name != "off")
+
+
+@pytest.mark.parametrize("sampler", [None, {"kind": "uniform", "fraction": 0.6}])
+@pytest.mark.parametrize("name", ["fedavg", "flame"])
+def test_masked_scores_are_the_means_of_the_plain_run(name: str, sampler: Any, tmp_path: Path) -> None:
+    """The sums ride along where all sites train, and have a session of their own where not, and at the end."""
+    changes = {"evaluate": {"every": 1}, "rounds": 2, **({"sampler": sampler} if sampler else {})}
+    here = secured(tmp_path, name, **changes)
+    grid = here.grid()
+    assert here.serve(grid) is Stop.DONE
+    sessions = [(kind_of(m), int(m.content["head"]["round"])) for m in grid.sent if kind_of(m) in ("masked", "tally")]
+    alone = [t for kind, t in sessions if kind == "tally"]
+    assert alone == [t for t in ((2,) if sampler is None else (0, 1, 2)) for _ in range(5)]
+    assert not [m for m in grid.sent if kind_of(m) == "score"]
+    mine = figures(pq.read_table(here.server.results / "metrics.parquet"), total=True)
+    known = figures(here.simulate().table(), total=True)
+    same = [k for k in mine if k[3].rpartition("/")[2] in ("mean", "weighted")]
+    for key in same:
+        assert mine[key] == pytest.approx(known[key], abs=1e-5), key
+    assert {k for k in known if k[3] in ("loss/mean", "accuracy/weighted") and k[2] != "common"} <= set(same)
+    assert {mine[k] for k in mine if k[3] == "loss/sites" and k[2] == "train"} == {5.0}
+    found = status_of(here.server)
+    assert {row["model"] for row in found["means"]} == {k[1] for k in same}
+    assert [row for row in found["means"] if row["sites"] == 5]
+    assert any("of 5 sites" in line for line in lines(found))
+
+
+def test_no_sum_of_scores_is_of_one_site(tmp_path: Path) -> None:
+    """Of a part that fewer than two of any threshold of sites have, nothing is asked."""
+    here = secured(tmp_path, "fedavg", rounds=1, evaluate={"every": 1})
+    clients = here.clients()
+    sizes = client.part_sizes
+
+    def scarce(fed: Any, number: int) -> list[int]:
+        train, _, test = sizes(fed, number)
+        return [train, 3 if number == 0 else 0, test]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "part_sizes", scarce)
+        grid = here.grid(None, clients)
+        assert here.serve(grid) is Stop.DONE
+    heads = [m.content["head"] for m in grid.sent if kind_of(m) in ("masked", "tally")]
+    assert {tuple(h["parts"]) for h in heads if kind_of_head(h)} == {("train", "test")}
+    table = figures(pq.read_table(here.server.results / "metrics.parquet"), total=True)
+    assert {k[2] for k in table} <= {"", "train", "test", "common"}
+
+
+def kind_of_head(head: Any) -> bool:
+    return head["kind"] == "tally" or int(head["scored"]) >= 0
+
+
+def test_a_lost_sum_of_scores_costs_the_figures_only(tmp_path: Path) -> None:
+    here = secured(tmp_path, "fedavg", rounds=1)
+    assert here.serve(here.grid(losing({(1, "tally"): range(5)}))) is Stop.DONE
+    [line] = here.audit("scores given up")
+    assert line["round"] == 1
+    assert not [k for k in figures(pq.read_table(here.server.results / "metrics.parquet"), total=True) if k[0] == 1]
+
+
+PRIVATE = {"kind": "private-mean", "clip": 0.5, "sigma": 2.0, "delta": 1e-5}
+
+
+def test_every_site_adds_its_share_of_the_noise(tmp_path: Path) -> None:
+    """The noise of five of at least three sites has 5/3 of the variance of the central one; epsilon is the same."""
+    local = {"lr": 1e-12, "epochs": 1, "batch_size": 200}  # uploads that are next to nothing: all that moves is noise
+    here = secured(tmp_path, "fedavg", rounds=1, aggregator=PRIVATE, local=local, agreed={"norm_bound": 1e-20})
+    assert here.serve() is Stop.DONE
+    noise, n, d = here.model(), 5, 650
+    variance = (PRIVATE["sigma"] * PRIVATE["clip"] / n) ** 2 * n / 3
+    assert noise.shape == (d,)
+    assert abs(float(noise.var()) / variance - 1) < 5 * (2 / d) ** 0.5
+    [central] = [r["value"] for r in here.simulate().table().to_pylist() if r["metric"] == "epsilon" and r["round"]]
+    noise_of = PrivateMean(**{**PRIVATE, "accountant": "rdp"})
+    assert status_of(here.server)["epsilon"] == pytest.approx(epsilon(noise_of, 1))
+    assert status_of(here.server)["epsilon"] >= central - 1e-9
+    for site in here.sites:
+        [ledger] = site.state.rglob("ledger.jsonl")
+        assert json.loads(ledger.read_text())["epsilon"] == pytest.approx(epsilon(noise_of, 1))
+    assert not [*here.server.checkpoints.rglob("ledger.jsonl")]
+
+
+def test_shares_of_noise_are_clipped_uploads_in_exact_arithmetic() -> None:
+    """The sum is that of clipped uploads and noise of the grid; a sum beyond all noise is refused."""
+    mean = SharedMean(**{**PRIVATE, "survivors": 3})
+    rows = 3 * torch.randn(4, 500, generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
+    steps = [mean.share(row).view(np.uint64) for row in rows]
+    total = mean.total(np.sum(steps, axis=0, dtype=np.uint64), 4)
+    clipped = sum(row * min(1.0, 0.5 / np.linalg.norm(row)) for row in rows)
+    assert np.abs(total - clipped).max() < 6 * (4 / 3) ** 0.5
+    assert np.std(total - clipped) == pytest.approx((4 / 3) ** 0.5, rel=0.2)
+    with pytest.raises(Refused, match="out of range"):
+        mean.total(np.full(500, 1 << 62, dtype=np.uint64), 4)
+
+
+def test_training_that_fails_is_no_answer_under_shared_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = secured(tmp_path, "fedavg", rounds=1, aggregator=PRIVATE)
+    make = client.make
+
+    def fails(job: Any, down: Any, task: Any) -> Any:
+        if int(task.ids) == 1:
+            raise Refused("the loss of patient 7 is not finite")
+        return make(job, down, task)
+
+    monkeypatch.setattr(client, "make", fails)
+    assert here.serve() is Stop.DONE
+    assert not here.audit("rejected")
+    assert len([x for x in here.audit("accepted") if x["kind"] == "masked"]) == 5
 
 
 def refusal(name: str, **changes: Any) -> str:
@@ -316,8 +506,8 @@ def test_what_needs_single_uploads_is_refused() -> None:
         assert not refusal(name)
     for kind in ({"kind": "median"}, {"kind": "multi-krum", "f": 1}):
         assert "compares single uploads" in refusal("fedavg", aggregator=kind)
-    private = {"kind": "private-mean", "clip": 1.0, "sigma": 1.0, "delta": 1e-5}
-    assert "'private-mean' clips single uploads" in refusal("fedavg", aggregator=private)
+    assert not refusal("fedavg", aggregator=PRIVATE)
+    assert "too little noise to be shared" in refusal("fedavg", aggregator={**PRIVATE, "sigma": 1e-7})
 
 
 def test_the_threshold_is_a_majority() -> None:

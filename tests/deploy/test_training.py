@@ -1,6 +1,7 @@
 """Methods over a real server and three real sites on loopback, with TLS and node keys: what a simulation gives."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -9,12 +10,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fedloom.deploy.audit import lines_of
+from fedloom.deploy.exchange import secure
 from fedloom.deploy.ops.directory import Place, write
-from fedloom.deploy.ops.loopback import run_all
+from fedloom.deploy.ops.loopback import Loopback, run_all
+from fedloom.deploy.ops.processes import Processes
 from fedloom.deploy.plan import plan
+from fedloom.deploy.server import serve
+from fedloom.deploy.settings import read_server, read_site, text_of
+from fedloom.deploy.site.client import Client
 from fedloom.deploy.site.models import export, figures, module_of, owned
+from fedloom.deploy.status import status_of
 from fedloom.engine.simulate import simulate
+from fedloom.errors import Stop
 from fedloom.experiment import read
+from tests.deploy.grid import FakeGrid, outside_flower
+from tests.deploy.scene import FIRST
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(900)]
 
@@ -31,6 +42,33 @@ def deployment(experiment, method, folder, rounds=2):
     return folder
 
 
+@pytest.fixture(scope="module")
+def network(experiment, tmp_path_factory):
+    """A server and three sites that stay for all tests."""
+    folder = deployment(experiment, "fedavg", tmp_path_factory.mktemp("network") / "try")
+    with Processes() as processes:
+        here = Loopback(folder, processes)
+        here.start_server()
+        here.register_all()
+        for name in here.sites:
+            here.start_site(name)
+        yield here
+
+
+def trained(network, experiment, method, folder, rounds=2):
+    """An experiment that takes the place of the one before on the same server and sites, with nothing left of that."""
+    made = deployment(experiment, method, folder, rounds)
+    for side in ("server", *(f"sites/{name}" for name in network.sites)):
+        for left in ("state", "results"):
+            shutil.rmtree(network.folder / side / left, ignore_errors=True)
+        for file in ("experiment.toml", "server.toml", "site.toml", "signing-key"):
+            if (made / side / file).exists():
+                shutil.copy2(made / side / file, network.folder / side / file)
+    lines = []
+    network.run(lines.append)
+    return network.folder, lines
+
+
 def simulated(folder):
     experiment = read(folder / "server" / "experiment.toml")
     seed = experiment.head.seeds[0]
@@ -39,12 +77,9 @@ def simulated(folder):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_real_network_gives_what_a_simulation_gives(experiment, method, tmp_path):
-    folder = deployment(experiment, method, tmp_path / "try")
-    lines = []
-    here = run_all(folder, lines.append)
-    assert not here._processes.started
-    assert any(line.startswith("round 2/2: 3 of 3 accepted") for line in lines), lines
+def test_a_real_network_gives_what_a_simulation_gives(network, experiment, method, tmp_path):
+    folder, lines = trained(network, experiment, method, tmp_path)
+    assert any(line.startswith("fedloom: round 2/2: 3 of 3 accepted") for line in lines), lines
     expected = simulated(folder)
     kinds = expected.models.kinds()
     kind = "personal" if "personal" in kinds else "global"
@@ -58,23 +93,68 @@ def test_a_real_network_gives_what_a_simulation_gives(experiment, method, tmp_pa
         (r["round"], r["client"], r["model"], r["part"], r["metric"]): r["value"] for r in expected.table().to_pylist()
     }
     same = 0
-    for r in pq.read_table(here.server.results / "metrics.parquet").to_pylist():
+    for r in pq.read_table(network.server.results / "metrics.parquet").to_pylist():
         key = (r["round"], r["client"], r["model"], r["part"], r["metric"])
         if r["metric"] in ("accuracy", "loss") and r["client"] >= 0:
             assert r["value"] == pytest.approx(known[key], rel=1e-8, nan_ok=True), key
             same += 1
     assert same >= 12
-    table = here.table()
+    table = network.table()
     assert {row["site"] for row in table} == {"site-0", "site-1", "site-2"}
     for one in found:
         row = next(r for r in table if (r["site"], r["model"]) == (one.site.site, kind))
         assert figures(one)["accuracy"] == pytest.approx(row["accuracy"], abs=1e-6)
 
 
-def test_a_run_that_ended_is_run_again_without_training(experiment, tmp_path):
+def test_secure_aggregation_over_a_real_network(experiment, tmp_path):
+    """A site is killed after the first round; the others end the run, with the model of a run without masks."""
+    made = experiment("flame", rounds=2, evaluate={"every": 2}, engine={"dtype": "float64", "oracle": "looped"})
+    folder = tmp_path / "try"
+    write(plan(made, 3, secure_aggregation=True), folder, Place(quorum=2))
+    file = folder / "server" / "server.toml"
+    file.write_text(text_of(read_server(file).with_(deadline=90.0, ttl=600.0, patience=300.0)))
+    said, killed = [], []
+    with Processes() as processes:
+        here = Loopback(folder, processes)
+        here.start_server()
+        here.register_all()
+        sites = {name: here.start_site(name) for name in here.sites}
+
+        def tell(line):
+            said.append(line)
+            if "round 1/2" in line and not killed:
+                killed.append(sites["site-2"].reap())
+
+        here.run(tell)
+    assert any("round 1/2: 3 of 3 accepted" in line for line in said), said
+    assert any("round 2/2: 2 of 3 accepted" in line for line in said), said
+    kinds = {x["kind"] for x in lines_of(here.server.audit) if x["what"] == "accepted"}
+    assert kinds == {"hello", "keys", "shares", "masked", "tally", "unmask"}
+    [row] = [row for row in status_of(here.server)["means"] if row["model"] == "personal"]
+    assert (row["round"], row["sites"]) == (2, 2)
+
+    plain = tmp_path / "plain"
+    write(plan(made, 3), plain, Place(quorum=2))
+    outside_flower()
+    clients = [Client(read_site(plain / "sites" / f"site-{k}" / "site.toml")) for k in range(3)]
+
+    def gone(node, message, reply):
+        head = message.content["head"]
+        return None if node == FIRST + 2 and (head["kind"], head["round"]) == ("train", 2) else reply
+
+    server = read_server(plain / "server" / "server.toml").with_(deadline=0.2, ttl=0.4, patience=0.4)
+    grid = FakeGrid({FIRST + k: one.answer for k, one in enumerate(clients)}, gone)
+    assert serve(grid, server, lambda _: None) is Stop.DONE
+    close = {"rtol": 0, "atol": 1e4 * 2.0**-secure.BITS}
+    theirs, mine = (load_file(s.results / "global.safetensors")["rows"] for s in (server, here.server))
+    torch.testing.assert_close(mine, theirs, **close)
+    for a, b in zip(owned(folder)[:2], owned(plain), strict=False):
+        torch.testing.assert_close(load_file(a.model.path)["rows"], load_file(b.model.path)["rows"], **close)
+
+
+def test_a_run_that_ended_is_run_again_without_training(network, experiment, tmp_path):
     """The second time every round is there already; models and figures stay as they are, byte for byte."""
-    folder = deployment(experiment, "fedavg", tmp_path / "try", rounds=1)
-    run_all(folder, lambda _: None)
+    folder, _ = trained(network, experiment, "fedavg", tmp_path, rounds=1)
     before = {one.site.site: one.model.path.read_bytes() for one in owned(folder)}
     metrics = (folder / "server" / "results" / "metrics.parquet").read_bytes()
     run_all(folder, lambda _: None)
@@ -84,12 +164,11 @@ def test_a_run_that_ended_is_run_again_without_training(experiment, tmp_path):
     assert sum(entry.get("kind") == "train" for entry in audit) == 3
 
 
-def test_export_is_a_state_dict_that_plain_torch_takes(experiment, tmp_path):
-    folder = deployment(experiment, "fedavg", tmp_path / "try", rounds=1)
-    run_all(folder, lambda _: None)
+def test_export_is_a_state_dict_that_plain_torch_takes(network, experiment, tmp_path):
+    folder, _ = trained(network, experiment, "fedavg", tmp_path, rounds=1)
     one = owned(folder)[0]
     path = export(one, tmp_path / "models")
-    module = read(one.site.experiment).model.build(one.site.samples.shape, one.site.samples.outputs, 1)
+    module = read(one.site.experiment).common.model.build(one.site.samples.shape, one.site.samples.outputs, 1)
     module.load_state_dict(load_file(path))
     x = torch.rand(4, *one.site.samples.shape)
     assert torch.equal(module.eval()(x), module_of(one)(x))

@@ -200,6 +200,48 @@ def test_it_ends_with_its_owner_and_with_other_settings(tmp_path, owner):
         assert waited(lambda: handover._locked(lock.fileno()))
 
 
+@pytest.mark.slow
+def test_it_ends_with_other_settings_though_no_message_comes(tmp_path, owner):
+    here = scene(tmp_path, "fedavg", **SMALL)
+    content, file = hello(here), files(here)[0]
+    hand_over(file, content, owner.pid)
+    [first] = processes(file)
+    file.write_text(text_of(here.sites[0].with_(free_disk=7)))
+    assert gone(first)
+
+
+def test_a_sites_command_starts_its_process_and_becomes_the_nodes(tmp_path):
+    """The process is there before any message, and ends with the command."""
+    here = scene(tmp_path, "fedavg", **SMALL)
+    content, file = hello(here), files(here)[0]
+    words = [sys.executable, "-P", "-m", handover.__name__, str(file), *SLEEP]
+    with subprocess.Popen(words) as node:
+        assert waited(lambda: processes(file))
+        [first] = processes(file)
+        assert head(hand_over(file, content, node.pid))["status"] == "ok"
+        assert processes(file) == [first]
+        node.kill()
+        node.wait()
+        assert gone(first)
+
+
+def test_a_node_begins_though_its_settings_are_wrong(tmp_path):
+    """What is wrong is said to the first message."""
+    words = [
+        sys.executable,
+        "-P",
+        "-m",
+        handover.__name__,
+        str(tmp_path / "none.toml"),
+        sys.executable,
+        "-c",
+        "print(7)",
+    ]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout == "7\n"
+    assert done.stderr.startswith("fedloom: cannot read the site file")
+
+
 def test_what_changed_on_the_disk_is_read_anew(tmp_path, owner):
     """A change of the data at equal number is told, as by a process per message."""
     here = scene(tmp_path, "fedavg", **SMALL)
@@ -283,4 +325,4 @@ def test_a_process_that_cannot_start_is_an_error_that_names_the_log(tmp_path, ow
     monkeypatch.setattr(handover, "PATIENCE", 8.0)
     with pytest.raises(NoAnswer, match=LOG):
         hand_over(file, content, owner.pid)
-    assert "no_such_setting" in (folder_of(file) / LOG).read_text()
+    assert waited(lambda: "no_such_setting" in (folder_of(file) / LOG).read_text())

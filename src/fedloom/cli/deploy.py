@@ -90,7 +90,7 @@ def init(
         if planned.norm_bound is not None:
             typer.echo(f"maximum update norm accepted per site: norm_bound = {planned.norm_bound:g} in server.toml")
         if planned.threshold is not None:
-            typer.echo(f"secure aggregation: sums of at least {planned.threshold} sites; scores stay at the sites")
+            typer.echo(f"secure aggregation: sums of at least {planned.threshold} sites, of scores too")
         if planned.code.files:
             typer.echo(f"user code, copied to all of them: {', '.join(planned.code.files)}")
         if planned.code.installed:

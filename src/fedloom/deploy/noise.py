@@ -10,6 +10,13 @@ norm is at most t / sigma, compared in exact arithmetic, where t is the scale ha
 row changes the sum of integers by at most t / sigma, replacing one by at most 2 t / sigma, and the mechanism is
 rho-concentrated with rho = sensitivity^2 / (2 t^2) (Theorem 14): 1 / (2 sigma^2) or 2 / sigma^2, in any dimension.
 All that comes after the integers is post-processing.
+
+Under secure aggregation nobody adds the noise of a sum: each site adds its share, of scale s = t (1 + 2^-20) / sqrt(T),
+where T is the fewest sites whose sum is ever unmasked (`SharedMean`). The sum of T discrete Gaussians is close to one,
+not equal: it is rho-concentrated with rho = sensitivity^2 / (2 T s^2) + tau D / 4, tau = 10 sum_{k<T} exp(-2 pi^2 s^2
+k / (k + 1)) (Kairouz, Liu, Steinke, ICML 2021, Theorem 1). As s is at least 2^6, tau D is below 10^-17000, which the
+2^-20 covers: rho is at most that of the central noise. More survivors add more noise. Whoever knows the shares of c
+sites is left with noise of T - c.
 """
 
 from __future__ import annotations
@@ -21,15 +28,18 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import opendp.prelude as dp
 import torch
+from pydantic import Field
 from torch import Generator, Tensor
 
+from fedloom.errors import Refused
 from fedloom.rows.aggregate import PrivateMean
 from fedloom.rows.aggregate._base import Rows, State
 from fedloom.rows.channel import GaussianNoise
 from fedloom.rows.context import Cohort
 
+FINEST = 2.0**6
+"""Smallest scale of a site's noise in steps of the grid, for the bound of the sum of several."""
 _FINE, _WIDE = 30, 52
 """Powers of two that the clip and the noise's scale have at most in steps of the grid; sums stay far inside 64 bits."""
 
@@ -78,8 +88,47 @@ def _integers(row: np.ndarray[Any, Any], clip: float, exponent: int, bound: int)
 
 @lru_cache(maxsize=8)
 def _measurement(scale: float) -> Any:
-    dp.enable_features("contrib")
-    return dp.m.make_gaussian(dp.vector_domain(dp.atom_domain(T="i64")), dp.l2_distance(T="f64"), scale=scale)
+    from opendp import domains, measurements, metrics, mod  # slow to import, and not `prelude`: it brings scikit-learn
+
+    mod.enable_features("contrib")
+    domain = domains.vector_domain(domains.atom_domain(T="i64"))
+    return measurements.make_gaussian(domain, metrics.l2_distance(T="f64"), scale=scale)
+
+
+class SharedMean(PrivateMean):
+    """`PrivateMean` under secure aggregation: what the server sums was clipped at the sites and has their noise."""
+
+    survivors: int = Field(ge=1, description="fewest sites of a sum, whose noise together is that of the mean")
+
+    @property
+    def linear(self) -> bool:
+        return True
+
+    @property
+    def scale(self) -> float:
+        """Standard deviation of a site's noise in steps of the grid; below `FINEST` nothing is known of its sums."""
+        return _grid(self.clip, self.sigma)[1] * (1 + 2.0**-20) / math.sqrt(self.survivors)
+
+    def share(self, row: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """What a site adds to the sum: its differences ``[D]``, clipped to the grid, with its noise; in steps."""
+        exponent, _, bound = _grid(self.clip, self.sigma)
+        return np.asarray(_measurement(self.scale)(_integers(row, self.clip, exponent, bound)), dtype=np.int64)
+
+    def total(self, steps: np.ndarray[Any, np.dtype[np.uint64]], count: int) -> np.ndarray[Any, Any]:
+        """The sum of ``count`` sites' differences with noise, ``[D]``, of its steps modulo 2^64.
+
+        Raises:
+            Refused: it is further from zero than 40 standard deviations of the noise allow.
+        """
+        exponent, _, bound = _grid(self.clip, self.sigma)
+        found = steps.view(np.int64)
+        limit = int(count * math.isqrt(bound + 1) + 40 * self.scale * math.sqrt(count)) + count
+        if bool(((found > limit) | (found < -limit)).any()):
+            raise Refused(
+                f"the sum of {count} sites is out of range: one sent what it must not, or a mask is still on it"
+            )
+        total: np.ndarray[Any, Any] = np.ldexp(found.astype(np.float64), exponent)
+        return total
 
 
 class ReleasedNoise(GaussianNoise):
@@ -106,12 +155,15 @@ class ReleasedMean(PrivateMean):
         return {name: part.to(r) for (name, r), part in zip(rows.items(), parts, strict=True)}, state
 
 
-def released(part: Any) -> Any:
+def released(part: Any, survivors: int | None = None) -> Any:
     """A channel or aggregator as it is deployed: noise from the operating system where it adds noise.
 
     Args:
         part: of a run; all but the two mechanisms of noise stay as they are.
+        survivors: fewest sites of a sum under secure aggregation; None without it.
     """
+    if isinstance(part, PrivateMean) and survivors is not None:
+        return SharedMean(**part.model_dump() | {"accountant": "rdp", "survivors": survivors})
     kinds: Mapping[type, type] = {GaussianNoise: ReleasedNoise, PrivateMean: ReleasedMean}
     kind = kinds.get(type(part))
     return part if kind is None else kind(**part.model_dump() | {"accountant": "rdp"})

@@ -17,9 +17,9 @@ from fedloom.choose import Uniform, UniformWeigher
 from fedloom.deploy.audit import Audit
 from fedloom.deploy.code import read_agreed
 from fedloom.deploy.exchange.forms import Forms
-from fedloom.deploy.exchange.masked import MaskedSites
+from fedloom.deploy.exchange.masked import GivenUp, MaskedSites
 from fedloom.deploy.exchange.post import Post
-from fedloom.deploy.noise import released
+from fedloom.deploy.noise import SharedMean, released
 from fedloom.deploy.results import SUMMARY, Results
 from fedloom.deploy.settings import Server, check_version
 from fedloom.deploy.site.ledger import Ledger
@@ -165,7 +165,8 @@ class _Run:
             except RunStopped:
                 self._scored(job, pool, state, disk, due=due)
                 raise
-            carried = due and self._settings.secure is None  # a masked round has no place for scores
+            secure = self._settings.secure
+            carried = due and (secure is None or secure.scores != "per-site")  # which a masked vector has no place for
             if carried:
                 sites.carry(state)
             else:
@@ -173,6 +174,9 @@ class _Run:
             before, start = state, time.monotonic()
             try:
                 state = play(job, pool, before)
+                sites.accepted[state.cohort] = state.round
+            except GivenUp as error:
+                state = self._given_up(before, error)
             except RunStopped:
                 if carried:
                     self._scored(job, pool, before, disk, due=False)
@@ -180,14 +184,22 @@ class _Run:
             disk.times.rounds.append(time.monotonic() - start)
             if carried:
                 self._scored(job, pool, before, disk, due=True)
-            sites.accepted[state.cohort] = state.round
             disk.more = self._more(job, sites.accepted, state)
             disk.save(state, None)
+
+    def _given_up(self, state: State, error: GivenUp) -> State:
+        """The state after a round of which nothing is known: all is as before it, but for what it cost of privacy."""
+        t, clients = state.round + 1, torch.tensor(error.clients)
+        self._post.note("given up", t, error.clients, str(error))
+        state.notes.append(f"round {t} was given up: {error}")
+        return state.with_(round=t, uploads=state.uploads.index_add(0, clients, torch.ones_like(clients)))
 
     def _scored(self, job: Job, pool: Any, state: State, disk: Disk, *, due: bool) -> None:
         """Record the scores of a state where they are due, and say how its round went."""
         if due:
             record(job, state, scores_of(job, pool, state))
+            for model, part, name, value in pool.sums(state.round):
+                state.records.total(state.round, model, part, name, value)
             self._results.tables(job, state, disk.times)
             self._results.summary(None, "", self._post.nodes)
         if state.round > 0:
@@ -223,7 +235,8 @@ class _Run:
         setting = setting.with_(engine=setting.engine.with_(quorum=1e-9, device="cpu"))
         job, server = make_job(setting, fed, folder=self._settings.checkpoints)
         forms = Forms(job, server)
-        noisy = {name: released(getattr(job.setting, name)) for name in ("channel", "aggregator")}
+        survivors = None if self._settings.secure is None else self._settings.secure.threshold
+        noisy = {name: released(getattr(job.setting, name), survivors) for name in ("channel", "aggregator")}
         job = replace(job, setting=job.setting.with_(**noisy))
         return replace(job, clients=Store(job.n, Nothing()), residue=Store(job.n, Nothing())), server, forms
 
@@ -235,7 +248,7 @@ class _Run:
         """
         noise, limit = accounted(job.setting.channel, job.setting.aggregator), self._settings.epsilon
         try:
-            if isinstance(noise, GaussianNoise):  # the sites have ledgers of their own
+            if isinstance(noise, GaussianNoise | SharedMean):  # the sites have ledgers of their own
                 after = spent(noise, job.setting.sampler, state.uploads + 1, state.round + 1)
                 if limit is not None and after > limit:
                     raise Refused(f"round {state.round + 1} would make epsilon {after:.4g}, the limit is {limit:.4g}")
@@ -247,6 +260,6 @@ class _Run:
     def _line(self, job: Job, state: State) -> str:
         text = f"fedloom: round {state.round}/{job.setting.rounds}: "
         text += f"{len(state.cohort)} of {len(self._post.members)} accepted"
-        here = (state.round, "train", "loss", False)
-        losses = [r for r in state.records.items if (r.round, r.part, r.metric, r.total) == here]
+        here = ((state.round, "train", "loss", False), (state.round, "train", "loss/mean", True))
+        losses = [r for r in state.records.items if (r.round, r.part, r.metric, r.total) in here]
         return f"{text}, loss {torch.from_numpy(losses[-1].values).nanmean():.4g}" if losses else text

@@ -54,8 +54,8 @@ class Secure(Value):
         min_length=FEWEST, max_length=MOST, description="signing keys, by number of the site"
     )
     norm_bound: PositiveFloat | None = Field(None, description="longest difference that a site sends (L2)")
-    scores: Literal["off", "per-site"] = Field(
-        "off", description="per-site: every site's own scores go to the server; off: they stay at the site"
+    scores: Literal["masked", "per-site", "off"] = Field(
+        "masked", description="masked: the server gets sums of scores; per-site: every site's own; off: none"
     )
 
     @model_validator(mode="after")
@@ -141,7 +141,11 @@ class Server(Shared):
     quorum: int = Field(ge=1, description="accepted replies that a round needs")
     deadline: PositiveFloat = Field(600.0, description="seconds after which a round closes if the quorum is there")
     ttl: PositiveFloat = Field(1200.0, description="seconds that a message lives; a round never waits longer")
-    patience: PositiveFloat = Field(600.0, description="seconds to wait for a quorum of sites to be there")
+    patience: PositiveFloat = Field(
+        600.0,
+        description="seconds, not rounds: how long a quorum is waited for, how long a mute site is there before it "
+        "counts as absent, and for how long a refused one is left alone",
+    )
     norm_bound: PositiveFloat | None = Field(
         None, description="maximum update norm accepted per site (L2); any finite norm when left out"
     )

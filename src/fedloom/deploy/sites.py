@@ -63,6 +63,10 @@ class Sites:
         finally:
             self._noting = False
 
+    def sums(self, round: int) -> Iterator[tuple[str, str, str, float]]:
+        """Model, part, name and value of figures of the federation that the sites have summed after a round."""
+        yield from ()
+
     def _train(self, shared: tuple[Any, Any], tasks: Sequence[TrainTask]) -> Iterator[Trained]:
         job, forms = self._job, self._forms
         down, server = shared

@@ -18,13 +18,14 @@ import pyarrow as pa
 
 from fedloom.deploy.audit import lines_of
 from fedloom.deploy.settings import Server, read_server
-from fedloom.deploy.table import site_table
+from fedloom.deploy.table import mean_table, site_table
 from fedloom.errors import ConfigError, Stop
+from fedloom.metrics import BRIEF
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.files import in_use
 
-WITHOUT_TRAINING = ("hello", "ask", "score")
-"""Kinds of messages whose replies are no share of a round."""
+TRAINING = ("train", "masked")
+"""Kinds of messages whose replies are a share of a round."""
 
 
 def server_of(folder: Path) -> Server:
@@ -55,6 +56,7 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
     found = {c: {"accepted": 0, "missed": 0, **blank, "rejected": dict[str, Any]()} for c in sorted(members)}
     accepted: dict[int, set[int]] = {c: set() for c in found}
     missed: dict[int, set[int]] = {c: set() for c in found}
+    lost = {line.get("round", 0) for line in log if line.get("what") == "given up"}
     for line in log:
         c, what = line.get("client"), line.get("what")
         if c not in found or line.get("site", members[c]) != members[c]:
@@ -62,7 +64,7 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
         one, number = found[c], line.get("round", 0)
         if what == "accepted":
             one |= {"last_reply": line["time"], "mute": False}
-            if line.get("kind") not in WITHOUT_TRAINING and number <= rounds:
+            if line.get("kind") in TRAINING and number <= rounds:
                 accepted[c].add(number)
         elif what == "mute":
             one["mute"] = True
@@ -72,7 +74,7 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
             step = one["rejected"].setdefault(str(line.get("step", 0)), {"count": 0})
             step |= {"count": step["count"] + 1, "reason": line.get("reason", "")}
     for c, one in found.items():
-        one |= {"accepted": len(accepted[c]), "missed": len(missed[c] - accepted[c])}
+        one |= {"accepted": len(accepted[c] - lost), "missed": len(missed[c] - accepted[c])}
     return found
 
 
@@ -82,14 +84,16 @@ def status_of(server: Server) -> dict[str, Any]:
     ``state``: "not started", "running", "stopped", "killed" or "done", with ``reason``; ``rounds`` done of ``planned``;
     ``round_seconds``: ``last`` and ``median``; ``epsilon`` spent after these rounds (None without a delta);
     ``sites``: see `tallies`, with ``share`` (of the rounds done), ``samples`` ``[3]`` and the site's newest ``scores``;
+    ``means``: newest figures of the federation, a row per model, see `mean_table`;
     ``disk``: bytes by what is there, and ``free``; ``last_event``: time of the log's last line.
     """
     log, meta = lines_of(server.audit), Checkpoints(server.checkpoints).meta() or {}
     rounds, seconds, more = meta.get("round", 0), meta.get("seconds", []), meta.get("more", {})
     members = {m.client: m.site for m in server.sites}
-    scores: list[dict[str, Any]] = []
+    scores, means = list[dict[str, Any]](), list[dict[str, Any]]()
     with suppress(OSError, KeyError, pa.ArrowException):  # not there yet, or damaged
         scores = site_table(server.results / "metrics.parquet", [members.get(c, str(c)) for c in range(server.clients)])
+        means = mean_table(server.results / "metrics.parquet")
     sizes = more.get("sizes", [])
     sites = []
     for c, tally in tallies(log, members, rounds).items():
@@ -99,8 +103,8 @@ def status_of(server: Server) -> dict[str, Any]:
     return {
         "name": server.name, **_state(server, log), "rounds": rounds, "planned": _planned(server.experiment),
         "round_seconds": {"last": seconds[-1], "median": median(seconds)} if seconds else None,
-        "epsilon": more.get("epsilon"), "epsilon_limit": server.epsilon, "sites": sites, "disk": _disk(server),
-        "last_event": log[-1]["time"] if log else None,
+        "epsilon": more.get("epsilon"), "epsilon_limit": server.epsilon, "sites": sites, "means": means,
+        "disk": _disk(server), "last_event": log[-1]["time"] if log else None,
     }  # fmt: skip
 
 
@@ -112,6 +116,11 @@ def lines(status: Mapping[str, Any]) -> list[str]:
     found.append(f"rounds: {status['rounds']} of {status['planned']}{pace}")
     if status["epsilon"] is not None:
         found.append(f"epsilon: {status['epsilon']:.4g}{'' if limit is None else f' of {limit:g}'}")
+    for row in status["means"]:
+        known = [f"{k} {row[k]:.4g}" for k in BRIEF if k in row] + (
+            [f"of {row['sites']} sites"] if "sites" in row else []
+        )
+        found.append(f"{row['model']} model, round {row['round']}, mean over sites: {', '.join(known)}")
     used = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in disk.items())
     return [*found, f"disk: {used}", f"last event: {_ago(status['last_event'])}"]
 

@@ -21,11 +21,34 @@ def site_table(metrics: Path, sites: Sequence[str], part: str = "test") -> list[
         sites: names in the order of the clients.
         part: part of each site's data.
     """
-    table = pq.read_table(metrics)
-    mask = pc.and_(pc.equal(table["part"], part), pc.is_in(table["metric"], pa.array(BRIEF)))
     rows: dict[tuple[int, str], dict[str, Any]] = {}
-    for r in table.filter(mask).sort_by("round").to_pylist():
+    for r in _read(metrics, part, BRIEF):
         if 0 <= r["client"] < len(sites):
             row = rows.setdefault((r["client"], r["model"]), {"site": sites[r["client"]], "model": r["model"]})
             row["round"], row[r["metric"]] = r["round"], r["value"]
     return [rows[key] for key in sorted(rows)]
+
+
+def mean_table(metrics: Path, part: str = "test") -> list[dict[str, Any]]:
+    """The last means over the sites: a row per model, with ``model``, ``round`` and metrics.
+
+    ``sites``: how many a mean of losses is of, where the server has sums only.
+
+    Args:
+        metrics: a file `metrics.parquet`.
+        part: part of each site's data.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for r in _read(metrics, part, [*(f"{name}/mean" for name in BRIEF), "loss/sites"]):
+        name, _, what = r["metric"].partition("/")
+        row = rows.setdefault(r["model"], {"model": r["model"]})
+        row |= {"round": r["round"], **({name: r["value"]} if what == "mean" else {"sites": int(r["value"])})}
+    return [rows[key] for key in sorted(rows)]
+
+
+def _read(metrics: Path, part: str, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Figures of a part by their names, by round."""
+    table = pq.read_table(metrics)
+    mask = pc.and_(pc.equal(table["part"], part), pc.is_in(table["metric"], pa.array(names)))
+    found: list[dict[str, Any]] = table.filter(mask).sort_by("round").to_pylist()
+    return found

@@ -14,11 +14,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedloom.errors import WireError
 
-PROTOCOL = 2
-Kind = Literal["hello", "ask", "train", "score", "keys", "shares", "masked", "unmask"]
+PROTOCOL = 3
+Kind = Literal["hello", "ask", "train", "score", "keys", "shares", "masked", "tally", "unmask"]
 TYPES: dict[Kind, str] = {
     "hello": "query", "ask": "query", "train": "train", "score": "evaluate",
-    "keys": "query", "shares": "query", "masked": "train", "unmask": "query",
+    "keys": "query", "shares": "query", "masked": "train", "tally": "evaluate", "unmask": "query",
 }  # fmt: skip
 """Flower's message types."""
 
@@ -36,13 +36,25 @@ ASKED: Mapping[str, Mapping[str, type]] = {
     "score": {"accepted": int, "weight": float, "global": bool},
     "keys": {"session": bytes},
     "shares": {"session": bytes},
-    "masked": {"session": bytes, "accepted": int, "weight": float, "share": float},
+    "masked": {
+        "session": bytes,
+        "accepted": int,
+        "weight": float,
+        "share": float,
+        "scored": int,
+        "global": bool,
+        "parts": list,
+    },
+    "tally": {"session": bytes, "accepted": int, "weight": float, "global": bool, "parts": list},
     "unmask": {"session": bytes},
 }
-"""Further fields of a message from the server; ``scored`` is the round whose models are scored first, -1 for none."""
+"""Further fields of a message from the server.
 
-STEPS = ("keys", "shares", "masked", "unmask")
-"""Kinds of messages of secure aggregation, in their order."""
+``scored`` is the round whose models are scored first, -1 for none; ``parts`` are those whose scores are summed.
+"""
+
+STEPS = ("keys", "shares", "masked", "tally", "unmask")
+"""Kinds of messages of secure aggregation, in their order; a session has ``masked`` or, of scores alone, ``tally``."""
 
 REPLIED: Mapping[str, Mapping[str, type]] = {
     "hello": {"task": str, "shape": list, "outputs": int, "classes": list, "sizes": list},
@@ -135,8 +147,8 @@ def _head(record: ConfigRecord, fields: Mapping[str, Mapping[str, type]], status
 
 
 def _arrays(record: ArrayRecord, limit: int) -> list[bytes]:
-    if len(record) > 3 or list(record) != [f"{k}" for k in range(len(record))]:
-        raise WireError(f"arrays must be named 0 to 2, got {[_short(name) for name in list(record)[:8]]}")
+    if len(record) > 4 or list(record) != [f"{k}" for k in range(len(record))]:
+        raise WireError(f"arrays must be named 0 to 3, got {[_short(name) for name in list(record)[:8]]}")
     total = sum(len(array.data) for array in record.values())
     if total > limit:
         raise WireError(f"{total} bytes of arrays, at most {limit} are allowed")

@@ -148,6 +148,15 @@ def _answers(info: Tensor | None, told: Tensor | None) -> dict[str, Tensor]:
     return {name: rows for name, rows in ((INFO, info), (TOLD, told)) if rows is not None}
 
 
+def score_names(job: Job) -> list[tuple[str, str, str]]:
+    """Model, part and metric of every score that a site of the run can have, in one order for both ends."""
+    task, index = job.oracle.task, torch.zeros(0, dtype=torch.long)
+    blank = task.metrics(torch.zeros(0, task.outputs, dtype=job.oracle.dtype), job.fed.targets(index), index, 1)
+    names = sorted({*blank, "nonzeros", "rank", "factorised"})
+    parts = ("", *job.setting.evaluate.parts)
+    return [(m, part, name) for m in ("global", "hybrid", "personal") for part in parts for name in names]
+
+
 class Sent(NamedTuple):
     """What one client sent, rows ``[1, .]``."""
 

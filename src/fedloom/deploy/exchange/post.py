@@ -126,6 +126,12 @@ class Post:
             )
         self._say(f"fedloom: begins without {', '.join(missing)}")
 
+    def note(self, what: str, round: int, clients: Iterable[int], reason: str) -> None:
+        """Say and log what became of a round, with the sites that it is of."""
+        sites = [self.members[c].site for c in sorted(clients)]
+        self._say(f"fedloom: {what}: {reason}")
+        self._audit.write(what, round=round, sites=sites, reason=reason)
+
     def greet(self) -> None:
         """Ask nodes that are not known who they are, each once at a time, and forget those that have gone."""
         there = list(self._patiently(self._grid.get_node_ids))

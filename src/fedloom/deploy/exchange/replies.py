@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedloom.algorithms._base import base_of
 from fedloom.deploy.exchange.envelope import HEAD, PROTOCOL, REASON, REPLIED, STATUS, Kind, Letter, digest_of, unseal
-from fedloom.deploy.exchange.forms import Forms, Sent
+from fedloom.deploy.exchange.forms import Forms, Sent, score_names
 from fedloom.deploy.exchange.identity import is_signed
 from fedloom.deploy.settings import Schema, Server
 from fedloom.engine.chunk import usable
@@ -222,18 +222,11 @@ class Judge:
     def _metrics(self, letter: Letter) -> dict[str, float]:
         """Step 10: what is not a metric of this run, not finite or out of its range is left out."""
         assert self._job is not None
-        task = self._job.oracle.task
-        none = torch.zeros(0, task.outputs, dtype=self._job.oracle.dtype)
-        blank = self._job.fed.targets(torch.zeros(0, dtype=torch.long))
-        names = {*task.metrics(none, blank, torch.zeros(0, dtype=torch.long), 1), "nonzeros", "rank", "factorised"}
+        known = {"/".join(name) for name in score_names(self._job) if name[0] != "hybrid"}
         found = {}
         for key, value in letter.metrics.items():
-            model, _, rest = key.partition("/")
-            part, _, name = rest.partition("/")
-            parts = ("", *self._job.setting.evaluate.parts)
-            known = model in ("global", "personal") and part in parts and name in names
-            low, high = metric(name).bounds
-            if known and math.isfinite(value) and low <= value <= high:
+            low, high = metric(key.rpartition("/")[2]).bounds
+            if key in known and math.isfinite(value) and low <= value <= high:
                 found[key] = float(value)
         return found
 

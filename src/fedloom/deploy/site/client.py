@@ -20,17 +20,18 @@ from fedloom.deploy.exchange.forms import Forms
 from fedloom.deploy.exchange.identity import sign, signing_key
 from fedloom.deploy.exchange.replies import lengths
 from fedloom.deploy.exchange.secure import Broken
-from fedloom.deploy.noise import released
+from fedloom.deploy.noise import SharedMean, released
 from fedloom.deploy.settings import Site, check_version
 from fedloom.deploy.site.ledger import Ledger, Spent
 from fedloom.deploy.site.local_data import part_sizes, samples_digest, schema_of, site_federation
-from fedloom.deploy.site.masking import Masking, Vectors, check_maskable
+from fedloom.deploy.site.masking import Masking, check_maskable
 from fedloom.deploy.site.state import Generation, Memory
+from fedloom.deploy.site.vectors import Figures, Uploads
 from fedloom.engine.chunk import Made, ask, make, usable
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import Noise, accounted
 from fedloom.engine.records import Scores
-from fedloom.engine.scoring import personal_models, score
+from fedloom.engine.scoring import hybrid_scores, personal_models, score
 from fedloom.engine.setup import make_job
 from fedloom.errors import CheckpointError, FedloomError, Refused, RunDirError, WireError
 from fedloom.experiment import Experiment
@@ -54,6 +55,14 @@ class Client:
     def __init__(self, site: Site) -> None:
         self.site, self._key = site, signing_key(site.signing_key)
         self._memory = Memory(site.state, site.fingerprint, site.client)
+
+    def prepare(self) -> None:
+        """Read the data and make the run, before a message asks for it.
+
+        Raises:
+            FedloomError: one of them cannot be.
+        """
+        _ = self.samples, self.forms
 
     def answer(self, message: Message) -> Message:
         """The message with the `reply`."""
@@ -122,7 +131,8 @@ class Client:
             raise Refused(f"site {site.site} answers no question: the experiment has a delta, and answers no noise")
 
         kind, masks = head["kind"], site.secure is not None
-        if (kind in STEPS and not masks) or (kind in ("train", "ask") and masks):
+        unmasked = kind in ("train", "ask") or (kind == "score" and masks and self._tallies)
+        if (kind in STEPS and not masks) or (unmasked and masks):
             agreed = "secure aggregation" if masks else "no secure aggregation"
             raise Refused(f"site {site.site} answers no message of the kind {kind}: the agreement says {agreed}")
 
@@ -170,12 +180,17 @@ class Client:
             return samples | {"work": counts[0, :3].tolist()}, [self.forms.write_answer(answer)], None
         job, state = self._seated(letter)
         if kind == "train":
-            model, metrics = self._score_first(job, letter, there=bool(samples["samples"]))
+            asked = letter._replace(arrays=letter.arrays[1:])
+            model, found = self._score_first(job, asked, letter.head["scored"])
             new = self._train(job, state, letter)
             work = [0, 0, 0] if self._private else list(new.reply["work"])
-            return {**samples, "work": work, "model": model}, [bytes(new.tensors["reply"].numpy())], metrics
-        model, metrics = self._score(job, letter, there=bool(samples["samples"]))
-        return {**samples, "model": model}, [], metrics
+            return (
+                {**samples, "work": work, "model": model},
+                [bytes(new.tensors["reply"].numpy())],
+                _plain(found) or None,
+            )
+        model, found = self._score(job, letter)
+        return {**samples, "model": model}, [], _plain(found)
 
     # ---------------------------------------------------------------------------------------------------- inside
 
@@ -206,7 +221,11 @@ class Client:
     @cached_property
     def _run(self) -> tuple[Job, Any]:
         job, server = make_job(self._experiment.methods[0].setting, self.fed)
-        return replace(job, setting=job.setting.with_(channel=released(job.setting.channel))), server
+        survivors = None if self.site.secure is None else self.site.secure.threshold
+        setting = job.setting.with_(
+            channel=released(job.setting.channel), aggregator=released(job.setting.aggregator, survivors)
+        )
+        return replace(job, setting=setting), server
 
     @property
     def job(self) -> Job:
@@ -221,7 +240,8 @@ class Client:
     @property
     def _noise(self) -> Noise | None:
         """What this site's epsilon is of: its own noise; noise that the server adds does not protect it from that."""
-        return accounted(self.job.setting.channel)
+        setting = self.job.setting
+        return accounted(setting.channel, setting.aggregator if isinstance(setting.aggregator, SharedMean) else None)
 
     @property
     def _ids(self) -> Tensor:
@@ -240,28 +260,46 @@ class Client:
         return replace(job, alpha=alpha), state
 
     def _step(self, letter: Letter) -> bytes:
-        """A step of secure aggregation; the third trains, and masks what the site would upload."""
+        """A step of secure aggregation; the third trains or scores, or both, and masks what came of it."""
         head, arrays = letter.head, letter.arrays
         masking, t, nonce = Masking(self.site, self._key, self._memory.folder), head["round"], head["session"]
-        wanted = {"keys": 0, "masked": 2}.get(head["kind"], 1)
+        if head["kind"] in ("masked", "tally"):
+            return self._masked(letter, masking)
+        wanted = 0 if head["kind"] == "keys" else 1
         if len(arrays) != wanted:
             raise WireError(f"{len(arrays)} arrays, {wanted} are expected")
         if head["kind"] == "keys":
             return masking.keys(t, nonce)
-        if head["kind"] == "shares":
-            return masking.shares(t, nonce, arrays[0])
-        if head["kind"] == "unmask":
-            return masking.tell(t, nonce, arrays[0])
-        if not abs(head["share"]) <= 1:
+        return (masking.shares if head["kind"] == "shares" else masking.tell)(t, nonce, arrays[0])
+
+    def _masked(self, letter: Letter, masking: Masking) -> bytes:
+        """What a site trained, its scores of the models that the letter has, or both, under its masks."""
+        head, t, trains = letter.head, letter.head["round"], letter.head["kind"] == "masked"
+        if len(letter.arrays) < 1 + trains:
+            raise WireError(f"{len(letter.arrays)} arrays, at least {1 + trains} are expected")
+        if trains and not abs(head["share"]) <= 1:
             raise Broken(f"a share must be within -1..1, got {head['share']}")
-        masking.receive(t, nonce, arrays[1], f"{head['accepted']} {head['weight']} {_asked(letter)}")
+        inbox, *models = letter.arrays[trains:]
+        scored = head["scored"] if trains else t
+        asked = f"{head['accepted']} {head['weight']} {_asked(letter) if trains else ''} {scored} {head['global']}"
+        asked += f" {head['parts']} {digest_of(models)}"
+        sums = {"scores": scored, **({"uploads": t} if trains else {})}
+        masking.receive(t, head["session"], inbox, asked, sums)
         job, state = self._seated(letter)
-        if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
-            raise Broken(
-                f"the row that the server's sum has of site {self.site.site} is not on this disk any more, so its "
-                "change is unknown; the site cannot take part in this run again"
-            )
-        return masking.masked(t, nonce, self._train(job, state, letter).tensors["reply"].numpy().view(np.uint64))
+        vectors = []
+        if scored >= 0:
+            found = self._score_first(job, letter._replace(arrays=models), scored)[1]
+            if self._tallies:
+                sizes = part_sizes(self.fed, self.site.client)
+                vectors.append(Figures(job).encode(found, sizes, head["parts"]))
+        if trains:
+            if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
+                raise Broken(
+                    f"the row that the server's sum has of site {self.site.site} is not on this disk any more, so its "
+                    "change is unknown; the site cannot take part in this run again"
+                )
+            vectors.insert(0, self._train(job, state, letter).tensors["reply"].numpy().view(np.uint64))
+        return masking.masked(t, head["session"], np.concatenate([np.zeros(0, np.uint64), *vectors]))
 
     def _sent(
         self, job: Job, state: Generation | None, made: Made, down: Any, share: float | None
@@ -275,15 +313,17 @@ class Client:
             return {"reply": torch.frombuffer(bytearray(self.forms.write_up(made)), dtype=torch.uint8)}
         assert self.site.secure is not None
         bound = self.site.secure.norm_bound
-        if bound is not None and float(lengths(job, made.up, down)) > bound:
-            raise Refused(
-                f"the difference is {float(lengths(job, made.up, down)):.4g} long, at most {bound:.4g} is agreed"
-            )
-        if not bool(usable((*made.up, *made.new), 1, job.setting.engine.norm_bound, job.weights(made.up)).all()):
-            raise Refused("the upload is not finite, longer than engine.norm_bound, or has a weight below zero")
-        vectors = Vectors(job, self.forms.idle)
+        if not isinstance(job.setting.aggregator, SharedMean):  # which clips, and a refusal would be an answer
+            if bound is not None and float(lengths(job, made.up, down)) > bound:
+                raise Refused(
+                    f"the difference is {float(lengths(job, made.up, down)):.4g} long, at most {bound:.4g} is agreed"
+                )
+            if not bool(usable((*made.up, *made.new), 1, job.setting.engine.norm_bound, job.weights(made.up)).all()):
+                raise Refused("the upload is not finite, longer than engine.norm_bound, or has a weight below zero")
         made = made._replace(work=torch.zeros_like(made.work)) if self._private else made
-        vector, rows, clipped = vectors.encode(made, share, None if state is None else state.group("kept"))
+        vector, rows, clipped = Uploads(job, self.forms.idle).encode(
+            made, share, None if state is None else state.group("kept")
+        )
         if clipped:
             self._withheld(f"{clipped} numbers of the upload are out of range and were clipped")
         return {"reply": torch.from_numpy(vector.view(np.int64)), **{f"kept.{n}": row for n, row in rows.items()}}
@@ -327,33 +367,33 @@ class Client:
         return made
 
     def _noise_alone(self, job: Job) -> Made:
-        assert job.setting.channel is not None
-        idle, ids = self.forms.idle, self._ids
-        sent, _ = job.setting.channel.apply(None, torch.zeros_like(job.messages.update(idle)), ())
-        up = job.messages.with_update(idle, sent)
+        up, ids = self.forms.idle, self._ids
+        if accounted(job.setting.channel) is not None:
+            assert job.setting.channel is not None
+            sent, _ = job.setting.channel.apply(None, torch.zeros_like(job.messages.update(up)), ())
+            up = job.messages.with_update(up, sent)
         return Made(up, None, None, None, job.clients.read(ids), job.residue.read(ids), torch.zeros(1, 3).long())
 
-    def _score_first(self, job: Job, letter: Letter, *, there: bool) -> tuple[str, dict[str, float] | None]:
-        """The scores that are asked for with a training; it goes on where they cannot be found."""
-        t = letter.head["scored"]
+    def _score_first(self, job: Job, letter: Letter, t: int) -> tuple[str, Scores]:
+        """The scores of round ``t`` that are asked for with a training; it goes on where they cannot be found."""
         if t < 0:
-            return "", None
+            return "", {}
         try:
-            asked = letter._replace(head={**letter.head, "round": t}, arrays=letter.arrays[1:])
-            return self._score(job, asked, there=there)
+            return self._score(job, letter._replace(head={**letter.head, "round": t}))
         except FedloomError as error:
             what = f"round {t} cannot be scored: {error}"
-            if self._private:
+            if self._private or self.site.secure is not None:
                 self._withheld(what)
             else:
                 self._memory.notes.append(what)
             return "", {}
 
-    def _score(self, job: Job, letter: Letter, *, there: bool) -> tuple[str, dict[str, float]]:
+    def _score(self, job: Job, letter: Letter) -> tuple[str, Scores]:
         """Keep the newest model, and score every model on the site's own parts."""
         t, ids = letter.head["round"], self._ids
         down, shared = self.forms.read_models(letter.arrays, global_there=letter.head["global"])
         everyone = None if down is None else _for_all(down, job.n)
+        there = bool(part_sizes(self.fed, self.site.client)[0])
         personal = there and down is not None
         if personal or shared is not None:
             row = personal_models(job, everyone, t, ids)[0] if personal else shared
@@ -362,16 +402,30 @@ class Client:
             self._memory.keep_model(row.cpu(), job.oracle.layout.header(), t, kind)
         else:
             kind = ""
-        silent = self.site.secure is not None and self.site.secure.scores == "off"
-        if not there or silent or self._private or self.site.epsilon is not None:  # scores have no noise
+        silent = not (self._scores_openly or self._tallies) or self.site.epsilon is not None  # scores have no noise
+        if not there or silent:
             return kind, {}
         found: Scores = score(job, everyone, shared, ScoreTask(t, ids, ids, common=False))
-        values = {
-            f"{model}/{part}/{name}": float(value[0])
-            for (model, part), metrics in found.items()
-            for name, value in metrics.items()
-        }
-        return kind, {key: value for key, value in values.items() if value == value}
+        part = job.setting.evaluate.select_on
+        both = self._tallies and {("global", part), ("personal", part)} <= set(found)
+        return kind, found | hybrid_scores(found, part) if both else found
+
+    @property
+    def _scores_openly(self) -> bool:
+        """Whether the site's own scores may leave it."""
+        agreed = self.site.secure
+        return not self._private and (agreed is None or agreed.scores == "per-site")
+
+    @property
+    def _tallies(self) -> bool:
+        """Whether the site's scores are summed under masks."""
+        return not self._private and self.site.secure is not None and self.site.secure.scores == "masked"
+
+
+def _plain(scores: Scores) -> dict[str, float]:
+    """Scores as the metrics of a message."""
+    values = {f"{m}/{p}/{name}": float(v[0]) for (m, p), found in scores.items() for name, v in found.items()}
+    return {key: value for key, value in values.items() if value == value}
 
 
 def _asked(letter: Letter) -> str:

@@ -70,6 +70,20 @@ def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> byte
         time.sleep(PAUSE)
 
 
+def main(words: list[str]) -> None:
+    """Start a site's process, then become another command, which the process ends with.
+
+    Args:
+        words: the site's TOML file, and the command.
+    """
+    try:
+        file = Path(words[0]).resolve()
+        _Begin(file, folder_of(file), os.getpid()).attempt(wait=PATIENCE)
+    except (FedloomError, OSError) as error:  # the first message says it too
+        sys.stderr.write(f"fedloom: {error}\n")
+    os.execv(words[1], words[1:])
+
+
 def key_of(site_file: Path) -> bytes:
     """SHA-256 of version and settings, with the experiment's fingerprint in them; both sides must have the same.
 
@@ -246,3 +260,7 @@ def _check_own(folder: Path, refused: int) -> None:
     about = folder.lstat()
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & refused:
         raise ConfigError(f"{folder} must be a folder of this user that others cannot write to; remove or mend it")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

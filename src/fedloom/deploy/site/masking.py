@@ -1,38 +1,34 @@
-"""Masking: a site's side of secure aggregation, and what both sides know of its vectors.
+"""Masking: a site's side of secure aggregation.
 
 A site keeps the secrets of one session, the newest, on its own disk, in a folder that only it reads, and forgets them
 with the answer of the last step. A message that comes again gets the same answer; another one in its place is refused,
-since two vectors under one mask tell their difference. So is a second sum of a round over other sites, which would
-tell the difference between the two.
+since two vectors under one mask tell their difference. So is a second sum of a round, or of its scores, over other
+sites, which would tell the difference between the two.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from torch import Tensor
 
 from fedloom.algorithms import upload_fields
 from fedloom.deploy.exchange import secure
 from fedloom.deploy.exchange.identity import verifying_key
-from fedloom.deploy.exchange.secure import Broken, Integers
+from fedloom.deploy.exchange.secure import MOST, Broken, Integers
+from fedloom.deploy.noise import FINEST, released
 from fedloom.deploy.settings import Site
-from fedloom.engine.chunk import Made
-from fedloom.engine.job import Job
 from fedloom.engine.setting import Setting
-from fedloom.engine.uploads import Kept, fields_of
 from fedloom.errors import Refused, WireError
 from fedloom.rows.aggregate import PrivateMean
 from fedloom.storage.files import make_folder, write_atomic
 
-WORK = 3
-"""Counts of work at the end of a vector."""
+REMEMBERED = 64
+"""Newest sums that a site remembers; it has no part in one of an older round."""
 
 
 def check_maskable(setting: Setting) -> None:
@@ -49,103 +45,16 @@ def check_maskable(setting: Setting) -> None:
         why = f"{name} gives its server the rows of single clients (of {', '.join(single)})"
     elif setting.method.mixes:
         why = f"{name} mixes the kept rows of single clients into its downloads"
-    elif isinstance(setting.aggregator, PrivateMean):
-        why = "aggregator 'private-mean' clips single uploads; its noise is not shared among the sites yet"
-    elif setting.aggregator is not None and not setting.aggregator.linear:
+    elif not isinstance(setting.aggregator, PrivateMean | None) and not setting.aggregator.linear:
         why = f"aggregator {type(setting.aggregator).__name__} compares single uploads"
     elif setting.weigher.probes:
         why = f"weigher {setting.weigher.kind!r} asks single clients"
     elif setting.sampler.probes or setting.sampler.learns:
         why = f"sampler {setting.sampler.kind!r} looks at single clients"
+    elif isinstance(setting.aggregator, PrivateMean) and 0 < released(setting.aggregator, MOST).scale < FINEST:
+        why = f"aggregator 'private-mean' with sigma {setting.aggregator.sigma:g} has too little noise to be shared"
     if why:
         raise Refused(f"{why}, but under secure aggregation the server sees sums only; choose another, or leave it out")
-
-
-class Vectors:
-    """What goes into a masked vector: the fields of an upload side by side, and counts of work.
-
-    Args:
-        job: the run.
-        idle: an upload ``[1, .]``, for the widths.
-    """
-
-    def __init__(self, job: Job, idle: Any) -> None:
-        self._job, self._fields = job, fields_of(job)
-        self._whole = {name: getattr(idle, name).shape[1] for name in self._fields}
-        masks = job.messages.masks
-        self._widths = {n: int(masks[n].sum()) if n in masks else width for n, width in self._whole.items()}
-        self.length = sum(self._widths.values()) + WORK
-
-    def encode(
-        self, made: Made, share: float, before: dict[str, Tensor] | None
-    ) -> tuple[Integers, dict[str, Tensor], int]:
-        """A site's vector, the rows that the server's sum has of it from then on, and how many numbers were clipped.
-
-        Args:
-            made: what the site made.
-            share: in the mean, 0 to 1.
-            before: the rows that the sum has of it now, as integers; None: those before a first upload.
-
-        Raises:
-            Broken: a number is not finite.
-        """
-        parts, rows, clipped = [], dict[str, Tensor](), 0
-        old = self.first() if before is None else before
-        for name, field in self._fields.items():
-            if isinstance(field, Kept):
-                steps, cut = secure.encode(self._some(name, field.weighted(made.up)[0]))
-                rows[name] = torch.from_numpy(steps.view(np.int64))
-                parts.append(steps - old[name].numpy().view(np.uint64))
-            else:
-                weight = torch.full((1, 1), share, dtype=torch.float64)
-                up = made.up._replace(**{name: getattr(made.up, name).double()})
-                steps, cut = secure.encode(self._some(name, field.partial(up, None, weight)))
-                parts.append(steps)
-            clipped += cut
-        return np.concatenate([*parts, made.work[0].numpy().view(np.uint64)]), rows, clipped
-
-    def first(self) -> dict[str, Tensor]:
-        """What the server's sum has of a client before its first upload, as integers."""
-        template, found = self._job.kept.template, dict[str, Tensor]()
-        for name, field in self._fields.items():
-            if isinstance(field, Kept):
-                rows = type(template)(*[f[None] for f in template])
-                steps, _ = secure.encode(self._some(name, field.weighted(rows)[0]))
-                found[name] = torch.from_numpy(steps.view(np.int64))
-        return found
-
-    def decode(self, total: Integers, count: int, scale: float) -> tuple[dict[str, Tensor], Tensor]:
-        """The sums of ``count`` sites by field, float64 ``[d]``, and of their work ``[3]``.
-
-        Args:
-            total: without masks.
-            count: sites in it.
-            scale: what shares were divided by.
-
-        Raises:
-            Broken: it is out of range.
-        """
-        values = torch.from_numpy(secure.decode(total, count))
-        work = torch.from_numpy(total[-WORK:].view(np.int64).copy())
-        if bool((work < 0).any()):
-            raise Broken("the sum of work is below zero: a mask is still on it")
-        sums = {}
-        for (name, field), value in zip(
-            self._fields.items(), values[:-WORK].split([*self._widths.values()]), strict=True
-        ):
-            if not isinstance(field, Kept) and not field.kind.accumulates:
-                value = value * scale
-            mask = self._job.messages.masks.get(name)
-            if mask is not None:
-                value = torch.zeros(self._whole[name], dtype=torch.float64).masked_scatter(mask.cpu(), value)
-            sums[name] = value
-        return sums, work
-
-    def _some(self, name: str, value: Tensor) -> np.ndarray[Any, Any]:
-        """The coordinates of a field that travel."""
-        masks = self._job.messages.masks
-        found: np.ndarray[Any, Any] = (value[masks[name]] if name in masks else value).detach().cpu().double().numpy()
-        return found
 
 
 class Masking:
@@ -172,8 +81,8 @@ class Masking:
         if known.get("name") != name.hex():
             secrets = secure.new_secrets()
             advert = secure.write_adverts([secure.advertise(name, self._client, secrets, self._key)])
-            past = [*known["past"], *([known["name"]] if "name" in known else [])]
-            known = {"name": name.hex(), "round": round, "past": past, "revealed": known["revealed"]}
+            past = [*known["past"], *([known["name"]] if "name" in known else [])][-REMEMBERED:]
+            known = {k: known[k] for k in ("revealed", "forgotten")} | {"name": name.hex(), "past": past}
             known |= {"secrets": [part.hex() for part in secrets], "advert": advert.hex()}
             self._save(known)
         return bytes.fromhex(known["advert"])
@@ -190,18 +99,20 @@ class Masking:
             self._save(known)
         return bytes.fromhex(known["shares"])
 
-    def receive(self, round: int, nonce: bytes, message: bytes, asked: str) -> None:
+    def receive(self, round: int, nonce: bytes, message: bytes, asked: str, sums: Mapping[str, int]) -> None:
         """Step 3, first half: the shares of the others, whom this site will have masks with.
 
         Args:
             round: of the run.
             nonce: of the session.
             message: sealed shares by sender.
-            asked: digest of what the site is to upload.
+            asked: digest of what the site is to mask.
+            sums: the round of what will be summed, by what that is.
         """
         known = self._session(round, nonce, "shares")
         self._once(known, "inbox", message.hex())
         self._once(known, "asked", asked)
+        self._once(known, "sums", {what: t for what, t in sums.items() if t >= 0})
         if "held" not in known:
             session, secrets = self._agreed_by(known), _secrets(known)
             sealed = _read(message, secure.SEALED)
@@ -232,11 +143,9 @@ class Masking:
                 raise Broken("the sites whose vector arrived are not among those that shared, or this one is missing")
             if len(survivors) < self._agreed.threshold:
                 raise Broken(f"the sum is of {len(survivors)} sites, it must be of {self._agreed.threshold} or more")
-            before = known["revealed"].setdefault(str(round), message.hex())
-            if before != message.hex():
-                raise Broken(f"a sum of round {round} was told already, of other sites; the two tell their difference")
+            self._reveal(known, hashlib.sha256(message).hexdigest())
             told = secure.write(secure.tell(held, survivors)).hex()
-            kept = {k: known[k] for k in ("name", "round", "past", "revealed")}
+            kept = {k: known[k] for k in ("name", "past", "revealed", "forgotten")}
             known = {**kept, "told": told, "survivors": message.hex()}  # all secrets are gone
             self._save(known)
         self._once(known, "survivors", message.hex())
@@ -251,7 +160,22 @@ class Masking:
             raise Broken("the session is another one, is over, or has not come to this step")
         return known
 
-    def _once(self, known: dict[str, Any], name: str, value: str) -> None:
+    def _reveal(self, known: dict[str, Any], survivors: str) -> None:
+        """Note the sites of a sum; it is of one set of sites, whatever comes."""
+        for what, t in known["sums"].items():
+            revealed: dict[str, str] = known["revealed"].setdefault(what, {})
+            if t <= known["forgotten"].get(what, -1):
+                raise Broken(f"round {t} is too long ago to know whether its {what} were summed already")
+            if revealed.setdefault(str(t), survivors) != survivors:
+                raise Broken(
+                    f"the {what} of round {t} were summed already, of other sites; the two sums tell their difference"
+                )
+            while len(revealed) > REMEMBERED:
+                oldest = min(revealed, key=int)
+                del revealed[oldest]
+                known["forgotten"][what] = int(oldest)
+
+    def _once(self, known: dict[str, Any], name: str, value: Any) -> None:
         """Whatever was said once in a session stays."""
         if known.setdefault(name, value) != value:
             raise Broken(f"the {name} of a session cannot change")
@@ -276,7 +200,7 @@ class Masking:
         try:
             found: dict[str, Any] = json.loads(self._path.read_bytes())
         except FileNotFoundError:
-            return {"past": [], "revealed": {}}
+            return {"past": [], "revealed": {}, "forgotten": {}}
         except (OSError, ValueError) as error:
             raise Broken("the file of the site's session is damaged; this experiment cannot go on here") from error
         return found

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,11 +39,14 @@ from fedloom.deploy.site.handover import (
     receive,
     send_sized,
 )
+from fedloom.errors import ConfigError
 
 HEADS = 1 << 20
 """Bytes of a message beside its arrays."""
 MOST = 10_000
 """Files of a data set that are looked at; a larger one is read anew for every message."""
+LOOK = 5
+"""Seconds between two looks at the settings."""
 FRESH = 2_000_000_000
 """Nanoseconds for which a changed file may change again without its time showing it."""
 
@@ -65,14 +69,23 @@ class Warm:
         Raises:
             ConfigError: the signing key cannot be read.
         """
+        client, asked = self._fresh(), recorddict_from_proto(ProtoRecordDict.FromString(content))
+        reply: bytes = recorddict_to_proto(client.reply(asked)).SerializeToString()
+        return reply
+
+    def prepare(self) -> None:
+        """Read and make what every answer needs; what is wrong is said in the first answer."""
+        with suppress(Exception):
+            self._fresh().prepare()
+
+    def _fresh(self) -> Client:
+        """The client, which has read the files as they are now."""
         now, at = stamp(self._site), time.time_ns()
         if self._client is None or now is None or now != self._read:
             self._client = Client(self._site)
         settled = now is not None and all(at - max(times) > FRESH for *_, times in now)
         self._read = now if settled else None
-        asked = recorddict_from_proto(ProtoRecordDict.FromString(content))
-        reply: bytes = recorddict_to_proto(self._client.reply(asked)).SerializeToString()
-        return reply
+        return self._client
 
 
 Stamp = tuple[tuple[str, int, int, tuple[int, int]], ...]
@@ -115,6 +128,7 @@ def serve(listener: socket.socket, site_file: Path) -> None:
     """Answer until the settings are others than at the start."""
     key, site = key_of(site_file), read_site(site_file)
     warm = Warm(site)
+    warm.prepare()
     while True:
         line, _ = listener.accept()
         with line:
@@ -144,20 +158,20 @@ def _answer(line: socket.socket, warm: Warm, limit: int) -> None:
     send_sized(line, answer, kind)
 
 
-def end_with(owner: int) -> None:
-    """End this process when another does, whatever it is doing."""
+def end_with(owner: int, site_file: Path) -> None:
+    """End this process when another does, or the settings are others than now, whatever it is doing."""
+    key = key_of(site_file)
 
     def watch() -> None:
+        poll = select.poll()
         try:
             if hasattr(os, "pidfd_open"):
-                poll = select.poll()
                 poll.register(os.pidfd_open(owner), select.POLLIN)
-                poll.poll()
-            else:
-                while True:
-                    os.kill(owner, 0)
-                    time.sleep(1)
-        except ProcessLookupError:
+            while not poll.poll(1000 * LOOK):
+                os.kill(owner, 0)
+                if key_of(site_file) != key:
+                    break
+        except (ProcessLookupError, ConfigError):
             pass
         os._exit(0)
 
@@ -169,10 +183,11 @@ def main(words: Sequence[str]) -> None:
     file, (listening, lock, owner) = Path(words[0]), map(int, words[1:])
     for fd in (listening, lock):
         os.set_inheritable(fd, False)
-    end_with(owner)
+    end_with(owner, file)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with socket.socket(fileno=listening) as listener:
         serve(listener, file)
+        os._exit(0)  # at once, whatever PyTorch has to tidy
 
 
 if __name__ == "__main__":

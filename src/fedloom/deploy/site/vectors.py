@@ -1,0 +1,171 @@
+"""Vectors: the integers that a site masks, and what both sides know of them.
+
+A vector has the fields of an upload side by side and counts of work, or the site's scores, or both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.data.federation import PARTS
+from fedloom.deploy.exchange import secure
+from fedloom.deploy.exchange.forms import score_names
+from fedloom.deploy.exchange.secure import Broken, Integers
+from fedloom.deploy.noise import SharedMean
+from fedloom.engine.chunk import Made
+from fedloom.engine.job import Job
+from fedloom.engine.uploads import Kept, fields_of
+
+WORK = 3
+"""Counts of work at the end of an upload."""
+UNIT = 2.0**-20
+"""A score times this and times the number of samples is what is summed for a weighted mean."""
+
+
+class Uploads:
+    """An upload as integers: its fields side by side, and counts of work.
+
+    Args:
+        job: the run.
+        idle: an upload ``[1, .]``, for the widths.
+    """
+
+    def __init__(self, job: Job, idle: Any) -> None:
+        self._job, self._fields = job, fields_of(job)
+        self._whole = {name: getattr(idle, name).shape[1] for name in self._fields}
+        masks = job.messages.masks
+        self._widths = {n: int(masks[n].sum()) if n in masks else width for n, width in self._whole.items()}
+        self.length = sum(self._widths.values()) + WORK
+        found = job.setting.aggregator
+        self._noise = found if isinstance(found, SharedMean) and found.sigma else None
+
+    def encode(
+        self, made: Made, share: float, before: dict[str, Tensor] | None
+    ) -> tuple[Integers, dict[str, Tensor], int]:
+        """A site's vector, the rows that the server's sum has of it from then on, and how many numbers were clipped.
+
+        Args:
+            made: what the site made.
+            share: in the mean, 0 to 1.
+            before: the rows that the sum has of it now, as integers; None: those before a first upload.
+
+        Raises:
+            Broken: a number is not finite.
+        """
+        work = made.work[0].numpy().view(np.uint64)
+        if self._noise is not None:
+            row = np.concatenate([self._some(name, getattr(made.up, name)[0]) for name in self._fields])
+            return np.concatenate([self._noise.share(row).view(np.uint64), work]), {}, 0
+        parts, rows, clipped = [], dict[str, Tensor](), 0
+        old = self.first() if before is None else before
+        for name, field in self._fields.items():
+            if isinstance(field, Kept):
+                steps, cut = secure.encode(self._some(name, field.weighted(made.up)[0]))
+                rows[name] = torch.from_numpy(steps.view(np.int64))
+                parts.append(steps - old[name].numpy().view(np.uint64))
+            else:
+                weight = torch.full((1, 1), share, dtype=torch.float64)
+                up = made.up._replace(**{name: getattr(made.up, name).double()})
+                steps, cut = secure.encode(self._some(name, field.partial(up, None, weight)))
+                parts.append(steps)
+            clipped += cut
+        return np.concatenate([*parts, work]), rows, clipped
+
+    def first(self) -> dict[str, Tensor]:
+        """What the server's sum has of a client before its first upload, as integers."""
+        template, found = self._job.kept.template, dict[str, Tensor]()
+        for name, field in self._fields.items():
+            if isinstance(field, Kept):
+                rows = type(template)(*[f[None] for f in template])
+                steps, _ = secure.encode(self._some(name, field.weighted(rows)[0]))
+                found[name] = torch.from_numpy(steps.view(np.int64))
+        return found
+
+    def decode(self, total: Integers, count: int, scale: float) -> tuple[dict[str, Tensor], Tensor]:
+        """The sums of ``count`` sites by field, float64 ``[d]``, and of their work ``[3]``.
+
+        Args:
+            total: without masks.
+            count: sites in it.
+            scale: what shares were divided by.
+
+        Raises:
+            Broken: it is out of range.
+        """
+        noise = self._noise
+        numbers = secure.decode(total[:-WORK], count) if noise is None else noise.total(total[:-WORK], count)
+        work = torch.from_numpy(total[-WORK:].view(np.int64).copy())
+        if bool((work < 0).any()):
+            raise Broken("the sum of work is below zero: a mask is still on it")
+        sums = {}
+        values = torch.from_numpy(numbers).split([*self._widths.values()])
+        for (name, field), value in zip(self._fields.items(), values, strict=True):
+            if noise is None and not isinstance(field, Kept) and not field.kind.accumulates:
+                value = value * scale
+            mask = self._job.messages.masks.get(name)
+            if mask is not None:
+                value = torch.zeros(self._whole[name], dtype=torch.float64).masked_scatter(mask.cpu(), value)
+            sums[name] = value
+        return sums, work
+
+    def _some(self, name: str, value: Tensor) -> np.ndarray[Any, Any]:
+        """The coordinates of a field that travel."""
+        masks = self._job.messages.masks
+        found: np.ndarray[Any, Any] = (value[masks[name]] if name in masks else value).detach().cpu().double().numpy()
+        return found
+
+
+class Figures:
+    """Scores as integers, four each: its value, that times the samples, and whether it is there, as 1 and as samples.
+
+    Args:
+        job: the run.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._parts = job.setting.evaluate.parts
+        self._names = [key for key in score_names(job) if key[1] in ("", *self._parts)]
+        self.length = 4 * len(self._names)
+
+    def encode(
+        self, scores: Mapping[tuple[str, str], Mapping[str, Tensor]], sizes: Sequence[int], parts: Collection[str]
+    ) -> Integers:
+        """A site's scores; one that is not asked for, not there or not finite is zero in all four.
+
+        Args:
+            scores: values ``[1]``.
+            sizes: training, validation and test samples.
+            parts: whose scores are summed.
+        """
+        found = []
+        for model, part, name in self._names:
+            value = float(scores.get((model, part), {}).get(name, torch.tensor(torch.nan)))
+            there = (not part or part in parts) and np.isfinite(value)
+            samples = self._samples(part, sizes)
+            numbers, _ = secure.encode(np.array([value, value * samples * UNIT] if there else [0.0, 0.0]))
+            found += [numbers, np.array([1, samples] if there else [0, 0], dtype=np.uint64)]
+        return np.concatenate(found)
+
+    def decode(self, total: Integers, count: int) -> dict[tuple[str, str, str], tuple[float, float, int]]:
+        """Of every score that a site has: the mean over sites, over their samples, and of how many sites.
+
+        Raises:
+            Broken: a sum is out of range.
+        """
+        rows = total.reshape(-1, 4)
+        values, there = secure.decode(rows[:, :2].reshape(-1), count).reshape(-1, 2), rows[:, 2:].view(np.int64)
+        if bool(((there < 0) | (there[:, :1] > count)).any()):
+            raise Broken("the sum of scores is out of range: a mask is still on it")
+        return {
+            key: (value / sites, weighted / UNIT / samples if samples else np.nan, int(sites))
+            for key, (value, weighted), (sites, samples) in zip(self._names, values, there.tolist(), strict=True)
+            if sites
+        }
+
+    def _samples(self, part: str, sizes: Sequence[int]) -> int:
+        return sizes[PARTS.index(part)] if part in PARTS else sizes[0]
