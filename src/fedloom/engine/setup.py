@@ -80,7 +80,7 @@ def make_job(
     attackers = torch.arange(0) if attack is None else attack.attackers(fed.n, seed)
     if isinstance(attack, Poison):
         fed = poisoned(fed, attack, attackers, seed)
-    task = task_of(fed.data)
+    task = task_of(fed.data, setting.task)
     module = setting.model.build(tuple(fed.data.shape), task.outputs, seed)
     oracle = make_oracle(module, task, fed, engine.oracle, augment if augment.changes else None)
     layout = oracle.layout
@@ -282,11 +282,16 @@ def fingerprint(job: Job) -> str:
             "setting": {**job.setting.numbers(), **job.replay.marks()},
             "engine": [job.oracle.name, job.chunk],
             "data": [job.judge.data.checksum(), data.hexdigest(), job.fed.n, job.alpha.tolist()],
-            "user code": [source for _, value in job.setting if (source := source_of(type(value)))],
+            "user code": [s for code in _user_code(job.setting) if (s := source_of(code))],
         },
         sort_keys=True,
     )
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _user_code(setting: Setting) -> list[Any]:
+    """Classes and functions that may be a user's."""
+    return [*(type(value) for _, value in setting), *(f.call for f in setting.task.functions)]
 
 
 def check_ranks(job: Job) -> None:
