@@ -59,6 +59,7 @@ class FedADMMComposite(Algorithm):
     start: Literal["own", "server"] = Field("own", description="where local SGD starts: the client's x_i, or xbar")
 
     family: ClassVar[str] = "composite"
+    needs_sgd: ClassVar[str | None] = "its prox steps have the step size of SGD"
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         return {"eta": 2 * ctx.reach}

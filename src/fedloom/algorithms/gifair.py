@@ -72,6 +72,7 @@ class GIFAIR(Algorithm):
     )
 
     family: ClassVar[str] = "fair"
+    needs_sgd: ClassVar[str | None] = "it scales gradients, which an optimiser that divides by their size undoes"
     uses_shares: ClassVar[bool] = True
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
