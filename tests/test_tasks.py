@@ -224,7 +224,9 @@ def test_a_client_without_a_class_says_nothing_of_it() -> None:
 
 def test_calibration_of_several_classes_is_that_of_the_class_that_was_predicted() -> None:
     logits = torch.tensor([[0.9, 0.05, 0.03, 0.02]] * 4).log()
-    found = chosen(TASKS[0], metrics=("calibration_error",)).metrics(logits, torch.tensor([0, 0, 1, 2]), torch.zeros(4).long(), 1)
+    found = chosen(TASKS[0], metrics=("calibration_error",)).metrics(
+        logits, torch.tensor([0, 0, 1, 2]), torch.zeros(4).long(), 1
+    )
     assert found["calibration_error"].item() == pytest.approx(0.9 - 0.5, rel=1e-6)
 
 

@@ -16,6 +16,7 @@ from fedloom.local import LocalSGD, Work
 from fedloom.local.oracles import Network, make_oracle
 from fedloom.tasks import Objective, task_of
 
+
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target)
 
@@ -135,7 +136,10 @@ def text(output: Tensor, target: Tensor) -> str:
         ({"loss": not_a_number}, r"loss '.*not_a_number' is nan on 4 samples of the first model"),
         ({"loss": cut_off}, "has no gradient; compute it from the outputs"),
         ({"loss": steep}, "the gradient of loss '.*steep' is not finite"),
-        ({"loss": wrong_shape}, r"fails on outputs \[4, 4\] with targets \[4\]: RuntimeError: shape.*test_objective.py, line \d+"),
+        (
+            {"loss": wrong_shape},
+            r"fails on outputs \[4, 4\] with targets \[4\]: RuntimeError: shape.*test_objective.py, line \d+",
+        ),
         ({"loss": text}, "fails on .*ValueError: could not convert"),
         ({"metrics": [no_mean]}, r"metric '.*no_mean' must return one number for a batch, got shape \[4\]"),
     ],

@@ -35,8 +35,8 @@ class Slot(NamedTuple):
 class Memory:
     """States of the clients' optimisers from one round to the next: numbers ``[m, S W]``, one part per stream.
 
-    A part's first number is 1 once there is a state. Every call of `descend` in a round has optimisers of its own, named
-    by its stream: a second call of "local" is "local 2", while ("local", 1) goes on from "local".
+    A part's first number is 1 once there is a state. Every call of `descend` in a round has optimisers of its own,
+    named by its stream: a second call of "local" is "local 2", while ("local", 1) goes on from "local".
 
     Attributes:
         rows: ``[m, S W]``.
@@ -133,7 +133,8 @@ def slots_of(local: LocalSGD, layout: Layout, like: Tensor) -> list[Slot]:
         for p in parameters:
             p.grad = torch.zeros_like(p)
         own = maker(local, local.lr)(parameters)
-        own.step()
+        with torch.no_grad():
+            own.step()
     except ConfigError:
         raise
     except Exception as error:

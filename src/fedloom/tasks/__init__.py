@@ -1,4 +1,4 @@
-"""What a model is trained for: losses with closed-form gradients, predictions, metrics of every client; own objectives."""
+"""What a model is trained for and scored by: losses, predictions, metrics of every client; a user's own objective."""
 
 from fedloom.tasks.kinds import Binary, Classification, Regression, Task
 from fedloom.tasks.objective import Chosen, Objective, number, task_of

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, Literal, Protocol
 
 import torch
@@ -40,7 +39,9 @@ def _weights(given: Any) -> Any:
         return given
     numbers = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
     if not numbers or any(isinstance(v, bool) or not isinstance(v, int | float) for v in values):
-        raise ValueError(f"must be 'balanced', a list of one number per class, or a table class = number, got {given!r}")
+        raise ValueError(
+            f"must be 'balanced', a list of one number per class, or a table class = number, got {given!r}"
+        )
     if not all(math.isfinite(v) and v >= 0 for v in values) or not any(values):
         raise ValueError(f"must be finite numbers of at least 0, not all of them 0, got {given!r}")
     return {str(k): float(v) for k, v in given.items()} if isinstance(given, Mapping) else tuple(map(float, values))
