@@ -132,16 +132,16 @@ def text(output: Tensor, target: Tensor) -> str:
 @pytest.mark.parametrize(
     ("objective", "sentence"),
     [
-        ({"loss": no_mean}, r"loss '.*no_mean' must return one number for a batch, got shape \[4\]"),
-        ({"loss": not_a_number}, r"loss '.*not_a_number' is nan on 4 samples of the first model"),
+        ({"loss": no_mean}, r"loss '.*no_mean' must return one number for a batch, got shape \[32\]"),
+        ({"loss": not_a_number}, r"loss '.*not_a_number' is nan on 32 samples of the first model"),
         ({"loss": cut_off}, "has no gradient; compute it from the outputs"),
         ({"loss": steep}, "the gradient of loss '.*steep' is not finite"),
         (
             {"loss": wrong_shape},
-            r"fails on outputs \[4, 4\] with targets \[4\]: RuntimeError: shape.*test_objective.py, line \d+",
+            r"fails on outputs \[32, 4\] with targets \[32\]: RuntimeError: shape.*test_objective.py, line \d+",
         ),
         ({"loss": text}, "fails on .*ValueError: could not convert"),
-        ({"metrics": [no_mean]}, r"metric '.*no_mean' must return one number for a batch, got shape \[4\]"),
+        ({"metrics": [no_mean]}, r"metric '.*no_mean' must return one number for a batch, got shape \[32\]"),
     ],
 )
 def test_what_cannot_work_is_a_sentence_before_work_starts(objective: dict[str, Any], sentence: str) -> None:

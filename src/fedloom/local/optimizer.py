@@ -12,15 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.errors import ConfigError
-from fedloom.imports import find_class
 from fedloom.rows.layout import Layout
 
 if TYPE_CHECKING:
     from fedloom.local.settings import LocalSGD
     from fedloom.seeds import Purpose
-
-NAMED = {"adam": "torch.optim:Adam", "adamw": "torch.optim:AdamW"}
-"""Import paths of the optimisers that have a name."""
 
 
 class Slot(NamedTuple):
@@ -95,26 +91,17 @@ def maker(local: LocalSGD, lr: float) -> Callable[[list[nn.Parameter]], torch.op
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in local.optimizer_options.items()}
     if decays_itself(local):
         options["weight_decay"] = local.weight_decay
-    return partial(class_of(local.optimizer), lr=lr, **options)
-
-
-def class_of(name: str) -> Any:
-    """The class of an optimiser.
-
-    Raises:
-        ConfigError: there is none, or it is no optimiser of torch.
-    """
-    return find_class(NAMED.get(name, name), "optimizer", torch.optim.Optimizer)
+    return partial(local.optimizer_class, lr=lr, **options)
 
 
 @cache
-def _takes_decay(name: str) -> bool:
-    return "weight_decay" in inspect.signature(class_of(name)).parameters
+def _takes_decay(optimizer: Any) -> bool:
+    return "weight_decay" in inspect.signature(optimizer).parameters
 
 
 def decays_itself(local: LocalSGD) -> bool:
     """Whether the optimiser takes the weight decay, as an L2 term or decoupled from the gradient."""
-    return _takes_decay(local.optimizer)
+    return _takes_decay(local.optimizer_class)
 
 
 def slots_of(local: LocalSGD, layout: Layout, like: Tensor) -> list[Slot]:

@@ -6,13 +6,14 @@ import math
 import re
 from typing import Annotated, Any, Literal, Self
 
+import torch
 from pydantic import AfterValidator, Field, model_validator
 
 from fedloom.errors import ConfigError, nearest
-from fedloom.imports import importable, is_path
+from fedloom.imports import find_class, importable, is_path
 from fedloom.values import Value
 
-OPTIMIZERS = ("sgd", "adam", "adamw")
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 ADAMW = re.compile(r"adamw|torch\.optim[\w.]*:AdamW")
 """Names of AdamW, whose weight decay is `ADAMW_DECAY` where it is not given, as in torch."""
@@ -23,7 +24,9 @@ SMALLEST = 1e-45
 
 
 def _known(name: str) -> str:
-    if name not in OPTIMIZERS and not is_path(name):
+    if is_path(name):
+        find_class(name, "optimizer", torch.optim.Optimizer)
+    elif name not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {name!r}; {nearest(name, OPTIMIZERS)}, or an import path")
     return name
 
@@ -90,6 +93,11 @@ class LocalSGD(Value):
             if key in ("lr", "weight_decay"):
                 raise ValueError(f"optimizer_options: {key} is a key of [local], set it there")
         return self
+
+    @property
+    def optimizer_class(self) -> Any:
+        """The class of `optimizer`."""
+        return OPTIMIZERS.get(self.optimizer) or find_class(self.optimizer, "optimizer", torch.optim.Optimizer)
 
     def lr_at(self, round: int) -> float:
         """Step size in ``round`` (from 1); before the first round, that of the first."""

@@ -64,9 +64,13 @@ class Task(Protocol):
 class Kind(Value):
     """A task as its data declare it."""
 
-    own_loss: ClassVar[OwnLoss | None] = None
     further: ClassVar[tuple[str, ...]] = ()
     """Metrics that are computed where `Objective.metrics` names them."""
+
+    @property
+    def own_loss(self) -> OwnLoss | None:
+        """None: the loss is the task's."""
+        return None
 
 
 class Classification(Kind):

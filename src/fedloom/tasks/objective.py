@@ -237,7 +237,7 @@ def labels(classes: Sequence[str]) -> list[str]:
     return found
 
 
-def _blank(base: Task) -> Tensor:
+def _blank(base: Classification | Binary | Regression) -> Tensor:
     return torch.zeros(0, base.outputs) if isinstance(base, Regression) else torch.zeros(0, dtype=torch.long)
 
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from fedloom.local.batches import Batch
     from fedloom.tasks import Task
 
-TINY = 4
-"""Samples that an own loss is tried on before work starts."""
+TRIED = 32
+"""Samples, from all clients, that an own loss and own metrics are tried on before work starts."""
 
 PIECE = 4096
 """Samples evaluated together at most."""
@@ -75,8 +75,10 @@ class Network(Oracle):
         if isinstance(task, Chosen):
             weights = task.class_weights(fed.class_counts("train"))
             self.class_weights = None if weights is None else weights.to(self.device, self.dtype)
-            index = fed.parts["train"].index[:TINY]
-            probe(task, self.run(self.layout.vector(self.module), fed.fetch(index)), fed.targets(index))
+            index = fed.parts["train"].index
+            index = index[torch.linspace(0, len(index) - 1, TRIED, device=index.device).long()]
+            if fed.data.name != "blank":  # the server of a deployment has no samples
+                probe(task, self.run(self.layout.vector(self.module), fed.fetch(index)), fed.targets(index))
         torch.empty(ALLOCATOR_HINT, dtype=torch.uint8)
 
     def samples(self, batch: Batch, augment: Augment | None = None) -> Samples:
