@@ -198,8 +198,8 @@ def receive(job: Job, server: Any, task: TrainTask, down: Any, made: Made) -> Tr
     accepted = usable((*up, *new), len(ids), job.setting.engine.norm_bound, job.weights(up))
     everyone = bool(accepted.all())
     if not everyone:
-        parts = (up, new, info, told, model, residue, optimizer)
-        up, new, info, told, model, residue, optimizer = (_some(p, accepted) for p in parts)
+        every = (up, new, info, told, model, residue, optimizer)
+        up, new, info, told, model, residue, optimizer = (_some(p, accepted) for p in every)
         ids, task = ids[accepted], task._replace(share=task.share[accepted])
     answers = {} if info is None else {"info": info}
     if job.sees_honest and model is not None:

@@ -168,8 +168,17 @@ class Job:
         memory = None
         if trains and self.memory is not None:
             memory = self.memory.of(self.optimizer.read(ids)[0].to(self.oracle.device, copy=True))
-        replayed = {"given": given, "projection": projection}
-        return Work(self.oracle, ids, alpha, local, seed=seed, round=round, memory=memory, **replayed)
+        return Work(
+            self.oracle,
+            ids,
+            alpha,
+            local,
+            seed=seed,
+            round=round,
+            given=given,
+            projection=projection,
+            memory=memory,
+        )
 
     def down(self, server: Any, round: int, ids: Tensor | None = None) -> Any:
         """The download of a cohort; all clients when None."""
