@@ -225,8 +225,8 @@ class _Run:
         forms = Forms(job, server)
         noisy = {name: released(getattr(job.setting, name)) for name in ("channel", "aggregator")}
         job = replace(job, setting=job.setting.with_(**noisy))
-        none = {name: Store(job.n, Nothing()) for name in ("clients", "residue", "optimizer")}
-        return replace(job, memory=None, **none), server, forms
+        none = Store(job.n, Nothing())
+        return replace(job, clients=none, residue=none, optimizer=none, memory=None), server, forms
 
     def _release(self, job: Job, state: State) -> None:
         """Make sure that the next round stays within the budget, and enter it if the server adds the noise.
