@@ -10,10 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from sklearn import metrics as reference
 
 from fedloom.errors import ConfigError
-from fedloom.tasks import Binary, Classification, Regression, Task, task_of
+from fedloom.tasks import Binary, Classification, Objective, Regression, Task, task_of
+from fedloom.values import dump
 
 TASKS: list[Task] = [Classification(classes=4), Binary(), Regression(outputs=3)]
 
@@ -164,3 +166,136 @@ def test_task_of_a_data_set() -> None:
     assert task_of(SimpleNamespace(task="regression", classes=(), y=y)) == Regression(outputs=2)
     with pytest.raises(ConfigError, match="did you mean 'binary'"):
         task_of(SimpleNamespace(task="binery", classes=(), y=y))
+
+
+FURTHER = ("balanced_accuracy", "recall", "precision", "macro_precision", "brier")
+MORE = (*FURTHER, "auroc_ovr", "auprc_ovr", "calibration_error", "perplexity")
+
+
+def chosen(base: Task, **objective: object) -> Task:
+    classes = {Classification: tuple("abcd"), Binary: ("no", "yes"), Regression: ()}[type(base)]
+    kind = {Classification: "classification", Binary: "binary", Regression: "regression"}[type(base)]
+    return task_of(SimpleNamespace(task=kind, classes=classes, y=torch.zeros(1, base.outputs)), Objective(**objective))
+
+
+def top_gap(output: torch.Tensor, y: torch.Tensor) -> float:
+    """Smallest distance of the first output to the number of the target; nan for a single sample."""
+    return float((output[:, 0] - y).abs().min()) if len(y) > 1 else math.nan
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_metrics_of_classes_agree_with_scikit_learn(seed: int) -> None:
+    own = torch.zeros(60, dtype=torch.int64)
+    output, y = problem(TASKS[0], 60, seed)
+    y[:4] = torch.arange(4)
+    found = {k: v.item() for k, v in chosen(TASKS[0], metrics=MORE).metrics(output, y, own, 1).items()}
+    p, label, guess = output.softmax(-1).numpy(), y.numpy(), output.argmax(1).numpy()
+    each = np.eye(4)[label]
+    assert found["balanced_accuracy"] == pytest.approx(reference.balanced_accuracy_score(label, guess))
+    assert found["auroc_ovr"] == pytest.approx(reference.roc_auc_score(label, p, multi_class="ovr"))
+    assert found["auprc_ovr"] == pytest.approx(reference.average_precision_score(each, p))
+    assert found["brier"] == pytest.approx(((p - each) ** 2).sum(1).mean())
+    assert found["perplexity"] == pytest.approx(math.exp(reference.log_loss(label, p)))
+    known = {"zero_division": math.nan, "average": None}
+    recall, precision = (f(label, guess, **known) for f in (reference.recall_score, reference.precision_score))
+    assert [found[f"recall[{c}]"] for c in "abcd"] == pytest.approx(list(recall))
+    assert [found[f"precision[{c}]"] for c in "abcd"] == pytest.approx(list(precision), nan_ok=True)
+    assert found["macro_precision"] == pytest.approx(np.nan_to_num(precision).mean())
+    output, y = problem(Binary(), 60, seed)
+    y[:2] = torch.tensor([0, 1])
+    found = {k: v.item() for k, v in chosen(Binary(), metrics=FURTHER).metrics(output, y, own, 1).items()}
+    score, label = output[:, 0].sigmoid().numpy(), y.numpy()
+    assert found["brier"] == pytest.approx(reference.brier_score_loss(label, score))
+    assert found["recall[yes]"] == pytest.approx(reference.recall_score(label, score > 0.5))
+
+
+def test_a_client_without_a_class_says_nothing_of_it() -> None:
+    # client 0: classes 0 and 1, of which 1 is never found; client 1: class 2 only; client 2: nobody
+    logits = torch.eye(4)[[0, 0, 0, 2]] * 3
+    found = chosen(TASKS[0], metrics=MORE).metrics(logits, torch.tensor([0, 1, 0, 2]), torch.tensor([0, 0, 0, 1]), 3)
+    assert found["recall[a]"].tolist() == pytest.approx([1, math.nan, math.nan], nan_ok=True)
+    assert found["recall[b]"].tolist() == pytest.approx([0, math.nan, math.nan], nan_ok=True)
+    assert found["precision[b]"].isnan().all()
+    assert found["balanced_accuracy"].tolist() == pytest.approx([0.5, 1, math.nan], nan_ok=True)
+    assert found["macro_precision"].tolist() == pytest.approx([1 / 3, 1, math.nan], nan_ok=True)
+    assert found["auroc_ovr"].tolist() == pytest.approx([0.5, math.nan, math.nan], nan_ok=True)
+
+
+def test_calibration_of_several_classes_is_that_of_the_class_that_was_predicted() -> None:
+    logits = torch.tensor([[0.9, 0.05, 0.03, 0.02]] * 4).log()
+    found = chosen(TASKS[0], metrics=("calibration_error",)).metrics(
+        logits, torch.tensor([0, 0, 1, 2]), torch.zeros(4).long(), 1
+    )
+    assert found["calibration_error"].item() == pytest.approx(0.9 - 0.5, rel=1e-6)
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), clients=st.integers(1, 5))
+def test_an_own_task_scores_each_client_as_if_alone(seed: int, clients: int) -> None:
+    gen = torch.Generator().manual_seed(seed)
+    owner = torch.randint(0, clients, (40,), generator=gen)
+    for base, names in ((TASKS[0], MORE), (TASKS[1], FURTHER)):
+        task, (output, y) = chosen(base, metrics=(*names, top_gap)), problem(base, 40, seed)
+        output[3] = math.nan
+        together = task.metrics(output, y, owner, clients)
+        for i in range(clients):
+            own = owner == i
+            alone = task.metrics(output[own], y[own], torch.zeros(int(own.sum()), dtype=torch.int64), 1)
+            assert {k: v[i].item() for k, v in together.items()} == pytest.approx(
+                {k: v.item() for k, v in alone.items()}, nan_ok=True
+            )
+        assert together["top_gap"][owner[3]].isnan()
+
+
+def test_an_own_metric_has_its_name_and_direction() -> None:
+    task = chosen(Binary(), metrics=(top_gap, "brier"))
+    assert list(task.metrics(*problem(Binary(), 9, 0), torch.zeros(9).long(), 1))[-2:] == ["brier", "top_gap"]
+    assert (task.higher("top_gap"), task.higher("brier")) == (True, False)
+    top_gap.higher_is_better = False
+    try:
+        assert not task.higher("top_gap")
+    finally:
+        del top_gap.higher_is_better
+
+
+WRONG: list[tuple[Task, dict[str, object], str]] = [
+    (TASKS[0], {"metrics": ("acuracy",)}, "did you mean 'accuracy'"),
+    (TASKS[2], {"metrics": ("brier",)}, "'brier' is not defined for a regression; allowed: loss, mae, rmse, r2"),
+    (TASKS[1], {"metrics": ("auroc_ovr",)}, "not defined for a binary"),
+    (TASKS[1], {"metrics": (top_gap, top_gap)}, "two metrics are called 'top_gap'"),
+    (TASKS[1], {"metrics": (lambda output, y: 0.0,)}, "needs a name of its own"),
+    (TASKS[0], {"class_weights": (1.0, 2.0)}, r"has 2 numbers for 4 classes \(a, b, c, d\)"),
+    (TASKS[0], {"class_weights": {"e": 1.0}}, "unknown class 'e'; allowed: a, b, c, d"),
+    (TASKS[2], {"class_weights": "balanced"}, "needs classes"),
+    (TASKS[0], {"class_weights": "balance"}, "must be 'balanced', a list .*got 'balance'"),
+    (TASKS[0], {"class_weights": (0, 0, 0, 0)}, "not all of them 0"),
+    (TASKS[0], {"class_weights": (1, -1, 1, 1)}, "at least 0"),
+    (TASKS[0], {"class_weights": ("a",)}, "must be 'balanced', a list"),
+    (TASKS[0], {"loss": 3}, "an import path, package.module:name, or a function, got 3"),
+    (TASKS[0], {"loss": "torch.nn.functional:cross_entrpy"}, "did you mean 'cross_entropy'"),
+    (TASKS[0], {"loss": "torch.nn:NLLLoss2d2"}, "has no 'NLLLoss2d2'"),
+    (TASKS[0], {"loss": torch.nn.Linear}, "cannot be made without arguments"),
+]
+
+
+@pytest.mark.parametrize(("base", "objective", "sentence"), WRONG, ids=lambda v: v if isinstance(v, str) else "")
+def test_a_wrong_objective_is_a_sentence(base: Task, objective: dict[str, object], sentence: str) -> None:
+    with pytest.raises((ConfigError, ValidationError), match=sentence):
+        chosen(base, **objective)
+
+
+def test_an_objective_is_written_with_names() -> None:
+    def here(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return output.mean()
+
+    path = "torch.nn.functional:cross_entropy"
+    written = dump(Objective(loss=torch.nn.functional.cross_entropy, metrics=("brier",), class_weights={"a": 2}))
+    assert written == {"loss": path, "metrics": ["brier"], "class_weights": {"a": 2.0}}
+    assert dump(Objective(**written)) == written
+    held = dump(Objective(loss=here))["loss"]
+    assert held.startswith("here ")
+    assert dump(Objective(loss=here))["loss"] == held
+    assert dump(Objective(loss=torch.nn.CrossEntropyLoss(label_smoothing=0.1))) != dump(
+        Objective(loss=torch.nn.CrossEntropyLoss())
+    )

@@ -1,4 +1,4 @@
-"""Classes of user code, named by an import path as ``my_package.my_module:MyMethod``.
+"""Classes and functions of user code, named by an import path as ``my_package.my_module:MyMethod``.
 
 Code of the named module is executed, and only that: a path is written by a person in an experiment file or on the
 command line, never read from a file of data or of a model.
@@ -11,6 +11,7 @@ import inspect
 import re
 import sys
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from fedloom.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 """What an import path looks like."""
@@ -79,15 +80,81 @@ def find_class(path: str, what: str, base: type, where: str = "") -> Any:
     return found
 
 
-def path_of(found: type) -> str | None:
+def importable(given: Any) -> str | None:
+    """The import path of a class or function; None for one that no other process could import."""
+    module, name = getattr(given, "__module__", None) or "", getattr(given, "__qualname__", "")
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return f"{module}:{name}" if found is given and module != "__main__" else None
+
+
+def text_of(given: Any) -> str:
+    """The text of a class and of the classes that it is made of, or of a function; its machine code without one.
+
+    Of another object, its type and what it holds.
+    """
+    if isinstance(given, type):
+        own = [c for c in given.__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")]
+        return "".join(text_of(f) for c in own for f in vars(c).values() if inspect.isfunction(f)) or given.__qualname__
+    try:
+        return inspect.getsource(given)
+    except (OSError, TypeError):
+        code = getattr(given, "__code__", None)
+        if code is None:
+            return re.sub(" at 0x[0-9a-f]+", "", f"{type(given)} {given!r} {getattr(given, '__dict__', '')!r}")
+        return f"{code.co_code!r} {code.co_names} {code.co_consts}"
+
+
+@dataclass(frozen=True)
+class Function:
+    """A user's function.
+
+    Attributes:
+        name: its import path; of one that only this process holds, in a notebook's cell say, its name and a digest.
+        call: the function; of a class, an object that it makes without arguments.
+    """
+
+    name: str
+    call: Callable[..., Any] = field(compare=False, repr=False)
+
+    @property
+    def short(self) -> str:
+        """Its own name, without module and digest."""
+        return re.split(r"[:.]", self.name.partition(" ")[0])[-1]
+
+
+def function(given: Any, what: str) -> Function:
+    """A function by its import path, or as it is.
+
+    Raises:
+        ConfigError: it is neither, or cannot be imported.
+    """
+    if isinstance(given, Function):
+        return given
+    found = find(given, what) if is_path(given) else given
+    if not callable(found):
+        raise ConfigError(f"{what} must be an import path, package.module:name, or a function, got {given!r}")
+    path = given if is_path(given) else importable(found)
+    name = getattr(found, "__qualname__", type(found).__qualname__).rpartition(".")[2]
+    digest = hashlib.blake2b(text_of(found).encode(), digest_size=8).hexdigest()
+    if isinstance(found, type):
+        try:
+            found = found()
+        except Exception as error:
+            raise ConfigError(f"{what} {name!r} is a class that cannot be made without arguments: {error}") from error
+    return Function(path or f"{name} {digest}", found)
+
+
+def path_of(found: Any) -> str | None:
     """The import path of a class of user code; None for fedloom's own."""
     if found.__module__.partition(".")[0] == "fedloom":
         return None
     return f"{found.__module__}:{found.__qualname__}"
 
 
-def source_of(found: type) -> str:
-    """16 hexadecimal digits of the source of the module of a class of user code; empty where there is no source."""
+def source_of(found: Any) -> str:
+    """16 hexadecimal digits of the source of the module of user code; empty where there is no source."""
     if path_of(found) is None:
         return ""
     try:

@@ -45,17 +45,25 @@ SHARE, POSITIVE = (0.0, 1.0), (0.0, math.inf)
 
 METRICS = {
     "accuracy": Metric("Accuracy", "%", 100.0, bounds=SHARE),
+    "balanced_accuracy": Metric("Balanced accuracy", "%", 100.0, bounds=SHARE),
     "macro_f1": Metric("Macro F1", bounds=SHARE),
+    "macro_precision": Metric("Macro precision", bounds=SHARE),
+    "recall": Metric("Recall", bounds=SHARE),
+    "precision": Metric("Precision", bounds=SHARE),
     "auroc": Metric("AUROC", bounds=SHARE),
     "auprc": Metric("AUPRC", bounds=SHARE),
+    "auroc_ovr": Metric("AUROC, one against the rest", bounds=SHARE),
+    "auprc_ovr": Metric("AUPRC, one against the rest", bounds=SHARE),
     "f1": Metric("F1", bounds=SHARE),
     "r2": Metric("R²", bounds=(-math.inf, 1.0)),
     "calibration_error": Metric("Calibration error", higher=False, bounds=SHARE),
+    "brier": Metric("Brier score", higher=False, bounds=(0.0, 2.0)),
+    "perplexity": Metric("Perplexity", higher=False, bounds=(1.0, math.inf)),
     "rmse": Metric("RMSE", higher=False, bounds=POSITIVE),
     "mae": Metric("MAE", higher=False, bounds=POSITIVE),
     "loss": Metric("Loss", higher=False),
 }
-"""Metrics of one client's samples (`fedloom.tasks`)."""
+"""Metrics of one client's samples (`fedloom.tasks`); recall and precision are recorded by class (`of_class`)."""
 
 TOTALS = {
     "cd": Metric("Client disagreement", higher=False),
@@ -100,10 +108,11 @@ class Roles(NamedTuple):
 
 ROLES = {
     "binary": Roles("auroc", "auroc", "accuracy"),
+    "imbalanced": Roles("balanced_accuracy", "balanced_accuracy", "accuracy"),
     "classification": Roles("accuracy", "accuracy", "accuracy"),
     "regression": Roles("rmse", "r2", "r2"),
 }
-"""By task. Where none of them was measured, the loss decides."""
+"""By task; "imbalanced" are several classes whose balanced accuracy is measured. Where none was, the loss decides."""
 
 CHOOSING = frozenset(name for roles in ROLES.values() for name in (roles.settings, roles.client))
 """Metrics by which something is chosen; their spread over clients is recorded."""
@@ -121,8 +130,20 @@ def leading(names: Collection[str], role: Literal["page", "settings", "client"] 
     return next((found for roles in ROLES.values() if (found := getattr(roles, role)) in names), "loss")
 
 
+def of_class(name: str, label: str) -> str:
+    """The name under which a metric of one class is recorded.
+
+    >>> of_class("recall", "ill"), metric("recall[ill]").title
+    ('recall[ill]', 'Recall of ill')
+    """
+    return f"{name}[{label}]"
+
+
 def metric(name: str) -> Metric:
     """The facts of a metric or a figure of the federation; an unknown one keeps its name and is not rated."""
+    whole, _, label = name.partition("[")
+    if label and whole in METRICS:
+        return METRICS[whole]._replace(title=f"{METRICS[whole].title} of {label.removesuffix(']')}")
     return METRICS.get(name) or TOTALS.get(name) or Metric(name.replace("_", " "), rated=False)
 
 

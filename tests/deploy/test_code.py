@@ -17,6 +17,7 @@ from fedloom.deploy.ops.processes import Processes
 from fedloom.deploy.plan import plan
 from fedloom.deploy.settings import read_server, read_site
 from fedloom.errors import ConfigError
+from fedloom.experiment import parse
 
 METHOD = """
 from fedloom.algorithms import FedAvg
@@ -149,3 +150,17 @@ def test_init_tells(folder):
     assert done.exit_code == 0, done.output
     assert "user code, copied to all of them: helper_of_mine.py, method_of_mine.py, pack_of_mine" in done.output
     assert read_server(folder / "out" / "server" / "server.toml").norm_bound == 7.5
+
+
+def test_an_own_task_and_optimiser_are_copied(folder):
+    (folder / "loss_of_mine.py").write_text("def loss(output, y):\n    return output.mean()\n")
+    (folder / "metric_of_mine.py").write_text("def metric(output, y):\n    return 0.0\n")
+    (folder / "steps_of_mine.py").write_text("import torch\nclass Mine(torch.optim.SGD):\n    pass\n")
+    settings = parse(
+        {
+            "data": {"source": "digits"},
+            "task": {"loss": "loss_of_mine:loss", "metrics": ["brier", "metric_of_mine:metric"]},
+            "method": [{"algorithm": "fedavg", "local": {"optimizer": "steps_of_mine:Mine"}}],
+        }
+    ).settings()
+    assert sorted(code_of(settings).files) == ["loss_of_mine.py", "metric_of_mine.py", "steps_of_mine.py"]

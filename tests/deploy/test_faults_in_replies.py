@@ -17,7 +17,7 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from fedloom.deploy.exchange.envelope import ARRAYS, HEAD, METRICS
+from fedloom.deploy.exchange.envelope import ARRAYS, FIGURES, HEAD, METRICS
 from fedloom.deploy.exchange.replies import Asked, Judge, Rejected
 from fedloom.errors import Stop
 from fedloom.rows.fields import Field
@@ -148,7 +148,7 @@ CASES: dict[str, tuple[int, Bend]] = {
     "7 gigabytes in the description": (3, with_array(shape=(2_000_000_000,))),
     "7 terabytes in a header": (6, with_arrays(npy((450_000_000_000,)))),
     "8 oversized": (3, with_arrays(bytes(3_000_000))),
-    "8 many metrics": (3, lambda reply: changed(reply, BAD, metrics={f"m{k}": 0.0 for k in range(101)})),
+    "8 many metrics": (3, lambda reply: changed(reply, BAD, metrics={f"m{k}": 0.0 for k in range(FIGURES + 1)})),
     "8 a list of metrics": (3, with_records(**{METRICS: MetricRecord({"m": [0.0] * 10_000})})),
     "9 negative": (9, with_head(samples=-5)),
     "9 zero": (9, with_head(samples=0)),

@@ -83,7 +83,25 @@ def test_deployed_is_simulated(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     method = {"algorithm": name, **NEEDED.get(name, {})}
     if name in PRESETS and "clusters" in REGISTRY[name].options:
         method["clusters"] = 2
-    here = scene(tmp_path, method, **SMALL)
+    check_parity(scene(tmp_path, method, **SMALL), monkeypatch)
+
+
+def test_an_own_task_and_optimisers_that_are_kept_are_deployed_as_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two branches with states of their own; class weights of every site's own counts."""
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+    loss = "torch.nn.functional:multi_margin_loss"
+    task = {"loss": loss, "class_weights": "balanced", "metrics": ["balanced_accuracy", "recall", "brier"]}
+    local = {"lr": 0.05, "batch_size": 60, "optimizer": "adam", "optimizer_state": "kept"}
+    here = scene(tmp_path, "ditto", **SMALL, task=task, local=local)
+    check_parity(here, monkeypatch)
+    names = set(pq.read_table(here.folder / "results" / "metrics.parquet")["metric"].to_pylist())
+    assert {"balanced_accuracy", "recall[3]", "brier"} <= names
+
+
+def check_parity(here: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uploads, models and figures of a deployment are those of a simulation."""
     sent = deployed(here)
     result, expected = in_simulation(here, monkeypatch)
     assert sent.keys() == expected.keys()

@@ -305,7 +305,8 @@ Further rules:
   start.
 - An attacker forges the field that carries the model; its other fields are those of a client that takes no step.
 - Of a part of the model that does not travel (personal layers), nothing is compressed, noised or counted.
-- Methods whose mathematics needs plain SGD refuse momentum.
+- Methods whose mathematics needs plain SGD refuse momentum and other optimisers (`[local] optimizer`); FedNova,
+  GIFAIR-FL and the composite FedADMM take momentum, but no other optimiser.
 - `delta` of `gaussian-noise` or `private-mean` refuses weighers and samplers to whom clients answer without noise.
 """
 

@@ -26,7 +26,8 @@ def fed() -> Federation:
 CHOICES = {
     "rounds": 7,
     "model": {"kind": "mlp", "hidden": [8]},
-    "local": {"lr": 0.1, "steps": 3},
+    "task": {"loss": "torch.nn.functional:cross_entropy", "metrics": ["brier"], "class_weights": {"3": 2.0}},
+    "local": {"lr": 0.1, "steps": 3, "optimizer": "adam", "optimizer_options": {"eps": 1e-6}},
     "sampler": {"kind": "uniform", "clients": 3},
     "weigher": "samples",
     "aggregator": {"kind": "trimmed-mean", "f": 1},

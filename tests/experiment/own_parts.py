@@ -128,4 +128,36 @@ def small(shape: tuple[int, ...], outputs: int, width: int = 8) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(shape)), width), nn.ReLU(), nn.Linear(width, outputs))
 
 
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    """Squared distance of the outputs to the indicator of the class."""
+    return (output - nn.functional.one_hot(target, output.shape[1])).square().mean()
+
+
+def margin(output: Tensor, target: Tensor) -> float:
+    """Mean lead of the target's output over the best other one."""
+    own = output.gather(1, target[:, None])[:, 0]
+    return float((own - output.scatter(1, target[:, None], -torch.inf).amax(1)).mean())
+
+
+def wrong(output: Tensor, target: Tensor) -> float:
+    return float((output.argmax(1) != target).double().mean())
+
+
+wrong.higher_is_better = False  # type: ignore[attr-defined]
+
+
+class Signs(torch.optim.Optimizer):
+    """Steps along the sign of the gradient, of which it remembers the mean."""
+
+    def __init__(self, params, lr, beta=0.9):  # type: ignore[no-untyped-def]
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    def step(self):  # type: ignore[no-untyped-def]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                mean.lerp_(p.grad, 1 - group["beta"])
+                p.add_(mean.sign(), alpha=-group["lr"])
+
+
 __all__ = ["Channel", "Halved", "Lacking", "Pulled", "Scaled", "Stripes", "Unfinished", "Zeros", "small"]

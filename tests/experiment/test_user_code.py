@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from fedloom import load, partition
+from fedloom import load, open_run, partition
 from fedloom.algorithms import FedAvg, Kept, Mean
 from fedloom.choose import Uniform, UniformWeigher
 from fedloom.cli import app
@@ -27,10 +27,12 @@ from fedloom.engine.simulate import simulate
 from fedloom.errors import CodeError, ConfigError, FedloomError, RunDirError
 from fedloom.experiment import Experiment, Plan, json_schema, parse
 from fedloom.models import Import
+from fedloom.report import result_table
 from fedloom.rows.aggregate import Median
 from fedloom.rows.attacks import SignFlip
 from fedloom.rows.channel import Clip
 from fedloom.testing import check_algorithm
+from fedloom.tune import Tuning
 
 MODULE = "own_parts_of_a_user"
 EVERYTHING = f"""
@@ -129,6 +131,75 @@ def test_a_part_whose_code_has_changed_does_not_go_on_from_another(own_module: P
     linecache.clearcache()
     with pytest.raises(RunDirError):
         run(parse(text), folder=tmp_path / "out")
+
+
+OWN_TASK = f"""
+name = "own"
+rounds = 2
+[data]
+source = "digits"
+[partition]
+kind = "iid"
+clients = 4
+keep = 60
+validation = 0.25
+[task]
+loss = "{MODULE}:squared"
+metrics = ["{MODULE}:margin", "balanced_accuracy", "{MODULE}:wrong"]
+class_weights = {{ 3 = 2.0 }}
+[local]
+lr = 0.01
+optimizer = "{MODULE}:Signs"
+optimizer_options = {{ beta = 0.5 }}
+optimizer_state = "kept"
+[[method]]
+algorithm = "ditto"
+"""
+
+
+def test_an_own_task_and_optimiser_are_trained_scored_written_and_opened(tmp_path: Path) -> None:
+    experiment = parse(document(OWN_TASK))
+    written = tomllib.loads(tomli_w.dumps(experiment.settings()))
+    assert written["task"]["loss"] == f"{MODULE}:squared"
+    assert parse(written).settings() == experiment.settings()
+    Plan(experiment, tmp_path / "out").run(page=True)
+    run = next(iter(open_run(tmp_path / "out")))
+    data = experiment.source.load()
+    fed = experiment.partition(data, 0)
+    held = run.models.personal["0"]
+    x, y = fed.fetch(fed.indices("test", 0)), fed.targets(fed.indices("test", 0))
+    own: Any = sys.modules[MODULE]
+    output = held(x).detach().double()
+    for name in ("margin", "wrong"):
+        assert run.final("personal", name)[0] == pytest.approx(getattr(own, name)(output, y), abs=1e-6)
+    assert run.final("personal", "loss")[0] == pytest.approx(float(own.squared(output, y)), rel=1e-5)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Balanced accuracy" in page
+    assert result_table(tmp_path / "out")["balanced_accuracy"]
+    again = run.models.model("personal", "0").score(data)
+    assert {"margin", "wrong", "balanced_accuracy"} <= set(again)
+
+
+def test_code_of_an_own_task_that_has_changed_does_not_go_on(own_module: Path, tmp_path: Path) -> None:
+    text = document(OWN_TASK)
+    run(parse(text), folder=tmp_path / "out")
+    run(parse(text), folder=tmp_path / "out")
+    own_module.write_text(own_module.read_text().replace("target[:, None], -torch.inf", "target[:, None], -1e9"))
+    del sys.modules[MODULE]
+    linecache.clearcache()
+    with pytest.raises(RunDirError):
+        run(parse(text), folder=tmp_path / "out")
+
+
+def test_settings_are_chosen_by_an_own_metric_in_its_own_direction(tmp_path: Path) -> None:
+    text = document(OWN_TASK, tune={"trials": 2, "space": {"all": {"local.lr": [0.01, 0.02]}}})
+    for metric, higher in (("wrong", False), ("margin", True)):
+        text["tune"]["metric"] = metric
+        tuning = Tuning(text, "own.toml", tmp_path / metric)
+        assert [study.goal.higher for study in tuning.studies] == [higher]
+    text["tune"]["metric"] = "f3"
+    with pytest.raises(ConfigError, match="'f3'; on this data it can be: .*balanced_accuracy.*margin, wrong"):
+        Tuning(text, "own.toml", tmp_path / "none")
 
 
 def test_a_user_s_method_obeys_the_laws_and_has_a_card() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -109,11 +109,13 @@ def sgd(
     round: int = 1,
     task: str = "classification",
     features: dict[str, tuple[int, ...]] | None = None,
+    make: Callable[..., torch.optim.Optimizer] | None = None,
 ) -> Tensor:
-    """One client's local training, one parameter vector in, one out."""
+    """One client's local training by SGD or what ``make`` makes, one parameter vector in, one out."""
     module = copy.deepcopy(module).to(start.dtype).train()
     vector_to_parameters(start.clone(), module.parameters())
-    optimiser = torch.optim.SGD(module.parameters(), lr=lr, momentum=momentum, weight_decay=weight_decay)
+    given = {"momentum": momentum} if make is None else {}
+    optimiser = (make or torch.optim.SGD)(module.parameters(), lr=lr, weight_decay=weight_decay, **given)
     x, y = samples(fed, client)
     count = steps_of(len(x), batch_size, epochs) if steps is None else steps
     for k, batch in enumerate(positions(len(x), batch_size, count, client, stream, seed, round)):

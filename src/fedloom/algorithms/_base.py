@@ -138,10 +138,13 @@ def check_full_gradients(name: str, local: LocalSGD) -> None:
     """Refuse settings of stochastic steps that a method would leave aside.
 
     Raises:
-        Refused: momentum, or a bound on batch gradients.
+        Refused: momentum, a bound on batch gradients, or another optimiser.
     """
-    if local.momentum or local.clip is not None:
-        raise Refused(f"{name} takes full gradients as they are; set local.momentum = 0 and leave local.clip out")
+    if local.momentum or local.clip is not None or local.optimizer != "sgd":
+        raise Refused(
+            f"{name} takes full gradients as they are; set local.momentum = 0 and local.optimizer = 'sgd', and leave "
+            "local.clip out"
+        )
 
 
 class Model(NamedTuple):
@@ -168,8 +171,10 @@ class Algorithm(Value, ABC):
     mixes: ClassVar[bool] = False
     """`down` mixes the cohort's kept rows; otherwise it is given none."""
     plain_sgd: ClassVar[str | None] = None
-    """Why the method needs plain SGD, if it does: a run with momentum, clipping or such is refused with this
+    """Why the method needs plain SGD, if it does: a run with momentum or another optimiser is refused with this
     sentence."""
+    needs_sgd: ClassVar[str | None] = None
+    """Why the method needs SGD, if it may have momentum: a run with another optimiser is refused with this sentence."""
     uses_shares: ClassVar[bool] = False
     """Reads the clients' shares alpha_i of the objective (``ctx.weight``, ``work.weight``); a run whose shares are not
     uniform says so where they change nothing."""

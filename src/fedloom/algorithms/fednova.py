@@ -27,7 +27,7 @@ Use it where clients take different numbers of local steps. With equal numbers i
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field
@@ -49,6 +49,8 @@ class FedNova(Algorithm):
 
     mu: float = Field(0.0, ge=0, description="proximal weight mu of the local problems, as in FedProx")
     gamma: float = Field(1.0, gt=0, le=1, description="factor gamma of the step size per local step; 1: constant")
+
+    needs_sgd: ClassVar[str | None] = "it divides a change by the weights of its gradients, those of SGD with momentum"
 
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         change = descend(down.x, work, pull=((self.mu, down.x),), decay=self.gamma) - down.x

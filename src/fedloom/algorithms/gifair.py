@@ -70,6 +70,7 @@ class GIFAIR(Algorithm):
     )
 
     family: ClassVar[str] = "fair"
+    needs_sgd: ClassVar[str | None] = "it scales gradients, which an optimiser that divides by their size undoes"
     uses_shares: ClassVar[bool] = True
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:

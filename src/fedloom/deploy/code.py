@@ -22,7 +22,7 @@ from fedloom.experiment import Experiment, read
 from fedloom.imports import is_path
 
 FOLDER = "code"
-KEYS = ("algorithm", "kind", "source")
+KEYS = ("algorithm", "kind", "source", "loss", "metrics", "optimizer")
 """Keys of an experiment file that take an import path."""
 LIMIT = 4 << 20
 """Bytes of user code from which it has to be installed; it is a sign of a folder that holds other things too."""
@@ -129,10 +129,9 @@ def _paths(settings: object) -> Iterator[str]:
     if isinstance(settings, Mapping):
         for key, value in settings.items():
             imports = key in KEYS or (key == "path" and settings.get("kind") == "import")
-            if imports and is_path(value):
-                yield value
-            else:
-                yield from _paths(value)
+            named = value if isinstance(value, list | tuple) else [value]
+            yield from (name for name in named if imports and is_path(name))
+            yield from _paths(value)
     elif isinstance(settings, list | tuple):
         for value in settings:
             yield from _paths(value)

@@ -238,7 +238,8 @@ class _Run:
         survivors = None if self._settings.secure is None else self._settings.secure.threshold
         noisy = {name: released(getattr(job.setting, name), survivors) for name in ("channel", "aggregator")}
         job = replace(job, setting=job.setting.with_(**noisy))
-        return replace(job, clients=Store(job.n, Nothing()), residue=Store(job.n, Nothing())), server, forms
+        none = Store(job.n, Nothing())
+        return replace(job, clients=none, residue=none, optimizer=none, memory=None), server, forms
 
     def _release(self, job: Job, state: State) -> None:
         """Make sure that the next round stays within the budget, and enter it if the server adds the noise.

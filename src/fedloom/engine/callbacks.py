@@ -22,6 +22,7 @@ from fedloom.engine.records import Record, Records
 from fedloom.engine.state import State
 from fedloom.errors import unknown
 from fedloom.metrics import METRICS
+from fedloom.metrics import metric as facts
 from fedloom.values import Value
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class EarlyStop(Value):
     @field_validator("metric")
     @classmethod
     def _known(cls, metric: str) -> str:
-        if metric not in METRICS:
+        if metric.partition("[")[0] not in METRICS:
             raise unknown("metric", metric, METRICS)
         return metric
 
@@ -56,7 +57,7 @@ class EarlyStop(Value):
         seen = [(r.round, float(r.values[0])) for r in state.records.items if self._is_mine(r) and r.model == model]
         if not seen or seen[-1][0] != state.round:
             return None
-        sign = -1.0 if METRICS[self.metric].higher else 1.0
+        sign = -1.0 if facts(self.metric).higher else 1.0
         best, last = seen[0][1], 0
         for k, (_, value) in enumerate(seen):
             if sign * value < sign * best - self.least:

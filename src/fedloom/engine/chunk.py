@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 from fedloom.algorithms._base import base_of, primary_field
 from fedloom.engine.job import Job
 from fedloom.engine.uploads import partials
-from fedloom.errors import ClientError, FedloomError, blamed, cause_of
+from fedloom.errors import ClientError, FedloomError, Refused, blamed, cause_of
 from fedloom.local import Work
 from fedloom.local.rows import rows_of, to_device
 from fedloom.processes.chunks import AskTask, Trained, TrainTask
@@ -29,6 +29,7 @@ class Made(NamedTuple):
         new: the clients' new rows.
         residue: what the channel has not sent.
         work: ``[m, 3]`` samples backward and forward, and steps.
+        optimizer: new states of the clients' optimisers, where they are kept.
     """
 
     up: Any
@@ -38,6 +39,7 @@ class Made(NamedTuple):
     new: Any
     residue: Any
     work: Tensor
+    optimizer: Any = None
 
 
 class _Sides(NamedTuple):
@@ -160,7 +162,24 @@ def _made(job: Job, sides: _Sides, up: Any, new: Any) -> Made:
             up, residue = _through(job, up, job.residue.read(work.ids), work.rng("channel"))
     if name:
         model = getattr(up, name) + base_of(job.fields[name], sides.down, sides.rows)
-    return Made(up, info, told, model, new, residue, _done(work, work.steps[:, 0]))
+    return Made(up, info, told, model, new, residue, _done(work, work.steps[:, 0]), _states(job, work))
+
+
+def _states(job: Job, work: Work) -> Any:
+    """The states of the clients' optimisers after their training; None where they are not kept.
+
+    Raises:
+        Refused: the method has a call of `descend` that its first round had not.
+    """
+    if work.memory is None or job.memory is None:
+        return None
+    new = [name for name in work.memory.streams if name not in job.memory.streams]
+    if new:
+        raise Refused(
+            f"{type(job.algorithm).__name__} trains by the stream {new[0]!r} in round {work.round}, which its first "
+            "round had not, so there is no room for its optimiser; set local.optimizer_state = 'fresh'"
+        )
+    return type(job.optimizer.template)(work.memory.rows)
 
 
 def receive(job: Job, server: Any, task: TrainTask, down: Any, made: Made) -> Trained:
@@ -171,15 +190,16 @@ def receive(job: Job, server: Any, task: TrainTask, down: Any, made: Made) -> Tr
         server: the server's state.
         task: whose uploads they are.
         down: what these clients received.
-        made: what they sent; of ``new`` and ``residue`` what is kept on this side.
+        made: what they sent; of ``new``, ``residue`` and ``optimizer`` what is kept on this side.
     """
-    up, info, told, model, new, residue, work = made
+    up, info, told, model, new, residue, work, optimizer = made
     ids = task.ids
     counts = _counts(job, server, work, down, up, sum(a.shape[1] for a in (info, told) if a is not None))
     accepted = usable((*up, *new), len(ids), job.setting.engine.norm_bound, job.weights(up))
     everyone = bool(accepted.all())
     if not everyone:
-        up, new, info, told, model, residue = (_some(p, accepted) for p in (up, new, info, told, model, residue))
+        every = (up, new, info, told, model, residue, optimizer)
+        up, new, info, told, model, residue, optimizer = (_some(p, accepted) for p in every)
         ids, task = ids[accepted], task._replace(share=task.share[accepted])
     answers = {} if info is None else {"info": info}
     if job.sees_honest and model is not None:
@@ -194,6 +214,8 @@ def receive(job: Job, server: Any, task: TrainTask, down: Any, made: Made) -> Tr
             job.kept.write(ids, type(job.kept.template)(*[getattr(up, name) for name in job.kept_fields]))
         if residue is not None:
             job.residue.write(ids, residue)
+        if optimizer is not None:
+            job.optimizer.write(ids, optimizer)
     return Trained(accepted, parts, answers, float(task.share.sum()), counts)
 
 

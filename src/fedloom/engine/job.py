@@ -16,6 +16,7 @@ from fedloom.engine.messages import Messages
 from fedloom.engine.setting import Setting
 from fedloom.errors import blamed
 from fedloom.local import Ctx, Work
+from fedloom.local.optimizer import Memory
 from fedloom.local.oracles import Network
 from fedloom.processes.ranks import Ranks
 from fedloom.processes.row_locations import Homes
@@ -41,6 +42,8 @@ class Job:
         clients: state rows of the clients.
         kept: rows that the server keeps of every client.
         residue: what the channel has not sent yet, of every client.
+        optimizer: states of every client's optimisers, where they are kept.
+        memory: how these states are written; None: they start anew in every round.
         notes: what the method warns of.
         replay: what is given in place of the run's own draws.
     """
@@ -57,6 +60,8 @@ class Job:
     clients: Store[Any]
     kept: Store[Any]
     residue: Store[Any]
+    optimizer: Store[Any]
+    memory: Memory | None = None
     notes: tuple[str, ...] = ()
     replay: Replay = field(default_factory=Replay)
 
@@ -68,7 +73,7 @@ class Job:
     @property
     def stores(self) -> dict[str, Store[Any]]:
         """Everything that is kept by client."""
-        return {"clients": self.clients, "kept": self.kept, "residue": self.residue}
+        return {"clients": self.clients, "kept": self.kept, "residue": self.residue, "optimizer": self.optimizer}
 
     @cached_property
     def homes(self) -> Homes:
@@ -154,10 +159,26 @@ class Job:
         return Ctx(round, self.n, len(ids), ids, layout, self.alpha, sizes, groups, local, seed, rounds, given)
 
     def work(self, round: int, ids: Tensor, trains: bool = False) -> Work:
-        """The local problems of clients in a round; where they train, with the batches that the run replays."""
+        """The local problems of clients in a round; where they train, with the batches that the run replays.
+
+        Their optimisers go on from the round before then, where the states are kept.
+        """
         local, seed, alpha = self.setting.local, self.setting.seed, self.alpha[ids].to(self.oracle.device)
         given, projection = self.replay.given(round, ids) if trains else None, self.replay.projection
-        return Work(self.oracle, ids, alpha, local, seed=seed, round=round, given=given, projection=projection)
+        memory = None
+        if trains and self.memory is not None:
+            memory = self.memory.of(self.optimizer.read(ids)[0].to(self.oracle.device, copy=True))
+        return Work(
+            self.oracle,
+            ids,
+            alpha,
+            local,
+            seed=seed,
+            round=round,
+            given=given,
+            projection=projection,
+            memory=memory,
+        )
 
     def down(self, server: Any, round: int, ids: Tensor | None = None) -> Any:
         """The download of a cohort; all clients when None."""

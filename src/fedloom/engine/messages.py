@@ -145,8 +145,13 @@ def channel_fields(algorithm: type[Algorithm], channel: Channel | None) -> list[
 
 def idle_upload(method: Algorithm, start: tuple[Any, Any, Any], oracle: Network, ctx: Ctx) -> Any:
     """What one client uploads that takes no step: it shows the widths of the fields."""
+    return first_upload(method, start, ctx, Work(oracle, ctx.ids[:1], ctx.weight[:1], ctx.local).idle())
+
+
+def first_upload(method: Algorithm, start: tuple[Any, Any, Any], ctx: Ctx, work: Work) -> Any:
+    """What the first client uploads in a first round; nothing is kept of it."""
     server, template, kept = start
     one = ctx._replace(m=1, ids=ctx.ids[:1])
     rows = type(template)(*[t[None] for t in template])
     down = method.down(server, kept and type(kept)(*[t[None] for t in kept]), one)
-    return method.client(down, rows, Work(oracle, one.ids, ctx.weight[:1], ctx.local).idle())[0]
+    return method.client(down, rows, work)[0]

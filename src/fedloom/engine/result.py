@@ -100,7 +100,8 @@ class Live:
     def __init__(self, job: Job, state: State) -> None:
         self._job, self._state = job, state
         self.names = job.judge.names
-        self.recipe = Recipe(job.setting.model, InputSpec.of(job.judge.data), job.setting.seed, job.oracle.dtype)
+        run, facts = job.setting, InputSpec.of(job.judge.data)
+        self.recipe = Recipe(run.model, facts, run.seed, job.oracle.dtype, run.task)
         name = type(job.algorithm).__name__
         self.about = {"method": name, "algorithm": name, "seed": job.setting.seed, "rounds": state.round}
 

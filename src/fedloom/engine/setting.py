@@ -19,6 +19,7 @@ from fedloom.models.imported import given_model
 from fedloom.rows.aggregate import AGGREGATORS, Aggregator
 from fedloom.rows.attacks import ATTACKS, Attack
 from fedloom.rows.channel import CHANNELS, Channel
+from fedloom.tasks import Objective
 from fedloom.values import Value, choose, dump, fields_of, flat, make, make_kind
 
 Part = Literal["train", "validation", "test"]
@@ -167,6 +168,9 @@ class Setting(Value):
     )
     rounds: Rounds = 100
     seed: int = Field(0, description="seed of everything that is drawn")
+    task: Annotated[Objective, Table(Objective)] = Field(
+        default_factory=Objective, description="own loss, class weights and further metrics"
+    )
     local: Annotated[LocalSGD, Table(LocalSGD)] = Field(default_factory=LocalSGD, description="how clients train")
     sampler: Annotated[Sampler, Table(Sampler, SAMPLERS, "uniform")] = Field(
         default_factory=Uniform, description="who takes part"

@@ -15,13 +15,14 @@ from fedloom.algorithms import Algorithm, check_declaration, primary_field, uplo
 from fedloom.choose import Sampler, Uniform, UniformWeigher, Weigher
 from fedloom.data.federation import Federation
 from fedloom.engine.job import Job
-from fedloom.engine.messages import Messages, idle_upload
+from fedloom.engine.messages import Messages, first_upload, idle_upload
 from fedloom.engine.privacy import check_privacy
 from fedloom.engine.setting import Engine, Setting
 from fedloom.errors import ConfigError, Refused, blamed
 from fedloom.imports import source_of
-from fedloom.local import Ctx, LocalSGD, Nothing
-from fedloom.local.oracles import chunk_limit, make_oracle
+from fedloom.local import Ctx, LocalSGD, Nothing, Work
+from fedloom.local.optimizer import Memory, slots_of
+from fedloom.local.oracles import Network, chunk_limit, make_oracle
 from fedloom.processes.pool import cores
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.replay import Replay
@@ -80,7 +81,7 @@ def make_job(
     attackers = torch.arange(0) if attack is None else attack.attackers(fed.n, seed)
     if isinstance(attack, Poison):
         fed = poisoned(fed, attack, attackers, seed)
-    task = task_of(fed.data)
+    task = task_of(fed.data, setting.task)
     module = setting.model.build(tuple(fed.data.shape), task.outputs, seed)
     oracle = make_oracle(module, task, fed, engine.oracle, augment if augment.changes else None)
     layout = oracle.layout
@@ -114,6 +115,7 @@ def make_job(
     if aggregator is not None and fewest is not None:
         aggregator.check(fewest)
 
+    memory = _memory(method, (server, template, kept), oracle, ctx)
     width = 0
     if channel is not None or weigher.probes or sampler.learns:
         sample = idle_upload(method, (server, template, kept), oracle, ctx)
@@ -140,6 +142,8 @@ def make_job(
         clients=store("clients", template),
         kept=store("kept", Nothing() if kept is None else kept),
         residue=store("residue", _residue(channel, width, dtype)),
+        optimizer=store("optimizer", Nothing() if memory is None else Moments(memory.rows[0])),
+        memory=memory,
         notes=tuple(notes),
         replay=replay,
     )
@@ -150,6 +154,34 @@ class Residue(NamedTuple):
     """What the channel has not sent yet: ``[m, D]``."""
 
     e: Tensor
+
+
+class Moments(NamedTuple):
+    """The states of a client's optimisers ``[m, S W]``; see `fedloom.local.optimizer.Memory`."""
+
+    s: Tensor
+
+
+def _memory(method: Algorithm, start: tuple[Any, Any, Any], oracle: Network, ctx: Ctx) -> Memory | None:
+    """How states of optimisers are kept; None where they are not. One client takes a step, which nobody sees.
+
+    Raises:
+        ConfigError: the optimiser does not work with this model, or (Refused) the method does not train by it.
+    """
+    local = ctx.local
+    if local.optimizer == "sgd":
+        return None
+    like = oracle.layout.vector(oracle.module)
+    memory = Memory(like.new_zeros(1, 0), slots_of(local, oracle.layout, like))
+    work = Work(oracle, ctx.ids[:1], ctx.weight[:1].to(like), local, steps=1, memory=memory)
+    with blamed("method", method, "a first step"):
+        first_upload(method, start, ctx, work)
+    if not memory.streams:
+        raise Refused(
+            f"{type(method).__name__} takes its local steps itself, and they are steps of plain SGD; set "
+            "local.optimizer = 'sgd'"
+        )
+    return memory.of(memory.rows * 0) if local.optimizer_state == "kept" else None
 
 
 def _residue(channel: Channel | None, width: int, dtype: torch.dtype) -> Any:
@@ -198,6 +230,9 @@ def check_together(
     kinds = upload_fields(type(algorithm)).values()
     if algorithm.plain_sgd and local.momentum:
         raise Refused(f"{name} cannot take momentum: {algorithm.plain_sgd}; set local.momentum = 0")
+    why = algorithm.plain_sgd or algorithm.needs_sgd
+    if why and local.optimizer != "sgd":
+        raise Refused(f"{name} cannot take optimizer {local.optimizer!r}: {why}; set local.optimizer = 'sgd'")
     if not isinstance(weigher, UniformWeigher) and not any(k.weighable for k in kinds):
         if not kinds:
             why = "it uploads nothing"
@@ -282,11 +317,16 @@ def fingerprint(job: Job) -> str:
             "setting": {**job.setting.numbers(), **job.replay.marks()},
             "engine": [job.oracle.name, job.chunk],
             "data": [job.judge.data.checksum(), data.hexdigest(), job.fed.n, job.alpha.tolist()],
-            "user code": [source for _, value in job.setting if (source := source_of(type(value)))],
+            "user code": [s for code in _user_code(job.setting) if (s := source_of(code))],
         },
         sort_keys=True,
     )
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _user_code(setting: Setting) -> list[Any]:
+    """Classes and functions that may be a user's."""
+    return [*(type(value) for _, value in setting), *(f.call for f in setting.task.functions)]
 
 
 def check_ranks(job: Job) -> None:

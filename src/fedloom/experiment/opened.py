@@ -181,8 +181,8 @@ class Opened:
         """The files of the models of a run."""
         chosen: Method = next(m for m in self.experiment.methods if m.label == method)
         folder = folder_of(self.path, "models", method, seed)
-        algorithm = chosen.setting.method
-        return Shelf(folder, algorithm, chosen.setting.model, chosen.setting.local, seed, method)
+        run = chosen.setting
+        return Shelf(folder, run.method, run.model, run.local, seed, method, run.task)
 
     def read(self, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
         """New data: a name or a path, as ``[data] source`` has it, read with the run's options where they apply.
@@ -210,7 +210,7 @@ class Opened:
         Raises:
             LayoutError: no file of a model, or of another architecture.
         """
-        return Model.load(path, self.experiment.common.model)
+        return Model.load(path, self.experiment.common.model, self.experiment.common.task)
 
     def _repr_html_(self) -> str:
         """The result table: a row per method and model, means over seeds."""

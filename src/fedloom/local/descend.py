@@ -1,4 +1,4 @@
-"""descend: local SGD whose direction is declared, so that an oracle can fuse it."""
+"""descend: local SGD, or another optimiser, whose direction is declared, so that an oracle can fuse it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from fedloom.errors import Refused
 from fedloom.local.iterate import iterate
+from fedloom.local.optimizer import decays_itself
 from fedloom.local.rows import each_client, per_client
+from fedloom.local.steppers import Steppers
 from fedloom.rows.masks import spans
 
 if TYPE_CHECKING:
@@ -51,7 +54,8 @@ def descend(
     """Local SGD on s f_i(w) + sum mu/2 ||w - x||^2 + <shift, w>, started at ``w``.
 
     A step is ``w <- w - lr (s g(w) + sum mu (w - x) + shift)``, with momentum, decay and clipping of `LocalSGD`, then
-    ``w <- centre + prox_{lr f}(w - centre)`` if a prox is given.
+    ``w <- centre + prox_{lr f}(w - centre)`` if a prox is given. Another optimiser of `LocalSGD` steps along the same
+    direction, without a prox.
 
     Args:
         w: ``[d]`` or ``[m, d]``, where every client starts; not modified.
@@ -68,12 +72,17 @@ def descend(
 
     Returns:
         ``[m, d]``. A problem that can be solved exactly (`Quadratic` with ``solve=True``) is.
+
+    Raises:
+        Refused: a prox with another optimiser than plain SGD.
     """
     m, local = work.m, work.local
     rate = work.lr if lr is None else lr
     w = each_client(w, m)
     pulled: float | Tensor = sum((mu for mu, _ in pull), 0.0)
-    if local.weight_decay:
+    plain = local.optimizer == "sgd"
+    handed = not plain and work.oracle.minimise is None and decays_itself(local)
+    if local.weight_decay and not handed:
         pulled = pulled + local.weight_decay * (1.0 if scale is None else scale)
     if isinstance(pulled, Tensor):
         pulled = per_client(pulled, m, w)
@@ -81,10 +90,12 @@ def descend(
         steady = _steady(1.0, pull, shift, w)
         best = _minimum(work, w, pulled, steady, None if mask is None else mask > 0, scale)
         return torch.where(per_client(work.steps if steps is None else steps, m, w) > 0, best, w)
-    moving = ALL if mask is None or mask.dim() > 1 else spans(mask)
-    mask = None if mask is None or mask.dim() == 1 else each_client(mask.to(w), m)
+    if prox is not None and not plain:
+        raise Refused(f"a prox after every local step needs steps of plain sgd, not of {local.optimizer!r}")
+    moving = spans(mask) if mask is not None and mask.dim() == 1 and plain else ALL
+    mask = None if mask is None or moving != ALL else each_client(mask.to(w), m)
     rest = None if mask is None else torch.addcmul(w, w, mask, value=-1.0)
-    in_place = local.clip is None and moving == ALL and not local.momentum and decay == 1
+    in_place = plain and local.clip is None and moving == ALL and not local.momentum and decay == 1
     steady = _steady(-rate if in_place else 1.0, pull, shift, w)
     rows = _Rows(
         w.clone(memory_format=torch.contiguous_format),
@@ -97,9 +108,14 @@ def descend(
         scale,
     )
 
+    steppers = None if plain else Steppers(rows.w, work, stream, rate)
+
     def step(rows: _Rows, work: Work, batch: Batch) -> _Rows:
         w, factor = rows.w, pulled if rows.pulled is None else rows.pulled
-        if in_place:
+        if steppers is not None:
+            g = direction(rows, work, batch, factor)
+            steppers.step_(w, g if rows.mask is None else g.mul_(rows.mask), work.slots)
+        elif in_place:
             work.addgrad_(w, w, _scaled(batch, rows), 1 - rate * factor, -rate, rows.steady)
         else:
             g = direction(rows, work, batch, factor)
@@ -127,7 +143,10 @@ def descend(
             return g.addcmul_(rows.w, factor)
         return g.add_(rows.w, alpha=factor) if factor else g
 
-    return iterate(step, rows, work, steps, stream=stream).w
+    found = iterate(step, rows, work, steps, stream=stream).w
+    if steppers is not None:
+        steppers.keep()
+    return found
 
 
 def _hold_(rows: _Rows) -> None:

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+import torch
+from pydantic import AfterValidator, Field, model_validator
 
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, nearest
+from fedloom.imports import find_class, importable, is_path
 from fedloom.values import Value
+
+OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+
+ADAMW = re.compile(r"adamw|torch\.optim[\w.]*:AdamW")
+"""Names of AdamW, whose weight decay is `ADAMW_DECAY` where it is not given, as in torch."""
+ADAMW_DECAY = 0.01
 
 SMALLEST = 1e-45
 """Step sizes below are zero in float32."""
+
+
+def _known(name: str) -> str:
+    if is_path(name):
+        find_class(name, "optimizer", torch.optim.Optimizer)
+    elif name not in OPTIMIZERS:
+        raise ValueError(f"unknown optimizer {name!r}; {nearest(name, OPTIMIZERS)}, or an import path")
+    return name
 
 
 class LocalSGD(Value):
@@ -19,6 +36,9 @@ class LocalSGD(Value):
 
     The direction of a step is the batch gradient (its norm bounded by ``clip``), plus ``weight_decay`` times the
     parameters, plus the pulls and the shift of the method; momentum acts on the sum, as in ``torch.optim.SGD``.
+
+    Another ``optimizer`` steps along the same direction; it gets ``weight_decay`` where it has an argument of that name
+    (AdamW's is decoupled from the gradient, and 0.01 unless given).
     """
 
     lr: float = Field(0.01, gt=0, description="step size of local SGD in the first round")
@@ -30,9 +50,30 @@ class LocalSGD(Value):
     batch_size: int | Literal["full"] = Field(20, description="samples per step; 'full' for the whole training part")
     epochs: int = Field(1, ge=0, description="passes over the client's training part per round")
     steps: int | None = Field(None, ge=0, description="steps per round, the same for every client, instead of epochs")
+    optimizer: Annotated[str, AfterValidator(_known)] = Field(
+        "sgd", description="sgd, adam, adamw, or the import path of a class as torch.optim:RMSprop"
+    )
+    optimizer_options: dict[str, Any] = Field(
+        default_factory=dict, description="its further arguments, as betas = [0.9, 0.99]"
+    )
+    optimizer_state: Literal["fresh", "kept"] = Field(
+        "fresh", description="moments and the like start anew in every round, or are kept by every client"
+    )
     momentum: float = Field(0.0, ge=0, lt=1, description="heavy-ball momentum within a round, started at zero")
     weight_decay: float = Field(0.0, ge=0, description="L2 term added to the gradient of every local problem")
     clip: float | None = Field(None, gt=0, description="bound on the norm of a batch gradient")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_in_torch(cls, given: Any) -> Any:
+        """A class of an optimiser by its import path, and AdamW's own weight decay."""
+        if not isinstance(given, dict):
+            return given
+        name = given.get("optimizer")
+        if isinstance(name, type):
+            name = importable(name) or name.__qualname__
+            given = {**given, "optimizer": name}
+        return {"weight_decay": ADAMW_DECAY, **given} if ADAMW.fullmatch(str(name)) else given
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -40,7 +81,23 @@ class LocalSGD(Value):
             raise ValueError(f"batch_size must be at least 1 or 'full', got {self.batch_size}")
         if self.steps is not None and "epochs" in self.model_fields_set:
             raise ValueError("give epochs or steps, not both")
+        if self.optimizer == "sgd":
+            for key in ("optimizer_options", "optimizer_state"):
+                if key in self.model_fields_set and getattr(self, key) not in ({}, "fresh"):
+                    raise ValueError(
+                        f"{key} is for optimisers beside plain sgd; name one, as optimizer = 'torch.optim:SGD'"
+                    )
+        elif self.momentum:
+            raise ValueError(f"momentum is of plain sgd; give {self.optimizer!r} its own in optimizer_options")
+        for key in self.optimizer_options:
+            if key in ("lr", "weight_decay"):
+                raise ValueError(f"optimizer_options: {key} is a key of [local], set it there")
         return self
+
+    @property
+    def optimizer_class(self) -> Any:
+        """The class of `optimizer`."""
+        return OPTIMIZERS.get(self.optimizer) or find_class(self.optimizer, "optimizer", torch.optim.Optimizer)
 
     def lr_at(self, round: int) -> float:
         """Step size in ``round`` (from 1); before the first round, that of the first."""

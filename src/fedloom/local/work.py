@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.local.batches import PASS, Batch, Draw, Given, Plan, make_plan
+from fedloom.local.optimizer import Memory
 from fedloom.local.oracles.base import Oracle, Reduce
 from fedloom.local.rows import each_client
 from fedloom.local.settings import LocalSGD
@@ -48,6 +49,7 @@ class Work:
         layout: shapes of the model.
         given: one entry per client, its batches by stream, where a run replays them; None: they are drawn.
         projection: ``[k, d]`` the matrix of a method in a subspace, where a run replays it; None: it is drawn.
+        memory: states of the clients' optimisers that go on from the round before; None: they start anew.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Work:
         counts: Counts | None = None,
         given: Sequence[Given] | None = None,
         projection: Tensor | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self.oracle, self.ids, self.weight, self.local, self.seed, self.round = oracle, ids, weight, local, seed, round
         self.lr = local.lr_at(round)
@@ -71,7 +74,7 @@ class Work:
         self.sizes = oracle.sizes(ids)[:, None]
         self.counts = Counts.zeros(len(ids)) if counts is None else counts
         self.slots = torch.arange(len(ids))
-        self.given, self.projection = given, projection
+        self.given, self.projection, self.memory = given, projection, memory
         if steps is None and given is not None and local.steps is None:
             steps = torch.tensor([len(g["local"]) for g in given]) if all("local" in g for g in given) else None
         if steps is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any, ClassVar
@@ -14,7 +13,7 @@ from pydantic import Field
 from torch import nn
 
 from fedloom.errors import ConfigError
-from fedloom.imports import PATTERN, find
+from fedloom.imports import PATTERN, find, importable, text_of
 from fedloom.models.spec import ModelSpec
 
 
@@ -64,7 +63,7 @@ def given_model(given: Any) -> ModelSpec | None:
             an import path names is an `Import`, anything else a `Held`.
     """
     if isinstance(given, nn.Module):
-        digest = hashlib.blake2b(f"{given!r} {_source(type(given))}".encode(), digest_size=8)
+        digest = hashlib.blake2b(f"{given!r} {text_of(type(given))}".encode(), digest_size=8)
         for name, value in given.state_dict().items():
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
             digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -73,25 +72,10 @@ def given_model(given: Any) -> ModelSpec | None:
         return given()
     if not callable(given) or isinstance(given, ModelSpec):
         return None
-    module, name = getattr(given, "__module__", None) or "", getattr(given, "__qualname__", type(given).__qualname__)
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is given and module != "__main__":
-        return Import(path=f"{module}:{name}")
-    return Held(name=name, digest=hashlib.blake2b(_source(given).encode(), digest_size=8).hexdigest(), held=given)
-
-
-def _source(given: Any) -> str:
-    """The text of a class and of the classes that it is made of, or of a function; its machine code without one."""
-    if isinstance(given, type):
-        own = [c for c in given.__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")]
-        return "".join(_source(f) for c in own for f in vars(c).values() if inspect.isfunction(f)) or given.__qualname__
-    try:
-        return inspect.getsource(given)
-    except (OSError, TypeError):
-        code = getattr(given, "__code__", None)
-        return f"{code.co_code!r} {code.co_names} {code.co_consts}" if code else repr(type(given))
+    path, name = importable(given), getattr(given, "__qualname__", type(given).__qualname__)
+    if path is not None:
+        return Import(path=path)
+    return Held(name=name, digest=hashlib.blake2b(text_of(given).encode(), digest_size=8).hexdigest(), held=given)
 
 
 def _made(

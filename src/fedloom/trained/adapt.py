@@ -11,6 +11,7 @@ from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.data.federation import Federation
 from fedloom.errors import ClientError, ConfigError, FedloomError, cause_of
 from fedloom.local import Ctx, LocalSGD, Work
+from fedloom.local.optimizer import Memory, slots_of
 from fedloom.local.oracles import Network, make_oracle
 from fedloom.local.rows import rows_of
 from fedloom.seeds import derive
@@ -73,7 +74,7 @@ def adapted(side: ServerSide, recipe: Recipe, fed: Federation, rounds: int = 1) 
         raise ConfigError(f"the step size is 0 in round {t + rounds} by the run's schedule; give lr")
     fed = fed.to(dtype=recipe.dtype)
     module = recipe.build()
-    oracle = make_oracle(module, task_of(fed.data), fed)
+    oracle = make_oracle(module, task_of(fed.data, recipe.objective), fed)
     share = side.weight.mean()
     weight = torch.cat([side.weight, share[None, None]]) / (1 + share)
     sizes = torch.cat([side.sizes, oracle.sizes(torch.tensor([0]))[:, None].to(side.sizes)])
@@ -83,10 +84,15 @@ def adapted(side: ServerSide, recipe: Recipe, fed: Federation, rounds: int = 1) 
     _, template, first = algorithm.init(oracle.layout.vector(module) if start is None else start, ctx._replace(round=0))
     rows, own = _one(template), None if first is None else _one(first)
     seed = derive(side.seed, client=n, purpose="adapt")
+    memory = None
+    if side.local.optimizer_state == "kept":
+        like = oracle.layout.vector(oracle.module)
+        memory = Memory(like.new_zeros(1, 0), slots_of(side.local, oracle.layout, like))
     try:
         for k in range(1, rounds + 1):
+            memory = memory and memory.of(memory.rows)
             down = _download(side, own, ctx)
-            work = Work(oracle, torch.tensor([0]), weight[-1:], side.local, seed=seed, round=t + k)
+            work = Work(oracle, torch.tensor([0]), weight[-1:], side.local, seed=seed, round=t + k, memory=memory)
             up, rows = algorithm.client(down, rows, work)
             own = None if own is None else _kept(algorithm, up, own)
         row = algorithm.personal(_download(side, own, ctx), rows, work)

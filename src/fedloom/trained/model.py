@@ -22,7 +22,7 @@ from fedloom.models import ModelSpec
 from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder
-from fedloom.tasks import task_of
+from fedloom.tasks import Objective, task_of
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,14 @@ class Recipe:
         facts: of the data that the run was trained on.
         seed: of the initial values.
         dtype: of parameters and samples.
+        objective: what they were trained for and are scored by, beside what follows from the targets.
     """
 
     spec: ModelSpec
     facts: InputSpec
     seed: int
     dtype: torch.dtype = torch.float32
+    objective: Objective = Objective()  # noqa: RUF009  # frozen
 
     def build(self) -> nn.Module:
         """The module as it was before training, in evaluation mode."""
@@ -101,7 +103,7 @@ class Model:
         if not len(index):
             return {}
         outputs, owner = outputs_of(self.module(), fed, index), torch.zeros(len(index), dtype=torch.long)
-        found = task_of(fed.data).metrics(outputs, fed.targets(index), owner, 1)
+        found = task_of(fed.data, self.recipe.objective).metrics(outputs, fed.targets(index), owner, 1)
         return {name: float(value) for name, value in found.items()}
 
     def save(self, path: Path | str) -> Path:
@@ -118,12 +120,13 @@ class Model:
         return path
 
     @classmethod
-    def load(cls, path: Path | str, spec: ModelSpec) -> Model:
+    def load(cls, path: Path | str, spec: ModelSpec, objective: Objective = Objective()) -> Model:  # noqa: B008  # frozen
         """A model that was saved by `save`.
 
         Args:
             path: the file.
             spec: the architecture, which no file of a model can choose.
+            objective: what it is scored by.
 
         Raises:
             LayoutError: no file of a model, or of another architecture.
@@ -136,7 +139,7 @@ class Model:
                     f"{path}: holds no single model (no tensor 'rows'); it has {', '.join(sorted(names))}"
                 )
             found = {name: file.get_tensor(name) for name in ("rows", "statistics", "fitted") if name in names}
-        recipe = Recipe(spec, facts, int(about.get("seed", 0)), found["rows"].dtype)
+        recipe = Recipe(spec, facts, int(about.get("seed", 0)), found["rows"].dtype, objective)
         check_layout(file_layout(path), recipe.layout, Path(path))
         empty = torch.zeros(0, dtype=recipe.dtype)
         return cls(recipe, found["rows"], found.get("statistics", empty), found.get("fitted"), about)

@@ -16,6 +16,7 @@ from fedloom.local import Ctx, LocalSGD
 from fedloom.models import ModelSpec
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder
+from fedloom.tasks import Objective
 from fedloom.trained.adapt import ServerSide
 from fedloom.trained.model import Recipe, check_layout, facts_of, file_layout, open_tensors
 from fedloom.trained.model_source import KINDS, Source
@@ -100,6 +101,7 @@ class Shelf:
         local: settings of local training.
         seed: seed of the run.
         method: its label.
+        objective: what models are trained for and scored by.
 
     Raises:
         RunDirError: no models are there.
@@ -107,7 +109,14 @@ class Shelf:
     """
 
     def __init__(
-        self, folder: Path, algorithm: Algorithm, spec: ModelSpec, local: LocalSGD, seed: int, method: str
+        self,
+        folder: Path,
+        algorithm: Algorithm,
+        spec: ModelSpec,
+        local: LocalSGD,
+        seed: int,
+        method: str,
+        objective: Objective = Objective(),  # noqa: B008  # frozen
     ) -> None:
         self._folder, self._algorithm, self._local = folder, algorithm, local
         there = [kind for kind in KINDS if self._path(kind).is_file()]
@@ -123,7 +132,7 @@ class Shelf:
             dtype = file.get_slice(sample)[:1].dtype if sample else torch.float32
         self.names: Sequence[str] = about.pop("clients", [])
         self.about: Mapping[str, Any] = {**about, "method": method}
-        self.recipe = Recipe(spec, facts, seed, dtype)
+        self.recipe = Recipe(spec, facts, seed, dtype, objective)
         for kind in there:
             check_layout(file_layout(self._path(kind)), self.recipe.layout, self._path(kind))
 

@@ -29,6 +29,7 @@ from fedloom.errors import CodeError, ConfigError, FedloomError, RunDirError, Ru
 from fedloom.experiment.schema import Method
 from fedloom.metrics import METRICS, leading
 from fedloom.storage.files import append_synced, write_atomic
+from fedloom.tasks import Chosen
 from fedloom.values import Value
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -161,6 +162,7 @@ class Goal(NamedTuple):
         metric: name of the validation metric.
         seeds: the score is the mean over them.
         models: the score is the mean over them.
+        higher: more is better.
     """
 
     rounds: int
@@ -168,11 +170,7 @@ class Goal(NamedTuple):
     metric: str
     seeds: tuple[int, ...]
     models: tuple[str, ...]
-
-    @property
-    def higher(self) -> bool:
-        """More is better."""
-        return METRICS[self.metric].higher
+    higher: bool
 
     @property
     def samples(self) -> int | None:
@@ -200,8 +198,8 @@ def judged(setting: Setting, seed: int, every: int = 5) -> Setting:
 
 def judged_models(
     setting: Setting, fed: Federation, wanted: str, metric: str | None, label: str
-) -> tuple[tuple[str, ...], str]:
-    """The models and the metric that decide.
+) -> tuple[tuple[str, ...], str, bool]:
+    """The models and the metric that decide, and whether more of it is better.
 
     Raises:
         ConfigError: the method has no such model, or the task no such metric; or the run cannot work.
@@ -216,9 +214,10 @@ def judged_models(
     names = _defined(job)
     found = leading(names, "settings") if metric is None else metric
     if found not in names:
-        allowed = ", ".join(name for name in METRICS if name in names)
+        allowed = ", ".join([*(n for n in METRICS if n in names), *sorted(names - {*METRICS})])
         raise ConfigError(f"[tune] metric is {found!r}; on this data it can be: {allowed}")
-    return models, found
+    task = job.oracle.task
+    return models, found, task.higher(found) if isinstance(task, Chosen) else METRICS[found].higher
 
 
 def _defined(job: Job) -> set[str]:

@@ -94,9 +94,9 @@ class Tuning:
         self.studies: list[Study] = []
         for place, (method, space) in enumerate(zip(self.experiment.methods, spaces, strict=True)):
             given = self._run(self._document, place)
-            models, metric = judged_models(*given, self.tune.model, self.tune.metric, method.label)
+            models, metric, higher = judged_models(*given, self.tune.model, self.tune.metric, method.label)
             own = rounds if self.tune.equal_work else document["method"][place].get("rounds", rounds)
-            goal = Goal(own, plain, metric, tuple(seeds), models)
+            goal = Goal(own, plain, metric, tuple(seeds), models, higher)
             search = Search(space, self.tune, method.label, goal.higher, own_params(method, space))
             self.studies.append(Study(place, method, space, goal, search))
         self.goal = self.studies[0].goal._replace(rounds=rounds)

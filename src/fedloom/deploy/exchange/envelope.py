@@ -22,6 +22,8 @@ TYPES: dict[Kind, str] = {
 }  # fmt: skip
 """Flower's message types."""
 
+FIGURES = 5000
+"""Most numbers of a message: those of every class, part and model."""
 HEAD, ARRAYS, METRICS = "head", "arrays", "metrics"
 STYPE, DTYPE = "fedloom.wire", "uint8"
 
@@ -160,12 +162,12 @@ def _arrays(record: ArrayRecord, limit: int) -> list[bytes]:
 
 
 def _metrics(content: RecordDict) -> dict[str, float]:
-    """At most 100 numbers, each with a name of a fair length; they may be anything but lists."""
+    """At most `FIGURES` numbers, each with a name of a fair length; they may be anything but lists."""
     record = content.get(METRICS)
     if record is None:
         return {}
-    if not isinstance(record, MetricRecord) or len(record) > 100:
-        raise WireError(f"{METRICS} must be at most 100 numbers")
+    if not isinstance(record, MetricRecord) or len(record) > FIGURES:
+        raise WireError(f"{METRICS} must be at most {FIGURES} numbers")
     for name, value in record.items():
         if len(name) > 100 or isinstance(value, list):
             raise WireError(f"{METRICS} must be single numbers with short names, got {_short(name)}")

@@ -252,7 +252,7 @@ class Client:
         job, ids = self.job, self._ids
         alpha = torch.full_like(job.alpha, letter.head["weight"])
         state = self._memory.settle(letter.head["accepted"])
-        for name, store in (("rows", job.clients), ("residue", job.residue)):
+        for name, store in (("rows", job.clients), ("residue", job.residue), ("optimizer", job.optimizer)):
             store.reset()
             if state is not None:
                 found = state.group(name)
@@ -344,7 +344,8 @@ class Client:
         ledger.release(t, samples=self.samples)
         made = self._made(job, down, t)
         tensors = {f"rows.{name}": value[0] for name, value in made.new._asdict().items()}
-        tensors |= {f"residue.{n}": v[0] for n, v in (made.residue._asdict() if made.residue else {}).items()}
+        for group, values in (("residue", made.residue), ("optimizer", made.optimizer)):
+            tensors |= {f"{group}.{n}": v[0] for n, v in (values._asdict() if values else {}).items()}
         tensors |= self._sent(job, state, made, down, letter.head.get("share"))
         new = Generation(t, base, digest, tensors, {"work": made.work[0].tolist()})
         self._memory.keep(new)
@@ -372,7 +373,8 @@ class Client:
             assert job.setting.channel is not None
             sent, _ = job.setting.channel.apply(None, torch.zeros_like(job.messages.update(up)), ())
             up = job.messages.with_update(up, sent)
-        return Made(up, None, None, None, job.clients.read(ids), job.residue.read(ids), torch.zeros(1, 3).long())
+        rows, residue, optimizer = (s.read(ids) for s in (job.clients, job.residue, job.optimizer))
+        return Made(up, None, None, None, rows, residue, torch.zeros(1, 3).long(), optimizer)
 
     def _score_first(self, job: Job, letter: Letter, t: int) -> tuple[str, Scores]:
         """The scores of round ``t`` that are asked for with a training; it goes on where they cannot be found."""

@@ -56,9 +56,10 @@ def figures(one: Owned) -> dict[str, float]:
     Raises:
         DataError: the data cannot be read.
     """
-    fed = site_federation(read_agreed(one.site), one.site)
+    experiment = read_agreed(one.site)
+    fed = site_federation(experiment, one.site)
     index = fed.indices("test", one.site.client)
-    found = task_of(fed.data).metrics(
+    found = task_of(fed.data, experiment.common.task).metrics(
         module_of(one)(fed.fetch(index)), fed.targets(index), torch.zeros(len(index), dtype=torch.long), 1
     )
     return {name: float(value) for name, value in found.items()}

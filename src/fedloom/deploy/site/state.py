@@ -34,7 +34,8 @@ class Generation(NamedTuple):
         round: the round that made it.
         base: the accepted round that it was made from; 0 is the template.
         digest: of the download that it was made from.
-        tensors: ``rows.<field>`` and ``residue.<field>`` ``[.]``, and ``reply``, the bytes that were sent.
+        tensors: ``rows.<field>``, ``residue.<field>`` and ``optimizer.<field>`` ``[.]``, and ``reply``, the bytes that
+            were sent.
         reply: the plain fields of the reply.
     """
 

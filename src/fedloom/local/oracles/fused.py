@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.errors import Refused
-from fedloom.local.oracles.network import Network, Samples, hooked
+from fedloom.local.oracles.network import Network, hooked
 from fedloom.local.oracles.products import Batched, Compiled, Linear, Products
+from fedloom.local.oracles.samples import slopes
 from fedloom.models.dropout import Dropout
 
 if TYPE_CHECKING:
@@ -85,12 +86,12 @@ class Fused(Network):
         self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None
     ) -> None:
         """One forward and backward pass; the weight gradient is added by the product itself."""
-        data = Samples(self.fed, batch, self.dtype, self.augment)
+        data = self.samples(batch, self.augment)
         masks = self._masks(batch, data.counts) if self.dropouts else {}
         kind = Compiled if Compiled.fits(out) else Batched
         products = kind(self.layout, out, w, beta, alpha, steady)
         values = self._forward(products, masks, data.x)
-        delta = self.task.dloss(values[-1], data.y).mul_(data.weight.unsqueeze(-1))
+        delta = slopes(self.task, values[-1], data)
         for k in range(len(self.chain) - 1, self.first - 1, -1):
             name, layer = self.chain[k]
             if name in self.linear:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fedloom.local.oracles.network import Network, Samples, at_least_two, forked, scale_
+from fedloom.local.oracles.network import Network, at_least_two, forked, scale_
 from fedloom.local.oracles.pooling import join
+from fedloom.local.oracles.samples import slope
 from fedloom.seeds import as_global
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Looped(Network):
         self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None
     ) -> None:
         """A forward and backward pass for every client in turn."""
-        data = Samples(self.fed, batch, self.dtype, self.augment)
+        data = self.samples(batch, self.augment)
         self.module.train()
         for normaliser in self.normalisers:
             normaliser.momentum = 0.0
@@ -53,8 +54,8 @@ class Looped(Network):
             self._hold(views)
             with torch.enable_grad():
                 outputs = self._forward(self.arranged(data.x[i, :count]), batch, i)
-            slope = self.task.dloss(outputs.detach(), data.y[i, :count]).mul_(data.weight[i, 0])
-            grads = torch.autograd.grad(outputs, self.parameters, slope, allow_unused=True, materialize_grads=True)
+            above = slope(self.task, outputs, data, i)
+            grads = torch.autograd.grad(outputs, self.parameters, above, allow_unused=True, materialize_grads=True)
             scale_(out[i : i + 1], factor)
             torch._foreach_add_(views if out is w else self.views(out[i]), grads, alpha=alpha)
         if steady is not None:

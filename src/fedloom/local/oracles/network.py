@@ -12,16 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.errors import Refused, unknown
-from fedloom.local.batches import PASS
 from fedloom.local.oracles.base import Oracle, Reduce
+from fedloom.local.oracles.samples import Samples, batch_loss, probe
 from fedloom.models import Augment, penultimate
 from fedloom.models.dropout import Dropout
 from fedloom.rows.layout import Layout
+from fedloom.tasks import Chosen
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
     from fedloom.local.batches import Batch
     from fedloom.tasks import Task
+
+TRIED = 32
+"""Samples, from all clients, that an own loss and own metrics are tried on before work starts."""
 
 PIECE = 4096
 """Samples evaluated together at most."""
@@ -36,38 +40,6 @@ rises to the largest block freed, at most 32 MiB), where it would fetch fresh pa
 BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
-class Samples:
-    """The training samples of a batch; those of a pass over a whole training part are never augmented.
-
-    Attributes:
-        x: ``[m, b, *shape]``; some sample of the client where a batch is short.
-        y: ``[m, b]`` or ``[m, b, k]``.
-        weight: factor of every sample's loss, 0 where a batch is short; ``[m, b]``, or ``[m, 1]`` if none is.
-    """
-
-    def __init__(self, fed: Federation, batch: Batch, dtype: torch.dtype, augment: Augment | None = None) -> None:
-        self._batch = batch
-        self.weight = batch.total.to(fed.device, dtype).reciprocal()
-        if not batch.full:
-            self.weight = self.weight * (batch.position >= 0).to(fed.device)
-        self.x, self.y = fed.fetch(batch.where), fed.targets(batch.where)
-        if augment is not None and batch.draw.stream != PASS:
-            self.x = augment.apply(self.x, self._decisions(augment, batch))
-
-    @cached_property
-    def counts(self) -> list[int]:
-        """Samples of each batch."""
-        found: list[int] = self._batch.count[:, 0].tolist()
-        return found
-
-    def _decisions(self, augment: Augment, batch: Batch) -> Tensor:
-        """What is done to every sample ``[m, b, 3]``, from each client's own generator; nothing where none is."""
-        still = torch.tensor([0, augment.crop, augment.crop]).repeat(*batch.position.shape, 1)
-        for row, count in enumerate(self.counts):
-            still[row, :count] = augment.draw(count, batch.draw.generator(row, "augment"))
-        return still
-
-
 class Network(Oracle):
     """Local problems of a network on a federation's training parts; how the gradient is computed is left open.
 
@@ -79,6 +51,7 @@ class Network(Oracle):
 
     Raises:
         Refused: the network has parameters that ask for no gradient.
+        ConfigError: an own loss or metric of the task does not work.
     """
 
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
@@ -96,9 +69,22 @@ class Network(Oracle):
         self.dropouts = {name: m for name, m in self.module.named_modules() if isinstance(m, Dropout) and m.p > 0}
         self.normalisers = [m for m in self.module.modules() if isinstance(m, BATCH_STATISTICS)]
         self._train_sizes = fed.sizes("train").cpu()
+        self.class_weights: Tensor | None = None
         self._features = self._dropout_shapes() if self.dropouts else {}
         self.memory_format = self._memory_format()
+        if isinstance(task, Chosen):
+            weights = task.class_weights(fed.class_counts("train"))
+            self.class_weights = None if weights is None else weights.to(self.device, self.dtype)
+            index = fed.parts["train"].index
+            index = index[torch.linspace(0, len(index) - 1, TRIED, device=index.device).long()]
+            if fed.data.name != "blank":  # the server of a deployment has no samples
+                probe(task, self.run(self.layout.vector(self.module), fed.fetch(index)), fed.targets(index))
         torch.empty(ALLOCATOR_HINT, dtype=torch.uint8)
+
+    def samples(self, batch: Batch, augment: Augment | None = None) -> Samples:
+        """The samples of a batch; those of a step's gradient are augmented."""
+        weights = None if self.class_weights is None else self.class_weights[batch.ids.to(self.device)]
+        return Samples(self.fed, batch, self.dtype, augment, weights)
 
     def sizes(self, ids: Tensor) -> Tensor:
         """Samples in the training parts of the clients."""
@@ -112,12 +98,12 @@ class Network(Oracle):
 
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
         """Weighted sum of the sample losses, every module in evaluation mode, ``[m, 1]``."""
-        data = Samples(self.fed, batch, self.dtype)
+        data = self.samples(batch)
         loss = torch.zeros(len(w), 1, dtype=self.dtype, device=self.device)
         for i, count in enumerate(data.counts):
             if count:
                 outputs = self.run(w[i], data.x[i, :count])
-                loss[i] = self.task.loss(outputs, data.y[i, :count]).sum() * data.weight[i, 0]
+                loss[i] = batch_loss(self.task, outputs, data, i)
         return loss
 
     def activations(

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.func import functional_call, vmap
 
 from fedloom.errors import ClientError
-from fedloom.local.oracles.network import Network, Samples, scale_
+from fedloom.local.oracles.network import Network, scale_
+from fedloom.local.oracles.samples import slopes
 
 if TYPE_CHECKING:
     from fedloom.local.batches import Batch
@@ -28,7 +29,7 @@ class Stacked(Network):
         Raises:
             ClientError: vmap does not take the model.
         """
-        data = Samples(self.fed, batch, self.dtype, self.augment)
+        data = self.samples(batch, self.augment)
         masks = {f"{name}.mask": mask for name, mask in self._masks(batch, data.counts).items()}
         leaves = {name: view.requires_grad_() for name, view in self.layout.tree(w.detach()).items()}
         self.module.train()
@@ -38,8 +39,8 @@ class Stacked(Network):
             except RuntimeError as error:
                 cause = f"the model cannot be stacked ({str(error).splitlines()[0]}); set oracle = 'looped'"
                 raise ClientError("gradient", batch.draw.round, sorted(batch.draw.ids), cause) from error
-        slope = self.task.dloss(outputs.detach(), data.y).mul_(data.weight.unsqueeze(-1))
-        grads = torch.autograd.grad(outputs, list(leaves.values()), slope, allow_unused=True, materialize_grads=True)
+        above = slopes(self.task, outputs, data)
+        grads = torch.autograd.grad(outputs, list(leaves.values()), above, allow_unused=True, materialize_grads=True)
         for target, g in zip(self.layout.tree(out).values(), grads, strict=True):
             scale_(target, beta).add_(g, alpha=alpha)
         if steady is not None:

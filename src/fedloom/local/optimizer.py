@@ -1,0 +1,144 @@
+"""Optimisers of local training beside plain SGD: a class of `torch.optim` or a user's, and what it keeps."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fedloom.errors import ConfigError
+from fedloom.rows.layout import Layout
+
+if TYPE_CHECKING:
+    from fedloom.local.settings import LocalSGD
+    from fedloom.seeds import Purpose
+
+
+class Slot(NamedTuple):
+    """A number, or a tensor, of an optimiser's state: parameter, key, shape, and what it was."""
+
+    parameter: int
+    key: str
+    shape: torch.Size
+    like: Any
+
+
+class Memory:
+    """States of the clients' optimisers from one round to the next: numbers ``[m, S W]``, one part per stream.
+
+    A part's first number is 1 once there is a state. Every call of `descend` in a round has optimisers of its own,
+    named by its stream: a second call of "local" is "local 2", while ("local", 1) goes on from "local".
+
+    Attributes:
+        rows: ``[m, S W]``.
+        streams: S names.
+        slots: what a state consists of.
+    """
+
+    def __init__(self, rows: Tensor, slots: Sequence[Slot], streams: Sequence[str] = ()) -> None:
+        self.rows, self.slots, self.streams = rows, slots, [*streams]
+        self._calls: Counter[Purpose] = Counter()
+
+    def call(self, stream: Purpose) -> str:
+        """The name of the next call of `descend` by a stream in this round."""
+        self._calls[stream] += 1
+        name = str(stream[0] if isinstance(stream, tuple) else stream)
+        return name if self._calls[stream] == 1 else f"{name} {self._calls[stream]}"
+
+    def of(self, rows: Tensor) -> Memory:
+        """The same of other clients, or in another round."""
+        return Memory(rows, self.slots, self.streams)
+
+    @property
+    def width(self) -> int:
+        """W, numbers of a state."""
+        return 1 + sum(slot.shape.numel() for slot in self.slots)
+
+    def part(self, name: str) -> Tensor:
+        """The numbers ``[m, W]`` of a stream; zeros for a new one."""
+        if name not in self.streams:
+            self.streams.append(name)
+            self.rows = torch.cat([self.rows, self.rows.new_zeros(len(self.rows), self.width)], 1)
+        start = self.streams.index(name) * self.width
+        return self.rows[:, start : start + self.width]
+
+    def pack(self, state: Sequence[Mapping[str, Any]]) -> Tensor:
+        """A state ``[W]``."""
+        values = [torch.as_tensor(state[s.parameter][s.key]).reshape(-1).to(self.rows) for s in self.slots]
+        return torch.cat([self.rows.new_ones(1), *values])
+
+    def unpack(self, row: Tensor, parameters: int) -> list[dict[str, Any]]:
+        """The state of ``row [W]``; the inverse of `pack`."""
+        state: list[dict[str, Any]] = [{} for _ in range(parameters)]
+        widths = [s.shape.numel() for s in self.slots]
+        for slot, values in zip(self.slots, row[1:].split(widths), strict=True):
+            like = slot.like
+            state[slot.parameter][slot.key] = (
+                values.view(slot.shape).to(like.device, like.dtype, copy=True)
+                if isinstance(like, Tensor)
+                else type(like)(values.item())
+            )
+        return state
+
+
+def maker(local: LocalSGD, lr: float) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+    """What makes the optimiser of some parameters."""
+    options = {key: tuple(v) if isinstance(v, list) else v for key, v in local.optimizer_options.items()}
+    if decays_itself(local):
+        options["weight_decay"] = local.weight_decay
+    return partial(local.optimizer_class, lr=lr, **options)
+
+
+@cache
+def _takes_decay(optimizer: Any) -> bool:
+    return "weight_decay" in inspect.signature(optimizer).parameters
+
+
+def decays_itself(local: LocalSGD) -> bool:
+    """Whether the optimiser takes the weight decay, as an L2 term or decoupled from the gradient."""
+    return _takes_decay(local.optimizer_class)
+
+
+def slots_of(local: LocalSGD, layout: Layout, like: Tensor) -> list[Slot]:
+    """What the state of one client's optimiser consists of, found by a step along zeros.
+
+    Args:
+        local: which optimiser, and its options.
+        layout: shapes of the model.
+        like: ``[d]`` a model.
+
+    Raises:
+        ConfigError: the optimiser refuses its options or the model, needs more than a gradient, or cannot be kept.
+    """
+    try:
+        parameters = [nn.Parameter(view.clone()) for view in layout.tree(like).values()]
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        own = maker(local, local.lr)(parameters)
+        with torch.no_grad():
+            own.step()
+    except ConfigError:
+        raise
+    except Exception as error:
+        options = f" with optimizer_options = {local.optimizer_options}" if local.optimizer_options else ""
+        raise ConfigError(
+            f"local.optimizer = {local.optimizer!r}{options} cannot train this model: {error}; take one that needs "
+            "nothing but the gradient of every parameter"
+        ) from error
+    slots = []
+    for place, p in enumerate(parameters):
+        for key, value in sorted(own.state[p].items()):
+            if value is None:
+                continue
+            if not isinstance(value, Tensor | int | float):
+                raise ConfigError(
+                    f"local.optimizer_state = 'kept': the state {key!r} of {local.optimizer!r} is a "
+                    f"{type(value).__name__}, which no row of numbers can hold; use 'fresh'"
+                )
+            slots.append(Slot(place, key, value.shape if isinstance(value, Tensor) else torch.Size(), value))
+    return slots

@@ -1,0 +1,134 @@
+"""The samples of a batch, and what their losses are: weights by client and class, a user's own loss."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedloom.errors import CodeError, ConfigError
+from fedloom.local.batches import PASS
+from fedloom.tasks import number
+
+if TYPE_CHECKING:
+    from fedloom.data.federation import Federation
+    from fedloom.local.batches import Batch
+    from fedloom.models import Augment
+    from fedloom.tasks import Chosen, Task
+    from fedloom.tasks.kinds import OwnLoss
+
+
+class Samples:
+    """The training samples of a batch; those of a pass over a whole training part are never augmented.
+
+    Attributes:
+        x: ``[m, b, *shape]``; some sample of the client where a batch is short.
+        y: ``[m, b]`` or ``[m, b, k]``.
+        weight: factor of every sample's loss, 0 where a batch is short; ``[m, b]``, or ``[m, 1]`` if none is.
+        class_weights: ``[m, C]`` further factors by class; None: all are 1.
+    """
+
+    def __init__(
+        self,
+        fed: Federation,
+        batch: Batch,
+        dtype: torch.dtype,
+        augment: Augment | None = None,
+        class_weights: Tensor | None = None,
+    ) -> None:
+        self._batch = batch
+        self.weight = batch.total.to(fed.device, dtype).reciprocal()
+        if not batch.full:
+            self.weight = self.weight * (batch.position >= 0).to(fed.device)
+        self.class_weights = class_weights
+        self.x, self.y = fed.fetch(batch.where), fed.targets(batch.where)
+        if augment is not None and batch.draw.stream != PASS:
+            self.x = augment.apply(self.x, self._decisions(augment, batch))
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Samples of each batch."""
+        found: list[int] = self._batch.count[:, 0].tolist()
+        return found
+
+    def _decisions(self, augment: Augment, batch: Batch) -> Tensor:
+        """What is done to every sample ``[m, b, 3]``, from each client's own generator; nothing where none is."""
+        still = torch.tensor([0, augment.crop, augment.crop]).repeat(*batch.position.shape, 1)
+        for row, count in enumerate(self.counts):
+            still[row, :count] = augment.draw(count, batch.draw.generator(row, "augment"))
+        return still
+
+    def factors(self) -> Tensor:
+        """Factor of every sample's loss, class weights among them, ``[m, b]`` or ``[m, 1]``."""
+        if self.class_weights is None:
+            return self.weight
+        return self.weight * self.class_weights.gather(1, self.y)
+
+
+def slopes(task: Task, outputs: Tensor, data: Samples) -> Tensor:
+    """Gradient of the weighted losses of a batch with respect to its outputs, both ``[m, b, k]``."""
+    if task.own_loss is None:
+        return task.dloss(outputs.detach(), data.y).mul_(data.factors().unsqueeze(-1))
+    found = torch.zeros_like(outputs)
+    for i, count in enumerate(data.counts):
+        if count:
+            found[i, :count] = slope(task, outputs[i, :count], data, i)
+    return found
+
+
+def slope(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
+    """Gradient of the weighted losses of client ``i`` with respect to its outputs, both ``[b, k]``."""
+    y = data.y[i, : len(outputs)]
+    if task.own_loss is not None:
+        with torch.enable_grad():
+            leaf = outputs.detach().requires_grad_()
+            return torch.autograd.grad(_own(task.own_loss, leaf, y, data, i), leaf)[0]
+    factor = data.weight[i, 0] if data.class_weights is None else data.factors()[i, : len(y), None]
+    return task.dloss(outputs.detach(), y).mul_(factor)
+
+
+def batch_loss(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
+    """Sum of the weighted losses of client ``i``, one number; ``outputs [b, k]`` of its samples."""
+    y = data.y[i, : len(outputs)]
+    if task.own_loss is not None:
+        return _own(task.own_loss, outputs, y, data, i)
+    loss = task.loss(outputs, y)
+    return loss.sum() * data.weight[i, 0] if data.class_weights is None else (loss * data.factors()[i, : len(y)]).sum()
+
+
+def _own(loss: OwnLoss, outputs: Tensor, y: Tensor, data: Samples, i: int) -> Tensor:
+    """An own loss counts as often as the batch has samples; with class weights, class by class."""
+    if data.class_weights is None:
+        return loss(outputs, y) * (data.weight[i, 0] * len(y))
+    weights, there = data.class_weights[i], y.unique().tolist()
+    parts = [loss(outputs[y == c], y[y == c]) * (weights[c] * (y == c).sum()) for c in there if weights[c]]
+    return torch.stack([outputs.sum() * 0, *parts]).sum() * data.weight[i, 0]
+
+
+def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
+    """Try a user's own loss and metrics once, on the outputs ``[b, k]`` of a few samples.
+
+    Raises:
+        ConfigError: one fails, or returns something else than one number; or the loss is not finite, or has no
+            gradient.
+    """
+    try:
+        task.metrics(outputs, y, torch.zeros(len(y), dtype=torch.long), 1)
+        if task.objective.loss is None:
+            return
+        name, value = task.objective.loss.name, number(task.objective.loss, "loss", outputs, y)
+    except CodeError as error:
+        raise ConfigError(f"task: {error}") from error
+    if not math.isfinite(value):
+        raise ConfigError(f"task: loss {name!r} is {value} on {len(y)} samples of the first model; it must be finite")
+    with torch.enable_grad():
+        leaf = outputs.detach().requires_grad_()
+        found = task.objective.loss.call(leaf, y)
+        if not isinstance(found, Tensor) or not found.requires_grad:
+            raise ConfigError(f"task: loss {name!r} has no gradient; compute it from the outputs by torch's functions")
+        (gradient,) = torch.autograd.grad(found, leaf, allow_unused=True, materialize_grads=True)
+    if not bool(gradient.isfinite().all()):
+        raise ConfigError(f"task: the gradient of loss {name!r} is not finite on {len(y)} samples of the first model")

@@ -1,0 +1,213 @@
+"""The kinds of targets: losses with closed-form gradients, predictions, and the metrics of every client at once.
+
+Letters: b samples, k outputs of the model, N samples of all clients together, n clients, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, Protocol
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional
+
+from fedloom.tasks.figures import by_class, calibration_error, known, mean, ranking, total, wide
+from fedloom.values import Value
+
+OwnLoss = Callable[[Tensor, Tensor], Tensor]
+"""(outputs ``[b, k]``, targets ``[b]`` or ``[b, k]``) -> the mean loss of the batch, one number."""
+
+
+class Task(Protocol):
+    """Loss, prediction and metrics of one kind of target."""
+
+    @property
+    def own_loss(self) -> OwnLoss | None:
+        """A user's loss, which takes the place of `loss` and `dloss` in training; None: there is none."""
+        ...
+
+    @property
+    def outputs(self) -> int:
+        """Number k of outputs that a model needs."""
+        ...
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        """Loss of every sample, ``[..., b]``: output ``[..., b, k]``, y ``[..., b]`` (regression ``[..., b, k]``)."""
+        ...
+
+    def dloss(self, output: Tensor, y: Tensor) -> Tensor:
+        """Gradient of every sample's loss with respect to its output, ``[..., b, k]``."""
+        ...
+
+    def predict(self, output: Tensor) -> Tensor:
+        """Prediction of every sample: class ``[..., b]``, or value ``[..., b, k]``."""
+        ...
+
+    def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
+        """Metrics of every client.
+
+        Args:
+            output: ``[N, k]`` outputs of all clients' samples.
+            y: their targets, ``[N]`` (regression ``[N, k]``).
+            owner: ``[N]`` client of every sample, 0..n-1, in any order.
+            n: number of clients.
+
+        Returns:
+            ``{name: float64 [n]}`` on the CPU; nan where a client has no sample or an output that is not finite, and
+            where the metric is undefined (AUROC of one class only, R2 of a constant target).
+        """
+        ...
+
+
+class Kind(Value):
+    """A task as its data declare it."""
+
+    further: ClassVar[tuple[str, ...]] = ()
+    """Metrics that are computed where `Objective.metrics` names them."""
+
+    @property
+    def own_loss(self) -> OwnLoss | None:
+        """None: the loss is the task's."""
+        return None
+
+
+class Classification(Kind):
+    """One of C classes; cross-entropy of the softmax, in nats.
+
+    Metrics: ``loss``; ``accuracy`` in [0, 1]; ``macro_f1``, the mean F1 over the classes among the client's targets.
+    """
+
+    further: ClassVar[tuple[str, ...]] = (
+        *("balanced_accuracy", "recall", "precision", "macro_precision", "auroc_ovr", "auprc_ovr"),
+        *("brier", "calibration_error", "perplexity"),
+    )
+
+    classes: int = Field(ge=2, description="number of classes C")
+
+    @property
+    def outputs(self) -> int:
+        """One logit per class."""
+        return self.classes
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        """Cross-entropy: log sum_j exp(z_j) - z_y."""
+        return output.logsumexp(-1) - output.gather(-1, y.unsqueeze(-1)).squeeze(-1)
+
+    def dloss(self, output: Tensor, y: Tensor) -> Tensor:
+        """Gradient: softmax(z) - e_y."""
+        label = y.unsqueeze(-1)
+        p = output.mT.contiguous().softmax(-2).mT  # on few classes ten times faster than over the last dimension
+        return p.scatter_add_(-1, label, output.new_full((), -1.0).expand(label.shape))
+
+    def probabilities(self, output: Tensor) -> Tensor:
+        """Softmax of the logits, ``[..., b, C]``."""
+        return output.softmax(-1)
+
+    def predict(self, output: Tensor) -> Tensor:
+        """Class with the largest logit."""
+        return output.argmax(-1)
+
+    def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
+        """Loss, accuracy and macro F1; see `Task.metrics`."""
+        z, y, owner = wide(output), y.cpu(), owner.cpu()
+        guess = self.predict(z)
+        hit = guess == y
+        counted = ((y, owner), (guess, owner), (y[hit], owner[hit]))
+        true, guessed, hits = (by_class(*of, n, self.classes) for of in counted)
+        present = true > 0
+        f1 = torch.where(present, 2 * hits / (true + guessed).clamp(min=1), 0.0).sum(1) / present.sum(1)
+        found = {
+            "loss": mean(self.loss(z, y), owner, n),
+            "accuracy": mean(hit.double(), owner, n),
+            "macro_f1": f1,
+        }
+        return known(found, z, owner, n)
+
+
+class Binary(Kind):
+    """Yes or no from one logit z; logistic loss, in nats.
+
+    Metrics: ``loss``; ``accuracy`` and ``f1`` of the rule z > 0 (F1 is nan without a positive target or prediction);
+    ``auroc``; ``auprc``; ``calibration_error``, the mean over samples of |share of positives - mean probability| in
+    their bin.
+    """
+
+    further: ClassVar[tuple[str, ...]] = ("balanced_accuracy", "recall", "precision", "macro_precision", "brier")
+
+    @property
+    def outputs(self) -> int:
+        """One logit."""
+        return 1
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        """Logistic loss: log(1 + exp(z)) - y z."""
+        z = output.squeeze(-1)
+        return functional.softplus(z) - y.to(z.dtype) * z
+
+    def dloss(self, output: Tensor, y: Tensor) -> Tensor:
+        """Gradient: sigmoid(z) - y."""
+        return output.sigmoid() - y.to(output.dtype).unsqueeze(-1)
+
+    def probabilities(self, output: Tensor) -> Tensor:
+        """Of no and of yes, ``[..., b, 2]``."""
+        yes = output.sigmoid()
+        return torch.cat([1 - yes, yes], -1)
+
+    def predict(self, output: Tensor) -> Tensor:
+        """1 where the logit is positive, else 0."""
+        return (output.squeeze(-1) > 0).long()
+
+    def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
+        """Loss, accuracy, F1, AUROC, AUPRC and calibration error; see `Task.metrics`."""
+        z, y, owner = wide(output), y.cpu(), owner.cpu()
+        guess, label = self.predict(z), y.double()
+        both = total((guess * y).double(), owner, n)
+        auroc, auprc = ranking(z.squeeze(-1), label, owner, n)
+        found = {
+            "loss": mean(self.loss(z, y), owner, n),
+            "accuracy": mean((guess == y).double(), owner, n),
+            "f1": 2 * both / total((guess + y).double(), owner, n),
+            "auroc": auroc,
+            "auprc": auprc,
+            "calibration_error": calibration_error(z.squeeze(-1).sigmoid(), label, owner, n),
+        }
+        return known(found, z, owner, n)
+
+
+class Regression(Kind):
+    """Real targets; squared error, summed over the k outputs and divided by k (no factor 1/2).
+
+    Metrics: ``loss``; ``mae`` and ``rmse`` over samples and outputs; ``r2``, the mean over outputs of 1 - SSE / SST
+    around the client's own mean.
+    """
+
+    outputs: int = Field(1, ge=1, description="number of real targets k")
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        """Squared error: sum_j (o_j - y_j)^2 / k."""
+        return (output - y.to(output.dtype)).square().mean(-1)
+
+    def dloss(self, output: Tensor, y: Tensor) -> Tensor:
+        """Gradient: 2 (o - y) / k."""
+        return (output - y.to(output.dtype)) * (2 / self.outputs)
+
+    def predict(self, output: Tensor) -> Tensor:
+        """The output itself."""
+        return output
+
+    def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
+        """Loss, MAE, RMSE and R2; see `Task.metrics`."""
+        z, target, owner = wide(output), wide(y), owner.cpu()
+        error = z - target
+        spread = target - mean(target, owner, n)[owner]
+        sse, sst, size = (total(v.square(), owner, n) for v in (error, spread, target))
+        mse = mean(error.square().mean(1), owner, n)
+        found = {
+            "loss": mse,
+            "mae": mean(error.abs().mean(1), owner, n),
+            "rmse": mse.sqrt(),
+            "r2": torch.where(sst > 1e-24 * size, 1 - sse / sst, torch.nan).mean(1),  # else constant but for rounding
+        }
+        return known(found, z, owner, n)

@@ -1,0 +1,290 @@
+"""Objective: a user's own loss, class weights and metrics, on top of the task that the data declare."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Protocol
+
+import torch
+from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
+from torch import Tensor
+
+from fedloom.errors import CodeError, ConfigError, FedloomError, cause_of, unknown
+from fedloom.imports import PATTERN, Function, function, is_path
+from fedloom.metrics import METRICS, metric
+from fedloom.tasks.figures import known, mean, of_classes, wide
+from fedloom.tasks.kinds import Binary, Classification, Regression, Task
+from fedloom.values import Value
+
+
+def _metric(given: Any) -> str | Function:
+    """A name of `fedloom.metrics.METRICS`, or a user's function."""
+    if isinstance(given, str) and not is_path(given):
+        if given not in METRICS:
+            raise unknown("metric", given, METRICS)
+        return given
+    own = function(given, "metric")
+    if not own.short.isidentifier() or own.short in METRICS:
+        raise ValueError(f"metric {own.short!r} needs a name of its own: write it as a function with another name")
+    return own
+
+
+def _weights(given: Any) -> Any:
+    """``balanced``, a list of numbers, or numbers by class."""
+    values = list(given.values()) if isinstance(given, Mapping) else given
+    if given is None or (isinstance(given, str) and given == "balanced"):
+        return given
+    numbers = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
+    if not numbers or any(isinstance(v, bool) or not isinstance(v, int | float) for v in values):
+        raise ValueError(
+            f"must be 'balanced', a list of one number per class, or a table class = number, got {given!r}"
+        )
+    if not all(math.isfinite(v) and v >= 0 for v in values) or not any(values):
+        raise ValueError(f"must be finite numbers of at least 0, not all of them 0, got {given!r}")
+    return {str(k): float(v) for k, v in given.items()} if isinstance(given, Mapping) else tuple(map(float, values))
+
+
+def _named(value: Any) -> Any:
+    return value.name if isinstance(value, Function) else value
+
+
+NAMED = PlainSerializer(_named)
+OwnFunction = Annotated[
+    Any, PlainValidator(lambda given: given and function(given, "loss")), NAMED,
+    WithJsonSchema({"type": "string", "pattern": PATTERN}),
+]  # fmt: skip
+Measured = Annotated[Any, PlainValidator(_metric), NAMED, WithJsonSchema({"type": "string"})]
+Weights = Annotated[
+    Any,
+    PlainValidator(_weights),
+    WithJsonSchema({"anyOf": [{"const": "balanced"}, {"type": "array"}, {"type": "object"}]}),
+]
+
+
+class Objective(Value):
+    """What models are trained for and scored by, beside what follows from the targets.
+
+    An own loss takes the outputs ``[b, k]`` of a batch and its targets (``[b]``, or ``[b, k]`` of a regression), and
+    returns one number, the mean over the batch; its gradient is that of autograd. An own metric takes the same of all
+    samples of one client (float64, on the CPU) and returns one number, nan where it is not defined; more is better
+    unless the function has ``higher_is_better = False``.
+
+    Class weights act in training only; the loss of an evaluation has none. With "balanced", class c of a client weighs
+    n / (C n_c): n its training samples, n_c those of the class, C the classes that it has. Nobody tells anybody his
+    counts, so a deployment trains as a simulation does.
+    """
+
+    loss: OwnFunction = Field(None, description="an own loss: its import path, or the function")
+    metrics: tuple[Measured, ...] = Field((), description="further metrics: names, or import paths of own ones")
+    class_weights: Weights = Field(
+        None,
+        description="factors of the training losses by class: 'balanced' at every client, a list, or a table",
+    )
+
+    @property
+    def functions(self) -> list[Function]:
+        """User code in it."""
+        return [f for f in (self.loss, *self.metrics) if isinstance(f, Function)]
+
+
+class Labelled(Protocol):
+    """What `task_of` reads of a data set."""
+
+    @property
+    def task(self) -> Literal["classification", "binary", "regression"]:
+        """What is predicted."""
+        ...
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes."""
+        ...
+
+    @property
+    def y(self) -> Tensor:
+        """Targets."""
+        ...
+
+
+def task_of(dataset: Labelled, objective: Objective = Objective()) -> Task:  # noqa: B008  # frozen
+    """The task that a data set declares, with a user's own objective.
+
+    Raises:
+        ConfigError: the data set's ``task`` is not one of classification, binary and regression; or the objective has
+            metrics or class weights that this task has no place for.
+    """
+    found: Classification | Binary | Regression
+    match dataset.task:
+        case "classification":
+            found = Classification(classes=len(dataset.classes))
+        case "binary":
+            found = Binary()
+        case "regression":
+            found = Regression(outputs=dataset.y.shape[1])
+        case other:
+            raise unknown("task", other, ("classification", "binary", "regression"))
+    return found if objective == Objective() else Chosen.of(found, objective, tuple(dataset.classes))
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A task with a user's own loss, metrics or class weights; see `Task`.
+
+    Attributes:
+        base: the task of the data.
+        objective: what the user chose.
+        classes: names of the classes; empty for a regression.
+        extra: the metrics of fedloom that are computed on request.
+    """
+
+    base: Classification | Binary | Regression
+    objective: Objective
+    classes: tuple[str, ...]
+    extra: tuple[str, ...]
+
+    @classmethod
+    def of(cls, base: Classification | Binary | Regression, objective: Objective, classes: tuple[str, ...]) -> Chosen:
+        """The task, once all is looked at.
+
+        Raises:
+            ConfigError: a metric that is not of this task, two of one name, or weights of other classes.
+        """
+        there = base.metrics(torch.zeros(0, base.outputs), _blank(base), torch.zeros(0, dtype=torch.long), 1)
+        named = [m for m in objective.metrics if isinstance(m, str)]
+        for name in named:
+            if name not in (*there, *base.further):
+                raise ConfigError(
+                    f"task.metrics: {name!r} is not defined for a {type(base).__name__.lower()}; allowed: "
+                    f"{', '.join((*there, *base.further))}"
+                )
+        own = [m.short for m in objective.metrics if isinstance(m, Function)]
+        twice = next((name for name in own if own.count(name) > 1), None)
+        if twice:
+            raise ConfigError(f"task.metrics: two metrics are called {twice!r}; rename one function")
+        _check_weights(objective.class_weights, classes)
+        return cls(base, objective, classes, tuple(n for n in dict.fromkeys(named) if n not in there))
+
+    @property
+    def outputs(self) -> int:
+        return self.base.outputs
+
+    @property
+    def own_loss(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        return None if self.objective.loss is None else self.objective.loss.call
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        return self.base.loss(output, y)
+
+    def dloss(self, output: Tensor, y: Tensor) -> Tensor:
+        return self.base.dloss(output, y)
+
+    def predict(self, output: Tensor) -> Tensor:
+        return self.base.predict(output)
+
+    def class_weights(self, counts: Tensor) -> Tensor | None:
+        """Factors ``[n, C]`` of the losses of every client's training samples; None: all are 1.
+
+        Args:
+            counts: ``[n, C]`` training samples of every client by class; with 'balanced', the factors of a client's
+                samples are 1 in the mean.
+        """
+        given = self.objective.class_weights
+        if given is None:
+            return None
+        if given == "balanced":
+            size, there = counts.sum(1, keepdim=True).double(), (counts > 0).sum(1, keepdim=True)
+            return torch.where(counts > 0, size / (there * counts.clamp(min=1)), 0.0)
+        if isinstance(given, Mapping):
+            given = [given.get(name, 1.0) for name in self.classes]
+        return torch.tensor(given, dtype=torch.float64).expand(len(counts), -1)
+
+    def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
+        """The task's own metrics, then those that were asked for; see `Task.metrics`."""
+        found = self.base.metrics(output, y, owner, n)
+        z, target, who = wide(output), y.cpu(), owner.cpu()
+        more: dict[str, Tensor] = {}
+        if not isinstance(self.base, Regression):
+            p, guess = self.base.probabilities(z), self.base.predict(z)
+            more = of_classes(self.extra, p, guess, target, who, n, labels(self.classes))
+        if "perplexity" in self.extra:
+            more["perplexity"] = mean(self.base.loss(z, target), who, n).exp()
+        if self.objective.loss is not None:
+            more["loss"] = _each(self.objective.loss, "loss", output.detach(), y, owner, n)
+        for own in self.objective.metrics:
+            if isinstance(own, Function):
+                more[own.short] = _each(own, "metric", z, target, who, n)
+        return {**found, **known(more, z, who, n)}
+
+    def higher(self, name: str) -> bool:
+        """Whether more of a metric is better."""
+        own = {m.short: m.call for m in self.objective.metrics if isinstance(m, Function)}
+        return bool(getattr(own[name], "higher_is_better", True)) if name in own else metric(name).higher
+
+
+def labels(classes: Sequence[str]) -> list[str]:
+    """Names of classes as parts of a metric's name: no slashes or brackets, at most 40 characters, all different.
+
+    >>> labels(["a/b", "a b", "a_b"])
+    ['a_b', 'a b', 'a_b 2']
+    """
+    found: list[str] = []
+    for k, name in enumerate(classes):
+        text = re.sub(r"[^\w .+-]", "_", name)[:40]
+        found.append(f"{text} {k}" if text in found else text)
+    return found
+
+
+def _blank(base: Classification | Binary | Regression) -> Tensor:
+    return torch.zeros(0, base.outputs) if isinstance(base, Regression) else torch.zeros(0, dtype=torch.long)
+
+
+def _check_weights(given: Any, classes: tuple[str, ...]) -> None:
+    if given is not None and not classes:
+        raise ConfigError("task.class_weights needs classes, and this task is a regression; leave it out")
+    if isinstance(given, Mapping):
+        for name in given:
+            if name not in classes:
+                raise unknown("class", name, classes, "task.class_weights")
+    elif isinstance(given, tuple) and len(given) != len(classes):
+        raise ConfigError(
+            f"task.class_weights has {len(given)} numbers for {len(classes)} classes ({', '.join(classes[:8])}); give "
+            "one per class, in this order"
+        )
+
+
+def _each(own: Function, what: str, output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
+    """A user's function of every client's samples, float64 ``[n]``; nan without samples, or without finite outputs."""
+    found = torch.full((n,), math.nan, dtype=torch.float64)
+    order = owner.to(output.device).argsort(stable=True)
+    sizes = torch.bincount(owner.cpu(), minlength=n).tolist()
+    for i, index in enumerate(order.split(sizes)):
+        if len(index) and bool(output[index].isfinite().all()):
+            found[i] = number(own, what, output[index], y.to(output.device)[index])
+    return found
+
+
+def number(own: Function, what: str, output: Tensor, y: Tensor) -> float:
+    """What a user's loss or metric says of a batch.
+
+    Raises:
+        CodeError: it fails, or returns something else than one number.
+    """
+    try:
+        with torch.no_grad():
+            value: Any = own.call(output, y)
+        size = getattr(value, "shape", ())
+        if len(size):
+            raise CodeError(
+                f"{what} {own.name!r} must return one number for a batch, got shape {[*size]}; reduce it, to its mean "
+                "for one"
+            )
+        return float(value)
+    except FedloomError:
+        raise
+    except Exception as error:
+        raise CodeError(
+            f"{what} {own.name!r} fails on outputs {[*output.shape]} with targets {[*y.shape]}: {cause_of(error)}"
+        ) from error

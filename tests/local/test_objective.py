@@ -1,0 +1,150 @@
+"""Own losses and class weights in the gradient: by every oracle the same as autograd of the loss that was declared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import handwritten
+import pytest
+import torch
+from engine_cases import CASES, TOLERANCE, M, Problem, oracles_of
+from torch import Tensor
+from torch.nn import functional
+
+from fedloom.errors import ConfigError
+from fedloom.local import LocalSGD, Work
+from fedloom.local.oracles import Network, make_oracle
+from fedloom.tasks import Objective, task_of
+
+
+def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target)
+
+
+def coupled(output: Tensor, target: Tensor) -> Tensor:
+    """Not a sum over samples."""
+    return functional.cross_entropy(output, target) ** 2 + output.logsumexp(0).mean()
+
+
+def work_of(problem: Problem, oracle: str, objective: Objective, **local: Any) -> tuple[Network, Work]:
+    found = make_oracle(problem.module, task_of(problem.fed.data, objective), problem.fed, oracle)
+    share = torch.full((M, 1), 1 / M)
+    return found, Work(found, torch.arange(M), share, LocalSGD(**local), seed=4)
+
+
+def by_autograd(problem: Problem, loss: Any) -> Tensor:
+    """Gradient ``[m, d]`` of ``loss(outputs, y)`` of each client's training part."""
+    rows = []
+    for i, start in enumerate(problem.start):
+        x, y = handwritten.samples(problem.fed, i)
+        leaf = start.clone().requires_grad_()
+        parameters = {}
+        for name, p in problem.module.named_parameters():
+            done = sum(v.numel() for v in parameters.values())
+            parameters[name] = leaf[done : done + p.numel()].view_as(p)
+        out = torch.func.functional_call(problem.module.double().eval(), parameters, (x,))
+        rows.append(torch.autograd.grad(loss(out, y), leaf)[0])
+    return torch.stack(rows)
+
+
+def balanced(output: Tensor, y: Tensor) -> Tensor:
+    """The mean over the classes of the mean loss of each."""
+    return torch.stack([functional.cross_entropy(output[y == c], y[y == c]) for c in y.unique()]).mean()
+
+
+NUMBERS = (0.5, 2.0, 0.0, 1.5)
+
+
+def weighted(output: Tensor, y: Tensor) -> Tensor:
+    return (functional.cross_entropy(output, y, reduction="none") * torch.tensor(NUMBERS).double()[y]).mean()
+
+
+LOSSES: dict[str, tuple[dict[str, Any], Any]] = {
+    "own": ({"loss": cross_entropy}, functional.cross_entropy),
+    "coupled": ({"loss": coupled}, coupled),
+    "balanced": ({"class_weights": "balanced"}, balanced),
+    "numbers": ({"class_weights": NUMBERS}, weighted),
+    "by name": ({"class_weights": {"0": 0.5, "1": 2.0, "2": 0.0, "3": 1.5}}, weighted),
+    "own, balanced": ({"loss": cross_entropy, "class_weights": "balanced"}, balanced),
+    "own, numbers": ({"loss": cross_entropy, "class_weights": NUMBERS}, weighted),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("case", ["softmax", "mlp", "cnn"])
+def test_the_gradient_is_that_of_the_declared_loss(case: str, name: str) -> None:
+    options, loss = LOSSES[name]
+    problem = Problem(CASES[case])
+    wanted = by_autograd(problem, loss)
+    for oracle in oracles_of(problem):
+        _, work = work_of(problem, oracle, Objective(**options), batch_size="full")
+        found = work.full_grad(problem.start)
+        torch.testing.assert_close(found, wanted, **TOLERANCE)
+        batch = work.plan("local", work.steps[:, 0]).batch(0)
+        torch.testing.assert_close(work.grad(problem.start, batch), wanted, **TOLERANCE)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_padded_batches_and_the_loss_agree_with_their_gradient(name: str) -> None:
+    """Batches of clients of 1, 7, 20 and 53 samples are padded; central differences of the loss give the gradient."""
+    problem = Problem(CASES["softmax"])
+    for oracle in oracles_of(problem):
+        _, work = work_of(problem, oracle, Objective(**LOSSES[name][0]), batch_size=16)
+        batch = work.plan("local", work.steps[:, 0].clamp(max=1)).batch(0)
+        g, v = work.grad(problem.start, batch), problem.rows
+        ahead, behind = (work.loss(problem.start + side * 1e-5 * v, batch) for side in (1, -1))
+        slope = (ahead - behind) / 2e-5
+        torch.testing.assert_close((g * v).sum(1, keepdim=True), slope, rtol=1e-6, atol=1e-7)
+
+
+def test_an_own_loss_of_one_number_per_class_has_no_class() -> None:
+    problem = Problem(CASES["softmax"], task="regression")
+    found, work = work_of(problem, "auto", Objective(loss=functional.mse_loss))
+    plain, other = work_of(problem, "auto", Objective())
+    assert found.name == plain.name == "fused"
+    torch.testing.assert_close(work.full_grad(problem.start), other.full_grad(problem.start), **TOLERANCE)
+
+
+def no_mean(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target, reduction="none")
+
+
+def not_a_number(output: Tensor, target: Tensor) -> Tensor:
+    return output.mean() * torch.nan
+
+
+def cut_off(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.detach(), target)
+
+
+def wrong_shape(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target.view(-1, 3)).mean()
+
+
+def steep(output: Tensor, target: Tensor) -> Tensor:
+    return (output - output.detach()).abs().sqrt().sum()
+
+
+def text(output: Tensor, target: Tensor) -> str:
+    return "good"
+
+
+@pytest.mark.parametrize(
+    ("objective", "sentence"),
+    [
+        ({"loss": no_mean}, r"loss '.*no_mean' must return one number for a batch, got shape \[32\]"),
+        ({"loss": not_a_number}, r"loss '.*not_a_number' is nan on 32 samples of the first model"),
+        ({"loss": cut_off}, "has no gradient; compute it from the outputs"),
+        ({"loss": steep}, "the gradient of loss '.*steep' is not finite"),
+        (
+            {"loss": wrong_shape},
+            r"fails on outputs \[32, 4\] with targets \[32\]: RuntimeError: shape.*test_objective.py, line \d+",
+        ),
+        ({"loss": text}, "fails on .*ValueError: could not convert"),
+        ({"metrics": [no_mean]}, r"metric '.*no_mean' must return one number for a batch, got shape \[32\]"),
+    ],
+)
+def test_what_cannot_work_is_a_sentence_before_work_starts(objective: dict[str, Any], sentence: str) -> None:
+    problem = Problem(CASES["softmax"])
+    with pytest.raises(ConfigError, match=sentence):
+        make_oracle(problem.module, task_of(problem.fed.data, Objective(**objective)), problem.fed)
