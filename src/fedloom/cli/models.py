@@ -1,4 +1,4 @@
-"""Models in hand: ``fedloom models``, ``evaluate``, ``adapt`` and ``export``."""
+"""Models in hand: ``fedloom models``, ``evaluate``, ``predict``, ``adapt`` and ``export``."""
 
 from __future__ import annotations
 
@@ -72,6 +72,48 @@ def evaluate(
         print_rows(rows)
         if any(m.recipe.facts.table is not None and m.fitted is None for m in found):
             typer.echo("columns were scaled on this data, as every client does on its own; --client takes a client's")
+
+
+@app.command()
+def predict(
+    run: RunArgument,
+    data: Annotated[str, typer.Argument(help="rows without labels: a file, or a name", show_default=False)],
+    method: Annotated[
+        str | None,
+        typer.Option("--method", help="label; the best on validation by default", autocompletion=offer.methods),
+    ] = None,
+    seed: SeedOption = None,
+    client: Annotated[
+        str | None,
+        typer.Option("--client", help="whose model; by default that of each row's site", autocompletion=offer.clients),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="global, personal or hybrid", autocompletion=offer.one_of("global", "personal", "hybrid")),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
+    data_dir: DataDir = None,
+) -> None:
+    """Predict rows without labels: class and probabilities, or value.
+
+    Example: fedloom predict runs/quickstart new.csv --client 3 --out predictions.csv
+    """
+    with errors():
+        import io
+
+        from pyarrow import csv
+
+        from fedloom.experiment import open_run
+        from fedloom.storage.files import make_folder, write_atomic
+
+        found = open_run(run).predict(data, method, seed, client, model, data_dir)
+        text = io.BytesIO()
+        csv.write_csv(found.table(), text, csv.WriteOptions(quoting_style="needed"))
+        make_folder(out.parent)
+        write_atomic(out, text.getbuffer())
+        for note in found.notes:
+            typer.echo(note)
+        typer.echo(f"{len(found.scores)} predictions: {out}")
 
 
 @app.command()
