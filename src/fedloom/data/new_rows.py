@@ -108,9 +108,9 @@ def _by_column(
 def _values(table: Table, column: Column, piece: Piece, problems: Problems) -> tuple[np.ndarray[Any, Any], int]:
     """A piece of a column as numbers or codes, NaN where it is missing or of an unknown level; how many are."""
     gone = is_missing(piece.cells, table.missing)
-    where = f"row {problems.first + piece.start + int(gone.argmax())}, column {column.name!r}"
     if gone.any() and not table.impute:
-        problems.add("missing", column.name, f"{where}: missing value", [None] * int(gone.sum()), MEND)
+        what = f"row {problems.first + piece.start + int(gone.argmax())}, column {column.name!r}: missing value"
+        problems.add("missing", column.name, what, [None] * int(gone.sum()), MEND)
     if not column.names:
         out = numbers(piece, gone, problems, "repair the cell")
         if column.levels and (wrong := ~np.isnan(out) & ~np.isin(out, np.arange(column.levels))).any():

@@ -87,8 +87,8 @@ class Model:
                 place.copy_(value.view_as(place))
         return module
 
-    def raw(self) -> RawModel:
-        """The module with what comes before and after it: raw samples in, probabilities or values out.
+    def raw(self, module: nn.Module | None = None) -> RawModel:
+        """The module, or another in its place, with what comes before and after it: see `RawModel`.
 
         Raises:
             ConfigError: nothing is known of the scaling of the table's columns.
@@ -98,7 +98,7 @@ class Model:
             raise ConfigError(
                 "columns were scaled at each client on its own, and this model has no scaling; give a client, or adapt"
             )
-        return RawModel(self.module(), facts, self.fitted, self.recipe.dtype).eval()
+        return RawModel(self.module() if module is None else module, facts, self.fitted, self.recipe.dtype).eval()
 
     def predict(self, rows: Any) -> NDArray[Any]:
         """Names of classes ``[N]``, or values ``[N]`` (``[N, k]`` of several targets).
