@@ -59,7 +59,7 @@ class Plan:
         ranks: Ranks = ALONE,
     ) -> None:
         self.experiment, self.out, self.ranks = experiment, out, ranks
-        if ranks.rank == 0 and not dry:
+        if ranks.rank == 0:
             _check_directory(out, None if force else experiment)
         data = experiment.source.read(data_dir)
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}

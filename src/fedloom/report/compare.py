@@ -11,7 +11,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import stdtr
 
 from fedloom.report.naming import MB, metric
 from fedloom.report.numbers import EMPTY, ENOUGH, LOST, Curve, Estimate, Row, curve, half_width, run_of
@@ -197,6 +196,8 @@ def paired_p(leads: list[float]) -> float:
         return 1.0
     if np.ptp(leads) == 0:
         return 0.0 if leads[0] else 1.0
+    from scipy.special import stdtr  # slow to import, needed with two seeds and more
+
     t = abs(np.mean(leads)) / (np.std(leads, ddof=1) / math.sqrt(len(leads)))
     return 2 * float(stdtr(len(leads) - 1, -t))
 

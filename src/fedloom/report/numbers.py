@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import stdtrit
 
 from fedloom.metrics import leading, worst
 from fedloom.report.naming import METRICS, metric
@@ -115,6 +114,8 @@ def half_width(values: list[float]) -> float:
     """Half width of the 95 % t interval of the mean of ``values``; nan with fewer than two."""
     if len(values) < 2:
         return math.nan
+    from scipy.special import stdtrit  # slow to import, needed with two seeds and more
+
     spread = float(np.std(values, ddof=1))
     return float(stdtrit(len(values) - 1, 0.975)) * spread / math.sqrt(len(values))
 
