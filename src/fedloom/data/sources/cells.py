@@ -117,6 +117,7 @@ class Codes:
         self.rows: list[NDArray[np.int32]] = []
 
     def add(self, cells: Cells, missing: NDArray[np.bool_]) -> None:
+        """More rows."""
         codes = [
             -1 if gone else self.levels.setdefault(str(cell), len(self.levels))
             for cell, gone in zip(cells, missing.tolist(), strict=True)
@@ -124,6 +125,7 @@ class Codes:
         self.rows.append(np.array(codes, np.int32))
 
     def done(self) -> tuple[NDArray[np.float64], tuple[str, ...]]:
+        """Codes of all rows ``[N]``, NaN where missing, and the levels."""
         names = sorted(self.levels, key=natural)
         place = np.empty(len(names) + 1)
         place[[self.levels[name] for name in names]] = np.arange(len(names))
