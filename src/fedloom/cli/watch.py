@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -121,8 +122,8 @@ def handler(page: Page) -> type[BaseHTTPRequestHandler]:
             self.send_header("X-Content-Type-Options", "nosniff")
             self.send_header("X-Frame-Options", "DENY")
             self.end_headers()
-            if body:
-                self.wfile.write(content)
+            with suppress(ConnectionError):  # the browser has gone on
+                self.wfile.write(content if body else b"")
 
         def log_message(self, format: str, *args: object) -> None:
             """Nothing: the terminal is the user's."""
