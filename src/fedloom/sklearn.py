@@ -80,13 +80,13 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             **(self.settings or {}),
         )
         models = result.models
-        kinds, names = models.kinds(), models.names
+        kinds, known = models.kinds(), models.names
         own = "personal" if "personal" in kinds else "global"
-        self.models_: dict[str | None, Model] = {name: models.ready(own, name) for name in names}
+        self.models_: dict[str | None, Model] = {name: models.ready(own, name) for name in known}
         if "global" in kinds:
             self.models_[None] = models.ready("global")
-        elif len(names) == 1:
-            self.models_[None] = self.models_[names[0]]
+        elif len(known) == 1:
+            self.models_[None] = self.models_[known[0]]
 
     def _scores(self, x: Any, groups: ArrayLike | None) -> Some:
         """Probabilities or values [N, k], each row by the model of its group."""

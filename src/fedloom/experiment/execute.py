@@ -15,7 +15,7 @@ from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
-from fedloom.engine.simulate import simulate
+from fedloom.engine.simulate import Progress, simulate
 from fedloom.errors import CodeError, RunDirError
 from fedloom.experiment.events import PAUSE, Emitter, Event, Line, Listener
 from fedloom.experiment.inspection import check_inspection
@@ -137,7 +137,8 @@ class Plan:
         emitter = Emitter(listeners, method.label, setting, 0.0 if alone else PAUSE)
         folder, fed = self._folder("checkpoints", method, seed), self.federations[seed]
         try:
-            progress = [emitter, *([Live(self.out, method.label, seed)] if self.ranks.rank == 0 else [])]
+            live = [Live(self.out, method.label, seed)] if self.ranks.rank == 0 else []
+            progress: list[Progress] = [emitter, *live]
             result = simulate(setting, fed, folder=folder, progress=progress, advance=advance, ranks=self.ranks)
             outcome = Outcome(method.label, method.algorithm, seed, result)
         except CodeError as error:

@@ -62,7 +62,7 @@ def predicted(models: Models, rows: NewRows, kind: str | None = None, client: in
     Raises:
         ConfigError: no such model or client, or a site that is no client where there is no global model.
     """
-    facts, names = models.recipe.facts, list(models.names)
+    facts, names = models.recipe.facts, set(models.names)
     if client is not None or rows.sites is None:
         model = models.ready(kind, client)
         who = str(model.about.get("client", "global"))
@@ -84,17 +84,17 @@ def predicted(models: Models, rows: NewRows, kind: str | None = None, client: in
             f"no client of the run: {others}; {models.about['method']} has no global model, give a client"
         )
     scores: NDArray[np.float64] | None = None
-    who = np.full(len(rows.x), "global", object)
+    owners = np.full(len(rows.x), "global", object)
     for site, places in groups.items():
         model = models.ready(own if site else "global", site or None)
         part = model.scores(rows.x[torch.tensor(places)])
         scores = np.empty((len(rows.x), part.shape[1])) if scores is None else scores
         scores[places] = part
         if site:
-            who[places] = site
+            owners[places] = site
     assert scores is not None
     notes = [
         f"each row by the {own} model of its site" if own != "global" else "the global model, scaled as each site's"
     ]
     notes += [f"no client of the run, so the global model: {others}"] if strange else []
-    return Predictions(facts, scores, who.tolist(), (*rows.notes, *notes))
+    return Predictions(facts, scores, owners.tolist(), (*rows.notes, *notes))

@@ -41,7 +41,7 @@ class RawModel(nn.Module):
 
     def forward(self, samples: Tensor) -> Tensor:
         """Probabilities or values."""
-        out = self.module(self.before(samples).to(self.dtype))
+        out: Tensor = self.module(self.before(samples).to(self.dtype))
         if self.task == "regression":
             return out.double() * self.unit + self.centre
         if self.task == "binary":
@@ -119,4 +119,5 @@ def said(facts: InputSpec, scores: NDArray[np.float64]) -> NDArray[Any]:
     """The prediction of every row, from its probabilities or values."""
     if facts.task == "regression":
         return scores[:, 0] if scores.shape[1] == 1 else scores
-    return np.array(facts.classes)[scores.argmax(1)]
+    found: NDArray[Any] = np.array(facts.classes)[scores.argmax(1)]
+    return found
