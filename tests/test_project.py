@@ -154,7 +154,7 @@ def pins() -> dict[str, str]:
 
 
 REQUIRED = [*PROJECT["dependencies"], *(r for extra in PROJECT["optional-dependencies"].values() for r in extra)]
-NOT_IN_DEV = {"datasets", "fedloom"}
+NOT_IN_DEV = {"datasets", "fedloom", "wandb"}
 
 
 @pytest.mark.parametrize("text", [text for text in REQUIRED if Requirement(text).name not in NOT_IN_DEV])
@@ -180,8 +180,8 @@ def test_pins_are_what_ci_installs_and_no_more() -> None:
 
 NAMES = {"pillow": "PIL", "scikit-learn": "sklearn", "vl-convert-python": "vl_convert"}
 EXTRAS = {
-    "Crypto", "cryptography", "datasets", "dp_accounting", "flwr", "mlflow", "onnxscript", "opendp", "optuna",
-    "prometheus_client", "tensorboard",
+    "Crypto", "cryptography", "datasets", "dp_accounting", "flwr", "mlflow", "onnx", "onnxscript", "opendp",
+    "optuna", "prometheus_client", "tensorboard", "wandb",
 }  # fmt: skip
 WITH_PYDANTIC = {"annotated_types", "pydantic_core", "typing_extensions"}
 

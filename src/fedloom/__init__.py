@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fedloom import experiment as experiment
     from fedloom import models as models
     from fedloom import seeds as seeds
+    from fedloom import sklearn as sklearn
     from fedloom import tasks as tasks
     from fedloom import testing as testing
     from fedloom.choose import samplers as samplers
@@ -64,6 +65,7 @@ _WHERE = {
     "prox": "fedloom.rows.prox",
     "samplers": "fedloom.choose.samplers",
     "seeds": "fedloom.seeds",
+    "sklearn": "fedloom.sklearn",
     "simulate": "fedloom.engine.simulate:simulate",
     "tasks": "fedloom.tasks",
     "testing": "fedloom.testing",

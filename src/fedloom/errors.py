@@ -17,6 +17,7 @@ FedloomError
 
 from __future__ import annotations
 
+import errno
 import traceback
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -121,6 +122,27 @@ def blamed(what: str, part: object, where: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.filename is not None:  # of a file that the message names
             raise
         raise CodeError(f"{what} {type(part).__name__} failed in {where}: {cause_of(error)}") from error
+
+
+@contextmanager
+def explained(path: Path, kept: str, again: str) -> Iterator[None]:
+    """Says in a sentence that a file could not be written.
+
+    Args:
+        path: the file.
+        kept: what is intact all the same.
+        again: what to do once there is room.
+
+    Raises:
+        CheckpointError: the disk is full or refuses.
+    """
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = "the disk is full" if full else error.strerror or str(error)
+        first = "free some space" if full else "check the disk and the permissions of the folder"
+        raise CheckpointError(f"{path} could not be written: {what}; {kept} intact; {first}, then {again}") from error
 
 
 class Stop(Enum):

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.compute as pc
 import pytest
 import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import fedloom as fl
@@ -127,9 +128,9 @@ def test_adapt_writes_a_model_that_evaluate_and_export_take(out: Path, new: Path
     path = out / "adapted" / "ditto-0-new.safetensors"
     assert str(path) in said
     assert "adapted" in call("evaluate", out, "--data", new, "--model", path)
-    assert "has no" not in call("export", out, "--model", path, "--format", "torch", "--out", tmp_path / "own.pt")
+    assert "has no" not in call("export", out, "--model", path, "--out", tmp_path / "own.safetensors")
     module = fl.open_run(out).load(path).module()
-    state = torch.load(tmp_path / "own.pt", weights_only=True)
+    state = load_file(tmp_path / "own.safetensors")
     assert all(torch.equal(t, state[name]) for name, t in module.state_dict().items())
     said = call("adapt", out, "--data", new, "--method", "ditto", "--holdout", 0, "--out", tmp_path / "deep" / "m.st")
     assert "none were held out" in said
@@ -138,8 +139,6 @@ def test_adapt_writes_a_model_that_evaluate_and_export_take(out: Path, new: Path
 
 def test_export_writes_the_model_that_was_asked_for(out: Path, tmp_path: Path) -> None:
     call("export", out, "--method", "ditto", "--seed", 1, "--client", 3, "--out", tmp_path / "own.safetensors")
-    from safetensors.torch import load_file
-
     want = fl.open_run(out)["ditto", 1].models.personal[3].state_dict()
     assert all(torch.equal(t, want[name]) for name, t in load_file(tmp_path / "own.safetensors").items())
     assert "global model of fedavg" in call("export", out, "--method", "fedavg", "--out", tmp_path / "shared")
@@ -157,6 +156,11 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(out: Path, new: Path, tmp_pa
         (("adapt", out, "--method", "ditto", "--data", tmp_path / "narrow.npz"), "shape 1x8x5"),
         (("adapt", out, "--method", "ditto", "--data", tmp_path / "classes.npz"), "unknown class '12'"),
         (("evaluate", out, "--data", new, "--client", "nobody"), "allowed: 0, 1, 2, 3, 4, 5"),
+        (("predict", out, tmp_path / "narrow.npz"), "shape 1x8x5"),
+        (("predict", out, tmp_path / "none.csv"), "no such file"),
+        (("predict", out, new, "--method", "dito"), "did you mean 'ditto'"),
+        (("predict", out, new, "--client", "nobody"), "allowed: 0, 1, 2, 3, 4, 5"),
+        (("predict", out, new, "--method", "fedavg", "--model", "personal"), "no 'personal' model"),
         (("export", out, "--method", "ditto", "--client", 9, "--out", tmp_path / "x"), "unknown client '9'"),
         (("adapt", out, "--data", new, "--method", "fedavg"), "methods with personal models: ditto"),
         (("adapt", out, "--data", new), "give --method: fedavg, ditto"),

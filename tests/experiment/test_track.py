@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import signal
+import sys
 import tomllib
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pyarrow.compute as pc
@@ -157,3 +160,40 @@ def test_plain_lines_have_the_current_metrics(tmp_path: Path, capsys: pytest.Cap
     assert len(ends) == 4
     assert all("validation loss" in line and "accuracy" in line for line in ends)
     assert sum("my ditto" in line and "personal validation" in line for line in ends) == 2
+
+
+def test_wandb_gets_every_round_once_and_works_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[Any] = []
+
+    class Run:
+        def __init__(self, **settings: Any) -> None:
+            self.settings, self.logged, self.summary, self.code = settings, dict[int, Figures](), {}, None
+            runs.append(self)
+
+        def log(self, figures: Any, step: int) -> None:
+            assert step not in self.logged
+            self.logged[step] = figures
+
+        def finish(self, exit_code: int) -> None:
+            self.code = exit_code
+
+    module = ModuleType("wandb")
+    module.__spec__ = ModuleSpec("wandb", None)
+    module.init, module.Settings = Run, dict  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    made = plan(tmp_path / "out")
+    made.run(Tracker("wandb", made.experiment, made.out), page=False)
+    assert len(runs) == 4
+    for run in runs:
+        label, _, seed = run.settings["name"].rpartition("-")
+        want = recorded(made.out, label, int(seed))
+        assert {(k, name): v for k, figures in run.logged.items() for name, v in figures.items()} == want
+        assert (run.settings["mode"], run.code, run.summary) == ("offline", 0, {"status": "done"})
+        assert run.settings["config"]["seed"] == int(seed)
+
+
+def test_a_tracker_that_is_missing_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedloom.experiment.track.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"--track wandb needs wandb: pip install 'fedloom\[wandb\]'"):
+        Tracker("wandb", plan(tmp_path / "out").experiment, tmp_path / "out")

@@ -7,6 +7,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnxruntime
 import pytest
 import torch
@@ -39,7 +40,7 @@ from fedloom.models import CNN, MLP, ModelSpec, Softmax
 from fedloom.rows.layout import Layout
 from fedloom.seeds import derive
 from fedloom.tasks import task_of
-from fedloom.trained.export import FORMATS, export
+from fedloom.trained.export import FORMATS, export, load
 from fedloom.trained.model import Model
 from fedloom.trained.models import Models
 from fedloom.trained.saved import PIECE, Shelf
@@ -341,15 +342,19 @@ def test_exported_models_predict_alike_everywhere(fed: Federation, tmp_path: Pat
     model = run(fed, Ditto(), spec).models.model(kind, 2)
     for format in FORMATS:
         assert export(model, tmp_path / format, format) == {}
-    x = fed.fetch(fed.indices("train", 2))
+    index = fed.indices("train", 2)
+    x, raw = fed.fetch(index), fed.data.x[index]
     with torch.no_grad():
-        want = model.module()(x)
-        for state in (torch.load(tmp_path / "torch", weights_only=True), load_file(tmp_path / "safetensors")):
-            assert torch.equal(plain(state, spec)(x), want)
+        outputs = model.module()(x)
+        assert torch.equal(plain(load_file(tmp_path / "safetensors"), spec)(x), outputs)
+    want = outputs.double().softmax(-1).numpy()
+    np.testing.assert_allclose(model.predict_proba(raw), want, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(load(tmp_path / "torch").scores(raw), want, rtol=0, atol=1e-6)
     session = onnxruntime.InferenceSession(tmp_path / "onnx")
     for count in (1, 2, len(x)):
-        (got,) = session.run(None, {"samples": x[:count].numpy()})
-        torch.testing.assert_close(torch.from_numpy(got), want[:count], rtol=0, atol=1e-5)
+        got, names = session.run(None, {"samples": raw[:count].numpy()})
+        np.testing.assert_allclose(got, want[:count], rtol=0, atol=1e-5)
+        assert names.tolist() == model.predict(raw[:count]).tolist()
     facts = InputSpec.model_validate_json(session.get_modelmeta().custom_metadata_map["facts"])
     assert facts.classes == fed.data.classes
 
@@ -360,16 +365,17 @@ def test_a_model_of_low_rank_is_exported_in_thin_layers(fed: Federation, tmp_pat
     ranks = {format: export(model, tmp_path / format, format, factorised=True) for format in FORMATS}
     assert ranks["torch"] == ranks["safetensors"] == ranks["onnx"]
     assert ranks["torch"]
-    x = fed.fetch(fed.indices("train", 0))
-    thin = fl.models.thin(spec.build((1, 8, 8), 10), ranks["torch"])
-    thin.load_state_dict(torch.load(tmp_path / "torch", weights_only=True))
+    index = fed.indices("train", 0)
+    x, raw = fed.fetch(index), fed.data.x[index]
+    thin = fl.models.thin(spec.build((1, 8, 8), 10), ranks["safetensors"])
+    thin.load_state_dict(load_file(tmp_path / "safetensors"))
     assert sum(p.numel() for p in thin.parameters()) < model.recipe.layout.d
     session = onnxruntime.InferenceSession(tmp_path / "onnx")
     with torch.no_grad():
         want = model.module()(x)
         torch.testing.assert_close(thin(x), want, rtol=0, atol=1e-5)
-    (got,) = session.run(None, {"samples": x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(got), want, rtol=0, atol=1e-5)
+    for got in (session.run(["probabilities"], {"samples": raw.numpy()})[0], load(tmp_path / "torch").scores(raw)):
+        np.testing.assert_allclose(got, want.double().softmax(-1).numpy(), rtol=0, atol=1e-5)
     with pytest.raises(ConfigError, match="'flatten' is no linear"):
         fl.models.thin(spec.build((1, 8, 8), 10), {"flatten": 1})
 

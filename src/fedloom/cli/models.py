@@ -1,4 +1,4 @@
-"""Models in hand: ``fedloom models``, ``evaluate``, ``adapt`` and ``export``."""
+"""Models in hand: ``fedloom models``, ``evaluate``, ``predict``, ``adapt`` and ``export``."""
 
 from __future__ import annotations
 
@@ -75,6 +75,48 @@ def evaluate(
 
 
 @app.command()
+def predict(
+    run: RunArgument,
+    data: Annotated[str, typer.Argument(help="rows without labels: a file, or a name", show_default=False)],
+    method: Annotated[
+        str | None,
+        typer.Option("--method", help="label; the best on validation by default", autocompletion=offer.methods),
+    ] = None,
+    seed: SeedOption = None,
+    client: Annotated[
+        str | None,
+        typer.Option("--client", help="whose model; by default that of each row's site", autocompletion=offer.clients),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="global, personal or hybrid", autocompletion=offer.one_of("global", "personal", "hybrid")),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
+    data_dir: DataDir = None,
+) -> None:
+    """Predict rows without labels: class and probabilities, or value.
+
+    Example: fedloom predict runs/quickstart new.csv --client 3 --out predictions.csv
+    """
+    with errors():
+        import io
+
+        from pyarrow import csv
+
+        from fedloom.experiment import open_run
+        from fedloom.storage.files import make_folder, write_atomic
+
+        found = open_run(run).predict(data, method, seed, client, model, data_dir)
+        text = io.BytesIO()
+        csv.write_csv(found.table(), text, csv.WriteOptions(quoting_style="needed"))
+        make_folder(out.parent)
+        write_atomic(out, text.getbuffer())
+        for note in found.notes:
+            typer.echo(note)
+        typer.echo(f"{len(found.scores)} predictions: {out}")
+
+
+@app.command()
 def adapt(
     run: RunArgument,
     data: DataOption,
@@ -138,7 +180,7 @@ def export(
         typer.Option(help="two thin layers for each of low rank; by default for methods of low rank, as FedSLR"),
     ] = None,
 ) -> None:
-    """Write a model for other programs: a state dict for the plain PyTorch module, or an ONNX graph.
+    """Write a model for other programs: an ONNX or torch graph that takes raw rows, or its parameters alone.
 
     Example: fedloom export runs/quickstart --method flame --client 3 --format onnx --out client3.onnx
     """
@@ -148,13 +190,13 @@ def export(
 
         opened = open_run(run)
         runs = opened.runs(method, seed) if _is_file(model) else [_one(opened, method, seed)]
-        found = _models(opened, runs, client, model)
+        found = _models(opened, runs, client, model, ready=True)
         best = next((m for m in found if m.about["kind"] == "personal"), found[0])
         thin = opened.low_rank(best.about["method"]) if factorise is None else factorise
         ranks = write(best, out, format, factorised=thin)
         if ranks:
             typer.echo(f"factorised: {', '.join(f'{name} has rank {rank}' for name, rank in ranks.items())}")
-            if format != "onnx":
+            if format == "safetensors":
                 typer.echo("load it into fedloom.models.thin(module, ranks), or export with --no-factorise")
         typer.echo(f"{best.about['kind']} model of {best.about['method']}: {out}")
 
@@ -172,8 +214,13 @@ def _is_file(model: str | None) -> bool:
     return model not in (None, "global", "personal", "hybrid")
 
 
-def _models(opened: Opened, runs: list[Recorded], client: str | None, model: str | None) -> list[Model]:
-    """The models that are asked for: by file, by kind, or of every run the global one and those of the client."""
+def _models(
+    opened: Opened, runs: list[Recorded], client: str | None, model: str | None, *, ready: bool = False
+) -> list[Model]:
+    """The models that are asked for: by file, by kind, or of every run the global one and those of the client.
+
+    With `ready`, a global model of a table without a client has the clients' scaling on average.
+    """
     if model is not None and _is_file(model):
         made = opened.load(model)
         if (made.about.get("method"), made.about.get("seed")) not in {(r.method, r.seed) for r in runs}:
@@ -182,7 +229,8 @@ def _models(opened: Opened, runs: list[Recorded], client: str | None, model: str
     found = []
     for run in runs:
         kinds = run.models.kinds() if client is not None else [k for k in run.models.kinds() if k == "global"]
-        found += [run.models.model(kind, client) for kind in (kinds if model is None else [model])]
+        take = run.models.ready if ready else run.models.model
+        found += [take(kind, client) for kind in (kinds if model is None else [model])]
     if not found:
         raise ConfigError(f"{', '.join(r.method for r in runs)} has no global model; give --client for a personal one")
     return found

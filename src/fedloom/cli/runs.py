@@ -25,8 +25,8 @@ def run(
     track: Annotated[
         str | None,
         typer.Option(
-            help="log figures to 'tensorboard' or 'mlflow' as they come",
-            autocompletion=offer.one_of("tensorboard", "mlflow"),
+            help="log figures to 'tensorboard', 'mlflow' or 'wandb' (offline) as they come",
+            autocompletion=offer.one_of("tensorboard", "mlflow", "wandb"),
         ),
     ] = None,
     dry_run: Annotated[

@@ -56,6 +56,8 @@ class Dataset:
         user_names: names of the users, in code order.
         prepare: fitted per client when a federation is built; only such data may hold NaN (missing values).
         fitted: the table that was fitted, and to what, where the features came out of one.
+        centre: what was subtracted from the targets of a regression.
+        unit: what divided them after that; figures are in this unit.
 
     Raises:
         DataError: lengths that disagree, labels outside 0..C-1, values that are not finite, wrong types.
@@ -75,6 +77,8 @@ class Dataset:
     user_names: tuple[str, ...] = ()
     prepare: Prepare | None = None
     fitted: Fitted | None = None
+    centre: float = 0.0
+    unit: float = 1.0
 
     def __post_init__(self) -> None:
         n = len(self.x)

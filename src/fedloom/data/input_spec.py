@@ -27,6 +27,8 @@ class InputSpec(Value):
     task: Task = Field(description="classification, binary or regression")
     classes: tuple[str, ...] = Field((), description="names of the classes")
     targets: int = Field(1, ge=1, description="values per sample of a regression")
+    centre: float = Field(0.0, description="subtracted from the targets of a regression")
+    unit: float = Field(1.0, gt=0, description="divides them after that")
     pixels: bool = Field(False, description="samples were bytes 0..255, read as 0..1")
     mean: tuple[float, ...] | None = Field(None, description="subtracted, per channel or of everything")
     std: tuple[float, ...] | None = Field(None, description="divides after that")
@@ -40,6 +42,8 @@ class InputSpec(Value):
             task=data.task,
             classes=data.classes,
             targets=data.y.shape[1] if data.task == "regression" else 1,
+            centre=data.centre,
+            unit=data.unit,
             pixels=data.x.dtype == torch.uint8,
             mean=None if data.mean is None else tuple(data.mean.tolist()),
             std=None if data.std is None else tuple(data.std.tolist()),
@@ -60,22 +64,43 @@ class InputSpec(Value):
         Raises:
             DataError: other classes, columns, shape, or range of values.
         """
-        x, table = (data.x, None) if self.table is None else (self._columns(self.table, data), self.table)
-        if table is None and data.prepare is not None:
-            raise DataError(f"{data.name}: is a table, but the model takes samples of shape {_text(self.shape)}")
-        if table is None and data.shape != self.shape:
-            raise DataError(f"{data.name}: samples have shape {_text(data.shape)}, the model takes {_text(self.shape)}")
-        self._check_range(x, data.name)
         return Dataset(
             data.name,
-            x,
+            self.raw(data),
             self._targets(data),
             self.task,
             self.classes,
             None if self.mean is None else torch.tensor(self.mean, dtype=torch.float64),
             None if self.std is None else torch.tensor(self.std, dtype=torch.float64),
-            prepare=table,
+            prepare=self.table,
+            centre=self.centre,
+            unit=self.unit,
         )
+
+    def raw(self, data: Dataset) -> Tensor:
+        """The samples of new data: raw columns ``[N, p]`` of a table, else ``[N, *shape]``; labels do not matter.
+
+        Raises:
+            DataError: other columns, shape, or range of values.
+        """
+        if self.table is not None:
+            return self._columns(self.table, data)
+        if data.prepare is not None:
+            raise DataError(f"{data.name}: is a table, but the model takes samples of shape {_text(self.shape)}")
+        return self.samples(data.x, data.name)
+
+    def samples(self, x: Tensor, name: str) -> Tensor:
+        """Samples ``[N, *shape]`` that are no table, checked.
+
+        Raises:
+            DataError: another shape, or range of values.
+        """
+        if tuple(x.shape[1:]) != self.shape:
+            raise DataError(
+                f"{name}: samples have shape {_text(tuple(x.shape[1:]))}, the model takes {_text(self.shape)}"
+            )
+        self._check_range(x, name)
+        return x
 
     def _check_range(self, x: Tensor, name: str) -> None:
         if x.dtype == torch.uint8 and not self.pixels and len(self.shape) != 3:
@@ -92,7 +117,7 @@ class InputSpec(Value):
         if self.task == "regression":
             if data.y.shape[1] != self.targets:
                 raise DataError(f"{data.name}: {data.y.shape[1]} values per sample, the model gives {self.targets}")
-            return data.y
+            return (data.y * data.unit + data.centre - self.centre) / self.unit
         present = set(data.y.unique().tolist())
         names = {k: name for k, name in enumerate(data.classes) if k in present}
         unknown = [name for name in names.values() if name not in self.classes]

@@ -34,6 +34,8 @@ class Table(Value):
 
     columns: tuple[Column, ...] = Field(min_length=1)
     min_observed: int = Field(default=5, ge=1, description="observed training values below which a column is dropped")
+    missing: tuple[str, ...] = Field(default=("",), description="texts of cells that mean missing")
+    impute: bool = Field(default=True, description="whether missing cells of new rows are filled")
 
     @classmethod
     def numeric(cls, count: int) -> Table:

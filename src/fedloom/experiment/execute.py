@@ -15,11 +15,20 @@ from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
-from fedloom.engine.simulate import simulate
+from fedloom.engine.simulate import Progress, simulate
 from fedloom.errors import CodeError, RunDirError
 from fedloom.experiment.events import PAUSE, Emitter, Event, Line, Listener
 from fedloom.experiment.inspection import check_inspection
-from fedloom.experiment.outputs import Outcome, write_inspection, write_settings, write_summary, write_tables
+from fedloom.experiment.outputs import (
+    LIVE,
+    Live,
+    Outcome,
+    write_inspection,
+    write_settings,
+    write_splits,
+    write_summary,
+    write_tables,
+)
 from fedloom.experiment.schema import Experiment, Method
 from fedloom.processes.pool import Pool, cores
 from fedloom.processes.ranks import ALONE, Ranks
@@ -92,6 +101,7 @@ class Plan:
             return self._run_all(listeners)
         with lock(self.out):
             write_settings(self.out, self.experiment)
+            write_splits(self.out, self.federations)
             processes = 1 if self.ranks.size > 1 else side_by_side(self.experiment, self.federations.values())
             ended: set[tuple[str, int]] = set()
             interrupted = processes > 1 and self._run_side_by_side(processes, listeners, ended)
@@ -127,7 +137,9 @@ class Plan:
         emitter = Emitter(listeners, method.label, setting, 0.0 if alone else PAUSE)
         folder, fed = self._folder("checkpoints", method, seed), self.federations[seed]
         try:
-            result = simulate(setting, fed, folder=folder, progress=[emitter], advance=advance, ranks=self.ranks)
+            live = [Live(self.out, method.label, seed)] if self.ranks.rank == 0 else []
+            progress: list[Progress] = [emitter, *live]
+            result = simulate(setting, fed, folder=folder, progress=progress, advance=advance, ranks=self.ranks)
             outcome = Outcome(method.label, method.algorithm, seed, result)
         except CodeError as error:
             outcome = Outcome(method.label, method.algorithm, seed, None, str(error))
@@ -157,6 +169,7 @@ class Plan:
         write_tables(self.out, outcomes)
         more = write_inspection(self.out, self.experiment.common.evaluate, outcomes)
         write_summary(self.out, self.experiment, outcomes, self.federations, more)
+        shutil.rmtree(self.out / LIVE, ignore_errors=True)
 
     def _folder(self, kind: str, method: Method, seed: int) -> Path:
         return folder_of(self.out, kind, method.label, seed)
@@ -182,7 +195,7 @@ def _save_models(result: Result, folder: Path) -> None:
 
 
 def _clear(out: Path) -> None:
-    for name in ("checkpoints", "models", "adapted", "tracking"):
+    for name in ("checkpoints", "models", "adapted", "tracking", LIVE):
         shutil.rmtree(out / name, ignore_errors=True)
     tables = (f"{name}.parquet" for name in ("metrics", "timings", "partition", "confusion", "tsne"))
     for name in ("experiment.toml", *tables, "summary.json", "report.html"):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import altair as alt
 import pyarrow as pa
@@ -15,20 +16,23 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms import encodings
-from fedloom.data import load
 from fedloom.data.dataset import Dataset
-from fedloom.data.sources import SOURCES
+from fedloom.data.input_spec import InputSpec
+from fedloom.data.new_rows import NewRows, new_rows
+from fedloom.data.sources import SOURCES, Source, source
 from fedloom.data.sources.detect import detect
+from fedloom.data.sources.tabular import TableSource
 from fedloom.engine.records import not_measured
 from fedloom.errors import ConfigError, RunDirError, nearest
 from fedloom.experiment.execute import folder_of
 from fedloom.experiment.schema import Experiment, Method, parse
-from fedloom.metrics import leading
+from fedloom.metrics import leading, metric
 from fedloom.report import notebook as display
 from fedloom.report import result_table
 from fedloom.report.reading import read_table
 from fedloom.trained.model import Model
-from fedloom.trained.models import Models
+from fedloom.trained.models import OWN, Models
+from fedloom.trained.predictions import Predictions, predicted
 from fedloom.trained.saved import Shelf
 from fedloom.values import fields_of, read_toml
 
@@ -191,13 +195,95 @@ class Opened:
             DataError: it is missing or damaged.
             ConfigError: an unknown name.
         """
+        return self._source(data).read(data_dir)
+
+    def _source(self, data: str | Path) -> Source:
+        """The reader of new data, with the run's options where they apply."""
         options = {k: v for k, v in self._document.get("data", {}).items() if k not in ("source", "path")}
         named = SOURCES.get(self._document.get("data", {}).get("source", ""))
         if str(data) in SOURCES or str(data).startswith("hub:"):
-            return load(str(data), data_dir, **(options if str(data) == self._document["data"]["source"] else {}))
+            return source(str(data), **(options if str(data) == self._document["data"]["source"] else {}))
         kind = detect(Path(data).expanduser())
         mine = {k: v for k, v in options.items() if k in fields_of(kind)} if named in (None, kind) else {}
-        return load(Path(data), data_dir, **mine)
+        return source(Path(data), **mine)
+
+    def predict(
+        self,
+        data: Any,
+        method: str | None = None,
+        seed: int | None = None,
+        client: str | int | None = None,
+        kind: str | None = None,
+        data_dir: str | Path | None = None,
+    ) -> Predictions:
+        """Predictions for rows without labels.
+
+        Args:
+            data: a file of rows, or what `fedloom.data.new_rows.new_rows` takes. Of a table, the column that named the
+                clients in training names them here too.
+            method: label; None: the best on validation, see `best`.
+            seed: of the run; None: the first.
+            client: whose model predicts all rows; None: each row its site's, without sites the global one.
+            kind: "global", "personal" or "hybrid"; None: a client's best.
+            data_dir: folder of data sets.
+
+        Raises:
+            ConfigError: no such method, seed, client or model.
+            DataError: other columns or shape, and cells that the training did not take.
+        """
+        first = self.runs(method, seed)[0].models
+        rows = self._rows(first.recipe.facts, data, data_dir)
+        if method is None:
+            sites = set(rows.sites or ()) if client is None else {first.names[0]}
+            chosen = self.best(seed, own=bool(sites), shared=not sites or not sites <= set(first.names))
+        else:
+            chosen = self.runs(method, seed)[0]
+        found = predicted(chosen.models, rows, kind, client)
+        known = len({run.method for run in self.runs(seed=seed)}) == 1 or method is not None
+        said = f"{chosen.method}, seed {chosen.seed}" + ("" if known else ", the best method on validation")
+        return replace(found, notes=(said, *found.notes))
+
+    def best(self, seed: int | None = None, own: bool = True, shared: bool = False) -> Recorded:
+        """The run of the method whose models are best on validation after the last round, mean over clients and seeds.
+
+        Args:
+            seed: of the run; None: the first that is done.
+            own: the clients' own models count, where a method has them; else global models only.
+            shared: the method must have a global model.
+
+        Raises:
+            ConfigError: no run is done, or nothing was measured on validation.
+        """
+        done = [run for run in self if run.status == "done"]
+        methods = list(dict.fromkeys(run.method for run in done))
+        if len(methods) == 1:
+            return next(run for run in done if seed in (None, run.seed))
+        figures: dict[str, float] = {}
+        for name in methods:
+            runs = [run for run in done if run.method == name]
+            measured = runs[0].measured()
+            metrics = {m for _, part, m in measured if part == "validation"}
+            kinds = [k for k in (OWN if own else ("global",)) if (k, "validation", "loss") in measured]
+            if kinds and metrics and (not shared or ("global", "validation", "loss") in measured):
+                lead = leading(metrics, "settings")
+                values = [float(run.final(kinds[0], lead, "validation").nanmean()) for run in runs]
+                figures[name] = sum(values) / len(values) * (1 if metric(lead).higher else -1)
+        if not figures:
+            what = "no run is done" if not done else "nothing was measured on validation that could choose a method"
+            raise ConfigError(f"{self.path}: {what}; give a method: {', '.join(methods) or 'none'}")
+        top = max(figures, key=lambda name: figures[name])
+        return next(run for run in done if run.method == top and seed in (None, run.seed))
+
+    def _rows(self, facts: InputSpec, data: Any, data_dir: str | Path | None) -> NewRows:
+        """Rows without labels, of a file or in memory."""
+        users = self._document.get("data", {}).get("users")
+        if not isinstance(data, str | Path):
+            return new_rows(facts, data, users=users)
+        found = self._source(data)
+        if not isinstance(found, TableSource):
+            return new_rows(facts, found.read(data_dir))
+        with found.open(data_dir) as raw:
+            return new_rows(facts, raw, users=users)
 
     def low_rank(self, method: str) -> bool:
         """Whether a method's server sends a model of low rank."""

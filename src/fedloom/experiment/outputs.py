@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import platform
+import shutil
+import time
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -19,11 +21,16 @@ from numpy.typing import NDArray
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
+from fedloom.engine.state import State
 from fedloom.experiment.inspection import confusion, tsne
 from fedloom.experiment.schema import Experiment
-from fedloom.storage.files import write_atomic
+from fedloom.storage.files import file_name, make_folder, write_atomic
 from fedloom.version import __version__
 
+LIVE = "live"
+"""Folder of the figures of runs that go on."""
+PAUSE = 2.0
+"""Seconds between two files of these figures of a run, at least."""
 VERSIONS = ("torch", "numpy", "scipy", "scikit-learn", "pyarrow", "pydantic")
 
 
@@ -125,7 +132,7 @@ def write_summary(
     runs = [_run(o) for o in outcomes]
     feds = list(federations.values())
     attackers = {o.seed: o.result.job.attackers.numpy() for o in outcomes if o.result is not None}
-    write_partition(out, [_partition(seed, fed, attackers.get(seed)) for seed, fed in federations.items()])
+    write_splits(out, federations, attackers)
     notes = [note for fed in feds for note in fed.notes]
     notes += [f"{o.label}, seed {o.seed}: {note}" for o in outcomes if o.result is not None for note in o.result.notes]
     summary = {
@@ -137,6 +144,14 @@ def write_summary(
         "warnings": list(dict.fromkeys([*notes, *more])),
     }
     write_atomic(out / "summary.json", json.dumps(summary, indent=1).encode())
+
+
+def write_splits(
+    out: Path, federations: Mapping[int, Federation], attackers: Mapping[int, NDArray[np.int64]] | None = None
+) -> None:
+    """``partition.parquet``: how the data were split with every seed, and who attacks, as far as that is known."""
+    known = attackers or {}
+    write_partition(out, [_partition(seed, fed, known.get(seed)) for seed, fed in federations.items()])
 
 
 def _run(outcome: Outcome) -> dict[str, Any]:
@@ -204,3 +219,61 @@ def _labelled(table: pa.Table, label: str, seed: int) -> pa.Table:
     count = table.num_rows
     table = table.add_column(0, "method", pa.array([label] * count, pa.string()))
     return table.add_column(1, "seed", pa.array([seed] * count, pa.int64()))
+
+
+class Live:
+    """A callback of `simulate` that writes a run's figures while it goes on, so that others can look; see `snapshot`.
+
+    Args:
+        out: the run directory.
+        label: of the method.
+        seed: of the run.
+    """
+
+    def __init__(self, out: Path, label: str, seed: int) -> None:
+        self._folder, self._label, self._seed = out / LIVE, label, seed
+        self._last, self._seen = time.monotonic(), 0
+
+    def __call__(self, state: State) -> None:
+        """After a round, where something was measured since the last file."""
+        count, now = len(state.records.items), time.monotonic()
+        if count == self._seen or now - self._last < PAUSE:
+            return
+        self._last, self._seen = now, count
+        make_folder(self._folder)
+        name = f"{file_name(self._label)}-{self._seed}.parquet"
+        _write(self._folder / name, [_labelled(state.records.table(), self._label, self._seed)])
+
+
+def newest(out: Path) -> dict[str, int]:
+    """The files of a run directory that a report reads, with their times: what differs when there is news."""
+    names = ("experiment.toml", "metrics.parquet", "timings.parquet", "partition.parquet", "summary.json")
+    paths = [*(out / name for name in names), *sorted((out / LIVE).glob("*.parquet"))]
+    return {path.name: path.stat().st_mtime_ns for path in paths if path.exists()}
+
+
+def snapshot(out: Path, into: Path) -> Path:
+    """A run directory with the figures so far, for a report: `out` if no run goes on there, else a copy of its tables.
+
+    Args:
+        out: the run directory.
+        into: folder to write.
+    """
+    live = {path.name: path for path in (out / LIVE).glob("*.parquet")}
+    if not live:
+        return out
+    make_folder(into)
+    tables = [pq.read_table(path) for path in live.values()]
+    known = {(t["method"][0].as_py(), t["seed"][0].as_py()) for t in tables if t.num_rows}
+    if (out / "metrics.parquet").exists():
+        before = pq.read_table(out / "metrics.parquet")
+        others = [
+            key not in known for key in zip(before["method"].to_pylist(), before["seed"].to_pylist(), strict=True)
+        ]
+        tables = [before.filter(pa.array(others, pa.bool_())), *tables]
+    for name in ("experiment.toml", "timings.parquet", "partition.parquet"):
+        (into / name).unlink(missing_ok=True)
+        if (out / name).exists():
+            shutil.copyfile(out / name, into / name)
+    _write(into / "metrics.parquet", tables)
+    return into

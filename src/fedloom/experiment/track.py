@@ -1,7 +1,8 @@
-"""Tracking: the figures of a run as it goes on, in TensorBoard or MLflow (extra ``track``).
+"""Tracking: the figures of a run as it goes on, in TensorBoard, MLflow (extra ``track``) or W&B (extra ``wandb``).
 
-Figures are those of the whole federation; what is logged is the same after a restart. TensorBoard files and MLflow's
-database are in the run directory's folder ``tracking``; with MLFLOW_TRACKING_URI set, MLflow logs there instead.
+Figures are those of the whole federation; what is logged is the same after a restart. The files of all are in the run
+directory's folder ``tracking``; with MLFLOW_TRACKING_URI set, MLflow logs there instead. W&B works offline unless
+WANDB_MODE says otherwise; ``wandb sync`` sends what it wrote.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -133,6 +135,34 @@ class MLflow:
         self._client.set_terminated(self._run, self.ENDS.get(status, "FAILED"))
 
 
+class WandB:
+    """An offline run of W&B; it is written anew, from the first round, when it is resumed."""
+
+    def __init__(self, folder: Path, project: str, name: str, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        shutil.rmtree(folder / "wandb", ignore_errors=True)
+        make_folder(folder)
+        self._run: Any = wandb.init(
+            project=project,
+            name=name,
+            dir=str(folder),
+            config=dict(settings),
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            reinit="create_new",
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        self.last = -1
+
+    def write(self, round: int, figures: Figures) -> None:
+        self._run.log(dict(figures), step=round)
+        self.last = round
+
+    def close(self, status: str) -> None:
+        self._run.summary["status"] = status
+        self._run.finish(exit_code=0 if status == "done" else 1)
+
+
 Make = Callable[[str, int], Writer]
 """(label, seed) -> the writer of a run."""
 
@@ -149,7 +179,8 @@ def check_tracker(kind: str | None) -> None:
         raise unknown("tracker", kind, TRACKERS, "--track")
     for package in NEEDED[kind]:
         if find_spec(package) is None:
-            raise ConfigError(f"--track {kind} needs {package}: pip install 'fedloom[track]'")
+            extra = "wandb" if kind == "wandb" else "track"
+            raise ConfigError(f"--track {kind} needs {package}: pip install 'fedloom[{extra}]'")
 
 
 def _tensorboard(experiment: Experiment, out: Path) -> tuple[Make, str]:
@@ -181,12 +212,23 @@ def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
     return make, f"mlflow ui --backend-store-uri {uri}"
 
 
+def _wandb(experiment: Experiment, out: Path) -> tuple[Make, str]:
+    settings, project = {m.label: m.settings() for m in experiment.methods}, experiment.head.name
+
+    def make(label: str, seed: int) -> Writer:
+        named = {"seed": seed, **settings[label]}
+        return WandB(folder_of(out, FOLDER, label, seed), project, f"{label}-{seed}", named)
+
+    return make, f"wandb sync {out / FOLDER}/*/wandb/offline-run-*"
+
+
 TRACKERS: Mapping[str, Callable[[Experiment, Path], tuple[Make, str]]] = {
     "tensorboard": _tensorboard,
     "mlflow": _mlflow,
+    "wandb": _wandb,
 }
 """What ``fedloom run --track`` knows."""
-NEEDED = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
+NEEDED = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic"), "wandb": ("wandb",)}
 """The packages of each; MLflow's database needs the last two."""
 
 

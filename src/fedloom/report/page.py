@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import csv
-import errno
 import io
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from html import escape
 from importlib.metadata import version
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import vl_convert
 
-from fedloom.errors import CheckpointError, ConfigError
+from fedloom.errors import ConfigError, explained
 from fedloom.report import overview
 from fedloom.report.clients import clients
 from fedloom.report.curves import curves, robustness
@@ -146,18 +145,8 @@ def _replace(path: Path, text: str) -> None:
             raise
 
 
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "the disk is full" if full else error.strerror or str(error)
-        do = "free some space" if full else "check the disk and the permissions of the folder"
-        raise CheckpointError(
-            f"the report {path} could not be written: {what}; the results of the run are intact: {do}, then "
-            "'fedloom report' with the run directory writes it"
-        ) from error
+def _explained(path: Path) -> AbstractContextManager[None]:
+    return explained(path, "the results of the run are", "'fedloom report' with the run directory writes it")
 
 
 def _title(runs: list[Run]) -> str:

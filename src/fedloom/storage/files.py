@@ -15,12 +15,12 @@ import os
 import socket
 import time
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote_plus
 
-from fedloom.errors import CheckpointError, RunDirError
+from fedloom.errors import CheckpointError, RunDirError, explained
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -49,18 +49,8 @@ def _step(op: str, path: Path) -> None:
             os._exit(137)
 
 
-@contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "the disk is full" if full else error.strerror or str(error)
-        todo = "free some space" if full else "check the disk and the permissions of the folder"
-        raise CheckpointError(
-            f"{path} could not be written: {what}; what was saved before is intact; "
-            f"{todo} and run the same command again to go on"
-        ) from error
+def _explained(path: Path) -> AbstractContextManager[None]:
+    return explained(path, "what was saved before is", "run the same command again to go on")
 
 
 def _open(path: Path, flags: int) -> int:

@@ -6,28 +6,44 @@ import io
 import json
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor
 
-from fedloom.errors import ConfigError, unknown
+from fedloom.data.input_spec import InputSpec
+from fedloom.data.new_rows import new_rows
+from fedloom.data.tables import Table
+from fedloom.errors import ConfigError, LayoutError, cause_of, unknown
 from fedloom.models import factorise
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
 from fedloom.trained.model import Model
+from fedloom.trained.raw import RawModel, said
 
 FORMATS = ("safetensors", "torch", "onnx")
+FACTS = "facts.json"
+"""What a torch program carries of the data that its model takes."""
+MISSING = -1
+"""Code of a text that is missing or unknown, within a graph."""
 
 
 def export(model: Model, path: Path | str, format: str = "safetensors", *, factorised: bool = False) -> dict[str, int]:
-    """Write a model: a state dict of the plain `nn.Module`, or an ONNX graph.
+    """Write a model: a state dict of the plain `nn.Module`, or a graph that takes raw rows.
 
-    ``safetensors`` and ``torch`` hold the state dict, the latter for ``torch.load(weights_only=True)``; ``onnx`` maps
-    ``samples`` ``[batch, *shape]`` in float32 to ``outputs`` ``[batch, k]``. Samples are scaled as in training: bytes
-    divided by 255, then less the mean, then divided by the standard deviation; mean, deviation and classes are in the
-    metadata of safetensors and ONNX files (``facts``).
+    ``safetensors`` holds the state dict, and in its metadata what the module takes (``facts``). ``onnx`` and ``torch``
+    hold imputation, scaling and levels too, and give ``probabilities`` ``[batch, C]`` or ``values`` ``[batch, k]``:
+
+    - of a table, ``onnx`` takes ``numbers`` ``[batch, .]`` float64 with NaN where missing, and ``texts`` ``[batch, .]``
+      strings; the metadata ``columns`` has the names of both, in order. A missing or unknown text is filled as in
+      training. It gives ``class`` ``[batch]`` too, by name.
+    - of a table, ``torch`` takes both as ``samples`` ``[batch, p]`` float64, texts as codes; `load` does that.
+    - of other data, both take ``samples`` ``[batch, *shape]`` as the data set has them: bytes or float32.
 
     Args:
         model: what to write.
@@ -39,7 +55,8 @@ def export(model: Model, path: Path | str, format: str = "safetensors", *, facto
         The ranks of the layers that were replaced, by name; `fedloom.models.thin` builds a module with these.
 
     Raises:
-        ConfigError: an unknown format, or the packages of the extra ``export`` are missing.
+        ConfigError: an unknown format, the packages of the extra ``export`` are missing, a module that makes no graph,
+            or a table whose scaling is not known.
         CheckpointError: the disk is full or refuses.
     """
     if format not in FORMATS:
@@ -49,38 +66,167 @@ def export(model: Model, path: Path | str, format: str = "safetensors", *, facto
         thin = factorise(module)
         module, ranks = thin.module, thin.ranks
     header = model.recipe.header(model.about) | ({"ranks": json.dumps(ranks)} if ranks else {})
-    content = _graph(module, model, header) if format == "onnx" else None
+    make = {"onnx": _onnx, "torch": _program}.get(format)
+    content = None if make is None else make(model.raw(module), model, header)
     make_folder(path.parent)
-    if content is not None:
-        write_atomic(path, content)
-    elif format == "torch":
-        out = io.BytesIO()
-        torch.save({name: t.detach().clone() for name, t in module.state_dict().items()}, out)
-        write_atomic(path, out.getbuffer())
-    else:
+    if content is None:
         save_tensors(path, module.state_dict(), header)
+    else:
+        write_atomic(path, content)
     return ranks
 
 
-def _graph(module: nn.Module, model: Model, header: dict[str, str]) -> bytes:
-    """The module as an ONNX graph with a free batch dimension."""
+class Program:
+    """A model that was exported for torch: no code of its architecture is needed.
+
+    Attributes:
+        facts: of the data that it takes.
+        module: raw samples in, probabilities or values out; see `fedloom.trained.raw.RawModel`.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        extra = {FACTS: ""}
+        try:
+            program = torch.export.load(path, extra_files=extra)
+            self.facts = InputSpec.model_validate_json(extra[FACTS])
+        except Exception as error:  # a file from elsewhere may break torch in any way
+            raise LayoutError(f"{path}: no model exported for torch ({cause_of(error)})") from None
+        self.module = program.module()
+
+    @torch.no_grad()
+    def scores(self, rows: Any) -> NDArray[np.float64]:
+        """Probabilities ``[N, C]`` or values ``[N, k]``; see `fedloom.data.new_rows.new_rows` for the rows."""
+        found: NDArray[np.float64] = self.module(new_rows(self.facts, rows).x).numpy()
+        return found
+
+    def predict(self, rows: Any) -> NDArray[Any]:
+        """Names of classes ``[N]``, or values."""
+        return said(self.facts, self.scores(rows))
+
+
+def load(path: Path | str) -> Program:
+    """A model that was exported with ``format = "torch"``.
+
+    Raises:
+        LayoutError: it is no such file.
+    """
+    return Program(path)
+
+
+def _example(model: Model) -> Tensor:
+    """Two raw samples."""
+    facts = model.recipe.facts
+    if facts.table is not None:
+        return torch.zeros(2, len(facts.table.columns), dtype=torch.float64)
+    return torch.zeros(2, *facts.shape, dtype=torch.uint8 if facts.pixels else torch.float32)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """The exporters talk about themselves; what fails is said in one sentence."""
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except Exception as error:
+        raise ConfigError(
+            f"this model makes no graph ({cause_of(error).splitlines()[0]}); safetensors holds its parameters"
+        ) from error
+
+
+def _dynamic() -> tuple[dict[int, Any]]:
+    return ({0: torch.export.Dim("batch", min=1)},)
+
+
+def _program(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
+    """The raw model as a torch program with a free batch dimension."""
+    out = io.BytesIO()
+    with _quietly():
+        program = torch.export.export(raw, (_example(model),), dynamic_shapes=_dynamic())
+        torch.export.save(program, out, extra_files={FACTS: header["facts"]})
+    return out.getvalue()
+
+
+def _onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
+    """The raw model as an ONNX graph with a free batch dimension."""
+    try:
+        import onnx
         import onnxscript  # noqa: F401 (torch.onnx needs it)
     except ImportError as error:
         raise ConfigError(f"export to ONNX needs {error.name}: pip install 'fedloom[export]'") from None
-    sample = torch.zeros(2, *model.recipe.facts.shape)
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the exporter, about itself
+    facts = model.recipe.facts
+    output = "values" if facts.task == "regression" else "probabilities"
+    with _quietly():
         program: Any = torch.onnx.export(
-            module.float(),
-            (sample,),
+            raw,
+            (_example(model),),
             input_names=["samples"],
-            output_names=["outputs"],
-            dynamic_shapes=({0: torch.export.Dim("batch", min=1)},),
+            output_names=[output],
+            dynamic_shapes=_dynamic(),
             dynamo=True,
             verbose=False,
         )
-    program.model.metadata_props.update(header)
-    content: bytes = program.model_proto.SerializeToString()
+    made: Any = program.model_proto
+    if facts.table is not None:
+        made = onnx.compose.add_prefix(made, "net/", rename_inputs=False, rename_outputs=False)
+        header = header | {"columns": json.dumps(_take_columns(onnx, made.graph, facts.table))}
+    if facts.task != "regression":
+        _name_classes(onnx, made.graph, output, facts.classes)
+    if "ai.onnx.ml" not in {opset.domain for opset in made.opset_import}:
+        made.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 3))
+    onnx.helper.set_model_props(made, header)
+    content: bytes = made.SerializeToString()
     return content
+
+
+def _take_columns(onnx: Any, graph: Any, table: Table) -> dict[str, list[str]]:
+    """Replaces the input ``samples`` of a graph by ``numbers`` and ``texts``; gives the columns of each by name."""
+    node, numbers = onnx.helper.make_node, [k for k, c in enumerate(table.columns) if not c.names]
+    texts = [k for k, c in enumerate(table.columns) if c.names]
+    del graph.input[:]
+    nodes, parts = [], []
+    if numbers:
+        kind = onnx.TensorProto.DOUBLE
+        graph.input.append(onnx.helper.make_tensor_value_info("numbers", kind, ["batch", len(numbers)]))
+        parts.append("numbers")
+    if texts:
+        kind = onnx.TensorProto.STRING
+        graph.input.append(onnx.helper.make_tensor_value_info("texts", kind, ["batch", len(texts)]))
+        graph.initializer.extend(
+            [
+                onnx.helper.make_tensor("gone", onnx.TensorProto.DOUBLE, [], [float(MISSING)]),
+                onnx.helper.make_tensor("nan", onnx.TensorProto.DOUBLE, [], [float("nan")]),
+            ]
+        )
+    for j, k in enumerate(texts):
+        names, place = table.columns[k].names, f"column {j}"
+        graph.initializer.append(onnx.helper.make_tensor(place, onnx.TensorProto.INT64, [1], [j]))
+        coding = {"keys_strings": names, "values_int64s": range(len(names)), "default_int64": MISSING}
+        nodes += [
+            node("Gather", ["texts", place], [f"{place} text"], axis=1),
+            node("LabelEncoder", [f"{place} text"], [f"{place} code"], domain="ai.onnx.ml", **coding),
+            node("Cast", [f"{place} code"], [f"{place} number"], to=onnx.TensorProto.DOUBLE),
+            node("Equal", [f"{place} number", "gone"], [f"{place} gone"]),
+            node("Where", [f"{place} gone", "nan", f"{place} number"], [f"{place} known"]),
+        ]
+        parts.append(f"{place} known")
+    order = np.argsort([*numbers, *texts])
+    graph.initializer.append(onnx.helper.make_tensor("order", onnx.TensorProto.INT64, [len(order)], order))
+    nodes += [node("Concat", parts, ["unordered"], axis=1), node("Gather", ["unordered", "order"], ["samples"], axis=1)]
+    old = list(graph.node)
+    del graph.node[:]
+    graph.node.extend([*nodes, *old])
+    return {
+        "numbers": [table.columns[k].name for k in numbers],
+        "texts": [table.columns[k].name for k in texts],
+    }
+
+
+def _name_classes(onnx: Any, graph: Any, output: str, classes: tuple[str, ...]) -> None:
+    """Adds the output ``class``: the name of the most probable one."""
+    text = [name.encode() for name in classes]
+    graph.initializer.append(onnx.helper.make_tensor("classes", onnx.TensorProto.STRING, [len(text)], text))
+    graph.node.append(onnx.helper.make_node("ArgMax", [output], ["best"], axis=1, keepdims=0))
+    graph.node.append(onnx.helper.make_node("Gather", ["classes", "best"], ["class"]))
+    graph.output.append(onnx.helper.make_tensor_value_info("class", onnx.TensorProto.STRING, ["batch"]))

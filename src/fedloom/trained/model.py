@@ -9,20 +9,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.federation import Federation
 from fedloom.data.input_spec import InputSpec, lone_client
-from fedloom.errors import LayoutError
+from fedloom.data.new_rows import new_rows
+from fedloom.errors import ConfigError, LayoutError
 from fedloom.local.oracles.network import BATCH_STATISTICS, evaluated_together
 from fedloom.models import ModelSpec
 from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder
 from fedloom.tasks import Objective, task_of
+from fedloom.trained.raw import RawModel, said
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,51 @@ class Model:
             for place, value in zip(places, self.statistics.split([p.numel() for p in places]), strict=True):
                 place.copy_(value.view_as(place))
         return module
+
+    def raw(self, module: nn.Module | None = None) -> RawModel:
+        """The module, or another in its place, with what comes before and after it: see `RawModel`.
+
+        Raises:
+            ConfigError: nothing is known of the scaling of the table's columns.
+        """
+        facts = self.recipe.facts
+        if facts.table is not None and self.fitted is None:
+            raise ConfigError(
+                "columns were scaled at each client on its own, and this model has no scaling; give a client, or adapt"
+            )
+        return RawModel(self.module() if module is None else module, facts, self.fitted, self.recipe.dtype).eval()
+
+    def predict(self, rows: Any) -> NDArray[Any]:
+        """Names of classes ``[N]``, or values ``[N]`` (``[N, k]`` of several targets).
+
+        Args:
+            rows: without labels, as `fedloom.data.new_rows.new_rows` takes them.
+
+        Raises:
+            DataError: other columns or shape, and what the training did not take.
+            ConfigError: nothing is known of the scaling of the table's columns.
+        """
+        facts = self.recipe.facts
+        return said(facts, self.scores(new_rows(facts, rows).x))
+
+    def predict_proba(self, rows: Any) -> NDArray[np.float64]:
+        """Probabilities ``[N, C]`` in the order of ``recipe.facts.classes``; arguments and errors as `predict`.
+
+        Raises:
+            ConfigError: of a regression too.
+        """
+        facts = self.recipe.facts
+        if facts.task == "regression":
+            raise ConfigError("a regression has no probabilities; use predict")
+        return self.scores(new_rows(facts, rows).x)
+
+    @torch.no_grad()
+    def scores(self, x: Tensor) -> NDArray[np.float64]:
+        """Probabilities ``[N, C]`` or values ``[N, k]`` of raw samples."""
+        raw = self.raw()
+        together = evaluated_together(raw.module, raw.before(x[:1]).to(raw.dtype))
+        found: NDArray[np.float64] = torch.cat([raw(piece) for piece in x.split(together)]).numpy()
+        return found
 
     def score(self, data: Dataset) -> dict[str, float]:
         """The task's metrics on all samples of new data.

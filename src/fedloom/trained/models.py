@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedloom.data.dataset import Dataset
@@ -15,10 +19,13 @@ from fedloom.local import LocalSGD
 from fedloom.trained.adapt import adapted
 from fedloom.trained.model import Model, Recipe, running_statistics
 from fedloom.trained.model_source import Source
+from fedloom.trained.raw import typical
 from fedloom.trained.saved import files, write
 
 NAMED = 20
 """Most clients that a message names."""
+OWN = ("hybrid", "personal", "global")
+"""Which model predicts a client's rows: the first that the method has."""
 
 
 class Models:
@@ -39,6 +46,16 @@ class Models:
     def names(self) -> Sequence[str]:
         """Names of the clients."""
         return self._source.names
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """Method, algorithm, seed and rounds."""
+        return self._source.about
+
+    @property
+    def fitted(self) -> Tensor | None:
+        """``[n, p, 3]`` what the columns of a table were fitted to at every client; None where that is not known."""
+        return self._source.fitted
 
     def kinds(self) -> list[str]:
         """Which of "global", "personal" and "hybrid" there are."""
@@ -64,7 +81,7 @@ class Models:
         """
         self._check(kind)
         if client is None and kind != "global":
-            raise ConfigError(f"whose {kind} model? give a client: {self._known()}")
+            raise ConfigError(f"whose {kind} model? give a client: {self.known()}")
         place = None if client is None else self._place(client)
         row, statistics = self._both(kind, None if place is None else torch.tensor([place]))
         row, statistics = (row, statistics) if kind == "global" else (row[0], statistics[0])
@@ -72,6 +89,47 @@ class Models:
         about = {**self._source.about, "kind": kind, **({} if place is None else {"client": self.names[place]})}
         mine = None if fitted is None or place is None else fitted[place]
         return Model(self.recipe, row, statistics, mine, about)
+
+    def ready(self, kind: str | None = None, client: int | str | None = None) -> Model:
+        """One model that takes raw rows: of a table it has its client's scaling, or that of the clients together.
+
+        Args:
+            kind: "global", "personal" or "hybrid"; None: a client's best, without a client the global one.
+            client: number or name.
+
+        Raises:
+            ConfigError: the method has no such model, or there is no such client.
+        """
+        if kind is None:
+            kind = "global" if client is None else next((k for k in OWN if k in self.kinds()), "global")
+        if client is None and "global" not in self.kinds():
+            raise ConfigError(f"{self.about['method']} has no global model; give a client: {self.known()}")
+        model, fitted = self.model(kind, client), self.fitted
+        table = model.recipe.facts.table
+        if table is None or model.fitted is not None or fitted is None:
+            return model
+        return replace(model, fitted=typical(table.columns, fitted))
+
+    def predict(self, rows: Any, client: int | str | None = None, kind: str | None = None) -> NDArray[Any]:
+        """Predictions for rows without labels, of one model.
+
+        Args:
+            rows: see `fedloom.data.new_rows.new_rows`.
+            client: whose model; None: the global one.
+            kind: see `ready`.
+
+        Returns:
+            Names of classes ``[N]``, or values ``[N]`` (``[N, k]`` of several targets).
+
+        Raises:
+            DataError: other columns or shape, and cells that the training did not take.
+            ConfigError: there is no such model or client.
+        """
+        return self.ready(kind, client).predict(rows)
+
+    def predict_proba(self, rows: Any, client: int | str | None = None, kind: str | None = None) -> NDArray[np.float64]:
+        """Probabilities ``[N, C]`` in the order of ``recipe.facts.classes``; arguments and errors as `predict`."""
+        return self.ready(kind, client).predict_proba(rows)
 
     def module(self, kind: str, client: int | str | None = None) -> nn.Module:
         """A model as a plain `nn.Module` in evaluation mode."""
@@ -182,10 +240,11 @@ class Models:
             return list(names).index(client)
         number = int(client) if str(client).isdigit() else -1
         if not 0 <= number < len(names):
-            raise ConfigError(f"unknown client {client!r}; {self._known(client)}")
+            raise ConfigError(f"unknown client {client!r}; {self.known(client)}")
         return number
 
-    def _known(self, client: object = "") -> str:
+    def known(self, client: object = "") -> str:
+        """End of a sentence that names the clients."""
         names = self.names
         if len(names) <= NAMED:
             return nearest(client, names)

@@ -15,7 +15,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 from fedloom.data.dataset import Dataset, Task, refuse
 from fedloom.data.sources._base import lies_at, numbered, scale
 from fedloom.data.sources.archive import Rows
-from fedloom.data.sources.tabular import Csv, Piece, Problems, TableSource, read_table
+from fedloom.data.sources.cells import Piece, Problems
+from fedloom.data.sources.tabular import Csv, TableSource, read_table
 from fedloom.errors import ConfigError, DataError, NoSamples, nearest
 from fedloom.values import fields_of, make
 
@@ -63,7 +64,7 @@ def as_dataset(
         sides = [obj]
     sides += [test] if test is not None else []
     first = sides[0]
-    if _is_table(first):
+    if is_frame(first):
         if len(sides) > 1:
             raise ConfigError(f"{name}: a table has no separate test set, its scaling is fitted per client; join both")
         return _table(first, target, task, name, options)
@@ -143,7 +144,7 @@ def of_arrays(
         new = sorted(set(target[split:].tolist()) - set(target[:split].tolist()))
         shown = ", ".join(repr(names[c]) if c < len(names) else str(c) for c in new)
         refuse(place, [f"the test set has classes that no training sample has: {shown}; leave them out"] if new else [])
-    levels, codes = (None, None) if users is None else np.unique(_plain(users, name), return_inverse=True)
+    levels, codes = (None, None) if users is None else np.unique(plain(users, name), return_inverse=True)
     with lies_at(Path(place)):
         return Dataset(
             name,
@@ -193,16 +194,16 @@ def _side(obj: Any, target: Any, column: str | None, users: Any, name: str) -> _
         return _hub_side(obj, target, column, users, name)
     if isinstance(obj, Mapping) and "x" in obj and "y" in obj:
         return _Side(
-            _plain(obj["x"], name), _plain(obj["y"], name), _plain(obj["users"], name) if "users" in obj else None
+            plain(obj["x"], name), plain(obj["y"], name), plain(obj["users"], name) if "users" in obj else None
         )
     if isinstance(obj, TensorDataset):
         obj = obj.tensors
     if isinstance(obj, (tuple, list)) and len(obj) == 2 and target is None:
-        return _Side(_plain(obj[0], name), _plain(obj[1], name))
+        return _Side(plain(obj[0], name), plain(obj[1], name))
     if isinstance(obj, (np.ndarray, torch.Tensor, list, tuple)):
         if target is None or isinstance(target, str):
             raise ConfigError(f"{name}: features without targets; give the pair (x, y), or target")
-        return _Side(_plain(obj, name), _plain(target, name))
+        return _Side(plain(obj, name), plain(target, name))
     if isinstance(obj, TorchDataset):
         samples = iter(obj) if isinstance(obj, IterableDataset) else (obj[i] for i in range(len(obj)))  # type: ignore[arg-type]
         x, y = _stacked(_pairs(samples, name), name)
@@ -260,11 +261,15 @@ def _stacked(samples: Iterable[tuple[Any, Any]], name: str) -> tuple[NDArray[Any
         y.append(label.tolist() if isinstance(label, (torch.Tensor, np.ndarray, np.generic)) else label)
     if x is None:
         raise NoSamples(f"{name}: no samples")
-    return x.done(), _plain(y, name)
+    return x.done(), plain(y, name)
 
 
-def _plain(values: Any, name: str) -> NDArray[Any]:
-    """An array of numbers or text."""
+def plain(values: Any, name: str) -> NDArray[Any]:
+    """An array of numbers or text.
+
+    Raises:
+        DataError: rows of different lengths.
+    """
     try:
         found = values.numpy(force=True) if isinstance(values, torch.Tensor) else np.asarray(values)
     except ValueError:
@@ -278,7 +283,7 @@ def _is_hub(obj: Any) -> bool:
     return hasattr(obj, "column_names") and hasattr(obj, "features")
 
 
-def _is_table(obj: Any) -> bool:
+def is_frame(obj: Any) -> bool:
     """A pandas table, or a data set of the hub whose columns are all single numbers or texts."""
     if hasattr(obj, "columns") and hasattr(obj, "iloc"):
         return True
@@ -298,14 +303,16 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
     given = {"label": target, "task": task or "auto", **options}
     spec = make(Csv, given, name, {k: v for k, v in fields_of(TableSource).items() if k != "path"})
 
-    def cells() -> Iterator[Piece]:
-        for column in names:
-            values = obj[column]
-            values = (
-                values.astype(object).where(values.notna(), None).tolist()
-                if frame
-                else [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in values]
-            )
-            yield Piece(0, str(column), values)
+    return read_table(spec, name, [str(c) for c in names], frame_cells(obj), Problems(name, first=0))
 
-    return read_table(spec, name, [str(c) for c in names], cells(), Problems(name, first=0))
+
+def frame_cells(obj: Any) -> Iterator[Piece]:
+    """The columns of a pandas table, or of one of the hub; missing cells are None."""
+    if _is_hub(obj):
+        for column in obj.column_names:
+            cells = [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in obj[column]]
+            yield Piece(0, str(column), cells)
+    else:
+        for column in obj.columns:
+            values = obj[column]
+            yield Piece(0, str(column), values.astype(object).where(values.notna(), None).tolist())

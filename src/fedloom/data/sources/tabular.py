@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from itertools import islice, repeat
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset, Task, refuse
 from fedloom.data.sources._base import FileSource, lies_at, locate
-from fedloom.data.sources.archive import Entry, Rows, check_size, entries
+from fedloom.data.sources.archive import Rows, check_size, entries
+from fedloom.data.sources.cells import BATCH, Codes, Piece, Problems, csv_rows, is_missing, natural, numbers, pieces
+from fedloom.data.sources.cells import with_points as pointed
 from fedloom.data.tables import Column, Table
 from fedloom.errors import ConfigError, DataError, NoSamples, nearest
 
-BATCH = 512
-LEVELS = 6
-"""Levels of a column that an error shows."""
-ROLES = "repair the cell, or say what the column is: label, users (whose row it is), categorical or drop"
 CELL = np.dtype(np.float64).itemsize
 """Bytes of a cell in memory, however few a file has for it."""
-Cells = Sequence[Any]
+
+
+class Raw(NamedTuple):
+    """A table as its file has it: a name, the names of its columns, their cells, and what is found wrong meanwhile."""
+
+    name: str
+    names: list[str]
+    cells: Iterator[Piece]
+    problems: Problems
 
 
 class TableSource(FileSource):
@@ -45,33 +48,56 @@ class TableSource(FileSource):
         default=("", "?", "NA", "NaN", "nan", "null"), description="cells that mean missing"
     )
     impute: bool = Field(default=False, description="allow missing cells: filled per client from its training part")
+    unlabelled: Literal["refuse", "drop"] = Field(
+        default="refuse", description="rows whose label or user is missing: refuse the table, or leave them out"
+    )
     scale: bool = Field(default=True, description="centre and scale numbers, per client on its training part")
+    centre: float = Field(default=0.0, description="subtracted from the label of a regression")
+    unit: float = Field(default=1.0, gt=0, description="divides the label of a regression after that; errors are in it")
+
+    @abstractmethod
+    def open(self, data_dir: str | Path | None = None) -> AbstractContextManager[Raw]:
+        """The table before its columns have roles; its cells are read within the context.
+
+        Raises:
+            DataError: no such file, or no table.
+        """
+        ...
+
+    def load(self, data_dir: str | Path | None = None) -> Dataset:
+        """All rows."""
+        with self.open(data_dir) as raw:
+            return read_table(self, *raw)
 
 
 class Csv(TableSource):
     """A CSV file with a header row; plain, gz, xz, or the one such file of a zip or tar."""
 
     separator: str = Field(default=",", min_length=1, max_length=1, description="character between cells")
+    decimal: Literal[".", ","] = Field(default=".", description="decimal sign of numbers")
 
-    def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All rows."""
+    @contextmanager
+    def open(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
+        """The one table that is there."""
         place = locate("CSV", self.path, data_dir, (), lambda p: True)
         files = entries(place, lambda name: name.endswith((".csv", ".tsv", ".data", ".txt")))
         for entry in files:
             rows, problems = csv_rows(entry, self.separator), Problems(entry.where)
             names = next(rows, [])
-            data = read_table(self, place.stem, names, pieces(rows, names, problems), problems)
+            cells = pieces(rows, names, problems)
+            yield Raw(place.stem, names, pointed(cells) if self.decimal == "," else cells, problems)
             if (other := next(files, None)) is not None:
                 raise DataError(f"{place}: more than one table, {entry.name} and {other.name}; give the path of one")
-            return data
+            return
         raise DataError(f"{place}: no .csv file there; give its path")
 
 
 class Parquet(TableSource):
     """A Parquet file."""
 
-    def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All rows, read column by column: a page of every column at a time would be as much as the features.
+    @contextmanager
+    def open(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
+        """Columns one after the other: a page of every column at a time would be as much as the features.
 
         Their number and size in the footer are compared with the file's size first.
         """
@@ -85,73 +111,9 @@ class Parquet(TableSource):
                 unpacked = sum(file.metadata.row_group(i).total_byte_size for i in groups)
                 cells = file.metadata.num_rows * sum(name not in self.drop for name in names)
                 check_size(str(place), max(unpacked, cells * CELL), place.stat().st_size)
-                return read_table(self, place.stem, names, _columns(file, names, self.drop), Problems(str(place)))
+                yield Raw(place.stem, names, _columns(file, names, self.drop), Problems(str(place)))
         except (ArrowException, OSError) as error:
             raise DataError(f"{place}: not a readable Parquet file ({error}); write it again") from error
-
-
-class Piece(NamedTuple):
-    """Cells of a column, from a row on, counted from 0."""
-
-    start: int
-    column: str
-    cells: Cells
-
-
-class Problems:
-    """What is wrong with a table, gathered so that all of it is said at once: the first of each kind, and how many.
-
-    Args:
-        where: the file.
-        first: number of the first row below the header.
-    """
-
-    def __init__(self, where: str, first: int = 2) -> None:
-        self.where, self.first = where, first
-        self._found: dict[tuple[str, str], tuple[str, list[Any], str]] = {}
-
-    def add(self, kind: str, column: str, what: str, cells: Sequence[Any], cure: str) -> None:
-        """Cells of a column that are wrong in the same way; `what` describes the first."""
-        self._found.setdefault((kind, column), (what, [], cure))[1].extend(cells)
-
-    def sentences(self) -> list[str]:
-        """One for each column and kind."""
-        said: list[str] = []
-        for what, cells, cure in self._found.values():
-            levels = list(dict.fromkeys(str(cell) for cell in cells if cell is not None))
-            more = f" and {len(levels) - LEVELS} more" if len(levels) > LEVELS else ""
-            names = f", values {', '.join(map(repr, levels[:LEVELS]))}{more}" if len(levels) > 1 else ""
-            said.append(f"{what}{f' ({len(cells)} such{names})' if len(cells) > 1 else ''}; {cure}")
-        return said
-
-
-def csv_rows(entry: Entry, separator: str, comment: str | None = None) -> Iterator[list[str]]:
-    """Rows of a CSV file in UTF-8; with a comment mark, blank and marked rows are left out.
-
-    Raises:
-        DataError: it is no such file.
-    """
-    text = io.TextIOWrapper(cast("io.BufferedReader", entry.stream), "utf-8-sig", newline="")
-    try:
-        for row in csv.reader(text, delimiter=separator, skipinitialspace=True, strict=True):
-            if comment is None or (row and not row[0].startswith(comment)):
-                yield row
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise DataError(f"{entry.where}: not a CSV file in UTF-8 ({error}); check separator and encoding") from error
-    text.detach()
-
-
-def pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) -> Iterator[Piece]:
-    """Rows as pieces of columns; a row of another length is a problem and left out."""
-    start, line, width = 0, problems.first, len(names)
-    while block := list(islice(rows, BATCH)):
-        for number, row in enumerate(block, line):
-            if len(row) != width:
-                what = f"row {number} has {len(row)} cells, expected {width}"
-                problems.add("width", "", what, [None], "truncated or another file, repair the row")
-        line, block = line + len(block), [row for row in block if len(row) == width]
-        yield from map(Piece, repeat(start), names, zip(*block, strict=True))
-        start += len(block)
 
 
 def _columns(file: Any, names: list[str], drop: tuple[str, ...]) -> Iterator[Piece]:
@@ -160,55 +122,6 @@ def _columns(file: Any, names: list[str], drop: tuple[str, ...]) -> Iterator[Pie
         for batch in file.iter_batches(BATCH, columns=[name], use_threads=False) if name not in drop else ():
             yield Piece(start, name, batch.column(name).to_pylist())
             start += len(batch)
-
-
-class _Codes:
-    """Levels of a column in the order of their first row, sorted at the end."""
-
-    def __init__(self) -> None:
-        self.levels: dict[str, int] = {}
-        self.rows: list[NDArray[np.int32]] = []
-
-    def add(self, cells: Cells, missing: NDArray[np.bool_]) -> None:
-        codes = [
-            -1 if gone else self.levels.setdefault(str(cell), len(self.levels))
-            for cell, gone in zip(cells, missing.tolist(), strict=True)
-        ]
-        self.rows.append(np.array(codes, np.int32))
-
-    def done(self) -> tuple[NDArray[np.float64], tuple[str, ...]]:
-        names = sorted(self.levels, key=_natural)
-        place = np.empty(len(names) + 1)
-        place[[self.levels[name] for name in names]] = np.arange(len(names))
-        place[-1] = np.nan  # of missing cells, whose code is -1
-        return place[np.concatenate(self.rows)], tuple(names)
-
-
-def _natural(text: str) -> tuple[float, str]:
-    try:
-        return float(text), text
-    except ValueError:
-        return np.inf, text
-
-
-def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: str = ROLES) -> NDArray[np.float64]:
-    """The cells as numbers, NaN where missing; any other cell is a problem."""
-    start, column, cells = piece
-    out = np.full(len(cells), np.nan)
-    with suppress(ValueError, TypeError, OverflowError):
-        out[~missing] = np.array([cell for cell, gone in zip(cells, missing, strict=True) if not gone], np.float64)
-    if not np.isfinite(out[~missing]).all():
-        bad = [k for k, gone in enumerate(missing.tolist()) if not gone and not _is_number(cells[k])]
-        what = f"row {problems.first + start + bad[0]}, column {column!r}: expected a finite number, got "
-        problems.add("number", column, what + repr(cells[bad[0]]), [cells[k] for k in bad], cure)
-    return out
-
-
-def _is_number(cell: Any) -> bool:
-    try:
-        return bool(np.isfinite(float(cell)))
-    except (ValueError, TypeError, OverflowError):
-        return False
 
 
 def read_table(spec: TableSource, name: str, names: list[str], cells: Iterable[Piece], problems: Problems) -> Dataset:
@@ -238,7 +151,7 @@ def read_table(spec: TableSource, name: str, names: list[str], cells: Iterable[P
         )
     if twice := sorted({column for column in names if names.count(column) > 1}):
         raise DataError(f"{where}: two columns have the same name, {', '.join(map(repr, twice))}; rename one")
-    coded = {column: _Codes() for column in {label, *spec.categorical, *special}}
+    coded = {column: Codes() for column in {label, *spec.categorical, *special}}
     features = [c for c in names if c not in {label, spec.users, *spec.drop}]
     if not features:
         raise ConfigError(
@@ -246,15 +159,22 @@ def read_table(spec: TableSource, name: str, names: list[str], cells: Iterable[P
             "label and drop"
         )
     numeric = [c for c in features if c not in spec.categorical]
+    plain = [c for c in features if c not in special]
     x, measured = Rows((len(features),), np.float64), Rows((), np.float64)
     for piece in cells:
         start, column, block = piece
         if column in spec.drop and column not in coded:
             continue
-        rows, gone = x.at(start, len(block)), np.array([c is None or c in spec.missing or c != c for c in block])
-        if gone.any() and column not in spec.drop and (not spec.impute or column not in features):
+        rows, gone = x.at(start, len(block)), is_missing(block, spec.missing)
+        if (
+            gone.any()
+            and column not in spec.drop
+            and not (spec.impute if column in plain else spec.unlabelled == "drop")
+        ):
             what = f"row {problems.first + start + int(gone.argmax())}, column {column!r}: missing value"
             cure = "repair it, name the column in drop, or set impute = true for a feature"
+            if column not in plain:
+                cure = "repair it, or set unlabelled = 'drop' to leave such rows out"
             problems.add("missing", column, what, [None] * int(gone.sum()), cure)
         if column in coded:
             coded[column].add(block, gone)
@@ -269,32 +189,40 @@ def read_table(spec: TableSource, name: str, names: list[str], cells: Iterable[P
     task, wrong = _task(spec, label, done[label][1], bool(found))
     if found := [*found, *wrong]:
         refuse(where, found)
+    regression = task == "regression"
+    target = measured.done() if regression else done[label][0]
+    keep = torch.from_numpy(~np.isnan([target, *(done[c][0] for c in special)]).any(0))
     values = torch.from_numpy(x.done())
     for column in spec.categorical:
         if column in features:
             values[:, features.index(column)] = torch.from_numpy(done[column][0])
+    values = values if bool(keep.all()) else values[keep]
     flags = [bool(column.isnan().any()) for column in values.T]
     table = Table(
         columns=tuple(
             Column(name=c, levels=len(levels), names=levels, flag=flag, scale=spec.scale)
             for c, flag in zip(features, flags, strict=True)
             for levels in [done[c][1] if c in spec.categorical else ()]
-        )
+        ),
+        missing=spec.missing,
+        impute=spec.impute,
     )
-    regression = task == "regression"
-    y = torch.from_numpy(measured.done())[:, None] if regression else torch.from_numpy(done[label][0]).long()
+    y = torch.from_numpy(target)[keep]
+    codes = {c: torch.from_numpy(done[c][0])[keep].long() for c in special}
     with lies_at(Path(where)):
         return Dataset(
             name,
             values,
-            y,
+            ((y - spec.centre) / spec.unit)[:, None] if regression else y.long(),
             task,
             () if regression else done[label][1],
-            columns={c: torch.from_numpy(done[c][0]).long() for c in special},
+            columns=codes,
             levels={c: done[c][1] for c in special},
-            users=torch.from_numpy(done[spec.users][0]).long() if spec.users else None,
+            users=codes[spec.users] if spec.users else None,
             user_names=done[spec.users][1] if spec.users else (),
             prepare=table,
+            centre=spec.centre if regression else 0.0,
+            unit=spec.unit if regression else 1.0,
         )
 
 
@@ -310,7 +238,7 @@ def _task(spec: TableSource, label: str, levels: tuple[str, ...], doubtful: bool
         )
     if spec.task == "regression":
         return "regression", wrong
-    if spec.task == "auto" and any(np.isfinite(v := _natural(level)[0]) and v != np.floor(v) for level in levels):
+    if spec.task == "auto" and any(np.isfinite(v := natural(level)[0]) and v != np.floor(v) for level in levels):
         wrong.append("the label has fractions; set task = 'regression', or 'classification' if they are names")
     if spec.task == "binary" and len(levels) != 2:
         wrong.append(f"task = 'binary', but the label has {len(levels)} values; use classification")

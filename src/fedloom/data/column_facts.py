@@ -1,0 +1,120 @@
+"""One column of a table as it is found: what kind of cells it has, and what they would do as a feature."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.data.sources.cells import is_number
+
+Kind = Literal["number", "text", "date", "empty"]
+
+DAY = r"(\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.](\d{4}|\d{2}))"
+DATE = re.compile(rf"{DAY}([ T]\d{{1,2}}:\d{{2}}.*)?|\d{{1,2}}:\d{{2}}(:\d{{2}})?")
+TOKENS = frozenset(
+    {"n/a", "n.a.", "k.a.", "none", "null", "nil", "-", "--", "---", ".", "..", "unknown", "unk", "missing"}
+    | {"#n/a", "#value!", "#div/0!", "#null!", "inf", "-inf"}
+)
+"""Cells that mean missing in tables of the world, in lower case, beside those that a source knows."""
+ODD = 0.05
+"""Share of cells that may be no numbers in a column of numbers, where they are few different ones."""
+IDS = re.compile(r"(^|[_\W])(id|uuid|guid|key|index|idx|mrn|nr|no|number|row)([_\W]|$)|^unnamed|^$", re.IGNORECASE)
+FEW = 20
+"""Classes that whole numbers may be, rows of a small site, and levels of text that need no count."""
+PER_LEVEL = 10
+"""Rows per level of a text column with many levels, on average."""
+BINS = 50
+"""Groups of equal size into which a number is cut to see how well it tells the target."""
+
+
+@dataclass(eq=False)
+class Facts:
+    """One column.
+
+    Attributes:
+        name: in the header.
+        cells: ``[N]`` as text, "" where missing.
+        kind: what most cells are.
+        odd: cells that are no numbers in a column of numbers, most frequent first.
+    """
+
+    name: str
+    cells: NDArray[np.object_]
+    kind: Kind = field(init=False)
+    odd: list[str] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.kind = "empty"
+        if not len(self.there):
+            return
+        numeric = sum(count for level, count in self.levels.items() if is_number(level))
+        strange = [level for level in self.levels if not is_number(level)]
+        tokens = all(level.strip().lower() in TOKENS for level in strange)
+        share = 1 - numeric / len(self.there)
+        if not share or (numeric and (tokens or (share <= ODD and len(strange) <= FEW / 4))):
+            self.kind, self.odd = "number", strange
+        elif all(DATE.fullmatch(level.strip()) for level in islice(self.levels, 1000)):
+            self.kind = "date"
+        else:
+            self.kind = "text"
+
+    @cached_property
+    def there(self) -> NDArray[np.object_]:
+        """Cells that are not missing."""
+        found: NDArray[np.object_] = self.cells[self.cells != ""]
+        return found
+
+    @cached_property
+    def levels(self) -> dict[str, int]:
+        """Rows of every different cell, the most frequent first."""
+        names, counts = np.unique(self.there.astype(str), return_counts=True)
+        order = np.argsort(-counts, kind="stable")
+        return {str(names[k]): int(counts[k]) for k in order}
+
+    @cached_property
+    def values(self) -> NDArray[np.float64]:
+        """``[N]`` numbers, NaN where there is none."""
+        return np.array([float(c) if c != "" and is_number(c) else np.nan for c in self.cells])
+
+    @property
+    def missing(self) -> int:
+        """Missing cells, those among numbers that are none counted."""
+        return len(self.cells) - len(self.there) + sum(self.levels[level] for level in self.odd)
+
+    @property
+    def constant(self) -> bool:
+        """Whether all cells that are there are the same."""
+        return len(self.levels) - len(self.odd if self.kind == "number" else ()) <= 1
+
+    @property
+    def whole(self) -> bool:
+        """Whether all numbers are whole."""
+        found = self.values[~np.isnan(self.values)]
+        return self.kind == "number" and bool((found == np.floor(found)).all())
+
+    @property
+    def identifies(self) -> bool:
+        """Whether it names rows: texts that are nearly all different, or whole numbers in a row or by that name."""
+        n, different = len(self.there), len(self.levels)
+        if n < FEW or different < 0.9 * n:
+            return False
+        if self.kind == "text":
+            return True
+        found = np.sort(self.values[~np.isnan(self.values)])
+        steady = len(found) > 1 and bool((np.diff(found) == 1).all())
+        return self.whole and different == n and (steady or bool(IDS.search(self.name)))
+
+    @cached_property
+    def groups(self) -> NDArray[np.int64]:
+        """``[N]`` group of every row: its level, or one of `BINS` of equal size; missing cells are a group."""
+        if self.kind == "number" and len(self.levels) > BINS:
+            bins = min(BINS, max(len(self.there) // PER_LEVEL, 1))
+            cuts = np.nanquantile(self.values, np.linspace(0, 1, bins + 1)[1:-1])
+            return np.where(np.isnan(self.values), len(cuts) + 1, np.searchsorted(cuts, self.values, side="right"))
+        return np.unique(self.cells.astype(str), return_inverse=True)[1].astype(np.int64)

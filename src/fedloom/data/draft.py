@@ -1,0 +1,274 @@
+"""A draft of an experiment file from what a table holds, and the sentences that explain it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+from numpy.typing import NDArray
+
+from fedloom.data.column_facts import FEW, PER_LEVEL, Facts
+from fedloom.data.survey import TELLS, Survey
+from fedloom.errors import ConfigError, DataError
+
+LEAST = 10
+"""Rows that a federation needs, and a class that is not rare."""
+SMALLEST = 5
+"""Rows of the smallest site that takes part; fewer are too few to scale a column."""
+DOUBTFUL = 0.95
+"""Share of the target's spread from which a column is worth a second look."""
+SHOWN = 8
+"""Most names in a sentence."""
+WIDE = 120
+"""Characters of a list that has a line to itself."""
+
+
+class Draft:
+    """The roles of a table's columns.
+
+    Args:
+        survey: of the table.
+        by: column that names the site of a row; None: found out.
+        target: column to predict; None: found out.
+
+    Attributes:
+        report: a sentence on everything that is worth one.
+
+    Raises:
+        ConfigError: a column that is not there, a target that cannot be learned, or no feature.
+        DataError: too few rows.
+    """
+
+    def __init__(self, survey: Survey, by: str | None, target: str | None) -> None:
+        self._survey, self._drop = survey, dict[str, str]()
+        how = "".join(f", {k} {v!r}" for k, v in survey.options.items() if (k, v) != ("separator", ","))
+        self.report = [f"{survey.path}: {survey.rows} rows, {len(survey.names)} columns{how}"]
+        self._ask = f"columns: {', '.join(survey.names[:30])}{', ...' if len(survey.names) > 30 else ''}"
+        if by is not None and by == target:
+            raise ConfigError(f"{survey.path}: {by!r} cannot be the target and the site; name two columns")
+        if survey.rows < LEAST:
+            rows = f"{survey.rows} row{'s'[: survey.rows != 1]}"
+            raise DataError(f"{survey.path}: {rows}; a federation needs at least {LEAST}")
+        self._take_target(target)
+        self._take_site(by)
+        self._take_features()
+
+    def _say(self, column: Facts, sentence: str) -> None:
+        self.report.append(f"  column {column.name!r}: {sentence}")
+
+    def _take_target(self, given: str | None) -> None:
+        survey, fit = self._survey, self._survey.targets()
+        if given is None and not fit:
+            raise ConfigError(f"{survey.path}: no column can be the target: each is constant, a date, or names rows")
+        self._target = target = survey.column(fit[0] if given is None else given, "--target")
+        wrong = {"empty": "is empty", "date": "holds dates"}.get(target.kind)
+        wrong = wrong or ("is the same in every row" if target.constant else None)
+        if wrong or (target.kind == "text" and target.identifies):
+            what = wrong or "differs in every row"
+            raise ConfigError(f"{survey.path}: the target {target.name!r} {what}, nothing can be learned; {self._ask}")
+        rows = survey.rows - target.missing
+        if rows < LEAST:
+            raise DataError(f"{survey.path}: {rows} rows with a target; a federation needs at least {LEAST}")
+        classes = {k: n for k, n in target.levels.items() if target.kind == "text" or k not in target.odd}
+        measured = target.kind == "number" and (not target.whole or len(classes) > FEW)
+        self._task = "regression" if measured else "binary" if len(classes) == 2 else "classification"
+        self._values = target.values[~np.isnan(target.values)]
+        spread = ", ".join(f"{name} {count}" for name, count in list(classes.items())[:SHOWN])
+        spread += f" and {len(classes) - SHOWN} more" if len(classes) > SHOWN else ""
+        if measured:
+            spread = f"{self._values.min():g} to {self._values.max():g}, mean {self._values.mean():g}"
+        self.report.append(f"target: {self._named(target, given, fit)}, {self._task}: {spread}")
+        if target.missing:
+            self._say(target, f"{target.missing} rows have no target; they are left out")
+        if not measured and (rare := {name: count for name, count in classes.items() if count < LEAST}):
+            names = ", ".join(f"{name!r} ({count})" for name, count in list(rare.items())[:SHOWN])
+            self._say(target, f"classes of fewer than {LEAST} rows: {names}; merge them, or leave them out")
+        if not measured:
+            self._alike(target)
+
+    @staticmethod
+    def _named(chosen: Facts, given: str | None, fit: list[str]) -> str:
+        others = [repr(name) for name in fit if name != chosen.name][:4]
+        found = f" (not given{'; it may also be ' + ', '.join(others) if others else ''})" if given is None else ""
+        return f"{chosen.name!r}{found}"
+
+    def _take_site(self, given: str | None) -> None:
+        survey, target, fit = self._survey, self._target, self._survey.sites(self._target.name)
+        known = (target.cells != "") & ~np.isin(target.cells.astype(str), target.odd)
+
+        def sizes(site: Facts) -> tuple[NDArray[np.str_], NDArray[np.int64]]:
+            return np.unique(site.cells[known & (site.cells != "")].astype(str), return_counts=True)
+
+        self._site = None if given is None else survey.column(given, "--by")
+        if self._site is target:
+            raise ConfigError(f"{survey.path}: {given!r} is taken for the target; --target names another column")
+        if given is None:
+            fit = [name for name in fit if (sizes(survey.columns[name])[1] >= SMALLEST).sum() >= 2]
+            self._site = survey.columns[fit[0]] if fit else None
+        self._clients = max(2, min(10, int(known.sum()) // 50))
+        if (site := self._site) is None:
+            self.report.append(f"site: no column names one (--by does); the rows are dealt to {self._clients} clients")
+            return
+        names, counts = sizes(site)
+        keep, kept = counts >= SMALLEST, counts[counts >= SMALLEST]
+        if len(kept) < 2:
+            raise ConfigError(
+                f"{survey.path}: {len(kept)} of the {len(names)} sites of --by {site.name} have at least {SMALLEST} "
+                f"rows, a federation needs two; {self._ask}"
+            )
+        self.report.append(
+            f"site: {self._named(site, given, fit)}, {len(kept)} sites of {kept.min()} to {kept.max()} rows"
+        )
+        if gone := survey.rows - len(site.there):
+            self._say(site, f"{gone} rows have no site; they are left out")
+        if not keep.all():
+            self._say(site, f"sites of fewer than {SMALLEST} rows, left out: {_list(names[~keep])}")
+        if (small := keep & (counts < FEW)).any():
+            few = ", ".join(f"{n!r} ({c})" for n, c in zip(names[small].tolist(), counts[small], strict=True))
+            self._say(site, f"sites of fewer than {FEW} rows: {few}; their results are uncertain")
+        if self._task != "regression":
+            here = {n: known & (site.cells == n) for n in names[keep].tolist()}
+            if lone := [n for n, rows in here.items() if len(set(target.cells[rows])) == 1]:
+                self._say(site, f"sites of one class only: {_list(np.array(lone))}")
+        self._alike(site)
+
+    def _take_features(self) -> None:
+        survey = self._survey
+        others = [c for c in survey.columns.values() if c is not self._target and c is not self._site]
+        twins = dict(survey.twins([c.name for c in others if c.kind != "empty"]))
+        self._categorical, self._impute, self._width = list[str](), False, 0
+        self._odd = list(self._target.odd) if self._target.kind == "number" else []
+        for c in others:
+            if reason := self._useless(c, twins):
+                self._drop[c.name] = reason
+                self._say(c, f"{reason}; left out")
+                continue
+            if c.kind == "text":
+                self._categorical.append(c.name)
+                self._say(c, f"text of {len(c.levels)} levels, a feature for each: {_list(np.array(list(c.levels)))}")
+                self._alike(c)
+            elif c.odd:
+                self._odd += [odd for odd in c.odd if odd not in self._odd]
+                self._say(c, f"numbers, but for {_list(np.array(c.odd))}, which count as missing")
+            if c.missing:
+                self._impute = True
+                what = "most of it, think of leaving it out" if c.missing > survey.rows / 2 else "filled per client"
+                self._say(c, f"{c.missing} of {survey.rows} cells are missing ({c.missing / survey.rows:.0%}); {what}")
+            self._width += (len(c.levels) if c.kind == "text" else 1) + bool(c.missing)
+        if not self._width:
+            raise ConfigError(f"{survey.path}: no column is left as a feature:\n" + "\n".join(self.report[1:]))
+
+    def _useless(self, c: Facts, twins: dict[str, str]) -> str:
+        """Why a column is no feature."""
+        if c.kind == "empty":
+            return "empty"
+        if c.constant:
+            return f"the same in every row, {next(iter(c.levels))!r}"
+        if c.name in twins:
+            return f"the same as {twins[c.name]!r}"
+        if c.identifies:
+            return "names rows"
+        if c.kind == "date":
+            return "dates; a number, such as days since, would be a feature"
+        if c.kind == "text" and len(c.levels) > FEW and self._survey.rows < PER_LEVEL * len(c.levels):
+            return f"text of {len(c.levels)} levels in {self._survey.rows} rows; group them to use it"
+        share = self._survey.told(c, self._target, self._task)
+        if share >= TELLS:
+            return f"tells the target by itself ({share:.1%}), as what is known only afterwards does"
+        if share >= DOUBTFUL:
+            self._say(c, f"nearly tells the target ({share:.1%}); leave it out unless it is known beforehand")
+        return ""
+
+    def _alike(self, c: Facts) -> None:
+        """Levels that are written in several ways."""
+        ways: dict[str, list[str]] = {}
+        for level in c.levels:
+            ways.setdefault(" ".join(level.lower().split()), []).append(level)
+        if same := [" and ".join(map(repr, names)) for names in ways.values() if len(names) > 1]:
+            self._say(c, f"levels that differ by capitals or spaces only: {', '.join(same[:4])}; write them alike")
+
+    def text(self, place: Path) -> str:
+        """The experiment file, to be written to `place`."""
+        regression = self._task == "regression"
+        if self._site is not None:
+            partition: dict[str, Any] = {"kind": "writers", "min_size": SMALLEST}
+            why = f"a client per {_bare(self._site.name)}, unless it has fewer rows"
+        else:
+            partition = {"kind": "iid" if regression else "dirichlet", "clients": self._clients}
+            why = "no column names a site, so rows are dealt at random" + ("" if regression else ", classes unevenly")
+        lr = _rounded(min(0.05, 0.5 / (self._width + 1))) if regression else 0.1
+        return "\n".join(
+            [
+                f"# Drafted by 'fedloom init' from {_bare(self._survey.path.name)}; change what you like.",
+                f"#   fedloom run {_bare(str(place))}",
+                _lines({"name": place.stem, "rounds": 30, "seeds": [0, 1, 2]}, {"seeds": "repetitions"}),
+                "[data]",
+                _lines(self._data(), self._notes()),
+                f"[partition]  # {why}",
+                _lines({**partition, "validation": 0.2}, {"validation": "share of a client's rows that may choose"}),
+                '[model]\nkind = "softmax"  # linear; kind = "mlp" with hidden = [32] bends\n',
+                "[local]",
+                _lines({"lr": lr, "batch_size": 32, "epochs": 1}, {"lr": "'fedloom tune' finds a better one"}),
+                '[[method]]\nalgorithm = "local"  # every client alone\n',
+                '[[method]]\nalgorithm = "fedavg"  # one model for all\n',
+                '[[method]]\nalgorithm = "ditto"  # a model for each, near the common one\n',
+            ]
+        )
+
+    def _data(self) -> dict[str, Any]:
+        """The table of the data."""
+        survey = self._survey
+        data: dict[str, Any] = {"source": str(survey.path)}
+        data |= {k: v for k, v in survey.options.items() if (k, v) != ("separator", ",")}
+        data |= {"label": self._target.name, "task": self._task}
+        data |= {"users": self._site.name} if self._site else {}
+        data |= {"categorical": self._categorical} if self._categorical else {}
+        data |= {"drop": list(self._drop)} if self._drop else {}
+        data |= {"missing": [*survey.known, *self._odd]} if self._odd else {}
+        data |= {"impute": True} if self._impute else {}
+        if self._target.missing or (self._site is not None and len(self._site.there) < survey.rows):
+            data["unlabelled"] = "drop"
+        if self._task == "regression":
+            data |= {"centre": _rounded(float(self._values.mean()))}
+            data |= {"unit": _rounded(float(self._values.std())) or 1.0}
+        return data
+
+    def _notes(self) -> dict[str, str]:
+        return {
+            "source": "from the folder where fedloom is called",
+            "label": "what is predicted",
+            "users": "whose row it is",
+            "categorical": "text: a feature per level",
+            "drop": "; ".join(f"{_bare(name)}: {_bare(why)}" for name, why in list(self._drop.items())[:SHOWN]),
+            "missing": "cells that mean missing",
+            "impute": "missing cells are filled per client from its training rows, and flagged",
+            "unlabelled": "rows without target or site are left out",
+            "centre": "(label - centre) / unit is learned, and errors are in this unit",
+        }
+
+
+def _list(names: NDArray[Any]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(map(repr, names[:SHOWN].tolist())) + more
+
+
+def _bare(text: str) -> str:
+    """Text that fits into a comment."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def _lines(values: dict[str, Any], notes: dict[str, str]) -> str:
+    """Keys of a table, each with its comment."""
+    made = []
+    for key, value in values.items():
+        text, note = tomli_w.dumps({key: value}).rstrip("\n"), notes.get(key)
+        if isinstance(value, list) and len(text) < WIDE:
+            text = text.replace("[\n    ", "[").replace(",\n]", "]").replace("\n    ", " ")
+        made.append(text if note is None else f"# {note}\n{text}" if "\n" in text else f"{text}  # {note}")
+    return "\n".join(made) + "\n"

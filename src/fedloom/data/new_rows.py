@@ -1,0 +1,149 @@
+"""Rows without labels, in the terms of the data that a model was trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.data.dataset import Dataset, refuse
+from fedloom.data.input_spec import InputSpec
+from fedloom.data.sources.cells import Piece, Problems, is_missing, numbers
+from fedloom.data.sources.memory import frame_cells, is_frame, plain
+from fedloom.data.sources.tabular import Raw
+from fedloom.data.tables import Column, Table
+from fedloom.errors import DataError, NoSamples
+
+MEND = "repair the cell, or train with impute = true, which fills missing cells"
+
+
+class NewRows(NamedTuple):
+    """Rows to predict.
+
+    Attributes:
+        x: of a table its raw columns ``[N, p]`` float64 in the order of training, levels as codes, NaN where missing;
+            else samples ``[N, *shape]``.
+        sites: who owns each row, where a column says so.
+        notes: sentences on cells that are filled.
+    """
+
+    x: Tensor
+    sites: Sequence[str] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def new_rows(facts: InputSpec, rows: Any, name: str = "rows", users: str | None = None) -> NewRows:
+    """Rows without labels as a model takes them: columns by name, levels by their old codes.
+
+    Args:
+        facts: of the data that the model was trained on.
+        rows: a `Dataset`, an open table (`fedloom.data.sources.tabular.Raw`), a pandas table, columns by name, or an
+            array ``[N, *shape]``; of a table without text, an array of its columns. Columns that the model does not
+            know are left alone.
+        name: for messages.
+        users: column that names the client of a row.
+
+    Raises:
+        DataError: columns that are not there, another shape, text in numbers; and unless the table imputes, missing
+            cells and unknown levels: all of it at once.
+    """
+    if isinstance(rows, Dataset):
+        return NewRows(facts.raw(rows))
+    if isinstance(rows, Raw):
+        found = _by_column(facts, rows.names, rows.cells, rows.problems, users)
+    elif is_frame(rows):
+        names = [str(c) for c in (rows.columns if hasattr(rows, "columns") else rows.column_names)]
+        found = _by_column(facts, names, frame_cells(rows), Problems(name, first=0), users)
+    elif isinstance(rows, Mapping):
+        columns = {str(c): plain(values, f"{name}, column {c!r}").tolist() for c, values in rows.items()}
+        if len({len(cells) for cells in columns.values()}) > 1:
+            raise DataError(f"{name}: columns of {', '.join(f'{len(v)} ({c})' for c, v in columns.items())} rows")
+        cells = (Piece(0, c, values) for c, values in columns.items())
+        found = _by_column(facts, list(columns), cells, Problems(name, first=0), users)
+    else:
+        found = NewRows(_array(facts, plain(rows, name), name))
+    if not len(found.x):
+        raise NoSamples(f"{name}: no rows to predict")
+    return found
+
+
+def _by_column(
+    facts: InputSpec, names: Sequence[str], cells: Iterable[Piece], problems: Problems, users: str | None
+) -> NewRows:
+    table, where = facts.table, problems.where
+    if table is None:
+        raise DataError(f"{where}: is a table, but the model takes samples of shape {'x'.join(map(str, facts.shape))}")
+    if absent := [c.name for c in table.columns if c.name not in names]:
+        raise DataError(
+            f"{where}: lacks the column{'s'[: len(absent) > 1]} {', '.join(map(repr, absent))} that the model was "
+            f"trained on; it has {', '.join(map(repr, names))}"
+        )
+    if twice := sorted({c for c in names if list(names).count(c) > 1}):
+        raise DataError(f"{where}: two columns have the same name, {', '.join(map(repr, twice))}; rename one")
+    place = {column.name: k for k, column in enumerate(table.columns)}
+    found: list[list[np.ndarray[Any, Any]]] = [[] for _ in place]
+    sites: list[str] = []
+    filled = [0] * len(place)
+    for piece in cells:
+        if piece.column == users:
+            gone = is_missing(piece.cells, table.missing)
+            sites += ["" if out else str(cell) for cell, out in zip(piece.cells, gone, strict=True)]
+        if (k := place.get(piece.column)) is None:
+            continue
+        values, count = _values(table, table.columns[k], piece, problems)
+        found[k].append(values)
+        filled[k] += count
+    refuse(where, problems.sentences())
+    columns = [np.concatenate(parts) if parts else np.empty(0) for parts in found]
+    notes = [
+        f"column {n!r}: {count} cells filled as in training" for n, count in zip(place, filled, strict=True) if count
+    ]
+    x = torch.from_numpy(np.stack(columns, 1))
+    return NewRows(x, sites if users in names else None, tuple(notes))
+
+
+def _values(table: Table, column: Column, piece: Piece, problems: Problems) -> tuple[np.ndarray[Any, Any], int]:
+    """A piece of a column as numbers or codes, NaN where it is missing or of an unknown level; how many are."""
+    gone = is_missing(piece.cells, table.missing)
+    if gone.any() and not table.impute:
+        what = f"row {problems.first + piece.start + int(gone.argmax())}, column {column.name!r}: missing value"
+        problems.add("missing", column.name, what, [None] * int(gone.sum()), MEND)
+    if not column.names:
+        out = numbers(piece, gone, problems, "repair the cell")
+        if column.levels and (wrong := ~np.isnan(out) & ~np.isin(out, np.arange(column.levels))).any():
+            what = f"column {column.name!r}: {out[wrong][0]:g} is no code from 0 to {column.levels - 1}"
+            problems.add("code", column.name, what, out[wrong].tolist(), "repair the cell")
+        return out, int(gone.sum())
+    code = {level: k for k, level in enumerate(column.names)}
+    out = np.array([np.nan if g else code.get(str(c), -1) for c, g in zip(piece.cells, gone, strict=True)], float)
+    if (strange := out == -1).any():
+        at = int(strange.argmax())
+        if not table.impute:
+            what = (
+                f"row {problems.first + piece.start + at}, column {column.name!r}: unknown level "
+                f"{str(piece.cells[at])!r}, the model knows {', '.join(column.names[:20])}"
+            )
+            cells = [c for c, odd in zip(piece.cells, strange, strict=True) if odd]
+            problems.add("level", column.name, what, cells, MEND)
+        out[strange] = np.nan
+    return out, int(gone.sum() + strange.sum())
+
+
+def _array(facts: InputSpec, x: np.ndarray[Any, Any], name: str) -> Tensor:
+    table = facts.table
+    if x.dtype.kind not in "uifb":
+        raise DataError(f"{name}: must be numbers, got {x.dtype}; a table with text needs names of its columns")
+    if table is not None:
+        if any(column.levels for column in table.columns):
+            raise DataError(f"{name}: the model was trained on text columns; give a table with names of its columns")
+        if x.ndim != 2 or x.shape[1] != len(table.columns):
+            raise DataError(f"{name}: has shape {x.shape}, expected [rows, {len(table.columns)}]")
+        cells = (Piece(0, c.name, x[:, k].tolist()) for k, c in enumerate(table.columns))
+        return _by_column(facts, [c.name for c in table.columns], cells, Problems(name, first=0), None).x
+    if x.ndim > 1 and x.shape[1:] != facts.shape and (x.shape[0], 1, *x.shape[1:]) == (x.shape[0], *facts.shape):
+        x = x[:, None]
+    found = torch.from_numpy(np.ascontiguousarray(x if x.dtype == np.uint8 else x.astype(np.float32)))
+    return facts.samples(found, name)

@@ -1,0 +1,189 @@
+"""What a table holds, before its columns have roles: kinds of columns, and everything that is wrong or must be said."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedloom.data.column_facts import FEW, PER_LEVEL, Facts
+from fedloom.data.sources import source
+from fedloom.data.sources.archive import entries
+from fedloom.data.sources.cells import is_missing, is_number, pointed
+from fedloom.data.sources.tabular import Csv, TableSource
+from fedloom.errors import ConfigError, DataError, NoSamples, nearest
+
+TARGETS = (
+    "target", "label", "class", "outcome", "y", "response", "diagnosis", "result", "died", "dead", "death", "survived",
+    "default", "churn", "churned", "disease", "readmitted", "ill", "sick", "price", "income",
+)  # fmt: skip
+SITES = (
+    "site", "hospital", "center", "centre", "clinic", "client", "user", "institution", "facility", "ward", "station",
+    "branch", "bank", "school", "store", "shop", "region", "country", "county", "state", "city", "device", "sensor",
+    "machine", "plant", "group", "klinik", "standort", "writer", "speaker", "subject",
+)  # fmt: skip
+TELLS = 0.99
+"""Share of the target's spread that a single column explains when it leaks."""
+
+
+class Survey:
+    """A table as it is found.
+
+    Args:
+        path: a CSV or Parquet file; a CSV file's separator and decimal sign are found out.
+
+    Raises:
+        DataError: no such file, no table, rows of another length, or columns of the same name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if path.is_dir():
+            raise DataError(f"{path}: is a folder; give a CSV or Parquet file")
+        self.path = path
+        self.options: dict[str, Any] = {}
+        kind = source(path)
+        if not isinstance(kind, TableSource):
+            raise DataError(f"{path}: is no table but {type(kind).__name__.lower()}; give a CSV or Parquet file")
+        if isinstance(kind, Csv):
+            self.options["separator"] = separator(path)
+            kind = kind.with_(**self.options)
+        self.known = kind.missing
+        cells: dict[str, list[str]] = {}
+        with kind.open() as raw:
+            self.names = raw.names
+            twice = sorted({name for name in raw.names if raw.names.count(name) > 1})
+            for name in raw.names:
+                cells[name] = []
+            for piece in raw.cells if not twice else ():
+                gone = is_missing(piece.cells, self.known)
+                cells[piece.column] += ["" if g else str(c) for c, g in zip(piece.cells, gone, strict=True)]
+            blocked = raw.problems.sentences()
+        blocked += [f"more than one column is called {name!r}; rename them" for name in twice]
+        if blocked:
+            raise DataError(f"{path}: no draft runs until this is repaired:" + "".join(f"\n  - {b}" for b in blocked))
+        if not raw.names:
+            raise NoSamples(f"{path}: empty; a table needs a header row and rows below it")
+        if not cells[raw.names[0]]:
+            raise NoSamples(f"{path}: no rows below the header; an empty table")
+        if isinstance(kind, Csv) and self._commas(list(cells.values())):
+            self.options["decimal"] = ","
+            cells = {name: [pointed(c) for c in column] for name, column in cells.items()}
+        self.columns = {name: Facts(name, np.array(column, object)) for name, column in cells.items()}
+        self.rows = len(next(iter(cells.values())))
+
+    def column(self, name: str, what: str) -> Facts:
+        """A column by name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if name not in self.columns:
+            raise ConfigError(f"{self.path}: {what}: no column {name!r}; {nearest(name, self.names)}")
+        return self.columns[name]
+
+    @staticmethod
+    def _commas(columns: list[list[str]]) -> bool:
+        """Whether numbers have a decimal comma: some columns are numbers with it that are none without."""
+        found = [[c for c in column if c != ""] for column in columns]
+        return any(cells and sum("," in c and is_number(pointed(c)) for c in cells) > len(cells) / 2 for cells in found)
+
+    def targets(self) -> list[str]:
+        """Columns that may be the target, the likeliest first: by name, then those with few classes, from the right."""
+        fit = [
+            c for c in self.columns.values() if c.kind in ("number", "text") and not c.constant and not c.identifies
+            and (c.kind == "number" or len(c.levels) <= max(FEW, self.rows // (5 * PER_LEVEL)))
+        ]  # fmt: skip
+        whole = [c for c in fit if c.name.lower() in TARGETS]
+        last = [c for c in fit if c.name == self.names[-1]]
+        few = [c for c in reversed(fit) if len(c.levels) <= FEW and not _words(c.name) & set(SITES)]
+        return list(dict.fromkeys(c.name for c in [*whole, *_named(fit, TARGETS), *last, *few]))
+
+    def sites(self, target: str) -> list[str]:
+        """Columns that may name the site of a row, the likeliest first."""
+        fit = [
+            c for c in self.columns.values() if c.name != target and (c.kind == "text" or c.whole)
+            and 2 <= len(c.levels) <= self.rows / PER_LEVEL
+        ]  # fmt: skip
+        return [c.name for c in _named(fit, SITES)]
+
+    def told(self, feature: Facts, target: Facts, task: str) -> float:
+        """Share of the target's spread that a column explains alone, in [0, 1], 0 where too few rows say so.
+
+        Of classes the share of wrong guesses that it saves, of a regression the share of variance.
+        """
+        rows = (target.cells != "") if task != "regression" else ~np.isnan(target.values)
+        groups = np.unique(feature.groups[rows], return_inverse=True)[1]
+        n, many = len(groups), int(groups.max(initial=0)) + 1
+        if n < FEW or many > n / 5:
+            return 0.0
+        if task == "regression":
+            y = target.values[rows]
+            if feature.kind == "number" and (both := ~np.isnan(feature.values[rows])).sum() > n / 2:
+                x = feature.values[rows][both]
+                line = np.corrcoef(x, y[both])[0, 1] ** 2 if x.std() > 0 and y[both].std() > 0 else 0.0
+            else:
+                line = 0.0
+            count = np.bincount(groups)
+            between = float((count * (np.bincount(groups, y) / count - y.mean()) ** 2).sum())
+            total = float(((y - y.mean()) ** 2).sum())
+            return max(float(line), between / total if total else 0.0)
+        classes = np.unique(target.cells[rows].astype(str), return_inverse=True)[1]
+        table = np.zeros((many, int(classes.max()) + 1))
+        np.add.at(table, (groups, classes), 1)
+        wrong = n - table.sum(0).max()
+        return 1 - (n - table.max(1).sum()) / wrong if wrong else 0.0
+
+    def twins(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Columns with the same cells: a later one, and the first."""
+        seen: dict[bytes, str] = {}
+        for name in names:
+            key = "\0".join(self.columns[name].cells.tolist()).encode()
+            if key in seen:
+                yield name, seen[key]
+            seen.setdefault(key, name)
+
+
+def separator(path: Path) -> str:
+    """The character between the cells of a CSV file: the one that cuts its first rows into the same number, above one.
+
+    Raises:
+        DataError: no such file, or not text in UTF-8.
+    """
+    for entry in entries(path, lambda name: True):
+        head = entry.stream.read(2**16)
+        break
+    else:
+        raise DataError(f"{path}: no file there")
+    try:
+        text = head.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if error.start < len(head) - 4:
+            raise DataError(
+                f"{path}: not text in UTF-8 (byte {error.start}); save it as UTF-8, or convert it: "
+                f"iconv -f WINDOWS-1252 -t UTF-8 {path.name} > utf8.csv"
+            ) from None
+        text = head[: error.start].decode("utf-8-sig")
+    lines = text.splitlines(keepends=True)
+    best, most = ",", 1
+    for sign in (",", ";", "\t", "|"):
+        widths = [len(row) for row in islice(csv.reader(lines[:-1] or lines, delimiter=sign), 200) if row]
+        common = max(set(widths), key=widths.count, default=1)
+        if common > most and widths.count(common) >= 0.8 * len(widths) and widths[0] == common:
+            best, most = sign, common
+    return best
+
+
+def _words(name: str) -> set[str]:
+    """The words of a name, as of ``hospital_id`` and ``hospitalId``, in lower case."""
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
+
+
+def _named(columns: Sequence[Facts], words: Sequence[str]) -> list[Facts]:
+    """The columns with one of the words in their name, in the order of the words."""
+    found = [(min(map(words.index, hits)), c) for c in columns if (hits := _words(c.name) & set(words))]
+    return [c for _, c in sorted(found, key=lambda pair: pair[0])]

@@ -1,0 +1,189 @@
+"""A federation with the face of scikit-learn: ``fit(X, y, groups=...)``, ``predict``, ``predict_proba``, ``score``.
+
+>>> import numpy as np
+>>> X = np.random.default_rng(0).normal(size=(90, 4))
+>>> sites = np.repeat(["north", "south", "west"], 30)
+>>> made = FederatedClassifier("ditto", rounds=5).fit(X, X[:, 0] > 0, groups=sites)
+>>> made.predict(X[:2], groups=["north", "west"]).shape, made.predict_proba(X).shape
+((2,), (90, 2))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from torch import nn
+
+from fedloom.algorithms import Algorithm, Composition
+from fedloom.data import partition
+from fedloom.data.dataset import Dataset, Task
+from fedloom.data.tables import Table
+from fedloom.engine.setting import Engine, Evaluate
+from fedloom.engine.simulate import simulate
+from fedloom.errors import DataError
+from fedloom.local import LocalSGD
+from fedloom.models import ModelSpec
+from fedloom.trained.model import Model
+
+__all__ = ["FederatedClassifier", "FederatedRegressor"]
+
+Some = NDArray[Any]
+
+
+class _Federated(BaseEstimator):  # type: ignore[misc]
+    """What both have; `FederatedClassifier` describes it."""
+
+    def __init__(
+        self,
+        method: str | Algorithm | Composition = "fedavg",
+        *,
+        rounds: int = 20,
+        lr: float = 0.1,
+        epochs: int = 1,
+        batch_size: int | None = 32,
+        model: str | ModelSpec | nn.Module | Callable[..., nn.Module] = "softmax",
+        clients: int = 1,
+        random_state: int | np.random.RandomState = 0,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.method, self.rounds, self.lr, self.epochs, self.batch_size = method, rounds, lr, epochs, batch_size
+        self.model, self.clients, self.random_state, self.settings = model, clients, random_state, settings
+
+    def _fit(self, x: Some, y: torch.Tensor, task: Task, groups: ArrayLike | None, **more: Any) -> None:
+        """Trains on features [N, p] and targets as `Dataset` has them."""
+        state = self.random_state
+        seed = state if isinstance(state, int) else int(check_random_state(state).randint(2**31))
+        if groups is not None:
+            names, users = np.unique(_groups(groups, len(x)), return_inverse=True)
+            more |= {"users": torch.from_numpy(users), "user_names": tuple(map(str, names))}
+        table = Table.numeric(x.shape[1])
+        data = Dataset("X", torch.tensor(x, dtype=torch.float64), y, task, prepare=table, **more)
+        cut = {"test": 0.0, "validation": 0.0}
+        split = partition.iid(clients=self.clients, **cut) if groups is None else partition.writers(**cut)
+        result = simulate(
+            self.method,
+            split(data, seed=seed),
+            self.model,
+            rounds=self.rounds,
+            seed=seed,
+            local=LocalSGD(lr=self.lr, epochs=self.epochs, batch_size=self.batch_size),
+            evaluate=Evaluate(parts=("train",), every=self.rounds),
+            engine=Engine(dtype="float64"),
+            **(self.settings or {}),
+        )
+        models = result.models
+        kinds, known = models.kinds(), models.names
+        own = "personal" if "personal" in kinds else "global"
+        self.models_: dict[str | None, Model] = {name: models.ready(own, name) for name in known}
+        if "global" in kinds:
+            self.models_[None] = models.ready("global")
+        elif len(known) == 1:
+            self.models_[None] = self.models_[known[0]]
+
+    def _scores(self, x: Any, groups: ArrayLike | None) -> Some:
+        """Probabilities or values [N, k], each row by the model of its group."""
+        check_is_fitted(self)
+        rows = torch.tensor(validate_data(self, x, reset=False), dtype=torch.float64)
+        owners = [None] * len(rows) if groups is None else _groups(groups, len(rows)).astype(str).tolist()
+        places: dict[str | None, list[int]] = {}
+        for k, owner in enumerate(owners):
+            places.setdefault(owner if owner in self.models_ else None, []).append(k)
+        if None in places and None not in self.models_:
+            raise DataError(
+                f"{self.method} has no global model: give the groups of all rows, each one of the fit; it had "
+                f"{', '.join(map(repr, list(self.models_)[:8]))}"
+            )
+        out = np.concatenate([self.models_[owner].scores(rows[torch.tensor(own)]) for owner, own in places.items()])
+        return np.asarray(out[np.argsort(np.concatenate(list(places.values())))])
+
+
+class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
+    """A classifier that a federation of the groups trains.
+
+    Args:
+        method: a name of ``fedloom list``, or a value of `fedloom.algorithms`.
+        rounds: communication rounds.
+        lr: step size of local training.
+        epochs: passes over a client's rows per round.
+        batch_size: rows per step; None: all of a client.
+        model: a name or value of `fedloom.models`, an `nn.Module`, or what makes one.
+        clients: to how many rows are dealt at random where no groups are given.
+        random_state: an int, or a generator that one is drawn from; everything random comes from it.
+        settings: other choices of `fedloom.Setting`, as ``{"sampler": ...}``.
+
+    Attributes:
+        models_: the model of every client by the name of its group, and under None the global one, where the method
+            has them.
+        classes_: the classes ``[C]``.
+    """
+
+    def fit(self, X: Any, y: Any, groups: ArrayLike | None = None) -> Self:
+        """Trains.
+
+        Args:
+            X: numbers ``[N, p]``, without missing values.
+            y: classes ``[N]``, numbers or text.
+            groups: whose each row is ``[N]``: the clients of the federation; None: `clients` of them, dealt at random.
+
+        Raises:
+            ValueError: what scikit-learn or the method refuses.
+        """
+        X, y = validate_data(self, X, y, dtype=np.float64)
+        check_classification_targets(y)
+        self.classes_, codes = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise DataError(f"y has one class only, {str(self.classes_[0])!r}; a classifier needs two")
+        task: Task = "binary" if len(self.classes_) == 2 else "classification"
+        names = tuple(map(str, range(len(self.classes_))))
+        self._fit(X, torch.from_numpy(codes.astype(np.int64)), task, groups, classes=names)
+        return self
+
+    def predict(self, X: Any, groups: ArrayLike | None = None) -> Some:
+        """Classes ``[N]``.
+
+        Args:
+            X: numbers ``[N, p]``.
+            groups: whose each row is ``[N]``: a row goes to its group's own model, if the method has them; rows of
+                unknown groups, and all rows without groups, to the global model.
+        """
+        best = self._scores(X, groups).argmax(1)
+        return np.asarray(self.classes_[best])
+
+    def predict_proba(self, X: Any, groups: ArrayLike | None = None) -> Some:
+        """Probabilities ``[N, C]`` in the order of ``classes_``; arguments as `predict`."""
+        return self._scores(X, groups)
+
+
+class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
+    """A regression that a federation of the groups trains; the arguments are those of `FederatedClassifier`.
+
+    The target is centred and scaled by the mean and standard deviation of all rows.
+    """
+
+    def fit(self, X: Any, y: Any, groups: ArrayLike | None = None) -> Self:
+        """Trains on numbers ``[N, p]`` and ``[N]``; see `FederatedClassifier.fit`."""
+        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
+        y = np.asarray(y, np.float64)
+        centre, unit = float(y.mean()), float(y.std()) or 1.0
+        target = torch.from_numpy((y - centre) / unit)[:, None]
+        self._fit(X, target, "regression", groups, centre=centre, unit=unit)
+        return self
+
+    def predict(self, X: Any, groups: ArrayLike | None = None) -> Some:
+        """Values ``[N]``; see `FederatedClassifier.predict` for the groups."""
+        return self._scores(X, groups)[:, 0]
+
+
+def _groups(groups: ArrayLike, rows: int) -> Some:
+    found: Some = column_or_1d(groups)
+    if len(found) != rows:
+        raise DataError(f"groups has {len(found)} entries for {rows} rows; give one for each")
+    return found

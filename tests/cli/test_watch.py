@@ -1,0 +1,129 @@
+"""The report of a run while it goes on: served on loopback, to a browser on this machine, and nothing else of it."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import tomllib
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from fedloom.cli import app
+from fedloom.cli.watch import HOST, Page, handler
+from fedloom.errors import FedloomError
+from fedloom.experiment import Plan, outputs, parse
+from fedloom.experiment.events import Event
+
+SMALL = """
+name = "small"
+rounds = 3
+seeds = [0, 1]
+[data]
+source = "digits"
+[partition]
+clients = 3
+[evaluate]
+every = 1
+[[method]]
+algorithm = "fedavg"
+"""
+
+
+class Watched:
+    """A server on a page, and the status and text of its answers."""
+
+    def __init__(self, page: Page) -> None:
+        self.server = ThreadingHTTPServer((HOST, 0), handler(page))
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def get(self, path: str = "/", host: str | None = None, method: str = "GET") -> tuple[int, str]:
+        line = http.client.HTTPConnection(HOST, self.server.server_port, timeout=60)
+        line.request(method, path, headers={"Host": host or f"{HOST}:{self.server.server_port}"})
+        answer = line.getresponse()
+        return answer.status, answer.read().decode()
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[tuple[Path, Watched, Page]]:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "experiment.toml").write_text(SMALL)
+    page = Page(out, 7)
+    found = Watched(page)
+    yield out, found, page
+    found.server.shutdown()
+    found.server.server_close()
+    page.close()
+
+
+def test_a_run_is_watched_from_its_first_figures_to_its_end(
+    watched: tuple[Path, Watched, Page], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, server, _ = watched
+    status, text = server.get()
+    assert (status, "No figures yet" in text) == (200, True)
+    assert '<meta http-equiv="refresh" content="7">' in text
+    monkeypatch.setattr(outputs, "PAUSE", 0.0)
+    pages: list[str] = []
+    rounds: list[set[tuple[int, int]]] = []
+
+    def look(event: Event) -> None:
+        if event.round == 2 and not event.status and event.seed == 1:
+            rounds.append(set(zip(*(pq.read_table(outputs.snapshot(out, out.parent / "copy") / "metrics.parquet")[name]
+                                    .to_pylist() for name in ("seed", "round")), strict=True)))  # fmt: skip
+            pages.append(server.get()[1])
+
+    (out / "experiment.toml").unlink()
+    plan = Plan(parse(tomllib.loads(SMALL)), out)
+    plan.run(look, page=False)
+    assert {(0, 3), (1, 1)} <= rounds[0]
+    assert (1, 3) not in rounds[0]
+    assert 'id="results"' in pages[0]
+    assert "unfinished" in pages[0]
+    assert not (out / outputs.LIVE).exists()
+    assert outputs.snapshot(out, out.parent / "copy") == out
+    after = server.get()[1]
+    assert "unfinished" not in after
+    assert server.get()[1] == after
+
+
+def test_nothing_else_is_served(watched: tuple[Path, Watched, Page]) -> None:
+    out, server, _ = watched
+    port = server.server.server_port
+    assert server.server.server_address[0] == "127.0.0.1"
+    for path in ("/experiment.toml", "/../experiment.toml", f"/{out}", "/%2e%2e/", "/page.html"):
+        assert server.get(path)[0] == 404, path
+    for host in ("evil.example", f"evil.example:{port}", HOST, f"{HOST}:1", ""):
+        assert server.get(host=host or " ")[0] == 403, host
+    assert server.get(host=f"localhost:{port}")[0] == 200
+    assert server.get(method="POST")[0] == 501
+    assert server.get(method="HEAD") == (200, "")
+
+
+def test_what_cannot_be_watched_is_a_sentence(tmp_path: Path) -> None:
+    for folder, sentence in ((tmp_path / "none", "is not a directory"), (tmp_path, "has no server.toml")):
+        done = CliRunner().invoke(app, ["watch", str(folder)])
+        assert done.exit_code == 2
+        assert sentence in done.output
+    with pytest.raises(FedloomError):
+        Page(tmp_path, 1)
+
+
+def test_a_deployment_is_watched_by_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = tmp_path / "server" / "results"
+    results.mkdir(parents=True)
+
+    class Settings:
+        results = tmp_path / "server" / "results"
+
+    monkeypatch.setattr("fedloom.deploy.status.server_of", lambda folder: Settings)
+    page = Page(tmp_path, 3)
+    assert "No figures yet" in page.text()
+    Plan(parse({**tomllib.loads(SMALL), "rounds": 1, "seeds": [0]}), results).run(page=False)
+    assert 'id="results"' in page.text()
+    page.close()

@@ -1,0 +1,225 @@
+"""`fedloom init`: what is wrong with a table is said at once, and the draft runs as it is."""
+
+from __future__ import annotations
+
+import datetime
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from typer.testing import CliRunner
+
+import fedloom as fl
+from fedloom.cli import app
+from fedloom.data.column_facts import Facts
+from fedloom.data.survey import separator
+from fedloom.experiment import Plan, parse
+
+RUNNER, N = CliRunner(), 240
+RNG = np.random.default_rng(3)
+AGE, BMI, SITE = RNG.normal(50, 10, N), RNG.normal(27, 4, N), RNG.integers(1, 5, N)
+ILL = (AGE / 10 + BMI / 4 + RNG.normal(0, 1, N) > 11.75).astype(int)
+
+
+def write(path: Path, rows: Sequence[Sequence[object]], separator: str = ",", before: bytes = b"") -> Path:
+    path.write_bytes(before + "".join(separator.join(map(str, row)) + "\n" for row in rows).encode())
+    return path
+
+
+def init(path: Path, *options: str, code: int = 0) -> str:
+    done = RUNNER.invoke(app, ["init", str(path), *options])
+    assert done.exit_code == code, done.output
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    assert (path.with_suffix(".toml").exists()) is (code == 0)
+    return done.output
+
+
+def drafted(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = tomllib.loads(path.with_suffix(".toml").read_text())
+    return found
+
+
+def runs(path: Path) -> Plan:
+    """Runs a draft with one round and one seed."""
+    plan = Plan(parse({**drafted(path), "rounds": 1, "seeds": [0]}), path.parent / "out")
+    assert {o.status for o in plan.run(page=False)} == {"done"}
+    return plan
+
+
+def comma(value: float) -> str:
+    return f"{value:.2f}".replace(".", ",")
+
+
+def test_a_european_table(tmp_path: Path) -> None:
+    rows = [
+        ["Alter", "BMI", "Umsatz", "Klinik", "Datum", "Ergebnis"],
+        *([comma(a), comma(b), f"1.{k + 100},5", f"K{s}", f"{k % 28 + 1}.03.2021", ("nein", "ja")[y]]
+          for k, (a, b, s, y) in enumerate(zip(AGE, BMI, SITE, ILL, strict=True))),
+    ]  # fmt: skip
+    path = write(tmp_path / "eu.csv", rows, ";", b"\xef\xbb\xbf")
+    said = init(path)
+    assert "separator ';', decimal ','" in said
+    assert "column 'Datum': dates" in said
+    data = drafted(path)["data"]
+    assert (data["label"], data["users"], data["task"]) == ("Ergebnis", "Klinik", "binary")
+    assert data["drop"] == ["Datum"]
+    federation = runs(path).federations[0]
+    assert federation.names == ("K1", "K2", "K3", "K4")
+    raw = fl.load(path, **{k: v for k, v in data.items() if k != "source"})
+    np.testing.assert_allclose(raw.x[:, 0].numpy(), np.round(AGE, 2))
+    np.testing.assert_allclose(raw.x[:, 2].numpy(), [1000 + k + 100 + 0.5 for k in range(N)])
+
+
+def test_everything_is_said_at_once(tmp_path: Path) -> None:
+    head = ["id", "name", "age", "copy", "code", "smoker", "visit", "const", "none", "town", "lab", "hospital", "died"]
+    rows = [
+        [k, f'"D, J{k}"', f"{a:.1f}", f"{a:.1f}", ("a", "b")[y], ("yes", "no", "", "Yes")[k % 4],
+         f"2021-0{k % 9 + 1}-11", "x", "", f"t{k % 120}", "n/a" if k % 50 == 0 else k % 17,
+         1 + k % 3 if k > 8 else 7, "" if k == 20 else y]
+        for k, (a, y) in enumerate(zip(AGE, ILL, strict=True))
+    ]  # fmt: skip
+    path = write(tmp_path / "messy.csv", [head, *rows])
+    said = init(path, "--by", "hospital", "--target", "died")
+    for sentence in (
+        "target: 'died', binary",
+        "column 'died': 1 rows have no target; they are left out",
+        "site: 'hospital', 4 sites of 9 to 77 rows",
+        "sites of fewer than 20 rows: '7' (9)",
+        "column 'id': names rows; left out",
+        "column 'name': names rows; left out",
+        "column 'copy': the same as 'age'; left out",
+        "column 'code': tells the target by itself (100.0%)",
+        "column 'smoker': text of 3 levels, a feature for each",
+        "differ by capitals or spaces only: 'Yes' and 'yes'",
+        "column 'smoker': 60 of 240 cells are missing (25%)",
+        "column 'visit': dates",
+        "column 'const': the same in every row, 'x'; left out",
+        "column 'none': empty; left out",
+        "column 'town': text of 120 levels in 240 rows",
+        "column 'lab': numbers, but for 'n/a', which count as missing",
+    ):
+        assert sentence in said, sentence
+    data = drafted(path)["data"]
+    assert data["drop"] == ["id", "name", "copy", "code", "visit", "const", "none", "town"]
+    assert data["categorical"] == ["smoker"]
+    assert data["missing"][-1] == "n/a"
+    assert (data["impute"], data["unlabelled"]) == (True, "drop")
+    federation = runs(path).federations[0]
+    assert sum(len(federation.indices(part, c)) for part in federation.parts for c in range(4)) == N - 1
+
+
+def test_a_regression_is_learned_in_units_of_its_spread(tmp_path: Path) -> None:
+    price = 4000 * AGE + 1000 * BMI + RNG.normal(0, 9000, N)
+    kind = RNG.integers(2, size=N)
+    rows = [[f"{a:.2f}", f"{b:.2f}", ("flat", "house")[k], f"{p + 50000 * k:.0f}"]
+            for a, b, k, p in zip(AGE, BMI, kind, price, strict=True)]  # fmt: skip
+    path = write(tmp_path / "prices.csv", [["area", "rooms", "kind", "price"], *rows])
+    assert "site: no column names one" in init(path)
+    document = drafted(path)
+    assert document["data"]["task"] == "regression"
+    assert document["data"]["unit"] == pytest.approx((price + 50000 * kind).std(), rel=0.01)
+    plan = Plan(parse({**document, "seeds": [0]}), tmp_path / "out")
+    assert {o.status for o in plan.run(page=False)} == {"done"}
+    opened = fl.open_run(tmp_path / "out")
+    assert float(opened["fedavg", 0].final("global", "r2").mean()) > 0.8
+    said = opened.predict(path, "fedavg").labels
+    assert np.abs(said - price - 50000 * kind).mean() < 15000, "predictions are in the units of the label"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("empty.csv", b"", "empty; a table needs a header row"),
+        ("header.csv", b"a,b\n", "no rows below the header"),
+        ("one.csv", b"a,b\n1,2\n", "1 row; a federation needs at least 10"),
+        ("latin.csv", "größe,y\n1,2\n".encode("latin-1"), "not text in UTF-8 (byte 2)"),
+        ("twice.csv", b"a,a,y\n" + b"1,2,0\n" * 20, "more than one column is called 'a'"),
+        ("ragged.csv", b"a,b,y\n" + b"1,2,0\n" * 20 + b"1,2\n1,2,3,4\n", "row 22 has 2 cells, expected 3 (2 such)"),
+        ("single.csv", b"y\n" + b"1\n0\n" * 20, "no column is left as a feature"),
+        ("same.csv", b"a,y\n" + b"1,2\n" * 20, "no column can be the target"),
+    ],
+)
+def test_where_no_draft_is_possible_a_sentence_says_why(
+    tmp_path: Path, name: str, content: bytes, sentence: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert sentence in init(tmp_path / name, code=2)
+
+
+def test_what_is_asked_for_must_fit(tmp_path: Path) -> None:
+    rows = [[f"{a:.1f}", s, 5, f"n{k}", y] for k, (a, s, y) in enumerate(zip(AGE, SITE, ILL, strict=True))]
+    path = write(tmp_path / "t.csv", [["age", "ward", "five", "name", "ill"], *rows])
+    for options, sentence in (
+        (("--target", "il"), "did you mean 'ill'"),
+        (("--by", "wardd"), "did you mean 'ward'"),
+        (("--by", "ill", "--target", "ill"), "cannot be the target and the site"),
+        (("--target", "five"), "is the same in every row"),
+        (("--target", "name"), "differs in every row"),
+        (("--by", "name"), "0 of the 240 sites of --by name have at least 5 rows"),
+        (("--by", "five"), "1 of the 1 sites"),
+    ):
+        assert sentence in init(path, *options, code=2), options
+    for missing in (tmp_path / "none.csv", tmp_path):
+        assert RUNNER.invoke(app, ["init", str(missing)]).output.startswith("error: ")
+
+
+def test_a_file_that_is_there_is_kept(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", [["a", "y"], *zip(np.round(AGE, 2), ILL, strict=True)])
+    path.with_suffix(".toml").write_text("mine")
+    init_again: Callable[..., Any] = lambda *more: RUNNER.invoke(app, ["init", str(path), *more])  # noqa: E731
+    assert "is there already; give --force" in init_again().output
+    assert path.with_suffix(".toml").read_text() == "mine"
+    assert init_again("--out", str(tmp_path / "deep" / "other.toml")).exit_code == 0
+    assert init_again("--force").exit_code == 0
+    assert parse(drafted(path)).head.name == "t"
+
+
+def test_a_parquet_file_and_many_levels(tmp_path: Path) -> None:
+    flags = [None if b > 33 else bool(b > 27) for b in BMI]
+    table = {
+        "age": AGE,
+        "flag": flags,
+        "when": [datetime.date(2020, 1, 1 + int(s)) for s in SITE],
+        "town": [f"t{k % 22}" for k in range(N)],
+        "hospital": SITE,
+        "died": ILL.astype(bool),
+    }
+    parquet.write_table(pa.table(table), tmp_path / "t.parquet")
+    said = init(tmp_path / "t.parquet")
+    assert "column 'town': text of 22 levels, a feature for each" in said
+    assert drafted(tmp_path / "t.parquet")["data"]["categorical"] == ["flag", "town"]
+    runs(tmp_path / "t.parquet")
+
+
+def test_a_separator_is_found_by_what_cuts_rows_alike(tmp_path: Path) -> None:
+    for sign, text in (
+        (",", 'a,b\n"x;y;z",1\n"x;y;z",2\n'),
+        (";", "a;b\n1,5;2,5\n1,5;2,5\n"),
+        ("\t", "a\tb\n1 2\t3\n"),
+        ("|", "a|b|c\n1|2|3\n"),
+        (",", "a\n1\n"),
+    ):
+        (tmp_path / "t.csv").write_text(text)
+        assert separator(tmp_path / "t.csv") == sign, text
+
+
+@pytest.mark.parametrize(
+    ("cells", "kind"),
+    [
+        (["1", "2.5", "", "-3e4"], "number"),
+        (["yes", "no"], "text"),
+        (["2021-03-01", "2021-04-11 12:30"], "date"),
+        (["3.4.2021", "12/11/21"], "date"),
+        (["", ""], "empty"),
+        (["1", "two"], "text"),
+        (["7", "unknown", "N/A"], "number"),
+        ([*["5.1"] * 40, "<5"], "number"),
+    ],
+)
+def test_kinds_of_columns(cells: list[str], kind: str) -> None:
+    assert Facts("c", np.array(cells, object)).kind == kind

@@ -1,0 +1,102 @@
+"""The face of scikit-learn: its own checks, and groups that are clients."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import PolynomialFeatures
+from sklearn.utils.estimator_checks import check_estimator
+
+import fedloom as fl
+from fedloom.errors import ConfigError, DataError
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(180, 3)) * [1, 10, 0.1] + [0, 5, 1]
+SITES = np.repeat(["north", "south", "west"], 60)
+SIGN = np.where(SITES == "south", -1, 1)
+Y = np.where(SIGN * X[:, 0] > 0, "ill", "well")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", ["fedavg", "ditto", "local"])
+@pytest.mark.parametrize("kind", ["FederatedClassifier", "FederatedRegressor"])
+def test_scikit_learn_s_own_checks_pass(kind: str, method: str) -> None:
+    done = check_estimator(getattr(fl.sklearn, kind)(method), on_skip=None)
+    assert {one["status"] for one in done} <= {"passed", "skipped"}
+    assert len([one for one in done if one["status"] == "passed"]) >= 48
+
+
+def test_every_group_is_predicted_by_its_own_model() -> None:
+    made = fl.sklearn.FederatedClassifier(fl.algorithms.Ditto(lam=0.01), lr=0.5).fit(X, Y, groups=SITES)
+    assert made.classes_.tolist() == ["ill", "well"]
+    own, shared = (made.predict(X, groups=SITES) == Y).mean(), made.score(X, Y)
+    assert own > 0.9
+    assert shared < 0.75, "north and west outvote south in the global model"
+    proba = made.predict_proba(X, groups=SITES)
+    np.testing.assert_allclose(proba.sum(1), 1)
+    assert (made.classes_[proba.argmax(1)] == made.predict(X, groups=SITES)).all()
+    order = RNG.permutation(len(X))
+    np.testing.assert_allclose(made.predict_proba(X[order], groups=SITES[order]), proba[order], atol=1e-12)
+    unknown = made.predict_proba(X[:2], groups=["east", "east"])
+    np.testing.assert_array_equal(unknown, made.predict_proba(X[:2]))
+
+
+def test_a_method_without_a_global_model_asks_for_groups() -> None:
+    made = fl.sklearn.FederatedClassifier("local", rounds=3).fit(X, Y, groups=SITES)
+    assert made.predict(X[:2], groups=["west", "north"]).shape == (2,)
+    with pytest.raises(DataError, match="local has no global model.*'north', 'south', 'west'"):
+        made.predict(X)
+    alone = fl.sklearn.FederatedClassifier("local", rounds=3).fit(X, Y)
+    assert alone.predict(X).shape == (180,)
+
+
+def test_a_regression_has_the_units_of_its_target() -> None:
+    y = 4000 * X[:, 0] + 300 * X[:, 1] + 1e6
+    made = fl.sklearn.FederatedRegressor(rounds=40).fit(X, y, groups=SITES)
+    assert made.score(X, y) > 0.95
+    assert made.predict(X).mean() == pytest.approx(1e6, rel=0.01)
+
+
+def test_it_works_with_the_tools_of_scikit_learn() -> None:
+    made = fl.sklearn.FederatedClassifier(rounds=4, clients=3)
+    assert clone(made).get_params() == made.get_params()
+    assert made.set_params(lr=0.3).lr == 0.3
+    scores = cross_val_score(make_pipeline(PolynomialFeatures(2), made), X, Y, cv=2)
+    assert scores.shape == (2,)
+    found = GridSearchCV(made, {"lr": [1e-4, 2.0]}, cv=2).fit(X, np.where(X[:, 0] > 0, 1, 0))
+    assert found.best_params_ == {"lr": 2.0}
+    assert found.best_score_ > 0.8
+
+
+def test_the_same_seed_gives_the_same_model() -> None:
+    def made(**more: Any) -> np.ndarray[Any, Any]:
+        return fl.sklearn.FederatedClassifier(rounds=2, clients=2, **more).fit(X, Y).predict_proba(X)
+
+    assert np.array_equal(made(), made())
+    assert not np.array_equal(made(), made(random_state=1))
+    assert np.array_equal(*(made(random_state=np.random.RandomState(3)) for _ in range(2)))
+
+
+def test_what_cannot_be_learned_is_a_sentence() -> None:
+    made = fl.sklearn.FederatedClassifier(rounds=1)
+    with pytest.raises(DataError, match="groups has 3 entries for 180 rows"):
+        made.fit(X, Y, groups=["a", "b", "c"])
+    with pytest.raises(DataError, match="one class only, 'ill'"):
+        made.fit(X, ["ill"] * 180)
+    with pytest.raises(ConfigError, match="did you mean 'fedavg'"):
+        fl.sklearn.FederatedClassifier("fedavgg").fit(X, Y)
+    with pytest.raises(ValueError, match="lr"):
+        fl.sklearn.FederatedClassifier(lr=-1).fit(X, Y)
+
+
+def test_scikit_learn_is_imported_when_it_is_asked_for() -> None:
+    code = "import sys, fedloom as fl; assert 'sklearn' not in sys.modules; fl.sklearn; assert 'sklearn' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,84 @@
+"""The wheel works where there is no checkout: every file that the package reads is in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALL = """
+name = "small"
+rounds = 1
+seeds = [0]
+[data]
+source = "digits"
+[partition]
+clients = 3
+[[method]]
+algorithm = "ditto"
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def fedloom(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """The command of an environment that has the wheel, and what it depends on from this environment."""
+    home = tmp_path_factory.mktemp("elsewhere")
+    venv.create(home / "env", with_pip=False)
+    places = sysconfig.get_paths(vars={"base": str(home / "env"), "platbase": str(home / "env")})
+    site = Path(places["purelib"])
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(site)
+    (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "FEDLOOM_DATA")}
+
+    def call(*arguments: str) -> str:
+        command = [str(home / "env" / "bin" / "python"), *arguments]
+        done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert call("-c", "import fedloom; print(fedloom.__file__)").startswith(str(site))
+    (home / "small.toml").write_text(SMALL)
+    return call
+
+
+def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
+    listed = subprocess.run(["git", "ls-files", "src/fedloom"], cwd=ROOT, check=True, capture_output=True, text=True)
+    with zipfile.ZipFile(wheel) as file:
+        names, about = set(file.namelist()), [n for n in file.namelist() if n.endswith("METADATA")]
+        metadata = file.read(about[0]).decode()
+    assert {name.removeprefix("src/") for name in listed.stdout.split()} <= names
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f"Requires-Python: {project['requires-python']}" in metadata
+    assert "Version: 0.1.0" in metadata
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_commands_work_from_the_wheel(fedloom: Callable[..., str]) -> None:
+    assert "flame-table3-mnist" in fedloom("-m", "fedloom", "reproduce", "--list")
+    assert "ditto" in fedloom("-m", "fedloom", "run", "small.toml", "--out", "run")
+    assert "report:" in fedloom("-m", "fedloom", "report", "run", "--out", "page.html")
+    assert (
+        "small.toml" not in fedloom("-m", "fedloom", "deploy", "init", "small.toml", "--out", "sites").splitlines()[0]
+    )
+    fedloom("-c", "import pathlib; assert 'vegaEmbed' in pathlib.Path('page.html').read_text()")
+    fedloom("-c", "import pathlib; assert list(pathlib.Path('sites').rglob('*.service'))")
