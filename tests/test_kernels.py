@@ -50,6 +50,21 @@ def test_forward_and_backward(sizes: tuple[int, int, int, int], dtype: type, bia
 
 
 @settings(max_examples=60, deadline=None)
+@given(SIZES, DTYPES, st.booleans(), st.lists(st.integers(0, 9), min_size=9, max_size=9))
+def test_apply_to_any_number_of_samples(
+    sizes: tuple[int, int, int, int], dtype: type, bias: bool, held: list[int]
+) -> None:
+    layer = Layer(sizes, dtype, bias, 0)
+    ends = np.cumsum(held[: sizes[0]])
+    x = np.random.default_rng(1).standard_normal((ends[-1], sizes[2])).astype(dtype)
+    out = np.full((ends[-1], sizes[3]), np.nan, dtype)
+    kernels.apply(layer.rows, layer.at, layer.bias, x, ends, out)
+    for c, (end, size) in enumerate(zip(ends, held, strict=False)):
+        own = slice(end - size, end)
+        close(out[own], x[own] @ layer.weight[c].T + layer.own[c])
+
+
+@settings(max_examples=60, deadline=None)
 @given(SIZES, DTYPES, st.booleans(), st.sampled_from(["none", "common", "own"]), st.integers(0, 2**32 - 1))
 def test_add_gradient(sizes: tuple[int, int, int, int], dtype: type, bias: bool, steady: str, seed: int) -> None:
     layer = Layer(sizes, dtype, bias, seed)

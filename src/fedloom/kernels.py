@@ -143,6 +143,24 @@ def forward(w: Any, at: int, bias: int, x: Any, out: Any) -> None:
 
 
 @compiled
+def apply(w: Any, at: int, bias: int, x: Any, ends: Any, out: Any) -> None:
+    """`forward` of any number of samples per client: x ``[N, i]``, out ``[N, o]``, of c up to ``ends[c]``."""
+    i, o, start = x.shape[1], out.shape[1], 0
+    for c in range(len(ends)):
+        end = ends[c]
+        weights = w[c, at : at + o * i].reshape(o, i)
+        for q in range(0, o, 4):
+            for p in range(start, end, 4):
+                last = min(p + 4, end)
+                _dots(x[p:last], weights[q : q + 4], out[p:last, q : q + 4])
+        if bias >= 0:
+            own = w[c, bias : bias + o]
+            for p in range(start, end):
+                out[p] += own
+        start = end
+
+
+@compiled
 def backward(w: Any, at: int, delta: Any, out: Any) -> None:
     """``out <- delta W``; delta ``[m, b, o]``, out ``[m, b, i]``."""
     m, b, o = delta.shape

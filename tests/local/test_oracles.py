@@ -332,6 +332,25 @@ def test_samples_evaluated_together_fill_the_room_of_the_widest_activation(monke
     torch.testing.assert_close(torch.cat(pieces), whole[0])
 
 
+@pytest.mark.parametrize("together", [4096, 6])
+@pytest.mark.parametrize("case", CASES)
+def test_many_models_are_evaluated_as_one_by_one(case: str, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also clients without samples or with more than fit together; any split of the clients gives the same bits."""
+    monkeypatch.setattr("fedloom.local.oracles.network.PIECE", together)
+    fed = handwritten.federation((3, 9, 1, 20, 6), shape=CASES[case].shape).to(dtype=torch.float32)
+    oracle = oracle_of(seeded(lambda: CASES[case].spec.build(CASES[case].shape, CLASSES, 0)), fed)
+    rows = torch.randn(fed.n, oracle.layout.d, generator=torch.Generator().manual_seed(0)) / 4
+    sizes = torch.tensor([3, 0, 1, 20, 6])
+    index = torch.cat([fed.indices("train", i)[:size] for i, size in enumerate(sizes.tolist())])
+    got = oracle.outputs_of(rows, index, sizes)
+    pieces = zip(rows, index.split(sizes.tolist()), strict=True)
+    alone = [torch.cat([*oracle.outputs(row, piece)]) for row, piece in pieces if len(piece)]
+    torch.testing.assert_close(got, torch.cat(alone))
+    for k, own in enumerate(got.split(sizes.tolist())):
+        mine = index.split(sizes.tolist())[k]
+        assert torch.equal(oracle.outputs_of(rows[k : k + 1], mine, sizes[k : k + 1]), own)
+
+
 @pytest.mark.parametrize("make", [Viewing, lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(192, 4))])
 @pytest.mark.parametrize("name", ["stacked", "looped"])
 def test_outputs_do_not_depend_on_the_order_in_memory(name: str, make: Callable[[], nn.Module]) -> None:

@@ -112,6 +112,14 @@ class Federation:
         index, offsets = self._split(part)
         return index[int(offsets[client]) : int(offsets[client + 1])]
 
+    def gather(self, part: str, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Positions of several clients' parts, one client after another [total] int64, and the samples of each [m]."""
+        index, offsets = self._split(part)
+        ids = ids.to(offsets.device)
+        sizes = offsets[ids + 1] - offsets[ids]
+        first = torch.repeat_interleave(offsets[ids] - sizes.cumsum(0) + sizes, sizes)
+        return index[first + torch.arange(len(first), device=first.device)], sizes
+
     def owner(self, part: str) -> Tensor:
         """Client of every entry of ``parts[part].index``: [total] int64."""
         return torch.repeat_interleave(torch.arange(self.n, device=self.device), self.sizes(part))

@@ -166,7 +166,7 @@ def _scores(job: Job, down: Any, global_model: Tensor | None, task: ScoreTask) -
 
 
 def personal_models(job: Job, down: Any, round: int, ids: Tensor) -> Tensor:
-    """Personal models ``[m, d]``; a client never seen makes one from the template first.
+    """Personal models ``[m, d]``; a client never seen trains one from the template first, but for before round 1.
 
     Raises:
         ClientError: code of the method failed.
@@ -175,7 +175,8 @@ def personal_models(job: Job, down: Any, round: int, ids: Tensor) -> Tensor:
     rows = to_device(job.clients.read(ids), device)
     mine = to_device(rows_of(down, ids), device)
     work = job.work(round, ids)
-    fresh = (~job.clients.seen[ids]).nonzero()[:, 0]
+    trains = round > 0 or job.setting.evaluate.personal_at_start
+    fresh = (~job.clients.seen[ids]).nonzero()[:, 0] if trains else ids[:0]
     try:
         if len(fresh):
             _, made = job.algorithm.client(
@@ -195,33 +196,31 @@ def personal_models(job: Job, down: Any, round: int, ids: Tensor) -> Tensor:
 
 def _score_shared(job: Job, row: Tensor, ids: Tensor, part: str) -> dict[str, Tensor]:
     """One model on the parts of many clients, in one pass over their samples."""
-    fed = job.judge
-    pieces = [fed.indices(part, i) for i in ids.tolist()]
-    owner = torch.repeat_interleave(torch.arange(len(ids)), torch.tensor([len(p) for p in pieces]))
-    return _metrics(job.oracle, fed, [(row, torch.cat(pieces))], owner, len(ids))
+    index, sizes = job.judge.gather(part, ids)
+    return _metrics(job, torch.cat([*_outputs(job.oracle, row, index)]), index, sizes)
 
 
 def _score_personal(job: Job, models: Tensor, ids: Tensor) -> Scores:
     """Every client's model on its own parts."""
-    oracle, fed = job.oracle, job.judge
+    oracle = job.oracle
     scores: Scores = {}
     for part in job.setting.evaluate.parts:
-        pairs = [(row, fed.indices(part, i)) for row, i in zip(models, ids.tolist(), strict=True)]
-        owner = torch.repeat_interleave(torch.arange(len(ids)), torch.tensor([len(p) for _, p in pairs]))
-        if not oracle.normalisers:
-            scores["personal", part] = _metrics(oracle, fed, pairs, owner, len(ids))
-            continue
-        alone = []
-        for (row, index), i in zip(pairs, ids, strict=True):
-            oracle.set_statistics(row, i[None])
-            alone.append(_metrics(oracle, fed, [(row, index)], torch.zeros(len(index), dtype=torch.long), 1))
-        scores["personal", part] = {name: torch.cat([a[name] for a in alone]) for name in alone[0]}
+        index, sizes = job.judge.gather(part, ids)
+        if oracle.normalisers:
+            found = []
+            for row, i, piece in zip(models, ids, index.split(sizes.tolist()), strict=True):
+                oracle.set_statistics(row, i[None])
+                found += _outputs(oracle, row, piece)
+            outputs = torch.cat(found)
+        else:
+            outputs = oracle.outputs_of(models, index, sizes)
+        scores["personal", part] = _metrics(job, outputs, index, sizes)
     return scores
 
 
 def _score_common(job: Job, row: Tensor) -> dict[str, Tensor]:
     index = common_test(job.judge)
-    return _metrics(job.oracle, job.judge, [(row, index)], torch.zeros(len(index), dtype=torch.long), 1)
+    return _metrics(job, torch.cat([*_outputs(job.oracle, row, index)]), index, torch.tensor([len(index)]))
 
 
 def common_test(fed: Federation) -> Tensor:
@@ -229,20 +228,16 @@ def common_test(fed: Federation) -> Tensor:
     return fed.parts["test"].index if fed.test is None else fed.test
 
 
-def _metrics(
-    oracle: Network, fed: Federation, pairs: list[tuple[Tensor, Tensor]], owner: Tensor, n: int
-) -> dict[str, Tensor]:
-    outputs = list(_outputs(oracle, pairs))
-    index = torch.cat([index for _, index in pairs])
-    if not outputs:
-        outputs = [torch.empty(0, oracle.task.outputs, dtype=oracle.dtype, device=oracle.device)]
-    return oracle.task.metrics(torch.cat(outputs), fed.targets(index), owner, n)
+def _metrics(job: Job, outputs: Tensor, index: Tensor, sizes: Tensor) -> dict[str, Tensor]:
+    """Metrics of clients whose samples stand one client after another."""
+    owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
+    return job.oracle.task.metrics(outputs, job.judge.targets(index), owner, len(sizes))
 
 
-def _outputs(oracle: Network, pairs: list[tuple[Tensor, Tensor]]) -> Iterator[Tensor]:
-    for row, index in pairs:
-        if len(index):
-            yield from oracle.outputs(row, index)
+def _outputs(oracle: Network, row: Tensor, index: Tensor) -> Iterator[Tensor]:
+    yield torch.empty(0, oracle.task.outputs, dtype=oracle.dtype, device=oracle.device)
+    if len(index):
+        yield from oracle.outputs(row, index)
 
 
 def sizes_of(algorithm: Algorithm, layout: Layout, rows: Tensor) -> dict[str, Tensor]:

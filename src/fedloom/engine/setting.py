@@ -38,6 +38,9 @@ class Evaluate(Value):
         ("train", "validation", "test"), description="parts of every client that are scored", min_length=1
     )
     personal_on_common: bool = Field(False, description="score personal models on the common test set as well")
+    personal_at_start: bool = Field(
+        False, description="train personal models for the evaluation before round 1, which else scores initial ones"
+    )
     confusion: bool = Field(
         False, description="count predicted classes by true class on every client's test part, at the end"
     )

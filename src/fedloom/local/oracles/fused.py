@@ -5,6 +5,7 @@ The backward product of a layer adds straight into ``out`` (the parameters thems
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from fedloom.errors import Refused
 from fedloom.local.oracles.network import Network, hooked
-from fedloom.local.oracles.products import Batched, Compiled, Linear, Products
+from fedloom.local.oracles.products import Batched, Compiled, Linear, Products, apply
 from fedloom.local.oracles.samples import slopes
 from fedloom.models.dropout import Dropout
 
@@ -103,6 +104,34 @@ class Fused(Network):
                 delta = delta * masks[name].flatten(2) if name in masks else delta
             else:
                 delta = BACKWARD[type(layer)](layer, delta, values[k], values[k + 1])
+
+    @torch.no_grad()
+    def outputs_of(self, rows: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
+        """By the compiled loops on a CPU: many models of few samples each cost one call; see `Network.outputs_of`."""
+        if not Compiled.fits(rows):
+            return super().outputs_of(rows, index, sizes)
+        ends, found, start = [0, *sizes.cumsum(0).tolist()], [], 0
+        while start < len(rows):
+            stop = max(start + 1, bisect_right(ends, ends[start] + self._together) - 1)
+            piece = index[ends[start] : ends[stop]]
+            if len(piece) > self._together:
+                found.append(torch.cat([*self.outputs(rows[start], piece)]))
+            else:
+                found.append(self._apply(rows[start:stop], self.fed.fetch(piece), sizes[start:stop]))
+            start = stop
+        return torch.cat(found) if found else rows.new_empty(0, self.task.outputs)
+
+    def _apply(self, rows: Tensor, x: Tensor, sizes: Tensor) -> Tensor:
+        """Outputs ``[N, k]`` in evaluation mode on samples ``x [N, *shape]``, client after client."""
+        ends = sizes.cumsum(0).numpy()
+        for name, layer in self.chain:
+            if name in self.linear:
+                x = apply(rows.numpy(), self.linear[name], x.flatten(1), ends)
+            elif isinstance(layer, nn.ReLU):
+                x = layer(x)
+            elif not isinstance(layer, Dropout | nn.Flatten):  # the last values of a tensor are rounded otherwise
+                x = torch.cat([layer(own) for own in x.split(sizes.tolist())])
+        return x
 
     def _forward(self, products: Products, masks: dict[str, Tensor], x: Tensor) -> list[Tensor]:
         """The input of every step of the chain, and the outputs of the last, each ``[m, b, .]``."""

@@ -171,6 +171,15 @@ class Network(Oracle):
         for piece in index.split(self._together):
             yield self.run(row, self.fed.fetch(piece))
 
+    def outputs_of(self, rows: Tensor, index: Tensor, sizes: Tensor) -> Tensor:
+        """Outputs ``[N, k]`` of the models ``rows [m, d]``, each on its ``sizes [m]`` samples of ``index [N]``.
+
+        A model's outputs do not depend on the models beside it.
+        """
+        pieces = index.split(sizes.tolist())
+        found = [out for row, piece in zip(rows, pieces, strict=True) if len(piece) for out in self.outputs(row, piece)]
+        return torch.cat(found) if found else rows.new_empty(0, self.task.outputs)
+
     @cached_property
     def _together(self) -> int:
         return evaluated_together(self.module, self._sample())

@@ -133,3 +133,12 @@ class Compiled(Products):
             self._out, layer.weight_at, layer.bias_at, delta.contiguous().numpy(), x.contiguous().numpy(),
             self._beta, self._alpha, self._steady,
         )  # fmt: skip
+
+
+def apply(w: np.ndarray, layer: Linear, x: Tensor, ends: np.ndarray) -> Tensor:
+    """Outputs ``[N, o]`` on inputs ``[N, i]`` of clients with ``w [m, d]``; those of c end before ``ends[c]``."""
+    from fedloom import kernels
+
+    h = x.new_empty(len(x), layer.outputs)
+    kernels.apply(w, layer.weight_at, layer.bias_at, x.contiguous().numpy(), ends, h.numpy())
+    return h
