@@ -207,7 +207,7 @@ def _score_personal(job: Job, models: Tensor, ids: Tensor) -> Scores:
     for part in job.setting.evaluate.parts:
         index, sizes = job.judge.gather(part, ids)
         if oracle.normalisers:
-            found = []
+            found: list[Tensor] = []
             for row, i, piece in zip(models, ids, index.split(sizes.tolist()), strict=True):
                 oracle.set_statistics(row, i[None])
                 found += _outputs(oracle, row, piece)
