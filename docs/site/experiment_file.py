@@ -18,6 +18,7 @@ from fedloom.models import MODELS, PAPERS, Augment
 from fedloom.rows.aggregate import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
 from fedloom.rows.channel import CHANNELS
+from fedloom.tasks import Objective
 from fedloom.values import fields_of
 
 START = """# Experiment file
@@ -67,6 +68,7 @@ def page() -> str:
         _values("[partition]: what every kind takes", "How the samples are cut into clients.", Partition),
         _kinds("[partition]: kinds", "`kind` is one of", PARTITIONS, shared=Partition),
         _kinds("[model]", "`kind` is one of", models),
+        _values("[task]", "What is minimised and measured, beside what the data's task has.", Objective),
         _values("[local]", "How clients train, whatever the method.", LocalSGD),
         _values("[augment]", "Random changes of training images.", Augment),
         _kinds("[sampler]", "Who takes part in a round.", SAMPLERS),

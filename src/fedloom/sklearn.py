@@ -1,7 +1,7 @@
 """A federation with the face of scikit-learn: ``fit(X, y, groups=...)``, ``predict``, ``predict_proba``, ``score``.
 
 >>> import numpy as np
->>> X = np.random.default_rng(0).normal(size=(90, 4))
+>>> X = np.arange(360.0).reshape(90, 4) % 7 - 3
 >>> sites = np.repeat(["north", "south", "west"], 30)
 >>> made = FederatedClassifier("ditto", rounds=5).fit(X, X[:, 0] > 0, groups=sites)
 >>> made.predict(X[:2], groups=["north", "west"]).shape, made.predict_proba(X).shape

@@ -202,7 +202,7 @@ def test_perfedavg_personal_model_is_one_step_on_training_data(seed: int) -> Non
 def test_perfedavg_counts_every_gradient(variant: Any, gradients: int) -> None:
     p = Problem.random(0)
     fed = Federation(p.oracle(), p.alpha, LocalSGD(lr=0.1, batch_size="full", steps=3))
-    algorithm = PerFedAvg(variant=variant)
+    algorithm = PerFedAvg(variant=variant, alpha=0.1)
     state = federate(algorithm, p, 0)[0]
     work = fed.work(1, range(p.n))
     algorithm.client(algorithm.down(state.server, None, fed.ctx(1, range(p.n))), state.rows, work)

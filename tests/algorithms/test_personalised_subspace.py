@@ -229,7 +229,7 @@ def test_admmlpproj_with_a_vanishing_weight_is_local_training(seed: int) -> None
 
 
 def test_methods_with_steps_of_their_own_refuse_momentum() -> None:
-    for algorithm in (PFedMe(), PerFedAvg(), APFL(), LpProj(), ADMMLpProj()):
+    for algorithm in (PerFedAvg(), APFL(), LpProj(), ADMMLpProj()):
         with pytest.raises(Refused, match="momentum"):
             check_together(algorithm, LocalSGD(momentum=0.5), UniformWeigher())
         check_together(algorithm, LocalSGD(), UniformWeigher())

@@ -49,7 +49,9 @@ def test_superexec_reaches_the_superlink_and_shares_its_secret(server):
 
 
 def test_flower_reads_the_supernodes_command_line(site):
-    args = _parse_args_run_supernode().parse_args(command("supernode", site, file=Path("/srv/site 1/site.toml"))[1:])
+    words = command("supernode", site, file=Path("/srv/site 1/site.toml"))
+    begin = next(k for k, word in enumerate(words) if word.endswith("flower-supernode"))
+    args = _parse_args_run_supernode().parse_args(words[begin + 1 :])
     assert args.superlink == "fl.example.org:8443"
     assert args.root_certificates == str(site.ca)
     assert args.auth_supernode_private_key == str(site.node_key)

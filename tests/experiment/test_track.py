@@ -116,7 +116,7 @@ def test_what_is_tracked_is_what_was_recorded_once(tmp_path: Path, kind: str, wo
 
 
 def test_every_tracker_is_tested() -> None:
-    assert READ.keys() == NEEDED.keys() == TRACKERS.keys()
+    assert READ.keys() == NEEDED.keys() == TRACKERS.keys() - {"wandb"}  # tested below, with a module in its place
 
 
 def test_an_unknown_tracker_starts_nothing(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_a_disk_that_is_full_is_a_sentence_and_nothing_is_lost(
     monkeypatch.setattr(Path, "write_text", write_text)
     for count in (0, 2, len(files) - 2):  # of the files one is a folder; the page comes last
         left[0] = count
-        with pytest.raises(CheckpointError, match="the disk is full; the results of the run are intact: free some"):
+        with pytest.raises(CheckpointError, match="the disk is full; the results of the run are intact; free some"):
             report.write([small], out)
         assert sorted(tmp_path.rglob("*")) == files
         assert out.read_bytes() == page

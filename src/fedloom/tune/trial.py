@@ -264,6 +264,7 @@ def attempt(
             result = simulate(run, federations[seed], folder=folder / str(seed), progress=[tell, watch])
             if result.stop is Stop.INTERRUPTED:
                 raise Interrupted
+            watch(result.state)  # a run that had ended before an interruption is not played again
             done = _further(done, result.state)
             if result.stop is not Stop.DONE:
                 raise RunStopped(result.stop, result.detail)
