@@ -212,12 +212,17 @@ def test_figures_are_what_was_recorded(finished: Path) -> None:
         assert of("flame: global: train loss")[seed] == pytest.approx(mean(seed, 4, "global", "train", "loss"))
         best = max((0, 2, 4), key=lambda r: (mean(seed, r, part="validation"), -r))
         assert of("flame: personal: accuracy@validation")[seed] == pytest.approx(mean(seed, best))
-        assert of("flame: : samples_backward")[seed] > 0
+        work = {r: of(f"flame: : samples_backward@{r}")[seed] for r in (0, 2, 4)}
+        assert of("flame: : samples_backward")[seed] == work[4] > work[2] > work[0]
+        for target in (0.0, 0.3, 0.6, 1.1):  # accuracy of the personal models on validation data
+            first = next((r for r in (0, 2, 4) if mean(seed, r, part="validation") >= target), 4)
+            assert of(f"flame: personal: samples_backward@to {target}")[seed] == work[first]
         hybrid = [max(r, key=lambda pair: pair[0])[1] for r in _per_client(table, seed)]
         assert of("flame: hybrid-validation")[seed] == pytest.approx(np.mean(hybrid))
     assert all(math.isnan(v) for v in of("flame: personal: accuracy@9").values())
-    with pytest.raises(ConfigError, match="after @ comes"):
-        of("flame: personal: accuracy@best")
+    for when in ("best", "to", "to best"):
+        with pytest.raises(ConfigError, match="after @ comes"):
+            of(f"flame: personal: accuracy@{when}")
     with pytest.raises(ConfigError, match="a reference is"):
         Reference.of("flame", "accuracy")
 

@@ -4,12 +4,14 @@ A reference is ``METHOD: MODEL[: FIGURE]``, e.g. ``flame: personal`` or ``fedpro
 global, personal, hybrid as the run chose it, hybrid-validation (chosen on validation, whatever the run did), or empty
 for work and traffic. A figure is ``[PART ]METRIC[/STATISTIC][@WHEN]``: the part test unless it is train, validation or
 common; WHEN the last round unless it is ``validation`` (the round best on validation), ``mean`` (over the evaluated
-rounds, a measure of speed) or a round's number.
+rounds, a measure of speed), a round's number, or ``to VALUE``: the first evaluated round whose validation figure
+reaches the value, for claims about work. A model that never reaches it has the last round's, the least that it needs.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -110,15 +112,27 @@ def _at(run: Run, reference: Reference, seed: int, points: Curve, when: str) -> 
             return points.at(_best_round(run, reference, seed))
         case _ if when.isdigit():
             return points.at(int(when))
-    raise ConfigError(f"{reference.figure}: after @ comes validation, mean or a round's number, got {when!r}")
+        case _ if re.fullmatch(r"to \d*\.?\d+", when):
+            rounds, scores, sign = _validation(run, reference, seed)
+            reached = np.flatnonzero(scores >= sign * float(when.removeprefix("to ")))
+            return points.at(int(rounds[reached[0]])) if len(reached) else points.last
+    raise ConfigError(
+        f"{reference.figure}: after @ comes validation, mean, a round's number or 'to VALUE', got {when!r}"
+    )
 
 
 def _best_round(run: Run, reference: Reference, seed: int) -> int:
     """The round with the best validation figure of the model, the earliest of equals; -1 without validation."""
+    rounds, scores, _ = _validation(run, reference, seed)
+    return int(rounds[np.argmax(scores)]) if len(rounds) else -1
+
+
+def _validation(run: Run, reference: Reference, seed: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """Rounds, the model's validation figure times its sign (higher is better), and the sign; nothing without one."""
     for name in (*(roles.page for roles in ROLES.values()), "loss"):
         points = _curve(run, Key(reference.method, seed, reference.model, "validation", name))
         known = np.isfinite(points.value)
         if known.any():
             sign = 1.0 if metric(name).higher else -1.0
-            return int(points.round[np.argmax(np.where(known, sign * points.value, -np.inf))])
-    return -1
+            return points.round, np.where(known, sign * points.value, -np.inf), sign
+    return np.empty(0), np.empty(0), 1.0
