@@ -221,9 +221,10 @@ def test_a_server_that_was_killed_after_a_sum_asks_no_site_for_it(
             raise KeyboardInterrupt
         save(self, state, *more)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(Disk, "save", killed)
-        here.serve()
+        with pytest.raises(KeyboardInterrupt):
+            here.serve()
     grid = here.grid()
     assert here.serve(grid) is Stop.DONE
     assert not [m for m in grid.sent if m.content["head"]["round"] == 2 and kind_of(m) in (*STEPS, "tally")]
@@ -598,9 +599,32 @@ def refusal(name: str, **changes: Any) -> str:
     return ""
 
 
+SINGLE = {
+    **dict.fromkeys(("afl", "gifair", "fiaelt"), "the rows of single clients"),
+    **dict.fromkeys(("fedacs", "fedamp", "heurfedamp", "fedskip"), "mixes the kept rows of single clients"),
+    **dict.fromkeys(("equitable-fl", "fairfed"), "asks single clients"),
+    **dict.fromkeys(("power-of-choice", "clustered-sampling"), "looks at single clients"),
+    "centralized": "pools the data",
+}
+"""Methods whose server needs single uploads, and why."""
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_every_method_is_masked_or_refused_at_init_with_the_reason(name: str, experiment) -> None:
+    from fedloom.deploy.plan import plan
+
+    given = {"algorithm": name, **({"layers": ["head.bias"]} if name == "fedbn" else {})}
+    if name in PRESETS and "clusters" in REGISTRY[name].options:
+        given["clusters"] = 2
+    made = experiment(given)
+    if name in SINGLE:
+        with pytest.raises(ConfigError, match=SINGLE[name]):
+            plan(made, norm_bound=1.0, secure_aggregation=True)
+    else:
+        assert plan(made, norm_bound=1.0, secure_aggregation=True).threshold == 2
+
+
 def test_what_needs_single_uploads_is_refused() -> None:
-    for name in ("fedacs", "fedamp", "afl", "equitable-fl", "fairfed", "power-of-choice"):
-        assert "the server sees sums only" in refusal(name)
     for name in METHODS + FURTHER:
         assert not refusal(name)
     for kind in ({"kind": "median"}, {"kind": "multi-krum", "f": 1}):

@@ -146,7 +146,8 @@ class Server(Shared):
         description="seconds for which a quorum is waited for, and for which a refused site is left alone",
     )
     absent_after: PositiveInt = Field(
-        3, description="rounds in which a mute site is asked in vain; then it counts as absent until it answers a greeting"
+        3,
+        description="rounds in which a mute site is asked in vain; then it counts as absent until it answers",
     )
     norm_bound: PositiveFloat | None = Field(
         None, description="maximum update norm accepted per site (L2); any finite norm when left out"

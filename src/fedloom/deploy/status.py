@@ -83,8 +83,8 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
 def status_of(server: Server) -> dict[str, Any]:
     """How far a deployment is; plain values, as ``fedloom deploy status --json`` prints them.
 
-    ``state``: "not started", "running", "stopped", "killed", "diverged" or "done", with ``reason``; ``rounds`` done of ``planned``;
-    ``round_seconds``: ``last`` and ``median``; ``epsilon`` spent after these rounds (None without a delta);
+    ``state``: "not started", "running", "stopped", "killed", "diverged" or "done", with ``reason``; ``rounds`` done of
+    ``planned``; ``round_seconds``: ``last`` and ``median``; ``epsilon`` spent after these rounds, None without a delta;
     ``sites``: see `tallies`, with ``share`` (of the rounds done), ``samples`` ``[3]`` and the site's newest ``scores``;
     ``means``: newest figures of the federation, a row per model, see `mean_table`;
     ``disk``: bytes by what is there, and ``free``; ``last_event``: time of the log's last line.

@@ -45,7 +45,10 @@ PLACES = {
     "clusters": ("Clusters", "Which clients were found to be alike, and how well that agrees with the planted groups."),
     "structure": ("Sparsity and rank", "How small the models are, and what that costs."),
     "costs": ("Work and traffic", "What the methods spent."),
-    "privacy": ("Privacy", "Epsilon spent after each round, of the client that took part most often; no amplification."),
+    "privacy": (
+        "Privacy",
+        "Epsilon spent after each round, of the client that took part most often; no amplification.",
+    ),
     "convergence": ("Convergence", "How near the methods are to a solution of their problem."),
     "others": ("Other figures", "What else was recorded about the whole federation."),
     "partition": ("Data", "How the samples are split over the clients."),

@@ -252,9 +252,7 @@ class MaskedSites(Sites):
         self._unmasked.keep(asked := asked._replace(total=total, told=True))
         return asked
 
-    def _step(
-        self, t: int, nonce: bytes, letters: dict[int, Letter], read: Callable[[bytes], Any]
-    ) -> dict[int, Any]:
+    def _step(self, t: int, nonce: bytes, letters: dict[int, Letter], read: Callable[[bytes], Any]) -> dict[int, Any]:
         """What the sites answer in a step of a session, by client in rising order."""
         letters = {c: x._replace(more={**(x.more or {}), "session": nonce}, read=read) for c, x in letters.items()}
         last = any(x.kind == "unmask" for x in letters.values())

@@ -76,9 +76,7 @@ class Post:
         self.members = {member.client: member for member in settings.sites}
         self._keys = {c: verifying_key(m.signing_key, m.site) for c, m in self.members.items()}
         self.judge = Judge(settings, self._keys)
-        self.presence = Presence(
-            self.members, settings.clients, settings.patience, settings.absent_after, self._met()
-        )
+        self.presence = Presence(self.members, settings.clients, settings.patience, settings.absent_after, self._met())
         self._late: dict[str, tuple[Asked, float]] = {}
 
     def _met(self) -> dict[int, int]:
