@@ -51,7 +51,8 @@ def row(n: int, d: int, lost: int) -> str:
     told = {c: secure.tell(held[c], survivors) for c in survivors}
     at_sites = (time.process_time() - start) / n
     start = time.process_time()
-    total = secure.decode(secure.unmasked(session, range(n), vectors, told), len(survivors))
+    masked = np.sum([*vectors.values()], axis=0, dtype=np.uint64)
+    total = secure.decode(secure.unmasked(session, range(n), survivors, masked, told), len(survivors))
     at_server = time.process_time() - start
     assert np.abs(total - uploads.sum(0)).max() < n * 2.0**-secure.BITS
     advert, sealed = len(secure.write_adverts(adverts[:1])), (n - 1) * (4 + secure.SEALED)

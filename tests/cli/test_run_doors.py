@@ -165,6 +165,19 @@ def test_run_takes_them_all(file: Path, tmp_path: Path) -> None:
     assert written["method"][0]["local"]["lr"] == 0.125
 
 
+def test_the_file_of_a_run_directory_runs_again(file: Path, tmp_path: Path) -> None:
+    """It has a table `resolved` with versions; in another folder it gives the same figures, in its own it goes on."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert call("run", file, "--out", one, "--rounds", 2).exit_code == 0
+    before = (one / "experiment.toml").read_bytes()
+    assert "resolved" in tomllib.loads(before.decode())
+    for out in (two, one):
+        again = call("run", one / "experiment.toml", "--out", out)
+        assert again.exit_code == 0, again.output
+        assert (out / "metrics.parquet").read_bytes() == (one / "metrics.parquet").read_bytes()
+    assert (two / "experiment.toml").read_bytes() == before
+
+
 # --- a look
 
 

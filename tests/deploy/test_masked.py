@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Collection
@@ -27,9 +28,10 @@ from fedloom.deploy.site.state import models
 from fedloom.deploy.status import lines, status_of
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import epsilon
+from fedloom.engine.resume import Disk
 from fedloom.errors import ConfigError, Refused, Stop
 from fedloom.rows.aggregate import PrivateMean
-from tests.deploy.grid import FakeGrid
+from tests.deploy.grid import Clock, FakeGrid
 from tests.deploy.scene import FIRST, Scene, changed, document, scene, signing_key_of
 
 
@@ -120,9 +122,57 @@ def test_drop_outs(name: str, step: str, tmp_path: Path) -> None:
             torch.testing.assert_close(load_file(a.path)["rows"], load_file(b.path)["rows"], rtol=0, atol=1e-6)
 
 
+def drops(n: int, most: int) -> list[dict[str, set[int]]]:
+    """All ways in which up to ``most`` of n sites drop out, each at one of the steps."""
+    found = []
+    for count in range(most + 1):
+        for gone in itertools.combinations(range(n), count):
+            for steps in itertools.product(STEPS, repeat=count):
+                found.append({step: {c for c, s in zip(gone, steps, strict=True) if s == step} for step in STEPS})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "every"), [("fedavg", 7), *(pytest.param(n, 1, marks=pytest.mark.slow) for n in ("fedavg", "flame"))]
+)
+def test_any_sites_up_to_the_threshold_may_drop_at_any_step(
+    name: str, every: int, tmp_path: Path, clock: Clock
+) -> None:
+    """A round for each of 181 ways, or some: its model is that of the plain run without the sites that dropped."""
+    ways = drops(5, 2)[::every]
+    changes = {**SMALL, "rounds": len(ways) + 1, "evaluate": {"every": 10**6}}
+    method = {"algorithm": name, **({"lam": 1.0} if name == "flame" else {})}
+    seen: dict[str, dict[int, torch.Tensor]] = {"masked": {}, "train": {}}
+    asked: dict[int, set[bytes]] = {}
+
+    def run(here: Scene, lost: dict[tuple[int, str], Collection[int]], **settings: Any) -> None:
+        clients, lose = here.clients(), losing(lost)
+
+        def look(node: int, message: Message, reply: Message) -> Message | None:
+            kind, t = kind_of(message), int(message.content["head"]["round"])
+            if kind in seen:
+                seen[kind][t] = torch.cat([f.flatten() for f in clients[0].forms.read_down(arrays_of(message)[0])])
+            if kind == "unmask":
+                asked.setdefault(t, set()).add(arrays_of(message)[0])
+            return lose(node, message, reply)
+
+        assert here.serve(here.grid(look, clients), **settings) is Stop.DONE
+
+    here = secured(tmp_path / "masked", method, **changes)
+    run(here, {(t, step): gone for t, way in enumerate(ways, 1) for step, gone in way.items()})
+    plain = scene(tmp_path / "plain", method, **changes)
+    before = [set().union(*(way[step] for step in STEPS[:3])) for way in ways]
+    run(plain, {(t, "train"): gone for t, gone in enumerate(before, 1)}, quorum=3)
+    assert seen["masked"].keys() == seen["train"].keys() == set(range(1, len(ways) + 2))
+    for t, model in seen["masked"].items():
+        torch.testing.assert_close(model, seen["train"][t], rtol=0, atol=1e-6)
+    for t, gone in enumerate(before, 1):
+        assert asked[t] == {secure.write(dict.fromkeys(set(range(5)) - gone, b""))}  # one set of sites per round
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_too_many_drop_outs_stop_the_round_and_it_can_go_on(step: str, tmp_path: Path) -> None:
-    """With three of five gone the round is given up; when they are back the run ends as if nothing had been."""
+    """With three of five gone the run stops; when they are back it ends as if nothing had been."""
     here = secured(tmp_path, "flame")
     assert here.serve(here.grid(losing({(2, step): [0, 1, 2]}))) is Stop.TOO_FEW
     assert here.summary()["runs"][0]["rounds"] == 1
@@ -140,37 +190,87 @@ def test_a_round_is_summed_over_one_set_of_sites_only(tmp_path: Path) -> None:
     assert any("summed already, of other sites" in x["reason"] for x in here.audit("rejected"))
 
 
-def test_a_round_whose_sum_cannot_be_told_is_given_up(tmp_path: Path) -> None:
-    """Of the sites whose sum was asked for one is lost: no other sum is asked for, and the run goes on without it."""
-    here = secured(tmp_path, "flame")
+def never_told(here: Scene, t: int, more: dict[tuple[int, str], Collection[int]] | None = None) -> None:
+    """The answers of the last step are lost as often as they are asked for; the sites have told all the same."""
+    for _ in range(ATTEMPTS):
+        assert here.serve(here.grid(losing({(t, "unmask"): range(5), **(more or {})}))) is Stop.TOO_FEW
+
+
+def test_a_sum_that_was_asked_for_is_told_by_a_threshold_of_its_sites(tmp_path: Path) -> None:
+    """A site is lost after its vector arrived: the sum has it, and no other session of the round is begun."""
+    here = secured(tmp_path / "masked", "flame")
     assert here.serve(here.grid(losing({(2, "unmask"): [0, 1, 2]}))) is Stop.TOO_FEW
-    away = {(t, kind): [4] for t in (2, 3, 4) for kind in ("keys", "tally")}
-    grid = here.grid(losing(away))
+    grid = here.grid(losing({(t, kind): [4] for t in (2, 3, 4) for kind in ("keys", "unmask")}))
     assert here.serve(grid) is Stop.DONE
-    assert not [m for m in grid.sent if kind_of(m) == "unmask" and m.content["head"]["round"] == 2]
-    [line] = here.audit("given up")
-    assert line["round"] == 2
-    assert "site-4" in line["sites"]
-    assert "a sum of other sites would tell the difference" in line["reason"]
-    assert status_of(here.server)["sites"][0]["accepted"] == 3
-    assert [w for w in here.summary()["warnings"] if "round 2 was given up" in w]
+    assert {kind_of(m) for m in grid.sent if m.content["head"]["round"] == 2} == {"unmask"}
+    assert not here.audit("given up")
+    plain = scene(tmp_path / "plain", "flame", **{**SMALL, "rounds": 4})
+    plain = plain._replace(server=plain.server.with_(quorum=3))
+    assert plain.serve(plain.grid(losing({(3, "train"): [4], (4, "train"): [4]}))) is Stop.DONE
+    torch.testing.assert_close(here.model(), plain.model(), rtol=0, atol=1e4 * 2.0**-secure.BITS)
+    assert [s["accepted"] for s in status_of(here.server)["sites"]] == [4, 4, 4, 4, 2]
+
+
+def test_a_server_that_was_killed_after_a_sum_asks_no_site_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, save = secured(tmp_path, "flame", evaluate={"every": 1}), Disk.save
+
+    def killed(self: Disk, state: Any, *more: Any) -> None:
+        if state.round == 2:
+            raise KeyboardInterrupt
+        save(self, state, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Disk, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            here.serve()
+    grid = here.grid()
+    assert here.serve(grid) is Stop.DONE
+    assert not [m for m in grid.sent if m.content["head"]["round"] == 2 and kind_of(m) in (*STEPS, "tally")]
+    found = here.simulate().models.rows("global")
+    torch.testing.assert_close(here.model(), found, rtol=0, atol=1e4 * 2.0**-secure.BITS)
 
 
 def test_a_sum_that_is_never_told_is_given_up_after_some_attempts(tmp_path: Path) -> None:
-    here = secured(tmp_path, "fedavg")
-    for _ in range(ATTEMPTS):
-        assert here.serve(here.grid(losing({(2, "unmask"): [0, 1, 2]}))) is Stop.TOO_FEW
-    assert here.serve(here.grid(losing({(2, "unmask"): [0, 1, 2]}))) is Stop.DONE
+    here = secured(tmp_path, "fedavg", evaluate={"every": 1})
+    never_told(here, 2)
+    assert here.serve() is Stop.DONE
     [line] = here.audit("given up")
     assert (line["round"], line["sites"]) == (2, [f"site-{k}" for k in range(5)])
+    assert "a sum of other sites would tell the difference" in line["reason"]
+    assert status_of(here.server)["sites"][0]["accepted"] == 3
+    assert [w for w in here.summary()["warnings"] if "round 2 was given up" in w]
+    scored = figures(pq.read_table(here.server.results / "metrics.parquet"), total=True)
+    assert {k[0] for k in scored} == {0, 3, 4}  # those of round 1 are lost with the round, those of 2 would be the same
+
+
+def test_after_a_given_up_sum_none_is_told_that_differs_by_one_site(tmp_path: Path) -> None:
+    """Both are of the same model: with full batches they would tell what that site sent, if the first arrived late."""
+    here = secured(tmp_path, "flame", rounds=5)
+    never_told(here, 2)
+    grid = here.grid(losing({(3, "masked"): [4]}))
+    assert here.serve(grid) is Stop.TOO_FEW
+    assert "a sum without site-4 and the one that was given up" in here.summary()["detail"]
+    assert not [m for m in grid.sent if kind_of(m) == "unmask"]
+    assert here.serve(here.grid(losing({(3, "keys"): [3, 4]}))) is Stop.DONE
+
+
+def test_after_a_given_up_sum_a_further_site_waits_for_a_round(tmp_path: Path) -> None:
+    here = secured(tmp_path, "fedavg", rounds=4)
+    never_told(here, 2, {(2, "masked"): [4]})
+    grid = here.grid()
+    assert here.serve(grid) is Stop.DONE
+    asked = {t: {m.content["head"]["client"] for m in grid.sent if m.content["head"]["round"] == t} for t in (3, 4)}
+    assert asked == {3: {0, 1, 2, 3}, 4: {0, 1, 2, 3, 4}}
 
 
 def test_a_given_up_round_changes_no_model(tmp_path: Path) -> None:
     """The last round is given up: the model is that of the run with one round less."""
     flame = {"algorithm": "flame", "lam": 1.0}  # by default it depends on the number of rounds
     here = secured(tmp_path / "more", flame, rounds=3)
-    assert here.serve(here.grid(losing({(3, "unmask"): [0, 1, 2]}))) is Stop.TOO_FEW
-    assert here.serve(here.grid(losing({(3, "keys"): [4]}))) is Stop.DONE
+    never_told(here, 3)
+    assert here.serve() is Stop.DONE
     less = secured(tmp_path / "less", flame, rounds=2)
     assert less.serve() is Stop.DONE
     assert torch.equal(here.model(), less.model())
@@ -499,9 +599,32 @@ def refusal(name: str, **changes: Any) -> str:
     return ""
 
 
+SINGLE = {
+    **dict.fromkeys(("afl", "gifair", "fiaelt"), "the rows of single clients"),
+    **dict.fromkeys(("fedacs", "fedamp", "heurfedamp", "fedskip"), "mixes the kept rows of single clients"),
+    **dict.fromkeys(("equitable-fl", "fairfed"), "asks single clients"),
+    **dict.fromkeys(("power-of-choice", "clustered-sampling"), "looks at single clients"),
+    "centralized": "pools the data",
+}
+"""Methods whose server needs single uploads, and why."""
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_every_method_is_masked_or_refused_at_init_with_the_reason(name: str, experiment) -> None:
+    from fedloom.deploy.plan import plan
+
+    given = {"algorithm": name, **({"layers": ["head.bias"]} if name == "fedbn" else {})}
+    if name in PRESETS and "clusters" in REGISTRY[name].options:
+        given["clusters"] = 2
+    made = experiment(given)
+    if name in SINGLE:
+        with pytest.raises(ConfigError, match=SINGLE[name]):
+            plan(made, norm_bound=1.0, secure_aggregation=True)
+    else:
+        assert plan(made, norm_bound=1.0, secure_aggregation=True).threshold == 2
+
+
 def test_what_needs_single_uploads_is_refused() -> None:
-    for name in ("fedacs", "fedamp", "afl", "equitable-fl", "fairfed", "power-of-choice"):
-        assert "the server sees sums only" in refusal(name)
     for name in METHODS + FURTHER:
         assert not refusal(name)
     for kind in ({"kind": "median"}, {"kind": "multi-krum", "f": 1}):

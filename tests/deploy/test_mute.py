@@ -163,3 +163,27 @@ def test_a_site_with_another_node_replaces_its_mute_one(tmp_path: Path, clock: C
     grid.delay = delay
     assert here.serve(grid, **WAIT) is Stop.DONE
     assert {r["round"] for r in here.audit("accepted", kind="train", client=MUTE)} == {1, 4}
+
+
+def test_a_mute_site_counts_as_absent_after_some_rounds_until_it_answers_a_greeting(
+    tmp_path: Path, clock: Clock
+) -> None:
+    """It is asked in vain in rounds 2, 3 and 4, and costs one deadline; then it is sent a greeting and no models."""
+    here = scene(tmp_path, "fedavg", **{**FEW, "rounds": 9, "evaluate": {"every": 100}})
+
+    def delay(node: int, message: Message) -> float:
+        kind, round = message.content[HEAD]["kind"], int(message.content[HEAD]["round"])
+        if node != FIRST + MUTE:
+            return 60.0 if kind == "train" else 0.0
+        if kind == "hello":
+            return 90.0 if clock.now else 0.0  # in the middle of round 6
+        return math.inf if kind == "train" and 2 <= round <= 6 else 0.0
+
+    grid = timed(here, clock, delay)
+    assert here.serve(grid, **WAIT, absent_after=3) is Stop.DONE
+    sent = [m.content[HEAD] for m in grid.sent if m.metadata.dst_node_id == FIRST + MUTE]
+    assert [h["round"] for h in sent if h["kind"] == "train"] == [1, 2, 3, 4, 7, 8, 9]
+    assert [h["kind"] for h in sent].count("hello") == 2
+    assert {r["round"] for r in here.audit("accepted", kind="train", client=MUTE)} == {1, 7, 8, 9}
+    assert mute(here) == [("train", FIRST + MUTE, "site-1")]
+    assert clock.now <= 600 + 8 * 60 + SLACK

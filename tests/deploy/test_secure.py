@@ -48,7 +48,7 @@ def play(n, threshold, peers, arrived, answering, vectors):
     shares = held(sites, session, peers)
     masked = {c: secure.masked(session, c, sites[c].secrets, peers, vectors[c]) for c in arrived}
     told = {c: secure.tell(shares[c], arrived) for c in answering}
-    return secure.unmasked(session, peers, masked, told)
+    return secure.unmasked(session, peers, arrived, np.sum([*masked.values()], axis=0, dtype=np.uint64), told)
 
 
 def test_every_drop_out_up_to_the_threshold() -> None:
@@ -222,7 +222,7 @@ def test_a_wrong_share_of_a_masking_key_is_seen() -> None:
     told = {c: secure.tell(shares[c], range(3)) for c in range(3)}
     told[1][3] = bytes(32)
     with pytest.raises(Refused, match="do not fit"):
-        secure.unmasked(session, range(4), vectors, told)
+        secure.unmasked(session, range(4), range(3), np.sum([*vectors.values()], axis=0, dtype=np.uint64), told)
 
 
 def test_lists_of_parts() -> None:

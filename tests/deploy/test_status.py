@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -96,8 +97,57 @@ def test_privacy_spent_is_that_of_the_accountant(tmp_path):
     [run] = read_runs([here.server.results])
     [spent] = [points for key, points in run.totals.items() if key.metric == "epsilon"]
     assert spent.value.tolist() == pytest.approx([epsilon(noise, t) for t in (0, 2, 3)])
-    write([here.server.results], tmp_path / "page.html", charts=False)
-    assert "Privacy spent" in (tmp_path / "page.html").read_text()
+    page = write([here.server.results], tmp_path / "page.html", charts=False).read_text()
+    section = page[page.index('<section id="privacy"') :]
+    section = section[: section.index("</section>")]
+    assert "other-1-epsilon" in section  # the chart
+    lines = re.findall(r'<tr><th scope="row">(\d+)</th><td>([^<]+)</td></tr>', section)
+    assert [int(t) for t, _ in lines] == [0, 2, 3]
+    assert [float(e) for _, e in lines] == pytest.approx([epsilon(noise, t) for t in (0, 2, 3)], rel=1e-3)
+
+
+WILD = {"rounds": 5, "evaluate": {"every": 1}, "local": {"lr": 300.0, "epochs": 1, "batch_size": 200}}
+
+
+def test_a_run_that_diverges_says_so_as_a_simulation_does(tmp_path):
+    """It is told when it happens; the run goes on to its end, and its figures stay."""
+    here, told = scene(tmp_path, "fedavg", **WILD), []
+
+    def look(node, message, reply):
+        if message.content["head"]["round"] == 5:
+            found = status_of(here.server)
+            told.append((found["state"], found["reason"]))
+        return reply
+
+    assert here.serve(here.grid(look)) is Stop.DIVERGED
+    known = here.simulate()
+    assert known.stop is Stop.DIVERGED
+    [line] = here.audit("diverges")
+    sentence = line["reason"]
+    assert known.detail.split(":")[0] == f"round {known.diverged}"
+    assert told[0] == ("running", f"diverges: {sentence}")
+    found, [run] = status_of(here.server), here.summary()["runs"]
+    assert (found["state"], found["rounds"]) == ("diverged", 5)
+    assert found["reason"].endswith(f"({sentence})")
+    assert (run["status"], run["diverged"], run["rounds"]) == ("diverged", known.diverged, 5)
+    assert sentence in run["reason"]
+    [read] = read_runs([here.server.results])
+    assert not read.summary.runs[0].lost
+    seen = len(told)
+    assert here.serve(here.grid(look)) is Stop.DIVERGED  # nothing is asked again
+    assert (len(told), len(here.audit("diverges"))) == (seen, 1)
+
+
+def test_a_diverging_run_that_goes_on_after_a_stop_says_it_once(tmp_path):
+    here = scene(tmp_path, "fedavg", **{**WILD, "rounds": 6})
+
+    def fault(node, message, reply):
+        return None if message.content["head"]["round"] == 5 and message.content["head"]["kind"] == "train" else reply
+
+    assert here.serve(here.grid(fault)) is Stop.TOO_FEW
+    assert here.serve() is Stop.DIVERGED
+    assert len(here.audit("diverges")) == 1
+    assert here.summary()["runs"][0]["diverged"] == here.simulate().diverged
 
 
 def test_the_command(tmp_path):

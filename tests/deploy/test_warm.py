@@ -24,7 +24,8 @@ from tests.deploy.scene import FIRST, scene
 from tests.deploy.test_processes import gone, runs
 
 SMALL = {"rounds": 2, "partition": {"kind": "iid", "clients": 2, "keep": 60}}
-SLEEP = [sys.executable, "-c", "import time; time.sleep(300)"]
+SLEEP = [sys.executable, "-c", "import time; time.sleep(3000)"]
+pytestmark = pytest.mark.timeout(900)  # processes that import torch, on a machine that does much else
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def processes(file):
     return found
 
 
-def waited(condition, seconds=20):
+def waited(condition, seconds=120):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.05)
@@ -119,7 +120,9 @@ def test_the_same_bits_from_one_process_per_site_also_after_kills(tmp_path, owne
         assert states[0] == states[1]
 
 
-def test_a_process_that_dies_while_it_answers_is_an_error_at_once_and_is_started_anew(tmp_path, owner):
+def test_a_process_that_dies_while_it_answers_is_an_error_at_once_and_is_started_anew(tmp_path, owner, monkeypatch):
+    """At once: in a small part of what it may take, here an hour."""
+    monkeypatch.setattr(handover, "PATIENCE", 3600.0)
     here = scene(tmp_path, "fedavg", **SMALL)
     content, file = hello(here), files(here)[0]
     assert head(hand_over(file, content, owner.pid))["status"] == "ok"
@@ -129,11 +132,9 @@ def test_a_process_that_dies_while_it_answers_is_an_error_at_once_and_is_started
         asked = pool.submit(hand_over, file, content, owner.pid)
         time.sleep(0.3)
         os.kill(first, signal.SIGKILL)  # it has taken nothing yet: another one answers
-        start = time.monotonic()
-        assert head(asked.result())["status"] == "ok"
+        assert head(asked.result(600))["status"] == "ok"
     [second] = processes(file)
     assert second != first
-    assert time.monotonic() - start < 30
     listener = _taker(tmp_path / "taker.sock", key_of(file))
     os.kill(second, signal.SIGKILL)
     assert gone(second)
@@ -142,7 +143,7 @@ def test_a_process_that_dies_while_it_answers_is_an_error_at_once_and_is_started
     start = time.monotonic()
     with pytest.raises(NoAnswer, match="ended before it answered"):
         hand_over(file, content, owner.pid)
-    assert time.monotonic() - start < handover.PATIENCE
+    assert time.monotonic() - start < handover.PATIENCE / 30
     listener.result()
     assert head(hand_over(file, content, owner.pid))["status"] == "ok"
     [third] = processes(file)
@@ -179,7 +180,7 @@ def test_messages_that_race_get_one_process(tmp_path, owner):
     for one in racing:
         one.stdin.write(content)
         one.stdin.close()
-    assert [one.wait(60) for one in racing] == [0] * 4
+    assert [one.wait(600) for one in racing] == [0] * 4
     assert len(processes(file)) == 1
     assert (folder_of(file) / LOG).read_text() == ""
 

@@ -33,6 +33,8 @@ from fedloom.processes.row_locations import Homes
 from fedloom.reproduce import recipes
 from fedloom.storage.store import Store
 
+pytestmark = pytest.mark.timeout(900)  # processes that import torch, on a machine that does much else
+
 PROGRAM = str(Path(__file__).with_name("rank_program.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
@@ -110,7 +112,7 @@ def start(*arguments: Any, ranks: int = 2, cwd: Path | None = None, machine: tup
     )
 
 
-def end(process: subprocess.Popen[str], seconds: float = 280) -> tuple[int, str]:
+def end(process: subprocess.Popen[str], seconds: float = 800) -> tuple[int, str]:
     """Exit code and what was said."""
     try:
         said, _ = process.communicate(timeout=seconds)
@@ -143,7 +145,7 @@ def on_two_machines(file: Path, out: Path, *more: Any, **env: str) -> list[tuple
 
 
 def slow(test: Callable[..., None]) -> Callable[..., None]:
-    return pytest.mark.slow(pytest.mark.timeout(900)(test))
+    return pytest.mark.slow(test)
 
 
 def left_behind() -> set[str]:
@@ -170,10 +172,9 @@ def test_a_rank_that_dies_ends_the_run_with_a_sentence_and_another_number_of_ran
     tmp_path: Path, tidy: None
 ) -> None:
     file = written(tmp_path, SHORT)
-    want, begin = alone(file, tmp_path / "one"), time.monotonic()
-    code, said = end(start(PROGRAM, file, tmp_path / "out", 1, "flame", 3))
-    assert code != 0
-    assert time.monotonic() - begin < 60
+    want = alone(file, tmp_path / "one")
+    code, said = end(start(PROGRAM, file, tmp_path / "out", 1, "flame", 3, FEDLOOM_RANK_TIMEOUT="3600"))
+    assert code != 0  # by the connection that closes: nobody waits for a sign of life
     sentences = [line for line in said.splitlines() if line.startswith("error: ")]
     assert len(sentences) == 1, said
     assert "start the ranks again to go on" in sentences[0]
@@ -210,10 +211,10 @@ def test_two_machines_resume_after_a_death(tmp_path: Path, tidy: None, victim: s
 @slow
 def test_a_rank_that_is_stopped_is_noticed(tmp_path: Path) -> None:
     file = written(tmp_path, SHORT)
-    run = start(PROGRAM, file, tmp_path / "out", 1, "flame", 3, VICTIM_GETS="SIGSTOP", FEDLOOM_RANK_TIMEOUT="4")
+    run = start(PROGRAM, file, tmp_path / "out", 1, "flame", 3, VICTIM_GETS="SIGSTOP", FEDLOOM_RANK_TIMEOUT="20")
     code, said = end(run)
     assert code != 0
-    assert "rank 1 of 2 has given no sign of life for 4 s" in said
+    assert "rank 1 of 2 has given no sign of life for 20 s" in said
 
 
 @slow

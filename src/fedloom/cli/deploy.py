@@ -133,6 +133,9 @@ def local(
     """
     with errors():
         from fedloom.deploy.ops.loopback import run_all
+        from fedloom.deploy.server import finished
+        from fedloom.deploy.status import status_of
+        from fedloom.errors import Stop
 
         try:
             deployment = run_all(directory, typer.echo, port)
@@ -143,6 +146,10 @@ def local(
         typer.echo(f"results of the server: {deployment.server.results}")
         for site in deployment.sites.values():
             typer.echo(f"models of {site.site}: {site.state}")
+        if finished(deployment.server) is not Stop.DONE:
+            found = status_of(deployment.server)
+            typer.echo(f"{found['state']}: {found['reason']}", err=True)
+            raise typer.Exit(1)
 
 
 @deploy.command()

@@ -15,7 +15,7 @@ from flwr.proto.recorddict_pb2 import RecordDict as ProtoRecordDict
 from flwr.serverapp import Grid, ServerApp
 
 from fedloom.deploy.site.handover import hand_over
-from fedloom.errors import ConfigError, FedloomError, RunStopped, Stop
+from fedloom.errors import ConfigError, FedloomError, RunStopped
 
 SITE_KEY = "site"
 """Key of a SuperNode's node configuration: path of the site's TOML file."""
@@ -34,12 +34,13 @@ def run(grid: Grid, context: Context) -> None:
     Raises:
         FedloomError: the run did not get to its end; Flower records it as failed, the sentence has been printed.
     """
-    from fedloom.deploy.server import STOPS, serve
+    from fedloom.deploy.server import STOPS, finished, serve
     from fedloom.deploy.settings import read_server
 
     try:
-        stop = serve(grid, read_server(_file(context.run_config, SERVER_KEY, "run")), _say)
-        if stop is not Stop.DONE:
+        settings = read_server(_file(context.run_config, SERVER_KEY, "run"))
+        stop = serve(grid, settings, _say)
+        if finished(settings) is None:
             raise RunStopped(stop, "see the lines above and the audit log")
     except FedloomError as error:
         if not isinstance(error, RunStopped):

@@ -60,13 +60,14 @@ class Results:
             header = {**job.oracle.layout.header(), "round": str(state.round)}
             save_tensors(out / "global.safetensors", {"rows": shared.cpu()}, header)
 
-    def summary(self, stop: Stop | None, detail: str, here: Collection[int]) -> None:
+    def summary(self, stop: Stop | None, detail: str, here: Collection[int], diverged: int | None = None) -> None:
         """How far the run is, or how it ended, and how every site did.
 
         Args:
             stop: why it ended; None while it runs.
             detail: of the end.
             here: clients that are there.
+            diverged: by which round the run had diverged, if it went on to its end.
         """
         settings, method, job = self._settings, self._experiment.methods[0], self._job
         reason = "the run has not ended" if stop is None else f"{stop.value}{f' ({detail})' if detail else ''}"
@@ -75,6 +76,8 @@ class Results:
             "status": "interrupted" if stop is None else STATUSES.get(stop, "interrupted"), "reason": reason,
             "rounds": self._rounds,
         }  # fmt: skip
+        if diverged is not None:
+            run["diverged"] = diverged
         if job is not None:
             run |= {"oracle": job.oracle.name, "chunk": 1, "device": "cpu", "parameters": job.oracle.layout.d}
         members = {m.client: m.site for m in settings.sites}

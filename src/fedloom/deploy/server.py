@@ -29,6 +29,7 @@ from fedloom.deploy.sites import Sites
 from fedloom.deploy.status import serve_metrics
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted, check_privacy, spent
+from fedloom.engine.records import Divergence
 from fedloom.engine.resume import Disk
 from fedloom.engine.round import play
 from fedloom.engine.scoring import record, scores_of
@@ -70,15 +71,16 @@ def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
     experiment = read_agreed(settings, workers=1, chunk=1)
     check_deployable(experiment, masked=settings.secure is not None)
     with lock(settings.checkpoints):
-        if finished(settings):
+        ended = finished(settings)
+        if ended is not None:
             say(f"fedloom: {FINISHED}")
-            return Stop.DONE
+            return ended
         with serve_metrics(settings):
             return _Run(grid, settings, experiment, say).go()
 
 
-def finished(settings: Server) -> bool:
-    """Whether all rounds are done and their results are written, so that no site is needed any more.
+def finished(settings: Server) -> Stop | None:
+    """How a run ended whose rounds are all done and whose results are written, so that no site is needed any more.
 
     Raises:
         CheckpointError: no checkpoint can be read.
@@ -88,8 +90,8 @@ def finished(settings: Server) -> bool:
     try:
         told = json.loads((settings.results / SUMMARY).read_bytes())["stop"]
     except (OSError, ValueError, KeyError, TypeError):
-        return False
-    return newest is not None and newest.meta["stop"] == told == Stop.DONE.name
+        return None
+    return Stop[told] if told is not None and newest is not None and newest.meta["stop"] == told else None
 
 
 def check_deployable(experiment: Experiment, *, masked: bool = False) -> None:
@@ -123,10 +125,11 @@ class _Run:
         self._audit = Audit(settings.audit)
         self._post = Post(grid, settings, self._audit, say)
         self._results = Results(settings, experiment)
+        self._divergence = Divergence()
 
     def go(self) -> Stop:
         """Begin or go on, to the end."""
-        settings, stop, detail = self._settings, Stop.DONE, ""
+        settings, stop, detail, diverged = self._settings, Stop.DONE, "", None
         self._audit.write("wait", release=__version__)
         try:
             self._gather()
@@ -138,15 +141,21 @@ class _Run:
                 sites.accepted = torch.tensor(disk.more["accepted"])
                 self._say(f"fedloom: goes on after round {state.round}")
             self._audit.write("start", round=state.round, release=__version__, sites=sorted(self._post.nodes))
-            if ended is not Stop.DONE:
+            self._divergence.read(state.records)
+            if ended is None:
                 state = self._rounds(job, sites, disk, state)
-                disk.save(state, stop)
+                self._divergence.read(state.records, ended=True)
+                diverged, detail = self._divergence.round, self._divergence.sentence
+                stop, disk.diverged = Stop.DONE if diverged is None else Stop.DIVERGED, diverged
+                disk.save(state, stop, detail)
+            else:
+                stop, detail, diverged = ended, disk.detail, disk.diverged
             self._results.tables(job, state, disk.times)
         except RunStopped as error:
             stop, detail = error.reason, error.detail
             self._say(f"{STOPS}{error}")
         self._audit.write("stop", reason=stop.value, detail=detail or None)
-        self._results.summary(stop, detail, self._post.nodes)
+        self._results.summary(stop, detail, self._post.nodes, diverged)
         return stop
 
     def _rounds(self, job: Job, sites: Sites, disk: Disk, state: State) -> State:
@@ -155,8 +164,7 @@ class _Run:
             t = state.round
             self._results.tell(job, state)
             last = t == job.setting.rounds
-            due = last or t % job.setting.evaluate.every == 0
-            due = due and not any(r.round == t for r in state.records.items)
+            due = (last or t % job.setting.evaluate.every == 0) and not _scored_before(state)
             if last:
                 self._scored(job, pool, state, disk, due=due)
                 return state
@@ -191,7 +199,7 @@ class _Run:
         """The state after a round of which nothing is known: all is as before it, but for what it cost of privacy."""
         t, clients = state.round + 1, torch.tensor(error.clients)
         self._post.note("given up", t, error.clients, str(error))
-        state.notes.append(f"round {t} was given up: {error}")
+        state.notes.append(f"{_gone(t)}{error}")
         return state.with_(round=t, uploads=state.uploads.index_add(0, clients, torch.ones_like(clients)))
 
     def _scored(self, job: Job, pool: Any, state: State, disk: Disk, *, due: bool) -> None:
@@ -200,6 +208,9 @@ class _Run:
             record(job, state, scores_of(job, pool, state))
             for model, part, name, value in pool.sums(state.round):
                 state.records.total(state.round, model, part, name, value)
+            if diverges := self._divergence.read(state.records):
+                self._say(f"fedloom: diverges: {diverges}; the run goes on")
+                self._audit.write("diverges", round=state.round, reason=diverges)
             self._results.tables(job, state, disk.times)
             self._results.summary(None, "", self._post.nodes)
         if state.round > 0:
@@ -264,3 +275,13 @@ class _Run:
         here = ((state.round, "train", "loss", False), (state.round, "train", "loss/mean", True))
         losses = [r for r in state.records.items if (r.round, r.part, r.metric, r.total) in here]
         return f"{text}, loss {torch.from_numpy(losses[-1].values).nanmean():.4g}" if losses else text
+
+
+def _scored_before(state: State) -> bool:
+    """Whether these models were scored: two sums of the same scores, of other sites, would tell their difference."""
+    newest = max((r.round for r in state.records.items), default=-1)
+    return all(any(n.startswith(_gone(t)) for n in state.notes) for t in range(newest + 1, state.round + 1))
+
+
+def _gone(round: int) -> str:
+    return f"round {round} was given up: "

@@ -143,8 +143,11 @@ class Server(Shared):
     ttl: PositiveFloat = Field(1200.0, description="seconds that a message lives; a round never waits longer")
     patience: PositiveFloat = Field(
         600.0,
-        description="seconds, not rounds: how long a quorum is waited for, how long a mute site is there before it "
-        "counts as absent, and for how long a refused one is left alone",
+        description="seconds for which a quorum is waited for, and for which a refused site is left alone",
+    )
+    absent_after: PositiveInt = Field(
+        3,
+        description="rounds in which a mute site is asked in vain; then it counts as absent until it answers",
     )
     norm_bound: PositiveFloat | None = Field(
         None, description="maximum update norm accepted per site (L2); any finite norm when left out"

@@ -24,6 +24,8 @@ from fedloom.metrics import BRIEF
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.files import in_use
 
+ENDS = {Stop.DONE.value: "done", Stop.DIVERGED.value: "diverged"}
+"""States of a run that ended, by the reason; another end can be gone on from."""
 TRAINING = ("train", "masked")
 """Kinds of messages whose replies are a share of a round."""
 
@@ -81,8 +83,8 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
 def status_of(server: Server) -> dict[str, Any]:
     """How far a deployment is; plain values, as ``fedloom deploy status --json`` prints them.
 
-    ``state``: "not started", "running", "stopped", "killed" or "done", with ``reason``; ``rounds`` done of ``planned``;
-    ``round_seconds``: ``last`` and ``median``; ``epsilon`` spent after these rounds (None without a delta);
+    ``state``: "not started", "running", "stopped", "killed", "diverged" or "done", with ``reason``; ``rounds`` done of
+    ``planned``; ``round_seconds``: ``last`` and ``median``; ``epsilon`` spent after these rounds, None without a delta;
     ``sites``: see `tallies`, with ``share`` (of the rounds done), ``samples`` ``[3]`` and the site's newest ``scores``;
     ``means``: newest figures of the federation, a row per model, see `mean_table`;
     ``disk``: bytes by what is there, and ``free``; ``last_event``: time of the log's last line.
@@ -208,11 +210,11 @@ def _state(server: Server, log: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         return {"state": "not started", "reason": ""}
     if last["what"] == "stop":
         detail = f" ({last['detail']})" if last.get("detail") else ""
-        done = last["reason"] == Stop.DONE.value
-        return {"state": "done" if done else "stopped", "reason": f"{last['reason']}{detail}"}
+        return {"state": ENDS.get(last["reason"], "stopped"), "reason": f"{last['reason']}{detail}"}
     if not in_use(server.checkpoints):
         return {"state": "killed", "reason": "the server ended without a word; run it again to go on"}
-    return {"state": "running", "reason": "waits for sites" if last["what"] == "wait" else ""}
+    diverges = [f"diverges: {line['reason']}" for line in log if line.get("what") == "diverges"]
+    return {"state": "running", "reason": "waits for sites" if last["what"] == "wait" else "".join(diverges[-1:])}
 
 
 def _planned(experiment: Path) -> int | None:

@@ -89,7 +89,7 @@ def read(
     """The experiment of a TOML file, with the changes of `fedloom.experiment.overrides.changed`.
 
     Args:
-        path: the file.
+        path: the file; that of a run directory too, whose table ``resolved`` says with what it was made.
         values: other values, as ``local.lr=0.1``.
         methods: the methods that stay; all when empty.
         rounds: of every method.
@@ -98,10 +98,11 @@ def read(
     Raises:
         ConfigError: the file is missing, not TOML, or says what cannot be.
     """
-    document = changed(read_toml(path, "experiment file"), str(path), values, methods, rounds)
-    given = {k: v for k, v in engine.items() if v is not None}
-    if given:
-        document["engine"] = {**table(document.get("engine", {}), f"{path}: [engine]"), **given}
+    given = {key: value for key, value in read_toml(path, "experiment file").items() if key != "resolved"}
+    document = changed(given, str(path), values, methods, rounds)
+    chosen = {k: v for k, v in engine.items() if v is not None}
+    if chosen:
+        document["engine"] = {**table(document.get("engine", {}), f"{path}: [engine]"), **chosen}
     refuse(document, str(path))
     from fedloom.experiment.schema import parse
 

@@ -8,6 +8,7 @@ __all__ = ["COSTS", "GROUPS", "MB", "METRICS", "STATISTICS", "TOTALS", "Metric",
 
 GROUPS = {
     "nmi": "clusters",
+    "epsilon": "privacy",
     **dict.fromkeys(("nnz", "nonzeros", "personal_nonzeros", "rank", "factorised"), "structure"),
     **dict.fromkeys(("kkt", "consensus_gap", "lyapunov", "local_iterations"), "convergence"),
 }

@@ -26,7 +26,7 @@ from fedloom.report.numbers import Row, leading_metric, rows_of
 from fedloom.report.partition import clusters, skew_table, splits
 from fedloom.report.reading import Run, read_runs
 from fedloom.report.settings import settings
-from fedloom.report.sites import SITES, site_tables
+from fedloom.report.sites import SITES, privacy_tables, site_tables
 from fedloom.report.tables import csv_text, latex
 from fedloom.report.tradeoffs import costs, tradeoffs
 
@@ -45,6 +45,10 @@ PLACES = {
     "clusters": ("Clusters", "Which clients were found to be alike, and how well that agrees with the planted groups."),
     "structure": ("Sparsity and rank", "How small the models are, and what that costs."),
     "costs": ("Work and traffic", "What the methods spent."),
+    "privacy": (
+        "Privacy",
+        "Epsilon spent after each round, of the client that took part most often; no amplification.",
+    ),
     "convergence": ("Convergence", "How near the methods are to a solution of their problem."),
     "others": ("Other figures", "What else was recorded about the whole federation."),
     "partition": ("Data", "How the samples are split over the clients."),
@@ -195,6 +199,7 @@ def page(runs: list[Run], rows: list[Row], shown: list[Figure], tex: str) -> str
     title = escape(_title(runs))
     bodies = {group: _gallery([figure for figure in shown if figure.group == group]) for group in PLACES}
     bodies["partition"] += skew_table(runs)
+    bodies["privacy"] += privacy_tables(runs)
     parts = {
         "overview": (
             "Overview",

@@ -1,11 +1,16 @@
-"""The sites of a deployment: rounds that each took part in or missed, and why its replies were rejected."""
+"""Sites of a deployment: rounds that each took part in or missed, and why its replies were rejected; privacy spent."""
 
 from __future__ import annotations
 
 from html import escape
 
+import numpy as np
+
 from fedloom.report.reading import Run, Site
 from fedloom.report.tables import scrolling
+
+MOST = 25
+"""Lines of a table over rounds; more rounds are thinned evenly, with the first and the last among them."""
 
 SITES = "Where the run took place. A round counts for a site once its upload was accepted."
 
@@ -20,6 +25,26 @@ def site_tables(runs: list[Run]) -> str:
             title = f"<h3>{escape(run.label)}</h3>" if len(runs) > 1 else ""
             heads = ("Site", "Rounds", "Share", "Missed", "Last reply", "Rejected", "Why, by step of the check")
             parts.append(title + scrolling(f"Sites of {run.label}", heads, lines, (4, 6)))
+    return "".join(parts)
+
+
+def privacy_tables(runs: list[Run]) -> str:
+    """An HTML table of epsilon by round per run that spent any: a column per method, the largest over seeds."""
+    parts = []
+    for run in runs:
+        spent: dict[str, dict[int, float]] = {}
+        for key, points in run.totals.items():
+            if key.metric == "epsilon":
+                own = spent.setdefault(key.method, {})
+                for t, value in zip(points.round.tolist(), points.value.tolist(), strict=True):
+                    own[t] = max(value, own.get(t, 0.0))
+        if spent:
+            rounds = sorted(set().union(*spent.values()))
+            places = np.unique(np.linspace(0, len(rounds) - 1, MOST).round().astype(int))
+            values = [[f"{spent[m][t]:.4g}" if t in spent[m] else "" for m in spent] for t in rounds]
+            lines = [[f"{rounds[k]}", *values[k]] for k in places]
+            title = f"<h3>{escape(run.label)}</h3>" if len(runs) > 1 else ""
+            parts.append(title + scrolling(f"Privacy spent in {run.label}", ("Round", *spent), lines))
     return "".join(parts)
 
 

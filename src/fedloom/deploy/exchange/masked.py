@@ -17,7 +17,7 @@ from fedloom.deploy.exchange.identity import NONCE, verifying_key
 from fedloom.deploy.exchange.post import Letter, Post
 from fedloom.deploy.exchange.replies import absolute
 from fedloom.deploy.exchange.secure import Broken, Integers
-from fedloom.deploy.exchange.unmasked import Unmasked
+from fedloom.deploy.exchange.unmasked import Asked, Unmasked
 from fedloom.deploy.noise import SharedMean
 from fedloom.deploy.settings import Server
 from fedloom.deploy.site.vectors import Figures, Uploads
@@ -30,11 +30,11 @@ from fedloom.errors import FedloomError, Refused, RunStopped, Stop, WireError
 from fedloom.processes.chunks import COUNTS, ScoreTask, Trained, TrainTask
 
 ATTEMPTS = 3
-"""Sessions in which a sum is asked for before it is given up."""
+"""How often the shares of a sum are asked for before it is given up."""
 
 
 class GivenUp(FedloomError):
-    """A round whose sum cannot be told any more: it was asked for, and of the sites that it is of some are lost.
+    """A round whose sum was asked for and never told; to ask for one of other sites would tell the difference.
 
     Args:
         reason: a sentence.
@@ -82,10 +82,10 @@ class MaskedSites(Sites):
         received = {c: for_client(down, int(task.place)) for c, task in tasks_of.items()}
         common = forms.write_down(down, server) if is_common(down) else None
         downs = {c: common or forms.write_down(one, server) for c, one in received.items()}
-        scored, asks = self._riding(tasks_of)
+        scored, asks = self._riding(t, tasks_of)
         scale = max((abs(float(task.share)) for task in tasks_of.values()), default=0.0) or 1.0
         parts = self._parts(tasks_of) if asks else []
-        length = self._uploads.length + (self._figures.length if asks and self._tallies else 0)
+        length = self._uploads.length + (self._figures.length if scored >= 0 and self._tallies else 0)
 
         def letter(c: int, inbox: bytes) -> Letter:
             arrays = [downs[c], inbox, *(asks[c].arrays if c in asks else ())]
@@ -93,12 +93,12 @@ class MaskedSites(Sites):
             more = self._place(c) | {"share": float(tasks_of[c].share) / scale}
             return Letter("masked", c, arrays, more | {"scored": scored, "global": there, "parts": parts})
 
-        found = self._session(t, [*tasks_of], letter, length, {"uploads": t, "scores": scored})
+        found = self._sum(t, [*tasks_of], letter, length, {"uploads": t, "scores": scored})
         accepted, n = found.clients, self._uploads.length
         try:
             sums, work = self._uploads.decode(found.total[:n], len(accepted), scale)
             self._check_length(sums, len(accepted), scale)
-            if asks:
+            if scored >= 0:
                 self._keep(scored, found.total[n:], accepted)
         except Refused as error:
             raise RunStopped(Stop.DIVERGED, f"round {t}: {error}") from error
@@ -117,16 +117,19 @@ class MaskedSites(Sites):
             yield Trained(torch.tensor([True]), first, {}, 1.0 if alike else float(task.share), counts[c])
             first = {}  # the first brings the sum
 
-    def _riding(self, cohort: Collection[int]) -> tuple[int, dict[int, Letter]]:
+    def _riding(self, t: int, cohort: Collection[int]) -> tuple[int, dict[int, Letter]]:
         """The round whose models are scored with the training, and what asks for it: where all sites train.
 
-        Otherwise, or if these scores were asked for already, they have a session of their own, which comes first.
+        Otherwise, or if these scores were asked for already, they have a session of their own, which comes first. A
+        sum of the training that was asked for already has the scores or has them not.
         """
         due, self._due = self._due, None
         if due is None:
             return -1, {}
         self._found = due[0], {}
-        if set(self._post.nodes) <= set(cohort) and self._unmasked.of("scores", due[0]) is None:
+        before, alone = self._unmasked.of({"uploads": t}), self._unmasked.of({"scores": due[0]})
+        rides = set(self._post.nodes) <= set(cohort) and alone is None
+        if rides if before is None else before.sums.get("scores") == due[0]:
             return due[0], self._asking(*due)
         if self._tallies:
             self._tally(*due)
@@ -159,7 +162,7 @@ class MaskedSites(Sites):
 
         self._tallied = t, {}
         try:
-            found = self._session(t, [*asks], letter, self._figures.length, {"scores": t})
+            found = self._sum(t, [*asks], letter, self._figures.length, {"scores": t})
             self._keep(t, found.total, found.clients)
         except (Broken, GivenUp, RunStopped) as error:
             self._post.note("scores given up", t, asks, str(error))
@@ -172,7 +175,7 @@ class MaskedSites(Sites):
         lacking = {part: sum(not self._post.sizes[c, k] for c in clients) for k, part in enumerate(PARTS)}
         return [part for part, count in lacking.items() if self._agreed.threshold - count >= 2]
 
-    def _session(
+    def _sum(
         self,
         t: int,
         clients: Collection[int],
@@ -180,7 +183,7 @@ class MaskedSites(Sites):
         length: int,
         sums: dict[str, int],
     ) -> _Sum:
-        """The sum of the sites' vectors.
+        """The sum of the sites' vectors; one that was asked for before a stop is told now.
 
         Args:
             t: round of the session.
@@ -191,73 +194,85 @@ class MaskedSites(Sites):
 
         Raises:
             RunStopped: fewer than the threshold take part.
-            GivenUp: it was asked for before, and can be told of the same sites only, of which one is lost.
+            GivenUp: it was asked for too often.
         """
-        nonce, agreed, post = os.urandom(NONCE), self._agreed, self._post
         sums = {what: r for what, r in sums.items() if r >= 0}
-        before = self._before(sums)
-        cohort = [c for c in clients if before is None or c in before]
-        if before is not None and set(cohort) != before:
-            raise GivenUp(self._lost(t, before - set(cohort)), before)
+        asked = self._unmasked.of(sums) or self._collected(t, clients, letter, length, sums)
+        asked = asked if asked.told else self._told(asked)
+        n, part = len(secure.read_adverts(asked.adverts)), 4 + secure.SEALED
+        up = len(asked.adverts) // n + n * part + 8 * length + n * (4 + secure.KEY)
+        return _Sum(asked.total, asked.clients, [up, len(asked.adverts) + n * (part + 4)])
+
+    def _collected(
+        self,
+        t: int,
+        clients: Collection[int],
+        letter: Callable[[int, bytes], Letter],
+        length: int,
+        sums: dict[str, int],
+    ) -> Asked:
+        """The first three steps of a session: the sum under its masks. Until the fourth, nobody can tell anything."""
+        nonce, agreed = os.urandom(NONCE), self._agreed
+        cohort = self._apart(t, clients, sums)
         if len(cohort) < agreed.threshold:
             raise RunStopped(
                 Stop.TOO_FEW, f"round {t}: {len(cohort)} sites would be summed, the threshold is {agreed.threshold}"
             )
-
-        def step(asked: Callable[[int], Letter], to: Collection[int], read: Callable[[bytes], Any]) -> dict[int, Any]:
-            found = {c: asked(c) for c in to}
-            letters = {c: x._replace(more={**(x.more or {}), "session": nonce}, read=read) for c, x in found.items()}
-            last = any(x.kind == "unmask" for x in letters.values())
-            need = max(agreed.threshold, 1 if last else min(self._settings.quorum, len(letters)))
-            try:
-                replies = post.until(t, letters, len(before) if before and not last else need)
-            except RunStopped as error:
-                if before is None or last:
-                    raise
-                raise GivenUp(f"{self._lost(t, before)}: {error.detail}", before) from error
-            return {c: reply.value for c, reply in sorted(replies.items())}
-
         name = secure.session_name(self._agreement, t, nonce)
-        adverts = step(lambda c: Letter("keys", c), cohort, lambda m: self._advert(name, m))
+        adverts = self._step(t, nonce, {c: Letter("keys", c) for c in cohort}, lambda m: self._advert(name, m))
         adverts = {c: advert for c, advert in adverts.items() if advert.client == c}
-        session = secure.session_of(name, agreed.threshold, adverts.values())
         everyone = secure.write_adverts(adverts.values())
-        sealed = step(lambda c: Letter("shares", c, [everyone]), adverts, lambda m: secure.read(m, secure.SEALED))
+        ask = {c: Letter("shares", c, [everyone]) for c in adverts}
+        sealed = self._step(t, nonce, ask, lambda m: secure.read(m, secure.SEALED))
         sealed = {p: sent for p, sent in sealed.items() if set(sent) == set(adverts) - {p}}
         inbox = {c: secure.write({p: sent[c] for p, sent in sealed.items() if p != c}) for c in sealed}
-        masked = step(lambda c: letter(c, inbox[c]), sealed, lambda m: _vector(m, length))
-        arrived = secure.write(dict.fromkeys(masked, b""))
-        if before is not None and set(masked) != before:
-            raise GivenUp(self._lost(t, before - set(masked)), before)
-        self._unmasked.note(sums, masked)
-        told = step(lambda c: Letter("unmask", c, [arrived]), masked, lambda m: secure.read(m, secure.KEY))
-        told = {c: parts for c, parts in told.items() if set(parts) == set(sealed)}
+        masked = self._step(t, nonce, {c: letter(c, inbox[c]) for c in sealed}, lambda m: _vector(m, length))
+        if self._apart(t, masked, sums) != [*masked]:
+            raise RunStopped(Stop.TOO_FEW, f"round {t}: another sum would tell what a single site sent")
+        total: Integers = np.sum([*masked.values()], axis=0, dtype=np.uint64)
+        return Asked(t, nonce, everyone, [*sealed], [*masked], sums, total)
+
+    def _told(self, asked: Asked) -> Asked:
+        """The fourth step: any threshold of the sites of a sum take its masks off."""
+        t, agreed = asked.round, self._agreed
+        if asked.attempts >= ATTEMPTS:
+            why = f"round {t}: the sum was asked for {ATTEMPTS} times, and never told"
+            raise GivenUp(f"{why}; a sum of other sites would tell the difference", asked.clients)
+        self._unmasked.keep(asked := asked._replace(attempts=asked.attempts + 1))
+        arrived = secure.write(dict.fromkeys(asked.clients, b""))
+        ask = {c: Letter("unmask", c, [arrived]) for c in asked.clients}
+        told = self._step(t, asked.nonce, ask, lambda m: secure.read(m, secure.KEY))
+        told = {c: parts for c, parts in told.items() if set(parts) == set(asked.shared)}
+        name = secure.session_name(self._agreement, t, asked.nonce)
+        session = secure.session_of(name, agreed.threshold, secure.read_adverts(asked.adverts))
         try:
-            total = secure.unmasked(session, [*sealed], masked, told)
+            total = secure.unmasked(session, asked.shared, asked.clients, asked.total, told)
         except Broken as error:
             raise RunStopped(Stop.TOO_FEW, f"round {t}: {error}") from error
-        n, part, advert = len(adverts), 4 + secure.SEALED, len(everyone) // len(adverts)
-        up = advert + n * part + 8 * length + n * (4 + secure.KEY)
-        return _Sum(total, [*masked], [up, n * (advert + part + 4)])
+        self._unmasked.keep(asked := asked._replace(total=total, told=True))
+        return asked
 
-    def _before(self, sums: Mapping[str, int]) -> set[int] | None:
-        """Whose sum of any of these was asked for before a stop.
+    def _step(self, t: int, nonce: bytes, letters: dict[int, Letter], read: Callable[[bytes], Any]) -> dict[int, Any]:
+        """What the sites answer in a step of a session, by client in rising order."""
+        letters = {c: x._replace(more={**(x.more or {}), "session": nonce}, read=read) for c, x in letters.items()}
+        last = any(x.kind == "unmask" for x in letters.values())
+        need = max(self._agreed.threshold, 1 if last else min(self._settings.quorum, len(letters)))
+        return {c: reply.value for c, reply in sorted(self._post.until(t, letters, need).items())}
 
-        Raises:
-            GivenUp: for the `ATTEMPTS`-th time.
+    def _apart(self, t: int, clients: Collection[int], sums: Mapping[str, int]) -> list[int]:
+        """The sites of a sum on a model of which one was asked for and given up: those of that, not one more or less.
+
+        Where so many differ as one, both sums together would tell what a single site sent, if the first arrives late.
         """
-        for what, t in sums.items():
-            found = self._unmasked.of(what, t)
-            if found is not None:
-                clients, attempts = found
-                if attempts >= ATTEMPTS:
-                    raise GivenUp(f"round {t}: the sum was asked for {attempts} times, and never told", clients)
-                return clients
-        return None
-
-    def _lost(self, t: int, lost: Collection[int]) -> str:
-        names = ", ".join(self._post.members[c].site for c in sorted(lost))
-        return f"round {t} was to be summed with {names}, and a sum of other sites would tell the difference"
+        before = self._unmasked.newest("uploads") if "uploads" in sums else None
+        if before is None or before.told or len(apart := {*clients} ^ {*before.clients}) != 1:
+            return [*clients]
+        if apart <= {*clients}:
+            return [c for c in clients if c not in apart]
+        lost = self._post.members[apart.pop()].site
+        raise RunStopped(
+            Stop.TOO_FEW, f"round {t}: a sum without {lost} and the one that was given up would tell what it sent"
+        )
 
     def _advert(self, name: bytes, message: bytes) -> secure.Advert:
         """The one advertisement of a message.

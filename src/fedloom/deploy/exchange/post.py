@@ -76,7 +76,7 @@ class Post:
         self.members = {member.client: member for member in settings.sites}
         self._keys = {c: verifying_key(m.signing_key, m.site) for c, m in self.members.items()}
         self.judge = Judge(settings, self._keys)
-        self.presence = Presence(self.members, settings.clients, settings.patience, self._met())
+        self.presence = Presence(self.members, settings.clients, settings.patience, settings.absent_after, self._met())
         self._late: dict[str, tuple[Asked, float]] = {}
 
     def _met(self) -> dict[int, int]:
@@ -146,6 +146,7 @@ class Post:
         A reply to a letter that asks for scores only does not count to ``need``.
         """
         end = time.monotonic() + self._settings.patience
+        self.presence.round = max(self.presence.round, round)
         replies: dict[int, Reply] = {}
         open_ = dict(letters)
         while True:

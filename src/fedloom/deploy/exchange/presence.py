@@ -1,8 +1,8 @@
 """Presence: which node is which site, and which of the nodes that Flower calls online really answer.
 
 A node that lets a deadline pass, or whose message Flower reports as lost, is mute: it is asked as before, but nobody
-waits for it until it answers something. A site that stays mute for the patience counts as absent until it says who it
-is. A node that was refused is left alone for the patience.
+waits for it until it answers something. A site that was asked in vain in so many rounds counts as absent until it says
+who it is: it gets greetings, one at a time, and no models. A node that was refused is left alone for the patience.
 """
 
 from __future__ import annotations
@@ -22,20 +22,25 @@ class Presence:
     Args:
         members: the sites that may take part, by client.
         clients: sites of the experiment.
-        patience: seconds for which a refused node is left alone, and after which a mute site counts as absent.
+        patience: seconds for which a refused node is left alone.
+        rounds: in which a mute site is asked before it counts as absent.
         known: the client of every node that was accepted in an earlier run of the server.
 
     Attributes:
         nodes: Flower's number of the node of every site that is there, by client.
         sizes: ``[n, 3]`` training, validation and test samples of every site; 0 where it has not said.
+        round: of the run, the latest that a message was of.
     """
 
-    def __init__(self, members: Mapping[int, Member], clients: int, patience: float, known: Mapping[int, int]) -> None:
-        self._members, self._patience, self._who = members, patience, dict(known)
+    def __init__(
+        self, members: Mapping[int, Member], clients: int, patience: float, rounds: int, known: Mapping[int, int]
+    ) -> None:
+        self._members, self._patience, self._rounds, self._who = members, patience, rounds, dict(known)
+        self.round = 0
         self.nodes: dict[int, int] = {}
         self.sizes = torch.zeros(clients, 3, dtype=torch.long)
         self._refused: dict[int, tuple[str, float]] = {}
-        self._mute: dict[int, float] = {}
+        self._mute: dict[int, int] = {}
         self._fixed = False
 
     def fix(self) -> None:
@@ -43,11 +48,11 @@ class Presence:
         self._fixed = True
 
     def strangers(self, there: Iterable[int]) -> list[int]:
-        """The nodes to greet, of those that are there; what has gone or was mute for too long is forgotten."""
+        """The nodes to greet, of those that are there; what has gone or was asked in vain too often is forgotten."""
         here, now = set(there), time.monotonic()
         self._refused = {n: r for n, r in self._refused.items() if n in here and now < r[1]}
         self._mute = {n: since for n, since in self._mute.items() if n in here}
-        absent = {n for n, since in self._mute.items() if now - since > self._patience}
+        absent = {n for n, since in self._mute.items() if self.round - since >= self._rounds}
         self.nodes = {c: n for c, n in self.nodes.items() if n in here - absent}
         return sorted(here - set(self.nodes.values()) - set(self._refused))
 
@@ -77,7 +82,7 @@ class Presence:
     def silent(self, node: int) -> bool:
         """The node has not answered in time; whether it did before."""
         new = node not in self._mute
-        self._mute.setdefault(node, time.monotonic())
+        self._mute.setdefault(node, self.round)
         return new
 
     def is_mute(self, node: int) -> bool:

@@ -263,7 +263,8 @@ def _pair(session: Session, client: int, masking: bytes, peer: int, length: int)
 def unmasked(
     session: Session,
     peers: Collection[int],
-    vectors: Mapping[int, Integers],
+    arrived: Collection[int],
+    total: Integers,
     told: Mapping[int, Mapping[int, bytes]],
 ) -> Integers:
     """The sum of the vectors that arrived, without the masks.
@@ -271,7 +272,8 @@ def unmasked(
     Args:
         session: all agree on.
         peers: sites that have masks with each other.
-        vectors: by client, those that arrived.
+        arrived: those of them whose vector arrived.
+        total: the sum of these vectors.
         told: by the site that says them, shares by owner (`tell`).
 
     Raises:
@@ -280,15 +282,15 @@ def unmasked(
     if len(told) < session.threshold:
         raise Broken(f"{len(told)} sites said their shares, {session.threshold} are needed")
     place = {c: k + 1 for k, c in enumerate(session.adverts)}
-    total: Integers = np.sum([*vectors.values()], axis=0, dtype=np.uint64)
+    total = total.copy()
     for owner in peers:
         secret = _joined([(place[c], shares[owner]) for c, shares in told.items()], session.threshold)
-        if owner in vectors:
+        if owner in arrived:
             total -= stream(derived(secret, session.digest, b"seed"), len(total))
             continue
         if _public(secret) != session.adverts[owner].masking:
             raise Broken(f"the shares of client {owner}'s masking key do not fit its advertised key")
-        for peer in vectors:
+        for peer in arrived:
             total += _pair(session, owner, secret, peer, len(total))
     return total
 

@@ -1,44 +1,95 @@
-"""Unmasked: which sums the server asked for, kept on its disk, so that none is asked for of other sites."""
+"""Unmasked: the sums that the server asked for, kept on its disk, so that each is told of one set of sites only.
+
+A sum that was asked for is asked for again in the same session, of all its sites that are there, until enough have said
+their shares. Then the sum itself is kept, and no site is asked any more.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from fedloom.storage.files import write_atomic
+import numpy as np
+
+from fedloom.deploy.exchange.secure import Integers
+from fedloom.storage.files import discard, make_folder, write_atomic
 
 NAME = "unmasked.json"
 
 
+class Asked(NamedTuple):
+    """A sum that was asked for.
+
+    Attributes:
+        round: of the session.
+        nonce: of the session.
+        adverts: the keys of its sites, as a message.
+        shared: sites that have masks with each other.
+        clients: sites whose vector arrived, which the sum is of.
+        sums: the round of what is summed, by what that is.
+        total: the sum, under masks until it is told.
+        attempts: how often it was asked for.
+        told: whether the masks are off.
+    """
+
+    round: int
+    nonce: bytes
+    adverts: bytes
+    shared: list[int]
+    clients: list[int]
+    sums: dict[str, int]
+    total: Integers
+    attempts: int = 0
+    told: bool = False
+
+
 class Unmasked:
-    """Whose sum was asked for last, and how often: it can be asked for again of the same sites only.
+    """The newest sum that was asked for of every kind.
 
     Args:
         folder: of the checkpoints.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / NAME
+        self._folder = folder
 
-    def of(self, what: str, round: int) -> tuple[set[int], int] | None:
-        """The sites, and how many times; None where it was not asked for."""
+    def newest(self, what: str) -> Asked | None:
+        """The sum of a kind that was asked for last; None where there was none, or its file is gone."""
         found = self._read().get(what)
-        return (set(found["clients"]), found["attempts"]) if found and found["round"] == round else None
-
-    def note(self, sums: Mapping[str, int], clients: Collection[int]) -> None:
-        """Remember it, on the disk."""
-        known = self._read()
-        for what, t in sums.items():
-            before = self.of(what, t)
-            known[what] = {"round": t, "clients": sorted(clients), "attempts": 1 + (before[1] if before else 0)}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self._path, json.dumps(known).encode())
-
-    def _read(self) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = json.loads(self._path.read_bytes())
+            total = np.frombuffer((self._folder / found["file"]).read_bytes(), dtype="<u8") if found else None
+        except OSError:
+            return None
+        if found is None or total is None:
+            return None
+        nonce, adverts = bytes.fromhex(found["nonce"]), bytes.fromhex(found["adverts"])
+        given = {key: found[key] for key in ("round", "shared", "clients", "sums", "attempts", "told")}
+        return Asked(**given, nonce=nonce, adverts=adverts, total=total.astype(np.uint64, copy=False))
+
+    def of(self, sums: Mapping[str, int]) -> Asked | None:
+        """The sum of any of these, by kind and round."""
+        found = (asked for what, t in sums.items() if (asked := self.newest(what)) and asked.sums[what] == t)
+        return next(found, None)
+
+    def keep(self, asked: Asked) -> None:
+        """Make it last; it takes the place of the one before of its kind."""
+        make_folder(self._folder)
+        name = f"{asked.nonce.hex()}.{'sum' if asked.told else 'masked'}"
+        if not (self._folder / name).exists():
+            write_atomic(self._folder / name, asked.total.astype("<u8", copy=False).tobytes())
+        entry = {**asked._asdict(), "nonce": asked.nonce.hex(), "adverts": asked.adverts.hex(), "file": name}
+        del entry["total"]
+        known = self._read() | dict.fromkeys(asked.sums, entry)
+        write_atomic(self._folder / NAME, json.dumps(known).encode())
+        kept = {one["file"] for one in known.values()}
+        old = [path for end in ("sum", "masked") for path in self._folder.glob(f"*.{end}") if path.name not in kept]
+        discard(*old)
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        try:
+            found: dict[str, dict[str, Any]] = json.loads((self._folder / NAME).read_bytes())
         except (OSError, ValueError):
             return {}
         return found
