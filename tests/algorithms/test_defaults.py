@@ -167,7 +167,7 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
     },
     "equitable-fl": {
         "mu": (0.01, "Equitable-FL: the best of {0.001, 0.01, 0.1, 1} is reported"),
-        "clusters": (2, "Table 1: the true number, 2 for MNIST and CIFAR-10"),
+        "clusters": (None, "Table 1: the true number of every federation"),
         "layer": ("penultimate", "Fig. 1: the layer before the last"),
         "log_softmax": (True, "Fig. 1"),
         "reduce": (ANY, OURS),

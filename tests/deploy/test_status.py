@@ -162,6 +162,19 @@ def test_the_report_reads_results_as_a_run(tmp_path: Path):
     assert bool(own.isfinite().all())
 
 
+def test_a_run_that_diverges_is_told_at_once_and_goes_on(tmp_path):
+    here = scene(tmp_path, "fedavg", rounds=5, local={"lr": 1e4, "batch_size": 200})
+    told = []
+    assert deployed.serve(here.grid(), here.server, told.append) is Stop.DONE
+    alone = here.simulate()
+    [run] = here.summary()["runs"]
+    assert (run["status"], run["diverged"], run["rounds"]) == ("diverged", alone.diverged, 5)
+    assert (run["diverged"], alone.detail in run["reason"]) == (3, True)
+    line = next(k for k, text in enumerate(told) if "the run diverges: round 3: the training loss" in text)
+    assert any("round 4/5" in text for text in told[line:])
+    assert len(here.audit("diverged", round=3)) == 1
+
+
 def test_the_report_of_a_run_that_is_under_way_or_stopped(tmp_path):
     here = scene(tmp_path, "fedavg", **SMALL)
 

@@ -12,6 +12,7 @@ from fedloom.deploy.audit import lines_of
 from fedloom.deploy.settings import Server
 from fedloom.deploy.status import tallies
 from fedloom.engine.job import Job
+from fedloom.engine.records import Divergence
 from fedloom.engine.state import State, Times
 from fedloom.errors import Stop
 from fedloom.experiment import Experiment
@@ -60,13 +61,14 @@ class Results:
             header = {**job.oracle.layout.header(), "round": str(state.round)}
             save_tensors(out / "global.safetensors", {"rows": shared.cpu()}, header)
 
-    def summary(self, stop: Stop | None, detail: str, here: Collection[int]) -> None:
+    def summary(self, stop: Stop | None, detail: str, here: Collection[int], divergence: Divergence) -> None:
         """How far the run is, or how it ended, and how every site did.
 
         Args:
             stop: why it ended; None while it runs.
             detail: of the end.
             here: clients that are there.
+            divergence: a run that has diverged with finite figures goes on to its end.
         """
         settings, method, job = self._settings, self._experiment.methods[0], self._job
         reason = "the run has not ended" if stop is None else f"{stop.value}{f' ({detail})' if detail else ''}"
@@ -75,6 +77,9 @@ class Results:
             "status": "interrupted" if stop is None else STATUSES.get(stop, "interrupted"), "reason": reason,
             "rounds": self._rounds,
         }  # fmt: skip
+        if divergence.round is not None and stop in (None, Stop.DONE):
+            run |= {"status": "diverged"} if stop else {}
+            run |= {"reason": f"{Stop.DIVERGED.value} ({divergence.sentence})", "diverged": divergence.round}
         if job is not None:
             run |= {"oracle": job.oracle.name, "chunk": 1, "device": "cpu", "parameters": job.oracle.layout.d}
         members = {m.client: m.site for m in settings.sites}

@@ -29,6 +29,7 @@ from fedloom.deploy.sites import Sites
 from fedloom.deploy.status import serve_metrics
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted, check_privacy, spent
+from fedloom.engine.records import Divergence
 from fedloom.engine.resume import Disk
 from fedloom.engine.round import play
 from fedloom.engine.scoring import record, scores_of
@@ -122,7 +123,7 @@ class _Run:
         self._settings, self._experiment, self._say = settings, experiment, say
         self._audit = Audit(settings.audit)
         self._post = Post(grid, settings, self._audit, say)
-        self._results = Results(settings, experiment)
+        self._results, self._divergence = Results(settings, experiment), Divergence()
 
     def go(self) -> Stop:
         """Begin or go on, to the end."""
@@ -142,12 +143,20 @@ class _Run:
                 state = self._rounds(job, sites, disk, state)
                 disk.save(state, stop)
             self._results.tables(job, state, disk.times)
+            self._watch(state, ended=True)
         except RunStopped as error:
             stop, detail = error.reason, error.detail
             self._say(f"{STOPS}{error}")
         self._audit.write("stop", reason=stop.value, detail=detail or None)
-        self._results.summary(stop, detail, self._post.nodes)
+        self._results.summary(stop, detail, self._post.nodes, self._divergence)
         return stop
+
+    def _watch(self, state: State, *, ended: bool = False) -> None:
+        """Tell at once that a run diverges; it goes on."""
+        told = self._divergence.read(state.records, ended=ended)
+        if told:
+            self._say(f"fedloom: the run diverges: {told}")
+            self._audit.write("diverged", round=self._divergence.round, detail=told)
 
     def _rounds(self, job: Job, sites: Sites, disk: Disk, state: State) -> State:
         pool: Any = sites
@@ -200,8 +209,9 @@ class _Run:
             record(job, state, scores_of(job, pool, state))
             for model, part, name, value in pool.sums(state.round):
                 state.records.total(state.round, model, part, name, value)
+            self._watch(state)
             self._results.tables(job, state, disk.times)
-            self._results.summary(None, "", self._post.nodes)
+            self._results.summary(None, "", self._post.nodes, self._divergence)
         if state.round > 0:
             self._say(self._line(job, state))
 
