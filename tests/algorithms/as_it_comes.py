@@ -237,6 +237,7 @@ def measure(name: str, case: str) -> dict[str, Any]:
         "case": case,
         "stop": result.stop.value if result.stop is not Stop.DONE else "done",
         "models": figures(result, part),
+        "metric": leading({r.metric for r in result.state.records.items if r.part == part}),
         "gradients": cost(result) / cost(fedavg),
         "zeros": {k: float((w == 0).double().mean()) for k, w in own.items()},
         "moved": moved,
@@ -345,6 +346,7 @@ def main(out: Path, names: list[str]) -> None:
     here, kept = commit(), json.loads(out.read_text())["rows"] if out.exists() else []
     rows = {(row["method"], row["case"]): row for row in kept}
     head = {"command": f"python tests/algorithms/{Path(__file__).name} {out}", "rounds": ROUNDS, "local": LOCAL}
+    head |= {"part": next(iter(cases.values())).part}
     head |= {"cases": {key: case.title for key, case in cases.items()}}
     for case in cases:
         for name in names or REGISTRY:
