@@ -118,8 +118,10 @@ class Algorithm(Value, ABC):
         factors = {name: factor for name, factor in factors.items() if factor}
         method, values = self.with_(**dict.fromkeys(factors)) if factors else self, dict[str, Any]()
         try:
-            if factors:  # what is derived from them follows
-                values = {name: factor * method.derived(ctx)[name] for name, factor in factors.items()}
+            if factors:  # numbers that are derived from them follow; words are those of the default
+                rules = method.derived(ctx)
+                words = {name: word for name, word in rules.items() if isinstance(word, str) and not getattr(self, name)}
+                values = {name: factor * rules[name] for name, factor in factors.items()} | words
                 method = method.with_(**values)
             values = {name: value for name, value in method.derived(ctx).items() if getattr(method, name) is None}
             return method.with_(**values) if values else method
