@@ -27,7 +27,7 @@ class Replay:
         batches: of every client (a list of n, or by id), of every round a list of steps, each a list of positions in
             the client's training part. They are those of the stream "local"; for a method with more streams, of which
             an error gives the names, a round is a table of such lists by stream. A client takes as many steps as there
-            are batches, unless ``local.steps`` is given.
+            are batches (Per-FedAvg's steps take two or three each), unless ``local.steps`` is given.
         projection: ``[dim, d]``, the matrix of a method in a subspace (Lp-Proj, ADMM-Lp-Proj).
     """
 

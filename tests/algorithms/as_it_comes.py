@@ -1,8 +1,10 @@
-"""Every method with its defaults on three small federations, and the law that a default must obey.
+"""Every method with its defaults on small federations, and the law that a default must obey.
 
     python tests/algorithms/as_it_comes.py docs/defaults.json      # all methods; names after the file: these only
+    python tests/algorithms/as_it_comes.py docs/held-out.json      # on federations that shaped no rule, by validation
 
-The federations are small on purpose: what a default does wrong shows in seconds.
+The federations are small on purpose: what a default does wrong shows in seconds. Those held out have no test parts, so
+that a rule that they break may be looked into.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ from fedloom.data.sources import load
 from fedloom.engine.result import Result
 from fedloom.errors import DataError, Stop
 from fedloom.metrics import leading
-from fedloom.models import MLP, ModelSpec
+from fedloom.models import CNN, MLP, ModelSpec, Softmax
 from fedloom.rows.prox import L1
+from fedloom.tune.trial import without_test
 
 ROUNDS, POINTS, FAIR_POINTS, GRADIENTS, ZEROS = 60, 0.05, 0.08, 6, 0.05
 LOCAL = {"lr": 0.05, "batch_size": 20, "epochs": 1}
@@ -38,26 +41,33 @@ EXCUSED = {
     "feddualavg": ({"apart"}, "FedDualAvg without a regulariser is FedAvg"),
     "admm-lp-proj": ({"apart"}, "ADMMLpProj ties the models in "),
     "fedadmm-inexact": ({"mean"}, "FedADMMInexact takes at most "),
-    "equitable-fl": ({"mean", "fair"}, "weigher 'equitable' looks for 2 clusters"),
+    "equitable-fl": ({"fair"}, "weigher 'equitable' looks for clusters of clients"),
     "power-of-choice": ({"apart"}, "sampler 'power-of-choice' chooses nobody"),
 }
 """The parts of the law that a method cannot keep by itself, and the note by which a run says so before round 1."""
-SPARSE = {"fiaelt": 0.1}
-"""Weight of the L1 norm that a composite method's card names, where it is not 0.01."""
 
 
-class OneStart(MLP):
+class OneStart(ModelSpec):
     """A network that starts the same with every seed, so that two seeds differ by their batches only."""
 
     def build(self, shape: tuple[int, ...], outputs: int, seed: int) -> nn.Module:
         return super().build(shape, outputs, 0)
 
 
-class Normed(ModelSpec):
-    """A small network with batch normalisation, which starts the same with every seed."""
+class Linear(OneStart, Softmax):
+    """Softmax regression."""
 
-    def build(self, shape: tuple[int, ...], outputs: int, seed: int) -> nn.Module:
-        return super().build(shape, outputs, 0)
+
+class Layers(OneStart, MLP):
+    """Linear layers."""
+
+
+class Convolutions(OneStart, CNN):
+    """Two small convolutions."""
+
+
+class Normed(OneStart):
+    """A small network with batch normalisation."""
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         width = int(np.prod(shape))
@@ -66,17 +76,21 @@ class Normed(ModelSpec):
 
 @dataclass(frozen=True)
 class Case:
-    """A federation and the hidden widths of its network."""
+    """A federation, its network, the part that judges, and what differs from `LOCAL` and from full participation."""
 
     title: str
     make: Callable[[], Federation]
-    hidden: tuple[int, ...]
+    model: ModelSpec
+    part: str = "test"
+    lr: float = LOCAL["lr"]
+    fraction: float = 1.0
 
     def run(self, method: Any, seed: int = 0, normed: bool = False) -> Result:
-        model = Normed() if normed else OneStart(hidden=self.hidden)
         return fl.simulate(
-            method, self.make(), model, rounds=ROUNDS, seed=seed, local=LOCAL, evaluate={"every": ROUNDS}
-        )
+            method, self.make(), Normed() if normed else self.model, rounds=ROUNDS, seed=seed,
+            local={**LOCAL, "lr": self.lr}, sampler={"kind": "uniform", "fraction": self.fraction},
+            evaluate={"every": ROUNDS, "parts": ("train", self.part)},
+        )  # fmt: skip
 
 
 @cache
@@ -104,11 +118,71 @@ def hospitals() -> Federation:
     return fl.partition.column(column="hospital", validation=0.2)(load("heart"), seed=0)
 
 
+def drawn(source: str, samples: int, seed: int) -> fl.Dataset:
+    """Some of the samples of a data set."""
+    data = load(source)
+    chosen = torch.from_numpy(np.sort(np.random.default_rng(seed).permutation(len(data))[:samples]))
+    return fl.Dataset.of(data.x[chosen].numpy(), data.y[chosen].numpy())
+
+
+@cache
+def cancer() -> Federation:
+    from sklearn.datasets import load_breast_cancer
+
+    x, y = load_breast_cancer(return_X_y=True)
+    data = fl.Dataset.of(((x - x.mean(0)) / x.std(0)).astype(np.float32), y)
+    return without_test(fl.partition.dirichlet(clients=10, beta=0.3, min_size=12, validation=0.25)(data, seed=21))
+
+
+@cache
+def users() -> Federation:
+    return without_test(fl.partition.writers(validation=0.25, keep=80)(load("synthetic", alpha=1.0, beta=1.0, seed=21)))
+
+
+@cache
+def pairs() -> Federation:
+    return without_test(fl.partition.shards(clients=30, labels_per_client=2, validation=0.25)(load("digits"), seed=21))
+
+
+@cache
+def many() -> Federation:
+    made = fl.partition.dirichlet(clients=50, beta=0.3, min_size=10, validation=0.25)
+    return without_test(made(drawn("mnist", 2500, 21), seed=21))
+
+
+@cache
+def pictures() -> Federation:
+    made = fl.partition.dirichlet(clients=8, beta=0.5, min_size=20, validation=0.25)
+    return without_test(made(drawn("digits", 700, 22), seed=22))
+
+
+@cache
+def figures_of(clients: int) -> Federation:
+    made = fl.partition.dirichlet(clients=clients, beta=0.4, by="client", validation=0.25)
+    return without_test(made(drawn("mnist", 1200, 23), seed=23))
+
+
 CASES = {
-    "digits": Case("digits, Dirichlet 0.3, 12 clients", digits, (32,)),
-    "clothes": Case("bytes of 28 x 28, two labels per client, 12 clients", clothes, (32,)),
-    "hospitals": Case("heart disease, 4 hospitals", hospitals, (16,)),
+    "digits": Case("digits, Dirichlet 0.3, 12 clients", digits, Layers(hidden=(32,))),
+    "clothes": Case("bytes of 28 x 28, two labels per client, 12 clients", clothes, Layers(hidden=(32,))),
+    "hospitals": Case("heart disease, 4 hospitals", hospitals, Layers(hidden=(16,))),
 }
+
+_SMALL, _WIDE, VALIDATION = Layers(hidden=(16,)), Layers(hidden=(32,)), "validation"
+_CNN = Convolutions(channels=(4, 8), kernel=3, padding=1, hidden=(32,))
+HELD_OUT = {
+    "cancer": Case("breast cancer, Dirichlet 0.3, 10 clients", cancer, _SMALL, VALIDATION),
+    "users": Case("synthetic(1, 1), 30 users, softmax regression", users, Linear(), VALIDATION),
+    "pairs": Case("digits, two labels per client, 30 clients", pairs, _WIDE, VALIDATION),
+    "many": Case("MNIST, Dirichlet 0.3, 10 of 50 clients a round", many, _WIDE, VALIDATION, fraction=0.2),
+    "pictures": Case("digits, Dirichlet 0.5, 8 clients, two convolutions", pictures, _CNN, VALIDATION),
+    "slow": Case("MNIST, Dirichlet 0.4, 15 clients, lr 0.01", lambda: figures_of(15), _WIDE, VALIDATION, lr=0.01),
+    "fast": Case("MNIST, Dirichlet 0.4, 15 clients, lr 0.1", lambda: figures_of(15), _WIDE, VALIDATION, lr=0.1),
+    "few": Case("MNIST, Dirichlet 0.4, 5 clients", lambda: figures_of(5), _WIDE, VALIDATION),
+    "hundred": Case("MNIST, Dirichlet 0.4, 10 of 100 clients", lambda: figures_of(100), _WIDE, VALIDATION, fraction=0.1),
+}
+"""Federations that no rule was made on; from "slow" on other step sizes and numbers of clients."""
+ALL = CASES | HELD_OUT
 
 
 def models(result: Result) -> dict[str, Tensor]:
@@ -126,13 +200,13 @@ def apart(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
-def figures(result: Result) -> dict[str, dict[str, float]]:
-    """Of the leading metric on test parts the mean over clients and the worst tenth; the variance of the losses on
+def figures(result: Result, part: str) -> dict[str, dict[str, float]]:
+    """Of the leading metric on a part the mean over clients and the worst tenth; the variance of the losses on
     training parts, which is what methods can see; by model."""
     records, found = result.state.records, {}
     for model in MODELS:
         measured = {r.metric for r in records.items if r.model == model and not r.total}
-        values = records.last(model, "test", leading(measured)) if measured else None
+        values = records.last(model, part, leading(measured)) if measured else None
         if values is None:
             continue
         loss = records.last(model, "train", "loss")
@@ -150,7 +224,7 @@ def measure(name: str, case: str) -> dict[str, Any]:
     """What a method does with its defaults on a federation, beside FedAvg and Local there."""
     method, normed = REGISTRY[name](), name == "fedbn"
     fedavg, local, other = references(case, normed)
-    result = CASES[case].run(method, normed=normed)
+    result, part = ALL[case].run(method, normed=normed), ALL[case].part
     own, spread = models(result), apart(models(other)["global"], models(fedavg)["global"])
     chief = own.get("personal", own.get("global"))
     if name == "centralized":  # one client, whose model is everyone's
@@ -160,7 +234,8 @@ def measure(name: str, case: str) -> dict[str, Any]:
         "method": name,
         "case": case,
         "stop": result.stop.value if result.stop is not Stop.DONE else "done",
-        "models": figures(result),
+        "models": figures(result, part),
+        "metric": leading({r.metric for r in result.state.records.items if r.part == part}),
         "gradients": cost(result) / cost(fedavg),
         "zeros": {k: float((w == 0).double().mean()) for k, w in own.items()},
         "moved": moved,
@@ -168,8 +243,8 @@ def measure(name: str, case: str) -> dict[str, Any]:
         "sparse": sparse(name, case) if family_of(name) == "composite" else None,
         "gaps": gaps(result),
         "notes": list(result.job.notes),
-        "fedavg": figures(fedavg)["global"],
-        "local": figures(local)["personal"],
+        "fedavg": figures(fedavg, part)["global"],
+        "local": figures(local, part)["personal"],
     }
 
 
@@ -185,11 +260,11 @@ def gaps(result: Result) -> list[float]:
 
 
 def sparse(name: str, case: str) -> float:
-    """The share of zeros in the model of a composite method with the L1 norm that its card names."""
+    """The share of zeros in the model of a composite method with the L1 norm that its card names: 0.01 in a mean."""
     entry = REGISTRY[name]
     assert not isinstance(entry, Preset)
-    made = entry(regulariser=L1(c=SPARSE.get(name, 0.01)))
-    return float((models(CASES[case].run(made))["global"] == 0).double().mean())
+    made = entry(regulariser=L1(c=0.01 * (ALL[case].make().n if name == "fiaelt" else 1)))
+    return float((models(ALL[case].run(made))["global"] == 0).double().mean())
 
 
 def cost(result: Result) -> float:
@@ -199,7 +274,7 @@ def cost(result: Result) -> float:
 
 @cache
 def references(case: str, normed: bool) -> tuple[Result, Result, Result]:
-    run = CASES[case].run
+    run = ALL[case].run
     return run("fedavg", normed=normed), run("local", normed=normed), run("fedavg", seed=1, normed=normed)
 
 
@@ -265,16 +340,18 @@ def commit() -> str:
 def main(out: Path, names: list[str]) -> None:
     """Measure, and write what was measured, every row with its commit."""
     torch.set_num_threads(1)
+    cases = HELD_OUT if out.stem == "held-out" else CASES
     here, kept = commit(), json.loads(out.read_text())["rows"] if out.exists() else []
     rows = {(row["method"], row["case"]): row for row in kept}
     head = {"command": f"python tests/algorithms/{Path(__file__).name} {out}", "rounds": ROUNDS, "local": LOCAL}
-    head |= {"cases": {key: case.title for key, case in CASES.items()}}
-    for case in CASES:
+    head |= {"part": next(iter(cases.values())).part}
+    head |= {"cases": {key: case.title for key, case in cases.items()}}
+    for case in cases:
         for name in names or REGISTRY:
             found = measure(name, case)
             rows[name, case] = {**found, "broken": broken(found), "excused": excused(found), "commit": here}
             print(case, name, rows[name, case]["broken"] or "holds", flush=True)
-            order = [rows[name, case] for name in REGISTRY for case in CASES if (name, case) in rows]
+            order = [rows[name, case] for name in REGISTRY for case in cases if (name, case) in rows]
             out.write_text(json.dumps({**head, "rows": order}, indent=1) + "\n")
 
 

@@ -24,7 +24,7 @@ from fedloom.algorithms import (
     upload_fields,
     upload_type,
 )
-from fedloom.algorithms._base import base_of, download_type
+from fedloom.algorithms._messages import base_of, download_type
 from fedloom.algorithms._regulariser import gradient_mapping
 from fedloom.algorithms.scaffold import Client, Server, Up
 from fedloom.choose import EquitableWeigher

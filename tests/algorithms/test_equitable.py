@@ -26,7 +26,7 @@ def activations(seed: int, rows: int = 7, k: int = 9) -> Tensor:
     return torch.randn(rows, k, generator=generator(seed, purpose="activations"), dtype=torch.float64)
 
 
-def shares(a: Tensor, clusters: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def shares(a: Tensor, clusters: int | None, seed: int = 0) -> tuple[Tensor, Tensor]:
     weigher, ctx = EquitableWeigher(clusters=clusters), context(len(a), seed)
     p, state = weigher.apply(weigher.init(ctx), a, ctx)
     assert (state.labels[len(a) :] == -1).all()
@@ -71,6 +71,25 @@ def test_groups_are_recovered_from_noisy_activations_whatever_the_order_and_seed
     p = shares(a, 3)[0]
     equal(p[:, 0], (1 / 3 / torch.bincount(GROUPS).double())[GROUPS])
     equal(shares(a[order], 3, seed=9)[0], p[order])
+
+
+def test_clusters_that_are_clearly_apart_are_found_without_their_number() -> None:
+    for seed in range(4):
+        groups = torch.arange(12) % 3
+        a = 3 * activations(seed, rows=3)[groups] + 0.01 * activations(seed + 50, rows=12)
+        p, labels = shares(a, None)
+        assert torch.equal(labels[:, None] == labels, groups[:, None] == groups)
+        equal(p, torch.full((12, 1), 1 / 12, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_clients_without_clear_clusters_weigh_alike(seed: int) -> None:
+    """Noise has no clusters, and one client that is unlike the others is none."""
+    noise = activations(seed, rows=12)
+    near = activations(seed, rows=1) + 0.1 * noise
+    outlier = torch.cat([near[:11], 5 * noise[11:]])
+    for a in (noise, near, outlier, noise[:1], noise[:3]):
+        equal(shares(a, None)[0], torch.full((len(a), 1), 1 / len(a), dtype=torch.float64))
 
 
 def test_activations_are_log_softmax_of_the_trained_model() -> None:

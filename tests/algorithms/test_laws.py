@@ -386,7 +386,7 @@ ROWS: dict[str, Row] = {
         lean={"metric": "loss"},
         variants=({"metric": "loss", "beta": 1e-4, "floor": False},),
     ),
-    "equitable-fl": Row(equitable, 45, {"mu": 0.3}, problem=two_groups),
+    "equitable-fl": Row(equitable, 45, {"mu": 0.3, "clusters": 2}, problem=two_groups),
 }
 
 

@@ -1,19 +1,19 @@
 """The methods: one file per paper; ``REGISTRY`` has every name."""
 
 from fedloom.algorithms._base import Algorithm as Algorithm
-from fedloom.algorithms._base import Delta as Delta
-from fedloom.algorithms._base import Kept as Kept
-from fedloom.algorithms._base import Kind as Kind
-from fedloom.algorithms._base import Mean as Mean
-from fedloom.algorithms._base import Model as Model
-from fedloom.algorithms._base import Point as Point
-from fedloom.algorithms._base import Rows as Rows
-from fedloom.algorithms._base import Sent as Sent
-from fedloom.algorithms._base import check_declaration as check_declaration
-from fedloom.algorithms._base import encodings as encodings
-from fedloom.algorithms._base import primary_field as primary_field
-from fedloom.algorithms._base import upload_fields as upload_fields
-from fedloom.algorithms._base import upload_type as upload_type
+from fedloom.algorithms._messages import Delta as Delta
+from fedloom.algorithms._messages import Kept as Kept
+from fedloom.algorithms._messages import Kind as Kind
+from fedloom.algorithms._messages import Mean as Mean
+from fedloom.algorithms._messages import Model as Model
+from fedloom.algorithms._messages import Point as Point
+from fedloom.algorithms._messages import Rows as Rows
+from fedloom.algorithms._messages import Sent as Sent
+from fedloom.algorithms._messages import check_declaration as check_declaration
+from fedloom.algorithms._messages import encodings as encodings
+from fedloom.algorithms._messages import primary_field as primary_field
+from fedloom.algorithms._messages import upload_fields as upload_fields
+from fedloom.algorithms._messages import upload_type as upload_type
 from fedloom.algorithms._regulariser import Regulariser as Regulariser
 from fedloom.algorithms.admmlpproj import ADMMLpProj as ADMMLpProj
 from fedloom.algorithms.afl import AFL as AFL

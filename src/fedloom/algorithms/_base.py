@@ -1,4 +1,4 @@
-"""The base of every algorithm: a frozen value with pure functions; fields of messages declare how they travel.
+"""The base of every algorithm: a frozen value with pure functions, and what the files of methods import with it.
 
 Letters, the same in every file: x the server's model ``[d]``, w local models ``[m, d]``, v personal models, g
 gradients, y duals, c control variates; m clients of the cohort, n of all clients. Per-client scalars are ``[m, 1]``.
@@ -9,18 +9,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Self
 
 from annotated_types import Ge, Gt
 from pydantic import Field, PlainSerializer, ValidationError, WithJsonSchema, WrapValidator, model_validator
 from torch import Tensor
 
-from fedloom.errors import ConfigError, Refused, nearest
+from fedloom.algorithms._messages import Delta as Delta
+from fedloom.algorithms._messages import Kept as Kept
+from fedloom.algorithms._messages import Mean as Mean
+from fedloom.algorithms._messages import Model as Model
+from fedloom.algorithms._messages import Point as Point
+from fedloom.algorithms._messages import Rows as Rows
+from fedloom.algorithms._messages import Sent as Sent
+from fedloom.algorithms._messages import download_type
+from fedloom.errors import ConfigError, Refused
 from fedloom.local import Ctx, LocalSGD, Nothing, Work
 from fedloom.rows.layout import Layout
-from fedloom.rows.prox import Form, Prox, made_by
+from fedloom.rows.prox import Prox
 from fedloom.values import FACTOR, Value, factor_of, or_derived
 
 AS_IT_IS = PlainSerializer(lambda value: value, return_type=float | str | None)
@@ -57,83 +63,6 @@ def chosen_settings(settings: Any, paper: Mapping[str, Any]) -> Mapping[str, Any
     return paper if settings == "paper" else {}
 
 
-@dataclass(frozen=True)
-class Kind:
-    """How a field of an upload travels.
-
-    Attributes:
-        base: the value that it is a difference to: ``"zero"`` (absolute), ``"down.<field>"`` or ``"rows.<field>"``.
-        primary: the field that carries the model.
-        accumulates: the server adds it up over rounds; arrives as its uniform mean over the cohort.
-        part: name of a mask of the algorithm (`Algorithm.part`): only those coordinates travel.
-    """
-
-    averaged: ClassVar[bool] = True
-    """Arrives as one vector ``[d]``."""
-    keeps: ClassVar[bool] = False
-    """The server keeps every client's last row."""
-
-    base: str = "zero"
-    primary: bool = False
-    accumulates: bool = False
-    part: str | None = None
-
-    @property
-    def single(self) -> bool:
-        """The server sees the rows of single clients."""
-        return self.keeps or not self.averaged
-
-    @property
-    def weighable(self) -> bool:
-        """The weigher's weights act on it."""
-        return not self.single and not self.accumulates
-
-
-@dataclass(frozen=True)
-class Mean(Kind):
-    """Arrives at the server as the run's aggregate over the cohort, ``[d]``."""
-
-
-@dataclass(frozen=True)
-class Kept(Kind):
-    """The server keeps every client's last row; arrives aggregated over all n clients, ``[d]``.
-
-    Attributes:
-        weight: another kept field ``[m, 1]``, not negative: a client's weight in the mean; None is the uniform mean.
-    """
-
-    keeps: ClassVar[bool] = True
-    weight: str | None = None
-
-
-@dataclass(frozen=True)
-class Rows(Kind):
-    """Arrives as raw rows ``[m, .]``, used and forgotten within `Algorithm.server`."""
-
-    averaged: ClassVar[bool] = False
-
-
-@dataclass(frozen=True)
-class Sent:
-    """How a field of a download or upload is written; dense wherever that is not longer (`fedloom.rows.encodings`).
-
-    A second annotation of the field: ``x: Annotated[Tensor, Sent(prox="regulariser")]``. Without it a field is dense.
-
-    Attributes:
-        encoding: the shortest form that the field can have.
-        prox: name of a function in `Algorithm.proxes`; the field comes out of its prox, whose ``makes`` decides in
-            place of ``encoding``.
-        ranks: the field of the server's state that has the ranks of a download's matrices, ``[matrices]`` in the order
-            of `Layout.matrix_shapes`; measured when None.
-        part: name of a mask of the algorithm (`Algorithm.part`) for a download of which clients have the rest.
-    """
-
-    encoding: Form = "dense"
-    prox: str | None = None
-    ranks: str | None = None
-    part: str | None = None
-
-
 def check_full_gradients(name: str, local: LocalSGD) -> None:
     """Refuse settings of stochastic steps that a method would leave aside.
 
@@ -145,24 +74,6 @@ def check_full_gradients(name: str, local: LocalSGD) -> None:
             f"{name} takes full gradients as they are; set local.momentum = 0 and local.optimizer = 'sgd', and leave "
             "local.clip out"
         )
-
-
-class Model(NamedTuple):
-    """x ``[d]``: the state of a server that has the model only, and a download of it."""
-
-    x: Tensor
-
-
-class Delta(NamedTuple):
-    """dw ``[m, d]``: an upload of the difference to the received model."""
-
-    dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
-
-
-class Point(NamedTuple):
-    """u ``[m, .]``: an upload of which the server keeps each client's last and gets the mean over all clients."""
-
-    u: Annotated[Tensor, Kept(primary=True)]
 
 
 class Algorithm(Value, ABC):
@@ -207,8 +118,10 @@ class Algorithm(Value, ABC):
         factors = {name: factor for name, factor in factors.items() if factor}
         method, values = self.with_(**dict.fromkeys(factors)) if factors else self, dict[str, Any]()
         try:
-            if factors:  # what is derived from them follows
-                values = {name: factor * method.derived(ctx)[name] for name, factor in factors.items()}
+            if factors:  # numbers that are derived from them follow; words are those of the default
+                rules = method.derived(ctx)
+                words = {name: word for name, word in rules.items() if isinstance(word, str) and not getattr(self, name)}
+                values = {name: factor * rules[name] for name, factor in factors.items()} | words
                 method = method.with_(**values)
             values = {name: value for name, value in method.derived(ctx).items() if getattr(method, name) is None}
             return method.with_(**values) if values else method
@@ -302,141 +215,3 @@ class Algorithm(Value, ABC):
             Refused: the combination makes no sense; the sentence says why.
         """
         return []
-
-
-def _annotated(algorithm: type[Algorithm], function: str, name: str) -> Any:
-    """The method's function with an annotation of ``name``, or the one that it overrides."""
-    overridden = [vars(base)[function] for base in algorithm.__mro__ if function in vars(base)]
-    return next(f for f in overridden if name in f.__annotations__)
-
-
-def _hint(algorithm: type[Algorithm], function: str, name: str) -> Any:
-    """The type of a function's argument or result.
-
-    Raises:
-        ConfigError: the annotation cannot be read.
-    """
-    try:
-        return get_type_hints(_annotated(algorithm, function, name))[name]
-    except NameError as error:
-        raise ConfigError(f"{algorithm.__name__}.{function}: its annotation cannot be read: {error}") from None
-
-
-def _fields(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
-
-
-def _returned(algorithm: type[Algorithm], function: str, wanted: str) -> Any:
-    """The NamedTuple that a function returns, the first of several.
-
-    Raises:
-        ConfigError: its annotation does not say.
-    """
-    hint = _hint(algorithm, function, "return")
-    found = next(iter(get_args(hint)), hint)
-    if not _fields(found):
-        raise ConfigError(
-            f"{algorithm.__name__}.{function} must be annotated with what it returns, -> {wanted}, whose fields say "
-            f"how they travel; got {_annotated(algorithm, function, 'return').__annotations__['return']!r}"
-        )
-    return found
-
-
-@cache
-def upload_type(algorithm: type[Algorithm]) -> Any:
-    """The NamedTuple that `client` returns as its upload, read from its annotation.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    return _returned(algorithm, "client", "'tuple[Up, Client]' with a NamedTuple Up")
-
-
-@cache
-def download_type(algorithm: type[Algorithm]) -> Any:
-    """The NamedTuple that `down` returns, read from its annotation; by default the download that `client` takes.
-
-    Raises:
-        ConfigError: it has none.
-    """
-    if _annotated(algorithm, "down", "return") is not Algorithm.down:
-        return _returned(algorithm, "down", "'Down' with a NamedTuple Down")
-    found = _hint(algorithm, "client", "down")
-    return found if _fields(found) else Model
-
-
-@cache
-def upload_fields(algorithm: type[Algorithm]) -> Mapping[str, Kind]:
-    """Fields of the algorithm's upload with their kinds, read from the annotation of `client`.
-
-    Raises:
-        ConfigError: a field does not say how it travels, or not one of them carries the model.
-    """
-    up, name = upload_type(algorithm), algorithm.__name__
-    hints = get_type_hints(up, include_extras=True)
-    kinds = {field: [a for a in get_args(hints[field]) if isinstance(a, Mean | Kept | Rows)] for field in up._fields}
-    for field, found in kinds.items():
-        if len(found) != 1:
-            raise ConfigError(
-                f"{name}: the upload field {field!r} must say once how it travels, as Annotated[Tensor, Mean(...)], "
-                f"Kept(...) or Rows(...); it says so {len(found)} times"
-            )
-    primary = [field for field, (kind,) in kinds.items() if kind.primary]
-    if kinds and len(primary) != 1:
-        got = " and ".join(primary) or "none"
-        raise ConfigError(f"{name}: one upload field must carry the model, as Mean(primary=True); got {got}")
-    return {field: kind for field, (kind,) in kinds.items()}
-
-
-def check_declaration(algorithm: type[Algorithm]) -> None:
-    """Refuse a method without annotations of its messages, or whose fields name missing fields.
-
-    Raises:
-        ConfigError: with the missing part and the way to write it.
-    """
-    fields, down, name = upload_fields(algorithm), download_type(algorithm), algorithm.__name__
-    for field, kind in fields.items():
-        source, _, base = kind.base.partition(".")
-        if kind.base != "zero" and source not in ("down", "rows"):
-            raise ConfigError(
-                f"{name}: base of {field!r} must be 'zero', 'down.FIELD' or 'rows.FIELD', got {kind.base!r}"
-            )
-        if source == "down" and base not in down._fields:
-            raise ConfigError(f"{name}: base of {field!r} is {kind.base!r}; {nearest(base, down._fields)}")
-        weight = getattr(kind, "weight", None)
-        if weight is not None and weight not in fields:
-            raise ConfigError(f"{name}: weight of {field!r} is {weight!r}; {nearest(weight, fields)}")
-
-
-def encodings(algorithm: Algorithm, message: Literal["down", "up"]) -> dict[str, Sent]:
-    """How every field of a message is written, with ``prox`` resolved to an encoding.
-
-    Raises:
-        ConfigError: a field names a prox that the method does not have.
-    """
-    fields = download_type(type(algorithm)) if message == "down" else upload_type(type(algorithm))
-    hints = get_type_hints(fields, include_extras=True)
-    sent = {name: next((a for a in get_args(hints[name]) if isinstance(a, Sent)), Sent()) for name in fields._fields}
-    proxes = algorithm.proxes()
-    for name, s in sent.items():
-        if s.prox not in {None, *proxes, *type(algorithm).model_fields}:
-            where = f"{type(algorithm).__name__}: prox of the field {name!r}"
-            raise ConfigError(f"{where} is {s.prox!r}; {nearest(str(s.prox), proxes)}")
-    return {
-        name: s if s.prox is None else replace(s, encoding=made_by(proxes.get(s.prox)), prox=None)
-        for name, s in sent.items()
-    }
-
-
-def primary_field(algorithm: type[Algorithm]) -> str:
-    """Name of the upload field that carries the model."""
-    return next(name for name, kind in upload_fields(algorithm).items() if kind.primary)
-
-
-def base_of(kind: Kind, down: Any, rows: Any) -> Tensor | float:
-    """The value that a field is a difference to."""
-    if kind.base == "zero":
-        return 0.0
-    source, name = kind.base.split(".")
-    base: Tensor = getattr(down if source == "down" else rows, name)
-    return base

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Delta, Model
 from fedloom.local import Ctx, Work, descend, where_moved
+from fedloom.rows.layout import Layout
 
 
 class Client(NamedTuple):
@@ -59,6 +60,10 @@ class Ditto(Algorithm):
     )
 
     family: ClassVar[str] = "personalised"
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        told = "Ditto with personal_epochs = 0 leaves every personal model as it starts: set it to 1 or more"
+        return [] if self.personal_epochs != 0 else [told]
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client | Both, None]:
         return Model(x0), Client(x0) if self.branch == "server" else Both(x0, x0), None

@@ -65,6 +65,10 @@ class FedRep(Algorithm):
     def part(self, name: str, layout: Layout) -> Tensor:
         return ~masks.head(layout, self.head)
 
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        told = "FedRep with head_epochs = 0 leaves every head as it starts: set it to 1 or more"
+        return [] if self.head_epochs else [told]
+
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(x0[masks.head(ctx.layout, self.head)]), None
 

@@ -111,7 +111,7 @@ class FIAELT(Algorithm):
             check_full_gradients(f"FIAELT with solver {self.solver!r}", ctx.local)
         if self.beta and self.smooth and self.beta <= self.smooth:
             return [f"FIAELT may not converge: it needs beta > L, got {self.beta:g} and {self.smooth:g}"]
-        return unregularised(self, c=0.1)
+        return unregularised(self, c=0.01 * ctx.n)  # 0.01 in a mean
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         y, beta, (x, z, _) = down.y, float(down.beta), rows

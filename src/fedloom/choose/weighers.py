@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
@@ -14,6 +16,9 @@ from fedloom.errors import ConfigError
 from fedloom.local import Ctx, Nothing, Work
 from fedloom.seeds import random_state
 from fedloom.values import Value
+
+
+Floats = NDArray[np.float64]
 
 
 class Weigher(Value, ABC):
@@ -88,11 +93,13 @@ class EquitableWeigher(Weigher):
     Deviations: C is the number of clusters that are not empty, so that the weights sum to 1. How a client's
     activations become one vector is not stated: here the mean over its training samples (or its last mini-batch) of
     the log-softmax of the penultimate representation under its trained model. The server sees activations of single
-    clients.
+    clients. The paper knows C; where it is not given, `clear_clusters` looks for it in every round.
     """
 
     kind: ClassVar[str] = "equitable"
-    clusters: int = Field(2, ge=1, description="C, the true number of clusters in the paper (2, 2, 3, 5; Table 1)")
+    clusters: int | None = Field(
+        None, ge=1, description="C, the true number in the paper (2, 2, 3, 5; Table 1); sought when not given"
+    )
     layer: Literal["penultimate", "logits"] = Field("penultimate", description="representation a_i (Fig. 1)")
     log_softmax: bool = Field(True, description="log-softmax of each sample's representation before the mean (Fig. 1)")
     reduce: Literal["mean", "last_batch"] = Field(
@@ -113,7 +120,8 @@ class EquitableWeigher(Weigher):
     def apply(self, state: Labels, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Labels]:
         """p_i = 1/(C |cluster of i|), Algorithm 1, lines 8-11."""
         assert info is not None
-        found = spectral_clusters(info, self.clusters, random_state(ctx.rng("k-means")))
+        rng = random_state(ctx.rng("k-means"))
+        found = spectral_clusters(info, self.clusters, rng) if self.clusters else clear_clusters(info, rng)
         size = torch.bincount(found)
         labels = state.labels.clone()
         labels[ctx.ids] = found
@@ -122,16 +130,16 @@ class EquitableWeigher(Weigher):
 
     def remarks(self) -> list[str]:
         """That the number of clusters belongs to the federation, where it is not given."""
-        if "clusters" in self.model_fields_set:
+        if self.clusters is not None:
             return []
         return [
-            f"weigher {self.kind!r} looks for {self.clusters} clusters of clients and counts them alike, however small "
-            "one is: give clusters, as many as the federation has; 1 weighs clients alike"
+            f"weigher {self.kind!r} looks for clusters of clients in every round, and weighs clients alike where it "
+            "sees none that are clearly apart: give clusters, as many as the federation has"
         ]
 
     def check(self, n: int) -> None:
         """More clusters than clients are refused."""
-        if self.clusters > n:
+        if (self.clusters or 1) > n:
             raise ConfigError(
                 f"weigher.clusters must be at most the {n} clients of the federation, got {self.clusters}"
             )
@@ -143,16 +151,48 @@ def _log_softmax(a: Tensor) -> Tensor:
 
 def spectral_clusters(a: Tensor, clusters: int, rng: np.random.RandomState) -> Tensor:
     """Labels ``[m]`` of the rows of ``a [m, k]``: k-means on the leading eigenvectors of A A' (unnormalised)."""
+    if clusters >= len(a):
+        return torch.arange(len(a))
+    return torch.as_tensor(_k_means(_eigenvectors(a), clusters, rng)[0], dtype=torch.long)
+
+
+CLEAR = 0.7
+"""Mean silhouette above which clusters are a strong structure (Kaufman and Rousseeuw, "Finding Groups in Data", 1990,
+chapter 2, Table 4); two halves of a normal distribution have 0.59."""
+
+
+def clear_clusters(a: Tensor, rng: np.random.RandomState) -> Tensor:
+    """Labels ``[m]`` by the number of clusters, up to sqrt(m), of the largest mean silhouette (Rousseeuw 1987).
+
+    All rows are one cluster where that silhouette is not `CLEAR`, or a cluster would be a client alone: half of a
+    model's weight on an outlier is no equity of groups.
+    """
+    from sklearn.metrics import silhouette_score
+
+    vectors, best, labels = _eigenvectors(a), CLEAR, np.zeros(len(a), np.int64)
+    for clusters in range(2, math.isqrt(len(a)) + 1):
+        found, embedding = _k_means(vectors, clusters, rng)
+        if np.bincount(found).min() < 2:
+            continue
+        score = silhouette_score(embedding, found)
+        if score > best:
+            best, labels = score, found
+    return torch.as_tensor(labels, dtype=torch.long)
+
+
+def _eigenvectors(a: Tensor) -> Floats:
+    values = a.double().cpu().numpy()
+    return np.asarray(np.linalg.eigh(values @ values.T)[1])
+
+
+def _k_means(vectors: Floats, clusters: int, rng: np.random.RandomState) -> tuple[Any, Floats]:
+    """Labels of the rows of the last ``clusters`` eigenvectors, and these rows."""
     from sklearn.cluster import KMeans
     from threadpoolctl import threadpool_limits
 
-    values = a.double().cpu().numpy()
-    if clusters >= len(values):
-        return torch.arange(len(values))
-    embedding = np.linalg.eigh(values @ values.T)[1][:, -clusters:]
+    embedding = vectors[:, -clusters:]
     with threadpool_limits(1):
-        found = KMeans(clusters, n_init=10, random_state=rng).fit_predict(embedding)
-    return torch.as_tensor(found, dtype=torch.long)
+        return KMeans(clusters, n_init=10, random_state=rng).fit_predict(embedding), embedding
 
 
 class Masses(NamedTuple):

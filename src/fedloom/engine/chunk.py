@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Generator, Tensor
 
-from fedloom.algorithms._base import base_of, primary_field
+from fedloom.algorithms._messages import base_of, primary_field
 from fedloom.engine.job import Job
 from fedloom.engine.uploads import partials
 from fedloom.errors import ClientError, FedloomError, Refused, blamed, cause_of

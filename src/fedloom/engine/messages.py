@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm, upload_fields
-from fedloom.algorithms._base import Sent, encodings
+from fedloom.algorithms._messages import Sent, encodings
 from fedloom.local import Ctx, Work
 from fedloom.local.oracles import Network
 from fedloom.rows.channel import Channel

@@ -32,7 +32,7 @@ def iterate(
         step: gets the rows and the work of the clients that still go on, and ``batches`` batches.
         rows: a tensor or NamedTuple of tensors ``[m, .]``; all that is per client and read by ``step``.
         work: the local problems; ``work.k`` is the number of the step, from 0.
-        steps: ``[m, 1]`` or one number; ``work.steps`` when None.
+        steps: ``[m, 1]`` or one number; ``work.steps`` when None, or as many as the given batches make.
         batches: batches drawn for one step.
         stream: equal names mean equal batches, another name another order.
         until: ``[m, 1]`` bool after each step; True ends that client.
@@ -41,7 +41,9 @@ def iterate(
         The rows after the last step of each client, in the order given.
     """
     m = work.m
-    count = torch.as_tensor(work.steps if steps is None else steps).reshape(-1, 1).expand(m, 1)[:, 0].cpu().long()
+    if steps is None:
+        steps = work.steps // batches if work.counted and batches else work.steps
+    count = torch.as_tensor(steps).reshape(-1, 1).expand(m, 1)[:, 0].cpu().long()
     order = torch.argsort(count, descending=True, stable=True)
     if bool((order[1:] > order[:-1]).all()):
         return _sorted(step, rows, work, count, batches, stream, until)

@@ -48,6 +48,7 @@ class Work:
         sizes: ``[m, 1]`` training samples.
         layout: shapes of the model.
         given: one entry per client, its batches by stream, where a run replays them; None: they are drawn.
+        counted: ``steps`` are the given batches, of which a step of `iterate` may take several.
         projection: ``[k, d]`` the matrix of a method in a subspace, where a run replays it; None: it is drawn.
         memory: states of the clients' optimisers that go on from the round before; None: they start anew.
     """
@@ -75,8 +76,9 @@ class Work:
         self.counts = Counts.zeros(len(ids)) if counts is None else counts
         self.slots = torch.arange(len(ids))
         self.given, self.projection, self.memory = given, projection, memory
-        if steps is None and given is not None and local.steps is None:
-            steps = torch.tensor([len(g["local"]) for g in given]) if all("local" in g for g in given) else None
+        self.counted = steps is None and local.steps is None and given is not None and all("local" in g for g in given)
+        if self.counted:
+            steps = torch.tensor([len(g["local"]) for g in given or ()])
         if steps is None:
             steps = self.epochs(local.epochs) if local.steps is None else local.steps
         self.steps = torch.as_tensor(steps, device=oracle.device).reshape(-1, 1).expand(len(ids), 1)

@@ -27,7 +27,7 @@ from fedloom.report.partition import clusters, skew_table, splits
 from fedloom.report.reading import Run, read_runs
 from fedloom.report.settings import settings
 from fedloom.report.sites import SITES, privacy_tables, site_tables
-from fedloom.report.tables import csv_text, latex
+from fedloom.report.tables import csv_text, inert, latex
 from fedloom.report.tradeoffs import costs, tradeoffs
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -132,7 +132,7 @@ def _data_csv(figure: Figure) -> str:
     text = io.StringIO()
     table = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
     table.writeheader()
-    table.writerows(figure.data[figure.table])
+    table.writerows({name: inert(cell) for name, cell in row.items()} for row in figure.data[figure.table])
     return text.getvalue()
 
 

@@ -92,9 +92,14 @@ def csv_text(rows: list[Row]) -> str:
 def inert(cell: T) -> T | str:
     """A cell of a CSV file; text that a spreadsheet would compute gets an apostrophe before it, as OWASP advises.
 
-    >>> inert("=1+1"), inert("fedavg"), inert(-1.5)
-    ("'=1+1", 'fedavg', -1.5)
+    Numbers have up to 12 digits.
+
+    >>> inert("=1+1"), inert("fedavg"), inert(-1.5), inert(1 / 3), inert(7856937935508588.0)
+    ("'=1+1", 'fedavg', -1.5, 0.333333333333, '7.85693793551e+15')
     """
+    if isinstance(cell, float) and math.isfinite(cell):
+        text = f"{cell:.12g}"
+        return text if "e+" in text else float(text)  # type: ignore[return-value]
     if not isinstance(cell, str):
         return cell
     mark = "'" if cell.startswith(("=", "+", "-", "@", "\t", "\r")) else ""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms import primary_field, upload_fields
-from fedloom.algorithms._base import base_of
+from fedloom.algorithms._messages import base_of
 from fedloom.local.rows import map_rows
 from fedloom.testing.federate import Federation, State, begin, personal_models
 from fedloom.testing.scene import COHORT, HISTORY, SETTINGS, TIGHT, Scene, Subject, agree, demand, law_problem

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm, upload_fields
-from fedloom.algorithms._base import base_of, primary_field
+from fedloom.algorithms._messages import base_of, primary_field
 from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.local.rows import map_rows
 from fedloom.testing.trees import picked, received

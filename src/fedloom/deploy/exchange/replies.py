@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from flwr.app import ConfigRecord, Message
 from torch import Tensor
 
-from fedloom.algorithms._base import base_of
+from fedloom.algorithms._messages import base_of
 from fedloom.deploy.exchange.envelope import HEAD, PROTOCOL, REASON, REPLIED, STATUS, Kind, Letter, digest_of, unseal
 from fedloom.deploy.exchange.forms import Forms, Sent, score_names
 from fedloom.deploy.exchange.identity import is_signed

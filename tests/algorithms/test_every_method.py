@@ -1,0 +1,163 @@
+"""Every method of the registry: a replay of its own draws has its bits, and odd federations end well or with a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fedloom as fl
+from fedloom.algorithms import ALGORITHMS, REGISTRY, FedBN
+from fedloom.data.federation import Federation
+from fedloom.engine.result import Result
+from fedloom.errors import ConfigError, Stop
+from fedloom.local import work as asked
+from fedloom.models import MLP, ModelSpec
+from fedloom.replay import Replay
+from fedloom.rows.projection import projection
+
+ROUNDS = 3
+CHOOSES = ("clustered-sampling", "power-of-choice")
+"""Methods that choose their cohorts themselves."""
+
+
+@cache
+def digits() -> Federation:
+    return fl.partition.dirichlet(clients=5, beta=0.5, min_size=20, keep=40)(fl.load("digits"), seed=3)
+
+
+class Normed(ModelSpec):
+    """A network for FedBN."""
+
+    def module(self, shape: tuple[int, ...], outputs: int) -> torch.nn.Module:
+        layers = torch.nn.Linear(int(np.prod(shape)), 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, outputs)
+        return torch.nn.Sequential(torch.nn.Flatten(), *layers)
+
+
+def run(name: str, fed: Federation, **more: Any) -> Result:
+    model = Normed() if REGISTRY[name] is FedBN else MLP(hidden=(6,))
+    settings = {"rounds": ROUNDS, "local": {"lr": 0.1, "batch_size": 8}, "evaluate": {"every": ROUNDS}, **more}
+    return fl.simulate(REGISTRY[name](), fed, model, **settings)
+
+
+class Recorder:
+    """What a run draws: its initial model, its cohorts and the batches of every client, round and stream."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.initial: Any = None
+        self.cohorts: list[list[int]] = []
+        self.batches: dict[int, list[dict[Any, list[list[int]]]]] = {i: [{}, {}, {}] for i in range(5)}
+        start, make_plan = Replay.start, asked.make_plan
+
+        def started(replay: Replay, own: Any, layout: Any) -> Any:
+            self.initial = start(replay, own, layout)
+            return self.initial
+
+        def planned(ids: Any, sizes: Any, steps: Any, size: Any, seed: int, round: int, stream: Any, *rest: Any) -> Any:
+            plan = make_plan(ids, sizes, steps, size, seed, round, stream, *rest)
+            for row, (i, count) in enumerate(zip(ids.tolist(), steps.tolist(), strict=True)):
+                drawn = [p[p >= 0].tolist() for p in plan.position[:count, row]]
+                if 1 <= round <= ROUNDS and len(drawn) > len(self.batches[i][round - 1].get(stream, ())):
+                    self.batches[i][round - 1][stream] = drawn
+            return plan
+
+        monkeypatch.setattr(Replay, "start", started)
+        monkeypatch.setattr(asked, "make_plan", planned)
+
+    def hear(self, state: Any) -> None:
+        self.cohorts.append(sorted(state.cohort.tolist()))
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_a_replay_of_what_a_run_drew_has_its_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    more: dict[str, Any] = {} if name == "centralized" else {"sampler": {"kind": "uniform", "fraction": 0.6}}
+    with monkeypatch.context() as patched:
+        drawn = Recorder(patched)
+        first = run(name, digits(), progress=[drawn.hear], **more)
+    drawn.batches = {i: drawn.batches[i] for i in range(first.job.n)}
+    given: dict[str, Any] = {"initial": drawn.initial, "batches": drawn.batches}
+    if name in CHOOSES:
+        given |= more
+    else:
+        given["cohorts"] = drawn.cohorts
+    if getattr(first.job.algorithm, "projects", False):
+        key, dim = first.state.server.key, first.job.algorithm.dim
+        given["projection"] = projection(key, dim, drawn.initial)(torch.eye(len(drawn.initial))).T.contiguous()
+    again = run(name, digits(), seed=9 if name not in (*CHOOSES, *DRAWS) else 0, **given)
+    for a, b in zip(kept(first), kept(again), strict=True):
+        assert torch.equal(a, b)
+
+
+def kept(result: Result) -> list[torch.Tensor]:
+    """The server's state, and the rows of all clients; without the key of a matrix."""
+    server = [t for field, t in result.state.server._asdict().items() if field != "key"]
+    return [*server, *result.job.clients.read(torch.arange(result.job.n))]
+
+
+DRAWS = ("fedskip", "fedspa", "fedpd", "equitable-fl", "lp-proj", "admm-lp-proj")
+"""Methods whose server draws more: where models wander to, masks, silent iterations, starts of k-means, keys."""
+
+
+def models_of(result: Result) -> list[Any]:
+    return [r for r in result.state.records.items if r.model]
+
+
+@pytest.mark.parametrize("name", CHOOSES)
+def test_cohorts_beside_a_sampler_of_its_own_are_refused_with_both_names(name: str) -> None:
+    with pytest.raises(ConfigError, match="cohorts and sampler '.*' both choose the clients"):
+        run(name, digits(), cohorts=[[0, 1]] * ROUNDS)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_batches_of_one_stream_do_or_a_sentence_names_the_missing_one(name: str) -> None:
+    batches = [[[[0, 1], [2]]] * ROUNDS for _ in range(5)]
+    try:
+        assert run(name, digits(), batches=batches).stop is Stop.DONE
+    except ConfigError as error:
+        assert "stream" in str(error)
+        assert "the method takes" in str(error)
+
+
+# --- odd federations
+
+
+def made(x: Any, y: Any, owner: Any) -> Federation:
+    data = fl.Dataset.of(np.asarray(x, np.float32), np.asarray(y), users=np.asarray(owner))
+    return fl.partition.writers()(data, seed=0)
+
+
+def one_sample_each() -> Federation:
+    rng = np.random.default_rng(0)
+    return made(rng.normal(size=(6, 4)), [0, 1, 2, 0, 1, 2], range(6))
+
+
+def one_client() -> Federation:
+    rng = np.random.default_rng(0)
+    return made(rng.normal(size=(30, 4)), np.arange(30) % 3, np.zeros(30, int))
+
+
+def constant_features() -> Federation:
+    return made(np.zeros((40, 4)), np.arange(40) % 3, np.arange(40) // 10)
+
+
+def one_class_each() -> Federation:
+    rng = np.random.default_rng(0)
+    return made(rng.normal(size=(40, 4)), np.arange(40) // 10, np.arange(40) // 10)
+
+
+@pytest.mark.parametrize("fed", [one_sample_each, one_client, constant_features, one_class_each])
+@pytest.mark.parametrize("name", REGISTRY)
+def test_an_odd_federation_is_trained_on_or_refused_with_what_to_do(name: str, fed: Callable[[], Federation]) -> None:
+    try:
+        result = run(name, fed())
+    except ConfigError as error:
+        assert any(word in str(error) for word in ("give ", "set ", "use ", "take ", "must be ")), error
+        return
+    assert result.stop is Stop.DONE, result.detail
+    assert all(np.isfinite(r.values).all() for r in models_of(result) if r.part == "train" and r.metric == "loss")
+
+
