@@ -82,7 +82,7 @@ def make_job(
     if isinstance(attack, Poison):
         fed = poisoned(fed, attack, attackers, seed)
     task = task_of(fed.data, setting.task)
-    module = setting.model.build(tuple(fed.data.shape), task.outputs, seed)
+    module = setting.model.build(tuple(fed.data.shape), task.outputs, seed, fed.data.tokens)
     oracle = make_oracle(module, task, fed, engine.oracle, augment if augment.changes else None)
     layout = oracle.layout
     sizes = fed.sizes("train").cpu()[:, None]
@@ -209,7 +209,9 @@ def poisoned(fed: Federation, attack: Poison, attackers: Tensor, seed: int) -> F
     y, classes = fed.data.y.clone(), len(fed.data.classes)
     for i in attackers.tolist():
         index = fed.indices("train", i)
-        y[index] = attack.poison(y[index].cpu(), classes, generator(seed, 0, i, "poison")).to(y.device)
+        own = y[index].cpu()
+        wrong = attack.poison(own.clamp(min=0), classes, generator(seed, 0, i, "poison"))
+        y[index] = torch.where(own < 0, own, wrong).to(y.device)
     return replace(fed, data=replace(fed.data, y=y))
 
 

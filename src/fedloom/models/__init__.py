@@ -13,6 +13,7 @@ from fedloom.models.nets import CNN, MLP, Softmax
 from fedloom.models.papers import PAPERS
 from fedloom.models.parts import head, penultimate
 from fedloom.models.resnet import ResNet18
+from fedloom.models.sequences import LSTM, Transformer
 from fedloom.models.spec import ModelSpec
 
 MODELS: dict[str, type[ModelSpec]] = {
@@ -20,6 +21,8 @@ MODELS: dict[str, type[ModelSpec]] = {
     "mlp": MLP,
     "cnn": CNN,
     "resnet18": ResNet18,
+    "lstm": LSTM,
+    "transformer": Transformer,
     "import": Import,
 }
 """Model specifications by the ``kind`` of an experiment's ``[model]`` table."""
@@ -46,6 +49,7 @@ def spec_of(kind: str, **options: Any) -> ModelSpec:
 
 __all__ = [
     "CNN",
+    "LSTM",
     "MLP",
     "MODELS",
     "PAPERS",
@@ -56,6 +60,7 @@ __all__ = [
     "ModelSpec",
     "ResNet18",
     "Softmax",
+    "Transformer",
     "factorise",
     "head",
     "penultimate",

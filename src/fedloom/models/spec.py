@@ -25,10 +25,14 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 class ModelSpec(Value, ABC):
     """What an experiment says about its model.
 
-    Models take ``[b, *shape]`` normalised floats and return ``[b, outputs]``: logits, or regression values.
+    Models take ``[b, *shape]`` normalised floats and return ``[b, outputs]``: logits, or regression values. Models of
+    sequences take tokens, int64 ``[b, length]`` with 0 for padding at the end, and return ``[b, outputs]``, or
+    ``[b, length, outputs]`` where every position has a label.
     """
 
-    def build(self, shape: tuple[int, ...], outputs: int, seed: int = 0) -> nn.Module:
+    def build(
+        self, shape: tuple[int, ...], outputs: int, seed: int = 0, tokens: tuple[int, bool] | None = None
+    ) -> nn.Module:
         """A freshly initialised model in float32 on the CPU.
 
         Initial values are PyTorch's defaults, drawn under ``seed``; the global generators are as before afterwards.
@@ -37,6 +41,7 @@ class ModelSpec(Value, ABC):
             shape: shape of one sample without the batch dimension, e.g. ``(3, 32, 32)``.
             outputs: number of outputs, `fedloom.tasks.Task.outputs`.
             seed: seed of the initial values.
+            tokens: of sequences the size of the vocabulary, and whether every position has a label.
 
         Raises:
             ConfigError: the model does not fit ``shape``, or memory.
@@ -45,7 +50,9 @@ class ModelSpec(Value, ABC):
             raise ConfigError(f"a model needs a sample shape and at least one output, got {tuple(shape)} and {outputs}")
         with as_global(generator(seed, purpose="model"), torch.device("cpu")):
             try:
-                return self.module(tuple(shape), outputs)
+                return (
+                    self.module(tuple(shape), outputs) if tokens is None else self.sequence(shape[0], outputs, *tokens)
+                )
             except RuntimeError as error:
                 if "allocate memory" not in str(error):
                     raise
@@ -56,6 +63,16 @@ class ModelSpec(Value, ABC):
     @abstractmethod
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         """The module, initialised from the current global generator; `build` seeds and restores it."""
+
+    def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
+        """The module for sequences of tokens, as `module`.
+
+        Raises:
+            ConfigError: the model takes numbers.
+        """
+        raise ConfigError(
+            f"model {type(self).__name__} takes numbers, and these samples are tokens; use lstm or transformer"
+        )
 
 
 def image(shape: tuple[int, ...], model: str) -> tuple[int, int, int]:

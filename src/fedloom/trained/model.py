@@ -49,7 +49,8 @@ class Recipe:
 
     def build(self) -> nn.Module:
         """The module as it was before training, in evaluation mode."""
-        return self.spec.build(self.facts.shape, self.facts.outputs, self.seed).to(self.dtype).eval()
+        facts = self.facts
+        return self.spec.build(facts.shape, facts.outputs, self.seed, facts.tokens).to(self.dtype).eval()
 
     @cached_property
     def layout(self) -> Layout:
@@ -105,6 +106,8 @@ class Model:
     def predict(self, rows: Any) -> NDArray[Any]:
         """Names of classes ``[N]``, or values ``[N]`` (``[N, k]`` of several targets).
 
+        With a label per position ``[N, L]``, of the places of padding too.
+
         Args:
             rows: without labels, as `fedloom.data.new_rows.new_rows` takes them.
 
@@ -118,6 +121,8 @@ class Model:
     def predict_proba(self, rows: Any) -> NDArray[np.float64]:
         """Probabilities ``[N, C]`` in the order of ``recipe.facts.classes``; arguments and errors as `predict`.
 
+        With a label per position ``[N, L, C]``.
+
         Raises:
             ConfigError: of a regression too.
         """
@@ -130,7 +135,7 @@ class Model:
     def scores(self, x: Tensor) -> NDArray[np.float64]:
         """Probabilities ``[N, C]`` or values ``[N, k]`` of raw samples."""
         raw = self.raw()
-        together = evaluated_together(raw.module, raw.before(x[:1]).to(raw.dtype))
+        together = evaluated_together(raw.module, raw.before(x[:1]).to(raw.takes))
         found: NDArray[np.float64] = torch.cat([raw(piece) for piece in x.split(together)]).numpy()
         return found
 
@@ -196,9 +201,9 @@ class Model:
 
 @torch.no_grad()
 def outputs_of(module: nn.Module, fed: Federation, index: Tensor) -> Tensor:
-    """Outputs ``[b, k]`` of a module on samples of a federation."""
+    """Outputs ``[b, k]`` of a module on samples of a federation; ``[b L, k]`` with a label per position."""
     together = evaluated_together(module, fed.fetch(index[:1]))
-    return torch.cat([module(fed.fetch(piece)) for piece in index.split(together)])
+    return torch.cat([module(fed.fetch(piece)).flatten(0, -2) for piece in index.split(together)])
 
 
 def running_statistics(module: nn.Module) -> list[Tensor]:

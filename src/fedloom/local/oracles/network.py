@@ -70,6 +70,9 @@ class Network(Oracle):
         self.normalisers = [m for m in self.module.modules() if isinstance(m, BATCH_STATISTICS)]
         self._train_sizes = fed.sizes("train").cpu()
         self.class_weights: Tensor | None = None
+        self.labels_each: Tensor | None = None
+        if fed.data.each:
+            self.labels_each = (fed.class_counts("train").sum(1) / fed.sizes("train")).to(fed.device, fed.dtype)
         self._features = self._dropout_shapes() if self.dropouts else {}
         self.memory_format = self._memory_format()
         if isinstance(task, Chosen):
@@ -83,8 +86,9 @@ class Network(Oracle):
 
     def samples(self, batch: Batch, augment: Augment | None = None) -> Samples:
         """The samples of a batch; those of a step's gradient are augmented."""
-        weights = None if self.class_weights is None else self.class_weights[batch.ids.to(self.device)]
-        return Samples(self.fed, batch, self.dtype, augment, weights)
+        ids = batch.ids.to(self.device)
+        weights, each = (None if of is None else of[ids] for of in (self.class_weights, self.labels_each))
+        return Samples(self.fed, batch, self.dtype, augment, weights, each)
 
     def sizes(self, ids: Tensor) -> Tensor:
         """Samples in the training parts of the clients."""
@@ -125,6 +129,8 @@ class Network(Oracle):
     def representations(self, row: Tensor, index: Tensor, layer: str = "penultimate") -> Tensor:
         """Outputs ``[b, a]`` of a layer, flattened, of the model ``row [d]`` on the samples ``index``.
 
+        Of sequences with a label per position, one output per labelled position.
+
         Raises:
             ConfigError: the model has no such layer.
         """
@@ -140,7 +146,10 @@ class Network(Oracle):
                 self.run(row, self.fed.fetch(piece))
         finally:
             hook.remove()
-        return torch.cat(caught).flatten(1)
+        found = torch.cat(caught)
+        if self.labels_each is not None:
+            return found.flatten(0, 1).flatten(1)[self.fed.targets(index) >= 0]
+        return found.flatten(1)
 
     def accuracy(self, w: Tensor, ids: Tensor) -> Tensor:
         """Share of each client's training samples that are predicted right, ``[m, 1]``.
@@ -153,18 +162,18 @@ class Network(Oracle):
         shares = []
         for row, i in zip(w, ids.tolist(), strict=True):
             index = self.fed.indices("train", i)
-            hit = torch.cat([self.task.predict(out) for out in self.outputs(row, index)]) == self.fed.targets(index)
-            shares.append(hit.to(self.dtype).mean())
+            guess, y = torch.cat([self.task.predict(out) for out in self.outputs(row, index)]), self.fed.targets(index)
+            shares.append((guess == y)[y >= 0].to(self.dtype).mean())
         return torch.stack(shares)[:, None]
 
     # ------------------------------------------------------------------------------------------------ evaluation
 
     @torch.no_grad()
     def run(self, row: Tensor, x: Tensor) -> Tensor:
-        """Outputs ``[b, k]`` of the model ``row [d]`` in evaluation mode."""
+        """Outputs ``[b, k]`` of the model ``row [d]`` in evaluation mode; ``[b L, k]`` with a label per position."""
         self._hold(self.views(row))
         self.module.eval()
-        return self.module(self.arranged(x))  # type: ignore[no-any-return]
+        return self.module(self.arranged(x)).flatten(0, -2)  # type: ignore[no-any-return]
 
     def outputs(self, row: Tensor, index: Tensor) -> Iterator[Tensor]:
         """Outputs of the model ``row [d]`` on the samples ``index``, in pieces."""
