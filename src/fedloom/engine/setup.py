@@ -319,11 +319,25 @@ def fingerprint(job: Job) -> str:
             "setting": {**job.setting.numbers(), **job.replay.marks()},
             "engine": [job.oracle.name, job.chunk],
             "data": [job.judge.data.checksum(), data.hexdigest(), job.fed.n, job.alpha.tolist()],
+            **_beyond(job),
             "user code": [s for code in _user_code(job.setting) if (s := source_of(code))],
         },
         sort_keys=True,
     )
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _beyond(job: Job) -> dict[str, str]:
+    """What a model has from elsewhere: its frozen parameters and its file of weights, as a digest; mostly nothing."""
+    frozen = [p for p in job.oracle.module.parameters() if not p.requires_grad]
+    if not frozen and job.setting.model.weights is None:
+        return {}
+    digest = hashlib.blake2b(digest_size=16)
+    for p in frozen:
+        digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    if job.setting.model.weights is not None:
+        digest.update(Path(job.setting.model.weights).expanduser().read_bytes())
+    return {"base": digest.hexdigest()}
 
 
 def _user_code(setting: Setting) -> list[Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from fedloom.errors import unknown
+from fedloom.models.adapters import Adapters, adapted, merged
 from fedloom.models.augment import Augment
 from fedloom.models.dropout import Dropout
 from fedloom.models.factors import Factorised, factorise, thin
+from fedloom.models.hub import Hub
 from fedloom.models.imported import Import
 from fedloom.models.nets import CNN, MLP, Softmax
 from fedloom.models.papers import PAPERS
@@ -23,6 +25,7 @@ MODELS: dict[str, type[ModelSpec]] = {
     "resnet18": ResNet18,
     "lstm": LSTM,
     "transformer": Transformer,
+    "hub": Hub,
     "import": Import,
 }
 """Model specifications by the ``kind`` of an experiment's ``[model]`` table."""
@@ -53,16 +56,20 @@ __all__ = [
     "MLP",
     "MODELS",
     "PAPERS",
+    "Adapters",
     "Augment",
     "Dropout",
     "Factorised",
+    "Hub",
     "Import",
     "ModelSpec",
     "ResNet18",
     "Softmax",
     "Transformer",
+    "adapted",
     "factorise",
     "head",
+    "merged",
     "penultimate",
     "spec_of",
     "thin",

@@ -112,11 +112,13 @@ def _made(
         ) from error
     if not isinstance(made, nn.Module) or not any(True for _ in made.parameters()):
         raise ConfigError(f"model {name!r} must give an nn.Module with parameters, got {type(made).__name__}")
-    _try(made, shape, outputs, name, tokens)
+    try_out(made, shape, outputs, name, tokens)
     return made
 
 
-def _try(module: nn.Module, shape: tuple[int, ...], outputs: int, path: str, tokens: tuple[int, bool] | None) -> None:
+def try_out(
+    module: nn.Module, shape: tuple[int, ...], outputs: int, path: str, tokens: tuple[int, bool] | None
+) -> None:
     """Runs two samples of zeros, or of token 1, through the module and looks at the shape that comes out."""
     training = module.training
     samples = torch.zeros(2, *shape) if tokens is None else torch.ones(2, *shape, dtype=torch.int64)

@@ -18,10 +18,8 @@ from fedloom.models.dropout import Dropout
 from fedloom.models.spec import ModelSpec
 
 
-class _OfTokens(ModelSpec):
+class OfTokens(ModelSpec):
     """A model that takes tokens only."""
-
-    dropout: float = Field(0.0, ge=0, lt=1, description="share dropped after the embedding and every layer in training")
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         name = type(self).__name__.lower()
@@ -30,7 +28,7 @@ class _OfTokens(ModelSpec):
         )
 
 
-class LSTM(_OfTokens):
+class LSTM(OfTokens):
     """An embedding, layers of long short-term memory, a linear head (LEAF's model of Shakespeare: 8, 256, 2 layers).
 
     A label of the whole sequence is predicted at its last token.
@@ -39,12 +37,13 @@ class LSTM(_OfTokens):
     embedding: PositiveInt = Field(32, description="width of the embedding (LEAF, Shakespeare: 8)")
     hidden: PositiveInt = Field(128, description="width of every layer (LEAF, Shakespeare: 256)")
     layers: PositiveInt = Field(1, description="number of layers (LEAF, Shakespeare: 2)")
+    dropout: float = Field(0.0, ge=0, lt=1, description="share dropped after the embedding and every layer in training")
 
     def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
         return Recurrent(self, outputs, vocabulary, each)
 
 
-class Transformer(_OfTokens):
+class Transformer(OfTokens):
     """Layers of attention and of two linear layers, normalised before each (Vaswani et al. 2017; Xiong et al. 2020).
 
     Positions are fixed sines and cosines. A label of the whole sequence is predicted at its last token if causal, else
@@ -57,6 +56,7 @@ class Transformer(_OfTokens):
     inner: PositiveInt | None = Field(
         None, description="width between the two linear layers; None: four times the width"
     )
+    dropout: float = Field(0.0, ge=0, lt=1, description="share dropped after the embedding and every layer in training")
     causal: bool = Field(
         True, description="a position sees none after it, as the prediction of the next token needs; false for tagging"
     )

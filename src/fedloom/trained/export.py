@@ -20,7 +20,7 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import new_rows
 from fedloom.data.tables import Table
 from fedloom.errors import ConfigError, LayoutError, cause_of, unknown
-from fedloom.models import factorise
+from fedloom.models import factorise, merged
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
 from fedloom.trained.model import Model
@@ -36,7 +36,7 @@ MISSING = -1
 def export(model: Model, path: Path | str, format: str = "safetensors", *, factorised: bool = False) -> dict[str, int]:
     """Write a model: a state dict of the plain `nn.Module`, or a graph that takes raw rows.
 
-    ``safetensors`` holds the state dict, and in its metadata what the module takes (``facts``). ``onnx`` and ``torch``
+    ``safetensors`` holds the state dict, adapters added to their layers, and in its metadata what the module takes (``facts``). ``onnx`` and ``torch``
     hold imputation, scaling and levels too, and give ``probabilities`` ``[batch, C]`` or ``values`` ``[batch, k]``:
 
     - of a table, ``onnx`` takes ``numbers`` ``[batch, .]`` float64 with NaN where missing, and ``texts`` ``[batch, .]``
@@ -63,7 +63,7 @@ def export(model: Model, path: Path | str, format: str = "safetensors", *, facto
     """
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
-    path, module, ranks = Path(path), model.module(), dict[str, int]()
+    path, module, ranks = Path(path), merged(model.module()), dict[str, int]()
     if factorised:
         thin = factorise(module)
         module, ranks = thin.module, thin.ranks

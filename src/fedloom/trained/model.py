@@ -28,6 +28,9 @@ from fedloom.storage.files import make_folder
 from fedloom.tasks import Objective, task_of
 from fedloom.trained.raw import RawModel, said
 
+BASE = "base."
+"""Beginning of the names of a model's state before training, in a file of one model."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -39,6 +42,8 @@ class Recipe:
         seed: of the initial values.
         dtype: of parameters and samples.
         objective: what they were trained for and are scored by, beside what follows from the targets.
+        base: the state dict before training, as it was saved, where rows do not hold all of a model or it began with a
+            file of weights; see `start`.
     """
 
     spec: ModelSpec
@@ -46,11 +51,23 @@ class Recipe:
     seed: int
     dtype: torch.dtype = torch.float32
     objective: Objective = Objective()  # noqa: RUF009  # frozen
+    base: Mapping[str, Tensor] | None = None
 
     def build(self) -> nn.Module:
         """The module as it was before training, in evaluation mode."""
         facts = self.facts
-        return self.spec.build(facts.shape, facts.outputs, self.seed, facts.tokens).to(self.dtype).eval()
+        spec = self.spec if self.base is None else self.spec.with_(weights=None)
+        module = spec.build(facts.shape, facts.outputs, self.seed, facts.tokens).to(self.dtype).eval()
+        if self.base is not None:
+            module.load_state_dict(self.base)
+        return module
+
+    def start(self) -> dict[str, Tensor]:
+        """What must be saved once beside the rows: the state dict before training, where `base` says; else nothing."""
+        module = self.build()
+        if self.spec.weights is None and all(p.requires_grad for p in module.parameters()):
+            return {}
+        return dict(module.state_dict())
 
     @cached_property
     def layout(self) -> Layout:
@@ -170,6 +187,7 @@ class Model:
         make_folder(path.parent)
         tensors = {"rows": self.row, "statistics": self.statistics, "fitted": self.fitted}
         kept = {name: t for name, t in tensors.items() if t is not None and t.numel()}
+        kept |= {f"{BASE}{name}": t for name, t in self.recipe.start().items()}
         save_tensors(path, kept, self.recipe.header(self.about))
         return path
 
@@ -193,7 +211,8 @@ class Model:
                     f"{path}: holds no single model (no tensor 'rows'); it has {', '.join(sorted(names))}"
                 )
             found = {name: file.get_tensor(name) for name in ("rows", "statistics", "fitted") if name in names}
-        recipe = Recipe(spec, facts, int(about.get("seed", 0)), found["rows"].dtype, objective)
+            base = {name.removeprefix(BASE): file.get_tensor(name) for name in names if name.startswith(BASE)}
+        recipe = Recipe(spec, facts, int(about.get("seed", 0)), found["rows"].dtype, objective, base or None)
         check_layout(file_layout(path), recipe.layout, Path(path))
         empty = torch.zeros(0, dtype=recipe.dtype)
         return cls(recipe, found["rows"], found.get("statistics", empty), found.get("fitted"), about)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fedloom.errors import Refused, unknown
+from fedloom.errors import unknown
 from fedloom.local.oracles.base import Oracle, Reduce
 from fedloom.local.oracles.samples import Samples, batch_loss, probe
 from fedloom.models import Augment, penultimate
 from fedloom.models.dropout import Dropout
-from fedloom.rows.layout import Layout
+from fedloom.rows.layout import Layout, trainable
 from fedloom.tasks import Chosen
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Network(Oracle):
         augment: random changes of the samples of a step's gradient; nothing else sees them.
 
     Raises:
-        Refused: the network has parameters that ask for no gradient.
+        LayoutError: no parameter of the network trains.
         ConfigError: an own loss or metric of the task does not work.
     """
 
@@ -59,13 +59,7 @@ class Network(Oracle):
         self.layout = Layout.of(module)
         self.dtype, self.device = fed.dtype, fed.device
         self.module = copy.deepcopy(module).to(device=fed.device, dtype=fed.dtype)
-        self.parameters = list(dict(self.module.named_parameters()).values())
-        frozen = [name for name, p in self.module.named_parameters() if not p.requires_grad]
-        if frozen:
-            raise Refused(
-                f"the model has frozen parameters ({', '.join(frozen[:4])}); every parameter of a row is trained: "
-                "make them buffers, or let them be trained"
-            )
+        self.parameters = list(trainable(self.module).values())
         self.dropouts = {name: m for name, m in self.module.named_modules() if isinstance(m, Dropout) and m.p > 0}
         self.normalisers = [m for m in self.module.modules() if isinstance(m, BATCH_STATISTICS)]
         self._train_sizes = fed.sizes("train").cpu()
