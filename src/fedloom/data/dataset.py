@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedloom.data.text import wrong_labels, wrong_tokens
 from fedloom.errors import DataError, NoSamples
 
 if TYPE_CHECKING:
@@ -43,8 +44,10 @@ class Dataset:
 
     Args:
         name: name of the source.
-        x: features [N, *shape], uint8 (images, `[N, channels, height, width]`) or float.
-        y: class numbers [N] int64, or for a regression float targets [N, k].
+        x: features [N, *shape], uint8 (images, `[N, channels, height, width]`) or float; or tokens [N, length], int32
+            or int64, numbers in `vocabulary`, 0 being padding at the end of a sequence.
+        y: class numbers [N] int64, or for a regression float targets [N, k]; of tokens also one label per position
+            [N, length], -1 where there is none.
         task: ``"classification"``, ``"binary"`` or ``"regression"``.
         classes: names of the classes; empty for a regression.
         mean: per channel [C] or of everything [1]; subtracted after bytes were divided by 255. None: 0.
@@ -58,6 +61,7 @@ class Dataset:
         fitted: the table that was fitted, and to what, where the features came out of one.
         centre: what was subtracted from the targets of a regression.
         unit: what divided them after that; figures are in this unit.
+        vocabulary: names of the tokens; empty where samples are numbers.
 
     Raises:
         DataError: lengths that disagree, labels outside 0..C-1, values that are not finite, wrong types.
@@ -79,6 +83,7 @@ class Dataset:
     fitted: Fitted | None = None
     centre: float = 0.0
     unit: float = 1.0
+    vocabulary: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.x)
@@ -127,6 +132,21 @@ class Dataset:
             return len(self.classes)
         return 1 if self.task == "binary" else self.y.shape[1]
 
+    @property
+    def each(self) -> bool:
+        """Whether every position of a sequence has a label of its own."""
+        return self.task != "regression" and self.y.ndim == 2
+
+    @property
+    def tokens(self) -> tuple[int, bool] | None:
+        """Size of the vocabulary, and `each`; None where samples are numbers."""
+        return (len(self.vocabulary), self.each) if self.vocabulary else None
+
+    @property
+    def labels(self) -> Tensor | None:
+        """Class of every sample [N]; None where a sample has none, or one per position."""
+        return None if self.task == "regression" or self.each else self.y
+
     def __len__(self) -> int:
         return len(self.x)
 
@@ -153,8 +173,10 @@ class Dataset:
             "checksum": self.checksum(),
         }
         if self.task != "regression":
-            counts: list[int] = torch.bincount(self.y, minlength=len(self.classes)).tolist()
+            counts: list[int] = torch.bincount(self.y[self.y >= 0], minlength=len(self.classes)).tolist()
             facts["classes"] = dict(zip(self.classes, counts, strict=True))
+        if self.vocabulary:
+            facts["vocabulary"], facts["tokens"] = len(self.vocabulary), int((self.x != 0).sum())
         return facts
 
     def _coded(self) -> list[tuple[str, Tensor, tuple[str, ...]]]:
@@ -162,10 +184,13 @@ class Dataset:
         return coded if self.users is None else [*coded, ("users", self.users, self.user_names)]
 
     def _wrong_x(self) -> Iterator[str]:
+        if self.vocabulary:
+            yield from wrong_tokens(self.x, self.vocabulary)
+            return
         if self.x.dtype == torch.uint8:
             return
         if not self.x.dtype.is_floating_point:
-            yield f"features must be uint8 or float, got {self.x.dtype}; convert them"
+            yield f"features must be uint8 or float, got {self.x.dtype}; convert them, or give a vocabulary of tokens"
         elif not bool(torch.isfinite(self.x.sum())):  # NaN and Inf survive a sum
             bad = ~torch.isfinite(self.x) if self.prepare is None else torch.isinf(self.x)
             where: list[int] = bad.reshape(len(bad), -1).any(1).nonzero().flatten().tolist()
@@ -181,7 +206,10 @@ class Dataset:
         if self.task != "regression":
             if self.task == "binary" and len(self.classes) != 2:
                 yield f"a binary task has 2 classes, got {len(self.classes)}"
-            yield from _outside("labels", self.y, len(self.classes))
+            if self.each and self.vocabulary:
+                yield from wrong_labels(self.x, self.y, len(self.classes))
+            else:
+                yield from _outside("labels", self.y, len(self.classes))
         elif self.y.ndim != 2 or not self.y.dtype.is_floating_point:
             yield f"regression targets must be float [N, k], got {self.y.dtype}"
         elif not bool(torch.isfinite(self.y).all()):

@@ -125,7 +125,7 @@ class Federation:
         return torch.repeat_interleave(torch.arange(self.n, device=self.device), self.sizes(part))
 
     def fetch(self, index: Tensor) -> Tensor:
-        """Samples at positions `index` [...], normalised: [..., *shape] of `dtype`. A new tensor each time."""
+        """Samples at positions `index` [...], normalised: [..., *shape] of `dtype`, or int64 tokens; a new tensor."""
         where = index.reshape(-1)
         if self._affine is not None and self._flat.dtype == torch.uint8 and self._flat.device.type == "cpu":
             from fedloom import kernels
@@ -133,17 +133,23 @@ class Federation:
             out = torch.empty(len(where), self._flat.shape[1], dtype=self.dtype)
             kernels.gather(self._flat.numpy(), where.numpy(), *(part.numpy() for part in self._affine), out.numpy())
         else:
-            out = torch.index_select(self._flat, 0, where).to(self.dtype)
+            out = torch.index_select(self._flat, 0, where)
+            out = out.long() if self.data.vocabulary else out.to(self.dtype)
             if self._affine is not None:
                 scale, shift = self._affine
                 torch.addcmul(shift, out, scale, out=out)
         return out.view(*index.shape, *self.data.shape)
 
     def targets(self, index: Tensor) -> Tensor:
-        """Targets at positions `index` [...]: [...] int64 classes, or [..., k] of `dtype` for a regression."""
+        """Targets at positions `index` [..., b]: [..., b] int64 classes, or [..., b, k] of `dtype` for a regression.
+
+        Labels of positions stand one sequence after another, [..., b * length], -1 where there is none.
+        """
         y = torch.index_select(self.data.y, 0, index.reshape(-1))
         if self.data.task == "regression":
             return y.to(self.dtype).view(*index.shape, y.shape[1])
+        if self.data.each:
+            return y.view(*index.shape[:-1], index.shape[-1] * y.shape[1])
         return y.view(index.shape)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Federation:
@@ -174,12 +180,15 @@ class Federation:
         return replace(self, parts=parts, names=("all",), groups=None)
 
     def class_counts(self, part: str = "train") -> Tensor:
-        """Samples of each class at each client: [n, C] int64 ([n, 0] for a regression)."""
+        """Samples, or labelled positions, of each class at each client: [n, C] int64 ([n, 0] for a regression)."""
         classes = len(self.data.classes)
         if not classes:
             return torch.zeros(self.n, 0, dtype=torch.int64)
-        cell = self.owner(part) * classes + self.data.y[self.parts[part].index]
-        return torch.bincount(cell, minlength=self.n * classes).view(self.n, classes)
+        owner, y = self.owner(part), self.targets(self.parts[part].index)
+        if self.data.each:
+            owner = owner.repeat_interleave(self.data.y.shape[1])[y >= 0]
+            y = y[y >= 0]
+        return torch.bincount(owner * classes + y, minlength=self.n * classes).view(self.n, classes)
 
     def skew(self, part: str = "train") -> dict[str, Any]:
         """How different the clients are, each list one value per client.
@@ -206,6 +215,8 @@ class Federation:
         """(x [/ 255] - mean) / std as x * scale + shift, each [p]."""
         data = self.data
         unit = 1 / 255 if data.x.dtype == torch.uint8 else 1.0
+        if data.vocabulary:
+            return None
         if data.mean is None and data.std is None and unit == 1.0:
             return None
         one = torch.ones(1, dtype=torch.float64, device=self.device)

@@ -8,13 +8,15 @@ import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn import functional
 
-from fedloom.data.dataset import Dataset, Task
+from fedloom.data.dataset import Dataset, Task, refuse
 from fedloom.data.federation import Federation, Split
 from fedloom.data.partition.changes import prepared
 from fedloom.data.partition.deal import Dealt
 from fedloom.data.partition.parts import cut_parts
 from fedloom.data.tables import Column, Table
+from fedloom.data.text import NO_LABEL, UNKNOWN, recoded, wrong_tokens
 from fedloom.errors import ConfigError, DataError
 from fedloom.seeds import numpy_generator
 from fedloom.values import Value
@@ -33,6 +35,8 @@ class InputSpec(Value):
     mean: tuple[float, ...] | None = Field(None, description="subtracted, per channel or of everything")
     std: tuple[float, ...] | None = Field(None, description="divides after that")
     table: Table | None = Field(None, description="columns that the features come from")
+    vocabulary: tuple[str, ...] = Field((), description="names of the tokens of sequences")
+    each: bool = Field(False, description="every position of a sequence has a label")
 
     @classmethod
     def of(cls, data: Dataset) -> InputSpec:
@@ -48,7 +52,14 @@ class InputSpec(Value):
             mean=None if data.mean is None else tuple(data.mean.tolist()),
             std=None if data.std is None else tuple(data.std.tolist()),
             table=None if data.fitted is None else data.fitted.table,
+            vocabulary=data.vocabulary,
+            each=data.each,
         )
+
+    @property
+    def tokens(self) -> tuple[int, bool] | None:
+        """As `Dataset.tokens`."""
+        return (len(self.vocabulary), self.each) if self.vocabulary else None
 
     @property
     def outputs(self) -> int:
@@ -75,6 +86,7 @@ class InputSpec(Value):
             prepare=self.table,
             centre=self.centre,
             unit=self.unit,
+            vocabulary=self.vocabulary,
         )
 
     def raw(self, data: Dataset) -> Tensor:
@@ -87,7 +99,12 @@ class InputSpec(Value):
             return self._columns(self.table, data)
         if data.prepare is not None:
             raise DataError(f"{data.name}: is a table, but the model takes samples of shape {_text(self.shape)}")
-        return self.samples(data.x, data.name)
+        there = [data.vocabulary[k] for k in data.x.unique().tolist() if k] if data.vocabulary else []
+        strange = [token for token in there if token not in self.vocabulary]
+        if strange and self.vocabulary[1:2] != (UNKNOWN,):
+            raise DataError(f"{data.name}: token {strange[0]!r} is not in the vocabulary of the model's training data")
+        x = recoded(data.x, data.vocabulary, self.vocabulary) if data.vocabulary else data.x
+        return self.samples(x, data.name)
 
     def samples(self, x: Tensor, name: str) -> Tensor:
         """Samples ``[N, *shape]`` that are no table, checked.
@@ -95,6 +112,11 @@ class InputSpec(Value):
         Raises:
             DataError: another shape, or range of values.
         """
+        if self.vocabulary:
+            refuse(name, [*wrong_tokens(x, self.vocabulary)])
+            if x.shape[1] > self.shape[0]:
+                raise DataError(f"{name}: sequences of {x.shape[1]} tokens, the model takes at most {self.shape[0]}")
+            return functional.pad(x.long(), (0, self.shape[0] - x.shape[1]))
         if tuple(x.shape[1:]) != self.shape:
             raise DataError(
                 f"{name}: samples have shape {_text(tuple(x.shape[1:]))}, the model takes {_text(self.shape)}"
@@ -118,7 +140,10 @@ class InputSpec(Value):
             if data.y.shape[1] != self.targets:
                 raise DataError(f"{data.name}: {data.y.shape[1]} values per sample, the model gives {self.targets}")
             return (data.y * data.unit + data.centre - self.centre) / self.unit
-        present = set(data.y.unique().tolist())
+        if data.each != self.each:
+            what = {True: "one label per position", False: "one label per sample"}
+            raise DataError(f"{data.name}: has {what[data.each]}, the model was trained on {what[self.each]}")
+        present = set(data.y[data.y >= 0].unique().tolist())
         names = {k: name for k, name in enumerate(data.classes) if k in present}
         unknown = [name for name in names.values() if name not in self.classes]
         if not unknown:
@@ -129,6 +154,10 @@ class InputSpec(Value):
         else:
             raise DataError(
                 f"{data.name}: unknown class {unknown[0]!r}; the model knows {', '.join(map(repr, self.classes))}"
+            )
+        if self.each:
+            return functional.pad(
+                torch.where(data.y < 0, NO_LABEL, code[data.y]), (0, self.shape[0] - data.y.shape[1]), value=NO_LABEL
             )
         return code[data.y]
 
@@ -164,7 +193,7 @@ def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0, fitted: Tens
     if not 0 <= holdout < 1:
         raise ConfigError(f"holdout must be at least 0 and below 1, got {holdout}")
     dealt = Dealt(np.arange(len(data)), np.array([0, len(data)]))
-    y = None if data.task == "regression" else data.y.numpy()
+    y = None if data.labels is None else data.labels.numpy()
     cut = cut_parts(dealt, y, holdout, 0.0, None, None, None, numpy_generator(seed, purpose="parts"))
     if fitted is not None and isinstance(data.prepare, Table):
         x = data.prepare.features(data.x, torch.zeros(len(data), dtype=torch.long), fitted[None])

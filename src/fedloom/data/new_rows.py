@@ -15,6 +15,7 @@ from fedloom.data.sources.cells import Piece, Problems, is_missing, numbers
 from fedloom.data.sources.memory import frame_cells, is_frame, plain
 from fedloom.data.sources.tabular import Raw
 from fedloom.data.tables import Column, Table
+from fedloom.data.text import UNKNOWN, encoded
 from fedloom.errors import DataError, NoSamples
 
 MEND = "repair the cell, or train with impute = true, which fills missing cells"
@@ -41,8 +42,8 @@ def new_rows(facts: InputSpec, rows: Any, name: str = "rows", users: str | None 
     Args:
         facts: of the data that the model was trained on.
         rows: a `Dataset`, an open table (`fedloom.data.sources.tabular.Raw`), a pandas table, columns by name, or an
-            array ``[N, *shape]``; of a table without text, an array of its columns. Columns that the model does not
-            know are left alone.
+            array ``[N, *shape]``; of a table without text, an array of its columns; for a model of sequences texts, or
+            tokens ``[N, length]``. Columns that the model does not know are left alone.
         name: for messages.
         users: column that names the client of a row.
 
@@ -63,6 +64,8 @@ def new_rows(facts: InputSpec, rows: Any, name: str = "rows", users: str | None 
             raise DataError(f"{name}: columns of {', '.join(f'{len(v)} ({c})' for c, v in columns.items())} rows")
         cells = (Piece(0, c, values) for c, values in columns.items())
         found = _by_column(facts, list(columns), cells, Problems(name, first=0), users)
+    elif facts.vocabulary:
+        found = _sequences(facts, plain(rows, name), name)
     else:
         found = NewRows(_array(facts, plain(rows, name), name))
     if not len(found.x):
@@ -130,6 +133,23 @@ def _values(table: Table, column: Column, piece: Piece, problems: Problems) -> t
             problems.add("level", column.name, what, cells, MEND)
         out[strange] = np.nan
     return out, int(gone.sum() + strange.sum())
+
+
+def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRows:
+    """Texts ``[N]``, of which the last tokens are taken, or tokens ``[N, length]``."""
+    if rows.dtype.kind != "U":
+        wide = torch.from_numpy(rows) if rows.dtype.kind in "ui" else torch.zeros(0)
+        if wide.ndim != 2:
+            raise DataError(
+                f"{name}: must be texts, or tokens [N, length] as whole numbers, got {rows.dtype} {rows.shape}"
+            )
+        return NewRows(facts.samples(wide.to(torch.int64), name))
+    if facts.vocabulary[1:2] != (UNKNOWN,):
+        raise DataError(f"{name}: are texts, but the model was trained on tokens that came as numbers; give numbers")
+    x = encoded([str(text) for text in rows.ravel()], facts.vocabulary, facts.shape[0], last=True)
+    strange = int((x == 1).sum())
+    note = f"{strange} tokens are not in the vocabulary of the training; read as {UNKNOWN}"
+    return NewRows(x.long(), notes=(note,) if strange else ())
 
 
 def _array(facts: InputSpec, x: np.ndarray[Any, Any], name: str) -> Tensor:

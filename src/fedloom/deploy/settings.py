@@ -44,6 +44,13 @@ class Schema(Value):
     shape: tuple[PositiveInt, ...] = Field(description="shape of one sample, after the source prepared it")
     outputs: int = Field(ge=1, description="outputs of the model: classes, 1 for binary, numbers of a regression")
     classes: tuple[str, ...] = Field((), description="names of the classes in label order; none for a regression")
+    vocabulary: tuple[str, ...] = Field((), description="names of the tokens of sequences; none where they are numbers")
+    each: bool = Field(False, description="every position of a sequence has a label")
+
+    @property
+    def tokens(self) -> tuple[int, bool] | None:
+        """As `fedloom.data.Dataset.tokens`."""
+        return (len(self.vocabulary), self.each) if self.vocabulary else None
 
 
 class Secure(Value):

@@ -133,7 +133,9 @@ def _model(options: Mapping[str, Any], where: str) -> ModelSpec:
     if is_path(kind):
         found = find(kind, "model", where)
         if not (isinstance(found, type) and issubclass(found, ModelSpec)):
-            return Import(path=kind, options=rest)
+            common = {k: v for k, v in rest.items() if k in ModelSpec.model_fields}
+            own = {"path": kind, "options": {k: v for k, v in rest.items() if k not in common}}
+            return make(Import, {**own, **common}, where, fields_of(Import))
         return make_kind("model", {}, options, where, base=ModelSpec)  # type: ignore[no-any-return]
     if kind not in (*MODELS, *PAPERS):
         raise unknown("model kind", kind, (*MODELS, *PAPERS), where)

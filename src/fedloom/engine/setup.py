@@ -82,7 +82,7 @@ def make_job(
     if isinstance(attack, Poison):
         fed = poisoned(fed, attack, attackers, seed)
     task = task_of(fed.data, setting.task)
-    module = setting.model.build(tuple(fed.data.shape), task.outputs, seed)
+    module = setting.model.build(tuple(fed.data.shape), task.outputs, seed, fed.data.tokens)
     oracle = make_oracle(module, task, fed, engine.oracle, augment if augment.changes else None)
     layout = oracle.layout
     sizes = fed.sizes("train").cpu()[:, None]
@@ -209,7 +209,9 @@ def poisoned(fed: Federation, attack: Poison, attackers: Tensor, seed: int) -> F
     y, classes = fed.data.y.clone(), len(fed.data.classes)
     for i in attackers.tolist():
         index = fed.indices("train", i)
-        y[index] = attack.poison(y[index].cpu(), classes, generator(seed, 0, i, "poison")).to(y.device)
+        own = y[index].cpu()
+        wrong = attack.poison(own.clamp(min=0), classes, generator(seed, 0, i, "poison"))
+        y[index] = torch.where(own < 0, own, wrong).to(y.device)
     return replace(fed, data=replace(fed.data, y=y))
 
 
@@ -317,11 +319,25 @@ def fingerprint(job: Job) -> str:
             "setting": {**job.setting.numbers(), **job.replay.marks()},
             "engine": [job.oracle.name, job.chunk],
             "data": [job.judge.data.checksum(), data.hexdigest(), job.fed.n, job.alpha.tolist()],
+            **_beyond(job),
             "user code": [s for code in _user_code(job.setting) if (s := source_of(code))],
         },
         sort_keys=True,
     )
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _beyond(job: Job) -> dict[str, str]:
+    """What a model has from elsewhere: its frozen parameters and its file of weights, as a digest; mostly nothing."""
+    frozen = [p for p in job.oracle.module.parameters() if not p.requires_grad]
+    if not frozen and job.setting.model.weights is None:
+        return {}
+    digest = hashlib.blake2b(digest_size=16)
+    for p in frozen:
+        digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    if job.setting.model.weights is not None:
+        digest.update(Path(job.setting.model.weights).expanduser().read_bytes())
+    return {"base": digest.hexdigest()}
 
 
 def _user_code(setting: Setting) -> list[Any]:

@@ -54,7 +54,8 @@ def confusion(result: Result) -> pa.Table:
             index = fed.indices("test", client)
             if len(index):
                 guess = torch.cat([oracle.task.predict(out) for out in oracle.outputs(row, index)])
-                cells = fed.targets(index).long() * classes + guess
+                y = fed.targets(index)
+                cells = (y * classes + guess)[y >= 0]
                 found[client, model] = torch.bincount(cells.cpu(), minlength=classes**2)
     if "hybrid" in result.models.kinds():
         takes = result.models.takes_global().tolist()
@@ -90,7 +91,8 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
     for client, row in _models(result, model, shown):
         index = fed.indices("test", client)
         seen = oracle.representations(row, index).double().cpu().numpy()
-        labels = [math.nan] * len(index) if fed.data.task == "regression" else fed.targets(index).tolist()
+        y = fed.targets(index)
+        labels = [math.nan] * len(index) if fed.data.task == "regression" else y[y >= 0].tolist()
         rng = random_state(generator(result.job.setting.seed, client=client, purpose="tsne"))
         plane = TSNE(perplexity=min(PERPLEXITY, (len(index) - 1) / 3), init="random", random_state=rng, n_jobs=1)
         places = plane.fit_transform(seen).tolist()

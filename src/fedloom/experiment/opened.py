@@ -19,11 +19,11 @@ from fedloom.algorithms import encodings
 from fedloom.data.dataset import Dataset
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import NewRows, new_rows
-from fedloom.data.sources import SOURCES, Source, source
+from fedloom.data.sources import SOURCES, Leaf, Sent140, Shakespeare, Source, source
 from fedloom.data.sources.detect import detect
 from fedloom.data.sources.tabular import TableSource
 from fedloom.engine.records import not_measured
-from fedloom.errors import ConfigError, RunDirError, nearest
+from fedloom.errors import ConfigError, DataError, RunDirError, nearest
 from fedloom.experiment.execute import folder_of
 from fedloom.experiment.schema import Experiment, Method, parse
 from fedloom.metrics import leading, metric
@@ -204,6 +204,7 @@ class Opened:
         if str(data) in SOURCES or str(data).startswith("hub:"):
             return source(str(data), **(options if str(data) == self._document["data"]["source"] else {}))
         kind = detect(Path(data).expanduser())
+        kind = named if named in (Shakespeare, Sent140) and kind is Leaf else kind
         mine = {k: v for k, v in options.items() if k in fields_of(kind)} if named in (None, kind) else {}
         return source(Path(data), **mine)
 
@@ -219,8 +220,8 @@ class Opened:
         """Predictions for rows without labels.
 
         Args:
-            data: a file of rows, or what `fedloom.data.new_rows.new_rows` takes. Of a table, the column that named the
-                clients in training names them here too.
+            data: a file of rows (of texts: lines of a .txt), or what `fedloom.data.new_rows.new_rows` takes. Of a
+                table, the column that named the clients in training names them here too.
             method: label; None: the best on validation, see `best`.
             seed: of the run; None: the first.
             client: whose model predicts all rows; None: each row its site's, without sites the global one.
@@ -279,6 +280,8 @@ class Opened:
         users = self._document.get("data", {}).get("users")
         if not isinstance(data, str | Path):
             return new_rows(facts, data, users=users)
+        if facts.vocabulary and Path(data).suffix == ".txt":
+            return new_rows(facts, _lines(Path(data)), str(data))
         found = self._source(data)
         if not isinstance(found, TableSource):
             return new_rows(facts, found.read(data_dir))
@@ -309,6 +312,13 @@ class Opened:
 
     def __repr__(self) -> str:
         return f"Opened({str(self.path)!r}, {len(self)} runs)"
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.expanduser().read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: no readable text in UTF-8 ({error}); give a file with a text per line") from None
 
 
 def _text(value: object) -> str:

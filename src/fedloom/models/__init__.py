@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from fedloom.errors import unknown
+from fedloom.models.adapters import Adapters, adapted, merged
 from fedloom.models.augment import Augment
 from fedloom.models.dropout import Dropout
 from fedloom.models.factors import Factorised, factorise, thin
+from fedloom.models.hub import Hub
 from fedloom.models.imported import Import
 from fedloom.models.nets import CNN, MLP, Softmax
 from fedloom.models.papers import PAPERS
 from fedloom.models.parts import head, penultimate
 from fedloom.models.resnet import ResNet18
+from fedloom.models.sequences import LSTM, Transformer
 from fedloom.models.spec import ModelSpec
 
 MODELS: dict[str, type[ModelSpec]] = {
@@ -20,6 +23,9 @@ MODELS: dict[str, type[ModelSpec]] = {
     "mlp": MLP,
     "cnn": CNN,
     "resnet18": ResNet18,
+    "lstm": LSTM,
+    "transformer": Transformer,
+    "hub": Hub,
     "import": Import,
 }
 """Model specifications by the ``kind`` of an experiment's ``[model]`` table."""
@@ -46,18 +52,24 @@ def spec_of(kind: str, **options: Any) -> ModelSpec:
 
 __all__ = [
     "CNN",
+    "LSTM",
     "MLP",
     "MODELS",
     "PAPERS",
+    "Adapters",
     "Augment",
     "Dropout",
     "Factorised",
+    "Hub",
     "Import",
     "ModelSpec",
     "ResNet18",
     "Softmax",
+    "Transformer",
+    "adapted",
     "factorise",
     "head",
+    "merged",
     "penultimate",
     "spec_of",
     "thin",

@@ -20,8 +20,9 @@ from fedloom.models.spec import ModelSpec
 class Import(ModelSpec):
     """A class or function of user code that returns an `nn.Module`.
 
-    It is called with ``options``, and with ``shape`` and ``outputs`` where it has parameters of these names. The module
-    takes ``[b, *shape]`` and returns ``[b, outputs]``. It may carry the attributes ``head`` and ``penultimate`` of
+    It is called with ``options``, and with ``shape`` and ``outputs`` where it has parameters of these names; for
+    sequences also with ``vocabulary`` (its size) and ``each`` (every position has a label). The module takes
+    ``[b, *shape]`` and returns what `ModelSpec` says. It may carry the attributes ``head`` and ``penultimate`` of
     `fedloom.models.parts`. Code of the named module is executed.
     """
 
@@ -29,10 +30,16 @@ class Import(ModelSpec):
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the call")
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        return self._made(shape, outputs, None)
+
+    def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
+        return self._made((length,), outputs, (vocabulary, each))
+
+    def _made(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
         make = find(self.path, "model")
         if not callable(make):
             raise ConfigError(f"model {self.path!r} must be a class or a function, got {type(make).__name__}")
-        return _made(make, self.options, self.path, shape, outputs)
+        return _made(make, self.options, self.path, shape, outputs, tokens)
 
 
 class Held(ModelSpec):
@@ -49,10 +56,16 @@ class Held(ModelSpec):
     held: Any = Field(exclude=True, repr=False, description="the module, class or function")
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        return self._made(shape, outputs, None)
+
+    def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
+        return self._made((length,), outputs, (vocabulary, each))
+
+    def _made(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
         if not isinstance(self.held, nn.Module):
-            return _made(self.held, {}, self.name, shape, outputs)
+            return _made(self.held, {}, self.name, shape, outputs, tokens)
         copy = deepcopy(self.held).cpu().float()
-        return _made(lambda: copy, {}, self.name, shape, outputs)
+        return _made(lambda: copy, {}, self.name, shape, outputs, tokens)
 
 
 def given_model(given: Any) -> ModelSpec | None:
@@ -79,33 +92,44 @@ def given_model(given: Any) -> ModelSpec | None:
 
 
 def _made(
-    make: Callable[..., Any], options: Mapping[str, Any], name: str, shape: tuple[int, ...], outputs: int
+    make: Callable[..., Any],
+    options: Mapping[str, Any],
+    name: str,
+    shape: tuple[int, ...],
+    outputs: int,
+    tokens: tuple[int, bool] | None,
 ) -> nn.Module:
     """What a class or function makes for this data, looked at."""
-    known = {"shape": shape, "outputs": outputs}
+    known: dict[str, Any] = {"shape": shape, "outputs": outputs}
+    known |= {} if tokens is None else {"vocabulary": tokens[0], "each": tokens[1]}
     offered = {key: value for key, value in known.items() if key in inspect.signature(make).parameters}
     try:
         made = make(**{**offered, **options})
     except Exception as error:
         raise ConfigError(
-            f"model {name!r} could not be made with options {dict(options)}: {error}; it is called with shape and "
-            "outputs where it has parameters of these names"
+            f"model {name!r} could not be made with options {dict(options)}: {error}; it is called with "
+            f"{', '.join(known)} where it has parameters of these names"
         ) from error
     if not isinstance(made, nn.Module) or not any(True for _ in made.parameters()):
         raise ConfigError(f"model {name!r} must give an nn.Module with parameters, got {type(made).__name__}")
-    _try(made, shape, outputs, name)
+    try_out(made, shape, outputs, name, tokens)
     return made
 
 
-def _try(module: nn.Module, shape: tuple[int, ...], outputs: int, path: str) -> None:
-    """Runs two samples of zeros through the module and looks at the shape that comes out."""
+def try_out(
+    module: nn.Module, shape: tuple[int, ...], outputs: int, path: str, tokens: tuple[int, bool] | None
+) -> None:
+    """Runs two samples of zeros, or of token 1, through the module and looks at the shape that comes out."""
     training = module.training
+    samples = torch.zeros(2, *shape) if tokens is None else torch.ones(2, *shape, dtype=torch.int64)
+    wanted = (*shape, outputs) if tokens is not None and tokens[1] else (outputs,)
     try:
         with torch.no_grad():
-            got = tuple(module.eval()(torch.zeros(2, *shape)).shape)
+            got = tuple(module.eval()(samples).shape)
     except Exception as error:
         raise ConfigError(f"model {path!r} fails on samples of shape {shape}: {error}") from error
     finally:
         module.train(training)
-    if got != (2, outputs):
-        raise ConfigError(f"model {path!r} must return [b, {outputs}] for this data, got {list(got)} for b = 2")
+    if got != (2, *wanted):
+        must = ", ".join(map(str, ("b", *wanted)))
+        raise ConfigError(f"model {path!r} must return [{must}] for this data, got {list(got)} for b = 2")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fedloom.models.nets import CNN, MLP
 from fedloom.models.resnet import ResNet18
+from fedloom.models.sequences import LSTM
 from fedloom.models.spec import ModelSpec
 
 PAPERS: dict[str, ModelSpec] = {
@@ -28,5 +29,7 @@ PAPERS: dict[str, ModelSpec] = {
     "fiaelt-femnist": MLP(hidden=(128,)),  # 103,834 on 1x28x28, 26 classes
     # FedSLR, Table 2
     "fedslr-resnet18": ResNet18(),  # 11,173,952 on 3x32x32, 10 classes
+    # LEAF, Shakespeare: 80 characters, padding and unknown; torch's layers have two biases each
+    "leaf-shakespeare": LSTM(embedding=8, hidden=256, layers=2),  # 819,936
 }
 """Every entry is a value: `fedloom.models.spec_of` takes it with fields changed."""

@@ -10,6 +10,9 @@ from torch import nn
 from fedloom.errors import ConfigError, nearest
 from fedloom.models.dropout import Dropout
 
+ADAPTED = ".wrapped"
+"""End of the name of a layer within its adapter."""
+
 _PASSIVE = (Dropout, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.Identity)
 
 
@@ -50,7 +53,7 @@ def penultimate(module: nn.Module) -> str:
         if name == last:
             break
         if name and not isinstance(part, _PASSIVE) and not any(True for _ in part.children()):
-            before.append(name)
+            before.append(name.removesuffix(ADAPTED))
     if not before:
         raise ConfigError(
             f"no layer before {last!r} in {type(module).__name__}; "
@@ -64,6 +67,7 @@ def _head(module: nn.Module) -> str:
     if named is not None:
         return named
     linear: list[str] = [name for name, part in module.named_modules() if name and isinstance(part, nn.Linear)]
+    linear = [name.removesuffix(ADAPTED) for name in linear]
     if not linear:
         raise ConfigError(
             f"{type(module).__name__} has no linear layer to serve as head; "

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from pathlib import Path
 
 import torch
+from pydantic import Field
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
 from fedloom.errors import ConfigError
+from fedloom.models.adapters import Adapters, adapted
 from fedloom.seeds import as_global, generator
 from fedloom.values import Value
 
@@ -25,10 +30,22 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 class ModelSpec(Value, ABC):
     """What an experiment says about its model.
 
-    Models take ``[b, *shape]`` normalised floats and return ``[b, outputs]``: logits, or regression values.
+    Models take ``[b, *shape]`` normalised floats and return ``[b, outputs]``: logits, or regression values. Models of
+    sequences take tokens, int64 ``[b, length]`` with 0 for padding at the end, and return ``[b, outputs]``, or
+    ``[b, length, outputs]`` where every position has a label.
     """
 
-    def build(self, shape: tuple[int, ...], outputs: int, seed: int = 0) -> nn.Module:
+    weights: str | None = Field(
+        None,
+        description="safetensors file of the initial values, as `fedloom export` writes it; None: drawn by the seed",
+    )
+    adapters: Adapters | None = Field(
+        None, description="low-rank adapters that train in place of the layers: a table with rank, on, scale, head"
+    )
+
+    def build(
+        self, shape: tuple[int, ...], outputs: int, seed: int = 0, tokens: tuple[int, bool] | None = None
+    ) -> nn.Module:
         """A freshly initialised model in float32 on the CPU.
 
         Initial values are PyTorch's defaults, drawn under ``seed``; the global generators are as before afterwards.
@@ -37,15 +54,27 @@ class ModelSpec(Value, ABC):
             shape: shape of one sample without the batch dimension, e.g. ``(3, 32, 32)``.
             outputs: number of outputs, `fedloom.tasks.Task.outputs`.
             seed: seed of the initial values.
+            tokens: of sequences the size of the vocabulary, and whether every position has a label.
 
         Raises:
-            ConfigError: the model does not fit ``shape``, or memory.
+            ConfigError: the model does not fit ``shape``, memory, its file of weights or its adapters.
         """
+        made = self._made(shape, outputs, seed, tokens)
+        if self.weights is not None:
+            load_weights(made, self.weights)
+        if self.adapters is None:
+            return made
+        with as_global(generator(seed, purpose="adapters"), torch.device("cpu")):
+            return adapted(made, self.adapters)
+
+    def _made(self, shape: tuple[int, ...], outputs: int, seed: int, tokens: tuple[int, bool] | None) -> nn.Module:
         if outputs < 1 or not shape or min(shape) < 1:
             raise ConfigError(f"a model needs a sample shape and at least one output, got {tuple(shape)} and {outputs}")
         with as_global(generator(seed, purpose="model"), torch.device("cpu")):
             try:
-                return self.module(tuple(shape), outputs)
+                return (
+                    self.module(tuple(shape), outputs) if tokens is None else self.sequence(shape[0], outputs, *tokens)
+                )
             except RuntimeError as error:
                 if "allocate memory" not in str(error):
                     raise
@@ -56,6 +85,37 @@ class ModelSpec(Value, ABC):
     @abstractmethod
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         """The module, initialised from the current global generator; `build` seeds and restores it."""
+
+    def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
+        """The module for sequences of tokens, as `module`.
+
+        Raises:
+            ConfigError: the model takes numbers.
+        """
+        raise ConfigError(
+            f"model {type(self).__name__} takes numbers, and these samples are tokens; use lstm or transformer"
+        )
+
+
+def load_weights(module: nn.Module, file: str) -> None:
+    """The values of a state dict, into the module.
+
+    Raises:
+        ConfigError: there is no such file, or it is of another architecture.
+    """
+    try:
+        found = load_file(Path(file).expanduser())
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"model weights {file}: no readable safetensors file ({error}); give one") from None
+    mine = module.state_dict()
+    for name in [*mine, *found]:
+        there, wanted = ([*of[name].shape] if name in of else "missing" for of in (found, mine))
+        if there != wanted:
+            raise ConfigError(
+                f"model weights {file}: {name!r} is {there} there and {wanted} in the model; give weights of the same "
+                "architecture, vocabulary and classes"
+            )
+    module.load_state_dict(found)
 
 
 def image(shape: tuple[int, ...], model: str) -> tuple[int, int, int]:

@@ -52,8 +52,18 @@ class Layout:
 
     @classmethod
     def of(cls, module: nn.Module) -> Layout:
-        """Layout of a module's parameters (tied parameters count once; buffers are not part of a row)."""
-        parameters = dict(module.named_parameters())
+        """Layout of the parameters that train, those with ``requires_grad``; tied ones count once.
+
+        Frozen parameters and buffers are no part of a row: they exist once, in the module.
+
+        Raises:
+            LayoutError: no parameter trains.
+        """
+        parameters = trainable(module)
+        if not parameters:
+            raise LayoutError(
+                f"no parameter of {type(module).__name__} trains: all have requires_grad = False; free some"
+            )
         return cls(tuple(parameters), tuple(p.shape for p in parameters.values()))
 
     @classmethod
@@ -64,7 +74,7 @@ class Layout:
     # ------------------------------------------------------------------------------------------------ module <-> row
 
     def vector(self, module: nn.Module, dtype: torch.dtype | None = None) -> Tensor:
-        """Parameters of the module as a new row [d], without gradient."""
+        """Parameters of the module that train as a new row [d], without gradient."""
         row = torch.cat([p.detach().reshape(-1) for p in self._parameters(module)])
         return row if dtype is None else row.to(dtype)
 
@@ -75,7 +85,7 @@ class Layout:
             p.copy_(value)
 
     def _parameters(self, module: nn.Module) -> list[Tensor]:
-        parameters = dict(module.named_parameters())
+        parameters = trainable(module)
         got = {name: tuple(p.shape) for name, p in parameters.items()}
         if got != {name: tuple(shape) for name, shape in zip(self.names, self.shapes, strict=True)}:
             raise LayoutError(f"module {type(module).__name__} has parameters {got}, not those of this {self!r}")
@@ -217,3 +227,8 @@ class Layout:
     def fingerprint(self) -> str:
         """16 hexadecimal digits that two layouts share only when they are equal."""
         return blake2b(self.header()["layout"].encode(), digest_size=8).hexdigest()
+
+
+def trainable(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a module that train, by name."""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}

@@ -40,6 +40,14 @@ def mean(x: Tensor, owner: Tensor, n: int) -> Tensor:
     return total(x, owner, n) / size.view(n, *[1] * (x.ndim - 1))
 
 
+def labelled(output: Tensor, y: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, targets and owners of what has a label: of sequences the positions, of which -1 have none."""
+    if len(owner) == len(y):
+        return output, y, owner
+    there = y >= 0
+    return output[there], y[there], owner.repeat_interleave(len(y) // len(owner))[there.to(owner.device)]
+
+
 def known(found: dict[str, Tensor], output: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
     """The metrics with nan for the clients that have an output which is not finite."""
     lost = torch.bincount(owner[~output.isfinite().all(1)], minlength=n) > 0

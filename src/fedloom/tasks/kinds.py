@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from fedloom.tasks.figures import by_class, calibration_error, known, mean, ranking, total, wide
+from fedloom.tasks.figures import by_class, calibration_error, known, labelled, mean, ranking, total, wide
 from fedloom.values import Value
 
 OwnLoss = Callable[[Tensor, Tensor], Tensor]
@@ -49,8 +49,9 @@ class Task(Protocol):
         """Metrics of every client.
 
         Args:
-            output: ``[N, k]`` outputs of all clients' samples.
-            y: their targets, ``[N]`` (regression ``[N, k]``).
+            output: ``[N, k]`` outputs of all clients' samples; of sequences with labels per position ``[N L, k]``.
+            y: their targets, ``[N]`` (regression ``[N, k]``), or ``[N L]`` with -1 where there is none, which counts
+                nowhere: figures are over labelled positions.
             owner: ``[N]`` client of every sample, 0..n-1, in any order.
             n: number of clients.
 
@@ -111,6 +112,7 @@ class Classification(Kind):
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
         """Loss, accuracy and macro F1; see `Task.metrics`."""
+        output, y, owner = labelled(output, y, owner)
         z, y, owner = wide(output), y.cpu(), owner.cpu()
         guess = self.predict(z)
         hit = guess == y
@@ -161,6 +163,7 @@ class Binary(Kind):
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
         """Loss, accuracy, F1, AUROC, AUPRC and calibration error; see `Task.metrics`."""
+        output, y, owner = labelled(output, y, owner)
         z, y, owner = wide(output), y.cpu(), owner.cpu()
         guess, label = self.predict(z), y.double()
         both = total((guess * y).double(), owner, n)

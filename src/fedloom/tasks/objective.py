@@ -15,7 +15,7 @@ from torch import Tensor
 from fedloom.errors import CodeError, ConfigError, FedloomError, cause_of, unknown
 from fedloom.imports import PATTERN, Function, function, is_path
 from fedloom.metrics import METRICS, metric
-from fedloom.tasks.figures import known, mean, of_classes, wide
+from fedloom.tasks.figures import known, labelled, mean, of_classes, wide
 from fedloom.tasks.kinds import Binary, Classification, Regression, Task
 from fedloom.values import Value
 
@@ -67,10 +67,11 @@ Weights = Annotated[
 class Objective(Value):
     """What models are trained for and scored by, beside what follows from the targets.
 
-    An own loss takes the outputs ``[b, k]`` of a batch and its targets (``[b]``, or ``[b, k]`` of a regression), and
-    returns one number, the mean over the batch; its gradient is that of autograd. An own metric takes the same of all
-    samples of one client (float64, on the CPU) and returns one number, nan where it is not defined; more is better
-    unless the function has ``higher_is_better = False``.
+    An own loss takes the outputs ``[b, k]`` of a batch and its targets (``[b]``, or ``[b, k]`` of a regression; of
+    sequences with labels per position, the labelled positions alone), and returns one number, the mean over the batch;
+    its gradient is that of autograd. An own metric takes the same of all samples of one client (float64, on the CPU)
+    and returns one number, nan where it is not defined; more is better unless the function has
+    ``higher_is_better = False``.
 
     Class weights act in training only; the loss of an evaluation has none. With "balanced", class c of a client weighs
     n / (C n_c): n its training samples, n_c those of the class, C the classes that it has. Nobody tells anybody his
@@ -203,6 +204,7 @@ class Chosen:
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
         """The task's own metrics, then those that were asked for; see `Task.metrics`."""
+        output, y, owner = labelled(output, y, owner)
         found = self.base.metrics(output, y, owner, n)
         z, target, who = wide(output), y.cpu(), owner.cpu()
         more: dict[str, Tensor] = {}

@@ -20,7 +20,7 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import new_rows
 from fedloom.data.tables import Table
 from fedloom.errors import ConfigError, LayoutError, cause_of, unknown
-from fedloom.models import factorise
+from fedloom.models import factorise, merged
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
 from fedloom.trained.model import Model
@@ -36,13 +36,15 @@ MISSING = -1
 def export(model: Model, path: Path | str, format: str = "safetensors", *, factorised: bool = False) -> dict[str, int]:
     """Write a model: a state dict of the plain `nn.Module`, or a graph that takes raw rows.
 
-    ``safetensors`` holds the state dict, and in its metadata what the module takes (``facts``). ``onnx`` and ``torch``
+    ``safetensors`` holds the state dict, adapters added to their layers, and in its metadata what the module takes (``facts``). ``onnx`` and ``torch``
     hold imputation, scaling and levels too, and give ``probabilities`` ``[batch, C]`` or ``values`` ``[batch, k]``:
 
     - of a table, ``onnx`` takes ``numbers`` ``[batch, .]`` float64 with NaN where missing, and ``texts`` ``[batch, .]``
       strings; the metadata ``columns`` has the names of both, in order. A missing or unknown text is filled as in
       training. It gives ``class`` ``[batch]`` too, by name.
     - of a table, ``torch`` takes both as ``samples`` ``[batch, p]`` float64, texts as codes; `load` does that.
+    - of sequences, both take ``samples`` ``[batch, L]`` int64, tokens padded with 0, and with a label per position give
+      ``probabilities`` ``[batch, L, C]``; the vocabulary stands in ``facts``.
     - of other data, both take ``samples`` ``[batch, *shape]`` as the data set has them: bytes or float32.
 
     Args:
@@ -61,7 +63,7 @@ def export(model: Model, path: Path | str, format: str = "safetensors", *, facto
     """
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
-    path, module, ranks = Path(path), model.module(), dict[str, int]()
+    path, module, ranks = Path(path), merged(model.module()), dict[str, int]()
     if factorised:
         thin = factorise(module)
         module, ranks = thin.module, thin.ranks
@@ -118,6 +120,8 @@ def _example(model: Model) -> Tensor:
     facts = model.recipe.facts
     if facts.table is not None:
         return torch.zeros(2, len(facts.table.columns), dtype=torch.float64)
+    if facts.vocabulary:
+        return torch.ones(2, *facts.shape, dtype=torch.int64)
     return torch.zeros(2, *facts.shape, dtype=torch.uint8 if facts.pixels else torch.float32)
 
 
@@ -172,7 +176,7 @@ def _onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
         made = onnx.compose.add_prefix(made, "net/", rename_inputs=False, rename_outputs=False)
         header = header | {"columns": json.dumps(_take_columns(onnx, made.graph, facts.table))}
     if facts.task != "regression":
-        _name_classes(onnx, made.graph, output, facts.classes)
+        _name_classes(onnx, made.graph, output, facts)
     if "ai.onnx.ml" not in {opset.domain for opset in made.opset_import}:
         made.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 3))
     onnx.helper.set_model_props(made, header)
@@ -223,10 +227,11 @@ def _take_columns(onnx: Any, graph: Any, table: Table) -> dict[str, list[str]]:
     }
 
 
-def _name_classes(onnx: Any, graph: Any, output: str, classes: tuple[str, ...]) -> None:
+def _name_classes(onnx: Any, graph: Any, output: str, facts: InputSpec) -> None:
     """Adds the output ``class``: the name of the most probable one."""
-    text = [name.encode() for name in classes]
+    text = [name.encode() for name in facts.classes]
     graph.initializer.append(onnx.helper.make_tensor("classes", onnx.TensorProto.STRING, [len(text)], text))
-    graph.node.append(onnx.helper.make_node("ArgMax", [output], ["best"], axis=1, keepdims=0))
+    graph.node.append(onnx.helper.make_node("ArgMax", [output], ["best"], axis=-1, keepdims=0))
     graph.node.append(onnx.helper.make_node("Gather", ["classes", "best"], ["class"]))
-    graph.output.append(onnx.helper.make_tensor_value_info("class", onnx.TensorProto.STRING, ["batch"]))
+    places = ["batch", *(facts.shape if facts.each else ())]
+    graph.output.append(onnx.helper.make_tensor_value_info("class", onnx.TensorProto.STRING, places))

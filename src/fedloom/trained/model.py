@@ -28,6 +28,9 @@ from fedloom.storage.files import make_folder
 from fedloom.tasks import Objective, task_of
 from fedloom.trained.raw import RawModel, said
 
+BASE = "base."
+"""Beginning of the names of a model's state before training, in a file of one model."""
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -39,6 +42,8 @@ class Recipe:
         seed: of the initial values.
         dtype: of parameters and samples.
         objective: what they were trained for and are scored by, beside what follows from the targets.
+        base: the state dict before training, as it was saved, where rows do not hold all of a model or it began with a
+            file of weights; see `start`.
     """
 
     spec: ModelSpec
@@ -46,10 +51,23 @@ class Recipe:
     seed: int
     dtype: torch.dtype = torch.float32
     objective: Objective = Objective()  # noqa: RUF009  # frozen
+    base: Mapping[str, Tensor] | None = None
 
     def build(self) -> nn.Module:
         """The module as it was before training, in evaluation mode."""
-        return self.spec.build(self.facts.shape, self.facts.outputs, self.seed).to(self.dtype).eval()
+        facts = self.facts
+        spec = self.spec if self.base is None else self.spec.with_(weights=None)
+        module = spec.build(facts.shape, facts.outputs, self.seed, facts.tokens).to(self.dtype).eval()
+        if self.base is not None:
+            module.load_state_dict(self.base)
+        return module
+
+    def start(self) -> dict[str, Tensor]:
+        """What must be saved once beside the rows: the state dict before training, where `base` says; else nothing."""
+        module = self.build()
+        if self.spec.weights is None and all(p.requires_grad for p in module.parameters()):
+            return {}
+        return dict(module.state_dict())
 
     @cached_property
     def layout(self) -> Layout:
@@ -105,6 +123,8 @@ class Model:
     def predict(self, rows: Any) -> NDArray[Any]:
         """Names of classes ``[N]``, or values ``[N]`` (``[N, k]`` of several targets).
 
+        With a label per position ``[N, L]``, of the places of padding too.
+
         Args:
             rows: without labels, as `fedloom.data.new_rows.new_rows` takes them.
 
@@ -118,6 +138,8 @@ class Model:
     def predict_proba(self, rows: Any) -> NDArray[np.float64]:
         """Probabilities ``[N, C]`` in the order of ``recipe.facts.classes``; arguments and errors as `predict`.
 
+        With a label per position ``[N, L, C]``.
+
         Raises:
             ConfigError: of a regression too.
         """
@@ -130,7 +152,7 @@ class Model:
     def scores(self, x: Tensor) -> NDArray[np.float64]:
         """Probabilities ``[N, C]`` or values ``[N, k]`` of raw samples."""
         raw = self.raw()
-        together = evaluated_together(raw.module, raw.before(x[:1]).to(raw.dtype))
+        together = evaluated_together(raw.module, raw.before(x[:1]).to(raw.takes))
         found: NDArray[np.float64] = torch.cat([raw(piece) for piece in x.split(together)]).numpy()
         return found
 
@@ -165,6 +187,7 @@ class Model:
         make_folder(path.parent)
         tensors = {"rows": self.row, "statistics": self.statistics, "fitted": self.fitted}
         kept = {name: t for name, t in tensors.items() if t is not None and t.numel()}
+        kept |= {f"{BASE}{name}": t for name, t in self.recipe.start().items()}
         save_tensors(path, kept, self.recipe.header(self.about))
         return path
 
@@ -188,7 +211,8 @@ class Model:
                     f"{path}: holds no single model (no tensor 'rows'); it has {', '.join(sorted(names))}"
                 )
             found = {name: file.get_tensor(name) for name in ("rows", "statistics", "fitted") if name in names}
-        recipe = Recipe(spec, facts, int(about.get("seed", 0)), found["rows"].dtype, objective)
+            base = {name.removeprefix(BASE): file.get_tensor(name) for name in names if name.startswith(BASE)}
+        recipe = Recipe(spec, facts, int(about.get("seed", 0)), found["rows"].dtype, objective, base or None)
         check_layout(file_layout(path), recipe.layout, Path(path))
         empty = torch.zeros(0, dtype=recipe.dtype)
         return cls(recipe, found["rows"], found.get("statistics", empty), found.get("fitted"), about)
@@ -196,9 +220,9 @@ class Model:
 
 @torch.no_grad()
 def outputs_of(module: nn.Module, fed: Federation, index: Tensor) -> Tensor:
-    """Outputs ``[b, k]`` of a module on samples of a federation."""
+    """Outputs ``[b, k]`` of a module on samples of a federation; ``[b L, k]`` with a label per position."""
     together = evaluated_together(module, fed.fetch(index[:1]))
-    return torch.cat([module(fed.fetch(piece)) for piece in index.split(together)])
+    return torch.cat([module(fed.fetch(piece)).flatten(0, -2) for piece in index.split(together)])
 
 
 def running_statistics(module: nn.Module) -> list[Tensor]:

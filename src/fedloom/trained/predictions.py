@@ -24,15 +24,18 @@ class Predictions:
 
     Attributes:
         facts: of the data that the models were trained on.
-        scores: ``[N, C]`` probabilities of the classes, or ``[N, k]`` values of a regression, float64.
+        scores: ``[N, C]`` probabilities of the classes (``[N, L, C]`` with a label per position), or ``[N, k]`` values
+            of a regression, float64.
         models: of every row, whose model said so: a client, or ``"global"``.
         notes: sentences on what was filled in, and which models were taken.
+        there: ``[N, L]`` the positions that are no padding, where every one has a prediction.
     """
 
     facts: InputSpec
     scores: NDArray[np.float64]
     models: Sequence[str]
     notes: tuple[str, ...] = ()
+    there: NDArray[np.bool_] | None = None
 
     @property
     def labels(self) -> NDArray[Any]:
@@ -40,14 +43,22 @@ class Predictions:
         return said(self.facts, self.scores)
 
     def table(self) -> pa.Table:
-        """``row`` (from 1), ``model``, ``prediction``, and ``probability of <class>`` or ``prediction <k>``."""
-        n, scores = len(self.scores), self.scores
-        columns: dict[str, Any] = {"row": np.arange(1, n + 1), "model": list(self.models)}
+        """``row`` (from 1), ``model``, ``prediction``, and ``probability of <class>`` or ``prediction <k>``.
+
+        With a label per position, a row for each, ``position`` from 1, and padding left out.
+        """
+        scores = self.scores
+        rows, owners = np.arange(1, len(scores) + 1), np.array(self.models, object)
+        columns: dict[str, Any] = {"row": rows, "model": owners.tolist()}
+        if self.there is not None:
+            row, position = np.nonzero(self.there)
+            scores = scores[row, position]
+            columns = {"row": rows[row], "position": position + 1, "model": owners[row].tolist()}
         if self.facts.task == "regression":
             names = ["prediction"] if scores.shape[1] == 1 else [f"prediction {k}" for k in range(scores.shape[1])]
             return pa.table(columns | dict(zip(names, scores.T, strict=True)))
         each = {f"probability of {c}": p for c, p in zip(self.facts.classes, scores.T, strict=True)}
-        return pa.table({**columns, "prediction": self.labels.tolist(), **each})
+        return pa.table({**columns, "prediction": said(self.facts, scores).tolist(), **each})
 
 
 def predicted(models: Models, rows: NewRows, kind: str | None = None, client: int | str | None = None) -> Predictions:
@@ -63,13 +74,14 @@ def predicted(models: Models, rows: NewRows, kind: str | None = None, client: in
         ConfigError: no such model or client, or a site that is no client where there is no global model.
     """
     facts, names = models.recipe.facts, set(models.names)
+    there = (rows.x != 0).numpy() if facts.each else None
     if client is not None or rows.sites is None:
         model = models.ready(kind, client)
         who = str(model.about.get("client", "global"))
         what = f"the {model.about['kind']} model" + (f" of {who}" if client is not None else "")
         if client is None and facts.table is not None:
             what += ", columns scaled as at the clients on average: neither a client is given nor does a column name it"
-        return Predictions(facts, model.scores(rows.x), [who] * len(rows.x), (*rows.notes, what))
+        return Predictions(facts, model.scores(rows.x), [who] * len(rows.x), (*rows.notes, what), there)
     own = kind or next(k for k in OWN if k in models.kinds())
     groups: dict[str, list[int]] = {}
     strange: dict[str, int] = {}

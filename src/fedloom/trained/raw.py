@@ -17,8 +17,9 @@ class RawModel(nn.Module):
     """A module with what comes before and after it; one graph, which can be exported.
 
     It takes raw columns ``[b, p]`` float64 of a table (codes for levels, NaN where missing), else samples
-    ``[b, *shape]`` as their data set has them, and gives the probabilities ``[b, C]`` of the classes or the values
-    ``[b, k]`` of a regression in the units of its label.
+    ``[b, *shape]`` as their data set has them (tokens of sequences as int64), and gives the probabilities ``[b, C]`` of
+    the classes, ``[b, L, C]`` with a label per position, or the values ``[b, k]`` of a regression in the units of its
+    label.
 
     Args:
         module: takes what training gave it.
@@ -37,11 +38,12 @@ class RawModel(nn.Module):
             assert fitted is not None
             self.before: nn.Module = Columns(facts.table.columns, fitted)
         else:
-            self.before = Scaling(facts, dtype)
+            self.before = nn.Identity() if facts.vocabulary else Scaling(facts, dtype)
+        self.takes = torch.int64 if facts.vocabulary else dtype
 
     def forward(self, samples: Tensor) -> Tensor:
         """Probabilities or values."""
-        out: Tensor = self.module(self.before(samples).to(self.dtype))
+        out: Tensor = self.module(self.before(samples).to(self.takes))
         if self.task == "regression":
             return out.double() * self.unit + self.centre
         if self.task == "binary":
@@ -116,8 +118,8 @@ def typical(columns: tuple[Column, ...], fitted: Tensor) -> Tensor:
 
 
 def said(facts: InputSpec, scores: NDArray[np.float64]) -> NDArray[Any]:
-    """The prediction of every row, from its probabilities or values."""
+    """The prediction of every row, or of every position ``[N, L]``, from its probabilities or values."""
     if facts.task == "regression":
         return scores[:, 0] if scores.shape[1] == 1 else scores
-    found: NDArray[Any] = np.array(facts.classes)[scores.argmax(1)]
+    found: NDArray[Any] = np.array(facts.classes)[scores.argmax(-1)]
     return found

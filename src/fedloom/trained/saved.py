@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm
@@ -39,10 +42,32 @@ def write(source: Source, folder: Path) -> list[Path]:
         CheckpointError: the disk is full or refuses.
     """
     make_folder(folder)
+    start = source.recipe.start()
+    if start:
+        _write_base(start, folder)
     header = source.recipe.header({**source.about, "clients": list(source.names)})
     for name in files(source):
         save_tensors(folder / f"{name}.safetensors", _tensors(source, name), header)
     return [folder / f"{name}.safetensors" for name in files(source)]
+
+
+def _write_base(start: Mapping[str, Tensor], folder: Path) -> None:
+    """What all models of a run share, once: where another folder of models beside this one has it, as a link to it."""
+    digest = blake2b(digest_size=8)
+    for name, value in start.items():
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.contiguous().flatten().view(torch.uint8).numpy())
+    path = folder / f"base-{digest.hexdigest()}.safetensors"
+    other = next(folder.parent.glob(f"*/{path.name}"), None)
+    if path.exists():
+        return
+    try:
+        if other is not None:
+            os.link(other, path)
+    except OSError:  # another file system, or one without links
+        other = None
+    if other is None:
+        save_tensors(path, start, {})
 
 
 def _tensors(source: Source, name: str) -> Mapping[str, Tensor]:
@@ -132,7 +157,8 @@ class Shelf:
             dtype = file.get_slice(sample)[:1].dtype if sample else torch.float32
         self.names: Sequence[str] = about.pop("clients", [])
         self.about: Mapping[str, Any] = {**about, "method": method}
-        self.recipe = Recipe(spec, facts, seed, dtype, objective)
+        base = next((load_file(file) for file in folder.glob("base-*.safetensors")), None)
+        self.recipe = Recipe(spec, facts, seed, dtype, objective, base)
         for kind in there:
             check_layout(file_layout(self._path(kind)), self.recipe.layout, self._path(kind))
 

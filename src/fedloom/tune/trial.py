@@ -223,9 +223,8 @@ def judged_models(
 def _defined(job: Job) -> set[str]:
     """Metrics that some client's validation part defines: AUROC needs both classes."""
     fed, task = job.judge, job.oracle.task
-    index, owner = fed.parts[PART].index, fed.owner(PART)
-    blank = torch.zeros(len(index), task.outputs, dtype=job.oracle.dtype)
-    found = task.metrics(blank, fed.targets(index), owner, fed.n)
+    owner, y = fed.owner(PART), fed.targets(fed.parts[PART].index)
+    found = task.metrics(torch.zeros(len(y), task.outputs, dtype=job.oracle.dtype), y, owner, fed.n)
     return {name for name, values in found.items() if name == "loss" or bool(values.isfinite().any())}
 
 

@@ -23,7 +23,7 @@ from fedloom.values import Value
 class Pool(NamedTuple):
     """The samples that a partition may give away.
 
-    index: positions in the data set [k]; y: class of each [k], None for a regression.
+    index: positions in the data set [k]; y: class of each [k], None for a regression or labels per position.
     """
 
     data: Dataset
@@ -36,7 +36,11 @@ class Pool(NamedTuple):
     def labels(self, kind: str) -> Ints:
         """The classes, for a partition that cannot do without."""
         if self.y is None:
-            raise Refused(f"{kind} splits by class, but {self.data.name} is a regression; use iid, quantity or column")
+            what = "has a label per position" if self.data.each else "is a regression"
+            raise Refused(
+                f"{kind} splits by class, but {self.data.name} {what}; use iid, quantity, column, or writers where the "
+                "data come by client"
+            )
         return self.y
 
     def by_class(self, kind: str, rng: np.random.Generator) -> list[Ints]:
@@ -129,7 +133,7 @@ class Partition(Value):
             draw = self.draw(pool, seed_of_draw)
             _check_dealt(draw.dealt, len(data))
         self._check(draw, data)
-        y = None if data.task == "regression" else data.y.numpy()
+        y = None if data.labels is None else data.labels.numpy()
         own = 0.0 if self.test_from != "own" else self.test
         rng = numpy_generator(seed_of_draw, purpose="parts")
         cut = cut_parts(draw.dealt, y, own, self.validation, self.keep, self.folds, fold, rng)
@@ -160,7 +164,7 @@ class Partition(Value):
         if data.test is not None and not self.pool:
             mask[data.test.numpy()] = False
         index = np.flatnonzero(mask)
-        return Pool(data, index, None if data.task == "regression" else data.y.numpy()[index])
+        return Pool(data, index, None if data.labels is None else data.labels.numpy()[index])
 
     def _check(self, draw: Draw, data: Dataset) -> None:
         sizes = np.diff(draw.dealt.offsets)
@@ -188,7 +192,7 @@ class Partition(Value):
     def _matched(self, data: Dataset, train: Dealt, seed: int) -> Dealt:
         """For every client `test_count` official test samples in the label ratio of its training part."""
         assert data.test is not None
-        pool = Pool(data, data.test.numpy(), None if data.task == "regression" else data.y.numpy()[data.test.numpy()])
+        pool = Pool(data, data.test.numpy(), None if data.labels is None else data.labels.numpy()[data.test.numpy()])
         rng = numpy_generator(seed, purpose="matched test")
         lists, n = pool.by_class(self.kind, rng), len(train.offsets) - 1
         cells = owners(train) * len(lists) + data.y.numpy()[train.index]

@@ -25,6 +25,8 @@ def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int) -> Dataset:
         std: standard deviation at each client, of all features [n, 1] or by channel [n, c].
         seed: seed of the partition; client i's noise comes from (seed, 0, i, "noise").
     """
+    if data.vocabulary:
+        raise Refused(f"{data.name}: noise needs samples that are numbers, and these are tokens; use another partition")
     x = data.x.float()
     if data.x.dtype == torch.uint8:
         x = x.div_(255)

@@ -36,6 +36,9 @@ class Npz(FileSource):
     channels_last: bool = Field(default=False, description="x is [N, height, width, channels]")
     mean: tuple[float, ...] | None = Field(default=None, description="subtracted (from pixels in [0, 1], if bytes)")
     std: tuple[float, ...] | None = Field(default=None, description="divides after that")
+    vocabulary: int | None = Field(
+        default=None, ge=2, description="x holds tokens [N, length] below this number, 0 for padding at the end"
+    )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """All arrays; the headers are read first, so that each array is read straight into its place."""
@@ -60,9 +63,8 @@ class Npz(FileSource):
             turn = self.channels_last and whole is x
             _into(entry, header, whole[start[key] : start[key] + header.shape[0]], turn=turn)
         split = sizes[0] if len(sizes) == 2 else None
-        return of_arrays(
-            place.stem, x, y, self.task, where=place, split=split, mean=self.mean, std=self.std, users=users
-        )
+        given = {"where": place, "split": split, "mean": self.mean, "std": self.std, "users": users}
+        return of_arrays(place.stem, x, y, self.task, vocabulary=self.vocabulary or (), **given)
 
     def _room_of_x(self, place: Path, headers: dict[str, _Header], keys: list[str]) -> NDArray[Any]:
         """Room for the features, as models take them: bytes or float32, channels first."""

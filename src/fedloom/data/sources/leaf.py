@@ -9,7 +9,7 @@ import json
 import math
 import re
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +27,10 @@ DIGITS = tuple("0123456789")
 UPPER, LOWER = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), tuple("abcdefghijklmnopqrstuvwxyz")
 
 
-class _Collector:
+class Collector:
     """All users of all files: features in one growing array, one code per sample."""
+
+    wanted = "numbers; every sample needs one number"
 
     def __init__(self, options: Leaf, kept: range | None) -> None:
         self._options, self._kept = options, kept
@@ -96,6 +98,10 @@ class _Collector:
             return "has pixels other than k/255; read it with source = 'leaf' and pixels = false"
         return scaled.astype(np.uint8)
 
+    def _labels(self, listed: Any) -> Floats | None:
+        """Targets as numbers; None if they are something else."""
+        return _numbers(listed)
+
     def _user(self, own: Any, user: str, in_test: bool, where: str) -> int:
         if (user, in_test) in self._seen:
             other = self._seen[user, in_test]
@@ -104,9 +110,9 @@ class _Collector:
         x, listed = (own.get(key, []) if isinstance(own, dict) else [] for key in ("x", "y"))
         if isinstance(x, str):
             raise DataError(f"{where}: user {user!r} {x}")
-        y = _numbers(listed)
+        y = self._labels(listed)
         if y is None:
-            raise DataError(f"{where}: user {user!r} has y that are not numbers; every sample needs one number")
+            raise DataError(f"{where}: user {user!r} has y that are not {self.wanted}")
         y = y.ravel()
         if len(x) != len(y):
             raise DataError(f"{where}: user {user!r} has {len(x)} x and {len(y)} y; make them equal")
@@ -191,7 +197,7 @@ class Femnist(FileSource):
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """All writers; LEAF's test files are the official test set."""
-        place = locate("FEMNIST", self.path, data_dir, ("femnist",), _holds_json)
+        place = locate("FEMNIST", self.path, data_dir, ("femnist",), holds_json)
         options = Leaf(shape=(1, 28, 28), pixels=True, classes=62)
         first, classes = {
             "all": (0, DIGITS + UPPER + LOWER),
@@ -201,7 +207,8 @@ class Femnist(FileSource):
         return _load(place, options, (first, classes))
 
 
-def _holds_json(place: Path) -> bool:
+def holds_json(place: Path) -> bool:
+    """Whether a file, or a folder with JSON files or archives."""
     if not place.is_dir():
         return True
     return any(any(place.glob(pattern)) for pattern in ("*.tar*", "*.zip", "*.json*", "train/*.json*"))
@@ -209,22 +216,12 @@ def _holds_json(place: Path) -> bool:
 
 def _load(place: Path, options: Leaf, known: tuple[int, tuple[str, ...]] | None) -> Dataset:
     first, names = known or (0, ())
-    collector = _Collector(options, range(first, first + len(names)) if known else None)
-    for entry in entries(place, lambda name: name.endswith(".json") and name.startswith(options.inside)):
-        path = PurePosixPath(entry.name)
-        collector.file(entry, any(TEST.search(part) for part in (*path.parts[-2:-1], path.stem)))
-    if collector.x is None or not collector.counts:
-        inside = f"{place}/{options.inside}" if options.inside else str(place)
-        raise NoSamples(f"LEAF: no sample in {inside}; expected JSON files with users and user_data")
-    x = torch.from_numpy(collector.x.done())
+    kept = range(first, first + len(names)) if known else None
+    found = collect(place, options.inside, Collector(options, kept))
+    x = torch.from_numpy(found.x)
     if options.shape is not None:
         x = x.view(len(x), *options.shape)
-    counts = torch.tensor(collector.counts)
-    users = torch.tensor(collector.user).repeat_interleave(counts)
-    in_test = torch.tensor(collector.in_test).repeat_interleave(counts)
-    test = in_test.nonzero().flatten() if not bool(in_test.all()) else in_test.new_empty(0, dtype=torch.int64)
-    y, task, classes = _targets(np.concatenate(collector.y), options, names)
-    user_names = tuple(collector.codes)
+    y, task, classes = _targets(found.y, options, names)
     column = "writer" if known else "user"
     with lies_at(place):
         return Dataset(
@@ -233,12 +230,49 @@ def _load(place: Path, options: Leaf, known: tuple[int, tuple[str, ...]] | None)
             y,
             task,
             classes,
-            test=test if len(test) else None,
-            columns={column: users},
-            levels={column: user_names},
-            users=users,
-            user_names=user_names,
+            test=found.test,
+            columns={column: found.users},
+            levels={column: found.names},
+            users=found.users,
+            user_names=found.names,
         )
+
+
+class Collected(NamedTuple):
+    """Samples of all users.
+
+    Attributes:
+        x: ``[N, .]`` features.
+        y: ``[N]`` targets.
+        users: ``[N]`` codes of the users.
+        names: of the users.
+        test: the official test set, if there is one.
+    """
+
+    x: NDArray[Any]
+    y: Floats
+    users: torch.Tensor
+    names: tuple[str, ...]
+    test: torch.Tensor | None
+
+
+def collect(place: Path, inside: str, collector: Collector) -> Collected:
+    """Reads all files of a folder or archive whose path starts with ``inside``.
+
+    Raises:
+        DataError: what is there is no LEAF, or not what the collector takes.
+    """
+    for entry in entries(place, lambda name: name.endswith(".json") and name.startswith(inside)):
+        path = PurePosixPath(entry.name)
+        collector.file(entry, any(TEST.search(part) for part in (*path.parts[-2:-1], path.stem)))
+    if collector.x is None or not collector.counts:
+        where = f"{place}/{inside}" if inside else str(place)
+        raise NoSamples(f"LEAF: no sample in {where}; expected JSON files with users and user_data")
+    counts = torch.tensor(collector.counts)
+    users = torch.tensor(collector.user).repeat_interleave(counts)
+    in_test = torch.tensor(collector.in_test).repeat_interleave(counts)
+    test = in_test.nonzero().flatten() if bool(in_test.any()) and not bool(in_test.all()) else None
+    return Collected(collector.x.done(), np.concatenate(collector.y), users, tuple(collector.codes), test)
 
 
 def _targets(y: Floats, options: Leaf, names: tuple[str, ...]) -> tuple[torch.Tensor, Task, tuple[str, ...]]:

@@ -47,7 +47,8 @@ def as_dataset(
         test: the official test set, of the same kind as `obj`; not for tables, whose scaling is fitted per client.
         name: of the data set, for reports and messages.
         options: of arrays and samples: ``classes`` (names), ``mean``, ``std``, ``users`` (owner of each sample, or the
-            column that names it), ``features`` (column of the features), ``channels_last``. Of tables, as of a CSV
+            column that names it), ``features`` (column of the features), ``channels_last``, ``vocabulary`` (names of
+            the tokens, or how many: features are then tokens ``[N, length]``). Of tables, as of a CSV
             file: ``users``, ``categorical``, ``drop``, ``columns``, ``missing``, ``impute``, ``scale``.
 
     Raises:
@@ -68,7 +69,7 @@ def as_dataset(
         if len(sides) > 1:
             raise ConfigError(f"{name}: a table has no separate test set, its scaling is fitted per client; join both")
         return _table(first, target, task, name, options)
-    allowed = ("classes", "mean", "std", "users", "features", "channels_last")
+    allowed = ("classes", "mean", "std", "users", "features", "channels_last", "vocabulary")
     if odd := [key for key in options if key not in allowed]:
         raise ConfigError(f"{name}: unknown option {odd[0]!r}; {nearest(odd[0], allowed)}")
     column, users = options.pop("features", None), options.get("users")
@@ -103,13 +104,14 @@ def of_arrays(
     std: Sequence[float] | None = None,
     users: Any = None,
     channels_last: bool = False,
+    vocabulary: Sequence[str] | int = (),
 ) -> Dataset:
     """A data set of arrays.
 
     Args:
         name: of the data set.
         x: features [N, ...]; bytes are kept, other numbers become float32; [N, height, width] gets a channel.
-        y: whole numbers, booleans or text [N], or numbers [N, k].
+        y: whole numbers, booleans or text [N], or numbers [N, k]; of tokens whole numbers [N, length] too, -1 for none.
         task: see `as_dataset`.
         where: file, for messages; None: the name.
         split: first sample of the official test set, if there is one.
@@ -118,12 +120,15 @@ def of_arrays(
         std: divides after that.
         users: owner of each sample [N].
         channels_last: images are [N, height, width, channels].
+        vocabulary: names of the tokens, or their number; x is then tokens [N, length], 0 for padding at the end.
 
     Raises:
         DataError: shapes, types, lengths or values that cannot be.
     """
     place = str(where or name)
-    y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
+    names = tuple(map(str, range(vocabulary))) if isinstance(vocabulary, int) else tuple(vocabulary)
+    each = bool(names) and y.ndim == 2 and y.dtype.kind in "ui"
+    y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 and not each else y
     problems = []
     if x.dtype.kind not in "uifb" or x.ndim == 0:
         problems.append(f"x must be numbers [N, ...], got {x.dtype} {x.shape}; encode text as numbers first")
@@ -138,11 +143,21 @@ def of_arrays(
     refuse(place, problems)
     if channels_last:
         x = x.transpose(0, 3, 1, 2)
-    features = torch.from_numpy(np.ascontiguousarray(x if x.dtype == np.uint8 else x.astype(np.float32, copy=False)))
-    target, kind, names = _targets(y, task, tuple(classes), place)
+    if names and ((whole := x.astype(np.int32)) != x).any():
+        raise DataError(f"{place}: tokens must be whole numbers, got {x.dtype}; encode the text")
+    if names:
+        features = torch.from_numpy(whole)
+    else:
+        kept = x if x.dtype == np.uint8 else x.astype(np.float32, copy=False)
+        features = torch.from_numpy(np.ascontiguousarray(kept))
+    if each:
+        classes = tuple(classes) or numbered(y.clip(0).ravel(), place)
+        target, kind = torch.from_numpy(y.astype(np.int64)), task or "classification"
+    else:
+        target, kind, classes = _targets(y, task, tuple(classes), place)
     if split is not None and kind != "regression":
-        new = sorted(set(target[split:].tolist()) - set(target[:split].tolist()))
-        shown = ", ".join(repr(names[c]) if c < len(names) else str(c) for c in new)
+        new = sorted(set(target[split:].flatten().tolist()) - {-1, *target[:split].flatten().tolist()})
+        shown = ", ".join(repr(classes[c]) if c < len(classes) else str(c) for c in new)
         refuse(place, [f"the test set has classes that no training sample has: {shown}; leave them out"] if new else [])
     levels, codes = (None, None) if users is None else np.unique(plain(users, name), return_inverse=True)
     with lies_at(Path(place)):
@@ -151,12 +166,13 @@ def of_arrays(
             features[:, None] if features.ndim == 3 else features,
             target,
             kind,
-            names,
+            classes,
             scale(mean),
             scale(std),
             None if split is None else torch.arange(split, len(x)),
             users=None if codes is None else torch.from_numpy(codes),
             user_names=() if levels is None else tuple(str(level) for level in levels),
+            vocabulary=names,
         )
 
 
@@ -273,7 +289,10 @@ def plain(values: Any, name: str) -> NDArray[Any]:
     try:
         found = values.numpy(force=True) if isinstance(values, torch.Tensor) else np.asarray(values)
     except ValueError:
-        raise DataError(f"{name}: rows of different lengths make no array; give every sample one size") from None
+        raise DataError(
+            f"{name}: rows of different lengths make no array; give every sample one size (pad tokens with 0 and their "
+            "labels with -1)"
+        ) from None
     if found.dtype == object and all(isinstance(value, str) for value in found.ravel().tolist()):
         found = found.astype(str)
     return found

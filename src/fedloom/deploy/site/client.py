@@ -163,13 +163,7 @@ class Client:
         kind: Kind = letter.head["kind"]
         torch.set_num_threads(self.site.threads)
         if kind == "hello":
-            here = schema_of(self.fed.data)
-            said = {
-                "task": here.task,
-                "shape": list(here.shape),
-                "outputs": here.outputs,
-                "classes": list(here.classes),
-            }
+            said = schema_of(self.fed.data).model_dump(mode="json")
             return said | {"sizes": part_sizes(self.fed, self.site.client)}, [], None
         if kind in STEPS:
             return {}, [self._step(letter)], None

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedloom.data import PARTS, Dataset, Federation, Split
 from fedloom.data.partition import Iid
 from fedloom.data.tables import Table
+from fedloom.data.text import UNKNOWN, recoded
 from fedloom.deploy.settings import Schema, Site
 from fedloom.errors import ConfigError, DataError, NoSamples
 from fedloom.experiment import Experiment, parse
@@ -49,7 +50,7 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
     else:
         fields = {name: getattr(cut, name) for name in CUTS if name in cut.model_fields_set}
         fed, client = Iid(clients=1, **fields)(data, seed), 0
-    fed = replace(fed, data=_in_order(fed.data, site.samples.classes))
+    fed = replace(fed, data=_in_order(fed.data, site.samples))
     check_schema(site, fed.data)
     return _seated(fed, client, site.client, site.clients)
 
@@ -63,7 +64,11 @@ def federation_of(samples: Schema, sizes: Tensor) -> Federation:
             counts as one with a single one.
     """
     target = torch.zeros(1, samples.outputs) if samples.task == "regression" else torch.zeros(1, dtype=torch.long)
-    blank = Dataset("blank", torch.zeros(1, *samples.shape), target, samples.task, samples.classes)
+    x = torch.zeros(1, *samples.shape)
+    if samples.vocabulary:
+        x = torch.ones(1, *samples.shape, dtype=torch.int32)
+        target = torch.zeros(1, *samples.shape, dtype=torch.long) if samples.each else target
+    blank = Dataset("blank", x, target, samples.task, samples.classes, vocabulary=samples.vocabulary)
     counts = sizes.clamp(min=torch.tensor([1, 0, 0]))
     parts = {
         part: Split(torch.zeros(int(column.sum()), dtype=torch.long), _offsets(column))
@@ -74,7 +79,7 @@ def federation_of(samples: Schema, sizes: Tensor) -> Federation:
 
 def schema_of(data: Dataset) -> Schema:
     """What one sample of a data set looks like."""
-    return Schema(task=data.task, shape=data.shape, outputs=data.outputs, classes=data.classes)
+    return Schema(**{name: getattr(data, name) for name in Schema.model_fields})
 
 
 def check_schema(site: Site, data: Dataset) -> None:
@@ -134,12 +139,15 @@ def samples_digest(fed: Federation, client: int) -> str:
     return digest.hexdigest()
 
 
-def _in_order(data: Dataset, classes: tuple[str, ...]) -> Dataset:
-    """The data with the experiment's class numbers, where its own classes are among them: a site may lack some."""
+def _in_order(data: Dataset, samples: Schema) -> Dataset:
+    """The data with the experiment's tokens, and its class numbers where its own classes are among them."""
+    classes, known = samples.classes, samples.vocabulary
+    if data.vocabulary and known[1:2] == (UNKNOWN,):
+        data = replace(data, x=recoded(data.x, data.vocabulary, known), vocabulary=known)
     if data.task == "regression" or data.classes == classes or not set(data.classes) <= set(classes):
         return data
     place = torch.tensor([classes.index(name) for name in data.classes])
-    return replace(data, y=place[data.y], classes=classes)
+    return replace(data, y=torch.where(data.y < 0, data.y, place[data.y]), classes=classes)
 
 
 def _seated(fed: Federation, client: int, seat: int, n: int) -> Federation:

@@ -44,7 +44,7 @@ def owned(folder: Path) -> list[Owned]:
 def module_of(one: Owned) -> nn.Module:
     """A site's model as a plain module in evaluation mode."""
     samples, experiment = one.site.samples, read_agreed(one.site)
-    module = experiment.common.model.build(samples.shape, samples.outputs, experiment.head.seeds[0])
+    module = experiment.common.model.build(samples.shape, samples.outputs, experiment.head.seeds[0], samples.tokens)
     Layout.of(module).load(module, load_file(one.model.path)["rows"][0])
     return module.eval()
 
@@ -60,7 +60,10 @@ def figures(one: Owned) -> dict[str, float]:
     fed = site_federation(experiment, one.site)
     index = fed.indices("test", one.site.client)
     found = task_of(fed.data, experiment.common.task).metrics(
-        module_of(one)(fed.fetch(index)), fed.targets(index), torch.zeros(len(index), dtype=torch.long), 1
+        module_of(one)(fed.fetch(index)).flatten(0, -2),
+        fed.targets(index),
+        torch.zeros(len(index), dtype=torch.long),
+        1,
     )
     return {name: float(value) for name, value in found.items()}
 

@@ -47,6 +47,8 @@ def chain_of(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
     linear = [name for name, layer in chain if type(layer) is nn.Linear]
     known = {name for name, _ in module.named_parameters()}
     own = {f"{name}.{part}" for name in linear for part, p in module._modules[name].named_parameters()}
+    if not all(p.requires_grad for p in module.parameters()):
+        return None
     if not linear or len({id(layer) for _, layer in chain}) < len(chain) or own != known:
         return None
     if any(map(hooked, module.modules())):

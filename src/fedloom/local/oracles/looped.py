@@ -53,7 +53,7 @@ class Looped(Network):
             views = self.views(w[i])
             self._hold(views)
             with torch.enable_grad():
-                outputs = self._forward(self.arranged(data.x[i, :count]), batch, i)
+                outputs = self._forward(self.arranged(data.x[i, :count]), batch, i).flatten(0, -2)
             above = slope(self.task, outputs, data, i)
             grads = torch.autograd.grad(outputs, self.parameters, above, allow_unused=True, materialize_grads=True)
             scale_(out[i : i + 1], factor)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fedloom.errors import Refused, unknown
+from fedloom.errors import unknown
 from fedloom.local.oracles.base import Oracle, Reduce
 from fedloom.local.oracles.samples import Samples, batch_loss, probe
 from fedloom.models import Augment, penultimate
 from fedloom.models.dropout import Dropout
-from fedloom.rows.layout import Layout
+from fedloom.rows.layout import Layout, trainable
 from fedloom.tasks import Chosen
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Network(Oracle):
         augment: random changes of the samples of a step's gradient; nothing else sees them.
 
     Raises:
-        Refused: the network has parameters that ask for no gradient.
+        LayoutError: no parameter of the network trains.
         ConfigError: an own loss or metric of the task does not work.
     """
 
@@ -59,17 +59,14 @@ class Network(Oracle):
         self.layout = Layout.of(module)
         self.dtype, self.device = fed.dtype, fed.device
         self.module = copy.deepcopy(module).to(device=fed.device, dtype=fed.dtype)
-        self.parameters = list(dict(self.module.named_parameters()).values())
-        frozen = [name for name, p in self.module.named_parameters() if not p.requires_grad]
-        if frozen:
-            raise Refused(
-                f"the model has frozen parameters ({', '.join(frozen[:4])}); every parameter of a row is trained: "
-                "make them buffers, or let them be trained"
-            )
+        self.parameters = list(trainable(self.module).values())
         self.dropouts = {name: m for name, m in self.module.named_modules() if isinstance(m, Dropout) and m.p > 0}
         self.normalisers = [m for m in self.module.modules() if isinstance(m, BATCH_STATISTICS)]
         self._train_sizes = fed.sizes("train").cpu()
         self.class_weights: Tensor | None = None
+        self.labels_each: Tensor | None = None
+        if fed.data.each:
+            self.labels_each = (fed.class_counts("train").sum(1) / fed.sizes("train")).to(fed.device, fed.dtype)
         self._features = self._dropout_shapes() if self.dropouts else {}
         self.memory_format = self._memory_format()
         if isinstance(task, Chosen):
@@ -83,8 +80,9 @@ class Network(Oracle):
 
     def samples(self, batch: Batch, augment: Augment | None = None) -> Samples:
         """The samples of a batch; those of a step's gradient are augmented."""
-        weights = None if self.class_weights is None else self.class_weights[batch.ids.to(self.device)]
-        return Samples(self.fed, batch, self.dtype, augment, weights)
+        ids = batch.ids.to(self.device)
+        weights, each = (None if of is None else of[ids] for of in (self.class_weights, self.labels_each))
+        return Samples(self.fed, batch, self.dtype, augment, weights, each)
 
     def sizes(self, ids: Tensor) -> Tensor:
         """Samples in the training parts of the clients."""
@@ -125,6 +123,8 @@ class Network(Oracle):
     def representations(self, row: Tensor, index: Tensor, layer: str = "penultimate") -> Tensor:
         """Outputs ``[b, a]`` of a layer, flattened, of the model ``row [d]`` on the samples ``index``.
 
+        Of sequences with a label per position, one output per labelled position.
+
         Raises:
             ConfigError: the model has no such layer.
         """
@@ -140,7 +140,10 @@ class Network(Oracle):
                 self.run(row, self.fed.fetch(piece))
         finally:
             hook.remove()
-        return torch.cat(caught).flatten(1)
+        found = torch.cat(caught)
+        if self.labels_each is not None:
+            return found.flatten(0, 1).flatten(1)[self.fed.targets(index) >= 0]
+        return found.flatten(1)
 
     def accuracy(self, w: Tensor, ids: Tensor) -> Tensor:
         """Share of each client's training samples that are predicted right, ``[m, 1]``.
@@ -153,18 +156,18 @@ class Network(Oracle):
         shares = []
         for row, i in zip(w, ids.tolist(), strict=True):
             index = self.fed.indices("train", i)
-            hit = torch.cat([self.task.predict(out) for out in self.outputs(row, index)]) == self.fed.targets(index)
-            shares.append(hit.to(self.dtype).mean())
+            guess, y = torch.cat([self.task.predict(out) for out in self.outputs(row, index)]), self.fed.targets(index)
+            shares.append((guess == y)[y >= 0].to(self.dtype).mean())
         return torch.stack(shares)[:, None]
 
     # ------------------------------------------------------------------------------------------------ evaluation
 
     @torch.no_grad()
     def run(self, row: Tensor, x: Tensor) -> Tensor:
-        """Outputs ``[b, k]`` of the model ``row [d]`` in evaluation mode."""
+        """Outputs ``[b, k]`` of the model ``row [d]`` in evaluation mode; ``[b L, k]`` with a label per position."""
         self._hold(self.views(row))
         self.module.eval()
-        return self.module(self.arranged(x))  # type: ignore[no-any-return]
+        return self.module(self.arranged(x)).flatten(0, -2)  # type: ignore[no-any-return]
 
     def outputs(self, row: Tensor, index: Tensor) -> Iterator[Tensor]:
         """Outputs of the model ``row [d]`` on the samples ``index``, in pieces."""

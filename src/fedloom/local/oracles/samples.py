@@ -28,6 +28,9 @@ class Samples:
         x: ``[m, b, *shape]``; some sample of the client where a batch is short.
         y: ``[m, b]`` or ``[m, b, k]``.
         weight: factor of every sample's loss, 0 where a batch is short; ``[m, b]``, or ``[m, 1]`` if none is.
+        span: targets of a sample: 1, or the length L of sequences with a label per position. Then ``y`` and ``weight``
+            are ``[m, b L]``; a position without label has the weight 0, another that of its sequence over the mean
+            number of labels of the client's training sequences: f_i is the mean loss of its labelled positions.
         class_weights: ``[m, C]`` further factors by class; None: all are 1.
     """
 
@@ -38,6 +41,7 @@ class Samples:
         dtype: torch.dtype,
         augment: Augment | None = None,
         class_weights: Tensor | None = None,
+        labels_each: Tensor | None = None,
     ) -> None:
         self._batch = batch
         self.weight = batch.total.to(fed.device, dtype).reciprocal()
@@ -45,6 +49,12 @@ class Samples:
             self.weight = self.weight * (batch.position >= 0).to(fed.device)
         self.class_weights = class_weights
         self.x, self.y = fed.fetch(batch.where), fed.targets(batch.where)
+        self.span = 1
+        if labels_each is not None:
+            self.span = self.y.shape[1] // batch.where.shape[1]
+            weight = (self.weight / labels_each[:, None]).expand(batch.where.shape)
+            self.weight = weight.repeat_interleave(self.span, 1) * (self.y >= 0)
+            self.y = self.y.clamp(min=0)
         if augment is not None and batch.draw.stream != PASS:
             self.x = augment.apply(self.x, self._decisions(augment, batch))
 
@@ -67,6 +77,12 @@ class Samples:
             return self.weight
         return self.weight * self.class_weights.gather(1, self.y)
 
+    def factors_of(self, i: int, count: int) -> Tensor:
+        """Those of client ``i`` for its first ``count`` targets: ``[count]``, or one number if all are equal."""
+        if self.class_weights is None and self.span == 1:
+            return self.weight[i, 0]
+        return self.factors()[i, :count]
+
 
 def slopes(task: Task, outputs: Tensor, data: Samples) -> Tensor:
     """Gradient of the weighted losses of a batch with respect to its outputs, both ``[m, b, k]``."""
@@ -75,7 +91,7 @@ def slopes(task: Task, outputs: Tensor, data: Samples) -> Tensor:
     found = torch.zeros_like(outputs)
     for i, count in enumerate(data.counts):
         if count:
-            found[i, :count] = slope(task, outputs[i, :count], data, i)
+            found[i, : count * data.span] = slope(task, outputs[i, : count * data.span], data, i)
     return found
 
 
@@ -86,8 +102,7 @@ def slope(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
         with torch.enable_grad():
             leaf = outputs.detach().requires_grad_()
             return torch.autograd.grad(_own(task.own_loss, leaf, y, data, i), leaf)[0]
-    factor = data.weight[i, 0] if data.class_weights is None else data.factors()[i, : len(y), None]
-    return task.dloss(outputs.detach(), y).mul_(factor)
+    return task.dloss(outputs.detach(), y).mul_(data.factors_of(i, len(y)).unsqueeze(-1))
 
 
 def batch_loss(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
@@ -95,26 +110,32 @@ def batch_loss(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
     y = data.y[i, : len(outputs)]
     if task.own_loss is not None:
         return _own(task.own_loss, outputs, y, data, i)
-    loss = task.loss(outputs, y)
-    return loss.sum() * data.weight[i, 0] if data.class_weights is None else (loss * data.factors()[i, : len(y)]).sum()
+    factor, loss = data.factors_of(i, len(y)), task.loss(outputs, y)
+    return (loss * factor).sum() if factor.ndim else loss.sum() * factor
 
 
 def _own(loss: OwnLoss, outputs: Tensor, y: Tensor, data: Samples, i: int) -> Tensor:
     """An own loss counts as often as the batch has samples; with class weights, class by class."""
+    weight = data.weight[i, 0]
+    if data.span > 1:
+        there = data.weight[i, : len(y)] > 0
+        outputs, y, weight = outputs[there], y[there], data.weight[i].amax()
     if data.class_weights is None:
-        return loss(outputs, y) * (data.weight[i, 0] * len(y))
+        return loss(outputs, y) * (weight * len(y))
     weights, there = data.class_weights[i], y.unique().tolist()
     parts = [loss(outputs[y == c], y[y == c]) * (weights[c] * (y == c).sum()) for c in there if weights[c]]
-    return torch.stack([outputs.sum() * 0, *parts]).sum() * data.weight[i, 0]
+    return torch.stack([outputs.sum() * 0, *parts]).sum() * weight
 
 
 def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
-    """Try a user's own loss and metrics once, on the outputs ``[b, k]`` of a few samples.
+    """Try a user's own loss and metrics once, on the outputs ``[b, k]`` of a few samples, or of their positions.
 
     Raises:
         ConfigError: one fails, or returns something else than one number; or the loss is not finite, or has no
             gradient.
     """
+    if not y.is_floating_point():
+        outputs, y = outputs[y >= 0], y[y >= 0]
     try:
         task.metrics(outputs, y, torch.zeros(len(y), dtype=torch.long), 1)
         if task.objective.loss is None:

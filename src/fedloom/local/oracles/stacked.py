@@ -5,21 +5,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fedloom.errors import ClientError
 from fedloom.local.oracles.network import Network, scale_
 from fedloom.local.oracles.samples import slopes
+from fedloom.models.sequences import Recurrence
 
 if TYPE_CHECKING:
+    from fedloom.data.federation import Federation
     from fedloom.local.batches import Batch
+    from fedloom.models import Augment
+    from fedloom.tasks import Task
 
 
 class Stacked(Network):
     """Gradients of stacked models: one vmapped forward pass, one backward pass; see `Network` for the arguments."""
 
     name: ClassVar[str] = "stacked"
+
+    def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
+        super().__init__(module, task, fed, augment)
+        for layer in self.module.modules():
+            if isinstance(layer, Recurrence):
+                layer.plain = True
 
     def addgrad_(
         self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None
@@ -35,7 +45,7 @@ class Stacked(Network):
         self.module.train()
         with torch.enable_grad():
             try:
-                outputs = vmap(self._forward)(leaves, masks, data.x)
+                outputs = vmap(self._forward)(leaves, masks, data.x).flatten(1, -2)
             except RuntimeError as error:
                 cause = f"the model cannot be stacked ({str(error).splitlines()[0]}); set oracle = 'looped'"
                 raise ClientError("gradient", batch.draw.round, sorted(batch.draw.ids), cause) from error

@@ -1,0 +1,119 @@
+"""Texts in LEAF's JSON: Shakespeare by speaker and Sentiment140 by user.
+
+Caldas et al. 2019, LEAF: a benchmark for federated settings, arXiv 1812.01097.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+
+from fedloom.data.dataset import Dataset, Task
+from fedloom.data.sources._base import FileSource, lies_at, locate
+from fedloom.data.sources.leaf import Collected, Collector, Floats, Leaf, collect, holds_json
+from fedloom.data.text import encoded, vocabulary_of
+from fedloom.errors import DataError
+
+TEXT = 4
+"""Place of the text in a tweet of Sentiment140: id, date, query, user, text."""
+
+
+class _Lines(Collector):
+    """Lines of a speaker, each with the character that follows it."""
+
+    wanted = "characters; every sample needs the one character that follows its text"
+
+    def _features(self, rows: list[Any]) -> NDArray[np.generic] | str:
+        if not all(isinstance(row, str) and row for row in rows):
+            return "has x that are not texts; every sample needs a text"
+        return np.array(rows, object)[:, None]
+
+    def _labels(self, listed: Any) -> Floats | None:
+        if not all(isinstance(value, str) and len(value) == 1 for value in listed):
+            return None
+        return np.array([ord(value) for value in listed], np.float64)
+
+    def _check_labels(self, y: Floats, user: str, where: str) -> None:
+        """Any character will do."""
+
+
+class _Tweets(Collector):
+    """Tweets of a user, each with its sentiment: 0, and 1 or 4."""
+
+    def _features(self, rows: list[Any]) -> NDArray[np.generic] | str:
+        fits = all(isinstance(row, list) and len(row) > TEXT and isinstance(row[TEXT], str) for row in rows)
+        if not fits:
+            return f"has x that are no tweets; every sample needs a list with its text at place {TEXT}"
+        return np.array([row[TEXT] for row in rows], object)[:, None]
+
+    def _labels(self, listed: Any) -> Floats | None:
+        return super()._labels([int(v) if isinstance(v, str) and v.isdigit() else v for v in listed])
+
+    def _check_labels(self, y: Floats, user: str, where: str) -> None:
+        if strange := sorted(set(y.tolist()) - {0, 1, 4}):
+            raise DataError(f"{where}: user {user!r} has the label {strange[0]:g}; a tweet is 0, or 1 or 4")
+
+
+class Shakespeare(FileSource):
+    """Shakespeare's plays by speaker (LEAF): the character after each text; speakers are the natural clients."""
+
+    length: int | None = Field(default=None, ge=1, description="last characters kept of a text; None: all (LEAF: 80)")
+
+    def load(self, data_dir: str | Path | None = None) -> Dataset:
+        """All speakers; a class is a character of the texts, and every character is a token."""
+        place = locate("Shakespeare", self.path, data_dir, ("shakespeare",), holds_json)
+        found = collect(place, "", _Lines(Leaf(), None))
+        texts, following = found.x[:, 0].tolist(), [chr(int(code)) for code in found.y]
+        vocabulary = vocabulary_of([*texts, *following], "character")
+        code = {character: k for k, character in enumerate(vocabulary[2:])}
+        y = torch.tensor([code[character] for character in following])
+        x = encoded(texts, vocabulary, self.length or max(map(len, texts)), last=True)
+        return _made("shakespeare", "speaker", place, found, x, y, vocabulary[2:], vocabulary)
+
+
+class Sent140(FileSource):
+    """Sentiment140 by user (LEAF): whether a tweet is positive; users are the natural clients."""
+
+    length: int = Field(default=25, ge=1, description="first words kept of a tweet (LEAF: 25)")
+    words: int = Field(default=10_000, ge=3, description="entries of the vocabulary, the most frequent words")
+
+    def load(self, data_dir: str | Path | None = None) -> Dataset:
+        """All users; tokens are words and punctuation marks in lower case."""
+        place = locate("Sent140", self.path, data_dir, ("sent140",), holds_json)
+        found = collect(place, "", _Tweets(Leaf(), None))
+        texts = found.x[:, 0].tolist()
+        vocabulary = vocabulary_of(texts, "word", self.words)
+        x, y = encoded(texts, vocabulary, self.length), torch.from_numpy((found.y > 0).astype(np.int64))
+        return _made("sent140", "user", place, found, x, y, ("negative", "positive"), vocabulary, "binary")
+
+
+def _made(
+    name: str,
+    column: str,
+    place: Path,
+    found: Collected,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    classes: tuple[str, ...],
+    vocabulary: tuple[str, ...],
+    task: Task = "classification",
+) -> Dataset:
+    with lies_at(place):
+        return Dataset(
+            name,
+            x,
+            y,
+            task,
+            classes,
+            test=found.test,
+            columns={column: found.users},
+            levels={column: found.names},
+            users=found.users,
+            user_names=found.names,
+            vocabulary=vocabulary,
+        )

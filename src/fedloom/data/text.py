@@ -1,0 +1,114 @@
+"""Text as tokens: numbers in a vocabulary, of which 0 is padding at the end of a sequence."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PAD, UNKNOWN = "<pad>", "<unk>"
+"""The first two entries of a vocabulary that is taken from text."""
+
+NO_LABEL = -1
+"""Target of a position that counts nowhere: padding, or one whose label is not known."""
+
+Level = Literal["character", "word"]
+_WORD = re.compile(r"[\w']+|[^\w\s]")
+
+
+def tokenised(text: str, level: Level) -> Sequence[str]:
+    """The tokens of a text: its characters, or its words and punctuation marks in lower case.
+
+    >>> tokenised("Don't go!", "word")
+    ["don't", 'go', '!']
+    """
+    return text if level == "character" else _WORD.findall(text.lower())
+
+
+def level_of(vocabulary: Sequence[str]) -> Level:
+    """What the entries of a vocabulary that was taken from text are."""
+    return "character" if all(len(token) == 1 for token in vocabulary[2:]) else "word"
+
+
+def vocabulary_of(texts: Iterable[str], level: Level, most: int | None = None, least: int = 1) -> tuple[str, ...]:
+    """Padding, the unknown token, and the tokens of texts in the order of their names.
+
+    Args:
+        texts: all that there are.
+        level: what a token is.
+        most: entries at most, the most frequent ones; None: all.
+        least: times that a token must occur.
+
+    >>> vocabulary_of(["abba", "ac"], "character", least=2)
+    ('<pad>', '<unk>', 'a', 'b')
+    """
+    counts = Counter(chain.from_iterable(tokenised(text, level) for text in texts))
+    ranked = sorted(((-count, token) for token, count in counts.items() if count >= least))
+    return (PAD, UNKNOWN, *sorted(token for _, token in ranked[: None if most is None else most - 2]))
+
+
+def encoded(texts: Sequence[str], vocabulary: Sequence[str], length: int, *, last: bool = False) -> Tensor:
+    """Texts as tokens, int32 ``[N, length]``: padded at the end, 1 for tokens that are not in the vocabulary.
+
+    A longer text is cut to its first tokens, or its last ones; a text without tokens is one unknown token.
+    """
+    level, code = level_of(vocabulary), {token: k for k, token in enumerate(vocabulary)}
+    out = np.zeros((len(texts), length), np.int32)
+    for row, text in zip(out, texts, strict=True):
+        tokens = tokenised(text, level)
+        tokens = (tokens[-length:] if last else tokens[:length]) or [UNKNOWN]
+        row[: len(tokens)] = [code.get(token, 1) for token in tokens]
+    return torch.from_numpy(out)
+
+
+def recoded(x: Tensor, names: Sequence[str], vocabulary: Sequence[str]) -> Tensor:
+    """Tokens of one vocabulary, ``names``, in another; 1 for those that it does not have."""
+    place = {token: k for k, token in enumerate(vocabulary)}
+    code = torch.tensor([0, *(place.get(token, 1) for token in names[1:])], dtype=torch.int32, device=x.device)
+    return x if tuple(names) == tuple(vocabulary) else code[x.long()]
+
+
+def wrong_tokens(x: Tensor, vocabulary: Sequence[str]) -> Iterator[str]:
+    """Sentences on what is wrong with the tokens of samples."""
+    if x.dtype not in (torch.int32, torch.int64) or x.ndim != 2:
+        yield f"tokens must be whole numbers [N, length] (int32 or int64), got {x.dtype} {[*x.shape]}; encode the text"
+        return
+    beyond = ((x < 0) | (x >= len(vocabulary))).nonzero()
+    if len(beyond):
+        sample, place = beyond[0].tolist()
+        yield (
+            f"sample {sample} has the token {int(x[sample, place])} at position {place}, beyond the vocabulary of "
+            f"{len(vocabulary)} entries (0 to {len(vocabulary) - 1}, 0 is padding); give a larger vocabulary, or "
+            "encode the samples with this one"
+        )
+    there = x != 0
+    for what, bad in (
+        ("is empty: only padding, token 0; leave it out", ~there.any(1)),
+        ("has padding, token 0, before its end; pad a sequence at its end only", (there[:, 1:] > there[:, :-1]).any(1)),
+    ):
+        if bool(bad.any()):
+            yield f"sample {int(bad.nonzero()[0])} {what}"
+
+
+def wrong_labels(x: Tensor, y: Tensor, classes: int) -> Iterator[str]:
+    """Sentences on what is wrong with the labels of positions, ``[N, length]``, -1 where there is none."""
+    if y.dtype != torch.int64 or y.shape != x.shape:
+        yield (
+            f"labels of positions must be int64 as the tokens {[*x.shape]}, got {y.dtype} {[*y.shape]}; give every "
+            "position a label, -1 where it has none"
+        )
+        return
+    if int(y.min()) < NO_LABEL or int(y.max()) >= classes:
+        yield f"labels must be within 0..{classes - 1}, or -1 for none, got {int(y.min())}..{int(y.max())}"
+    for what, bad in (
+        ("has no label at any position; leave it out", (y < 0).all(1)),
+        ("has a label on padding, token 0; give -1 there", ((y >= 0) & (x == 0)).any(1)),
+    ):
+        if bool(bad.any()):
+            yield f"sample {int(bad.nonzero()[0])} {what}"

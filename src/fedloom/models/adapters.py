@@ -1,0 +1,129 @@
+"""Low-rank adapters: a module whose layers stay, each with a small product beside it that trains.
+
+E. J. Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022, Section 4.1: W x + scale B A x, with
+B = 0 at the start.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from typing import Literal
+
+import torch
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+
+from fedloom.errors import ConfigError
+from fedloom.models.parts import head
+from fedloom.values import Value
+
+ATTENTION = re.compile("attention|attn", re.IGNORECASE)
+"""In the name of a module, or of its class, below which linear layers are attention's."""
+
+
+class Adapters(Value):
+    """Which layers get adapters; every other parameter of the model is frozen: it exists once, for all clients."""
+
+    rank: PositiveInt = Field(8, description="rank of every adapter")
+    on: Literal["attention", "linear"] = Field("attention", description="linear layers of attention, or all of them")
+    scale: float = Field(1.0, gt=0, description="factor of the product (LoRA: alpha / rank)")
+    head: bool = Field(False, description="the last linear layer trains too, all of it")
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter.
+
+    Attributes:
+        wrapped: the layer, frozen.
+        down: ``[rank, inputs]``; A of the paper.
+        up: ``[outputs, rank]``; B of the paper, 0 at the start.
+    """
+
+    def __init__(self, layer: nn.Module, rank: int, scale: float) -> None:
+        super().__init__()
+        outputs, inputs = matrix(layer).shape
+        self.wrapped, self.scale = layer, scale
+        self.down = nn.Parameter(torch.empty(rank, inputs))
+        self.up = nn.Parameter(torch.zeros(outputs, rank))
+        nn.init.kaiming_uniform_(self.down, a=math.sqrt(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What the layer gives, and the product."""
+        found: Tensor = self.wrapped(x)
+        return found + self.scale * ((x @ self.down.mT) @ self.up.mT)
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix as a plain layer would have it; some modules read it instead of calling the layer."""
+        own: Tensor = self.wrapped.weight  # type: ignore[assignment]
+        product = self.scale * (self.up @ self.down)
+        return own + (product if type(self.wrapped) is nn.Linear else product.mT)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The layer's."""
+        return self.wrapped.bias  # type: ignore[return-value]
+
+
+def adapted(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Module:  # noqa: B008  # frozen
+    """A copy of a module with adapters; nothing else of it trains, but for the head where that is asked for.
+
+    Initial values of the adapters come from torch's global generator.
+
+    Raises:
+        ConfigError: there is no such layer, or the rank is more than one of them can have.
+    """
+    module = copy.deepcopy(module)
+    linear = {name: layer for name, layer in module.named_modules() if name and _is_linear(layer)}
+    last = head(module)[0][:-1] if adapters.head else ""
+    chosen = [name for name in linear if name != last and (adapters.on == "linear" or _of_attention(module, name))]
+    if not chosen:
+        there = (
+            f"linear layers elsewhere: {', '.join(list(linear)[:8])}; use on = 'linear'" if linear else "none at all"
+        )
+        raise ConfigError(f"adapters on {adapters.on!r}: {type(module).__name__} has no such linear layer ({there})")
+    for name in chosen:
+        if adapters.rank > min(matrix(linear[name]).shape):
+            shape = "x".join(map(str, matrix(linear[name]).shape))
+            raise ConfigError(
+                f"adapters.rank is {adapters.rank}, but layer {name!r} is {shape}: its rank is at most "
+                f"{min(matrix(linear[name]).shape)}; use a smaller rank"
+            )
+    module.requires_grad_(False)
+    for name in chosen:
+        module.set_submodule(name, Adapted(linear[name], adapters.rank, adapters.scale))
+    if last:
+        module.get_submodule(last).requires_grad_()
+    return module
+
+
+@torch.no_grad()
+def merged(module: nn.Module) -> nn.Module:
+    """A module whose adapters are added to their layers: the architecture as it was; without adapters the module."""
+    found = {name: layer for name, layer in module.named_modules() if isinstance(layer, Adapted)}
+    module = copy.deepcopy(module) if found else module
+    for name in found:
+        layer = module.get_submodule(name)
+        assert isinstance(layer, Adapted)
+        layer.wrapped.weight.copy_(layer.weight)  # type: ignore[operator, union-attr]
+        module.set_submodule(name, layer.wrapped)
+    return module
+
+
+def matrix(layer: nn.Module) -> Tensor:
+    """The weights ``[outputs, inputs]`` of a linear layer."""
+    weight: Tensor = layer.weight  # type: ignore[assignment]
+    return weight if isinstance(layer, nn.Linear) else weight.mT
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    """A linear layer of torch that is called as one, or of GPT-2 in transformers, whose matrix is transposed."""
+    return type(layer) is nn.Linear or (type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"))
+
+
+def _of_attention(module: nn.Module, name: str) -> bool:
+    parts = name.split(".")
+    above = [".".join(parts[:k]) for k in range(1, len(parts))]
+    return any(ATTENTION.search(p.rpartition(".")[2] + " " + type(module.get_submodule(p)).__name__) for p in above)

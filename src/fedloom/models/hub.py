@@ -1,0 +1,75 @@
+"""A model of Hugging Face's transformers, by name or from a configuration, with a linear head."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from fedloom.errors import ConfigError, cause_of
+from fedloom.models.imported import try_out
+from fedloom.models.sequences import OfTokens, Pick
+
+
+class Hub(OfTokens):
+    """A body of transformers and a linear head over its last hidden states; needs the extra ``hub``.
+
+    ``name`` fetches weights by `AutoModel.from_pretrained`, never with code of the repository; the tokens of the data
+    must then be those of the model's own tokenizer, with 0 as padding. ``config`` makes a new body offline. Dropout is
+    the configuration's.
+    """
+
+    name: str | None = Field(None, description="of a model on the hub, or a folder that `save_pretrained` wrote")
+    config: dict[str, Any] = Field(
+        default_factory=dict, description="model_type and what its configuration takes, in place of a name"
+    )
+    pool: Literal["last", "mean"] = Field(
+        "last", description="what predicts a label of the whole sequence: its last token, or the mean of its tokens"
+    )
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Hub:
+        if (self.name is None) == ("model_type" not in self.config):
+            raise ValueError("give either name, or config with a model_type such as 'bert'")
+        return self
+
+    def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
+        try:
+            from transformers import AutoConfig, AutoModel
+        except ImportError:
+            raise ConfigError("model hub needs transformers: pip install 'fedloom[hub]'") from None
+        what = self.name or self.config["model_type"]
+        try:
+            if self.name is not None:
+                body = AutoModel.from_pretrained(self.name, trust_remote_code=False)
+            else:
+                options = {"vocab_size": vocabulary, **{k: v for k, v in self.config.items() if k != "model_type"}}
+                body = AutoModel.from_config(AutoConfig.for_model(self.config["model_type"], **options))
+        except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+            raise ConfigError(f"model hub: {what!r} cannot be made ({cause_of(error).splitlines()[0]})") from error
+        known = body.get_input_embeddings().num_embeddings
+        if known < vocabulary:
+            raise ConfigError(
+                f"model hub: {what!r} knows {known} tokens, the data have {vocabulary}; use its tokenizer"
+            )
+        made = Headed(body.float(), outputs, Pick(each, self.pool == "last"))
+        try_out(made, (length,), outputs, what, (vocabulary, each))
+        return made
+
+
+class Headed(nn.Module):
+    """The module of `Hub`."""
+
+    def __init__(self, body: Any, outputs: int, pick: Pick) -> None:
+        super().__init__()
+        body.config.use_cache = False
+        if getattr(body, "pooler", None) is not None:
+            body.pooler = None  # nothing here reads it
+        self.body, self.pick, self.head = body, pick, nn.Linear(body.config.hidden_size, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of tokens ``[b, L]``."""
+        h = self.body(input_ids=x, attention_mask=(x != 0).to(torch.int64)).last_hidden_state
+        return self.head(self.pick(h, x))  # type: ignore[no-any-return]

@@ -1,0 +1,196 @@
+"""Models of sequences of tokens: a recurrent network and a transformer.
+
+Both take tokens int64 ``[b, L]``, 0 for padding at the end, and give logits ``[b, k]`` of a sequence or ``[b, L, k]``
+of every position. Padding changes no logit of a position before it, and no parameter's shape depends on L.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+from pydantic import Field, PositiveInt, model_validator
+from torch import Tensor, nn
+
+from fedloom.errors import ConfigError
+from fedloom.models.dropout import Dropout
+from fedloom.models.spec import ModelSpec
+
+
+class OfTokens(ModelSpec):
+    """A model that takes tokens only."""
+
+    def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        name = type(self).__name__.lower()
+        raise ConfigError(
+            f"model {name} takes tokens, and these samples are numbers of shape {shape}; use softmax, mlp or cnn"
+        )
+
+
+class LSTM(OfTokens):
+    """An embedding, layers of long short-term memory, a linear head (LEAF's model of Shakespeare: 8, 256, 2 layers).
+
+    A label of the whole sequence is predicted at its last token.
+    """
+
+    embedding: PositiveInt = Field(32, description="width of the embedding (LEAF, Shakespeare: 8)")
+    hidden: PositiveInt = Field(128, description="width of every layer (LEAF, Shakespeare: 256)")
+    layers: PositiveInt = Field(1, description="number of layers (LEAF, Shakespeare: 2)")
+    dropout: float = Field(0.0, ge=0, lt=1, description="share dropped after the embedding and every layer in training")
+
+    def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
+        return Recurrent(self, outputs, vocabulary, each)
+
+
+class Transformer(OfTokens):
+    """Layers of attention and of two linear layers, normalised before each (Vaswani et al. 2017; Xiong et al. 2020).
+
+    Positions are fixed sines and cosines. A label of the whole sequence is predicted at its last token if causal, else
+    from the mean over its tokens.
+    """
+
+    width: PositiveInt = Field(64, description="width of embedding and layers; even")
+    layers: PositiveInt = Field(2, description="number of layers")
+    heads: PositiveInt = Field(4, description="heads of attention; must divide the width")
+    inner: PositiveInt | None = Field(
+        None, description="width between the two linear layers; None: four times the width"
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="share dropped after the embedding and every layer in training")
+    causal: bool = Field(
+        True, description="a position sees none after it, as the prediction of the next token needs; false for tagging"
+    )
+
+    @model_validator(mode="after")
+    def _heads_divide_the_width(self) -> Transformer:
+        if self.width % self.heads or self.width % 2:
+            raise ValueError(f"heads must divide the width, which is even; got {self.heads} heads, width {self.width}")
+        return self
+
+    def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
+        return Attentive(self, length, outputs, vocabulary, each)
+
+
+class Recurrent(nn.Module):
+    """The module of `LSTM`."""
+
+    def __init__(self, spec: LSTM, outputs: int, vocabulary: int, each: bool) -> None:
+        super().__init__()
+        widths = [spec.embedding, *[spec.hidden] * spec.layers]
+        self.embedding = nn.Embedding(vocabulary, spec.embedding)
+        self.layers = nn.ModuleList(Recurrence(before, after, batch_first=True) for before, after in pairwise(widths))
+        self.drops = nn.ModuleList(Dropout(spec.dropout) for _ in widths)
+        self.pick = Pick(each, last=True)
+        self.head = nn.Linear(spec.hidden, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of tokens ``[b, L]``."""
+        h = self.drops[0](self.embedding(x))
+        for layer, drop in zip(self.layers, list(self.drops)[1:], strict=True):
+            h = drop(layer.by_equations(h) if layer.plain else layer(h)[0])
+        return self.head(self.pick(h, x))  # type: ignore[no-any-return]
+
+
+class Recurrence(nn.LSTM):
+    """A layer of long short-term memory, by torch's kernel; ``plain``: by equations that `torch.vmap` stacks."""
+
+    plain = False
+
+    def by_equations(self, x: Tensor) -> Tensor:
+        """What ``forward`` gives for ``x [b, L, .]``, all states ``[b, L, hidden]``."""
+        gates = (x @ self.weight_ih_l0.mT + (self.bias_ih_l0 + self.bias_hh_l0)).unbind(1)
+        h = c = torch.zeros_like(gates[0][:, : self.hidden_size])
+        found = []
+        for gate in gates:
+            i, f, g, o = (gate + h @ self.weight_hh_l0.mT).chunk(4, -1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            found.append(h)
+        return torch.stack(found, 1)
+
+
+class Attentive(nn.Module):
+    """The module of `Transformer`."""
+
+    positions: Tensor
+    before: Tensor
+
+    def __init__(self, spec: Transformer, length: int, outputs: int, vocabulary: int, each: bool) -> None:
+        super().__init__()
+        self.register_buffer("positions", sines(length, spec.width), persistent=False)
+        seen = torch.ones(length, length, dtype=torch.bool)
+        self.register_buffer("before", seen.tril() if spec.causal else seen, persistent=False)
+        self.embedding = nn.Embedding(vocabulary, spec.width)
+        self.drop = Dropout(spec.dropout)
+        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
+        self.norm = nn.LayerNorm(spec.width)
+        self.pick = Pick(each, last=spec.causal)
+        self.head = nn.Linear(spec.width, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of tokens ``[b, L]``."""
+        seen = self.before & (x != 0)[:, None, :]
+        h = self.drop(self.embedding(x) + self.positions)
+        for block in self.blocks:
+            h = block(h, seen)
+        return self.head(self.pick(self.norm(h), x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention and two linear layers, each added to what came in."""
+
+    def __init__(self, spec: Transformer) -> None:
+        super().__init__()
+        inner = spec.inner or 4 * spec.width
+        self.norm1 = nn.LayerNorm(spec.width)
+        self.attention = Attention(spec.width, spec.heads)
+        self.drop1 = Dropout(spec.dropout)
+        self.norm2 = nn.LayerNorm(spec.width)
+        self.fc1 = nn.Linear(spec.width, inner)
+        self.act = nn.GELU()
+        self.fc2 = nn.Linear(inner, spec.width)
+        self.drop2 = Dropout(spec.dropout)
+
+    def forward(self, h: Tensor, seen: Tensor) -> Tensor:
+        """``h [b, L, width]`` with ``seen [b, L, L]``: which positions each one looks at."""
+        h = h + self.drop1(self.attention(self.norm1(h), seen))
+        return h + self.drop2(self.fc2(self.act(self.fc1(self.norm2(h)))))  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Scaled dot products in several heads (Vaswani et al. 2017, Section 3.2); plain operations, which vmap stacks."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, h: Tensor, seen: Tensor) -> Tensor:
+        """``[b, L, width]``."""
+        q, k, v = (f(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen[:, None], -math.inf)
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Pick(nn.Module):
+    """What the head sees: every position, or of each sequence its last token or the mean of its tokens."""
+
+    def __init__(self, each: bool, last: bool) -> None:
+        super().__init__()
+        self.each, self.last = each, last
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        """``[b, L, a]`` or ``[b, a]`` of ``h [b, L, a]`` and tokens ``x [b, L]``."""
+        if self.each:
+            return h
+        there = (x != 0).to(h.dtype)
+        if self.last:
+            there = there * (there.cumsum(1) == there.sum(1, keepdim=True))
+        return (h * (there / there.sum(1, keepdim=True))[..., None]).sum(1)
+
+
+def sines(length: int, width: int) -> Tensor:
+    """Positions as sines and cosines ``[length, width]`` (Vaswani et al. 2017, Section 3.5)."""
+    rate = torch.exp(-math.log(10_000.0) * torch.arange(0, width, 2) / width)
+    angle = torch.arange(length)[:, None] * rate
+    return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)
