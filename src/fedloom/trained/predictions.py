@@ -27,12 +27,14 @@ class Predictions:
         scores: ``[N, C]`` probabilities of the classes, or ``[N, k]`` values of a regression, float64.
         models: of every row, whose model said so: a client, or ``"global"``.
         notes: sentences on what was filled in, and which models were taken.
+        files: the file of every row, where each has its own.
     """
 
     facts: InputSpec
     scores: NDArray[np.float64]
     models: Sequence[str]
     notes: tuple[str, ...] = ()
+    files: Sequence[str] | None = None
 
     @property
     def labels(self) -> NDArray[Any]:
@@ -40,9 +42,10 @@ class Predictions:
         return said(self.facts, self.scores)
 
     def table(self) -> pa.Table:
-        """``row`` (from 1), ``model``, ``prediction``, and ``probability of <class>`` or ``prediction <k>``."""
+        """``row`` (from 1), ``file`` of images, ``model``, ``prediction``, and ``probability of <class>`` or ``prediction <k>``."""
         n, scores = len(self.scores), self.scores
-        columns: dict[str, Any] = {"row": np.arange(1, n + 1), "model": list(self.models)}
+        files = {} if self.files is None else {"file": list(self.files)}
+        columns: dict[str, Any] = {"row": np.arange(1, n + 1), **files, "model": list(self.models)}
         if self.facts.task == "regression":
             names = ["prediction"] if scores.shape[1] == 1 else [f"prediction {k}" for k in range(scores.shape[1])]
             return pa.table(columns | dict(zip(names, scores.T, strict=True)))
@@ -69,7 +72,7 @@ def predicted(models: Models, rows: NewRows, kind: str | None = None, client: in
         what = f"the {model.about['kind']} model" + (f" of {who}" if client is not None else "")
         if client is None and facts.table is not None:
             what += ", columns scaled as at the clients on average: neither a client is given nor does a column name it"
-        return Predictions(facts, model.scores(rows.x), [who] * len(rows.x), (*rows.notes, what))
+        return Predictions(facts, model.scores(rows.x), [who] * len(rows.x), (*rows.notes, what), rows.files)
     own = kind or next(k for k in OWN if k in models.kinds())
     groups: dict[str, list[int]] = {}
     strange: dict[str, int] = {}
