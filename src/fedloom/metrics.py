@@ -8,7 +8,7 @@ the part; those are left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -91,6 +91,10 @@ COSTS = {
 """The equal-work columns."""
 
 
+OWN: dict[str, Metric] = {}
+"""A user's own metrics that this process has met: runs and their files say which direction is better (`declare`)."""
+
+
 class Roles(NamedTuple):
     """Which metric of a task decides what.
 
@@ -140,11 +144,16 @@ def of_class(name: str, label: str) -> str:
 
 
 def metric(name: str) -> Metric:
-    """The facts of a metric or a figure of the federation; an unknown one keeps its name and is not rated."""
+    """The facts of a metric or a figure of the federation; one that nobody declared keeps its name and is not rated."""
     whole, _, label = name.partition("[")
     if label and whole in METRICS:
         return METRICS[whole]._replace(title=f"{METRICS[whole].title} of {label.removesuffix(']')}")
-    return METRICS.get(name) or TOTALS.get(name) or Metric(name.replace("_", " "), rated=False)
+    return METRICS.get(name) or TOTALS.get(name) or OWN.get(name) or Metric(name.replace("_", " "), rated=False)
+
+
+def declare(directions: Mapping[str, bool]) -> None:
+    """Make a user's own metrics known, by name: True where more is better."""
+    OWN.update({name: Metric(name.replace("_", " "), higher=higher) for name, higher in directions.items()})
 
 
 def titled(shown: Metric) -> str:

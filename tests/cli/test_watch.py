@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import shutil
 import threading
 import tomllib
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import sync_playwright
 from typer.testing import CliRunner
 
 from fedloom.cli import app
@@ -90,6 +93,61 @@ def test_a_run_is_watched_from_its_first_figures_to_its_end(
     after = server.get()[1]
     assert "unfinished" not in after
     assert server.get()[1] == after
+
+
+def test_what_has_not_changed_is_not_sent_again(watched: tuple[Path, Watched, Page]) -> None:
+    _, server, _ = watched
+    line = http.client.HTTPConnection(HOST, server.server.server_port, timeout=60)
+    name = {"Host": f"{HOST}:{server.server.server_port}"}
+    line.request("GET", "/", headers=name)
+    first = line.getresponse()
+    first.read()
+    for tag, status in ((first.headers["ETag"], 304), ('"another"', 200)):
+        line = http.client.HTTPConnection(HOST, server.server.server_port, timeout=60)
+        line.request("GET", "/", headers={**name, "If-None-Match": tag})
+        answer = line.getresponse()
+        assert (answer.status, bool(answer.read())) == (status, status == 200)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_browser_draws_what_is_new_and_leaves_the_rest(tmp_path: Path) -> None:
+    """The page is not loaded again: tab, look and charts stay; a method that is added later comes by itself."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("no chromium is installed")
+    text, out = tomllib.loads(SMALL), tmp_path / "run"
+    Plan(parse(text), out).run(page=False)
+    page = Page(out, 1)
+    server = Watched(page)
+    complaints: list[str] = []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+        shown = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme="light")
+        shown.on("console", lambda message: complaints.append(message.text))
+        shown.on("pageerror", lambda error: complaints.append(str(error)))
+        shown.goto(f"http://{HOST}:{server.server.server_port}/")
+        shown.wait_for_selector("html[data-ready=yes]", state="attached")
+        shown.get_by_role("button", name="Dark look").click()
+        shown.locator("#curves .tabs input").nth(1).check(force=True)
+        chosen = shown.locator("#curves .tabs input:checked").get_attribute("value")
+        shown.locator("#partition .chart svg").first.wait_for()
+        shown.evaluate("window.mine = document.querySelector('#partition .chart svg')")
+        text["method"].append({"algorithm": "ditto"})
+        Plan(parse(text), out).run(page=False)
+        shown.locator(".results tbody th", has_text="ditto").first.wait_for(timeout=60_000)
+        shown.locator(f"#{chosen} svg.marks", has_text="ditto").wait_for(timeout=60_000)
+        assert shown.evaluate("window.mine.isConnected")
+        assert shown.locator("#curves .tabs input:checked").get_attribute("value") == chosen
+        assert shown.locator("html").get_attribute("data-look") == "dark"
+        assert shown.evaluate("document.documentElement.scrollWidth") <= 390
+        found = Axe().run(shown)
+        browser.close()
+    server.server.shutdown()
+    server.server.server_close()
+    page.close()
+    assert found.violations_count == 0, found.generate_report()
+    assert complaints == []
 
 
 def test_nothing_else_is_served(watched: tuple[Path, Watched, Page]) -> None:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
+import pyarrow.compute as pc
 import pytest
 import tomli_w
 import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from fedloom import load, open_run, partition
+from fedloom import load, metrics, open_run, partition
 from fedloom.algorithms import FedAvg, Kept, Mean
 from fedloom.choose import Uniform, UniformWeigher
 from fedloom.cli import app
@@ -178,6 +179,19 @@ def test_an_own_task_and_optimiser_are_trained_scored_written_and_opened(tmp_pat
     assert result_table(tmp_path / "out")["balanced_accuracy"]
     again = run.models.model("personal", "0").score(data)
     assert {"margin", "wrong", "balanced_accuracy"} <= set(again)
+
+
+def test_a_report_rates_own_metrics_in_their_own_direction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Plan(parse(document(OWN_TASK)), tmp_path / "out").run(page=False)
+    found = next(iter(open_run(tmp_path / "out")))
+    monkeypatch.setattr(metrics, "OWN", {})  # as in another process
+    assert not metrics.metric("wrong").rated
+    table = result_table(tmp_path / "out")
+    table = table.filter(pc.equal(table["model"], "personal"))
+    assert table["wrong_worst10"][0].as_py() == pytest.approx(float(found.final("personal", "wrong").max()))
+    assert table["margin_worst10"][0].as_py() == pytest.approx(float(found.final("personal", "margin").min()))
+    for name, higher in (("wrong", False), ("margin", True)):
+        assert (metrics.metric(name).higher, metrics.metric(name).rated) == (higher, True)
 
 
 def test_code_of_an_own_task_that_has_changed_does_not_go_on(own_module: Path, tmp_path: Path) -> None:

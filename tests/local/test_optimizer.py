@@ -151,9 +151,7 @@ def test_kept_states_resume_bit_for_bit_on_disk_in_memory_and_by_workers(fed: Fe
         assert other.table().equals(whole.table())
         assert torch.equal(other.models.rows("personal"), whole.models.rows("personal"))
         assert torch.equal(other.job.optimizer.read(torch.arange(5)).s, whole.job.optimizer.read(torch.arange(5)).s)
-    assert whole.job.optimizer.template.s.shape == (
-        2 * (1 + 2 + 2 * 650),
-    )  # present; steps of two parameters; two moments
+    assert whole.job.optimizer.template.s.shape == (2 * (1 + 1 + 2 * 650),)  # present; steps; two moments
     assert whole.job.memory is not None
     assert whole.job.memory.streams == ["local", "local 2"]
     fresh = fl.simulate("ditto", fed, **options | {"local": {**KEPT, "optimizer_state": "fresh"}})

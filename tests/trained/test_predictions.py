@@ -12,6 +12,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 import fedloom as fl
@@ -178,7 +179,34 @@ def test_what_cannot_be_predicted_is_a_sentence(opened: Opened, columns: dict[st
     assert "unknown level 'Q', the model knows A, B, C (27 such)" in str(caught.value)
 
 
-@pytest.mark.parametrize(("kind", "client"), [("personal", "south"), ("global", None)])
+def test_arrays_and_images_without_labels_are_predicted(tmp_path: Path) -> None:
+    """An NPZ file of features alone, and images in any folders or none, say what the same samples say in memory."""
+    gen = np.random.default_rng(0)
+    x, y = gen.integers(0, 256, (60, 6, 6), dtype=np.uint8), np.arange(60) % 2
+    x[y == 1, :3] //= 4
+    np.savez(tmp_path / "known.npz", x=x, y=y)
+    text = f'rounds = 3\n[data]\nsource = "{tmp_path}/known.npz"\n[partition]\nclients = 3\n[[method]]\nalgorithm = "fedavg"'
+    Plan(parse(tomllib.loads(text)), tmp_path / "run").run(page=False)
+    opened = fl.open_run(tmp_path / "run")
+    want = opened["fedavg", 0].models.predict_proba(x[:8])
+    np.savez(tmp_path / "x.npz", x=x[:8])
+    np.savez(tmp_path / "alone.npz", scans=x[:8])
+    np.savez(tmp_path / "labelled.npz", x=x[:8], y=y[:8])
+    for folder in ("scans", "scans/b"):
+        (tmp_path / folder).mkdir()
+    for k in range(8):
+        Image.fromarray(x[k]).save(tmp_path / "scans" / ("b" if k > 4 else ".") / f"{k}.png")
+    for name in ("x.npz", "alone.npz", "labelled.npz", "scans"):
+        found = opened.predict(tmp_path / name)
+        order = [int(Path(file).stem) for file in found.files] if found.files else range(8)
+        np.testing.assert_array_equal(found.scores, want[order], err_msg=name)
+    assert found.table()["file"].to_pylist()[0].endswith("0.png")
+    np.savez(tmp_path / "two.npz", a=x, b=x)
+    with pytest.raises(DataError, match=r"needs an array x \(or x_train, x_test\), got \['a', 'b'\]"):
+        opened.predict(tmp_path / "two.npz")
+
+
+@pytest.mark.parametrize(("kind", "client"), [*(("personal", site) for site in SITES), ("global", None)])
 def test_exports_take_raw_rows(
     opened: Opened, columns: dict[str, list[Any]], tmp_path: Path, kind: str, client: str | None
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 import threading
 from contextlib import suppress
@@ -19,6 +20,17 @@ HOST = "127.0.0.1"
 WAITING = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>fedloom</title></head>
 <body><main><h1>No figures yet</h1><p>They come with an evaluation; this page looks again by itself.</p></main></body>
 </html>"""
+LIVE = """<script>
+let tag = null;
+setInterval(async () => {
+  try {
+    const answer = await fetch("/", { headers: { "If-None-Match": tag } });
+    if (answer.status === 200) renewReport(await answer.text());
+    tag = answer.headers.get("ETag");
+  } catch { /* the command has ended: the last figures stay */ }
+}, %d);
+</script></body>"""
+"""What makes a report look for news: only what has changed is drawn again."""
 
 
 @app.command()
@@ -73,6 +85,7 @@ class Page:
         """The page as it is now; what cannot be read at this moment leaves the last one."""
         from fedloom import report
         from fedloom.experiment.outputs import newest, snapshot
+        from fedloom.report.page import POLICY
 
         with self._lock:
             if (seen := newest(self._folder)) != self._seen:
@@ -83,8 +96,11 @@ class Page:
                     self._seen = seen
                 except FedloomError:
                     pass
-        refresh = f'<meta http-equiv="refresh" content="{self._every}">'
-        return self._text.replace('<meta charset="utf-8">', f'<meta charset="utf-8">{refresh}', 1)
+        if self._text is WAITING:
+            refresh = f'<meta http-equiv="refresh" content="{self._every}">'
+            return self._text.replace('<meta charset="utf-8">', f'<meta charset="utf-8">{refresh}', 1)
+        live = self._text.replace(POLICY, f"{POLICY}; connect-src 'self'", 1)
+        return (LIVE % (1000 * self._every)).join(live.rsplit("</body>", 1))
 
     def close(self) -> None:
         """Removes what was written for it."""
@@ -115,7 +131,11 @@ def handler(page: Page) -> type[BaseHTTPRequestHandler]:
                 self.send_error(HTTPStatus.NOT_FOUND)
                 return
             content = page.text().encode()
-            self.send_response(HTTPStatus.OK)
+            tag = f'"{hashlib.sha256(content).hexdigest()}"'
+            if self.headers.get("If-None-Match") == tag:
+                content = b""
+            self.send_response(HTTPStatus.OK if content else HTTPStatus.NOT_MODIFIED)
+            self.send_header("ETag", tag)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(content)))
             self.send_header("Cache-Control", "no-store")

@@ -29,11 +29,13 @@ class NewRows(NamedTuple):
             else samples ``[N, *shape]``.
         sites: who owns each row, where a column says so.
         notes: sentences on cells that are filled.
+        files: the file of each row, where each has its own.
     """
 
     x: Tensor
     sites: Sequence[str] | None = None
     notes: tuple[str, ...] = ()
+    files: Sequence[str] | None = None
 
 
 def new_rows(facts: InputSpec, rows: Any, name: str = "rows", users: str | None = None) -> NewRows:

@@ -20,7 +20,9 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import NewRows, new_rows
 from fedloom.data.sources import SOURCES, Leaf, Sent140, Shakespeare, Source, source
+from fedloom.data.sources._base import SampleSource
 from fedloom.data.sources.detect import detect
+from fedloom.data.sources.images import ImageFolder
 from fedloom.data.sources.tabular import TableSource
 from fedloom.engine.records import not_measured
 from fedloom.errors import ConfigError, DataError, RunDirError, nearest
@@ -283,6 +285,11 @@ class Opened:
         if facts.vocabulary and Path(data).suffix == ".txt":
             return new_rows(facts, _lines(Path(data)), str(data))
         found = self._source(data)
+        if isinstance(found, SampleSource):
+            if isinstance(found, ImageFolder) and found.rgb is None and len(facts.shape) == 3:
+                found = found.with_(rgb=facts.shape[0] == 3)
+            samples, files = found.samples(data_dir)
+            return new_rows(facts, samples, str(data))._replace(files=files)
         if not isinstance(found, TableSource):
             return new_rows(facts, found.read(data_dir))
         with found.open(data_dir) as raw:

@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from fedloom.seeds import Purpose
 
 
+FUSED = {torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD}
+ELEMENTWISE = FUSED | {
+    torch.optim.Adadelta, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.RMSprop, torch.optim.Rprop,
+}  # fmt: skip
+"""Optimisers by which each coordinate moves by itself: a client's row is one parameter, and one object has all rows."""
+
+
 class Slot(NamedTuple):
     """A number, or a tensor, of an optimiser's state: parameter, key, shape, and what it was."""
 
@@ -87,11 +95,23 @@ class Memory:
 
 
 def maker(local: LocalSGD, lr: float) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    """What makes the optimiser of some parameters."""
+    """What makes the optimiser of some parameters; of rows it takes the steps of all in one call."""
     options = {key: tuple(v) if isinstance(v, list) else v for key, v in local.optimizer_options.items()}
     if decays_itself(local):
         options["weight_decay"] = local.weight_decay
+    if elementwise(local) and not options.keys() & {"foreach", "fused", "capturable", "differentiable"}:
+        options["fused" if local.optimizer_class in FUSED else "foreach"] = True
     return partial(local.optimizer_class, lr=lr, **options)
+
+
+def elementwise(local: LocalSGD) -> bool:
+    """Whether rows are the parameters, and not the tensors of the model; see `ELEMENTWISE`."""
+    return local.optimizer_class in ELEMENTWISE
+
+
+def views(local: LocalSGD, layout: Layout, row: Tensor) -> list[Tensor]:
+    """The parameters of a client in its row ``[d]``, without a copy."""
+    return [row] if elementwise(local) else [*layout.tree(row).values()]
 
 
 @cache
@@ -116,7 +136,7 @@ def slots_of(local: LocalSGD, layout: Layout, like: Tensor) -> list[Slot]:
         ConfigError: the optimiser refuses its options or the model, needs more than a gradient, or cannot be kept.
     """
     try:
-        parameters = [nn.Parameter(view.clone()) for view in layout.tree(like).values()]
+        parameters = [nn.Parameter(view.clone()) for view in views(local, layout, like)]
         for p in parameters:
             p.grad = torch.zeros_like(p)
         own = maker(local, local.lr)(parameters)

@@ -1,4 +1,4 @@
-"""Steppers: the optimisers of a chunk's clients in one call of `descend`, each client with its own."""
+"""Steppers: the optimisers of a chunk's clients in one call of `descend`, each client with its own state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fedloom.local.optimizer import maker
+from fedloom.local.optimizer import elementwise, maker, views
 
 if TYPE_CHECKING:
     from fedloom.local.work import Work
@@ -25,37 +25,42 @@ class Steppers:
     """
 
     def __init__(self, w: Tensor, work: Work, stream: Purpose, lr: float) -> None:
-        self._layout, self._memory = work.layout, work.memory
+        self._local, self._layout, self._memory = work.local, work.layout, work.memory
         self._name = "" if work.memory is None else work.memory.call(stream)
-        make = maker(work.local, lr)
-        views = [[nn.Parameter(view) for view in self._layout.tree(row).values()] for row in w]
-        self._own = {slot: make(own) for slot, own in zip(work.slots.tolist(), views, strict=True)}
+        slots, make = work.slots.tolist(), maker(work.local, lr)
+        self._parameters = {
+            slot: [nn.Parameter(v) for v in self._views(row)] for slot, row in zip(slots, w, strict=True)
+        }
+        if elementwise(work.local):
+            self._own = dict.fromkeys(slots, make([p for own in self._parameters.values() for p in own]))
+        else:
+            self._own = {slot: make(own) for slot, own in self._parameters.items()}
         if self._memory is not None:
             memory, part = self._memory, self._memory.part(self._name)
-            for slot, own in self._own.items():
+            for slot, own in self._parameters.items():
                 if part[slot, 0]:
-                    restored = memory.unpack(part[slot], len(_parameters(own)))
-                    own.state.update(zip(_parameters(own), restored, strict=True))
+                    self._own[slot].state.update(zip(own, memory.unpack(part[slot], len(own)), strict=True))
 
     def step_(self, w: Tensor, g: Tensor, slots: Tensor) -> None:
         """A step along ``g [m, d]`` of the clients at the places ``slots``; ``w [m, d]`` is changed."""
-        for row, slope, slot in zip(w, g, slots.tolist(), strict=True):
-            own = self._own[slot]
-            views = zip(self._layout.tree(row).values(), self._layout.tree(slope).values(), strict=True)
-            for p, (value, gradient) in zip(_parameters(own), views, strict=True):
+        there = slots.tolist()
+        for slot in self._parameters.keys() - set(there):
+            for p in self._parameters[slot]:
+                p.grad = None  # which leaves it as it is
+        for row, slope, slot in zip(w, g, there, strict=True):
+            for p, value, gradient in zip(self._parameters[slot], self._views(row), self._views(slope), strict=True):
                 p.data, p.grad = value, gradient
-            with torch.no_grad():
+        with torch.no_grad():
+            for own in dict.fromkeys(self._own[slot] for slot in there):
                 own.step()
 
     def keep(self) -> None:
         """Keep the states, where states are kept."""
         memory = self._memory
         if memory is not None:
-            for slot, own in self._own.items():
-                if own.state:
-                    memory.part(self._name)[slot] = memory.pack([own.state[p] for p in _parameters(own)])
+            for slot, own in self._parameters.items():
+                if state := [self._own[slot].state[p] for p in own if p in self._own[slot].state]:
+                    memory.part(self._name)[slot] = memory.pack(state)
 
-
-def _parameters(own: torch.optim.Optimizer) -> list[nn.Parameter]:
-    found: list[nn.Parameter] = own.param_groups[0]["params"]
-    return found
+    def _views(self, row: Tensor) -> list[Tensor]:
+        return views(self._local, self._layout, row)

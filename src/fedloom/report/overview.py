@@ -77,11 +77,11 @@ def _card(winner: Winner, rows: list[Row]) -> str:
     interval = f' <span class="half">± {half}</span>' if half else ""
     return (
         f'{head}<p class="who">{escape(row.name)} {model_tag(row.model)}</p>'
-        f'<p class="value">{value}{interval}{unit}</p><p class="sure">{_sure(winner, rows)}</p></div>'
+        f'<p class="value">{value}{interval}{unit}</p><p class="sure">{sure(winner, rows)}</p></div>'
     )
 
 
-def _sure(winner: Winner, rows: list[Row]) -> str:
+def sure(winner: Winner, rows: list[Row]) -> str:
     criterion = winner.criterion
     if winner.runner_up is None:
         alone = "No other method comes to this result with every seed."

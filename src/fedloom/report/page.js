@@ -1,12 +1,17 @@
 "use strict";
 (() => {
   const read = (id) => JSON.parse(document.getElementById(id).textContent);
-  const figures = new Map(read("figures").map((figure) => [figure.id, figure]));
-  for (const { spec } of figures.values()) {
-    for (const [name, { columns, rows }] of Object.entries(spec.datasets)) {
-      spec.datasets[name] = rows.map((row) => Object.fromEntries(columns.map((column, i) => [column, row[i]])));
+  let figures, written;
+  function take(payload) {
+    written = new Map(payload.map((figure) => [figure.id, JSON.stringify(figure)]));
+    figures = new Map(payload.map((figure) => [figure.id, figure]));
+    for (const { spec } of figures.values()) {
+      for (const [name, { columns, rows }] of Object.entries(spec.datasets)) {
+        spec.datasets[name] = rows.map((row) => Object.fromEntries(columns.map((column, i) => [column, row[i]])));
+      }
     }
   }
+  take(read("figures"));
   const themes = read("themes");
   const system = matchMedia("(prefers-color-scheme: dark)");
   let chosen = null;
@@ -210,7 +215,41 @@
     }
     drawAll();
   });
-  document.querySelectorAll("details[data-data]").forEach((details) => details.addEventListener("toggle", () => fill(details)));
+  document.addEventListener("toggle", ({ target }) => target.matches("details[data-data]") && fill(target), true);
+
+  // A newer page of the same run, from `fedloom watch`: tabs, folds, place and focus stay, and charts of the same data.
+  window.renewReport = (text) => {
+    const page = new DOMParser().parseFromString(text, "text/html");
+    const reachable = () => [...document.querySelectorAll("a[href], button, input, summary, .scroll")];
+    const focus = reachable().indexOf(document.activeElement);
+    const before = written;
+    take(JSON.parse(page.getElementById("figures").textContent));
+    for (const { value } of document.querySelectorAll(".tabs input:checked")) {
+      const same = page.querySelector(`.tabs input[value="${value}"]`);
+      for (const input of same ? page.getElementsByName(same.name) : []) {
+        input.toggleAttribute("checked", input === same);
+        page.getElementById(input.value).hidden = input !== same;
+      }
+    }
+    for (const place of page.querySelectorAll(".chart")) {
+      const id = place.dataset.figure;
+      const shown = document.querySelector(`.chart[data-figure="${id}"]`);
+      if (shown && before.get(id) === written.get(id)) place.replaceWith(shown);
+      else if (shown) place.style.minHeight = `${shown.offsetHeight}px`;
+    }
+    for (const { dataset: { data } } of document.querySelectorAll("details[data-data][open]")) {
+      page.querySelector(`details[data-data="${data}"]`)?.toggleAttribute("open", true);
+    }
+    for (const part of ["header", "nav", "main"]) {
+      document.querySelector(part).replaceChildren(...page.querySelector(part).childNodes);
+    }
+    for (const { id, textContent } of page.querySelectorAll('script[type="application/json"]')) {
+      document.getElementById(id).textContent = textContent;
+    }
+    document.querySelectorAll("details[data-data][open]").forEach(fill);
+    if (focus >= 0) reachable()[focus]?.focus({ preventScroll: true });
+    drawAll();
+  };
   system.addEventListener("change", drawAll);
   let pause;
   addEventListener("resize", () => { clearTimeout(pause); pause = setTimeout(drawAll, 150); });

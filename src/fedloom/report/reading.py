@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedloom.errors import RunDirError
+from fedloom.metrics import declare
 
 Numbers = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -100,12 +101,13 @@ class Site(_Lenient):
 
 
 class Summary(_Lenient):
-    """The part of ``summary.json`` that a report needs."""
+    """The part of ``summary.json`` that a report needs; ``metrics`` are own ones, True where more is better."""
 
     name: str = ""
     runs: tuple[Record, ...] = ()
     classes: tuple[str, ...] = ()
     select_on: str = "validation"
+    metrics: dict[str, bool] = {}
     warnings: tuple[str, ...] = ()
     sites: dict[str, Site] = {}
 
@@ -236,6 +238,7 @@ def _read(path: Path, label: str) -> Run:
             if rows.any():
                 found[key] = points if rows.all() else points.at(rows)
     summary, seconds = _summary(path / "summary.json"), _seconds(path / "timings.parquet")
+    declare(summary.metrics)
     return Run(path, label, settings, summary, *_partitions(path / "partition.parquet"), series, totals, seconds)
 
 

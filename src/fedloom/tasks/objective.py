@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedloom.errors import CodeError, ConfigError, FedloomError, cause_of, unknown
 from fedloom.imports import PATTERN, Function, function, is_path
-from fedloom.metrics import METRICS, metric
+from fedloom.metrics import METRICS, declare
 from fedloom.tasks.figures import known, labelled, mean, of_classes, wide
 from fedloom.tasks.kinds import Binary, Classification, Regression, Task
 from fedloom.values import Value
@@ -89,6 +89,12 @@ class Objective(Value):
     def functions(self) -> list[Function]:
         """User code in it."""
         return [f for f in (self.loss, *self.metrics) if isinstance(f, Function)]
+
+    @property
+    def directions(self) -> dict[str, bool]:
+        """Of every own metric, whether more of it is better."""
+        own = (m for m in self.metrics if isinstance(m, Function))
+        return {m.short: bool(getattr(m.call, "higher_is_better", True)) for m in own}
 
 
 class Labelled(Protocol):
@@ -166,6 +172,7 @@ class Chosen:
         if twice:
             raise ConfigError(f"task.metrics: two metrics are called {twice!r}; rename one function")
         _check_weights(objective.class_weights, classes)
+        declare(objective.directions)
         return cls(base, objective, classes, tuple(n for n in dict.fromkeys(named) if n not in there))
 
     @property
@@ -219,11 +226,6 @@ class Chosen:
             if isinstance(own, Function):
                 more[own.short] = _each(own, "metric", z, target, who, n)
         return {**found, **known(more, z, who, n)}
-
-    def higher(self, name: str) -> bool:
-        """Whether more of a metric is better."""
-        own = {m.short: m.call for m in self.objective.metrics if isinstance(m, Function)}
-        return bool(getattr(own[name], "higher_is_better", True)) if name in own else metric(name).higher
 
 
 def labels(classes: Sequence[str]) -> list[str]:

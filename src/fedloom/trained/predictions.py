@@ -29,6 +29,7 @@ class Predictions:
         models: of every row, whose model said so: a client, or ``"global"``.
         notes: sentences on what was filled in, and which models were taken.
         there: ``[N, L]`` the positions that are no padding, where every one has a prediction.
+        files: the file of every row, where each has its own.
     """
 
     facts: InputSpec
@@ -36,6 +37,7 @@ class Predictions:
     models: Sequence[str]
     notes: tuple[str, ...] = ()
     there: NDArray[np.bool_] | None = None
+    files: Sequence[str] | None = None
 
     @property
     def labels(self) -> NDArray[Any]:
@@ -43,13 +45,14 @@ class Predictions:
         return said(self.facts, self.scores)
 
     def table(self) -> pa.Table:
-        """``row`` (from 1), ``model``, ``prediction``, and ``probability of <class>`` or ``prediction <k>``.
+        """``row`` (from 1), ``file`` of images, ``model``, ``prediction``, and ``probability of <class>`` or ``prediction <k>``.
 
         With a label per position, a row for each, ``position`` from 1, and padding left out.
         """
         scores = self.scores
         rows, owners = np.arange(1, len(scores) + 1), np.array(self.models, object)
-        columns: dict[str, Any] = {"row": rows, "model": owners.tolist()}
+        files = {} if self.files is None else {"file": list(self.files)}
+        columns: dict[str, Any] = {"row": rows, **files, "model": owners.tolist()}
         if self.there is not None:
             row, position = np.nonzero(self.there)
             scores = scores[row, position]
@@ -81,7 +84,9 @@ def predicted(models: Models, rows: NewRows, kind: str | None = None, client: in
         what = f"the {model.about['kind']} model" + (f" of {who}" if client is not None else "")
         if client is None and facts.table is not None:
             what += ", columns scaled as at the clients on average: neither a client is given nor does a column name it"
-        return Predictions(facts, model.scores(rows.x), [who] * len(rows.x), (*rows.notes, what), there)
+        return Predictions(
+            facts, model.scores(rows.x), [who] * len(rows.x), (*rows.notes, what), there, rows.files
+        )
     own = kind or next(k for k in OWN if k in models.kinds())
     groups: dict[str, list[int]] = {}
     strange: dict[str, int] = {}

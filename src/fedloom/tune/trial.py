@@ -28,8 +28,8 @@ from fedloom.engine.timing import samples_per_round
 from fedloom.errors import CodeError, ConfigError, FedloomError, RunDirError, RunStopped, Stop
 from fedloom.experiment.schema import Method
 from fedloom.metrics import METRICS, leading
+from fedloom.metrics import metric as facts
 from fedloom.storage.files import append_synced, write_atomic
-from fedloom.tasks import Chosen
 from fedloom.values import Value
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -216,8 +216,7 @@ def judged_models(
     if found not in names:
         allowed = ", ".join([*(n for n in METRICS if n in names), *sorted(names - {*METRICS})])
         raise ConfigError(f"[tune] metric is {found!r}; on this data it can be: {allowed}")
-    task = job.oracle.task
-    return models, found, task.higher(found) if isinstance(task, Chosen) else METRICS[found].higher
+    return models, found, facts(found).higher
 
 
 def _defined(job: Job) -> set[str]:

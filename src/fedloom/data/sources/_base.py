@@ -65,6 +65,19 @@ class FileSource(Source):
     path: str | None = Field(default=None, description=FOLDER)
 
 
+class SampleSource(FileSource):
+    """A source whose files may hold samples without labels."""
+
+    @abstractmethod
+    def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], list[str] | None]:
+        """All samples ``[N, *shape]`` as `load` has them, whether labels are there or not, and their files by name.
+
+        Raises:
+            DataError: as `load`.
+        """
+        ...
+
+
 def locate(
     what: str, path: str | None, data_dir: str | Path | None, folders: Sequence[str], fits: Callable[[Path], bool]
 ) -> Path:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.sources._base import FileSource, locate
+from fedloom.data.sources._base import SampleSource, locate
 from fedloom.data.sources.archive import Entry, check_size, entries, fill, finished
 from fedloom.data.sources.memory import of_arrays
 from fedloom.errors import DataError
@@ -27,7 +27,7 @@ class _Header(NamedTuple):
     dtype: np.dtype[Any]
 
 
-class Npz(FileSource):
+class Npz(SampleSource):
     """An NPZ file with x and y, or x_train, y_train, x_test, y_test; optionally users."""
 
     task: Literal["classification", "regression"] | None = Field(
@@ -42,8 +42,7 @@ class Npz(FileSource):
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """All arrays; the headers are read first, so that each array is read straight into its place."""
-        place = locate("NPZ", self.path, data_dir, (), lambda p: p.is_file())
-        headers = {_key(entry): _header(entry) for entry in entries(place, _is_array)}
+        place, headers = self._headers(data_dir)
         keys = next((keys for keys in KEYS if keys[0] in headers and keys[1] in headers), None)
         if keys is None:
             raise DataError(
@@ -51,20 +50,42 @@ class Npz(FileSource):
             )
         x_key, y_key, x_test, y_test = keys
         sides = [(x_key, y_key)] + ([(x_test, y_test)] if x_test in headers and y_test in headers else [])
-        sizes = [headers[key].shape[0] if headers[key].shape else 0 for key, _ in sides]
-        x = self._room_of_x(place, headers, [key for key, _ in sides])
-        y = _room(place, headers, [key for _, key in sides])
+        x_keys, y_keys = ([side[k] for side in sides] for k in (0, 1))
+        x, y = self._room_of_x(place, headers, x_keys), _room(place, headers, y_keys)
         users = _room(place, headers, ["users"]) if "users" in headers else None
-        start = {key: 0 if i == 0 else sizes[0] for i, side in enumerate(sides) for key in side} | {"users": 0}
-        for entry in entries(place, lambda name: _is_array(name) and name[:-4] in start):
-            key, header = _key(entry), _header(entry)
-            whole = {True: x, False: y}[key in (x_key, x_test)] if key != "users" else users
-            assert whole is not None
-            turn = self.channels_last and whole is x
-            _into(entry, header, whole[start[key] : start[key] + header.shape[0]], turn=turn)
-        split = sizes[0] if len(sizes) == 2 else None
+        rooms = [(x_keys, x), (y_keys, y), *([] if users is None else [(["users"], users)])]
+        self._read(place, headers, rooms)
+        split = headers[x_key].shape[0] if len(sides) == 2 else None
         given = {"where": place, "split": split, "mean": self.mean, "std": self.std, "users": users}
         return of_arrays(place.stem, x, y, self.task, vocabulary=self.vocabulary or (), **given)
+
+    def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
+        """The features alone; an array of another name will do where it is the only one."""
+        place, headers = self._headers(data_dir)
+        known = ([key for key in keys[::2] if key in headers] for keys in KEYS)
+        keys = next((keys for keys in known if keys), [*headers] if len(headers) == 1 else [])
+        if not keys:
+            raise DataError(f"{place}: needs an array x (or x_train, x_test), got {sorted(headers)}")
+        x = self._room_of_x(place, headers, keys)
+        self._read(place, headers, [(keys, x)])
+        return x, None
+
+    def _headers(self, data_dir: str | Path | None) -> tuple[Path, dict[str, _Header]]:
+        place = locate("NPZ", self.path, data_dir, (), lambda p: p.is_file())
+        return place, {_key(entry): _header(entry) for entry in entries(place, _is_array)}
+
+    def _read(self, place: Path, headers: dict[str, _Header], rooms: list[tuple[list[str], NDArray[Any]]]) -> None:
+        """Read arrays into their rooms, one after the other; the first room is that of the features."""
+        parts: dict[str, tuple[NDArray[Any], bool]] = {}
+        for k, (keys, room) in enumerate(rooms):
+            at = 0
+            for key in keys:
+                length = headers[key].shape[0]
+                parts[key] = (room[at : at + length], self.channels_last and k == 0)
+                at += length
+        for entry in entries(place, lambda name: _is_array(name) and name[:-4] in parts):
+            out, turn = parts[_key(entry)]
+            _into(entry, _header(entry), out, turn=turn)
 
     def _room_of_x(self, place: Path, headers: dict[str, _Header], keys: list[str]) -> NDArray[Any]:
         """Room for the features, as models take them: bytes or float32, channels first."""

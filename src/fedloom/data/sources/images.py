@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fedloom.data.dataset import Dataset
-from fedloom.data.sources._base import FileSource, locate, scale
+from fedloom.data.sources._base import FileSource, SampleSource, locate, scale
 from fedloom.data.sources.archive import Entry, Rows, check_size, entries
 from fedloom.errors import DataError
 
@@ -123,7 +123,7 @@ def _read(
     )
 
 
-class ImageFolder(FileSource):
+class ImageFolder(SampleSource):
     """A folder, zip or tar with one folder of images per class; `test` or `val` above them is kept apart."""
 
     rgb: bool | None = Field(default=None, description="three channels or one; None: as the first image")
@@ -138,6 +138,16 @@ class ImageFolder(FileSource):
         place = locate("image folder", self.path, data_dir, (), lambda p: True)
         pictures = _Pictures(self.rgb, self.side)
         return _read(place.name, place, _parent, _below_test, pictures, self.mean, self.std)
+
+    def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], list[str]]:
+        """All images, in whatever folders."""
+        place = locate("image folder", self.path, data_dir, (), lambda p: True)
+        pictures = _Pictures(self.rgb, self.side)
+        names = []
+        for entry in entries(place, is_image):
+            pictures.add(entry)
+            names.append(entry.name)
+        return pictures.done().numpy(), names
 
 
 def _parent(path: PurePosixPath) -> str | None:
