@@ -8,13 +8,22 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parents[1]
-NUMBERS, PAPERS = "<!-- numbers -->", "<!-- papers -->"
+NUMBERS, PAPERS, MAP = "<!-- numbers -->", "<!-- papers -->", "<!-- map -->"
 
 
 def page() -> str:
     """The text of site/choosing.md with the numbers in their place."""
     text = (DOCS / "site" / "choosing.md").read_text()
-    return text.replace(NUMBERS, "\n".join(_setups())).replace(PAPERS, "\n".join(_papers()))
+    made = {NUMBERS: _setups(), PAPERS: _papers(), MAP: _map()}
+    for place, lines in made.items():
+        text = text.replace(place, "\n".join(lines))
+    return text
+
+
+def _map() -> list[str]:
+    """What the generated page says of the setups that were run."""
+    said = [line for line in (DOCS / "map.md").read_text().splitlines() if line.startswith("**[")]
+    return [f"- {line}" for line in said if ". Not run:" not in line and "). Not run" not in line] or ["Nothing."]
 
 
 def _papers() -> list[str]:

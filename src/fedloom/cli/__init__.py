@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fedloom.cli import bench, deploy, facts, init, models, reproduce, runs, tune, watch
+from fedloom.cli import bench, deploy, facts, init, map, models, reproduce, runs, tune, watch
 from fedloom.cli._app import app
 
-__all__ = ["app", "bench", "deploy", "facts", "init", "main", "models", "reproduce", "runs", "tune", "watch"]
+__all__ = ["app", "bench", "deploy", "facts", "init", "main", "map", "models", "reproduce", "runs", "tune", "watch"]
 
 
 def main() -> None:

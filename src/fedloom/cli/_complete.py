@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,8 @@ sources = _offer(lambda: _keys("data/sources/__init__.py", "SOURCES"))
 """Names for ``fedloom data``."""
 recipes = _offer(lambda: sorted(file.stem for file in (PACKAGE / "reproduce" / "recipes").glob("*.toml")))
 """Names for ``fedloom reproduce``."""
+setups = _offer(lambda: tomllib.loads((PACKAGE / "map" / "setups.toml").read_text(encoding="utf-8"))["setup"])
+"""Names for ``fedloom map``."""
 methods, seeds = _of_runs("method"), _of_runs("seed")
 """Labels and seeds of a run directory."""
 clients = _offer(lambda: _summary().get("partition", {}).get("clients", ()))

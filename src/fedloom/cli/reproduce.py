@@ -77,7 +77,7 @@ def reproduce(
         if list_:
             _list(recipes(), how_much, results, data_dir)
             return
-        time = Budget(None if budget is None else _seconds(budget))
+        time = Budget(None if budget is None else seconds(budget))
         chosen = [recipe(name)] if name is not None else list(recipes().values())
         given = _seeds(seeds)
         for one in chosen:
@@ -189,7 +189,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
+    """Of a time such as 90s, 150m or 2h.
+
+    Raises:
+        ConfigError: it is none.
+    """
     unit = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:])
     try:
         if unit is not None and float(text[:-1]) > 0:

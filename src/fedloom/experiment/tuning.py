@@ -52,10 +52,10 @@ class Tune(Value):
     metric: str | None = Field(
         None, description="validation metric, mean over clients; AUROC, accuracy or R2 if not given, by the task"
     )
-    model: Literal["auto", "global", "personal", "hybrid", "mean"] = Field(
+    model: Literal["auto", "global", "personal", "hybrid", "mean", "used"] = Field(
         "auto",
         description="the model that is scored; auto is the personal one where the method has it, mean scores both the "
-        "global and the personal one where the method has both",
+        "global and the personal one where the method has both, used the hybrid of both there",
     )
     prune: bool = Field(
         True, description="stop a trial that is below the median of the complete ones at the same point"

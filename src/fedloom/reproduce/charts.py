@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import vl_convert
 
@@ -60,6 +61,13 @@ def chart(cells: Sequence[Cell]) -> str:
         "spec": {"width": WIDTH, "height": {"step": STEP}, "layer": layers},
         "resolve": {"scale": {"x": "independent", "y": "independent"}},
         "spacing": 8,
+    }  # fmt: skip
+    return drawn(spec)
+
+
+def drawn(spec: dict[str, Any]) -> str:
+    """A chart of Vega-Lite as an SVG without a ground of its own, for pages of both looks."""
+    look = {
         "background": "transparent",
         "config": {
             "font": "sans-serif",
@@ -67,8 +75,9 @@ def chart(cells: Sequence[Cell]) -> str:
             "view": {"stroke": None},
             "title": {"color": INK},
             "header": {"labelColor": INK},
+            "legend": {"labelColor": INK, "titleColor": INK, "titleFontWeight": "normal", "titleLimit": 400},
             "axis": {"labelColor": INK, "domainColor": INK, "tickColor": INK, "gridColor": INK, "gridOpacity": 0.25,
-                     "labelLimit": 260},
+                     "labelLimit": 260, "titleColor": INK, "titleFontWeight": "normal"},
         },
     }  # fmt: skip
-    return SPARE.sub("", str(vl_convert.vegalite_to_svg(spec))) + "\n"
+    return SPARE.sub("", str(vl_convert.vegalite_to_svg({**spec, **look}))) + "\n"

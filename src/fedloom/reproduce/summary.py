@@ -95,7 +95,7 @@ def summarise(
     return Summary(
         recipe.name, scale, recipe.protocol(scale), recipe.says(scale), command, datetime.date.today().isoformat(),
         machine(), versions, not missing, list(some["seeds"]), some["rounds"],
-        round(sum(_spent(out).values()) / 60, 2), chosen, failures, numbers, commit(), dict(samples),
+        round(sum(spent(out).values()) / 60, 2), chosen, failures, numbers, commit(), dict(samples),
     )  # fmt: skip
 
 
@@ -182,14 +182,14 @@ def counted(out: Path, variant: str) -> Iterator[Callable[[], None]]:
 
     Gives a function to be called now and then, which brings the file up to date, so that little is lost to a kill.
     """
-    start, before = _processor(), _spent(out).get(variant, 0.0)
+    start, before = _processor(), spent(out).get(variant, 0.0)
     written = start
 
     def write() -> None:
         nonlocal written
         written = _processor()
         if out.is_dir():
-            known = _spent(out) | {variant: before + written - start}
+            known = spent(out) | {variant: before + written - start}
             write_atomic(out / SPENT, json.dumps(known, indent=1).encode())
 
     try:
@@ -203,7 +203,7 @@ def _processor() -> float:
     return sum(os.times()[:4])
 
 
-def _spent(out: Path) -> dict[str, float]:
-    """Seconds of the processor by variant."""
+def spent(out: Path) -> dict[str, float]:
+    """Seconds of the processor by variant, as `counted` added them up."""
     file = out / SPENT
     return dict(json.loads(file.read_text())) if file.exists() else {}

@@ -207,8 +207,9 @@ def judged_models(
     job, server = make_job(setting, fed)
     there = ["global"] if job.algorithm.global_model(server) is not None else []
     there += ["personal"] if job.has_personal else []
-    models = {"mean": tuple(there), "auto": tuple(there[-1:])}.get(wanted, (wanted,))
+    choices = {"mean": tuple(there), "auto": tuple(there[-1:])}
     there += ["hybrid"] if len(there) == 2 else []
+    models = (choices | {"used": tuple(there[-1:])}).get(wanted, (wanted,))
     if not models or not set(models) <= set(there):
         raise ConfigError(f"[tune] model is {wanted!r}, but {label} has: {', '.join(there)}; use model = 'auto'")
     names = _defined(job)

@@ -1,0 +1,93 @@
+"""``fedloom map``: every method in every kind of federation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedloom.cli import _complete as offer
+from fedloom.cli._app import DataDir, app, errors
+from fedloom.cli.reproduce import seconds
+
+
+@app.command(name="map")
+def map_command(
+    method: Annotated[
+        list[str] | None,
+        typer.Option(help="a method, or my_package:MyMethod; may be repeated", autocompletion=offer.algorithms),
+    ] = None,
+    space: Annotated[Path | None, typer.Option(help="search space of that method's own settings (TOML)")] = None,
+    setup: Annotated[
+        list[str] | None, typer.Option(help="only this setup; may be repeated", autocompletion=offer.setups)
+    ] = None,
+    budget: Annotated[str | None, typer.Option(help="stop in time and resume later, e.g. 60m or 2h")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="all setups: what is recorded, estimated time here")] = False,
+    page: Annotated[
+        Path | None, typer.Option(help="write the page of the map to this file, those of the setups beside it")
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="look again at recorded cells, with other seeds and what was chosen")
+    ] = False,
+    stale: Annotated[bool, typer.Option("--stale", help="run stale cells anew, too")] = False,
+    scale: Annotated[
+        str, typer.Option(help="full, or smoke: two setups, one seed", autocompletion=offer.one_of("smoke", "full"))
+    ] = "full",
+    out: Annotated[Path, typer.Option(help="folder of the run directories")] = Path("runs/map"),
+    results: Annotated[Path, typer.Option(help="folder of the records; those of several machines merge by copying")] = (
+        Path("results/map")
+    ),
+    data_dir: DataDir = None,
+) -> None:
+    """Measure every method in every kind of federation; run again to resume, in any order, on as many machines.
+
+    Every method has equally many trials, chosen on validation, then fresh seeds. A method of your own gets its row
+    beside the recorded ones.
+
+    Example: fedloom map --method my_package:MyMethod --space space.toml
+    """
+    if list_ and page is not None:
+        raise typer.BadParameter("give one of --list, --page")
+    if space is not None and len(method or ()) != 1:
+        raise typer.BadParameter("--space needs one --method")
+    with errors():
+        from fedloom.map.judge import judge
+        from fedloom.map.measure import due, estimates, measure_all
+        from fedloom.map.page import FOLDER, pages, standing_table
+        from fedloom.map.records import read
+        from fedloom.map.setups import Cell, Scale, setups, space_from
+        from fedloom.progress import counted, print_rows
+        from fedloom.reproduce import Budget
+        from fedloom.storage.files import make_folder, write_atomic
+        from fedloom.values import choose
+
+        scales: dict[str, Scale] = {"smoke": "smoke", "full": "full"}
+        every, recorded = setups(choose("scale", scales, scale)), results / scale
+        wanted = [choose("setup", every, name) for name in setup or every]
+        methods, known = method or [], read(recorded)
+        if page is not None:
+            beside = page.resolve().parent / FOLDER
+            make_folder(beside)
+            for file, content in pages(every, known):
+                write_atomic(beside / file if file else page, content)
+            typer.echo(f"page: {page}")
+            return
+        own = space_from(space, methods[0]) if space is not None else {}
+        for name in methods:
+            _ = Cell(wanted[0], name, own).protocol  # what cannot be is refused before work
+        todo = due(wanted, known, methods, own, again=again, old=stale)
+        print_rows(estimates(wanted, todo, known, data_dir))
+        if list_:
+            return
+        time = Budget(None if budget is None else seconds(budget))
+        ended = measure_all(
+            todo, known, recorded, out / scale, data_dir, time, counted, lambda line: typer.echo(line, err=True),
+            again=again,
+        )  # fmt: skip
+        if methods:
+            now = read(recorded)
+            print_rows(standing_table([judge(one, now) for one in wanted], methods))
+        if not ended:
+            typer.echo("stopped: the same command goes on from here", err=True)
+            raise typer.Exit(130)

@@ -1,0 +1,233 @@
+"""What the records say: figures per seed, gains over the better of local and FedAvg, and who cannot be told apart.
+
+Within a setup everything is paired over seeds: differences have the 95 % t interval over seeds, and are clear by the
+paired t test with Holm's correction over the methods that are compared at once; with fewer than five common seeds
+nothing is clear. Over setups methods are compared by Friedman's test of the ranks of their means with Nemenyi's test of
+every pair (scikit-posthocs), over the setups and methods in which nothing is missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.algorithms import REGISTRY
+from fedloom.map.records import DONE, Record, Series
+from fedloom.map.setups import MARKS, Scale, Setup, setups
+from fedloom.metrics import variance, worst
+from fedloom.report.compare import LEVEL, NEAR, holm, paired_p
+from fedloom.report.numbers import ENOUGH, Estimate
+
+T = TypeVar("T")
+
+LEAST = 3
+"""Setups, and methods, without which nothing is said of all setups together."""
+Table = NDArray[np.float64]
+Groups = list[tuple[int, int]]
+"""First and last place of every group of neighbours that cannot be told apart."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A method in a setup.
+
+    Attributes:
+        figures: by seed: ``mean``, ``worst10`` and ``variance`` of the metric over clients after the last round;
+            ``gain_local`` and ``gain_fedavg``, the mean over clients of the difference to that method's model, and
+            ``gainers_local`` and ``gainers_fedavg``, the share of clients for which it is above 0;
+            ``mean_at_fedavg_work``, the mean at the last evaluated round with no more gradients than FedAvg took in all;
+            ``gradients`` of samples and ``bytes`` of the whole run; ``rounds_to_95``, the first evaluated round with 95 %
+            of the setup's best mean, nan where it is not reached.
+        gain: of ``mean`` over the better of local and FedAvg.
+        clear: whether the gain is.
+        confirmed: whether the same holds with the seeds of the second look; None without one.
+    """
+
+    method: str
+    record: Record
+    figures: dict[str, Estimate]
+    gain: Estimate
+    clear: bool
+    confirmed: bool | None
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A setup with what was recorded of it.
+
+    Attributes:
+        reference: the better of local and FedAvg by its mean over seeds; empty where both are not there.
+        standings: of the methods that are done, the best mean first.
+        records: of every method.
+    """
+
+    setup: Setup
+    reference: str
+    standings: tuple[Standing, ...]
+    records: dict[str, Record]
+
+    def of(self, method: str) -> Standing | None:
+        """The standing of a method; None where it has no result."""
+        return next((s for s in self.standings if s.method == method), None)
+
+    @cached_property
+    def groups(self) -> Groups:
+        """Every method's group goes on up to the first of those below it that it clearly leads."""
+        leads = [s.figures["mean"] for s in self.standings]
+        apart = [_clear({k: _paired(a, b) for k, b in enumerate(leads) if k > i}) for i, a in enumerate(leads)]
+        return groups(len(leads), lambda i, k: apart[i][k])
+
+
+def judge(setup: Setup, records: Mapping[tuple[str, str], Record]) -> Judged:
+    """A setup with the records of it."""
+    own = {method: record for (name, method), record in records.items() if name == setup.name}
+    done = {method: record for method, record in own.items() if record.status == DONE}
+    means = {method: _last(record.seeds) for method, record in done.items()}
+    order = sorted(done, key=lambda method: -means[method].mean)
+    reference = next((m for m in order if m in MARKS[:2]), "") if {*MARKS[:2]} <= done.keys() else ""
+    gains = {m: _paired(means[m], means[reference]) if reference else Estimate({}) for m in order}
+    clear = _clear({m: gain for m, gain in gains.items() if m != reference}) | {reference: False}
+    again = {m: _last(record.again) for m, record in done.items()}
+    seen = {m: _paired(again[m], again[reference]) for m in order if reference and again[m].by_seed}
+    seen_clear = _clear({m: gain for m, gain in seen.items() if m != reference and gain.by_seed})
+    confirmed = {m: is_clear and seen[m].mean * gains[m].mean > 0 for m, is_clear in seen_clear.items()}
+    best = means[order[0]].mean if order else math.nan
+    standings = tuple(
+        Standing(m, own[m], _figures(own[m], done, best), gains[m], clear[m], confirmed.get(m)) for m in order
+    )
+    return Judged(setup, reference, standings, own)
+
+
+def _last(seeds: Mapping[str, Series]) -> Estimate:
+    return Estimate({int(seed): float(np.nanmean(_array(one.clients))) for seed, one in seeds.items()})
+
+
+def _array(values: object) -> Table:
+    return np.array(values, np.float64)
+
+
+def _paired(one: Estimate, other: Estimate) -> Estimate:
+    """Differences by common seed."""
+    return Estimate({seed: value - other.finite[seed] for seed, value in one.finite.items() if seed in other.finite})
+
+
+def _clear(leads: Mapping[T, Estimate]) -> dict[T, bool]:
+    """Which differences are clear, by Holm over all of them."""
+    values = {k: list(lead.finite.values()) for k, lead in leads.items()}
+    found = holm({i: paired_p(v) if len(v) >= ENOUGH else 1.0 for i, v in enumerate(values.values())})
+    return dict(zip(values, found.values(), strict=True))
+
+
+def _figures(record: Record, done: Mapping[str, Record], best: float) -> dict[str, Estimate]:
+    found: dict[str, dict[int, float]] = {}
+    for seed, one in record.seeds.items():
+        clients, mean = _array(one.clients), _array(one.mean)
+        row = {
+            "mean": float(np.nanmean(clients)),
+            "worst10": worst(clients, low=True),
+            "variance": variance(clients),
+            "gradients": one.gradients[-1],
+            "bytes": one.bytes[-1],
+        }
+        near = np.flatnonzero(mean >= NEAR * best)
+        row["rounds_to_95"] = one.rounds[near[0]] if len(near) else math.nan
+        for mark in MARKS[:2]:
+            theirs = done[mark].seeds.get(seed) if mark in done else None
+            if theirs is None:
+                continue
+            if mark == "fedavg":
+                row["mean_at_fedavg_work"] = float(mean[_array(one.gradients) <= theirs.gradients[-1]][-1])
+            difference = clients - _array(theirs.clients)
+            difference = difference[np.isfinite(difference)]
+            row |= {f"gain_{mark}": float(difference.mean()), f"gainers_{mark}": float((difference > 0).mean())}
+        for name, value in row.items():
+            found.setdefault(name, {})[int(seed)] = value
+    return {name: Estimate(by_seed) for name, by_seed in found.items()}
+
+
+def groups(count: int, apart: Callable[[int, int], bool]) -> Groups:
+    """The longest runs of places in which the first is apart from none; a run within another is left out.
+
+    >>> groups(4, lambda i, k: k - i > 1), groups(3, lambda i, k: True)
+    ([(0, 1), (1, 2), (2, 3)], [(0, 0), (1, 1), (2, 2)])
+    """
+    found: Groups = []
+    for i in range(count):
+        end = next((k for k in range(i + 1, count) if apart(i, k)), count) - 1
+        if not found or end > found[-1][1]:
+            found.append((i, end))
+    return found
+
+
+class Overall(NamedTuple):
+    """All setups together.
+
+    Attributes:
+        methods: by their mean rank, the best first.
+        ranks: mean ranks over the setups; 1 is the best.
+        setups: in which all of the methods are done.
+        p: of Friedman's test that all methods are alike.
+        groups: of methods that Nemenyi's test does not tell apart.
+    """
+
+    methods: tuple[str, ...]
+    ranks: tuple[float, ...]
+    setups: tuple[str, ...]
+    p: float
+    groups: Groups
+
+
+def overall(judged: list[Judged]) -> Overall | None:
+    """Friedman's and Nemenyi's tests over the largest block of setups and methods without a gap; None if it is small.
+
+    Raises:
+        ModuleNotFoundError: scikit-posthocs is not installed.
+    """
+    from scipy.stats import friedmanchisquare
+
+    setups, methods, table, ranks = ranked(judged)
+    if not methods:
+        return None
+    from scikit_posthocs import posthoc_nemenyi_friedman
+
+    p = posthoc_nemenyi_friedman(table).to_numpy()
+    pair = friedmanchisquare(*table.T).pvalue
+    return Overall(methods, ranks, setups, float(pair), groups(len(methods), lambda i, k: bool(p[i, k] < LEVEL)))
+
+
+def ranked(judged: list[Judged]) -> tuple[tuple[str, ...], tuple[str, ...], Table, tuple[float, ...]]:
+    """Setups and methods of the largest block without a gap, the means in it, and the mean ranks, the best first.
+
+    There is nothing in it where it has fewer than `LEAST` setups or methods.
+    """
+    from scipy.stats import rankdata
+
+    known = {j.setup.name: {s.method: s.figures["mean"].mean for s in j.standings} for j in judged if not j.setup.best}
+    order = sorted(known, key=lambda name: -len(known[name]))
+    blocks = [(order[:k], set.intersection(*(set(known[n]) for n in order[:k]))) for k in range(LEAST, len(order) + 1)]
+    setups, methods = max(blocks, key=lambda block: len(block[0]) * len(block[1]), default=([], set[str]()))
+    names = sorted(methods) if len(methods) >= LEAST else []
+    table = np.array([[known[setup][method] for method in names] for setup in setups]).reshape(len(setups), len(names))
+    ranks = rankdata(-table, axis=1).mean(0) if names else np.zeros(0)
+    places = np.argsort(ranks, kind="stable")
+    return tuple(setups), tuple(names[k] for k in places), table[:, places], tuple(ranks[places].tolist())
+
+
+def best(records: Mapping[tuple[str, str], Record], setup: Setup, scale: Scale = "full") -> list[str]:
+    """The methods of the registry that are best over the setups of all methods, once nothing of these is missing.
+
+    Args:
+        records: what was recorded.
+        setup: says how many; marks are none of them.
+        scale: of the setups.
+    """
+    judged = [judge(one, records) for one in setups(scale).values() if not one.best]
+    if any(REGISTRY.keys() - j.records.keys() for j in judged):
+        return []
+    return [method for method in ranked(judged)[1] if method in REGISTRY and method not in MARKS][: setup.best]

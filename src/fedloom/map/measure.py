@@ -1,0 +1,211 @@
+"""Measuring cells: trials, then fresh seeds; what is missing only, in any order, until the time is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from fedloom.algorithms import REGISTRY
+from fedloom.data.federation import Federation
+from fedloom.errors import ConfigError, DataError, FedloomError, RunDirError, RunStopped, Stop
+from fedloom.experiment import Plan, parse
+from fedloom.experiment.events import Listener
+from fedloom.map.judge import best
+from fedloom.map.records import DONE, FAILED, NOT_APPLICABLE, Record, made, series_of, stale, write
+from fedloom.map.setups import MARKS, Cell, Setup
+from fedloom.processes.distributed import check_alone
+from fedloom.report.reading import read_runs
+from fedloom.reproduce import summary as summaries
+from fedloom.reproduce.estimate import per_round
+from fedloom.reproduce.execute import Budget, Show
+from fedloom.reproduce.recipe import Nominal
+from fedloom.storage.files import lock
+
+EMPTY: Mapping[str, Any] = MappingProxyType({})
+
+
+def due(
+    setups: Iterable[Setup], known: Mapping[tuple[str, str], Record], methods: Sequence[str] = (),
+    space: Mapping[str, Any] = EMPTY, *, again: bool = False, old: bool = False,
+) -> list[Cell]:  # fmt: skip
+    """The cells to run, setup by setup, those that others are compared with first.
+
+    Args:
+        setups: in which.
+        known: the records that there are.
+        methods: asked for; of them stale cells are due too. Every method of the registry when empty.
+        space: of the methods that are asked for.
+        again: for a second look at what is recorded, instead of what is missing.
+        old: stale cells too.
+    """
+    found = []
+    for setup in setups:
+        wanted = methods or (best(known, setup) if setup.best else REGISTRY)
+        marks = (MARKS[:2] if methods else MARKS) if wanted else ()
+        for name in dict.fromkeys([*marks, *wanted]):
+            cell, record = Cell(setup, name, dict(space) if name in methods else {}), known.get((setup.name, name))
+            if again:
+                wants = record is not None and record.status == DONE and not record.again and not stale(cell, record)
+            else:
+                wants = record is None or ((old or name in methods) and bool(stale(cell, record)))
+            found += [cell] if wants else []
+    return found
+
+
+def measure_all(
+    todo: Iterable[Cell], known: Mapping[tuple[str, str], Record], results: Path, out: Path, data_dir: Path | None,
+    budget: Budget, show: Show, say: Callable[[str], object], *, again: bool = False,
+) -> bool:  # fmt: skip
+    """Run cells and write their records; whether all came to an end. What another process is at is left to it.
+
+    Args:
+        todo: what to run.
+        known: the records that there were.
+        results: folder of the records.
+        out: folder of the run directories; a cell has one of its own in it.
+        data_dir: folder of data sets; a setup without its data is left out.
+        budget: time that may be spent.
+        show: shows progress.
+        say: told of every cell.
+        again: a second look at each.
+
+    Raises:
+        ConfigError: torchrun has started several ranks.
+    """
+    check_alone("the map")
+    missing = set[str]()
+    for cell in todo:
+        if budget.left <= 0:
+            return False
+        before, path = known.get((cell.setup.name, cell.method)), results / f"{cell.file}.json"
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(lock(out / cell.file))
+            except RunDirError as busy:
+                say(f"{cell.where}: left out: {busy}")
+                continue
+            if cell.setup.name in missing or (before is None and path.exists()):
+                continue
+            try:
+                work = _Work(cell, out / cell.file, data_dir, budget, show)
+                record = work.look_again(before) if again and before else work.measure()
+            except DataError as error:
+                say(f"{cell.setup.name}: data missing: {error}")
+                missing.add(cell.setup.name)
+                continue
+        if record is None:
+            return False
+        write(record, path)
+        say(f"{cell.where}: {record.status}{record.reason and f': {record.reason}'}")
+    return True
+
+
+class _Work(NamedTuple):
+    """A cell with its folder, and what its runs are given."""
+
+    cell: Cell
+    folder: Path
+    data_dir: Path | None
+    budget: Budget
+    show: Show
+
+    def measure(self) -> Record | None:
+        """The record of the cell, after running what is missing; None where that was interrupted."""
+        from fedloom.tune import Tuning
+
+        cell = self.cell
+        trials_at = self.folder / f"tune-{cell.protocol.partition('-')[0]}-{cell.source}"  # more trials may come
+        with summaries.counted(self.folder, "cell") as note:
+            listeners = (self.budget, lambda _event: note())
+            try:
+                tuning = Tuning(cell.search, cell.where, trials_at, self.data_dir)
+                with self.show(tuning.rounds) as tell:
+                    (found,) = tuning.run(lambda *_: None, tell, *listeners, tuned=False)
+                chosen = dict(found.best.params) if found.best else {}
+                fields = self._run(cell.setup.seeds, chosen, listeners) if found.best else {}
+            except ConfigError as refused:
+                return made(cell, NOT_APPLICABLE, str(refused).removeprefix(f"{cell.where}: "), 0.0)
+            except RunStopped as stopped:
+                if stopped.reason is not Stop.INTERRUPTED:
+                    raise
+                return None
+        if fields is None:
+            return None
+        reason = fields.pop("reason", f"no trial completed: {found.trials[-1].reason}")
+        fields["trials"] = [(dict(trial.params), trial.value) for trial in found.trials]
+        return made(cell, FAILED if reason else DONE, reason, self._minutes("cell"), chosen=chosen, **fields)
+
+    def look_again(self, record: Record) -> Record | None:
+        """The record with the seeds of the second look, and what was chosen then; None where it was interrupted."""
+        with summaries.counted(self.folder, "again") as note:
+            fields = self._run(self.cell.setup.again, record.chosen, (self.budget, lambda _event: note()))
+        if fields is None:
+            return None
+        return replace(record, again=fields["seeds"], minutes=round(record.minutes + self._minutes("again"), 3))
+
+    def _minutes(self, what: str) -> float:
+        return summaries.spent(self.folder)[what] / 60
+
+    def _run(
+        self, seeds: Sequence[int], chosen: Mapping[str, Any], listeners: tuple[Listener, ...]
+    ) -> dict[str, Any] | None:
+        """The fields of a record that come from its runs; None where they were interrupted."""
+        from fedloom.tune.search import with_params
+
+        cell = self.cell
+        document = with_params({**cell.document, "seeds": list(seeds)}, 0, chosen)
+        digest = sha256(repr((document, cell.protocol, cell.source)).encode()).hexdigest()[:16]
+        place = self.folder / f"run-{digest}"
+        plan = Plan(parse(document, cell.where), place, self.data_dir)
+        with self.show(plan.rounds) as tell:
+            outcomes = plan.run(tell, *listeners, page=False)
+        if any(outcome.status == "interrupted" for outcome in outcomes):
+            return None
+        fields = series_of(read_runs([place])[0], cell.method, seeds)
+        lost = [outcome for outcome in outcomes if str(outcome.seed) not in fields["seeds"]]
+        said = f"{len(lost)} of {len(outcomes)} seeds without a result: {lost[0].reason}" if lost else ""
+        return {**fields, "reason": said}
+
+
+def estimates(
+    setups: Iterable[Setup], todo: Sequence[Cell], known: Mapping[tuple[str, str], Record], data_dir: Path | None
+) -> list[dict[str, Any]]:
+    """A row per setup: what is recorded and due, and estimated core-minutes, corrected by those that were measured."""
+    rows = []
+    for setup in setups:
+        records = [record for (name, _), record in known.items() if name == setup.name]
+        own = [cell for cell in todo if cell.setup is setup]
+        spent, runs = sum(r.minutes for r in records), setup.trials * len(setup.tuning) + len(setup.seeds)
+        row = {"setup": setup.name, "clients": setup.title, "recorded": len(records), "due": len(own),
+               "trials": setup.trials, "minutes so far": round(spent, 1), "share": setup.share}  # fmt: skip
+        rows.append(row)
+        try:
+            plan = parse({**setup.document, "method": [{"algorithm": "fedavg"}]}, setup.name)
+            fed = plan.partition(plan.source.read(data_dir), setup.seeds[0])
+        except DataError:
+            rows[-1] = {**row, "note": "data missing"}
+            continue
+        guessed = sum(_minutes(Cell(setup, r.method, r.space), fed) for r in records if r.status == DONE) * runs
+        factor = sum(r.minutes for r in records if r.status == DONE) / guessed if guessed else 1.0
+        each = factor * sum(_minutes(cell, fed) for cell in own)
+        row["estimate"] = round(each * runs, 1)
+        fit = int(((setup.share - spent) / each - len(setup.seeds)) / len(setup.tuning)) if each else setup.trials
+        if fit < setup.trials:
+            row["note"] = f"beyond its share; {max(0, fit)} trials would fit"
+    return rows
+
+
+def _minutes(cell: Cell, fed: Federation) -> float:
+    """Estimated core-minutes of one run of a cell, of a trial or of a fresh seed; 0 of what is not applicable."""
+    try:
+        plan = cell.parsed()
+    except FedloomError:
+        return 0.0
+    data = Nominal(0, 0, tuple(fed.data.x.shape[1:]), max(2, len(fed.data.classes)))
+    samples = float(fed.sizes("train").sum()) / fed.n
+    return plan.common.rounds * per_round(plan, plan.methods[0], data, fed.n, samples) / 60

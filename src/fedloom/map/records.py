@@ -1,0 +1,164 @@
+"""Records: what came of a cell, one small file each, so that results of several machines merge by copying."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedloom.errors import FedloomError, RunDirError
+from fedloom.map.setups import Cell
+from fedloom.metrics import leading
+from fedloom.report.compare import cumulative
+from fedloom.report.numbers import MODELS, curve, test_metrics
+from fedloom.report.reading import Key, Run
+from fedloom.reproduce.summary import commit, machine
+from fedloom.storage.files import make_folder, write_atomic
+
+DONE, FAILED, NOT_APPLICABLE = "done", "failed", "not applicable"
+DIGITS = 6
+"""Significant digits that are kept."""
+Values = list[float | None]
+
+
+class Series(NamedTuple):
+    """What a run of one seed gave, all of the model that a client would use.
+
+    Attributes:
+        clients: the metric of every client's test part after the last round ``[n]``; None where nothing is known, as of
+            attackers.
+        rounds: evaluated rounds ``[k]``.
+        mean: over clients, at those rounds.
+        gradients: samples whose gradient was taken until then.
+        bytes: sent until then, both ways.
+    """
+
+    clients: Values
+    rounds: list[int]
+    mean: Values
+    gradients: list[float]
+    bytes: list[float]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What came of a cell.
+
+    Attributes:
+        protocol: `Cell.protocol` of what was run.
+        source: `Cell.source` of the code that ran.
+        space: search space of the method's own settings, where it was given.
+        status: done, failed (diverged with some seed) or not applicable.
+        reason: why it is not done.
+        metric: of the figures; higher is better.
+        model: that a client would use: hybrid where there are a global and a personal one, else the one there is.
+        chosen: settings of the best trial.
+        trials: settings and validation metric of every trial; None where it did not complete.
+        seeds: `Series` by seed.
+        again: the same for the seeds of the second look.
+        minutes: time of the processor, trials and evaluation included, in core-minutes.
+        commit: of fedloom, with "-dirty" where it was changed; empty where it is not known.
+    """
+
+    setup: str
+    method: str
+    protocol: str
+    source: str
+    space: dict[str, Any]
+    status: str
+    reason: str
+    minutes: float
+    date: str
+    commit: str
+    machine: str
+    versions: dict[str, str] = field(default_factory=dict[str, str])
+    metric: str = ""
+    model: str = ""
+    chosen: dict[str, Any] = field(default_factory=dict[str, Any])
+    trials: list[tuple[dict[str, Any], float | None]] = field(default_factory=list[Any])
+    seeds: dict[str, Series] = field(default_factory=dict[str, Series])
+    again: dict[str, Series] = field(default_factory=dict[str, Series])
+
+
+def made(cell: Cell, status: str, reason: str, minutes: float, **more: Any) -> Record:
+    """The record of a cell, as of here and now."""
+    today = datetime.date.today().isoformat()
+    return Record(
+        cell.setup.name, cell.method, cell.protocol, cell.source, cell.space, status, reason, round(minutes, 3), today,
+        commit(), machine(), **more,
+    )  # fmt: skip
+
+
+def write(record: Record, path: Path) -> None:
+    """A file with a line per field."""
+    make_folder(path.parent)
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in record.__dict__.items()]
+    write_atomic(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+
+
+def read(results: Path) -> dict[tuple[str, str], Record]:
+    """Every record of a folder by setup and method.
+
+    Raises:
+        RunDirError: a file is not a record.
+    """
+    found = {}
+    for path in sorted(results.glob("*/*.json")):
+        try:
+            fields = json.loads(path.read_text())
+            for looks in ("seeds", "again"):
+                fields[looks] = {seed: Series(*values) for seed, values in fields[looks].items()}
+            record = Record(**fields)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise RunDirError(f"{path} is not a record of the map: {error}; delete it and run its cell again") from None
+        found[record.setup, record.method] = record
+    return found
+
+
+def stale(cell: Cell, record: Record) -> str:
+    """Why a record is not of what is here: another protocol, or another code of the method; empty if it is."""
+    try:
+        if record.protocol != cell.protocol:
+            return "of another protocol"
+        return "" if record.source == cell.source else "of another commit of the method"
+    except FedloomError:  # the protocol of what is not applicable cannot be resolved, nor code that is not here
+        return ""
+
+
+def series_of(run: Run, method: str, seeds: Sequence[int]) -> dict[str, Any]:
+    """The fields of a record that come from a run directory: metric, model, and the series of the seeds.
+
+    A seed without a result is left out.
+    """
+    kinds = {key.model for key in run.series if key.part == "test"}
+    model = next((kind for kind in reversed(MODELS) if kind in kinds), "")
+    metric = leading(test_metrics(run, method, model))
+    lost = {record.seed for record in run.summary.runs if record.lost or record.status == "interrupted"}
+    found = {}
+    for seed in sorted(set(seeds) - lost):
+        key = Key(method, seed, model, "test", metric)
+        means, points = curve(run, key, "mean"), run.benign(key)
+        if points is None or not math.isfinite(means.last):
+            continue
+        clients = np.full(run.clients, math.nan)
+        last = points.round == points.round.max()
+        clients[points.client[last]] = points.value[last]
+        costs = [cumulative(run, method, seed, cost) for cost in ("samples_backward", "bytes")]
+        spent = [[total.value[total.round <= r].max(initial=0.0) for r in means.round] for total in costs]
+        found[str(seed)] = Series(_short(clients), means.round.tolist(), _short(means.value), *map(_exact, spent))
+    versions: Mapping[str, str] = run.options["resolved"]["versions"]
+    return {"metric": metric, "model": model, "seeds": found, "versions": dict(versions)}
+
+
+def _short(values: Any) -> Values:
+    return [float(f"{v:.{DIGITS}g}") if math.isfinite(v) else None for v in values]
+
+
+def _exact(values: Sequence[float]) -> list[float]:
+    return [float(v) for v in values]

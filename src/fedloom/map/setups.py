@@ -1,0 +1,157 @@
+"""Setups and cells: what the map measures, as ``setups.toml`` declares it.
+
+A cell is a method in a setup. Its settings are chosen by `fedloom.tune` on validation, with equally many trials in one
+search space per method at full length, on seeds of their own; then it runs with fresh seeds.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import json
+import sys
+import tomllib
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from fedloom.algorithms import REGISTRY, Algorithm, Preset
+from fedloom.experiment import Experiment, parse
+from fedloom.experiment.tuning import Tune
+from fedloom.reproduce.recipe import merged
+from fedloom.storage.files import file_name
+from fedloom.values import choose, dump, make, read_toml
+
+Scale = Literal["smoke", "full"]
+MARKS = ("local", "fedavg", "centralized")
+"""Methods that all others are compared with, or read beside: nobody works together, one model for all, one place."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A federation with how its clients train.
+
+    Attributes:
+        title: for people, what is special about its clients.
+        says: how it is made.
+        share: core-minutes that all of its cells may take together.
+        best: how many of the methods that are best elsewhere are run in it; 0: all methods.
+        trials: of every method.
+        tuning: their seeds.
+        seeds: of the figures.
+        again: seeds for a second look.
+        document: the experiment, without methods.
+    """
+
+    name: str
+    title: str
+    says: str
+    share: float
+    trials: int
+    tuning: tuple[int, ...]
+    seeds: tuple[int, ...]
+    again: tuple[int, ...]
+    document: dict[str, Any]
+    best: int = 0
+
+
+def setups(scale: Scale) -> dict[str, Setup]:
+    """Every setup of a scale by name, in the order of the file."""
+    declared = tomllib.loads(files("fedloom.map").joinpath("setups.toml").read_text(encoding="utf-8"))
+    change = declared["smoke"] if scale == "smoke" else {}
+    names = change.pop("setups", declared["setup"])
+    found = {}
+    for name in names:
+        own = merged(merged(declared["base"], declared["setup"][name]), {**declared["protocol"], **change})
+        plain: dict[str, Any] = {key: own.pop(key) for key in ("title", "says", "share", "trials")}
+        seeds = {key: tuple(own.pop(key)) for key in ("tuning", "seeds", "again")}
+        found[name] = Setup(name, **plain, **seeds, best=own.pop("best", 0), document=own)
+    return found
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A method in a setup.
+
+    Attributes:
+        method: a name of the registry, or an import path.
+        space: where its own settings are looked for, on top of the default spaces.
+    """
+
+    setup: Setup
+    method: str
+    space: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        """Its name in messages."""
+        return f"{self.method} in {self.setup.name}"
+
+    @property
+    def file(self) -> Path:
+        """Where its record lies in the folder of results, without the suffix."""
+        return Path(self.setup.name, file_name(self.method))
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The experiment of its fresh seeds, before settings are chosen."""
+        method = {"algorithm": self.method, "label": self.method}
+        return {**self.setup.document, "name": self.where, "seeds": list(self.setup.seeds), "method": [method]}
+
+    @property
+    def search(self) -> dict[str, Any]:
+        """The experiment of its search for settings."""
+        own = {"space": {self.method: self.space}} if self.space else {}
+        plain = {"model": "used", "prune": False, "equal_work": False}
+        tune = {"trials": self.setup.trials, "seeds": list(self.setup.tuning), **plain, **own}
+        return {**self.document, "tune": tune}
+
+    def parsed(self) -> Experiment:
+        """The experiment of its search.
+
+        Raises:
+            ConfigError: the method does not exist, or has no such settings.
+        """
+        return parse(self.search, self.where)
+
+    @cached_property
+    def protocol(self) -> str:
+        """Digest of all that decides its figures but the code, and the number of trials."""
+        from fedloom.tune.search import space_of
+
+        plan = self.parsed()
+        space = space_of(plan.methods[0], plan.tune, self.where)
+        resolved = {key: list(d) if isinstance(d, tuple) else dump(d) for key, d in space.items()}
+        search = {**self.search, "tune": {**self.search["tune"], "trials": None}}
+        digest = hashlib.sha256(json.dumps([search, resolved], sort_keys=True).encode()).hexdigest()[:16]
+        return f"{digest}-{self.setup.trials}"
+
+    @cached_property
+    def source(self) -> str:
+        """Digest of the method's code, its docstrings left out; of a preset, of the code of its parts."""
+        entry: Any = choose("algorithm", REGISTRY, self.method, base=Algorithm)
+        parts = entry.parts if isinstance(entry, Preset) else [entry]
+        trees = [ast.parse(inspect.getsource(sys.modules[part.__module__])) for part in parts]
+        for node in (node for tree in trees for node in ast.walk(tree)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+                node.body = node.body[1:]
+        return hashlib.sha256("".join(map(ast.unparse, trees)).encode()).hexdigest()[:16]
+
+
+def space_from(path: Path, method: str) -> dict[str, Any]:
+    """The search space of a file: ``setting = [choices]`` or ``{low, high, log}``, as in ``[tune.space.NAME]``.
+
+    Raises:
+        ConfigError: the file cannot be read, names a setting that the method has not, or has no space for one.
+    """
+    from fedloom.tune.search import check_values, space_of
+
+    space = read_toml(path, "search space")
+    make(Tune, {"space": {method: space}}, str(path), Tune.model_fields)
+    cell = Cell(next(iter(setups("smoke").values())), method, space)
+    plan = cell.parsed()
+    check_values(cell.document, 0, space_of(plan.methods[0], plan.tune, str(path)), str(path))
+    return space

@@ -1,0 +1,420 @@
+"""The map: setups that can be drawn, judging against plain formulas, cells that resume, merge and say why they are empty."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow.csv as pc
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from typer.testing import CliRunner
+
+from fedloom.algorithms import REGISTRY
+from fedloom.cli import app
+from fedloom.errors import DataError
+from fedloom.experiment import parse
+from fedloom.map.judge import Judged, groups, judge, overall
+from fedloom.map.measure import due, estimates
+from fedloom.map.page import pages, sentences, tabled
+from fedloom.map.records import DONE, FAILED, NOT_APPLICABLE, Record, Series, read, write
+from fedloom.map.setups import MARKS, Cell, Setup, setups
+
+FULL, SMOKE = setups("full"), setups("smoke")
+OWN = '''"""Methods of a user."""
+
+from fedloom.algorithms import Algorithm, Delta, Model
+from fedloom.local import Ctx, Nothing, Work, descend
+
+
+class Half(Algorithm):
+    """Half a step."""
+
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
+        return Delta(FACTOR * (descend(down.x, work) - down.x)), rows
+
+    def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
+        return Model(server.x + up.dw)
+
+
+class Refuses(Half):
+    def check(self, *arguments, **more):
+        from fedloom.errors import Refused
+        raise Refused("this method wants no such clients")
+'''
+
+
+# --- what is measured
+
+
+def test_twelve_setups_a_cross_device_one_and_two_for_the_best() -> None:
+    everyone = [setup for setup in FULL.values() if not setup.best]
+    assert len(everyone) == 13
+    assert [setup.name for setup in FULL.values() if setup.best == 10] == ["attack", "absent"]
+    assert sum(setup.share for setup in FULL.values()) <= 12 * 60
+    assert {setup.document["rounds"] for setup in FULL.values()} == {40}
+    for setup in FULL.values():
+        looks = [*setup.tuning, *setup.seeds, *setup.again]
+        assert len(set(looks)) == len(looks) == 2 + 5 + 5
+
+
+@pytest.mark.parametrize("setup", FULL.values(), ids=lambda s: s.name)
+def test_every_method_is_an_experiment_of_every_setup_with_the_same_trials(setup: Setup) -> None:
+    for method in REGISTRY:
+        plan = Cell(setup, method).parsed()
+        tune = plan.tune
+        assert (tune.trials, tune.seeds, tune.prune, tune.equal_work) == (setup.trials, setup.tuning, False, False)
+        assert tune.rounds is None
+        assert plan.methods[0].setting.rounds == setup.document["rounds"]
+
+
+@pytest.mark.parametrize("setup", FULL.values(), ids=lambda s: s.name)
+def test_every_setup_can_be_drawn_with_all_of_its_seeds(setup: Setup) -> None:
+    plan = parse({**setup.document, "method": [{"algorithm": "fedavg"}]})
+    try:
+        data = plan.source.read(None)
+    except DataError as missing:
+        pytest.skip(str(missing))
+    clients = {"hospitals": 4, "cross-device": 500}.get(setup.name, 20)
+    for seed in (*setup.tuning, *setup.seeds, *setup.again):
+        fed = plan.partition(data, seed)
+        assert fed.n == clients
+        for part in ("train", "validation", "test"):
+            assert int(fed.sizes(part).min()) >= 1, (seed, part)
+    if setup.name == "scarce":
+        assert {int(sum(fed.sizes(p)[i] for p in ("train", "validation", "test"))) for i in range(20)} == {50}
+
+
+# --- how it is judged
+
+
+def record(setup: Setup, method: str, means: list[float], **more: object) -> Record:
+    """A record of four clients around a mean per seed."""
+    spread = np.array([-0.02, -0.01, 0.01, 0.02])
+    seeds = {
+        str(seed): Series(
+            (mean + spread).tolist(), [0, 4, 8], [0.1, 0.9 * mean, mean], [0.0, 400.0, 800.0], [0.0, 1.0, 2.0]
+        )
+        for seed, mean in enumerate(means)
+    }
+    made = Record(setup.name, method, "p", "s", {}, DONE, "", 1.0, "2026-01-01", "c", "m",
+                  metric="accuracy", model="global", seeds=seeds)  # fmt: skip
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+def judged(**means: list[float]) -> Judged:
+    setup = FULL["iid"]
+    return judge(setup, {(setup.name, m): record(setup, m, values) for m, values in means.items()})
+
+
+def test_figures_of_a_method_by_their_definitions() -> None:
+    found = judged(local=[0.5] * 5, fedavg=[0.8] * 5, ditto=[0.6, 0.7, 0.6, 0.7, 0.6]).of("ditto")
+    assert found is not None
+    figures = {name: estimate.by_seed[1] for name, estimate in found.figures.items()}
+    clients = 0.7 + np.array([-0.02, -0.01, 0.01, 0.02])
+    assert figures["mean"] == pytest.approx(0.7)
+    assert figures["worst10"] == pytest.approx(0.68)
+    assert figures["variance"] == pytest.approx(clients.var(ddof=1))
+    assert (figures["gain_local"], figures["gainers_local"]) == (pytest.approx(0.2), 1.0)
+    assert (figures["gain_fedavg"], figures["gainers_fedavg"]) == (pytest.approx(-0.1), 0.0)
+    assert (figures["gradients"], figures["bytes"]) == (800, 2)
+    assert math.isnan(figures["rounds_to_95"])  # 0.7 is below 95 % of 0.8
+    assert found.gain.by_seed[1] == pytest.approx(0.7 - 0.8)
+
+
+def test_a_method_of_more_gradients_is_also_read_at_those_of_fedavg() -> None:
+    setup = FULL["iid"]
+    costly = record(setup, "ditto", [0.8] * 5)
+    costly = replace(costly, seeds={s: one._replace(gradients=[0.0, 800.0, 1600.0]) for s, one in costly.seeds.items()})
+    known = {("iid", "ditto"): costly, **{("iid", m): record(setup, m, [0.5] * 5) for m in MARKS[:2]}}
+    found = judge(setup, known).of("ditto")
+    assert found is not None
+    assert found.figures["mean_at_fedavg_work"].mean == pytest.approx(0.72)
+    assert found.figures["mean"].mean == pytest.approx(0.8)
+
+
+@given(st.lists(st.floats(0.1, 0.9), min_size=5, max_size=5), st.lists(st.floats(0.1, 0.9), min_size=5, max_size=5))
+def test_one_gain_is_clear_as_the_paired_t_test_says(a: list[float], b: list[float]) -> None:
+    found = judged(local=a, fedavg=b)
+    other = next(s for s in found.standings if s.method != found.reference)
+    differences = np.subtract(a, b)
+    if np.ptp(differences) > 1e-6:
+        assert other.clear == (stats.ttest_1samp(differences, 0).pvalue <= 0.05)
+    assert other.gain.mean <= 1e-12
+
+
+def test_fewer_seeds_than_five_decide_nothing() -> None:
+    found = judged(local=[0.1, 0.1001], fedavg=[0.9, 0.9001])
+    assert not any(s.clear for s in found.standings)
+    assert found.groups == [(0, 1)]
+
+
+def test_a_second_look_confirms_what_goes_the_same_way_and_nothing_else() -> None:
+    setup = FULL["iid"]
+    marks = {("iid", m): record(setup, m, [0.5, 0.51, 0.52, 0.5, 0.51]) for m in MARKS[:2]}
+    ditto = record(setup, "ditto", [0.8, 0.82, 0.81, 0.8, 0.83])
+    for again, confirmed in (({}, None), ({m: v for m, v in ditto.seeds.items()}, True)):
+        both = {k: replace(r, again=r.seeds) for k, r in marks.items()}
+        found = judge(setup, {**both, ("iid", "ditto"): replace(ditto, again=again)}).of("ditto")
+        assert found is not None
+        assert (found.clear, found.confirmed) == (True, confirmed)
+    other = record(setup, "ditto", [0.5, 0.49, 0.52, 0.53, 0.48]).seeds
+    both = {k: replace(r, again=r.seeds) for k, r in marks.items()}
+    found = judge(setup, {**both, ("iid", "ditto"): replace(ditto, again=other)}).of("ditto")
+    assert found is not None
+    assert found.confirmed is False
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.floats(0, 1))
+def test_groups_cover_every_place_and_none_is_within_another(values: list[float], width: float) -> None:
+    order = sorted(values, reverse=True)
+    found = groups(len(order), lambda i, k: order[i] - order[k] > width)
+    assert {k for a, b in found for k in range(a, b + 1)} == set(range(len(order)))
+    assert all(order[a] - order[b] <= width for a, b in found)
+    assert all(b == len(order) - 1 or order[a] - order[b + 1] > width for a, b in found)
+    assert all(b < d and a < c for (a, b), (c, d) in zip(found, found[1:], strict=False))
+
+
+def test_over_setups_friedman_and_nemenyi_by_their_formulas() -> None:
+    pytest.importorskip("scikit_posthocs")
+    rng, names = np.random.default_rng(0), list(FULL)[:8]
+    table = rng.normal(0.5, 0.02, (8, 4)) + [0.2, 0.1, 0.1, 0.0]
+    methods = ["fedavg", "local", "ditto", "apfl"]
+    records = {
+        (n, m): record(FULL[n], m, [table[i, k]] * 5) for i, n in enumerate(names) for k, m in enumerate(methods)
+    }
+    found = overall([judge(setup, records) for setup in FULL.values()])
+    assert found is not None
+    assert set(found.setups) == set(names)
+    ranks = stats.rankdata(-table, axis=1).mean(0)
+    assert dict(zip(found.methods, found.ranks, strict=True)) == pytest.approx(dict(zip(methods, ranks, strict=True)))
+    assert found.p == pytest.approx(stats.friedmanchisquare(*table.T).pvalue)
+    width = stats.studentized_range.ppf(0.95, 4, np.inf) / math.sqrt(2) * math.sqrt(4 * 5 / (6 * 8))
+    assert found.groups == groups(4, lambda i, k: found.ranks[k] - found.ranks[i] > width)
+
+
+def test_gaps_leave_the_largest_block_and_little_leaves_none() -> None:
+    records = {(n, m): record(FULL[n], m, [0.5] * 5) for n in list(FULL)[:5] for m in ("fedavg", "local")}
+    assert overall([judge(setup, records) for setup in FULL.values()]) is None
+
+
+def test_the_best_wait_until_nothing_is_missing() -> None:
+    names = [n for n, setup in FULL.items() if not setup.best]
+    records = {(n, m): record(FULL[n], m, [0.5 + k / 100] * 5) for n in names for k, m in enumerate(REGISTRY)}
+    found = [cell.method for cell in due([FULL["attack"]], records)]
+    ahead = [m for m in reversed(REGISTRY) if m not in MARKS][:10]
+    assert found == [*MARKS, *ahead]
+    del records["iid", "ditto"]
+    assert due([FULL["attack"]], records) == []
+
+
+# --- the page
+
+
+def test_a_map_without_a_record_says_so(tmp_path: Path) -> None:
+    files = dict(pages(FULL, {}))
+    assert "in 15 setups, 0 of" in files[""].decode()
+    assert files[""].decode().count("Not run: 0 cells are recorded") == 15
+    assert "Too few setups" in files[""].decode()
+    assert all(name in files["iid.md"].decode() for name in REGISTRY)
+    assert pq.read_table(_file(tmp_path, files["map.parquet"])).num_rows == 0
+    assert files["map.svg"].count("·".encode()) >= 15 * len(REGISTRY)
+
+
+def _file(folder: Path, content: bytes) -> Path:
+    path = folder / "map.parquet"
+    path.write_bytes(content)
+    return path
+
+
+def test_what_is_said_names_what_is_clear_and_nothing_else() -> None:
+    first, second, third = sentences(judged(
+        local=[0.5, 0.51, 0.52, 0.5, 0.51], fedavg=[0.7, 0.72, 0.71, 0.7, 0.73], ditto=[0.8, 0.83, 0.81, 0.8, 0.82],
+        apfl=[0.6, 0.8, 0.7, 0.6, 0.8],
+    ))  # fmt: skip
+    assert "FedAvg is at 71.2" in first
+    assert "100 % of the clients do gain." in first
+    assert "Of 2 methods with a result 1 are clearly better than the better of the two (ditto +10.0" in second
+    assert "0 clearly worse" in second
+    assert third.startswith("The best mean is that of ditto")
+
+
+def test_the_table_has_a_row_per_run_and_the_reason_of_a_cell_without_one(tmp_path: Path) -> None:
+    setup, records = FULL["iid"], {("iid", m): record(FULL["iid"], m, [0.5] * 5) for m in MARKS[:2]}
+    records["iid", "fedbn"] = record(setup, "fedbn", [], status=NOT_APPLICABLE, reason="no norms", seeds={})
+    files = dict(pages({"iid": setup}, records))
+    table = pq.read_table(_file(tmp_path, files["map.parquet"]))
+    assert table.num_rows == 5 + 5 + 1
+    (tmp_path / "map.csv").write_bytes(files["map.csv"])
+    assert pc.read_csv(tmp_path / "map.csv")["mean"].to_pylist() == table["mean"].to_pylist()
+    assert {"commit", "versions", "gain_local", "gainers_fedavg", "worst10"} <= set(table.column_names)
+    assert "- fedbn: not applicable: no norms" in files["iid.md"].decode()
+    assert tabled([judge(setup, records)]).equals(table)
+
+
+# --- running
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    own(tmp_path)
+    yield tmp_path
+    sys.modules.pop("mine", None)
+
+
+def own(folder: Path, factor: str = "0.5", **changes: str) -> None:
+    text = OWN.replace("FACTOR", factor)
+    for before, after in changes.items():
+        text = text.replace(before, after)
+    (folder / "mine.py").write_text(text)
+    sys.modules.pop("mine", None)
+    shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+
+
+def called(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["map", "--scale", "smoke", *words])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_the_whole_map_at_smoke_scale(here: Path) -> None:
+    called()
+    found = read(Path("results/map/smoke"))
+    assert found.keys() == {(setup, method) for setup in SMOKE for method in REGISTRY}
+    assert {r.status for r in found.values()} <= {DONE, NOT_APPLICABLE}
+    for r in found.values():
+        assert bool(r.reason) == (r.status != DONE)
+        assert r.status != DONE or (len(r.trials) == 2 and r.seeds.keys() == {"0"} and r.minutes > 0)
+    assert [m for (_, m), r in found.items() if r.status == DONE].count("ditto") == 2
+    before = {path: path.stat().st_mtime_ns for path in Path("results").rglob("*.json")}
+    called()
+    assert {path: path.stat().st_mtime_ns for path in Path("results").rglob("*.json")} == before
+
+
+def test_a_method_of_a_user_gets_its_row_beside_the_recorded_ones(here: Path) -> None:
+    Path("space.toml").write_text('"local.lr" = [0.05, 0.1]\n')
+    output = called("--method", "mine:Half", "--space", "space.toml", "--setup", "iid")
+    assert "of 3" in output
+    found = read(Path("results/map/smoke"))
+    assert found.keys() == {("iid", m) for m in ("local", "fedavg", "mine:Half")}
+    assert {values["local.lr"] for values, _ in found["iid", "mine:Half"].trials} == {0.05, 0.1}
+    times = {path.name: path.stat().st_mtime_ns for path in Path("results").rglob("*.json")}
+    own(here, **{"Half a step": "Another word"})
+    called("--method", "mine:Half", "--space", "space.toml", "--setup", "iid")
+    assert {path.name: path.stat().st_mtime_ns for path in Path("results").rglob("*.json")} == times
+    own(here, "0.25")
+    called("--page", "map.md")
+    assert "stale: of another commit of the method" in Path("map/iid.md").read_text()
+    called("--method", "mine:Half", "--space", "space.toml", "--setup", "iid")
+    now = {path.name: path.stat().st_mtime_ns for path in Path("results").rglob("*.json")}
+    assert [name for name in now if now[name] != times[name]] == ["mine%3AHalf.json"]
+    called("--page", "map.md")
+    assert "mine:Half" in Path("map/iid.md").read_text()
+    assert "stale" not in Path("map/iid.md").read_text()
+
+
+def test_a_method_that_diverges_or_refuses_has_its_cell_with_the_reason(here: Path) -> None:
+    own(here, "1e30")
+    called("--method", "mine:Half", "--method", "mine:Refuses", "--setup", "iid")
+    found = read(Path("results/map/smoke"))
+    assert found["iid", "mine:Half"].status == FAILED
+    assert "no trial completed" in found["iid", "mine:Half"].reason
+    assert found["iid", "mine:Refuses"].status in (NOT_APPLICABLE, FAILED)
+    assert "wants no such clients" in found["iid", "mine:Refuses"].reason
+    called("--page", "map.md")
+    assert "- mine:Half: failed: no trial completed" in Path("map/iid.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        ("mu = [0.1]", "unknown setting 'mu'"),
+        ('"local.lr" = { low = 1.0, high = 0.1 }', "low must be below high"),
+        ('"local.lr" = [-1.0]', "cannot be tried"),
+        ("mu = ", "is not a TOML file"),
+    ],
+)
+def test_a_space_that_cannot_be_is_refused_before_work(here: Path, space: str, said: str) -> None:
+    Path("space.toml").write_text(space)
+    assert said in called("--method", "mine:Half", "--space", "space.toml", code=2)
+    assert not Path("runs").exists()
+
+
+def test_what_is_asked_for_and_cannot_be(here: Path) -> None:
+    assert "mine:Hal" in called("--method", "mine:Hal", code=2)
+    assert "did you mean 'fedprox'" in called("--method", "fedprx", code=2)
+    assert "did you mean 'iid'" in called("--setup", "iidd", code=2)
+    assert "a time such as" in called("--budget", "soon", "--setup", "iid", code=2)
+    assert "--space needs one --method" in called("--space", "space.toml", code=2)
+    results = Path("results/map/smoke/iid")
+    results.mkdir(parents=True)
+    (results / "fedavg.json").write_text("{}")
+    assert "is not a record of the map" in called("--list", code=2)
+
+
+def test_a_search_that_was_stopped_goes_on_to_the_same_record(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--method", "fedprox", "--setup", "iid")
+    called(*words)
+    whole = read(Path("results/map/smoke"))
+    shutil.rmtree("results")
+    shutil.rmtree("runs")
+    assert "the same command goes on" in called(*words, "--budget", "0.3s", code=130)
+    for _ in range(40):
+        result = CliRunner().invoke(app, ["map", "--scale", "smoke", *words, "--budget", "0.5s"])
+        if result.exit_code == 0:
+            break
+    parts = read(Path("results/map/smoke"))
+    assert parts.keys() == whole.keys()
+    for key, record in parts.items():
+        assert (record.chosen, record.trials, record.seeds) == (whole[key].chosen, whole[key].trials, whole[key].seeds)
+
+
+def test_records_of_several_machines_merge_by_copying(here: Path) -> None:
+    for name, method in (("a", "fedavg"), ("b", "local")):
+        called("--method", method, "--setup", "iid", "--results", name, "--out", f"runs-{name}")
+        for other in Path(name, "smoke", "iid").glob("*.json"):
+            if other.stem != method:
+                other.unlink()
+    shutil.copytree("a", "both")
+    shutil.copytree("b", "both", dirs_exist_ok=True)
+    found = read(Path("both/smoke"))
+    assert found.keys() == {("iid", "fedavg"), ("iid", "local")}
+    assert judge(SMOKE["iid"], found).reference
+
+
+def test_a_second_look_has_other_seeds_and_what_was_chosen(here: Path) -> None:
+    called("--method", "fedavg", "--setup", "iid")
+    before = read(Path("results/map/smoke"))
+    called("--method", "fedavg", "--setup", "iid", "--again")
+    after = read(Path("results/map/smoke"))
+    for key, record in after.items():
+        assert record.again.keys() == {"10"}
+        assert replace(record, again={}, minutes=0) == replace(before[key], minutes=0)
+
+
+def test_a_record_is_written_and_read_alike(tmp_path: Path) -> None:
+    one = record(FULL["iid"], "fedavg", [0.5, 0.6], chosen={"local.lr": 0.1}, trials=[({"local.lr": 0.1}, 0.5)])
+    write(one, tmp_path / "iid" / "fedavg.json")
+    (found,) = read(tmp_path).values()
+    assert json.loads(json.dumps(found.__dict__)) == json.loads(json.dumps(one.__dict__))
+
+
+def test_estimates_come_first_and_follow_what_was_measured(here: Path) -> None:
+    setup = FULL["iid"]
+    plain = estimates([setup], due([setup], {}, ["fedavg"]), {}, None)[0]
+    assert plain["due"] == 2
+    assert plain["estimate"] > 0
+    slow = {("iid", "local"): record(setup, "local", [0.5] * 5, minutes=100.0)}
+    (row,) = estimates([setup], due([setup], slow, ["fedavg"]), slow, None)
+    assert row["estimate"] > plain["estimate"]
+    assert "would fit" in row["note"]
