@@ -17,8 +17,8 @@ from annotated_types import Ge, Gt
 from pydantic import Field, PlainSerializer, ValidationError, WithJsonSchema, WrapValidator, model_validator
 from torch import Tensor
 
-from fedloom.errors import ConfigError, Refused, nearest
-from fedloom.local import Ctx, LocalSGD, Nothing, Work
+from fedloom.errors import ConfigError, nearest
+from fedloom.local import Ctx, Nothing, Work
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox import Form, Prox, made_by
 from fedloom.values import FACTOR, Value, factor_of, or_derived
@@ -134,19 +134,6 @@ class Sent:
     part: str | None = None
 
 
-def check_full_gradients(name: str, local: LocalSGD) -> None:
-    """Refuse settings of stochastic steps that a method would leave aside.
-
-    Raises:
-        Refused: momentum, a bound on batch gradients, or another optimiser.
-    """
-    if local.momentum or local.clip is not None or local.optimizer != "sgd":
-        raise Refused(
-            f"{name} takes full gradients as they are; set local.momentum = 0 and local.optimizer = 'sgd', and leave "
-            "local.clip out"
-        )
-
-
 class Model(NamedTuple):
     """x ``[d]``: the state of a server that has the model only, and a download of it."""
 
@@ -219,6 +206,11 @@ class Algorithm(Value, ABC):
             name = error.args[0]
             said = f"{type(self).__name__}: {name} is not derived with these options, so it has no multiples"
             raise ConfigError(f"{said}, got {getattr(self, name)!r}; give a number") from None
+
+    @property
+    def full_gradients(self) -> str:
+        """What takes full gradients as they are, the method with its option; empty if steps are the run's local SGD."""
+        return ""
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Any, Any, Any]:
         """State before the first round; by default the server has the model and clients keep nothing.

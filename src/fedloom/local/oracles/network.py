@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.errors import Refused, unknown
+from fedloom.local.batches import PASS
 from fedloom.local.oracles.base import Oracle, Reduce
+from fedloom.local.oracles.precision import lowered
 from fedloom.local.oracles.samples import Samples, batch_loss, probe
 from fedloom.models import Augment, penultimate
 from fedloom.models.dropout import Dropout
@@ -43,6 +45,8 @@ BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.InstanceNorm1d, nn.Insta
 class Network(Oracle):
     """Local problems of a network on a federation's training parts; how the gradient is computed is left open.
 
+    With ``low``, gradients of steps are computed in bfloat16; see `fedloom.local.oracles.precision`.
+
     Args:
         module: the network; copied, never modified.
         task: the loss.
@@ -53,6 +57,8 @@ class Network(Oracle):
         Refused: the network has parameters that ask for no gradient.
         ConfigError: an own loss or metric of the task does not work.
     """
+
+    low = False
 
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         self.task, self.fed, self.augment = task, fed, augment
@@ -85,6 +91,10 @@ class Network(Oracle):
         """The samples of a batch; those of a step's gradient are augmented."""
         weights = None if self.class_weights is None else self.class_weights[batch.ids.to(self.device)]
         return Samples(self.fed, batch, self.dtype, augment, weights)
+
+    def lowered(self, batch: Batch) -> AbstractContextManager[object]:
+        """The precision of a batch's gradient."""
+        return lowered(self.device, self.low and batch.draw.stream != PASS)
 
     def sizes(self, ids: Tensor) -> Tensor:
         """Samples in the training parts of the clients."""
