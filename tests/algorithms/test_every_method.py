@@ -159,5 +159,3 @@ def test_an_odd_federation_is_trained_on_or_refused_with_what_to_do(name: str, f
         return
     assert result.stop is Stop.DONE, result.detail
     assert all(np.isfinite(r.values).all() for r in models_of(result) if r.part == "train" and r.metric == "loss")
-
-

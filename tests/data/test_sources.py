@@ -19,6 +19,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from fedloom.data import Dataset, load, source
+from fedloom.data.partition import Iid
 from fedloom.data.sources import archive, arrays, embedded
 from fedloom.data.sources.detect import detect
 from fedloom.errors import ConfigError, DataError
@@ -412,6 +413,49 @@ def test_spoiled_arrays_are_refused(held: dict[str, Any], words: str, tmp_path: 
     np.savez(tmp_path / "a.npz", **held)
     with pytest.raises(DataError, match=words):
         load(tmp_path / "a.npz")
+
+
+def folder_of(place: Path, x: Any, y: Any, **more: Any) -> Path:
+    for name, values in {"x": x, "y": y, **more}.items():
+        np.save(place / f"{name}.npy", values)
+    return place
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.uint8])
+def test_arrays_on_disk_are_those_in_memory(kind: type[np.generic], tmp_path: Path) -> None:
+    x, y = np.random.default_rng(0).integers(0, 200, (40, 3, 4, 5)).astype(kind), np.arange(40) % 3
+    data = load(folder_of(tmp_path, x, y, users=np.arange(40) // 10))
+    assert load("npy", path=str(tmp_path)).checksum() == data.checksum() == Dataset.of(x, y).checksum()
+    assert data.user_names == ("0", "1", "2", "3")
+    stored = (tmp_path / "x.npy").read_bytes()
+    one, other = (Iid(clients=4)(d, seed=0) for d in (data, Dataset.of(x, y)))
+    assert torch.equal(one.fetch(one.indices("train", 2)), other.fetch(other.indices("train", 2)))
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path / "x.npy") in line]
+    assert mapped  # the samples are the file itself
+    data.x[0] = 0
+    assert (tmp_path / "x.npy").read_bytes() == stored
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (np.zeros((3, 2)), "holds float64 in C order; to stay on disk it must be uint8 or float32"),
+        (np.zeros((3, 2), np.float32, order="F"), "float32 in Fortran order"),
+        (np.full((3, 2), np.nan, np.float32), "NaN or Inf"),
+        (np.zeros((2, 2), np.float32), "2 samples but 3 targets"),
+        (np.array([{}] * 3, object), "cannot be read as an array"),
+    ],
+)
+def test_spoiled_arrays_on_disk_are_refused(x: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=words):
+        load("npy", path=str(folder_of(tmp_path, x, np.arange(3))))
+
+
+def test_a_file_that_was_cut_is_refused(tmp_path: Path) -> None:
+    path = folder_of(tmp_path, np.zeros((30, 20), np.float32), np.arange(30)) / "x.npy"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=r"x.npy: cannot be read as an array"):
+        load(tmp_path)
 
 
 TABLE = b"age, job ,site,label\n30,a,n,yes\n40, b,n,no\n50,a,s,yes\n"

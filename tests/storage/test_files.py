@@ -204,7 +204,7 @@ def test_an_unwritable_place_is_a_sentence(tmp_path):
 
 def test_a_row_file_is_read_and_written_in_place(tmp_path):
     file = files.RowFile(tmp_path / "rows", 1 << 20, new=True)
-    file.write(memoryview(b"abc"), 1000)
+    file.write([(memoryview(b"abc"), 1000)])
     file.sync()
     into = bytearray(5)
     file.read(memoryview(into), 999)

@@ -23,8 +23,8 @@ from fedloom.algorithms._messages import Point as Point
 from fedloom.algorithms._messages import Rows as Rows
 from fedloom.algorithms._messages import Sent as Sent
 from fedloom.algorithms._messages import download_type
-from fedloom.errors import ConfigError, Refused
-from fedloom.local import Ctx, LocalSGD, Nothing, Work
+from fedloom.errors import ConfigError
+from fedloom.local import Ctx, Nothing, Work
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox import Prox
 from fedloom.values import FACTOR, Value, factor_of, or_derived
@@ -61,19 +61,6 @@ def chosen_settings(settings: Any, paper: Mapping[str, Any]) -> Mapping[str, Any
     if settings not in ("default", "paper"):
         raise ValueError(f"settings must be 'default' or 'paper', got {settings!r}")
     return paper if settings == "paper" else {}
-
-
-def check_full_gradients(name: str, local: LocalSGD) -> None:
-    """Refuse settings of stochastic steps that a method would leave aside.
-
-    Raises:
-        Refused: momentum, a bound on batch gradients, or another optimiser.
-    """
-    if local.momentum or local.clip is not None or local.optimizer != "sgd":
-        raise Refused(
-            f"{name} takes full gradients as they are; set local.momentum = 0 and local.optimizer = 'sgd', and leave "
-            "local.clip out"
-        )
 
 
 class Algorithm(Value, ABC):
@@ -120,7 +107,9 @@ class Algorithm(Value, ABC):
         try:
             if factors:  # numbers that are derived from them follow; words are those of the default
                 rules = method.derived(ctx)
-                words = {name: word for name, word in rules.items() if isinstance(word, str) and not getattr(self, name)}
+                words = {
+                    name: word for name, word in rules.items() if isinstance(word, str) and not getattr(self, name)
+                }
                 values = {name: factor * rules[name] for name, factor in factors.items()} | words
                 method = method.with_(**values)
             values = {name: value for name, value in method.derived(ctx).items() if getattr(method, name) is None}
@@ -132,6 +121,11 @@ class Algorithm(Value, ABC):
             name = error.args[0]
             said = f"{type(self).__name__}: {name} is not derived with these options, so it has no multiples"
             raise ConfigError(f"{said}, got {getattr(self, name)!r}; give a number") from None
+
+    @property
+    def full_gradients(self) -> str:
+        """What takes full gradients as they are, the method with its option; empty if steps are the run's local SGD."""
+        return ""
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Any, Any, Any]:
         """State before the first round; by default the server has the model and clients keep nothing.

@@ -40,7 +40,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, Model, Point, by_rule, check_full_gradients
+from fedloom.algorithms._base import Algorithm, Derived, Model, Point, by_rule
 from fedloom.local import Ctx, Work, iterate
 from fedloom.rows.algebra import norm
 from fedloom.rows.layout import Layout
@@ -78,6 +78,10 @@ class FedADMMInexact(Algorithm):
 
     paper: ClassVar[Mapping[str, Any]] = {"rho": 1.0, "iterations": 5, "inner": 3, "eps0": "matlab"}
 
+    @property
+    def full_gradients(self) -> str:
+        return "FedADMMInexact"
+
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         return {"rho": 1 / (ctx.local.lr * self.inner)}
 
@@ -86,7 +90,6 @@ class FedADMMInexact(Algorithm):
         return Model(x0), Client(x0, torch.zeros_like(x0), eps), Point(x0)
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        check_full_gradients("FedADMMInexact", ctx.local)
         steps, sgd = self.iterations * self.inner, ctx.reach / ctx.local.lr
         if steps >= sgd:
             return []

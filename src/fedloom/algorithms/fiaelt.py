@@ -37,7 +37,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, Mean, Rows, Sent, by_rule, check_full_gradients
+from fedloom.algorithms._base import Algorithm, Derived, Mean, Rows, Sent, by_rule
 from fedloom.algorithms._regulariser import Regulariser, penalty, proximal, unregularised
 from fedloom.local import Ctx, Work, where_moved
 from fedloom.local.inexact import Seen, Solver, inexact, lyapunov_step, seen
@@ -106,9 +106,11 @@ class FIAELT(Algorithm):
         beta = x0.new_tensor([self.beta or 5 * (self.smooth or 0.0)])
         return Server(x0, x0, zero, beta, none, none), Client(x0, zero, none), None
 
+    @property
+    def full_gradients(self) -> str:
+        return "" if self.solver == "sgd" else f"FIAELT with solver {self.solver!r}"
+
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        if self.solver != "sgd":
-            check_full_gradients(f"FIAELT with solver {self.solver!r}", ctx.local)
         if self.beta and self.smooth and self.beta <= self.smooth:
             return [f"FIAELT may not converge: it needs beta > L, got {self.beta:g} and {self.smooth:g}"]
         return unregularised(self, c=0.01 * ctx.n)  # 0.01 in a mean

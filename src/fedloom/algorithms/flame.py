@@ -43,10 +43,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, Model, Point, by_rule, check_full_gradients
+from fedloom.algorithms._base import Algorithm, Derived, Model, Point, by_rule
 from fedloom.local import Ctx, Work, descend, iterate, where_moved
 from fedloom.local.dual import epochs_with_dual
-from fedloom.rows.layout import Layout
 
 
 class Client(NamedTuple):
@@ -104,10 +103,9 @@ class FLAME(Algorithm):
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
         return Model(x0), Client(x0, x0, torch.zeros_like(x0), x0.new_tensor([self.eps0 or 0.0])), Point(x0)
 
-    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        if self.eps0 is not None:
-            check_full_gradients("FLAME with eps0", ctx.local)
-        return []
+    @property
+    def full_gradients(self) -> str:
+        return "" if self.eps0 is None else "FLAME with eps0"
 
     def client(self, down: Model, rows: Client, work: Work) -> tuple[Point, Client]:
         x, (theta, w, pi, eps) = down.x, rows

@@ -103,6 +103,8 @@ def check_deployable(experiment: Experiment, *, masked: bool = False) -> None:
     method = experiment.methods[0]
     if experiment.common.attack is not None:
         raise Refused("an attack is for simulation: leave the table [attack] out to deploy this experiment")
+    if experiment.common.evaluate.clients is not None:
+        raise Refused("evaluate.clients is for simulation, every site scores models: leave it out to deploy")
     if method.setting.pooled:
         raise Refused(f"{method.label} pools the data of all clients, which real sites do not give; choose another")
     setting = method.setting.resolved()

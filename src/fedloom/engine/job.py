@@ -22,6 +22,7 @@ from fedloom.processes.ranks import Ranks
 from fedloom.processes.row_locations import Homes
 from fedloom.replay import Replay
 from fedloom.rows.attacks import Forgery
+from fedloom.seeds import generator
 from fedloom.storage.store import Store
 
 
@@ -129,6 +130,14 @@ class Job:
     def malicious(self) -> Tensor:
         """``[n]`` clients that attack."""
         return torch.isin(torch.arange(self.judge.n), self.attackers)
+
+    @cached_property
+    def judged(self) -> Tensor:
+        """Ids ``[s]`` of the clients that are scored, ascending: all, or those that the run's seed draws."""
+        n, most = self.judge.n, self.setting.evaluate.clients
+        if most is None or most >= n:
+            return torch.arange(n)
+        return torch.randperm(n, generator=generator(self.setting.seed, purpose="judged"))[:most].sort().values
 
     @property
     def forgers(self) -> Tensor:

@@ -36,7 +36,7 @@ class Record(NamedTuple):
         model: "global", "personal", "hybrid", or "" for work and traffic.
         part: "train", "validation", "test", "common", or "".
         metric: name.
-        values: float64 ``[n]`` by client, or ``[1]`` of the federation.
+        values: float64 ``[s]`` by client that is scored, or ``[1]`` of the federation.
         total: a figure of the federation.
     """
 
@@ -49,13 +49,18 @@ class Record(NamedTuple):
 
 
 class Records:
-    """A list of records that becomes a table, and tensors for a checkpoint."""
+    """A list of records that becomes a table, and tensors for a checkpoint.
 
-    def __init__(self, items: Iterable[Record] = ()) -> None:
-        self.items = list(items)
+    Args:
+        items: the records.
+        ids: ``[s]`` the clients that are scored, ascending; None: all.
+    """
+
+    def __init__(self, items: Iterable[Record] = (), ids: Tensor | None = None) -> None:
+        self.items, self.ids = list(items), ids
 
     def clients(self, round: int, model: str, part: str, metric: str, values: Tensor) -> None:
-        """Add a figure of every client, ``[n]``."""
+        """Add a figure of every client that is scored, ``[s]``."""
         self.items.append(Record(round, model, part, metric, values.double().numpy(), total=False))
 
     def total(self, round: int, model: str, part: str, metric: str, value: float) -> None:
@@ -64,24 +69,22 @@ class Records:
 
     def table(self) -> pa.Table:
         """Columns round, client, model, part, metric, value; sorted."""
-        lengths = [len(r.values) for r in self.items]
-        clients = [np.array([TOTAL]) if r.total else np.arange(len(r.values)) for r in self.items]
+        items = sorted(self.items, key=lambda r: (*r[:4], not r.total))
+        place = pa.array(np.repeat(np.arange(len(items)), [len(r.values) for r in items]))
+        own = None if self.ids is None else self.ids.numpy()
+        clients = [[TOTAL] if r.total else np.arange(len(r.values)) if own is None else own for r in items]
 
-        def column(values: list[str] | list[int], kind: pa.DataType) -> pa.Array:
-            return pa.array(np.repeat(np.array(values, object), lengths), kind)
+        def column(name: str, kind: pa.DataType) -> pa.Array:
+            return pa.array([getattr(r, name) for r in items], kind).take(place)
 
-        table = pa.table(
+        return pa.table(
             {
-                "round": column([r.round for r in self.items], pa.int64()),
+                "round": column("round", pa.int64()),
                 "client": pa.array(np.concatenate([*clients, np.array([], np.int64)]), pa.int64()),
-                "model": column([r.model for r in self.items], pa.string()),
-                "part": column([r.part for r in self.items], pa.string()),
-                "metric": column([r.metric for r in self.items], pa.string()),
-                "value": pa.array(np.concatenate([*(r.values for r in self.items), np.array([])]), pa.float64()),
+                **{name: column(name, pa.string()) for name in ("model", "part", "metric")},
+                "value": pa.array(np.concatenate([*(r.values for r in items), np.array([])]), pa.float64()),
             }
         )
-        order = [(name, "ascending") for name in ("round", "model", "part", "metric", "client")]
-        return table.sort_by(order)
 
     def scores(
         self, round: int, scores: Scores, sizes: Mapping[str, NDArray[np.float64]], benign: NDArray[np.float64] | None
@@ -91,8 +94,8 @@ class Records:
         Args:
             round: after which they were found.
             scores: of every model.
-            sizes: ``[n]`` samples of the clients, by part.
-            benign: ``[n]`` nan for attackers, who count in no figure of the federation; None without them.
+            sizes: ``[s]`` samples of the clients that are scored, by part.
+            benign: ``[s]`` nan for attackers, who count in no figure of the federation; None without them.
         """
         for (model, part), values in scores.items():
             for name, value in values.items():
@@ -123,17 +126,19 @@ class Records:
         """What a checkpoint keeps."""
         keys = json.dumps([[r.round, r.model, r.part, r.metric, r.total, len(r.values)] for r in self.items])
         values = np.concatenate([*(r.values for r in self.items), np.array([])])
-        return {
+        found = {
             "keys": torch.frombuffer(bytearray(keys.encode()), dtype=torch.uint8),
             "values": torch.from_numpy(values),
         }
+        return found if self.ids is None else {**found, "ids": self.ids}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor]) -> Records:
         """The records of `tensors`."""
         keys = json.loads(bytes(tensors["keys"].tolist()).decode())
         pieces = np.split(tensors["values"].numpy(), np.cumsum([k[-1] for k in keys])[:-1]) if keys else []
-        return cls(Record(k[0], k[1], k[2], k[3], values, total=k[4]) for k, values in zip(keys, pieces, strict=True))
+        items = (Record(k[0], k[1], k[2], k[3], values, total=k[4]) for k, values in zip(keys, pieces, strict=True))
+        return cls(items, tensors.get("ids"))
 
 
 class Divergence:

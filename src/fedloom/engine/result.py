@@ -63,7 +63,7 @@ class Result:
         return self.table().to_pandas()
 
     def final(self, model: str, metric: str = "accuracy", part: str = "test") -> Tensor:
-        """A metric of every client after the last evaluated round, float64 ``[n]``.
+        """A metric of every client that is scored (`Job.judged`) after the last evaluated round, float64 ``[s]``.
 
         Raises:
             ConfigError: it was not measured.
@@ -113,7 +113,8 @@ class Live:
     def kinds(self) -> list[str]:
         shared = self._job.algorithm.global_model(self._state.server) is not None
         own = self._job.has_personal
-        chosen = self._job.setting.evaluate.select_on in self._job.setting.evaluate.parts
+        evaluate, every = self._job.setting.evaluate, len(self._job.judged) == len(self.names)
+        chosen = evaluate.select_on in evaluate.parts and every
         return [k for k, there in zip(KINDS, (shared, own, shared and own and chosen), strict=True) if there]
 
     def shared(self) -> tuple[Tensor, Tensor]:

@@ -47,7 +47,7 @@ def evaluate(job: Job, pool: Crew, state: State) -> Scores:
 
 def scores_of(job: Job, pool: Crew, state: State) -> Scores:
     """Scores of every model that there is after a round."""
-    t, n = state.round, job.judge.n
+    t, ids = state.round, job.judged
     with blamed("method", job.algorithm, f"round {t}"):
         shared = job.algorithm.global_model(state.server)
         if shared is not None and shared.shape != (job.oracle.layout.d,):
@@ -56,8 +56,8 @@ def scores_of(job: Job, pool: Crew, state: State) -> Scores:
         if job.has_personal and job.algorithm.mixes:
             job.homes.everywhere(torch.arange(job.n))
         down = job.down(state.server, t) if job.has_personal else None
-        places = torch.arange(n).tensor_split(chunk_count(n, max(job.chunk, 8)))
-        tasks = [ScoreTask(t, ids, state.cohort, common=k == 0) for k, ids in enumerate(places)]
+        pieces = ids.tensor_split(chunk_count(len(ids), max(job.chunk, 8)))
+        tasks = [ScoreTask(t, some, state.cohort, common=k == 0) for k, some in enumerate(pieces)]
         found = list(pool.map("score", (down, shared), tasks))
         scores: Scores = {
             key: {name: torch.cat([f[key][name] for f in found if key in f]) for name in values}
@@ -74,9 +74,10 @@ def scores_of(job: Job, pool: Crew, state: State) -> Scores:
 def record(job: Job, state: State, scores: Scores) -> None:
     """Record the scores of a round, what the clients did so far, the privacy that is left, and recovered groups."""
     records, t = state.records, state.round
-    benign = torch.where(job.malicious, torch.nan, 1.0).double().numpy() if len(job.attackers) else None
+    judged = job.judged
+    benign = torch.where(job.malicious[judged], torch.nan, 1.0).double().numpy() if len(job.attackers) else None
     parts = job.setting.evaluate.parts
-    sizes: dict[str, Any] = {part: job.judge.sizes(part).double().cpu().numpy() for part in parts}
+    sizes: dict[str, Any] = {part: job.judge.sizes(part).cpu()[judged].double().numpy() for part in parts}
     records.scores(t, scores, sizes, benign)
     for name, value in zip((*COUNTS, "dropped"), state.totals.tolist(), strict=True):
         records.total(t, "", "", name, value)
@@ -86,7 +87,7 @@ def record(job: Job, state: State, scores: Scores) -> None:
     labels = getattr(state.weigher, "labels", None)
     if labels is None or not bool((labels >= 0).any()):
         return
-    records.clients(t, "", "", "cluster", labels.cpu())
+    records.clients(t, "", "", "cluster", labels.cpu()[judged])
     if job.judge.groups is not None:
         ids = state.cohort[labels[state.cohort] >= 0].sort().values
         nmi = mutual_information(job.judge.groups[ids].cpu().numpy(), labels[ids].cpu().numpy())
@@ -219,13 +220,13 @@ def _score_personal(job: Job, models: Tensor, ids: Tensor) -> Scores:
 
 
 def _score_common(job: Job, row: Tensor) -> dict[str, Tensor]:
-    index = common_test(job.judge)
+    index = common_test(job.judge, job.judged)
     return _metrics(job, torch.cat([*_outputs(job.oracle, row, index)]), index, torch.tensor([len(index)]))
 
 
-def common_test(fed: Federation) -> Tensor:
-    """The source's test set if the federation keeps one, else the union of the clients' test parts."""
-    return fed.parts["test"].index if fed.test is None else fed.test
+def common_test(fed: Federation, judged: Tensor) -> Tensor:
+    """The source's test set if the federation keeps one, else the test parts of the clients ``judged`` together."""
+    return fed.gather("test", judged)[0] if fed.test is None else fed.test
 
 
 def _metrics(job: Job, outputs: Tensor, index: Tensor, sizes: Tensor) -> dict[str, Tensor]:

@@ -37,6 +37,9 @@ class Evaluate(Value):
     parts: tuple[Part, ...] = Field(
         ("train", "validation", "test"), description="parts of every client that are scored", min_length=1
     )
+    clients: int | None = Field(
+        None, ge=1, description="at most so many clients are scored, the same in every round, drawn once; None: all"
+    )
     personal_on_common: bool = Field(False, description="score personal models on the common test set as well")
     personal_at_start: bool = Field(
         False, description="train personal models for the evaluation before round 1, which else scores initial ones"
@@ -50,7 +53,7 @@ class Evaluate(Value):
 
 
 class Engine(Value):
-    """How a run is computed. Workers change no result; oracle, chunk and dtype change it by rounding only."""
+    """How a run is computed. Workers change no result; oracle, chunk, dtype and precision by rounding only."""
 
     free: ClassVar[tuple[str, ...]] = ("workers", "checkpoint_every", "store_budget")
 
@@ -63,6 +66,9 @@ class Engine(Value):
     chunk: int | None = Field(None, ge=1, description="most clients of a chunk; a fixed rule when not given")
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N")
     dtype: Literal["float32", "float64"] = Field("float32", description="type of models and samples")
+    precision: Literal["full", "bf16"] = Field(
+        "full", description="of the gradients of steps: dtype's, or bfloat16 for convolutions; rows are always dtype's"
+    )
     checkpoint_every: float = Field(30.0, gt=0, description="seconds of work between checkpoints")
     store_budget: int = Field(1024, ge=0, description="MiB of client state kept in memory; beyond it, files")
     quorum: float = Field(0.5, gt=0, le=1, description="share of a cohort that must return a usable update")

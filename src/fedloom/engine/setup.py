@@ -83,7 +83,9 @@ def make_job(
         fed = poisoned(fed, attack, attackers, seed)
     task = task_of(fed.data, setting.task)
     module = setting.model.build(tuple(fed.data.shape), task.outputs, seed, fed.data.tokens)
-    oracle = make_oracle(module, task, fed, engine.oracle, augment if augment.changes else None)
+    oracle = make_oracle(module, task, fed, engine.oracle, augment if augment.changes else None, engine.precision)
+    if oracle.low and method.full_gradients:
+        raise Refused(f"{method.full_gradients} takes full gradients, which stay float32; leave engine.precision out")
     layout = oracle.layout
     sizes = fed.sizes("train").cpu()[:, None]
     shares = (
@@ -235,6 +237,11 @@ def check_together(
     why = algorithm.plain_sgd or algorithm.needs_sgd
     if why and local.optimizer != "sgd":
         raise Refused(f"{name} cannot take optimizer {local.optimizer!r}: {why}; set local.optimizer = 'sgd'")
+    if algorithm.full_gradients and (local.momentum or local.clip is not None or local.optimizer != "sgd"):
+        raise Refused(
+            f"{algorithm.full_gradients} takes full gradients as they are; set local.momentum = 0 and "
+            "local.optimizer = 'sgd', and leave local.clip out"
+        )
     if not isinstance(weigher, UniformWeigher) and not any(k.weighable for k in kinds):
         if not kinds:
             why = "it uploads nothing"
@@ -310,7 +317,7 @@ def worker_count(engine: Engine, rounds: int, d: int, samples: int) -> int:
 
 def fingerprint(job: Job) -> str:
     """Everything that a run's numbers depend on, as 16 hexadecimal digits."""
-    data = hashlib.blake2b(digest_size=16)
+    data = hashlib.blake2b(job.alpha.numpy().tobytes(), digest_size=16)
     for part in sorted(job.judge.parts):
         data.update(job.judge.parts[part].index.cpu().numpy().tobytes())
         data.update(job.judge.parts[part].offsets.cpu().numpy().tobytes())
@@ -318,7 +325,7 @@ def fingerprint(job: Job) -> str:
         {
             "setting": {**job.setting.numbers(), **job.replay.marks()},
             "engine": [job.oracle.name, job.chunk],
-            "data": [job.judge.data.checksum(), data.hexdigest(), job.fed.n, job.alpha.tolist()],
+            "data": [job.judge.data.checksum(), data.hexdigest(), job.fed.n],
             **_beyond(job),
             "user code": [s for code in _user_code(job.setting) if (s := source_of(code))],
         },

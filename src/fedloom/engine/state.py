@@ -143,6 +143,7 @@ def initial_state(job: Job, server: Any) -> State:
     totals = torch.zeros(len(COUNTS) + 1, dtype=torch.long)
     aggregator = {} if job.setting.aggregator is None else job.setting.aggregator.init(ctx)
     uploads = torch.zeros(job.n, dtype=torch.long)
+    records = Records(ids=job.judged if len(job.judged) < job.judge.n else None)
     return State(
         0,
         server,
@@ -153,5 +154,6 @@ def initial_state(job: Job, server: Any) -> State:
         totals,
         uploads,
         ctx.ids,
+        records=records,
         notes=list(job.notes),
     )

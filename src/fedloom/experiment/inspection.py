@@ -42,7 +42,7 @@ def check_inspection(evaluate: Evaluate, fed: Federation) -> None:
 
 
 def confusion(result: Result) -> pa.Table:
-    """Confusion counts on every client's test part, after the last round: client, model, true, predicted, count.
+    """Confusion counts on the test part of every client that is scored, after the last round: client, model, true, predicted, count.
 
     Classes are their codes; cells without a sample are left out; rows are sorted.
     """
@@ -50,7 +50,7 @@ def confusion(result: Result) -> pa.Table:
     classes = max(len(fed.data.classes), 2)
     found: dict[tuple[int, str], Tensor] = {}
     for model in ("global", "personal"):
-        for client, row in _models(result, model, torch.arange(fed.n)):
+        for client, row in _models(result, model, result.job.judged):
             index = fed.indices("test", client)
             if len(index):
                 guess = torch.cat([oracle.task.predict(out) for out in oracle.outputs(row, index)])

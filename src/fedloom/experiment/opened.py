@@ -67,7 +67,7 @@ class Recorded:
         return whole.filter(mine).drop_columns(["method", "seed"])
 
     def final(self, model: str, metric: str = "accuracy", part: str = "test") -> Tensor:
-        """A metric of every client after the last evaluated round, float64 ``[n]``.
+        """A metric of every client that is scored after the last evaluated round, float64 ``[s]``.
 
         Raises:
             ConfigError: it was not measured.

@@ -251,10 +251,11 @@ class RowFile:
                 raise CheckpointError(f"{self.path} is cut short: no byte {at}; start anew with --force")
             into, at = into[done:], at + done
 
-    def write(self, data: memoryview, at: int) -> None:
-        """Writes at byte ``at``; on the disk for certain only after `sync`."""
+    def write(self, pieces: Iterable[tuple[memoryview, int]]) -> None:
+        """Writes bytes, each piece from a byte on; on the disk for certain only after `sync`."""
         with _explained(self.path):
-            _write(self._fd, self.path, data, at)
+            for data, at in pieces:
+                _write(self._fd, self.path, data, at)
 
     def sync(self) -> None:
         """Returns when everything written, by any process, is on the disk."""

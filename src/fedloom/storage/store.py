@@ -13,7 +13,6 @@ anonymous memory grows with the cohort only, and an undo journal brings back the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -72,8 +71,8 @@ class _InFile:
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         view, w = raw(rows.contiguous()), self.width
-        for first, place, count in _runs(ids, torch.arange(len(ids))):
-            self.file.write(view[place * w : (place + count) * w], first * w)
+        runs = _runs(ids, torch.arange(len(ids)))
+        self.file.write((view[place * w : (place + count) * w], first * w) for first, place, count in runs)
 
     def old(self, ids: Tensor) -> Tensor:
         """Rows [k, bytes] uint8."""
@@ -90,11 +89,11 @@ def _runs(ids: Tensor, places: Tensor) -> Iterator[tuple[int, int, int]]:
     """Neighbours in file and memory together: (first id, its place, count), in the order of the ids."""
     order = ids.argsort(stable=True)
     ids, places = ids[order], places[order]
-    breaks = ((ids.diff() != 1) | (places.diff() != 1)).nonzero().flatten() + 1
-    edges = [0, *breaks.tolist(), len(ids)]
-    for start, end in pairwise(edges):
-        if end > start:
-            yield int(ids[start]), int(places[start]), end - start
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[1:] = (ids.diff() != 1) | (places.diff() != 1)
+    first = begins.nonzero().flatten()
+    counts = torch.cat([first, first.new_tensor([len(ids)])]).diff()
+    return zip(ids[first].tolist(), places[first].tolist(), counts.tolist(), strict=True)
 
 
 class Store(Generic[T]):

@@ -84,9 +84,7 @@ def predicted(models: Models, rows: NewRows, kind: str | None = None, client: in
         what = f"the {model.about['kind']} model" + (f" of {who}" if client is not None else "")
         if client is None and facts.table is not None:
             what += ", columns scaled as at the clients on average: neither a client is given nor does a column name it"
-        return Predictions(
-            facts, model.scores(rows.x), [who] * len(rows.x), (*rows.notes, what), there, rows.files
-        )
+        return Predictions(facts, model.scores(rows.x), [who] * len(rows.x), (*rows.notes, what), there, rows.files)
     own = kind or next(k for k in OWN if k in models.kinds())
     groups: dict[str, list[int]] = {}
     strange: dict[str, int] = {}

@@ -9,7 +9,7 @@ from typing import Any
 from fedloom.data.dataset import Dataset
 from fedloom.data.problems import LinearRegression, LowRank, SparseLogistic
 from fedloom.data.sources._base import Source
-from fedloom.data.sources.arrays import Npz
+from fedloom.data.sources.arrays import Npy, Npz
 from fedloom.data.sources.census import Adult, Heart
 from fedloom.data.sources.cifar import Cifar10, Cifar100
 from fedloom.data.sources.detect import detect
@@ -44,6 +44,7 @@ SOURCES: dict[str, type[Source]] = {
     "low-rank": LowRank,
     "medical-mnist": MedicalMnist,
     "mnist": Mnist,
+    "npy": Npy,
     "npz": Npz,
     "parquet": Parquet,
     "sent140": Sent140,

@@ -1,4 +1,4 @@
-"""Arrays of the user's own in an NPZ file; a file with a pickle inside is refused."""
+"""Arrays of the user's own in an NPZ file or, left on disk, in NPY files; a file with a pickle inside is refused."""
 
 from __future__ import annotations
 
@@ -27,18 +27,54 @@ class _Header(NamedTuple):
     dtype: np.dtype[Any]
 
 
-class Npz(SampleSource):
-    """An NPZ file with x and y, or x_train, y_train, x_test, y_test; optionally users."""
-
+class _Arrays(SampleSource):
     task: Literal["classification", "regression"] | None = Field(
         default=None, description="None: classification if y has whole numbers"
     )
-    channels_last: bool = Field(default=False, description="x is [N, height, width, channels]")
     mean: tuple[float, ...] | None = Field(default=None, description="subtracted (from pixels in [0, 1], if bytes)")
     std: tuple[float, ...] | None = Field(default=None, description="divides after that")
     vocabulary: int | None = Field(
         default=None, ge=2, description="x holds tokens [N, length] below this number, 0 for padding at the end"
     )
+
+
+class Npy(_Arrays):
+    """A folder of x.npy, y.npy and, optionally, users.npy; x stays on disk, and samples are read as they are needed.
+
+    x may be larger than the memory. It holds bytes or float32, images with their channels first.
+    """
+
+    def load(self, data_dir: str | Path | None = None) -> Dataset:
+        """The arrays; of x, which is gone through once to see that it is finite, nothing stays in memory."""
+        place = locate("NPY", self.path, data_dir, (), lambda p: (p / "x.npy").is_file())
+        x, y = (_mapped(place / f"{name}.npy") for name in ("x", "y"))
+        users = _mapped(place / "users.npy") if (place / "users.npy").exists() else None
+        if x.dtype not in (np.uint8, np.float32) or not x.flags.c_contiguous:
+            raise DataError(
+                f"{place / 'x.npy'}: holds {x.dtype} in {'C' if x.flags.c_contiguous else 'Fortran'} order; to stay on "
+                "disk it must be uint8 or float32 in C order: save it so"
+            )
+        given = {"where": place, "mean": self.mean, "std": self.std, "users": users}
+        return of_arrays(place.name, x, y, self.task, vocabulary=self.vocabulary or (), **given)
+
+    def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
+        """x, as it lies on disk."""
+        return _mapped(locate("NPY", self.path, data_dir, (), lambda p: (p / "x.npy").is_file()) / "x.npy"), None
+
+
+def _mapped(path: Path) -> NDArray[Any]:
+    """An array that is read as it is needed; what is written to it reaches no file."""
+    try:
+        found: NDArray[Any] = np.load(path, mmap_mode="c", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read as an array ({error}); save it with numpy.save") from None
+    return found
+
+
+class Npz(_Arrays):
+    """An NPZ file with x and y, or x_train, y_train, x_test, y_test; optionally users."""
+
+    channels_last: bool = Field(default=False, description="x is [N, height, width, channels]")
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """All arrays; the headers are read first, so that each array is read straight into its place."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedloom.data.sources._base import FileSource
 from fedloom.data.sources.archive import bare, entries
-from fedloom.data.sources.arrays import Npz
+from fedloom.data.sources.arrays import Npy, Npz
 from fedloom.data.sources.census import Adult, Heart
 from fedloom.data.sources.cifar import Cifar10, Cifar100
 from fedloom.data.sources.idx import FashionMnist, Mnist
@@ -24,12 +24,13 @@ BY_NAME: tuple[tuple[re.Pattern[str], type[FileSource]], ...] = (
     (re.compile(r"(^|/)(fine_label_names\.txt|train\.bin|meta)$"), Cifar100),
     (re.compile(r"(^|/)processed\.\w+\.data$"), Heart),
     (re.compile(r"(^|/)adult\.(data|test)$"), Adult),
+    (re.compile(r"(^|/)x\.npy$"), Npy),
     (re.compile(r"(^|/)(wnids\.txt|train/n\d{8}/.*)$"), TinyImagenet),
     (re.compile(r"\.json$"), Leaf),
     (re.compile(r"\.(jpe?g|png|bmp|gif|ppm|pgm|tiff?|webp)$", re.IGNORECASE), ImageFolder),
     (re.compile(r"\.(csv|tsv)$"), Csv),
 )
-WEAK = 6
+WEAK = 7
 """From this pattern on a name decides only where no other name in the folder or archive says more."""
 LOOKED_AT = 2000
 """Names after which a weak one decides."""
@@ -61,7 +62,7 @@ def detect(path: Path) -> type[FileSource]:
         break
     if best == len(BY_NAME):
         raise DataError(
-            f"{path}: no known data set there; known are IDX, CIFAR, LEAF JSON, images in folders, NPZ, Parquet and CSV"
+            f"{path}: no known data set there; known are IDX, CIFAR, LEAF JSON, images in folders, NPZ, NPY, Parquet and CSV"
         )
     kind = BY_NAME[best][1]
     return FashionMnist if kind is Mnist and "fashion" in str(path).lower() else kind

@@ -12,6 +12,7 @@ from fedloom.local.oracles.base import Oracle
 from fedloom.local.oracles.fused import Fused, chain_of
 from fedloom.local.oracles.looped import Looped, draws_itself
 from fedloom.local.oracles.network import BATCH_STATISTICS, Network
+from fedloom.local.oracles.precision import Precision, check_bf16
 from fedloom.local.oracles.quadratic import Quadratic
 from fedloom.local.oracles.stacked import Stacked
 from fedloom.values import choose
@@ -31,7 +32,12 @@ GPU_BYTES = 1 << 30
 
 
 def make_oracle(
-    module: nn.Module, task: Task, fed: Federation, name: str = "auto", augment: Augment | None = None
+    module: nn.Module,
+    task: Task,
+    fed: Federation,
+    name: str = "auto",
+    augment: Augment | None = None,
+    precision: Precision = "full",
 ) -> Network:
     """The oracle of a model on a federation.
 
@@ -40,19 +46,22 @@ def make_oracle(
 
     Raises:
         ConfigError: unknown name.
-        Refused: samples to augment are no images, or the model cannot be computed by the oracle that was named.
+        Refused: samples to augment are no images, or the model cannot be computed by the oracle that was named, or not
+            in this precision.
     """
     if augment is not None and len(fed.data.shape) != 3:
         raise Refused(
             f"augment changes images, of shape channels x height x width, but a sample of {fed.data.name!r} has shape "
             f"{'x'.join(map(str, fed.data.shape))}; leave [augment] out"
         )
-    if name == "auto":
-        return ORACLES[_rule(module, fed)](module, task, fed, augment)
-    oracle = choose("oracle", {**ORACLES}, name, "engine.oracle")
-    if oracle is Stacked and _needs_loop(module, fed):
+    oracle = choose("oracle", {**ORACLES}, _rule(module, fed) if name == "auto" else name, "engine.oracle")
+    if name == "stacked" and _needs_loop(module, fed):
         raise Refused("oracle 'stacked' cannot take batch statistics or a module's own randomness; use 'looped'")
-    return oracle(module, task, fed, augment)
+    if precision == "bf16":
+        check_bf16(fed.device, fed.dtype, oracle.name)
+    made: Network = oracle(module, task, fed, augment)
+    made.low = precision == "bf16"
+    return made
 
 
 def _rule(module: nn.Module, fed: Federation) -> str:

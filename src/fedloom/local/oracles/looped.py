@@ -52,9 +52,9 @@ class Looped(Network):
                 layer.mask = self._mask(name, batch, i, count)
             views = self.views(w[i])
             self._hold(views)
-            with torch.enable_grad():
+            with torch.enable_grad(), self.lowered(batch):
                 outputs = self._forward(self.arranged(data.x[i, :count]), batch, i).flatten(0, -2)
-            above = slope(self.task, outputs, data, i)
+            above = slope(self.task, outputs.to(self.dtype), data, i).to(outputs.dtype)
             grads = torch.autograd.grad(outputs, self.parameters, above, allow_unused=True, materialize_grads=True)
             scale_(out[i : i + 1], factor)
             torch._foreach_add_(views if out is w else self.views(out[i]), grads, alpha=alpha)

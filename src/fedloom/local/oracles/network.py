@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.errors import unknown
+from fedloom.local.batches import PASS
 from fedloom.local.oracles.base import Oracle, Reduce
+from fedloom.local.oracles.precision import lowered
 from fedloom.local.oracles.samples import Samples, batch_loss, probe
 from fedloom.models import Augment, penultimate
 from fedloom.models.dropout import Dropout
@@ -43,6 +45,8 @@ BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.InstanceNorm1d, nn.Insta
 class Network(Oracle):
     """Local problems of a network on a federation's training parts; how the gradient is computed is left open.
 
+    With ``low``, gradients of steps are computed in bfloat16; see `fedloom.local.oracles.precision`.
+
     Args:
         module: the network; copied, never modified.
         task: the loss.
@@ -53,6 +57,8 @@ class Network(Oracle):
         LayoutError: no parameter of the network trains.
         ConfigError: an own loss or metric of the task does not work.
     """
+
+    low = False
 
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         self.task, self.fed, self.augment = task, fed, augment
@@ -83,6 +89,10 @@ class Network(Oracle):
         ids = batch.ids.to(self.device)
         weights, each = (None if of is None else of[ids] for of in (self.class_weights, self.labels_each))
         return Samples(self.fed, batch, self.dtype, augment, weights, each)
+
+    def lowered(self, batch: Batch) -> AbstractContextManager[object]:
+        """The precision of a batch's gradient."""
+        return lowered(self.device, self.low and batch.draw.stream != PASS)
 
     def sizes(self, ids: Tensor) -> Tensor:
         """Samples in the training parts of the clients."""

@@ -43,13 +43,13 @@ class Stacked(Network):
         masks = {f"{name}.mask": mask for name, mask in self._masks(batch, data.counts).items()}
         leaves = {name: view.requires_grad_() for name, view in self.layout.tree(w.detach()).items()}
         self.module.train()
-        with torch.enable_grad():
+        with torch.enable_grad(), self.lowered(batch):
             try:
                 outputs = vmap(self._forward)(leaves, masks, data.x).flatten(1, -2)
             except RuntimeError as error:
                 cause = f"the model cannot be stacked ({str(error).splitlines()[0]}); set oracle = 'looped'"
                 raise ClientError("gradient", batch.draw.round, sorted(batch.draw.ids), cause) from error
-        above = slopes(self.task, outputs, data)
+        above = slopes(self.task, outputs.to(self.dtype), data).to(outputs.dtype)
         grads = torch.autograd.grad(outputs, list(leaves.values()), above, allow_unused=True, materialize_grads=True)
         for target, g in zip(self.layout.tree(out).values(), grads, strict=True):
             scale_(target, beta).add_(g, alpha=alpha)

@@ -1,0 +1,123 @@
+"""What grows with the number of clients: time and memory of rounds, evaluation, checkpoints and resuming.
+
+    python benchmarks/clients.py --clients 10000 --clients 1000000 --method fedavg --method scaffold --method flame
+
+Softmax regression on 60 features and 10 classes, 10 samples a client, cohorts of 1,000; 1,000 clients are scored. The
+features are a file that stays on disk, and so are the clients' rows beyond 256 MiB. A line per method and number of
+clients: seconds to load and cut the data, to begin, of a round (median of all but the first), of an evaluation, of the
+last checkpoint and of resuming from it; and the peak of anonymous memory. Seconds are of the processor, so that other
+processes count little; `--wall` takes the clock's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+import numpy as np
+from memory import Peak
+
+from fedloom.algorithms import REGISTRY
+from fedloom.choose import Uniform
+from fedloom.data import load
+from fedloom.data.partition import Iid
+from fedloom.engine.setting import Engine, Evaluate
+from fedloom.engine.simulate import simulate
+from fedloom.engine.state import State
+from fedloom.local import LocalSGD
+
+FEATURES, CLASSES, SAMPLES = 60, 10, 10
+BLOCK = 100_000
+"""Samples that are made at a time."""
+
+
+def make(folder: Path, samples: int) -> Path:
+    """A folder of ``x.npy`` and ``y.npy``: normal features, labels by a linear model with noise."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((FEATURES, CLASSES), np.float32)
+    x = np.lib.format.open_memmap(folder / "x.npy", "w+", np.float32, (samples, FEATURES))
+    y = np.empty(samples, np.uint8)
+    for start in range(0, samples, BLOCK):
+        some = rng.standard_normal((min(BLOCK, samples - start), FEATURES), np.float32)
+        x[start : start + len(some)] = some
+        noise = 3 * rng.standard_normal((len(some), CLASSES), np.float32)
+        y[start : start + len(some)] = (some @ w + noise).argmax(1)
+    x.flush()
+    np.save(folder / "y.npy", y)
+    return folder
+
+
+class Watch:
+    """A callback of `simulate` that keeps when rounds ended, by a clock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self.ends, self.evaluations = clock, list[float](), list[float]()
+
+    def __call__(self, state: State) -> None:
+        """After a round."""
+        self.ends.append(self._clock())
+        self.evaluations = state.times.evaluations
+
+
+def measure(method: str, clients: int, given: argparse.Namespace, place: Path) -> None:
+    """Print the line of a method and a number of clients."""
+    clock = time.perf_counter if given.wall else time.process_time
+    data = make(place / f"data-{clients}", clients * SAMPLES) if not (place / f"data-{clients}").exists() else None
+    with Peak() as peak:
+        start = clock()
+        fed = Iid(clients=clients)(load(data or place / f"data-{clients}"), seed=0)
+        loaded = clock() - start
+        settings = {
+            "local": LocalSGD(lr=0.1, batch_size=10),
+            "sampler": Uniform(clients=min(1000, clients)),
+            "evaluate": Evaluate(every=given.rounds, clients=1000, parts=("train", "test")),
+            "engine": Engine(store_budget=256, workers=given.workers),
+        }
+        with tempfile.TemporaryDirectory(dir=place) as folder:
+            watch, start = Watch(clock), clock()
+            first = simulate(REGISTRY[method](), fed, rounds=given.rounds, folder=folder, progress=[watch], **settings)
+            ended = clock()
+            rounds = np.diff(watch.ends)[:-1]
+            save = ended - watch.ends[-1]
+            simulate(REGISTRY[method](), fed, rounds=given.rounds, folder=folder, **settings)
+            resumed = clock() - ended
+            disk = sum(file.stat().st_blocks * 512 for file in Path(folder).rglob("*") if file.is_file())
+    begin = watch.ends[0] - start - float(rounds[0])
+    print(
+        f"| {method} | {clients:,} | {loaded:.1f} | {begin:.1f} | {statistics.median(rounds):.3f} | "
+        f"{first.state.times.evaluations[-1]:.2f} | {save:.1f} | {resumed:.1f} | {disk / 1e9:.2f} | "
+        f"{(peak.most - peak.before) / 1e9:.2f} |",
+        flush=True,
+    )
+
+
+def main() -> int:
+    """Measure and print a table."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--clients", type=int, action="append")
+    options.add_argument("--method", action="append", choices=[*REGISTRY])
+    options.add_argument("--rounds", type=int, default=8)
+    options.add_argument("--workers", type=int, default=1)
+    options.add_argument("--wall", action="store_true", help="seconds of the clock")
+    options.add_argument("--folder", type=Path, help="for data and rows; a temporary one by default")
+    given = options.parse_args()
+    print("| method | clients | load, cut | begin | round | evaluation | last save | resume | disk GB | memory GB |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory(dir=given.folder) as place:
+        for clients in given.clients or (10_000, 1_000_000):
+            for method in given.method or ("fedavg", "scaffold", "flame"):
+                measure(method, clients, given, Path(place))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""bfloat16 for the gradients of steps, where a run asks for it; rows, updates and passes over all samples stay exact."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+import torch
+
+from fedloom.errors import Refused
+
+Precision = Literal["full", "bf16"]
+INSTRUCTIONS = ("avx512bf16", "amx-bf16", "bf16")
+"""Names that LLVM gives to instructions for bfloat16, of x86 and of ARM."""
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether the device has instructions for bfloat16."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    from llvmlite.binding import get_host_cpu_features  # slow to import, needed where it is asked for
+
+    found = get_host_cpu_features()
+    return any(found.get(name, False) for name in INSTRUCTIONS)
+
+
+def check_bf16(device: torch.device, dtype: torch.dtype, oracle: str) -> None:
+    """Refuse bfloat16 where it cannot be had, or gains nothing.
+
+    Raises:
+        Refused: the sentence says why.
+    """
+    asked = "engine.precision = 'bf16'"
+    if dtype is not torch.float32:
+        raise Refused(f"{asked} keeps rows in float32, but engine.dtype is {str(dtype).removeprefix('torch.')!r}")
+    if oracle == "fused":
+        raise Refused(f"{asked} is for convolutions; the loops for linear layers are float32: leave it out")
+    if not has_bf16(device):
+        raise Refused(f"{asked}: this processor has no instructions for bfloat16, and would be slower; leave it out")
+
+
+def lowered(device: torch.device, on: bool) -> AbstractContextManager[object]:
+    """Products and convolutions in bfloat16; what needs more, such as a normalisation's statistics, stays float32."""
+    return torch.autocast(device.type, torch.bfloat16) if on else nullcontext()

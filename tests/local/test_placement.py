@@ -1,0 +1,82 @@
+"""Runs on an accelerator that is only pretended (`pretend`): everything lies where it must, and gives the CPU's values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pretend
+import pytest
+import torch
+
+from fedloom.algorithms import REGISTRY
+from fedloom.choose import Uniform
+from fedloom.data import load
+from fedloom.data.federation import Federation
+from fedloom.data.partition import Iid
+from fedloom.engine.setting import Engine, Evaluate
+from fedloom.engine.simulate import simulate
+from fedloom.local import LocalSGD
+from fedloom.models import CNN, MLP
+
+MODELS: dict[str, Any] = {
+    "fused": MLP(hidden=(12,), dropout=0.2),
+    "stacked": CNN(channels=(4,), kernel=3, hidden=(8,), norm="group"),
+    "looped": CNN(channels=(4,), kernel=3, hidden=(8,), norm="batch"),
+}
+
+
+@pytest.fixture(scope="module")
+def fed() -> Federation:
+    return Iid(clients=6)(load("digits"), seed=0)
+
+
+def run(fed: Federation, method: str, oracle: str, device: str) -> Any:
+    return simulate(
+        method,
+        fed,
+        MODELS[oracle],
+        rounds=2,
+        local=LocalSGD(lr=0.05, batch_size=32),
+        sampler=Uniform(clients=4),
+        evaluate=Evaluate(every=1),
+        engine=Engine(device=device, oracle=oracle if device == "cpu" else "auto", dtype="float64"),
+    )
+
+
+def test_a_pretended_device_refuses_to_meet_the_cpu() -> None:
+    with pretend.accelerator():
+        there, here = torch.ones(3, device="cuda"), torch.ones(3)
+        assert there.device == pretend.DEVICE
+        assert (2 * there + there.new_ones(3)).cpu().tolist() == [3, 3, 3]
+        for meet in (lambda: there + here, lambda: there[None] @ here, lambda: here.index_select(0, there.long())):
+            with pytest.raises(pretend.Mixed):
+                meet()
+
+
+@pytest.mark.parametrize("oracle", sorted(MODELS))
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "flame", "fedacs"])
+def test_a_run_on_a_device_gives_what_the_cpu_gives(fed: Federation, method: str, oracle: str) -> None:
+    wanted = run(fed, method, oracle, "cpu")
+    with pretend.accelerator():
+        found = run(fed, method, oracle, "cuda")
+        assert found.job.oracle.name == oracle
+        assert found.job.oracle.device == pretend.DEVICE
+        table = found.table()
+        rows = {kind: found.models.rows(kind) for kind in found.models.kinds()}
+    assert table.drop(["value"]).equals(wanted.table().drop(["value"]))
+    for kind, row in rows.items():
+        torch.testing.assert_close(row, wanted.models.rows(kind), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", sorted(REGISTRY))
+def test_every_method_keeps_to_the_device(fed: Federation, name: str) -> None:
+    with pretend.accelerator():
+        method = REGISTRY[name]()
+        assert simulate(
+            method,
+            fed,
+            MODELS["fused"],
+            rounds=1,
+            local=LocalSGD(lr=0.05, batch_size=64),
+            engine=Engine(device="cuda"),
+        ).rounds

@@ -1,0 +1,98 @@
+"""bfloat16 in the gradients of steps: near the exact ones, rows as before, the same bits for any number of workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import CASES, Problem
+from torch import Tensor
+
+from fedloom.algorithms import FIAELT, FLAME, FedAvg
+from fedloom.data import load
+from fedloom.data.partition import Iid
+from fedloom.engine.setting import Engine, Evaluate
+from fedloom.engine.simulate import simulate
+from fedloom.errors import Refused
+from fedloom.local import LocalSGD, Work, descend
+from fedloom.local.oracles import Network, make_oracle, precision
+from fedloom.models import CNN, MLP, Softmax
+from fedloom.tasks import task_of
+
+SMALL = CNN(channels=(4,), kernel=3, hidden=(8,))
+
+
+@pytest.fixture
+def able(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor without the instructions computes the same, slowly."""
+    monkeypatch.setattr(precision, "has_bf16", lambda device: True)
+
+
+def oracle_of(problem: Problem, name: str, low: precision.Precision) -> Network:
+    return make_oracle(problem.module, task_of(problem.fed.data), problem.fed, name, precision=low)
+
+
+def after_steps(problem: Problem, oracle: Network) -> tuple[Tensor, Tensor]:
+    """Rows after a few steps, and the gradient over all samples there."""
+    work = Work(oracle, torch.arange(3), torch.full((3, 1), 1 / 3), LocalSGD(lr=0.05, batch_size=4, steps=3), seed=1)
+    w = descend(problem.start[:3], work)
+    return w, work.full_grad(problem.start[:3])
+
+
+@pytest.mark.parametrize("name", ["looped", "stacked"])
+@pytest.mark.parametrize("case", ["cnn", "cnn dropout"])
+@pytest.mark.usefixtures("able")
+def test_steps_are_rounded_and_passes_over_all_samples_are_not(name: str, case: str) -> None:
+    problem = Problem(CASES[case], torch.float32)
+    (exact, gradient), (w, same) = (after_steps(problem, oracle_of(problem, name, p)) for p in ("full", "bf16"))
+    assert w.dtype == torch.float32
+    moved = exact - problem.start[:3]
+    error = (w - exact).norm(dim=1) / moved.norm(dim=1)
+    assert bool((error > 0).all())
+    assert bool((error < 0.05).all())  # a number of bfloat16 has 8 bits: products are off by 2^-8 each
+    assert torch.equal(same, gradient)
+
+
+@pytest.mark.usefixtures("able")
+def test_the_run_does_not_depend_on_workers() -> None:
+    fed = Iid(clients=6)(load("digits"), seed=0)
+
+    def run(workers: int) -> Any:
+        return simulate(
+            FLAME(),
+            fed,
+            SMALL,
+            rounds=2,
+            local=LocalSGD(lr=0.05, batch_size=50),
+            evaluate=Evaluate(every=2),
+            engine=Engine(precision="bf16", workers=workers, chunk=1),
+        )
+
+    one, two = run(1), run(2)
+    assert one.table().equals(two.table())
+    assert torch.equal(one.models.rows("personal"), two.models.rows("personal"))
+    assert one.job.oracle.low
+
+
+def refused(method: Any, model: Any, words: str, **engine: Any) -> None:
+    fed = Iid(clients=3)(load("digits"), seed=0)
+    with pytest.raises(Refused, match=words):
+        simulate(method, fed, model, rounds=1, engine=Engine(precision="bf16", **engine))
+
+
+@pytest.mark.usefixtures("able")
+def test_what_bfloat16_does_nothing_for_is_refused_by_name() -> None:
+    refused(FedAvg(), Softmax(), "the loops for linear layers are float32")
+    refused(FedAvg(), MLP(hidden=(4,)), "the loops for linear layers are float32")
+    refused(FedAvg(), SMALL, "engine.dtype is 'float64'", dtype="float64")
+    refused(FLAME(eps0=0.1), SMALL, "FLAME with eps0 takes full gradients")
+    refused(FIAELT(solver="svrg", smooth=1.0), SMALL, "FIAELT with solver 'svrg' takes full gradients")
+
+
+def test_a_processor_without_the_instructions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: {"avx2": True, "avx512bf16": False})
+    refused(FedAvg(), SMALL, "no instructions for bfloat16")
+    for name in precision.INSTRUCTIONS:
+        monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda name=name: {name: True})
+        assert precision.has_bf16(torch.device("cpu"))
