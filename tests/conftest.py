@@ -8,13 +8,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # fresh interpreters of the tests find compiled modules
 sys.dont_write_bytecode = False
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
-
-import pytest
-from hypothesis import HealthCheck, Phase, settings
 
 if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers share that of their controller
     _CACHE = tempfile.TemporaryDirectory(prefix="fedloom-cache-")
