@@ -1,19 +1,24 @@
-"""One thread per process, as in simulation; the same hypothesis examples on every CI run."""
+"""One thread per process, as in simulation; the same hypothesis examples on every CI run; no waiting for disks."""
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
 
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # fresh interpreters of the tests find compiled modules
+sys.dont_write_bytecode = False
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 
-import torch
-from hypothesis import HealthCheck, Phase, settings
-
-torch.set_num_threads(1)
-_CACHE = tempfile.TemporaryDirectory(prefix="fedloom-cache-")
-os.environ["FEDLOOM_CACHE"] = _CACHE.name
+if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers share that of their controller
+    _CACHE = tempfile.TemporaryDirectory(prefix="fedloom-cache-")
+    os.environ["FEDLOOM_CACHE"] = _CACHE.name
 
 settings.register_profile("dev", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.register_profile("ci", settings.get_profile("dev"), derandomize=True, database=None)
@@ -24,3 +29,17 @@ settings.register_profile(
     suppress_health_check=list(HealthCheck),
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: the garbage collector need not visit it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_sync() -> Iterator[None]:
+    """No test cuts the power, and the order of what is written is watched above `os.fsync`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _fd: None)
+        yield

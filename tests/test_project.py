@@ -127,21 +127,21 @@ def test_import_and_help_load_no_torch() -> None:
     assert "run" in text
 
 
-def seconds(before: str, code: str) -> float:
-    """Least processor time of three fresh interpreters for `code` after `before`."""
+def takes_less(limit: float, before: str, code: str) -> bool:
+    """Whether one of three fresh interpreters needs less processor time, in seconds, for `code` after `before`."""
     timed = f"{before}\nimport time; start = time.process_time()\n{code}\nprint('\\n', time.process_time() - start)"
-    return min(float(run(timed).split()[-1]) for _ in range(3))
+    return any(float(run(timed).split()[-1]) < limit for _ in range(3))
 
 
 def test_help_comes_at_once() -> None:
     call = "from fedloom.cli import main\ntry: main()\nexcept SystemExit: pass"
-    assert seconds("import sys; sys.argv = ['fedloom', '--help']", call) < 0.5
+    assert takes_less(0.5, "import sys; sys.argv = ['fedloom', '--help']", call)
 
 
 def test_simulate_costs_little_beyond_torch_and_pydantic() -> None:
     """Pydantic loads its modules when a name is asked for, not when it is imported."""
     loaded = "import torch, fedloom\nfrom pydantic import BaseModel, TypeAdapter"
-    assert seconds(loaded, "fedloom.simulate") < 0.5
+    assert takes_less(0.5, loaded, "fedloom.simulate")
 
 
 # --- dependencies

@@ -21,6 +21,7 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+import fedloom
 from fedloom import __version__
 from fedloom.cli import app
 
@@ -293,15 +294,18 @@ def test_output_that_cannot_be_written_is_said(
         ("onnx", ["export", "{run}", "--method", "flame", "--format", "onnx", "--out", "model.onnx"], "export"),
     ],
 )
-def test_a_missing_extra_is_named(module: str, command: list[str], extra: str, finished: Path, tmp_path: Path) -> None:
+def test_a_missing_extra_is_named(
+    module: str, command: list[str], extra: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "small.toml").write_text(SMALL)
-    block = f"import sys; sys.modules[{module!r}] = None; from fedloom.cli import main; main()"
-    words = [word.format(run=finished) for word in command]
-    environment = {**os.environ, "PYTHONPATH": str(Path("src").resolve())}
-    done = subprocess.run(
-        [sys.executable, "-c", block, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 2, done.stderr
+    monkeypatch.chdir(tmp_path)
+    for name in [n for n in sys.modules if n.startswith(("fedloom.tune", "fedloom.deploy"))]:
+        monkeypatch.delitem(sys.modules, name)  # what imports it is imported anew
+    for name in ("tune", "deploy"):
+        monkeypatch.setattr(fedloom, name, None, raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    done = RUNNER.invoke(app, [word.format(run=finished) for word in command])
+    assert done.exit_code == 2, done.output
     assert done.stderr.startswith("error: ")
     assert f"pip install 'fedloom[{extra}]'" in done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["small.toml"]

@@ -8,13 +8,16 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tomli_w
 from pydantic import ValidationError
+from typer.testing import CliRunner
 
 from fedloom import cache
+from fedloom.cli import app
 from fedloom.errors import ConfigError
 from fedloom.experiment import cards, editors, index, parse
 from fedloom.experiment.check import Grammar, check
@@ -124,8 +127,36 @@ def test_answers_equal_the_slow_ones_and_import_nothing_slow(kept: Path, tmp_pat
     assert refused == [(2, f"error: {text}\n") for text in [*expected, *expected[:1] * 3]]
 
 
-@pytest.mark.parametrize("damage", ["none", "empty", "torn", "changed", "of other sources", "a folder"])
-def test_a_cache_that_is_no_use_changes_no_answer(kept: Path, tmp_path: Path, damage: str) -> None:
+@pytest.fixture
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has not imported torch yet, for the index; the rest of this process has."""
+    monkeypatch.setattr(index, "sys", SimpleNamespace(modules={}, version=sys.version))
+
+
+def refusal_and_card(folder: Path) -> list[list[str]]:
+    """The commands that ask the index, of a file with an unknown key and of a method."""
+    file = folder / "wrong.toml"
+    file.write_text(tomli_w.dumps({**DOCUMENT, "round": 3}))
+    return [["run", str(file)], ["describe", "flame"]]
+
+
+def right_answers(folder: Path) -> list[tuple[int, str]]:
+    refused = sentence({**DOCUMENT, "round": 3}, str(folder / "wrong.toml"))
+    return [(2, f"error: {refused}\n"), (0, cards.card("flame") + "\n")]
+
+
+def test_without_a_cache_the_classes_answer_and_one_is_made(kept: Path, tmp_path: Path) -> None:
+    found, loaded = answers(refusal_and_card(tmp_path), FEDLOOM_CACHE=str(tmp_path))
+    assert found == right_answers(tmp_path)
+    assert "torch" in loaded
+    assert (tmp_path / index.NAME).read_bytes() == (kept / index.NAME).read_bytes()
+
+
+@pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize("damage", ["empty", "torn", "changed", "of other sources", "a folder", "a file", "no device"])
+def test_a_cache_that_is_no_use_changes_no_answer(
+    kept: Path, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     good = (kept / index.NAME).read_bytes()
     bad = {
         "empty": b"",
@@ -133,25 +164,24 @@ def test_a_cache_that_is_no_use_changes_no_answer(kept: Path, tmp_path: Path, da
         "changed": good.replace(b"fedavg", b"fedavh", 1),
         "of other sources": cache._head("other", b"{}") + b"{}",
     }
+    place = tmp_path / "cache"
     if damage == "a folder":
-        (tmp_path / index.NAME).mkdir()
-    elif damage != "none":
-        (tmp_path / index.NAME).write_bytes(bad[damage])
-    file = tmp_path / "wrong.toml"
-    file.write_text(tomli_w.dumps({**DOCUMENT, "round": 3}))
-    found, loaded = answers([["run", str(file)], ["describe", "flame"]], FEDLOOM_CACHE=str(tmp_path))
-    assert found == [(2, f"error: {sentence({**DOCUMENT, 'round': 3}, str(file))}\n"), (0, cards.card("flame") + "\n")]
-    assert "torch" in loaded
-    if damage != "a folder":
-        assert (tmp_path / index.NAME).read_bytes() == good
-    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
-
-
-def test_where_nothing_can_be_kept_nothing_is_said(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for place in (str(tmp_path / "file"), "/dev/null/cache"):
-        found, _ = answers([["describe", "flame"]], FEDLOOM_CACHE=place)
-        assert found == [(0, cards.card("flame") + "\n")]
+        (place / index.NAME).mkdir(parents=True)
+    elif damage == "a file":
+        place.touch()
+    elif damage == "no device":
+        place = Path("/dev/null/cache")
+    else:
+        place.mkdir()
+        (place / index.NAME).write_bytes(bad[damage])
+    monkeypatch.setenv("FEDLOOM_CACHE", str(place))
+    assert index._find() is None
+    for words, right in zip(refusal_and_card(tmp_path), right_answers(tmp_path), strict=True):
+        result = CliRunner().invoke(app, words)
+        assert (result.exit_code, result.output) == right
+    if damage in bad:
+        assert (place / index.NAME).read_bytes() == good
+    assert not [p for p in tmp_path.rglob("*") if p.name.startswith(".")]
 
 
 def test_the_folder_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

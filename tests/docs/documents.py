@@ -87,11 +87,16 @@ def _toml(block: Block, document: str, folder: Path, module: ModuleType) -> None
 
 
 def _sh(block: Block, document: str, folder: Path, module: ModuleType) -> None:
+    """Each line by itself: a plain call of fedloom in this process, anything else in bash."""
     for line in block.code.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
-        if words and words[0] == "fedloom" and not set(line.partition("#")[0]) & set("|&;<>$`"):
-            result = CliRunner().invoke(app, words[1:])
+        call = re.fullmatch(r"(?P<fails>! )?fedloom (?P<words>[^#|&;<>$`]*)(> (?P<file>\S+))?", line.partition("#")[0])
+        if call:
+            result = CliRunner().invoke(app, shlex.split(call["words"]))
             code, output = result.exit_code, result.output
+            if call["file"]:
+                (folder / call["file"]).write_text(result.stdout)
+            if call["fails"]:
+                code = int(code == 0 or not isinstance(result.exception, SystemExit))
         else:
             done = subprocess.run(["bash", "-euo", "pipefail", "-c", line], env=_environment(), capture_output=True)
             code, output = done.returncode, (done.stdout + done.stderr).decode()

@@ -260,18 +260,18 @@ def test_few_seeds_are_drawn_one_by_one_and_many_as_an_interval(tmp_path: Path) 
 def test_the_bundle_is_made_once_and_anew_when_it_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     monkeypatch.setattr("vl_convert.javascript_bundle", lambda *_: made.append(1) or "let x = '</script>';")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
     scripts = page_module._scripts.__wrapped__
     first = scripts()
     assert scripts() == first
     assert "</script" not in first
     assert len(made) == 1
-    (kept,) = (tmp_path / "cache" / "fedloom").iterdir()
-    kept.write_text(first[:10])
+    (kept,) = (tmp_path / "cache").iterdir()
+    kept.write_text(kept.read_text()[:-10])
     assert scripts() == first
     assert len(made) == 2
     (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "file"))
     assert scripts() == first
     assert len(made) == 3
 
@@ -279,7 +279,8 @@ def test_the_bundle_is_made_once_and_anew_when_it_is_damaged(tmp_path: Path, mon
 def test_every_chart_is_vega_lite(small: Path) -> None:
     runs = read_runs([small])
     for figure in figures(runs, rows_of(runs)):
-        alt.Chart.from_dict({**figure.chart, "datasets": figure.data}, validate=True)
+        some = {name: rows[:3] for name, rows in figure.data.items()}  # of rows the schema asks no more than a table
+        alt.Chart.from_dict({**figure.chart, "datasets": some}, validate=True)
 
 
 def test_many_clients_are_a_sample_with_the_worst_by_name(tmp_path: Path) -> None:

@@ -361,14 +361,3 @@ def test_a_suggestion_depends_on_what_was_tried_only() -> None:
     best = search.best(trials)
     assert best is not None
     assert best.value == max(t.value for t in trials if t.value is not None)
-
-
-def test_optuna_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [n for n in sys.modules if n.startswith("fedloom.tune")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    file = tmp_path / "small.toml"
-    file.write_text(SMALL)
-    result = RUNNER.invoke(app, ["tune", str(file), "--out", str(tmp_path / "out")])
-    assert result.exit_code == 2
-    assert "pip install 'fedloom[tune]'" in result.output

@@ -7,11 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import vl_convert
-
 from fedloom.report.numbers import MODELS, Row
 
-VEGA_LITE: str = vl_convert.get_vegalite_versions()[-1]
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 NUMBERS = (
     "abs(datum.value) >= 1e9 ? format(datum.value, '.1e') : "
@@ -66,7 +63,9 @@ class Figure:
 
     def svg(self) -> str:
         """The chart as an SVG in the light look."""
-        svg: str = vl_convert.vegalite_to_svg({**self.spec(), "config": theme(dark=False)}, vl_version=VEGA_LITE)
+        import vl_convert  # slow to import, needed where charts are written as files
+
+        svg: str = vl_convert.vegalite_to_svg({**self.spec(), "config": theme(dark=False)})
         return svg
 
     def columns(self, name: str) -> list[str]:

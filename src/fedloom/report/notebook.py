@@ -12,7 +12,7 @@ import vl_convert
 
 from fedloom import metrics
 from fedloom.errors import ConfigError
-from fedloom.report.figure import VEGA_LITE, theme
+from fedloom.report.figure import theme
 from fedloom.report.naming import metric, titled
 
 MODELS = ("global", "personal", "hybrid")
@@ -56,7 +56,7 @@ def page(table: pa.Table, title: str) -> str:
     curves = _curves(table, name, "test", strict=False)
     if len({row["round"] for row in curves}) > 1:
         spec = {**_chart(curves, name, "test").to_dict(), "config": theme(dark=False)}
-        parts.append(vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE))
+        parts.append(vl_convert.vegalite_to_svg(spec))
     return "\n".join(parts)
 
 

@@ -14,13 +14,12 @@ from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
-import vl_convert
-
+from fedloom.cache import find, keep
 from fedloom.errors import ConfigError, explained
 from fedloom.report import overview
 from fedloom.report.clients import clients
 from fedloom.report.curves import curves, robustness
-from fedloom.report.figure import VEGA_LITE, Figure, Rows, theme
+from fedloom.report.figure import Figure, Rows, theme
 from fedloom.report.inspection import inspection
 from fedloom.report.numbers import Row, leading_metric, rows_of
 from fedloom.report.partition import clusters, skew_table, splits
@@ -32,8 +31,8 @@ from fedloom.report.tradeoffs import costs, tradeoffs
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """What the page may do: run its own scripts; it can reach no network."""
-END = "\n// end of the bundle\n"
-"""Last line of the scripts that are kept, so that a file that was cut is made anew."""
+BUNDLE = "vega.js"
+"""Name of the scripts that are kept."""
 HIDDEN = ("label", "label_narrow", "side", "place", "middle")
 """Columns of the data of charts that serve the drawing only."""
 
@@ -160,25 +159,16 @@ def _title(runs: list[Run]) -> str:
 
 @cache
 def _scripts() -> str:
-    """Vega, Vega-Lite and Vega-Embed in one script, safe within a script element.
+    """Vega, Vega-Lite and Vega-Embed in one script, safe within a script element; kept, since it takes seconds."""
+    key = version("vl-convert-python")
+    kept = find(BUNDLE, key)
+    if kept is not None:
+        return kept
+    import vl_convert  # slow to import, needed once
 
-    It takes seconds to make, so it is kept in the user's cache folder where that can be written.
-    """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fedloom"
-    kept = folder / f"vega-{version('vl-convert-python')}-{VEGA_LITE}.js"
-    try:
-        text = kept.read_text(encoding="utf-8")
-        if text.endswith(END):
-            return text
-    except (OSError, UnicodeDecodeError):
-        pass
-    bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;", VEGA_LITE)
-    text = bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--") + END
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _replace(kept, text)
-    except OSError:
-        pass
+    bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
+    text = bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+    keep(BUNDLE, key, text)
     return text
 
 

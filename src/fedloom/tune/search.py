@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -82,9 +83,13 @@ def check_values(
     Raises:
         ConfigError: the method's own sentence on that value.
     """
+    alone = {**document, "method": [document["method"][place]]}  # the other methods need not be read for every value
     for key, dimension in space.items():
         for value in (dimension.low, dimension.high) if isinstance(dimension, Range) else dimension:
             try:
+                with suppress(ConfigError):
+                    read(with_params(alone, 0, {key: value}), where)
+                    continue
                 read(with_params(document, place, {key: value}), where)
             except ConfigError as error:
                 raise ConfigError(f"{where}: [tune.space], {key} = {value!r} cannot be tried: {error}") from None
