@@ -309,7 +309,7 @@ def test_metrics_that_make_no_sense_are_left_out(tmp_path: Path) -> None:  # 10
 
 def test_fairness_weights_never_see_nan(tmp_path: Path) -> None:  # 10
     here = scene(tmp_path, {"algorithm": "equitable-fl", "clusters": 2}, **SMALL)
-    forms = here.clients()[BAD].forms
+    forms = here.clients()[BAD].trainer.forms
 
     def bend(reply: Message) -> Message:
         sent = forms.read_up(upload(reply))

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from fedloom.deploy.exchange.envelope import HEAD
 from fedloom.deploy.server import serve
 from fedloom.deploy.settings import read_server, read_site
-from fedloom.deploy.site import client as client_module
+from fedloom.deploy.site import trainer as trainer_module
 from fedloom.deploy.site.client import Client
 from fedloom.deploy.site.state import models
 from fedloom.errors import CheckpointError, ConfigError, FedloomError, RunDirError, Stop
@@ -94,13 +94,13 @@ def killing(round: int, kind: str) -> Callable[[int, Message, Message], Any]:
 def trained(here: Scene, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """A list that fills with (round, client) of every training that is really computed."""
     done: list[tuple[int, int]] = []
-    real = client_module.make
+    real = trainer_module.make
 
     def make(job: Any, down: Any, task: Any) -> Any:
         done.append((task.round, int(task.ids)))
         return real(job, down, task)
 
-    monkeypatch.setattr(client_module, "make", make)
+    monkeypatch.setattr(trainer_module, "make", make)
     return done
 
 
@@ -472,7 +472,7 @@ def test_the_ledger_says_which_samples_a_release_is_of(tmp_path: Path) -> None:
     assert here.serve() is Stop.DONE
     path = next(here.sites[LOST].state.glob("*/ledger.jsonl"))
     entries = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [e["samples"] for e in entries] == [Client(here.sites[LOST]).samples] * 4
+    assert [e["samples"] for e in entries] == [Client(here.sites[LOST]).trainer.samples] * 4
     assert entries[0]["samples"] not in here.server.audit.read_text()
 
 

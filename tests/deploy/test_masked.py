@@ -22,7 +22,7 @@ from fedloom.deploy.exchange.masked import ATTEMPTS
 from fedloom.deploy.exchange.secure import Broken
 from fedloom.deploy.noise import SharedMean
 from fedloom.deploy.settings import Secure
-from fedloom.deploy.site import client, masking
+from fedloom.deploy.site import client, masking, trainer
 from fedloom.deploy.site.masking import Masking, check_maskable
 from fedloom.deploy.site.state import models
 from fedloom.deploy.status import lines, status_of
@@ -151,7 +151,9 @@ def test_any_sites_up_to_the_threshold_may_drop_at_any_step(
         def look(node: int, message: Message, reply: Message) -> Message | None:
             kind, t = kind_of(message), int(message.content["head"]["round"])
             if kind in seen:
-                seen[kind][t] = torch.cat([f.flatten() for f in clients[0].forms.read_down(arrays_of(message)[0])])
+                seen[kind][t] = torch.cat(
+                    [f.flatten() for f in clients[0].trainer.forms.read_down(arrays_of(message)[0])]
+                )
             if kind == "unmask":
                 asked.setdefault(t, set()).add(arrays_of(message)[0])
             return lose(node, message, reply)
@@ -515,7 +517,8 @@ def test_no_sum_of_scores_is_of_one_site(tmp_path: Path) -> None:
         return [train, 3 if number == 0 else 0, test]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(client, "part_sizes", scarce)
+        for module in (client, trainer):
+            patch.setattr(module, "part_sizes", scarce)
         grid = here.grid(None, clients)
         assert here.serve(grid) is Stop.DONE
     heads = [m.content["head"] for m in grid.sent if kind_of(m) in ("masked", "tally")]
@@ -573,14 +576,14 @@ def test_shares_of_noise_are_clipped_uploads_in_exact_arithmetic() -> None:
 
 def test_training_that_fails_is_no_answer_under_shared_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = secured(tmp_path, "fedavg", rounds=1, aggregator=PRIVATE)
-    make = client.make
+    make = trainer.make
 
     def fails(job: Any, down: Any, task: Any) -> Any:
         if int(task.ids) == 1:
             raise Refused("the loss of patient 7 is not finite")
         return make(job, down, task)
 
-    monkeypatch.setattr(client, "make", fails)
+    monkeypatch.setattr(trainer, "make", fails)
     assert here.serve() is Stop.DONE
     assert not here.audit("rejected")
     assert len([x for x in here.audit("accepted") if x["kind"] == "masked"]) == 5

@@ -51,7 +51,7 @@ def deployed(scene: Scene) -> Uploads:
     def look(node: int, message: Message, reply: Message) -> Message:
         if message.metadata.message_type == "train":
             data = next(iter(reply.content["arrays"].values())).data
-            sent = by_node[node].forms.read_up(data)
+            sent = by_node[node].trainer.forms.read_up(data)
             uploads[int(message.content["head"]["round"]), by_node[node].site.client] = {
                 name: value[0] for name, value in sent.up._asdict().items()
             }

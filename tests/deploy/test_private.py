@@ -297,7 +297,7 @@ def test_sites_and_rounds_have_noise_of_their_own(tmp_path: Path) -> None:
     def look(node: int, message: Message, reply: Message) -> Message:
         if message.content["head"]["kind"] == "train":
             data = next(iter(reply.content["arrays"].values())).data
-            sent.append(by_node[node].forms.read_up(data).up[0][0])
+            sent.append(by_node[node].trainer.forms.read_up(data).up[0][0])
         return reply
 
     assert here.serve(here.grid(look, clients)) is Stop.DONE

@@ -1,0 +1,250 @@
+"""What a site computes: its training and its scores, from its samples and the state on its disk."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.data import Federation
+from fedloom.deploy.code import read_agreed
+from fedloom.deploy.exchange.envelope import Letter, digest_of
+from fedloom.deploy.exchange.forms import Forms
+from fedloom.deploy.exchange.replies import lengths
+from fedloom.deploy.noise import SharedMean, released
+from fedloom.deploy.settings import Site, check_version
+from fedloom.deploy.site.ledger import Ledger
+from fedloom.deploy.site.local_data import part_sizes, samples_digest, site_federation
+from fedloom.deploy.site.masking import check_maskable
+from fedloom.deploy.site.state import Generation, Memory
+from fedloom.deploy.site.vectors import Uploads
+from fedloom.engine.chunk import Made, make, usable
+from fedloom.engine.job import Job
+from fedloom.engine.privacy import Noise, accounted
+from fedloom.engine.records import Scores
+from fedloom.engine.scoring import hybrid_scores, personal_models, score
+from fedloom.engine.setup import make_job
+from fedloom.errors import FedloomError, Refused
+from fedloom.experiment import Experiment
+from fedloom.processes.chunks import ScoreTask, TrainTask
+
+
+class Trainer:
+    """The run of one site.
+
+    Args:
+        site: its settings.
+        memory: its state.
+    """
+
+    def __init__(self, site: Site, memory: Memory) -> None:
+        self._site, self._memory = site, memory
+
+    @cached_property
+    def fed(self) -> Federation:
+        """The site's samples, as one client of the federation."""
+        return site_federation(self._experiment, self._site)
+
+    @cached_property
+    def _experiment(self) -> Experiment:
+        check_version(self._site)
+        found = read_agreed(self._site, chunk=1, workers=1)
+        if self._site.secure is not None:
+            check_maskable(found.methods[0].setting)
+        return found
+
+    @cached_property
+    def private(self) -> bool:
+        """Whether a delta is in force, at the sites or at the server: nothing leaves that epsilon does not cover."""
+        setting = self._experiment.methods[0].setting
+        return accounted(setting.channel, setting.aggregator) is not None
+
+    @cached_property
+    def samples(self) -> str:
+        """Digest of the samples; it does not leave the site."""
+        return samples_digest(self.fed, self._site.client)
+
+    @cached_property
+    def _run(self) -> tuple[Job, Any]:
+        job, server = make_job(self._experiment.methods[0].setting, self.fed)
+        survivors = None if self._site.secure is None else self._site.secure.threshold
+        setting = job.setting.with_(
+            channel=released(job.setting.channel), aggregator=released(job.setting.aggregator, survivors)
+        )
+        return replace(job, setting=setting), server
+
+    @property
+    def job(self) -> Job:
+        """The run as this site knows it."""
+        return self._run[0]
+
+    @cached_property
+    def forms(self) -> Forms:
+        """How its messages are written."""
+        return Forms(*self._run, self._site.client)
+
+    @property
+    def _noise(self) -> Noise | None:
+        """What this site's epsilon is of: its own noise; noise that the server adds does not protect it from that."""
+        setting = self.job.setting
+        return accounted(setting.channel, setting.aggregator if isinstance(setting.aggregator, SharedMean) else None)
+
+    @property
+    def ids(self) -> Tensor:
+        """The site's number, ``[1]``."""
+        return torch.tensor([self._site.client])
+
+    def seated(self, letter: Letter) -> tuple[Job, Generation | None]:
+        """The run with this site's share and the state that the server names as accepted."""
+        job, ids = self.job, self.ids
+        alpha = torch.full_like(job.alpha, letter.head["weight"])
+        state = self._memory.settle(letter.head["accepted"])
+        for name, store in (("rows", job.clients), ("residue", job.residue), ("optimizer", job.optimizer)):
+            store.reset()
+            if state is not None:
+                found = state.group(name)
+                store.write(ids, type(store.template)(*[found[f][None] for f in store.template._fields]))
+        return replace(job, alpha=alpha), state
+
+    def _sent(
+        self, job: Job, state: Generation | None, made: Made, down: Any, share: float | None
+    ) -> dict[str, Tensor]:
+        """What is sent of a round, and what is kept for the change of the next one under secure aggregation.
+
+        Raises:
+            Refused: under secure aggregation, what the server would reject.
+        """
+        if share is None:
+            return {"reply": torch.frombuffer(bytearray(self.forms.write_up(made)), dtype=torch.uint8)}
+        assert self._site.secure is not None
+        bound = self._site.secure.norm_bound
+        if not isinstance(job.setting.aggregator, SharedMean):  # which clips, and a refusal would be an answer
+            if bound is not None and float(lengths(job, made.up, down)) > bound:
+                raise Refused(
+                    f"the difference is {float(lengths(job, made.up, down)):.4g} long, at most {bound:.4g} is agreed"
+                )
+            if not bool(usable((*made.up, *made.new), 1, job.setting.engine.norm_bound, job.weights(made.up)).all()):
+                raise Refused("the upload is not finite, longer than engine.norm_bound, or has a weight below zero")
+        made = made._replace(work=torch.zeros_like(made.work)) if self.private else made
+        vector, rows, clipped = Uploads(job, self.forms.idle).encode(
+            made, share, None if state is None else state.group("kept")
+        )
+        if clipped:
+            self.withheld(f"{clipped} numbers of the upload are out of range and were clipped")
+        return {"reply": torch.from_numpy(vector.view(np.int64)), **{f"kept.{n}": row for n, row in rows.items()}}
+
+    def train(self, job: Job, state: Generation | None, letter: Letter) -> Generation:
+        """A round of training; one that was asked for before is answered with what is kept.
+
+        Raises:
+            FedloomError: the privacy budget is spent; or, without accounted noise of the site's own, the training
+                failed or its result is not finite.
+        """
+        t, base, digest = letter.head["round"], 0 if state is None else state.round, asked(letter)
+        kept = self._memory.answered(t, base, digest)
+        if kept is not None:
+            return kept
+        down = self.forms.read_down(letter.arrays[0])
+        ledger = Ledger(self._memory.folder, self._noise, self._site.epsilon, f"site {self._site.site}")
+        ledger.release(t, samples=self.samples)
+        made = self._made(job, down, t)
+        tensors = {f"rows.{name}": value[0] for name, value in made.new._asdict().items()}
+        for group, values in (("residue", made.residue), ("optimizer", made.optimizer)):
+            tensors |= {f"{group}.{n}": v[0] for n, v in (values._asdict() if values else {}).items()}
+        tensors |= self._sent(job, state, made, down, letter.head.get("share"))
+        new = Generation(t, base, digest, tensors, {"work": made.work[0].tolist()})
+        self._memory.keep(new)
+        return new
+
+    def _made(self, job: Job, down: Any, t: int) -> Made:
+        """What a round makes; under accounted noise of the site's own, whether the training worked is no answer either.
+
+        Then noise alone is sent, and the state stays as it was.
+        """
+        try:
+            made = make(job, down, TrainTask(t, torch.tensor([0]), self.ids, torch.ones(1, 1)))
+            if not bool(usable((*made.up, *made.new), 1, None).all()):
+                raise Refused(f"round {t}: the result of the training is not finite")
+        except FedloomError as error:
+            if self._noise is None:
+                raise
+            self.withheld(str(error))
+            return self._noise_alone(job)
+        return made
+
+    def _noise_alone(self, job: Job) -> Made:
+        up, ids = self.forms.idle, self.ids
+        if accounted(job.setting.channel) is not None:
+            assert job.setting.channel is not None
+            sent, _ = job.setting.channel.apply(None, torch.zeros_like(job.messages.update(up)), ())
+            up = job.messages.with_update(up, sent)
+        rows, residue, optimizer = (s.read(ids) for s in (job.clients, job.residue, job.optimizer))
+        return Made(up, None, None, None, rows, residue, torch.zeros(1, 3).long(), optimizer)
+
+    def score_first(self, job: Job, letter: Letter, t: int) -> tuple[str, Scores]:
+        """The scores of round ``t`` that are asked for with a training; it goes on where they cannot be found."""
+        if t < 0:
+            return "", {}
+        try:
+            return self.score(job, letter._replace(head={**letter.head, "round": t}))
+        except FedloomError as error:
+            what = f"round {t} cannot be scored: {error}"
+            if self.private or self._site.secure is not None:
+                self.withheld(what)
+            else:
+                self._memory.notes.append(what)
+            return "", {}
+
+    def score(self, job: Job, letter: Letter) -> tuple[str, Scores]:
+        """Keep the newest model, and score every model on the site's own parts."""
+        t, ids = letter.head["round"], self.ids
+        down, shared = self.forms.read_models(letter.arrays, global_there=letter.head["global"])
+        everyone = None if down is None else _for_all(down, job.n)
+        there = bool(part_sizes(self.fed, self._site.client)[0])
+        personal = there and down is not None
+        if personal or shared is not None:
+            row = personal_models(job, everyone, t, ids)[0] if personal else shared
+            assert row is not None
+            kind = "personal" if personal else "global"
+            self._memory.keep_model(row.cpu(), job.oracle.layout.header(), t, kind)
+        else:
+            kind = ""
+        silent = not (self._scores_openly or self.tallies) or self._site.epsilon is not None  # scores have no noise
+        if not there or silent:
+            return kind, {}
+        found: Scores = score(job, everyone, shared, ScoreTask(t, ids, ids, common=False))
+        part = job.setting.evaluate.select_on
+        both = self.tallies and {("global", part), ("personal", part)} <= set(found)
+        return kind, found | hybrid_scores(found, part) if both else found
+
+    @property
+    def _scores_openly(self) -> bool:
+        """Whether the site's own scores may leave it."""
+        agreed = self._site.secure
+        return not self.private and (agreed is None or agreed.scores == "per-site")
+
+    @property
+    def tallies(self) -> bool:
+        """Whether the site's scores are summed under masks."""
+        return not self.private and self._site.secure is not None and self._site.secure.scores == "masked"
+
+    def withheld(self, reason: str) -> str:
+        """The sentence for the server in the place of one that may tell of the samples; that goes to the site's log."""
+        sys.stderr.write(f"fedloom: site {self._site.site}: {reason}\n")
+        return f"site {self._site.site} could not answer; its own log says why"
+
+
+def asked(letter: Letter) -> str:
+    """Digest of what a site is to do in a round: the download and, under secure aggregation, its share."""
+    share = [repr(letter.head["share"]).encode()] if "share" in letter.head else []
+    return digest_of([*letter.arrays[:1], *share])
+
+
+def _for_all(down: Any, n: int) -> Any:
+    """A download of one client in the place of every client's, which is how `score` finds it by the client's number."""
+    return type(down)(*[f.expand(n, -1) if f.dim() > 1 else f for f in down])
