@@ -41,6 +41,8 @@ EXCUSED = {
     "feddualavg": ({"apart"}, "FedDualAvg without a regulariser is FedAvg"),
     "admm-lp-proj": ({"apart"}, "ADMMLpProj ties the models in "),
     "fedadmm-inexact": ({"mean"}, "FedADMMInexact takes at most "),
+    "fedper": ({"apart"}, "FedPer on a model that is all head"),
+    "lg-fedavg": ({"apart"}, "LGFedAvg on a model that is all head"),
     "equitable-fl": ({"fair"}, "weigher 'equitable' looks for clusters of clients"),
     "power-of-choice": ({"apart"}, "sampler 'power-of-choice' chooses nobody"),
 }
@@ -179,7 +181,9 @@ HELD_OUT = {
     "slow": Case("MNIST, Dirichlet 0.4, 15 clients, lr 0.01", lambda: figures_of(15), _WIDE, VALIDATION, lr=0.01),
     "fast": Case("MNIST, Dirichlet 0.4, 15 clients, lr 0.1", lambda: figures_of(15), _WIDE, VALIDATION, lr=0.1),
     "few": Case("MNIST, Dirichlet 0.4, 5 clients", lambda: figures_of(5), _WIDE, VALIDATION),
-    "hundred": Case("MNIST, Dirichlet 0.4, 10 of 100 clients", lambda: figures_of(100), _WIDE, VALIDATION, fraction=0.1),
+    "hundred": Case(
+        "MNIST, Dirichlet 0.4, 10 of 100 clients", lambda: figures_of(100), _WIDE, VALIDATION, fraction=0.1
+    ),
 }
 """Federations that no rule was made on; from "slow" on other step sizes and numbers of clients."""
 ALL = CASES | HELD_OUT

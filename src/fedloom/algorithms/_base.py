@@ -120,7 +120,9 @@ class Algorithm(Value, ABC):
         try:
             if factors:  # numbers that are derived from them follow; words are those of the default
                 rules = method.derived(ctx)
-                words = {name: word for name, word in rules.items() if isinstance(word, str) and not getattr(self, name)}
+                words = {
+                    name: word for name, word in rules.items() if isinstance(word, str) and not getattr(self, name)
+                }
                 values = {name: factor * rules[name] for name, factor in factors.items()} | words
                 method = method.with_(**values)
             values = {name: value for name, value in method.derived(ctx).items() if getattr(method, name) is None}

@@ -17,7 +17,6 @@ from fedloom.local import Ctx, Nothing, Work
 from fedloom.seeds import random_state
 from fedloom.values import Value
 
-
 Floats = NDArray[np.float64]
 
 
