@@ -1,4 +1,4 @@
-"""Every method: a replay of its own draws has its bits, and odd federations are trained on or refused with a sentence."""
+"""Every method: a replay of its own draws has its bits; odd federations are trained on or refused with a sentence."""
 
 from __future__ import annotations
 
