@@ -19,9 +19,9 @@ share is n lam_i, 1 at the start. With everyone and one full-batch step this is 
 cohort, times n/m, are an unbiased estimate of all losses. The model is the last iterate, not the mean of all. What
 travels is the change times share, so the model that a weigher, a sampler or an attacker sees is x + dw.
 
-Defaults: gamma_lambda = 1/(n sqrt(rounds)), the step of projected ascent: a radius over sqrt(rounds) times the norm of a
-gradient. The radius is 1/sqrt(n), of mixtures that weigh clients from 0 to twice the mean; n losses of order one have the
-norm sqrt(n). A fixed step puts more weight on single clients the more clients there are.
+Defaults: gamma_lambda = 1/(n sqrt(rounds)), the step of projected ascent: a radius over sqrt(rounds) times the norm of
+a gradient. The radius is 1/sqrt(n), of mixtures that weigh clients from 0 to twice the mean; n losses of order one have
+the norm sqrt(n). A fixed step puts more weight on single clients the more clients there are.
 
 Use it to bound the loss of the worst client, with few clients that all return often.
 """
@@ -65,7 +65,7 @@ class AFL(Algorithm):
     """Agnostic federated learning (Mohri et al. 2019, Figure 3)."""
 
     lambda_lr: DerivedFrom0 = by_rule(
-        description="step size of lambda; 1/(n sqrt(rounds)) when not given; 0.1 in the q-FFL authors' code; 0 is FedAvg"
+        description="step of lambda; 1/(n sqrt(rounds)) when not given; 0.1 in the q-FFL authors' code; 0 is FedAvg"
     )
 
     family: ClassVar[str] = "fair"
