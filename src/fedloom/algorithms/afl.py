@@ -19,18 +19,22 @@ share is n lam_i, 1 at the start. With everyone and one full-batch step this is 
 cohort, times n/m, are an unbiased estimate of all losses. The model is the last iterate, not the mean of all. What
 travels is the change times share, so the model that a weigher, a sampler or an attacker sees is x + dw.
 
+Defaults: gamma_lambda = 1/(n sqrt(rounds)), the step of projected ascent: a radius over sqrt(rounds) times the norm of
+a gradient. The radius is 1/sqrt(n), of mixtures that weigh clients from 0 to twice the mean; n losses of order one have
+the norm sqrt(n). A fixed step puts more weight on single clients the more clients there are.
+
 Use it to bound the loss of the worst client, with few clients that all return often.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean, Rows
+from fedloom.algorithms._base import Algorithm, DerivedFrom0, Mean, Rows, by_rule
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows import algebra
 
@@ -60,9 +64,15 @@ class Up(NamedTuple):
 class AFL(Algorithm):
     """Agnostic federated learning (Mohri et al. 2019, Figure 3)."""
 
-    lambda_lr: float = Field(0.1, ge=0, description="step size gamma_lambda of the mixture weights; 0 is FedAvg")
+    lambda_lr: DerivedFrom0 = by_rule(
+        description="step of lambda; 1/(n sqrt(rounds)) when not given; 0.1 in the q-FFL authors' code; 0 is FedAvg"
+    )
 
     family: ClassVar[str] = "fair"
+    paper: ClassVar[Mapping[str, Any]] = {"lambda_lr": 0.1}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"lambda_lr": 1 / (ctx.n * ctx.rounds**0.5)}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
         return Server(x0, torch.full_like(ctx.weight[:, 0], 1 / ctx.n)), Nothing(), None

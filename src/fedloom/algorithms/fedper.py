@@ -14,7 +14,7 @@ Kept by a client: the head's parameters. Sent per round: the body's parameters, 
 Deviations: the head is the last layer with a matrix unless ``head`` names others.
 
 Use it as the simplest split of a model; FedRep trains the head to its end first. A model that is all head makes it
-Local, one without a head FedAvg.
+Local, of which a run warns, one without a head FedAvg.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ class FedPer(Algorithm):
 
     def part(self, name: str, layout: Layout) -> Tensor:
         return ~masks.head(layout, self.head)
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        return masks.undivided("FedPer", masks.head(layout, self.head), "Local")
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(x0[masks.head(ctx.layout, self.head)]), None

@@ -18,7 +18,8 @@ client never seen trains once before it is scored.
 
 Defaults: four epochs of the head, so that a round costs at most five times FedAvg's.
 
-Use it when clients share features but not labels. A model that is all head (softmax regression) makes it Local.
+Use it when clients share features but not labels. A model that is all head (softmax regression) makes it Local, of
+which a run warns.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class FedRep(Algorithm):
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         told = "FedRep with head_epochs = 0 leaves every head as it starts: set it to 1 or more"
-        return [] if self.head_epochs else [told]
+        return ([] if self.head_epochs else [told]) + masks.undivided("FedRep", masks.head(layout, self.head), "Local")
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(x0[masks.head(ctx.layout, self.head)]), None

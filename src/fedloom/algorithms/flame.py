@@ -44,7 +44,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Derived, Model, Point, by_rule
-from fedloom.local import Ctx, Work, descend, iterate, where_moved
+from fedloom.local import Ctx, Work, descend, iterate
 from fedloom.local.dual import epochs_with_dual
 
 
@@ -82,8 +82,6 @@ class FLAME(Algorithm):
         "round", description="w_i and pi_i move once per round (Algorithm 1), or after every epoch (public code)"
     )
 
-    start: Literal["own", "server"] = Field("own", description="where the theta step starts: the client's theta, or w")
-
     family: ClassVar[str] = "personalised"
     uses_shares: ClassVar[bool] = True
     paper: ClassVar[Mapping[str, Any]] = {"lam": 1.0, "rho": 0.1}
@@ -111,7 +109,6 @@ class FLAME(Algorithm):
         x, (theta, w, pi, eps) = down.x, rows
         pull = self.lam * work.weight  # lambda alpha_i
         centre = w if self.centre == "own" else x.expand_as(w)
-        theta = theta if self.start == "own" else where_moved(work, x.expand_as(theta), theta)
         if self.dual == "epoch":
             theta, w, pi = epochs_with_dual(theta, centre, pi, x, work, self.lam, self.rho)
             return Point(w + pi / self.rho), Client(theta, w, pi, eps)

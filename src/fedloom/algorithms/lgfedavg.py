@@ -16,7 +16,7 @@ Deviations: it starts from the run's initial model; the public code starts from 
 the last layer with a matrix unless ``head`` names others. Personal models have the new head.
 
 Use it when inputs differ between clients (sensors, scanners) and communication is dear. A model that is all head makes
-it FedAvg.
+it FedAvg, of which a run warns.
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ class LGFedAvg(Algorithm):
 
     def part(self, name: str, layout: Layout) -> Tensor:
         return masks.head(layout, self.head)
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        return masks.undivided("LGFedAvg", masks.head(layout, self.head), "FedAvg")
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(x0[~masks.head(ctx.layout, self.head)]), None

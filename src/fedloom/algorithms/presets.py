@@ -114,9 +114,9 @@ single clients: no secure aggregation.
 
 Deviations: C counts the clusters that are not empty, so that the weights sum to 1.
 
-Defaults: mu is FedProx's. The number of clusters belongs to the federation. Where it is not given, a round takes the one
-up to sqrt(m) with the largest mean silhouette, if that is above 0.7 and no cluster is a single client, which would count
-as much as all others; else clients weigh alike, of which a run warns.
+Defaults: mu is FedProx's. The number of clusters belongs to the federation. Where it is not given, a round takes the
+one up to sqrt(m) with the largest mean silhouette, if that is above 0.7 and no cluster is a single client, which would
+count as much as all others; else clients weigh alike, of which a run warns.
 
 Use it when groups of clients of unequal size should be served equally well; with one cluster it is FedProx.
 """,

@@ -25,6 +25,12 @@ def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
     return layout.mask(*[name for name in layout.names if _layer(name) == layer])
 
 
+def undivided(method: str, head: Tensor, equal: str) -> list[str]:
+    """A sentence where the head ``[d]`` is the whole model, and what the method then is equal to."""
+    said = f"{method} on a model that is all head is {equal}: take a model with a hidden layer, or name a smaller head"
+    return [said] if bool(head.all()) else []
+
+
 def normalisation(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
     """Bool ``[d]``: the parameters under the prefixes; without any, weight and bias of the normalisation layers.
 
