@@ -119,7 +119,11 @@ def _made(
 def try_out(
     module: nn.Module, shape: tuple[int, ...], outputs: int, path: str, tokens: tuple[int, bool] | None
 ) -> None:
-    """Runs two samples of zeros, or of token 1, through the module and looks at the shape that comes out."""
+    """Runs two samples of zeros, or of token 1, through the module and looks at the shape that comes out.
+
+    Raises:
+        ConfigError: it fails, or the shape is another one than `ModelSpec` says.
+    """
     training = module.training
     samples = torch.zeros(2, *shape) if tokens is None else torch.ones(2, *shape, dtype=torch.int64)
     wanted = (*shape, outputs) if tokens is not None and tokens[1] else (outputs,)

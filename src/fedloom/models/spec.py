@@ -59,7 +59,7 @@ class ModelSpec(Value, ABC):
         Raises:
             ConfigError: the model does not fit ``shape``, memory, its file of weights or its adapters.
         """
-        made = self._made(shape, outputs, seed, tokens)
+        made = self._drawn(shape, outputs, seed, tokens)
         if self.weights is not None:
             load_weights(made, self.weights)
         if self.adapters is None:
@@ -67,7 +67,7 @@ class ModelSpec(Value, ABC):
         with as_global(generator(seed, purpose="adapters"), torch.device("cpu")):
             return adapted(made, self.adapters)
 
-    def _made(self, shape: tuple[int, ...], outputs: int, seed: int, tokens: tuple[int, bool] | None) -> nn.Module:
+    def _drawn(self, shape: tuple[int, ...], outputs: int, seed: int, tokens: tuple[int, bool] | None) -> nn.Module:
         if outputs < 1 or not shape or min(shape) < 1:
             raise ConfigError(f"a model needs a sample shape and at least one output, got {tuple(shape)} and {outputs}")
         with as_global(generator(seed, purpose="model"), torch.device("cpu")):

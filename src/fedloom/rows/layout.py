@@ -60,7 +60,7 @@ class Layout:
             LayoutError: no parameter trains.
         """
         parameters = trainable(module)
-        if not parameters:
+        if not parameters and any(True for _ in module.parameters()):
             raise LayoutError(
                 f"no parameter of {type(module).__name__} trains: all have requires_grad = False; free some"
             )

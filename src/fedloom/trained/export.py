@@ -36,8 +36,9 @@ MISSING = -1
 def export(model: Model, path: Path | str, format: str = "safetensors", *, factorised: bool = False) -> dict[str, int]:
     """Write a model: a state dict of the plain `nn.Module`, or a graph that takes raw rows.
 
-    ``safetensors`` holds the state dict, adapters added to their layers, and in its metadata what the module takes (``facts``). ``onnx`` and ``torch``
-    hold imputation, scaling and levels too, and give ``probabilities`` ``[batch, C]`` or ``values`` ``[batch, k]``:
+    ``safetensors`` holds the state dict, adapters added to their layers, and in its metadata what the module takes
+    (``facts``). ``onnx`` and ``torch`` hold imputation, scaling and levels too, and give ``probabilities``
+    ``[batch, C]`` or ``values`` ``[batch, k]``:
 
     - of a table, ``onnx`` takes ``numbers`` ``[batch, .]`` float64 with NaN where missing, and ``texts`` ``[batch, .]``
       strings; the metadata ``columns`` has the names of both, in order. A missing or unknown text is filled as in
