@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import formulas
+
 from fedloom.algorithms import REGISTRY, Preset
 from fedloom.experiment.cards import families, text
 from fedloom.report.figure import Figure, chart, mark, number
@@ -46,7 +48,7 @@ DEFAULTS_SAY = (
     "Python take the papers' own constants, which `fedloom describe` lists. "
     '`lam = "2x"` is twice what the method derives.',
 )
-HEADS = ("Problem", "Reference", "References", "Kept by a client", "Deviations", "Defaults")
+HEADS = ("Reference", "References", "Kept by a client", "Deviations", "Defaults")
 LIMITS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
 
 
@@ -124,7 +126,10 @@ def page(name: str) -> str:
             lines += [*_table(part), ""]
             continue
         head, colon, rest = part.partition(": ")
-        if colon and head in HEADS:
+        if head == "Problem":
+            set_as = formulas.problems()[name]
+            lines += ["**Problem.**", "", formulas.display(set_as["problem"]), "", set_as.get("where", ""), ""]
+        elif colon and head in HEADS:
             lines += [f"**{head}.** {_prose(rest)}", ""]
         else:
             lines += [f"**When.** {_prose(part)}", ""]
@@ -230,6 +235,8 @@ def _table(block: str) -> list[str]:
     for row in rows:
         cells = [*row[: width - 1], " ".join(row[width - 1 :])] + [""] * (width - len(row))
         names = [f"`{cell}`".replace("|", "\\|") if cell else "" for cell in cells[: width - 1]]
+        if head[0] == "paper":
+            names[0] = formulas.symbols(cells[0]) or names[0]
         lines.append(f"| {' | '.join([*names, _cell(cells[width - 1])])} |")
     return lines
 
