@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,19 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         if entry.get("Methods") == "methods/":
             entry["Methods"] = methods.navigation()
     return config
+
+
+def on_page_content(html: str, **more: object) -> str:
+    """Tables scroll by the keyboard too, and a head without a word is a cell."""
+    html = html.replace("<th></th>", "<td></td>")
+    html = html.replace("<table>", '<div class="scrolls" tabindex="0" role="region" aria-label="Table"><table>')
+    return html.replace("</table>", "</table></div>")
+
+
+def on_post_page(output: str, **more: object) -> str:
+    """What the theme leaves without a name for screen readers."""
+    output = output.replace('role="dialog"', 'role="dialog" aria-label="Search"')
+    return re.sub(r'<nav class="md-nav" data-md-level="[1-9]"', r'\g<0> role="group"', output)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

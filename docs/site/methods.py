@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import formulas
+
 from fedloom.algorithms import REGISTRY, Preset
 from fedloom.experiment.cards import families, text
 from fedloom.report.figure import Figure, chart, mark, number
@@ -51,7 +53,7 @@ HELD_OUT_SAYS = (
     "The same law on federations that shaped no rule, judged on validation parts: other data, a convolutional network, "
     "partial participation, other step sizes, five clients and a hundred. A row that breaks the law says so."
 )
-HEADS = ("Problem", "Reference", "References", "Kept by a client", "Deviations", "Defaults")
+HEADS = ("Reference", "References", "Kept by a client", "Deviations", "Defaults")
 LIMITS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
 
 
@@ -135,7 +137,10 @@ def page(name: str) -> str:
             lines += [*_table(part), ""]
             continue
         head, colon, rest = part.partition(": ")
-        if colon and head in HEADS:
+        if head == "Problem":
+            set_as = formulas.problems()[name]
+            lines += ["**Problem.**", "", formulas.display(set_as["problem"]), "", set_as.get("where", ""), ""]
+        elif colon and head in HEADS:
             lines += [f"**{head}.** {_prose(rest)}", ""]
         else:
             lines += [f"**When.** {_prose(part)}", ""]
@@ -241,6 +246,8 @@ def _table(block: str) -> list[str]:
     for row in rows:
         cells = [*row[: width - 1], " ".join(row[width - 1 :])] + [""] * (width - len(row))
         names = [f"`{cell}`".replace("|", "\\|") if cell else "" for cell in cells[: width - 1]]
+        if head[0] == "paper":
+            names[0] = formulas.symbols(cells[0]) or names[0]
         lines.append(f"| {' | '.join([*names, _cell(cells[width - 1])])} |")
     return lines
 

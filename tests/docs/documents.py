@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import math
 import os
 import re
 import shlex
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -31,8 +34,10 @@ FENCE = re.compile(
     flags=re.MULTILINE | re.DOTALL,
 )
 SHOWN = {"text", "json", ""}
-"""Languages of blocks that are only shown."""
+"""Languages of blocks that are only shown; one with the title "result" is what the Python block before it prints."""
 RUN = {"python", "toml", "sh"}
+NEAR = 0.05
+"""Share by which a number of a result may differ from the one that is shown."""
 BASE: dict[str, Any] = {"data": {"source": "digits"}, "method": [{"algorithm": "fedavg"}]}
 
 
@@ -62,11 +67,24 @@ def run(document: str, folder: Path) -> None:
     module = ModuleType(re.sub(r"\W", "_", document))
     sys.modules[module.__name__] = module  # where the annotations of its classes are looked up
     try:
+        printed = ""
         for block in blocks(document):
             if not block.skipped and block.language in RUN:
-                {"python": _python, "toml": _toml, "sh": _sh}[block.language](block, document, folder, module)
+                with redirect_stdout(io.StringIO()) as out:
+                    {"python": _python, "toml": _toml, "sh": _sh}[block.language](block, document, folder, module)
+                printed = out.getvalue()
+            if block.title == "result":
+                assert_alike(printed, block.code, f"{document}:{block.line}")
     finally:
         del sys.modules[module.__name__]
+
+
+def assert_alike(seen: str, shown: str, where: str) -> None:
+    """Equal words, and numbers that differ by no more than processors do."""
+    number = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?")
+    assert number.sub("#", seen).split() == number.sub("#", shown).split(), f"{where}: {seen}"
+    for one, other in zip(number.findall(seen), number.findall(shown), strict=True):
+        assert math.isclose(float(one), float(other), rel_tol=NEAR), f"{where}: {one} is not {other}\n{seen}"
 
 
 def _python(block: Block, document: str, folder: Path, module: ModuleType) -> None:

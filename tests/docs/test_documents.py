@@ -9,8 +9,10 @@ import inspect
 import json
 import pkgutil
 import re
+import runpy
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,6 +22,7 @@ import pytest
 
 import fedloom as fl
 from fedloom.algorithms import REGISTRY
+from fedloom.experiment.cards import text
 from fedloom.values import fields_of
 
 HERE = Path(__file__).parent
@@ -98,10 +101,43 @@ def test_the_site_builds_and_has_every_method(site: Path) -> None:
     for name in REGISTRY:
         shown = text_of(site / "methods" / f"{name}.html")
         assert "Problem." in shown
+        assert "<math" in (site / "methods" / f"{name}.html").read_text()
         assert "When." in shown
         assert f'algorithm = "{name}"' in shown
         for option in fields_of(REGISTRY[name]):
             assert option in shown
+
+
+def test_every_problem_is_a_formula_of_the_letters_on_its_card() -> None:
+    problems = tomllib.loads((ROOT / "docs" / "site" / "formulas.toml").read_text())
+    assert problems.keys() == REGISTRY.keys()
+    words = {"min", "max", "sum", "frac", "left", "right", "quad", "qquad", "dots", "nabla", "exp", "odot", "in"}
+    for name, entry in REGISTRY.items():
+        (plain,) = [part for part in text(entry).split("\n\n") if part.startswith("Problem:")]
+        tex = re.sub(r"\\text\{[^}]*\}", "", problems[name]["problem"])
+        letters = {"lam" if letter == "lambda" else letter for letter in re.findall("[A-Za-z]+", tex)} - words
+        known = {"lam" if letter == "lambda" else letter for letter in re.findall("[A-Za-z]+", plain)}
+        assert letters <= known, (name, letters - known)
+
+
+def test_the_gallery_has_every_entry_with_its_experiment_as_it_is_and_its_chart() -> None:
+    folder, page = ROOT / "docs" / "gallery", (ROOT / "docs" / "gallery.md").read_text()
+    entries = tomllib.loads((folder / "entries.toml").read_text())
+    shown = page.split("\n## ")[1:]
+    assert [part.partition("\n")[0] for part in shown] == [entry["title"] for entry in entries.values()]
+    for name, part in zip(entries, shown, strict=True):
+        assert (folder / f"{name}.toml").read_text() in part
+        assert f"](gallery/{name}.svg)" in part
+        assert (folder / f"{name}.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_an_entry_of_the_gallery_is_what_its_experiment_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = runpy.run_path(str(ROOT / "scripts" / "gallery"), run_name="gallery")
+    for name in ("fair", "attack"):
+        documents.assert_alike(script["made"](name, tmp_path, tmp_path), script["kept"]()[name], name)
 
 
 def test_the_site_needs_no_network(site: Path) -> None:

@@ -185,7 +185,8 @@ def test_arrays_and_images_without_labels_are_predicted(tmp_path: Path) -> None:
     x, y = gen.integers(0, 256, (60, 6, 6), dtype=np.uint8), np.arange(60) % 2
     x[y == 1, :3] //= 4
     np.savez(tmp_path / "known.npz", x=x, y=y)
-    text = f'rounds = 3\n[data]\nsource = "{tmp_path}/known.npz"\n[partition]\nclients = 3\n[[method]]\nalgorithm = "fedavg"'
+    head = f'rounds = 3\n[data]\nsource = "{tmp_path}/known.npz"\n'
+    text = head + '[partition]\nclients = 3\n[[method]]\nalgorithm = "fedavg"\n'
     Plan(parse(tomllib.loads(text)), tmp_path / "run").run(page=False)
     opened = fl.open_run(tmp_path / "run")
     want = opened["fedavg", 0].models.predict_proba(x[:8])

@@ -133,7 +133,7 @@ def write_summary(
     feds = list(federations.values())
     attackers = {o.seed: o.result.job.attackers.numpy() for o in outcomes if o.result is not None}
     write_splits(out, federations, attackers)
-    notes = [note for fed in feds for note in fed.notes]
+    notes = [f"data, seed {seed}: {note}" for seed, fed in federations.items() for note in fed.notes]
     notes += [f"{o.label}, seed {o.seed}: {note}" for o in outcomes if o.result is not None for note in o.result.notes]
     summary = {
         "name": experiment.head.name,

@@ -82,6 +82,7 @@ def _card(winner: Winner, rows: list[Row]) -> str:
 
 
 def sure(winner: Winner, rows: list[Row]) -> str:
+    """How sure the lead of a winner is, as HTML."""
     criterion = winner.criterion
     if winner.runner_up is None:
         alone = "No other method comes to this result with every seed."

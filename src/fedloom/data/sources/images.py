@@ -6,6 +6,7 @@ import io
 import warnings
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 import torch

@@ -1,0 +1,77 @@
+"""The documentation in a real browser: nothing is fetched, cut or barred, wide and narrow, light and dark."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, sync_playwright
+
+ROOT = Path(__file__).resolve().parents[2]
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed"),
+    pytest.mark.timeout(900),
+]
+SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Files of the site, without a line for each."""
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(out)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield started
+        started.close()
+
+
+@pytest.mark.parametrize("look", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["index", "gallery", "methods/flame", "methods/fedslr", "experiment-file"])
+def test_a_page_stands_in_the_browser(address: str, browser: Browser, name: str, size: str, look: str) -> None:
+    complaints: list[str] = []
+    width, height = SIZES[size]
+    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=look)
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda r: None if r.url.startswith((address, "data:", "blob:")) else complaints.append(r.url))
+    page.goto(f"{address}/{name}.html", wait_until="networkidle")
+    assert page.locator("body").get_attribute("data-md-color-scheme") == {"light": "default", "dark": "slate"}[look]
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for picture in page.locator("article img:visible").all():
+        picture.scroll_into_view_if_needed()
+        assert picture.get_attribute("alt")
+        assert picture.evaluate("image => image.decode().then(() => image.naturalWidth)") > 100
+    if name.startswith("methods/"):
+        assert page.locator(".formula math").bounding_box()["height"] > 15
+    found = Axe().run(page)
+    page.close()
+    assert complaints == []
+    assert found.violations_count == 0, found.generate_report()
