@@ -41,9 +41,9 @@ class Standing:
         figures: by seed: ``mean``, ``worst10`` and ``variance`` of the metric over clients after the last round;
             ``gain_local`` and ``gain_fedavg``, the mean over clients of the difference to that method's model, and
             ``gainers_local`` and ``gainers_fedavg``, the share of clients for which it is above 0;
-            ``mean_at_fedavg_work``, the mean at the last evaluated round with no more gradients than FedAvg took in all;
-            ``gradients`` of samples and ``bytes`` of the whole run; ``rounds_to_95``, the first evaluated round with 95 %
-            of the setup's best mean, nan where it is not reached.
+            ``mean_at_fedavg_work``, the mean at the last evaluated round with no more gradients than FedAvg took in
+            all; ``gradients`` of samples and ``bytes`` of the whole run; ``rounds_to_95``, the first evaluated round
+            with 95 % of the setup's best mean, nan where it is not reached.
         gain: of ``mean`` over the better of local and FedAvg.
         clear: whether the gain is.
         confirmed: whether the same holds with the seeds of the second look; None without one.

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 
 from fedloom.algorithms import REGISTRY
 from fedloom.map.judge import Judged, Overall, Standing, judge, overall
-from fedloom.map.pictures import ladder, overview
-from fedloom.map.records import Record, stale
+from fedloom.map.pictures import SIGNS, ladder, overview
+from fedloom.map.records import NOT_RUN, Record, stale
 from fedloom.map.setups import MARKS, Cell, Setup
 from fedloom.report.compare import LEVEL
 from fedloom.report.numbers import ENOUGH, Estimate
@@ -32,16 +32,15 @@ Which method for which clients: every method of fedloom in {count} setups, {run}
 `fedloom map --page docs/map.md` from the records in `results/map`; no number on it is typed.
 
 - Every method has {trials} trials in its [search space](tuning.md), scored on validation after all rounds on seeds of
-  their own, and then runs with {seeds} fresh seeds. All have equal rounds; what a method gets with no more gradients than
-  FedAvg takes in all is beside it. A setup that would take more than its share of 12 core-hours has fewer trials, for
-  every method alike.
+  their own, then runs with {seeds} fresh ones. All have equal rounds; what a method gets with no more gradients
+  than FedAvg takes in all is beside it. A setup that would take more than its share of 12 core-hours has fewer trials,
+  for every method alike.
 - The figures are of the model that a client would use: where a method has a global and a personal one, each client's
   better one on its validation part.
-- Everything is paired over seeds. A difference is *clear* by the paired t test with Holm's correction over the methods of
-  the setup; with fewer than {enough} seeds nothing is clear. What is clear is looked at again on other seeds, and called
-  *seen twice* where these say the same.
+- Everything is paired over seeds. A difference is *clear* by the paired t test with Holm's correction over the methods
+  of the setup; with fewer than {enough} seeds nothing is clear. What is clear is looked at again on other seeds, and
+  called *seen twice* where these say the same.
 - *Not applicable*: the pair does not exist. *Stale*: recorded with another commit of the method, or another protocol.
-  *Not run* is what it says.
 
 Everything as one table, a row per run: [Parquet]({folder}/map.parquet), [CSV]({folder}/map.csv). Place a method of your
 own with [one command](own-algorithm.md#on-the-map)."""
@@ -85,7 +84,8 @@ def _overview(judged: Sequence[Judged], together: Overall | None, methods: Seque
         seeds=len(setup.seeds), enough=ENOUGH, folder=FOLDER,
     )  # fmt: skip
     lines = [head, "", f"![gain over the better of local and FedAvg, by method and setup]({FOLDER}/map.svg)", ""]
-    lines += ["Pale: not decidable. ·: not run, –: not applicable, ×: diverged or failed.", ""]
+    signs = ", ".join(f"{sign}: {state}" for state, sign in SIGNS.items())
+    lines += [f"Pale: not decidable. {signs}.", ""]
     lines += ["## What it says", ""]
     for j in judged:
         lines += [f"**[{j.setup.title}]({FOLDER}/{j.setup.name}.md)** ({j.setup.says}). {' '.join(sentences(j))}", ""]
@@ -96,8 +96,8 @@ def _overview(judged: Sequence[Judged], together: Overall | None, methods: Seque
     alike = "differ" if together.p < LEVEL else "cannot be told apart"
     lines += [
         f"The {len(together.methods)} methods with a result in each of {len(together.setups)} setups "
-        f"({', '.join(together.setups)}) {alike} (Friedman's test of their ranks, p = {together.p:.2g}). Bars join those that"
-        " Nemenyi's test does not tell apart.",
+        f"({_words(together.setups)}) {alike} (Friedman's test of their ranks, p = {together.p:.2g}). Bars join those "
+        "that Nemenyi's test does not tell apart.",
         "",
         f"![mean ranks]({FOLDER}/ranks.svg)",
     ]
@@ -109,7 +109,8 @@ def sentences(j: Judged) -> list[str]:
     if not j.reference:
         return [f"Not run: {len(j.records)} cells are recorded, and local and FedAvg are not both among them."]
     local, fedavg = (j.of(method) for method in MARKS[:2])
-    assert local is not None and fedavg is not None
+    assert local is not None
+    assert fedavg is not None
     share = fedavg.figures["gainers_local"].mean
     difference = _signed(fedavg.figures["gain_local"])
     decided = local.clear or fedavg.clear
@@ -124,14 +125,14 @@ def sentences(j: Judged) -> list[str]:
     named = f" ({_listed(_gain(s) for s in won)})" if won else ""
     second = (
         f"Of {len(rivals)} methods with a result {len(won)} are clearly better than the better of the two{named} and "
-        f"{len(lost)} clearly worse; for the rest {len(j.setup.seeds)} seeds do not decide."
+        f"{len(lost)} clearly worse; the rest is not decidable."
     )
     top = j.standings[0]
     beside = j.standings[1 : j.groups[0][1] + 1]
     frugal = min((top, *beside), key=lambda s: s.figures["bytes"].mean or math.inf)
     third = (
         f"The best mean is that of {top.method}, {_percent(top.figures['mean'])}; it cannot be told apart from "
-        f"{len(beside)} of {len(j.standings) - 1} others, of which with it {frugal.method} sends least, "
+        f"{len(beside)} of {len(j.standings) - 1} others; among these {frugal.method} sends least, "
         f"{frugal.figures['bytes'].mean / 1e6:.3g} MB."
     )
     return [first, second, third]
@@ -144,8 +145,8 @@ def _setup(j: Judged) -> Iterator[str]:
     if j.standings:
         yield from (f"![means over seeds, and who cannot be told apart]({setup.name}.svg)", "")
         yield (
-            f"In percent of {j.standings[0].record.metric}, ± half of the 95 % interval over {len(setup.seeds)} seeds. A "
-            "bar goes from a method to the last below it before one that it clearly leads. Shares are of clients."
+            f"Percent of {j.standings[0].record.metric}, ± half of the 95 % interval over seeds {_words(setup.seeds)}. "
+            "A bar goes from a method to the last below it before one that it clearly leads. Shares are of clients."
         )
         titles = [*COLUMNS.values(), "gain by it", "variance", "gradients", "MB", "rounds to 95 %"]
         yield from ("", f"| method | model | {' | '.join(titles)} | chosen | |", f"|{'---|' * (4 + len(titles))}")
@@ -171,7 +172,10 @@ def _setup(j: Judged) -> Iterator[str]:
     spent = sum(record.minutes for record in j.records.values())
     commits = sorted({record.commit[:12] or "unknown" for record in j.records.values()})
     if j.records:
-        yield f"- {spent:.1f} core-minutes of a share of {setup.share:g}; {setup.trials} trials each; commits {', '.join(commits)}"
+        yield (
+            f"- {spent:.1f} core-minutes of a share of {setup.share:g}; {setup.trials} trials each; commits: "
+            f"{_words(commits)}"
+        )
     yield ""
 
 
@@ -187,6 +191,10 @@ def _notes(setup: Setup, record: Record, standing: Standing | None, start: str =
 
 def _settings(record: Record) -> str:
     return ", ".join(f"{k} = {v:.3g}" if isinstance(v, float) else f"{k} = {v}" for k, v in record.chosen.items())
+
+
+def _words(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))
 
 
 def _gain(s: Standing) -> str:
@@ -217,7 +225,7 @@ def standing_table(judged: Iterable[Judged], methods: Iterable[str]) -> list[dic
     for j in judged:
         for method in methods:
             record, s = j.records.get(method), j.of(method)
-            row = {"setup": j.setup.name, "method": method, "state": record.status if record else "not run"}
+            row = {"setup": j.setup.name, "method": method, "state": record.status if record else NOT_RUN}
             if s is not None:
                 place = j.standings.index(s)
                 level = [k for a, b in j.groups if a <= place <= b for k in range(a, b + 1)]
@@ -248,6 +256,8 @@ def tabled(judged: Iterable[Judged]) -> pa.Table:
             figures = s.figures if s else {}
             for seed in figures["mean"].by_seed if s else [None]:
                 values = {name: e.by_seed.get(seed) for name, e in figures.items()} if seed is not None else {}
-                rows.append({**cell, "seed": seed, **{k: v for k, v in values.items() if v is not None}})
+                rows.append(
+                    {**cell, "seed": seed, **{k: v for k, v in values.items() if v is not None and math.isfinite(v)}}
+                )
     columns = dict.fromkeys(key for row in rows for key in row)
     return pa.table({name: [row.get(name) for row in rows] for name in columns})

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedloom.map.judge import Groups, Judged
-from fedloom.map.records import DONE, FAILED, NOT_APPLICABLE
+from fedloom.map.records import DONE, FAILED, NOT_APPLICABLE, NOT_RUN
 from fedloom.report.figure import Spec, mark
 from fedloom.report.numbers import rounded
 from fedloom.reproduce.charts import INK, OURS, PAPER, drawn
 
 CLIP = 0.1
 """Gains beyond this have the fullest colour."""
-SIGNS = {NOT_APPLICABLE: "–", FAILED: "×", "": "·"}
-"""In cells without a gain: not applicable, without a result, not run."""
+SIGNS = {NOT_RUN: "·", NOT_APPLICABLE: "\N{EN DASH}", FAILED: "\N{MULTIPLICATION SIGN}"}
+"""In cells without a gain."""
 
 
 def overview(judged: Sequence[Judged], methods: Sequence[str]) -> str:
@@ -25,7 +25,7 @@ def overview(judged: Sequence[Judged], methods: Sequence[str]) -> str:
         for method in methods:
             record, standing = j.records.get(method), j.of(method)
             gain = rounded(100 * standing.gain.mean) if standing else None
-            status = record.status if record else ""
+            status = record.status if record else NOT_RUN
             sign = SIGNS.get(status, "") if gain is None or status != DONE else ""
             cells.append({"setup": j.setup.name, "method": method, "gain": gain, "sign": sign,
                           "clear": 1.0 if standing and standing.clear else 0.3})  # fmt: skip
@@ -34,7 +34,7 @@ def overview(judged: Sequence[Judged], methods: Sequence[str]) -> str:
     limit = 100 * CLIP
     colour = {
         "field": "gain", "type": "quantitative", "title": "points over the better of local and FedAvg",
-        "scale": {"domain": [-limit, 0, limit], "range": [PAPER, INK, OURS], "clamp": True},
+        "scale": {"domain": [-limit, 0, limit], "range": [PAPER, INK, OURS], "clamp": True, "interpolate": "rgb"},
         "legend": {"orient": "top", "gradientLength": 240},
     }  # fmt: skip
     opacity = {"field": "clear", "type": "quantitative", "scale": None}

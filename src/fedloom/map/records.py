@@ -21,7 +21,7 @@ from fedloom.report.reading import Key, Run
 from fedloom.reproduce.summary import commit, machine
 from fedloom.storage.files import make_folder, write_atomic
 
-DONE, FAILED, NOT_APPLICABLE = "done", "failed", "not applicable"
+DONE, FAILED, NOT_APPLICABLE, NOT_RUN = "done", "failed", "not applicable", "not run"
 DIGITS = 6
 """Significant digits that are kept."""
 Values = list[float | None]

@@ -43,6 +43,7 @@ class Setup:
         tuning: their seeds.
         seeds: of the figures.
         again: seeds for a second look.
+        space: of every method, on top of the default spaces.
         document: the experiment, without methods.
     """
 
@@ -54,6 +55,7 @@ class Setup:
     tuning: tuple[int, ...]
     seeds: tuple[int, ...]
     again: tuple[int, ...]
+    space: dict[str, Any]
     document: dict[str, Any]
     best: int = 0
 
@@ -65,10 +67,10 @@ def setups(scale: Scale) -> dict[str, Setup]:
     names = change.pop("setups", declared["setup"])
     found = {}
     for name in names:
-        own = merged(merged(declared["base"], declared["setup"][name]), {**declared["protocol"], **change})
+        own = merged({**declared["base"], **declared["protocol"]}, merged(declared["setup"][name], change))
         plain: dict[str, Any] = {key: own.pop(key) for key in ("title", "says", "share", "trials")}
         seeds = {key: tuple(own.pop(key)) for key in ("tuning", "seeds", "again")}
-        found[name] = Setup(name, **plain, **seeds, best=own.pop("best", 0), document=own)
+        found[name] = Setup(name, **plain, **seeds, space=declared["space"], best=own.pop("best", 0), document=own)
     return found
 
 
@@ -104,9 +106,9 @@ class Cell:
     @property
     def search(self) -> dict[str, Any]:
         """The experiment of its search for settings."""
-        own = {"space": {self.method: self.space}} if self.space else {}
         plain = {"model": "used", "prune": False, "equal_work": False}
-        tune = {"trials": self.setup.trials, "seeds": list(self.setup.tuning), **plain, **own}
+        space = {"all": self.setup.space} | ({self.method: self.space} if self.space else {})
+        tune = {"trials": self.setup.trials, "seeds": list(self.setup.tuning), **plain, "space": space}
         return {**self.document, "tune": tune}
 
     def parsed(self) -> Experiment:
