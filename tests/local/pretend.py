@@ -57,6 +57,13 @@ class Elsewhere(Tensor):
     def new_tensor(self, values: Any, **options: Any) -> Tensor:
         return Elsewhere(self.here.new_tensor(values, **options))
 
+    def __matmul__(self, other: Tensor) -> Tensor:
+        """Of a vector, without the change of shape in place that a wrapper does not follow."""
+        return (self[None] @ other)[0] if self.dim() == 1 else super().__matmul__(other)
+
+    def __getitem__(self, where: Any) -> Tensor:
+        return super().__getitem__(torch.tensor(where) if isinstance(where, list) else where)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _computed(func, args, kwargs or {})
