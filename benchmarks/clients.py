@@ -63,12 +63,11 @@ class Watch:
     """A callback of `simulate` that keeps when rounds ended, by a clock."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self.ends, self.evaluations = clock, list[float](), list[float]()
+        self._clock, self.ends = clock, list[float]()
 
     def __call__(self, state: State) -> None:
         """After a round."""
         self.ends.append(self._clock())
-        self.evaluations = state.times.evaluations
 
 
 def measure(method: str, fed: Federation, given: argparse.Namespace, place: Path, clock: Clock) -> list[float]:
@@ -87,7 +86,7 @@ def measure(method: str, fed: Federation, given: argparse.Namespace, place: Path
         resumed = clock()
         disk = sum(file.stat().st_blocks * 512 for file in Path(folder).rglob("*") if file.is_file())
     begin, round = watch.ends[0] - start - rounds[0], statistics.median(rounds[:-1])
-    last = [watch.evaluations[-1], ended - watch.ends[-1], resumed - ended]
+    last = [rounds[-1] - round, ended - watch.ends[-1], resumed - ended]
     return [begin, round, *last, disk / 1e9, peak.most / 1e9]
 
 
