@@ -28,6 +28,7 @@ from memory import Peak
 from fedloom.algorithms import REGISTRY
 from fedloom.choose import Uniform
 from fedloom.data import load
+from fedloom.data.federation import Federation
 from fedloom.data.partition import Iid
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
@@ -37,6 +38,8 @@ from fedloom.local import LocalSGD
 FEATURES, CLASSES, SAMPLES = 60, 10, 10
 BLOCK = 100_000
 """Samples that are made at a time."""
+
+Clock = Callable[[], float]
 
 
 def make(folder: Path, samples: int) -> Path:
@@ -59,45 +62,32 @@ def make(folder: Path, samples: int) -> Path:
 class Watch:
     """A callback of `simulate` that keeps when rounds ended, by a clock."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self.ends, self.evaluations = clock, list[float](), list[float]()
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self.ends = clock, list[float]()
 
     def __call__(self, state: State) -> None:
         """After a round."""
         self.ends.append(self._clock())
-        self.evaluations = state.times.evaluations
 
 
-def measure(method: str, clients: int, given: argparse.Namespace, place: Path) -> None:
-    """Print the line of a method and a number of clients."""
-    clock = time.perf_counter if given.wall else time.process_time
-    data = make(place / f"data-{clients}", clients * SAMPLES) if not (place / f"data-{clients}").exists() else None
-    with Peak() as peak:
-        start = clock()
-        fed = Iid(clients=clients)(load(data or place / f"data-{clients}"), seed=0)
-        loaded = clock() - start
-        settings = {
-            "local": LocalSGD(lr=0.1, batch_size=10),
-            "sampler": Uniform(clients=min(1000, clients)),
-            "evaluate": Evaluate(every=given.rounds, clients=1000, parts=("train", "test")),
-            "engine": Engine(store_budget=256, workers=given.workers),
-        }
-        with tempfile.TemporaryDirectory(dir=place) as folder:
-            watch, start = Watch(clock), clock()
-            first = simulate(REGISTRY[method](), fed, rounds=given.rounds, folder=folder, progress=[watch], **settings)
-            ended = clock()
-            rounds = np.diff(watch.ends)[:-1]
-            save = ended - watch.ends[-1]
-            simulate(REGISTRY[method](), fed, rounds=given.rounds, folder=folder, **settings)
-            resumed = clock() - ended
-            disk = sum(file.stat().st_blocks * 512 for file in Path(folder).rglob("*") if file.is_file())
-    begin = watch.ends[0] - start - float(rounds[0])
-    print(
-        f"| {method} | {clients:,} | {loaded:.1f} | {begin:.1f} | {statistics.median(rounds):.3f} | "
-        f"{first.state.times.evaluations[-1]:.2f} | {save:.1f} | {resumed:.1f} | {disk / 1e9:.2f} | "
-        f"{(peak.most - peak.before) / 1e9:.2f} |",
-        flush=True,
-    )
+def measure(method: str, fed: Federation, given: argparse.Namespace, place: Path, clock: Clock) -> list[float]:
+    """Seconds to begin, of a round, an evaluation, the last checkpoint and resuming; GB on disk and of memory."""
+    settings = {
+        "local": LocalSGD(lr=0.1, batch_size=10),
+        "sampler": Uniform(clients=min(1000, fed.n)),
+        "evaluate": Evaluate(every=given.rounds, clients=1000, parts=("train", "test")),
+        "engine": Engine(store_budget=256, workers=given.workers),
+    }
+    with Peak() as peak, tempfile.TemporaryDirectory(dir=place) as folder:
+        watch, start = Watch(clock), clock()
+        simulate(REGISTRY[method](), fed, rounds=given.rounds, folder=folder, progress=[watch], **settings)
+        ended, rounds = clock(), np.diff(watch.ends)
+        simulate(REGISTRY[method](), fed, rounds=given.rounds, folder=folder, **settings)
+        resumed = clock()
+        disk = sum(file.stat().st_blocks * 512 for file in Path(folder).rglob("*") if file.is_file())
+    begin, round = watch.ends[0] - start - rounds[0], statistics.median(rounds[:-1])
+    last = [rounds[-1] - round, ended - watch.ends[-1], resumed - ended]
+    return [begin, round, *last, disk / 1e9, peak.most / 1e9]
 
 
 def main() -> int:
@@ -110,12 +100,17 @@ def main() -> int:
     options.add_argument("--wall", action="store_true", help="seconds of the clock")
     options.add_argument("--folder", type=Path, help="for data and rows; a temporary one by default")
     given = options.parse_args()
+    clock = time.perf_counter if given.wall else time.process_time
     print("| method | clients | load, cut | begin | round | evaluation | last save | resume | disk GB | memory GB |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(dir=given.folder) as place:
         for clients in given.clients or (10_000, 1_000_000):
+            data, start = make(Path(place) / f"{clients}", clients * SAMPLES), clock()
+            fed = Iid(clients=clients)(load(data), seed=0)
+            loaded = clock() - start
             for method in given.method or ("fedavg", "scaffold", "flame"):
-                measure(method, clients, given, Path(place))
+                cells = " | ".join(f"{v:.3g}" for v in [loaded, *measure(method, fed, given, Path(place), clock)])
+                print(f"| {method} | {clients:,} | {cells} |", flush=True)
     return 0
 
 

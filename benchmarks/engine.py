@@ -33,9 +33,10 @@ from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.engine.timing import QUIET, wait_for_quiet, watched
 from fedloom.local import LocalSGD
+from fedloom.local.oracles.precision import has_bf16
 
-WORKERS = {"auto": 1, "auto x2": 2}
-"""Whole runs of `fedloom.simulate`: the oracle that the engine picks, and the processes."""
+WORKERS = {"auto": 1, "auto x2": 2, "bf16": 1, "bf16 x2": 2}
+"""Whole runs of `fedloom.simulate`: the oracle that the engine picks, and the processes; bf16 where it can be had."""
 
 VARIANTS = ("plain", "fused", "stacked", "looped", *WORKERS)
 METHODS = ("fedavg", "ditto", "flame", "scaffold")
@@ -77,7 +78,8 @@ class Rounds:
 class Simulation:
     """A run of `fedloom.simulate` of its own for every block; its first round is dropped."""
 
-    def __init__(self, workload: Workload, fed: Federation, method: str, workers: int, chunk: int | None) -> None:
+    def __init__(self, workload: Workload, fed: Federation, method: str, variant: str, chunk: int | None) -> None:
+        precision = "bf16" if variant.startswith("bf16") else "full"
         self.arguments: dict[str, Any] = {
             "algorithm": ALGORITHMS[method](),
             "fed": fed,
@@ -85,7 +87,7 @@ class Simulation:
             "local": LocalSGD(lr=RATE, batch_size=workload.batch),
             "sampler": Uniform(fraction=workload.cohort / workload.clients),
             "evaluate": Evaluate(every=1_000_000, parts=("validation",)),  # the clients have none
-            "engine": Engine(workers=workers, chunk=chunk),
+            "engine": Engine(workers=WORKERS[variant], chunk=chunk, precision=precision),
         }
 
     def __call__(self, first: int, rounds: int, clock: Clock) -> float:
@@ -106,8 +108,11 @@ def matrix_rate(seconds: float = 0.5) -> float:
 
 
 def applies(variant: str, workload: Workload) -> bool:
-    """Whether the oracle can compute the model."""
-    return variant != "fused" or not hasattr(workload.model, "channels")
+    """Whether the oracle can compute the model, and the processor in this precision."""
+    convolves = hasattr(workload.model, "channels")
+    if variant.startswith("bf16"):
+        return convolves and has_bf16(torch.device("cpu"))
+    return variant != "fused" or not convolves
 
 
 def make(variant: str, workload: Workload, fed: Federation, method: str, chunk: int | None) -> Run:
@@ -115,7 +120,7 @@ def make(variant: str, workload: Workload, fed: Federation, method: str, chunk: 
     if variant == "plain":
         return Rounds(PlainLoop(workload, fed, method))
     if variant in WORKERS:
-        return Simulation(workload, fed, method, WORKERS[variant], chunk)
+        return Simulation(workload, fed, method, variant, chunk)
     return Rounds(DirectRounds(workload, fed, method, variant, chunk))
 
 

@@ -78,6 +78,7 @@ def test_the_experiment_is_one_method_and_one_seed(experiment, written):
     [
         ({}, {"sites": 4}, "gives 3 clients, but 4 sites"),
         ({"method": [{"algorithm": "centralized"}]}, {}, "pools the data of all clients"),
+        ({"evaluate": {"clients": 3}}, {}, "evaluate.clients is for simulation"),
         ({"attack": {"kind": "sign-flip", "fraction": 0.3}}, {}, "an attack is for simulation"),
         ({}, {"method": "fedavgg"}, "did you mean 'fedavg'"),
         ({}, {"own_data": True}, "say it with --sites"),

@@ -51,6 +51,19 @@ class Elsewhere(Tensor):
         assert isinstance(value, Elsewhere), "a parameter of the device got values of the CPU"
         self.here = value.here
 
+    def tolist(self) -> Any:
+        return self.here.tolist()
+
+    def new_tensor(self, values: Any, **options: Any) -> Tensor:
+        return Elsewhere(self.here.new_tensor(values, **options))
+
+    def __matmul__(self, other: Tensor) -> Tensor:
+        """Of a vector, without the change of shape in place that a wrapper does not follow."""
+        return (self[None] @ other)[0] if self.dim() == 1 else super().__matmul__(other)
+
+    def __getitem__(self, where: Any) -> Tensor:
+        return super().__getitem__(torch.tensor(where) if isinstance(where, list) else where)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _computed(func, args, kwargs or {})
@@ -80,9 +93,9 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     def wrapped(value: Any) -> Any:
         if not isinstance(value, Tensor) or not result_away:
             return value
-        return known.get(id(value)) if id(value) in known else Elsewhere(value)
+        return known[id(value)] if id(value) in known else Elsewhere(value)
 
-    return found if packet is aten.copy_ and not known.get(id(found)) else tree_map(wrapped, found)
+    return found if packet is aten.copy_ and id(found) not in known else tree_map(wrapped, found)
 
 
 class _Everywhere(TorchDispatchMode):
@@ -96,6 +109,6 @@ class _Everywhere(TorchDispatchMode):
 def accelerator() -> Iterator[None]:
     """``cuda`` is there while the context lasts."""
     state: Callable[..., Tensor] = lambda *_: torch.zeros(16, dtype=torch.uint8)  # noqa: E731
-    there = {"is_available": lambda: True, "get_rng_state": state, "set_rng_state": lambda *_: None}
+    there = {"is_available": lambda: True, "get_rng_state": state, "set_rng_state": lambda *_: None, "_lazy_init": lambda: None}
     with patch.multiple(torch.cuda, **there), _Everywhere():
         yield

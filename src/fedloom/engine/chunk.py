@@ -162,7 +162,7 @@ def _made(job: Job, sides: _Sides, up: Any, new: Any) -> Made:
             up, residue = _through(job, up, job.residue.read(work.ids), work.rng("channel"))
     if name:
         model = getattr(up, name) + base_of(job.fields[name], sides.down, sides.rows)
-    return Made(up, info, told, model, new, residue, _done(work, work.steps[:, 0]), _states(job, work))
+    return Made(up, info, told, model, new, residue, _done(work, work.steps[:, 0].cpu()), _states(job, work))
 
 
 def _states(job: Job, work: Work) -> Any:

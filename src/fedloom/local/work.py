@@ -188,7 +188,7 @@ class Work:
 
     def last_batch(self, stream: Purpose = "local") -> Batch:
         """The batch of the last of the client's `steps` in a stream; of the first step if it takes none."""
-        steps = self.steps[:, 0].clamp(min=1)
+        steps = self.steps[:, 0].cpu().clamp(min=1)
         plan = self.plan(stream, steps)
         rows = torch.arange(self.m)
         position, where, count = (t[steps - 1, rows] for t in (plan.position, plan.where, plan.count))
