@@ -54,7 +54,7 @@ class Npy(_Arrays):
                 f"{place / 'x.npy'}: holds {x.dtype} in {'C' if x.flags.c_contiguous else 'Fortran'} order; to stay on "
                 "disk it must be uint8 or float32 in C order: save it so"
             )
-        given = {"where": place, "mean": self.mean, "std": self.std, "users": users}
+        given: dict[str, Any] = {"where": place, "mean": self.mean, "std": self.std, "users": users}
         return of_arrays(place.name, x, y, self.task, vocabulary=self.vocabulary or (), **given)
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
@@ -92,7 +92,7 @@ class Npz(_Arrays):
         rooms = [(x_keys, x), (y_keys, y), *([] if users is None else [(["users"], users)])]
         self._read(place, headers, rooms)
         split = headers[x_key].shape[0] if len(sides) == 2 else None
-        given = {"where": place, "split": split, "mean": self.mean, "std": self.std, "users": users}
+        given: dict[str, Any] = {"where": place, "split": split, "mean": self.mean, "std": self.std, "users": users}
         return of_arrays(place.stem, x, y, self.task, vocabulary=self.vocabulary or (), **given)
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
