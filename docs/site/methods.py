@@ -102,6 +102,8 @@ def _judged(file: Path) -> Iterator[str]:
     yield from (f"{found['rounds']} rounds, {local}. Made by `{found['command']}` at {commits}.", "")
     for case, title in found["cases"].items():
         rows = [row for row in found["rows"] if row["case"] == case]
+        if not rows:
+            continue
         measured = f"{found['part'].capitalize()} {rows[0]['metric']}, the mean over clients (%)."
         yield from (f"### {title[:1].upper() + title[1:]}", "", measured, "")
         yield "| method | global | personal | worst tenth | gradients | the law |"
