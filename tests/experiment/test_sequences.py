@@ -12,7 +12,12 @@ from typer.testing import CliRunner
 
 import fedloom as fl
 from fedloom.cli import app
+from fedloom.data.new_rows import new_rows
+from fedloom.deploy.site.local_data import federation_of, schema_of
+from fedloom.engine.setup import make_job, poisoned
 from fedloom.errors import ConfigError, Refused
+from fedloom.models import LSTM
+from fedloom.rows.attacks import FlippedLabels
 from fedloom.trained.export import load
 
 FILE = """
@@ -102,8 +107,6 @@ def test_exports_give_what_predict_gives(run: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     call("export", run, "--method", "ditto", "--client", 2, "--format", "onnx", "--out", tmp_path / "m.onnx")
     session = runtime.InferenceSession(tmp_path / "m.onnx")
-    from fedloom.data.new_rows import new_rows
-
     x = new_rows(model.recipe.facts, rows).x.long().numpy()
     probabilities, classes = session.run(["probabilities", "class"], {"samples": x})
     np.testing.assert_allclose(probabilities, wanted, atol=1e-6)
@@ -138,14 +141,22 @@ def test_parts_that_need_something_else_say_so() -> None:
 
 
 def test_flipped_labels_leave_positions_without_a_label_alone() -> None:
-    from fedloom.engine.setup import poisoned
-    from fedloom.rows.attacks import FlippedLabels
-
     fed = fl.partition.writers()(fl.load("docstrings", length=8, most=100, least=5000))
     changed = poisoned(fed, FlippedLabels(), torch.tensor([0]), 0)
     old, new = fed.data.y[fed.indices("train", 0)], changed.data.y[fed.indices("train", 0)]
     assert torch.equal(old < 0, new < 0)
     assert torch.equal(new[new >= 0], len(fed.data.classes) - 1 - old[old >= 0])
+
+
+@pytest.mark.parametrize("each", [True, False])
+def test_the_server_of_a_deployment_has_a_blank_sequence(each: bool) -> None:
+    x = torch.randint(1, 5, (12, 4), generator=torch.Generator().manual_seed(0))
+    data = fl.Dataset.of((x, x % 3 if each else x[:, 0] % 3), vocabulary=5)
+    fed = federation_of(schema_of(data), torch.tensor([[3, 1, 1], [2, 0, 0]]))
+    assert fed.data.tokens == data.tokens
+    setting = fl.Setting(algorithm=fl.algorithms.FedAvg(), model=LSTM(embedding=2, hidden=3))
+    job, _ = make_job(setting, fed)
+    assert job.oracle.layout == make_job(setting, fl.partition.iid(clients=2)(data))[0].oracle.layout
 
 
 class Bag(torch.nn.Module):

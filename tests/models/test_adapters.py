@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from typer.testing import CliRunner
 import fedloom as fl
 from fedloom.cli import app
 from fedloom.data.new_rows import new_rows
-from fedloom.errors import ConfigError, LayoutError
+from fedloom.deploy.server import check_deployable
+from fedloom.errors import ConfigError, LayoutError, Refused
 from fedloom.local import LocalSGD, Work, descend
 from fedloom.local.oracles import make_oracle
 from fedloom.models import CNN, MLP, Adapters, Hub, ModelSpec, Transformer, adapted, head, merged
@@ -337,6 +340,11 @@ def test_weights_of_something_else_are_refused(tmp_path: Path) -> None:
         spec.with_(weights=str(tmp_path / "none")).build((4,), 2)
 
 
+def test_a_deployment_refuses_a_file_that_sites_may_have_otherwise(run: Path) -> None:
+    with pytest.raises(Refused, match="nothing holds the sites to the same one"):
+        check_deployable(fl.experiment.read(run.parent / "a.toml"))
+
+
 # ------------------------------------------------------------------------------------------------------- transformers
 
 TINY = {"bert": {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}}
@@ -370,3 +378,16 @@ def test_what_transformers_cannot_make_is_said() -> None:
         Hub(config={"model_type": "gpt2", **TINY["gpt2"], "n_positions": 2}).build((6,), 5, 0, TOKENS)
     with pytest.raises(ValueError, match="give either name, or config"):
         Hub()
+
+
+# ------------------------------------------------------------------------------------------------------------- the page
+
+
+def test_the_page_is_that_of_its_record() -> None:
+    root = Path(__file__).parents[2]
+    script = runpy.run_path(str(root / "scripts" / "adapters"))
+    record = json.loads((root / "docs" / "adapters.json").read_text())
+    assert (root / "docs" / "adapters.md").read_text() == script["page"](record)
+    assert {(run["method"], run["rows"]) for run in record["runs"]} == {
+        (method, rows) for method in script["METHODS"] for rows in ("adapters", "full")
+    }

@@ -33,15 +33,16 @@ class Docstrings(Source):
     most: int = Field(default=4000, ge=2, description="characters kept of a module")
     least: int = Field(default=1000, ge=2, description="modules with fewer characters are left out")
     modules: Literal["all", "even", "odd"] = Field(
-        default="all", description="which modules, in the order of their names; the vocabulary is that of all"
+        default="all", description="which modules, in the order of their names; the vocabulary is that of all texts"
     )
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Single files of the standard library that have enough text, private ones left out."""
-        texts = {name: text[: self.most] for name, text in _texts().items() if len(text) >= self.least}
+        whole = _texts()
+        texts = {name: text[: self.most] for name, text in whole.items() if len(text) >= self.least}
         if not texts:
             raise NoSamples(f"docstrings: no module has {self.least} characters of them; lower least")
-        vocabulary = vocabulary_of(texts.values(), "character", least=RARE)
+        vocabulary = vocabulary_of(whole.values(), "character", least=RARE)
         names = [n for k, n in enumerate(texts) if self.modules == "all" or k % 2 == (self.modules == "odd")]
         parts = [windows(texts[name], vocabulary, self.length) for name in names]
         users = torch.arange(len(names)).repeat_interleave(torch.tensor([len(x) for x, _ in parts]))
