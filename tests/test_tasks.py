@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from sklearn import metrics as reference
 
 from fedloom.errors import ConfigError
+from fedloom.metrics import metric
 from fedloom.tasks import Binary, Classification, Objective, Regression, Task, task_of
 from fedloom.values import dump
 
@@ -251,10 +252,11 @@ def test_an_own_task_scores_each_client_as_if_alone(seed: int, clients: int) -> 
 def test_an_own_metric_has_its_name_and_direction() -> None:
     task = chosen(Binary(), metrics=(top_gap, "brier"))
     assert list(task.metrics(*problem(Binary(), 9, 0), torch.zeros(9).long(), 1))[-2:] == ["brier", "top_gap"]
-    assert (task.higher("top_gap"), task.higher("brier")) == (True, False)
+    assert (metric("top_gap").higher, metric("brier").higher) == (True, False)
     top_gap.higher_is_better = False
     try:
-        assert not task.higher("top_gap")
+        chosen(Binary(), metrics=(top_gap,))
+        assert not metric("top_gap").higher
     finally:
         del top_gap.higher_is_better
 

@@ -121,7 +121,12 @@ class Function:
     @property
     def short(self) -> str:
         """Its own name, without module and digest."""
-        return re.split(r"[:.]", self.name.partition(" ")[0])[-1]
+        return re.split(r"[:.]", self.said)[-1]
+
+    @property
+    def said(self) -> str:
+        """What messages call it: its import path, or its name."""
+        return self.name.partition(" ")[0]
 
 
 def function(given: Any, what: str) -> Function:

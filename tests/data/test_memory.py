@@ -109,6 +109,10 @@ def test_options_of_arrays() -> None:
         (lambda: Dataset.of(Pairs(lambda i: 1.0)), DataError, "sample 0 is float, expected the pair"),
         (lambda: Dataset.of(Pairs(lambda i: (X[i][: i + 1], 0))), DataError, "sample 1 has shape .* one size only"),
         (lambda: Dataset.of(Pairs(lambda i: ("a", 0))), DataError, "only images and numbers work"),
+        (lambda: Dataset.of(Pairs(lambda i: (X[i], [][i]))), DataError, "sample 0 cannot be had: IndexError"),
+        (lambda: partition.iid(clients=2)((X, 0 * Y)), DataError, "the target is the same in every row"),
+        (lambda: Dataset.of(Y, Y), DataError, r"of a single feature give x\[:, None\]"),
+        (lambda: Dataset.of(X, np.eye(3)[Y]), DataError, "as one-hot classes have; give y.argmax"),
         (lambda: Dataset.of((np.full((2, 2), np.nan), [0, 1])), DataError, "NaN or Inf in the features of 2 samples"),
     ],
 )

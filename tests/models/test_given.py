@@ -168,3 +168,8 @@ def test_results_as_pandas_and_as_a_plot(fed: Federation, monkeypatch: pytest.Mo
     monkeypatch.setattr("fedloom.engine.result.find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match="needs pandas: pip install pandas"):
         found.to_pandas()
+
+
+def test_lazy_parameters_are_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"lazy parameters \(0.weight, 0.bias\); call it on a sample first"):
+        given_model(nn.Sequential(nn.LazyLinear(2)))

@@ -202,6 +202,8 @@ def test_arrays_and_images_without_labels_are_predicted(tmp_path: Path) -> None:
         order = [int(Path(file).stem) for file in found.files] if found.files else range(8)
         np.testing.assert_array_equal(found.scores, want[order], err_msg=name)
     assert found.table()["file"].to_pylist()[0].endswith("0.png")
+    with pytest.raises(DataError, match=r"NaN or Inf in 2 samples \(first: 0\)"):
+        opened["fedavg", 0].models.predict(np.full((2, 6, 6), np.nan))
     np.savez(tmp_path / "two.npz", a=x, b=x)
     with pytest.raises(DataError, match=r"needs an array x \(or x_train, x_test\), got \['a', 'b'\]"):
         opened.predict(tmp_path / "two.npz")

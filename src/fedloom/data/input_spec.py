@@ -125,6 +125,11 @@ class InputSpec(Value):
         return x
 
     def _check_range(self, x: Tensor, name: str) -> None:
+        odd = ~x.isfinite().flatten(1).all(1)
+        if bool(odd.any()):
+            raise DataError(
+                f"{name}: NaN or Inf in {int(odd.sum())} samples (first: {int(odd.int().argmax())}); repair them"
+            )
         if x.dtype == torch.uint8 and not self.pixels and len(self.shape) != 3:
             raise DataError(f"{name}: samples are bytes, the model was trained on numbers; convert them alike")
         if x.dtype != torch.uint8 and self.pixels and (float(x.min()) < 0 or float(x.max()) > 1):

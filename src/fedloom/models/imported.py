@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from fedloom.errors import ConfigError
 from fedloom.imports import PATTERN, find, importable, text_of
@@ -76,6 +77,11 @@ def given_model(given: Any) -> ModelSpec | None:
             an import path names is an `Import`, anything else a `Held`.
     """
     if isinstance(given, nn.Module):
+        lazy = [name for name, p in given.named_parameters() if isinstance(p, UninitializedParameter)]
+        if lazy:
+            raise ConfigError(
+                f"model {type(given).__name__!r} has lazy parameters ({', '.join(lazy)}); call it on a sample first"
+            )
         digest = hashlib.blake2b(f"{given!r} {text_of(type(given))}".encode(), digest_size=8)
         for name, value in given.state_dict().items():
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())

@@ -282,7 +282,7 @@ def number(own: Function, what: str, output: Tensor, y: Tensor) -> float:
         size = getattr(value, "shape", ())
         if len(size):
             raise CodeError(
-                f"{what} {own.name!r} must return one number for a batch, got shape {[*size]}; reduce it, to its mean "
+                f"{what} {own.said!r} must return one number for a batch, got shape {[*size]}; reduce it, to its mean "
                 "for one"
             )
         return float(value)
@@ -290,5 +290,5 @@ def number(own: Function, what: str, output: Tensor, y: Tensor) -> float:
         raise
     except Exception as error:
         raise CodeError(
-            f"{what} {own.name!r} fails on outputs {[*output.shape]} with targets {[*y.shape]}: {cause_of(error)}"
+            f"{what} {own.said!r} fails on outputs {[*output.shape]} with targets {[*y.shape]}: {cause_of(error)}"
         ) from error

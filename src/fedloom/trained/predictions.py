@@ -45,7 +45,7 @@ class Predictions:
         return said(self.facts, self.scores)
 
     def table(self) -> pa.Table:
-        """``row`` (from 1), ``file`` of images, ``model``, ``prediction`` (or ``prediction <k>``), ``probability of <c>``.
+        """``row`` (from 1), ``file`` of images, ``model``, ``prediction [<k>]``, ``probability of <c>``.
 
         With a label per position, a row for each, ``position`` from 1, and padding left out.
         """

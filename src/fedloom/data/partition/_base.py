@@ -171,7 +171,8 @@ class Partition(Value):
         if len(sizes) == 0 or sizes.min() < self.min_size:
             who = f"client {sizes.argmin()} gets {sizes.min()} samples" if len(sizes) else "there are no clients"
             raise PartitionError(f"{self.kind}: {who} of {data.name}, min_size is {self.min_size}; use fewer clients")
-        if data.prepare is not None and len(sizes) > 1 and bool((data.y == data.y[0]).all()):
+        looked_at = data.prepare is not None or len(data.classes) == 1
+        if looked_at and len(sizes) > 1 and bool((data.y == data.y[0]).all()):
             raise DataError(f"{data.name}: the target is the same in every row; nothing can be learned from it")
         if self.test_from != "own" and data.test is None:
             raise PartitionError(

@@ -116,7 +116,8 @@ def lies_at(place: Path) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise type(error)(f"{place}: {error}") from error
+        where, said = f"{place}: ", str(error)
+        raise type(error)(said if said.startswith(where) else where + said) from error
 
 
 def numbered(labels: NDArray[Any], where: object = "") -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from fedloom.data.sources._base import lies_at, numbered, scale
 from fedloom.data.sources.archive import Rows
 from fedloom.data.sources.cells import Piece, Problems
 from fedloom.data.sources.tabular import Csv, TableSource, read_table
-from fedloom.errors import ConfigError, DataError, NoSamples, nearest
+from fedloom.errors import ConfigError, DataError, NoSamples, cause_of, nearest
 from fedloom.values import fields_of, make
 
 LABELS = ("label", "labels", "fine_label", "target", "y")
@@ -132,6 +132,8 @@ def of_arrays(
     problems = []
     if x.dtype.kind not in "uifb" or x.ndim == 0:
         problems.append(f"x must be numbers [N, ...], got {x.dtype} {x.shape}; encode text as numbers first")
+    if x.ndim == 1:
+        problems.append(f"x must be [N, features], got {x.shape}; of a single feature give x[:, None]")
     if channels_last and x.ndim != 4:
         problems.append(f"channels_last needs x [N, height, width, channels], got {x.shape}")
     if y.ndim not in (1, 2) or y.dtype.kind not in "uifbU" or (y.ndim == 2 and y.dtype.kind == "U"):
@@ -186,6 +188,11 @@ def _targets(
             raise DataError(f"{place}: y has {', '.join(map(repr, odd))}, the classes are {', '.join(names)}")
         y, classes = np.array([names.index(str(level)) for level in levels])[codes], names
     whole = y.ndim == 1 and (y.dtype.kind in "iub" or (y.dtype.kind == "f" and bool((y == np.floor(y)).all())))
+    if task is None and y.ndim == 2 and bool(((y == 0) | (y == 1)).all() and (y.sum(1) == 1).all()):
+        raise DataError(
+            f"{place}: y {y.shape} has a single 1 in every row, as one-hot classes have; give y.argmax(1), or task = "
+            "'regression'"
+        )
     if task in ("classification", "binary") and not whole:
         raise DataError(f"{place}: y must be whole numbers [N] for a classification, got {y.dtype} {y.shape}")
     if task == "regression" and y.dtype.kind == "U":
@@ -221,10 +228,20 @@ def _side(obj: Any, target: Any, column: str | None, users: Any, name: str) -> _
             raise ConfigError(f"{name}: features without targets; give the pair (x, y), or target")
         return _Side(plain(obj, name), plain(target, name))
     if isinstance(obj, TorchDataset):
-        samples = iter(obj) if isinstance(obj, IterableDataset) else (obj[i] for i in range(len(obj)))  # type: ignore[arg-type]
-        x, y = _stacked(_pairs(samples, name), name)
+        x, y = _stacked(_pairs(_samples(obj, name), name), name)
         return _Side(x, y, classes=tuple(str(c) for c in getattr(obj, "classes", ())))
     raise ConfigError(f"{name}: cannot make a data set of {type(obj).__name__}; known are {KNOWN}")
+
+
+def _samples(obj: TorchDataset[Any], name: str) -> Iterator[Any]:
+    """The samples of a user's data set, whose code may fail."""
+    count = 0
+    try:
+        for sample in obj if isinstance(obj, IterableDataset) else (obj[i] for i in range(len(obj))):  # type: ignore[arg-type]
+            yield sample
+            count += 1
+    except Exception as error:
+        raise DataError(f"{name}: sample {count} cannot be had: {cause_of(error)}") from error
 
 
 def _pairs(samples: Iterable[Any], name: str) -> Iterator[tuple[Any, Any]]:

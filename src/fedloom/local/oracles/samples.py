@@ -140,7 +140,7 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
         task.metrics(outputs, y, torch.zeros(len(y), dtype=torch.long), 1)
         if task.objective.loss is None:
             return
-        name, value = task.objective.loss.name, number(task.objective.loss, "loss", outputs, y)
+        name, value = task.objective.loss.said, number(task.objective.loss, "loss", outputs, y)
     except CodeError as error:
         raise ConfigError(f"task: {error}") from error
     if not math.isfinite(value):
