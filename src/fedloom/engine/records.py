@@ -126,7 +126,10 @@ class Records:
         """What a checkpoint keeps."""
         keys = json.dumps([[r.round, r.model, r.part, r.metric, r.total, len(r.values)] for r in self.items])
         values = np.concatenate([*(r.values for r in self.items), np.array([])])
-        found = {"keys": torch.frombuffer(bytearray(keys.encode()), dtype=torch.uint8), "values": torch.from_numpy(values)}
+        found = {
+            "keys": torch.frombuffer(bytearray(keys.encode()), dtype=torch.uint8),
+            "values": torch.from_numpy(values),
+        }
         return found if self.ids is None else {**found, "ids": self.ids}
 
     @classmethod
