@@ -3,7 +3,7 @@
     python benchmarks/clients.py --clients 10000 --clients 1000000 --method fedavg --method scaffold --method flame
 
 Softmax regression on 60 features and 10 classes, 10 samples a client, cohorts of 1,000; 1,000 clients are scored. The
-features are a file that stays on disk, and so are the clients' rows beyond 256 MiB. A line per method and number of
+features are a file that stays on disk, and so are the clients' rows beyond 16 MiB. A line per method and number of
 clients: seconds to load and cut the data, to begin, of a round (median of all but the first), of an evaluation, of the
 last checkpoint and of resuming from it; and the peak of anonymous memory. Seconds are of the processor, so that other
 processes count little; `--wall` takes the clock's.
@@ -76,7 +76,7 @@ def measure(method: str, fed: Federation, given: argparse.Namespace, place: Path
         "local": LocalSGD(lr=0.1, batch_size=10),
         "sampler": Uniform(clients=min(1000, fed.n)),
         "evaluate": Evaluate(every=given.rounds, clients=1000, parts=("train", "test")),
-        "engine": Engine(store_budget=256, workers=given.workers),
+        "engine": Engine(store_budget=16, workers=given.workers),
     }
     with Peak() as peak, tempfile.TemporaryDirectory(dir=place) as folder:
         watch, start = Watch(clock), clock()

@@ -22,9 +22,11 @@ from fedloom.choose import (
     SizeWeighted,
     Uniform,
 )
+from fedloom.choose.samplers._base import some
 from fedloom.errors import ConfigError
 from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.rows.layout import Layout
+from fedloom.seeds import generator
 from fedloom.testing import LAYOUT, Problem
 from fedloom.testing.federate import Federation
 
@@ -319,3 +321,10 @@ def test_a_client_reports_the_loss_of_its_last_batch() -> None:
     idle = sampler.report(p.minimiser, work_of(p, ids, steps=0))
     assert idle is not None
     assert bool(idle.isfinite().all())
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (20, 20), (17, 1), (100, 6), (1000, 61), (1_000_003, 1001)])
+def test_some_are_the_first_of_a_permutation(n: int, k: int) -> None:
+    for seed in range(3):
+        wanted = torch.randperm(n, generator=generator(seed))[:k]
+        assert torch.equal(some(n, k, generator(seed)), wanted)

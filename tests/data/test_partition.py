@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fedloom.data import PARTITIONS, Dataset, Federation
+from fedloom.data.partition.deal import distinct, in_order
 from fedloom.data.tables import Column, Table
 from fedloom.errors import ConfigError, PartitionError, Refused
 
@@ -501,3 +502,13 @@ def test_sixty_thousand_samples_over_a_thousand_clients_in_half_a_second(kind: s
         best = min(best, time.process_time() - start)
     assert fed.n == 1000
     assert best < 0.5
+
+
+@pytest.mark.parametrize("most", [1, 5, 1 << 16, (1 << 16) + 1, 1 << 40])
+def test_places_are_ordered_as_by_a_sort_of_two_keys(most: int) -> None:
+    rng = np.random.default_rng(0)
+    keys, second = rng.integers(0, most, 3000), rng.integers(0, 50, 3000)
+    found = in_order(keys, np.argsort(second, kind="stable"))
+    assert found.tolist() == np.lexsort((second, keys)).tolist()
+    assert in_order(keys[:0], np.arange(0)).tolist() == []
+    assert distinct(second, 60) == len(set(second.tolist()))

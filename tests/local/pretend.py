@@ -109,6 +109,11 @@ class _Everywhere(TorchDispatchMode):
 def accelerator() -> Iterator[None]:
     """``cuda`` is there while the context lasts."""
     state: Callable[..., Tensor] = lambda *_: torch.zeros(16, dtype=torch.uint8)  # noqa: E731
-    there = {"is_available": lambda: True, "get_rng_state": state, "set_rng_state": lambda *_: None, "_lazy_init": lambda: None}
+    there = {
+        "is_available": lambda: True,
+        "get_rng_state": state,
+        "set_rng_state": lambda *_: None,
+        "_lazy_init": lambda: None,
+    }
     with patch.multiple(torch.cuda, **there), _Everywhere():
         yield

@@ -1,4 +1,4 @@
-"""Runs on an accelerator that is only pretended (`pretend`): everything lies where it must, and gives the CPU's values."""
+"""Runs on an accelerator that is only pretended (`pretend`): all lies where it must, with the values of the CPU."""
 
 from __future__ import annotations
 
@@ -55,7 +55,11 @@ def test_a_pretended_device_refuses_to_meet_the_cpu() -> None:
 
 @pytest.mark.parametrize(
     ("method", "oracle"),
-    [*((name, "fused") for name in ("fedavg", "scaffold", "flame", "fedacs")), ("flame", "stacked"), ("fedavg", "looped")],
+    [
+        *((name, "fused") for name in ("fedavg", "scaffold", "flame", "fedacs")),
+        ("flame", "stacked"),
+        ("fedavg", "looped"),
+    ],
 )
 def test_a_run_on_a_device_gives_what_the_cpu_gives(fed: Federation, method: str, oracle: str) -> None:
     wanted = run(fed, method, oracle, "cpu")

@@ -159,9 +159,14 @@ class Job:
         """``[n, 1]`` training samples."""
         return self.fed.sizes("train").cpu()[:, None]
 
+    @cached_property
+    def everyone(self) -> Tensor:
+        """Ids ``[n]`` of all clients; nobody writes to it."""
+        return torch.arange(self.n)
+
     def ctx(self, round: int, ids: Tensor | None = None) -> Ctx:
         """What the server's side knows in a round with the cohort ``ids``; all clients when None."""
-        ids = torch.arange(self.n) if ids is None else ids
+        ids = self.everyone if ids is None else ids
         layout, sizes, groups = self.oracle.layout, self.train_sizes, self.fed.groups
         local, seed, rounds = self.setting.local, self.setting.seed, self.setting.rounds
         given = self.replay.projection

@@ -42,7 +42,7 @@ def check_inspection(evaluate: Evaluate, fed: Federation) -> None:
 
 
 def confusion(result: Result) -> pa.Table:
-    """Confusion counts on the test part of every client that is scored, after the last round: client, model, true, predicted, count.
+    """Confusion counts on every scored client's test part, after the last round: client, model, true, predicted, count.
 
     Classes are their codes; cells without a sample are left out; rows are sorted.
     """

@@ -144,6 +144,20 @@ def masses(ctx: Ctx, by: Masses) -> Tensor:
     return ctx.sizes[:, 0].cpu().long() if by == "samples" else torch.ones(ctx.n, dtype=torch.long)
 
 
+def some(n: int, k: int, generator: torch.Generator) -> Tensor:
+    """The first ``k`` of ``torch.randperm(n)``, by no more steps of its shuffle where they are few among many."""
+    if 16 * k > n:
+        return torch.randperm(n, generator=generator)[:k]
+    pairs = torch.empty(-(-k // 2), dtype=torch.int64).random_(-(1 << 63), None, generator=generator)
+    words = torch.stack([pairs >> 32, pairs], 1).flatten()[:k] & 0xFFFFFFFF  # as the shuffle takes them, one by one
+    moved, found = dict[int, int](), list[int]()
+    for i, word in enumerate(words.tolist()):
+        j = i + word % (n - i)
+        found.append(moved.get(j, j))
+        moved[j] = moved.get(i, i)
+    return torch.tensor(found)
+
+
 def draw(p: Tensor, k: int, generator: torch.Generator, *, replacement: bool = False) -> Tensor:
     """``k`` ids drawn one after the other with probabilities proportional to ``p [n]``, in that order."""
     return torch.multinomial(p.double(), k, replacement, generator=generator)

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.choose.samplers._base import Sampler, Sized, draw, masses
+from fedloom.choose.samplers._base import Sampler, Sized, draw, masses, some
 from fedloom.local import Ctx, Nothing
 
 
@@ -20,7 +20,7 @@ class Uniform(Sized):
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
         """m of n clients."""
         m = self.size(ctx.n)
-        return torch.randperm(ctx.n, generator=ctx.rng("cohort"))[:m].sort().values, state
+        return some(ctx.n, m, ctx.rng("cohort")).sort().values, state
 
 
 class Bernoulli(Sampler):

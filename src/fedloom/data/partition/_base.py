@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from fedloom.data.dataset import Dataset
 from fedloom.data.federation import Federation, Split
 from fedloom.data.partition.changes import add_noise, prepared, relabelled
-from fedloom.data.partition.deal import Dealt, Ints, choose_each, owners, round_to_total
+from fedloom.data.partition.deal import Dealt, Ints, choose_each, distinct, owners, round_to_total
 from fedloom.data.partition.parts import cut_parts
 from fedloom.errors import DataError, PartitionError, Refused, blamed
 from fedloom.seeds import numpy_generator
@@ -156,7 +156,7 @@ class Partition(Value):
             partition={"kind": self.kind, **self.model_dump(exclude_defaults=True)},
             seed=seed,
             groups=None if draw.groups is None else torch.from_numpy(draw.groups),
-            notes=(*draw.notes, *_unused(draw.dealt, pool), *_notes(cut, y, names, data.classes)),
+            notes=(*draw.notes, *_unused(draw.dealt, pool), *_notes(cut, y, names, data.classes, len(data))),
         )
 
     def _pool(self, data: Dataset) -> Pool:
@@ -185,7 +185,7 @@ class Partition(Value):
                 f"{self.kind}: changes a client's samples, official test samples would not fit; use test_from = 'own'"
             )
         changed = draw.noise is not None or draw.relabel is not None or data.prepare is not None
-        if changed and len(np.unique(draw.dealt.index)) < len(draw.dealt.index):
+        if changed and distinct(draw.dealt.index, len(data)) < len(draw.dealt.index):
             raise Refused(
                 f"{self.kind}: overlapping clients would need two versions of one sample; set overlap = false"
             )
@@ -233,11 +233,13 @@ class Sized(Partition):
 
 
 def _unused(dealt: Dealt, pool: Pool) -> list[str]:
-    left = len(pool) - len(np.unique(dealt.index))
+    left = len(pool) - distinct(dealt.index, len(pool.data))
     return [f"{left} of {len(pool)} samples belong to no client"] if left else []
 
 
-def _notes(cut: dict[str, Dealt], y: Ints | None, names: tuple[str, ...], classes: tuple[str, ...]) -> list[str]:
+def _notes(
+    cut: dict[str, Dealt], y: Ints | None, names: tuple[str, ...], classes: tuple[str, ...], samples: int
+) -> list[str]:
     notes = [
         f"clients without a {part} part: {count}"
         for part in ("validation", "test")
@@ -255,7 +257,7 @@ def _notes(cut: dict[str, Dealt], y: Ints | None, names: tuple[str, ...], classe
                 "personal model cannot learn it: use test_from = 'own' or 'ratio', or a larger keep, if that matters"
             )
     held = np.concatenate([dealt.index for dealt in cut.values()])
-    shared = len(held) - len(np.unique(held))
+    shared = len(held) - distinct(held, samples)
     if shared:
         notes.append(f"clients overlap: {shared} of {len(held)} places are taken by samples that another place has too")
     return notes

@@ -37,9 +37,26 @@ def even(total: int, n: int) -> Ints:
     return np.full(n, total // n, np.int64) + (np.arange(n) < total % n)
 
 
+def in_order(keys: Ints, start: Ints) -> Ints:
+    """Places sorted by their keys (>= 0), those of equal keys as in ``start``; in linear time.
+
+    numpy sorts numbers of 16 bits by radix, so the keys are gone through 16 bits at a time, the lowest first.
+    """
+    for shift in range(0, int(keys.max(initial=0)).bit_length(), 16):
+        start = start[np.argsort((keys >> shift).astype(np.uint16)[start], kind="stable")]
+    return start
+
+
+def distinct(index: Ints, total: int) -> int:
+    """Different numbers among those of ``index``, which are within 0..total-1."""
+    seen = np.zeros(total, bool)
+    seen[index] = True
+    return int(seen.sum())
+
+
 def by_owner(index: Ints, owner: Ints, n: int) -> Dealt:
     """Entries sorted by their client, in the given order within a client."""
-    return Dealt(index[np.argsort(owner, kind="stable")], offsets_of(np.bincount(owner, minlength=n)))
+    return Dealt(index[in_order(owner, np.arange(len(owner)))], offsets_of(np.bincount(owner, minlength=n)))
 
 
 def deal(lists: list[Ints], counts: Ints) -> Dealt:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.partition.deal import Dealt, Floats, Ints, offsets_of, owners
+from fedloom.data.partition.deal import Dealt, Floats, Ints, in_order, offsets_of, owners
 
 
 def cut_parts(
@@ -67,11 +67,11 @@ def _quota(sizes: Ints, fraction: float, from_size: int) -> Ints:
 
 def _ranks(owner: Ints, label: Ints, order: Floats, n: int) -> tuple[Ints, Ints]:
     """Rank of each sample at its client: one of each class first, the others in random order; and how many first."""
-    by_class = np.lexsort((order, label, owner))
-    cell_owner, cell_label = owner[by_class], label[by_class]
+    cell, drawn = owner * (int(label.max(initial=0)) + 1) + label, np.argsort(order, kind="stable")
+    by_class = in_order(cell, drawn)
     first = np.ones(len(owner), bool)
-    first[by_class[1:]] = (np.diff(cell_owner) != 0) | (np.diff(cell_label) != 0)
-    sorted_ = np.lexsort((order, ~first, owner))
+    first[by_class[1:]] = np.diff(cell[by_class]) != 0
+    sorted_ = in_order(2 * owner + ~first, drawn)
     starts = offsets_of(np.bincount(owner, minlength=n))
     rank = np.empty_like(owner)
     rank[sorted_] = np.arange(len(owner)) - starts[owner[sorted_]]
@@ -80,9 +80,9 @@ def _ranks(owner: Ints, label: Ints, order: Floats, n: int) -> tuple[Ints, Ints]
 
 def _in_fold(owner: Ints, label: Ints, order: Floats, folds: int, fold: int, offsets: Ints) -> NDArray[np.bool_]:
     """Stratified folds: samples in class order are dealt to folds in turn; a class of one sample is never tested."""
-    by_class = np.lexsort((order, label, owner))
+    cell = owner * (int(label.max(initial=0)) + 1) + label
+    by_class = in_order(cell, np.argsort(order, kind="stable"))
     turn = np.empty_like(owner)
     turn[by_class] = np.arange(len(owner)) - offsets[owner[by_class]]
-    cell = owner * (int(label.max(initial=0)) + 1) + label
     _, inverse, count = np.unique(cell, return_inverse=True, return_counts=True)
     return np.asarray((turn % folds == fold) & (count[inverse] > 1))

@@ -1,4 +1,4 @@
-"""bfloat16 for the gradients of steps, where a run asks for it; rows, updates and passes over all samples stay exact."""
+"""bfloat16 for the gradients of steps, where a run asks for it; rows, updates and passes over all samples stay full."""
 
 from __future__ import annotations
 
