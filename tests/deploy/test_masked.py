@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -694,3 +695,110 @@ def test_noise_of_the_sites_and_methods_that_send_nothing(changes: dict[str, Any
     assert not here.audit("rejected")
     for site in here.sites:
         assert bool([*site.state.rglob("ledger.jsonl")]) == bool(changes)
+
+
+class Steps:
+    """Sites in a session, with no training: what each answers to messages that the server makes up.
+
+    Args:
+        here: five sites, of which three are the threshold.
+    """
+
+    def __init__(self, here: Scene) -> None:
+        self.nonce = os.urandom(16)
+        self.sites = [Masking(s, signing_key_of(s.client), s.state / "alone") for s in here.sites]
+        self.adverts = secure.write_adverts([secure.read_adverts(s.keys(1, self.nonce))[0] for s in self.sites])
+
+    def shared(self) -> dict[int, dict[int, bytes]]:
+        """The sealed shares of all, by sender and receiver."""
+        return {c: secure.read(s.shares(1, self.nonce, self.adverts), secure.SEALED) for c, s in enumerate(self.sites)}
+
+    def receive(self, c: int, senders: Collection[int], asked: str = "this") -> None:
+        inbox = secure.write({p: sent[c] for p, sent in self.shared().items() if p in senders and p != c})
+        self.sites[c].receive(1, self.nonce, inbox, asked, {"uploads": 1})
+
+    def masked(self, c: int, fill: int = 7) -> bytes:
+        return self.sites[c].masked(1, self.nonce, np.full(3, fill, dtype=np.uint64))
+
+    def tell(self, c: int, survivors: Collection[int]) -> bytes:
+        return self.sites[c].tell(1, self.nonce, secure.write(dict.fromkeys(survivors, b"")))
+
+
+def without(message: bytes, *lost: int) -> bytes:
+    return secure.write_adverts([a for a in secure.read_adverts(message) if a.client not in lost])
+
+
+REFUSED: dict[str, tuple[str, Any]] = {
+    "its own keys are left out": (
+        "own keys are missing",
+        lambda s: s.sites[0].shares(1, s.nonce, without(s.adverts, 0)),
+    ),
+    "too few sites": (
+        "2 sites advertised keys, 3 are needed",
+        lambda s: s.sites[0].shares(1, s.nonce, without(s.adverts, 1, 2, 3)),
+    ),
+    "other sites in a second message": (
+        "cannot change",
+        lambda s: (s.shared(), s.sites[0].shares(1, s.nonce, without(s.adverts, 1))),
+    ),
+    "shares before the step": ("has not come to this step", lambda s: s.sites[0].receive(1, s.nonce, b"", "this", {})),
+    "too few shares": ("2 sites sent shares, 3 are needed", lambda s: s.receive(0, [0, 1])),
+    "another question under the same masks": (
+        "cannot change",
+        lambda s: (s.receive(0, range(5)), s.receive(0, range(5), "that")),
+    ),
+    "another inbox": ("cannot change", lambda s: (s.receive(0, range(5)), s.receive(0, range(4)))),
+    "a vector before the shares": ("has not come to this step", lambda s: (s.shared(), s.masked(0))),
+    "another vector under the same masks": (
+        "cannot change",
+        lambda s: (s.receive(0, range(5)), s.masked(0), s.masked(0, 8)),
+    ),
+    "a sum before its vector": ("has not come to this step", lambda s: (s.receive(0, range(5)), s.tell(0, range(5)))),
+    "a sum of too few": ("the sum is of 2 sites", lambda s: (s.receive(0, range(5)), s.masked(0), s.tell(0, [0, 1]))),
+    "a sum without it": ("this one is missing", lambda s: (s.receive(0, range(5)), s.masked(0), s.tell(0, [1, 2, 3]))),
+    "a sum of sites without masks": (
+        "not among those that shared",
+        lambda s: (s.receive(0, range(4)), s.masked(0), s.tell(0, range(5))),
+    ),
+    "a second sum": (
+        "cannot change",
+        lambda s: (s.receive(0, range(5)), s.masked(0), s.tell(0, range(5)), s.tell(0, range(4))),
+    ),
+    "a session that is over": (
+        "this session is over",
+        lambda s: (s.sites[0].keys(2, s.nonce), s.sites[0].keys(1, s.nonce)),
+    ),
+    "an earlier session": (
+        "is another one",
+        lambda s: (s.receive(0, range(5)), s.sites[0].keys(2, s.nonce), s.masked(0)),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def five(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    return secured(tmp_path_factory.mktemp("five"), "fedavg")
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_site_refuses_by_itself_whatever_the_server_asks(case: str, five: Scene) -> None:
+    """Each guard of the protocol at a site alone: a server that does not keep to it learns nothing."""
+    sentence, ask = REFUSED[case]
+    for site in five.sites:
+        shutil.rmtree(site.state / "alone", ignore_errors=True)
+    with pytest.raises(Broken, match=sentence):
+        ask(Steps(five))
+
+
+def test_the_steps_without_training_give_the_sum(five: Scene) -> None:
+    """What the guards above are tried on works where nothing is wrong."""
+    for site in five.sites:
+        shutil.rmtree(site.state / "alone", ignore_errors=True)
+    steps = Steps(five)
+    for c in range(5):
+        steps.receive(c, range(5))
+    total = np.sum([np.frombuffer(steps.masked(c), dtype="<u8") for c in range(4)], axis=0, dtype=np.uint64)
+    told = {c: secure.read(steps.tell(c, range(4)), secure.KEY) for c in range(3)}
+    name = secure.session_name(five.sites[0].secure.digest(five.sites[0].fingerprint), 1, steps.nonce)  # type: ignore[union-attr]
+    session = secure.session_of(name, 3, secure.read_adverts(steps.adverts))
+    assert secure.unmasked(session, range(5), range(4), total, told).tolist() == [28, 28, 28]
