@@ -13,6 +13,7 @@ import pytest
 
 from fedloom.algorithms import REGISTRY
 from fedloom.data.sources import SOURCES
+from fedloom.map.setups import setups
 from fedloom.reproduce import recipes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +67,7 @@ def test_every_method_data_set_and_recipe_is_offered(program: dict[str, str]) ->
     assert in_bash(program, "fedloom describe ") == list(REGISTRY)
     assert in_bash(program, "fedloom data ") == list(SOURCES)
     assert set(in_bash(program, "fedloom reproduce ")) == set(recipes())
+    assert set(in_bash(program, "fedloom map --setup ")) == set(setups("full"))
     assert in_bash(program, "fedloom describe flam") == ["flame"]
     assert in_bash(program, "fedloom reproduce flame-table3-mnist --scale s") == ["smoke"]
 

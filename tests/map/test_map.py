@@ -71,7 +71,7 @@ def test_twelve_setups_a_cross_device_one_and_two_for_the_best() -> None:
 @pytest.mark.parametrize("setup", FULL.values(), ids=lambda s: s.name)
 def test_every_method_is_an_experiment_of_every_setup_with_the_same_trials(setup: Setup) -> None:
     for method in REGISTRY:
-        plan = Cell(setup, method).parsed()
+        plan = Cell(setup, method).plan
         tune = plan.tune
         assert (tune.trials, tune.seeds, tune.prune, tune.equal_work) == (setup.trials, setup.tuning, False, False)
         assert tune.rounds is None
@@ -224,9 +224,9 @@ def test_the_best_wait_until_nothing_is_missing() -> None:
 def test_a_map_without_a_record_says_so(tmp_path: Path) -> None:
     files = dict(pages(FULL, {}))
     assert "in 15 setups, 0 of" in files[""].decode()
-    assert files[""].decode().count("Not run: 0 cells are recorded") == 15
+    assert files[""].decode().count("). Not run.") == 15
     assert "Too few setups" in files[""].decode()
-    assert all(name in files["iid.md"].decode() for name in REGISTRY)
+    assert "Not run: every method. Command: `fedloom map --setup iid`" in files["iid.md"].decode()
     assert pq.read_table(_file(tmp_path, files["map.parquet"])).num_rows == 0
     assert files["map.svg"].count("·".encode()) >= 15 * len(REGISTRY)
 
@@ -288,7 +288,7 @@ def called(*words: str, code: int = 0) -> str:
     return result.output
 
 
-SOME = ("centralized", "fedbn", "flame", "equitable-fl", "fedopt")
+SOME = ("fedbn", "flame")
 
 
 @pytest.mark.parametrize("methods", [SOME, pytest.param((), marks=pytest.mark.slow)], ids=["some", "all"])
@@ -382,7 +382,7 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_record(here: Path, monkey
     shutil.rmtree("runs")
     assert "the same command goes on" in called(*words, "--budget", "0.3s", code=130)
     for _ in range(40):
-        result = CliRunner().invoke(app, ["map", "--scale", "smoke", *words, "--budget", "0.5s"])
+        result = CliRunner().invoke(app, ["map", "--scale", "smoke", *words, "--budget", "3s"])
         if result.exit_code == 0:
             break
     parts = read(Path("results/map/smoke"))

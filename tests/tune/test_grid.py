@@ -62,6 +62,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Found]]:
     return out, tuning(GRID, out).run()
 
 
+def test_used_scores_the_model_that_a_client_would_use(tmp_path: Path) -> None:
+    search = tuning(GRID.replace('model = "mean"', 'model = "used"'), tmp_path / "out")
+    assert [study.goal.models for study in search.studies] == [("global",), ("hybrid",)]
+
+
 # --- what is suggested
 
 

@@ -203,7 +203,7 @@ def estimates(
 def _minutes(cell: Cell, fed: Federation) -> float:
     """Estimated core-minutes of one run of a cell, of a trial or of a fresh seed; 0 of what is not applicable."""
     try:
-        plan = cell.parsed()
+        plan = cell.plan
     except FedloomError:
         return 0.0
     data = Nominal(0, 0, tuple(fed.data.x.shape[1:]), max(2, len(fed.data.classes)))

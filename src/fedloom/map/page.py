@@ -107,7 +107,7 @@ def _overview(judged: Sequence[Judged], together: Overall | None, methods: Seque
 def sentences(j: Judged) -> list[str]:
     """Three sentences that the records of a setup support; one where they support none."""
     if not j.reference:
-        return [f"Not run: {len(j.records)} cells are recorded, and local and FedAvg are not both among them."]
+        return [f"Not run to the end: {len(j.records)} cells, local and FedAvg not both." if j.records else "Not run."]
     local, fedavg = (j.of(method) for method in MARKS[:2])
     assert local is not None
     assert fedavg is not None
@@ -166,9 +166,10 @@ def _setup(j: Judged) -> Iterator[str]:
     for record in rest:
         yield f"- {record.method}: {record.status}: {record.reason}{_notes(setup, record, None, ' (', ')')}"
     missing = [name for name in REGISTRY if name not in j.records]
-    if missing:
-        known = f", of which the best {setup.best} are to be run" if setup.best else ""
-        yield f"- Not run{known}: {', '.join(missing)}. Command: `fedloom map --setup {setup.name}`"
+    if missing and not (setup.best and len(j.records) >= setup.best):
+        known = f", of which the best {setup.best} elsewhere are to be run" if setup.best else ""
+        named = _words(missing) if j.records else "every method"
+        yield f"- Not run{known}: {named}. Command: `fedloom map --setup {setup.name}`"
     spent = sum(record.minutes for record in j.records.values())
     commits = sorted({record.commit[:12] or "unknown" for record in j.records.values()})
     if j.records:
@@ -259,5 +260,5 @@ def tabled(judged: Iterable[Judged]) -> pa.Table:
                 rows.append(
                     {**cell, "seed": seed, **{k: v for k, v in values.items() if v is not None and math.isfinite(v)}}
                 )
-    columns = dict.fromkeys(key for row in rows for key in row)
+    columns = dict.fromkeys(["setup", "method", "status", *(key for row in rows for key in row)])
     return pa.table({name: [row.get(name) for row in rows] for name in columns})

@@ -69,7 +69,7 @@ def setups(scale: Scale) -> dict[str, Setup]:
     for name in names:
         own = merged({**declared["base"], **declared["protocol"]}, merged(declared["setup"][name], change))
         plain: dict[str, Any] = {key: own.pop(key) for key in ("title", "says", "share", "trials")}
-        seeds = {key: tuple(own.pop(key)) for key in ("tuning", "seeds", "again")}
+        seeds: dict[str, Any] = {key: tuple(own.pop(key)) for key in ("tuning", "seeds", "again")}
         found[name] = Setup(name, **plain, **seeds, space=declared["space"], best=own.pop("best", 0), document=own)
     return found
 
@@ -111,7 +111,8 @@ class Cell:
         tune = {"trials": self.setup.trials, "seeds": list(self.setup.tuning), **plain, "space": space}
         return {**self.document, "tune": tune}
 
-    def parsed(self) -> Experiment:
+    @cached_property
+    def plan(self) -> Experiment:
         """The experiment of its search.
 
         Raises:
@@ -124,8 +125,7 @@ class Cell:
         """Digest of all that decides its figures but the code, and the number of trials."""
         from fedloom.tune.search import space_of
 
-        plan = self.parsed()
-        space = space_of(plan.methods[0], plan.tune, self.where)
+        space = space_of(self.plan.methods[0], self.plan.tune, self.where)
         resolved = {key: list(d) if isinstance(d, tuple) else dump(d) for key, d in space.items()}
         search = {**self.search, "tune": {**self.search["tune"], "trials": None}}
         digest = hashlib.sha256(json.dumps([search, resolved], sort_keys=True).encode()).hexdigest()[:16]
@@ -154,6 +154,5 @@ def space_from(path: Path, method: str) -> dict[str, Any]:
     space = read_toml(path, "search space")
     make(Tune, {"space": {method: space}}, str(path), Tune.model_fields)
     cell = Cell(next(iter(setups("smoke").values())), method, space)
-    plan = cell.parsed()
-    check_values(cell.document, 0, space_of(plan.methods[0], plan.tune, str(path)), str(path))
+    check_values(cell.document, 0, space_of(cell.plan.methods[0], cell.plan.tune, str(path)), str(path))
     return space
