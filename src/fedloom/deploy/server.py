@@ -136,7 +136,8 @@ class _Run:
 
     def go(self) -> Stop:
         """Begin or go on, to the end."""
-        settings, stop, detail, diverged = self._settings, Stop.DONE, "", None
+        settings, stop, detail = self._settings, Stop.DONE, ""
+        diverged: int | None = None
         self._audit.write("wait", release=__version__)
         try:
             self._gather()

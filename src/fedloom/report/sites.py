@@ -39,7 +39,7 @@ def privacy_tables(runs: list[Run]) -> str:
                 for t, value in zip(points.round.tolist(), points.value.tolist(), strict=True):
                     own[t] = max(value, own.get(t, 0.0))
         if spent:
-            rounds = sorted(set().union(*spent.values()))
+            rounds = sorted(set[int]().union(*spent.values()))
             places = np.unique(np.linspace(0, len(rounds) - 1, MOST).round().astype(int))
             values = [[f"{spent[m][t]:.4g}" if t in spent[m] else "" for m in spent] for t in rounds]
             lines = [[f"{rounds[k]}", *values[k]] for k in places]
