@@ -41,6 +41,7 @@ EXCUSED = {
     "feddualavg": ({"apart"}, "FedDualAvg without a regulariser is FedAvg"),
     "admm-lp-proj": ({"apart"}, "ADMMLpProj ties the models in "),
     "fedadmm-inexact": ({"mean"}, "FedADMMInexact takes at most "),
+    "fednova": ({"apart"}, "FedNova on clients with equally many steps"),
     "fedper": ({"apart"}, "FedPer on a model that is all head"),
     "lg-fedavg": ({"apart"}, "LGFedAvg on a model that is all head"),
     "equitable-fl": ({"fair"}, "weigher 'equitable' looks for clusters of clients"),

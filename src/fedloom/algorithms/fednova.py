@@ -22,7 +22,8 @@ Momentum is the local one of the run; ``mu`` and ``gamma`` are the proximal and 
 three go together, where the paper has one at a time (momentum acts on the proximal term too). What travels is the
 change divided by ||a_i||_1, so the model that a weigher, a sampler or an attacker sees is x + dw.
 
-Use it where clients take different numbers of local steps. With equal numbers it is FedAvg.
+Use it where clients take different numbers of local steps. With equal numbers it is FedAvg, of
+which a run warns.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean, Model
 from fedloom.local import Ctx, Nothing, Work, descend
+from fedloom.rows.layout import Layout
 
 
 class Up(NamedTuple):
@@ -51,6 +53,14 @@ class FedNova(Algorithm):
     gamma: float = Field(1.0, gt=0, le=1, description="factor gamma of the step size per local step; 1: constant")
 
     needs_sgd: ClassVar[str | None] = "it divides a change by the weights of its gradients, those of SGD with momentum"
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        equal = ctx.local.steps is not None or len({ctx.local.batches(n) for n in ctx.sizes[:, 0].tolist()}) == 1
+        if not equal or self.mu or self.gamma < 1:
+            return []
+        return [
+            "FedNova on clients with equally many steps is FedAvg: use it where steps differ, by sizes or local.epochs"
+        ]
 
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         change = descend(down.x, work, pull=((self.mu, down.x),), decay=self.gamma) - down.x
