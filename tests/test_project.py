@@ -181,7 +181,7 @@ def test_pins_are_what_ci_installs_and_no_more() -> None:
 NAMES = {"pillow": "PIL", "scikit-learn": "sklearn", "vl-convert-python": "vl_convert"}
 EXTRAS = {
     "Crypto", "cryptography", "datasets", "dp_accounting", "flwr", "mlflow", "onnx", "onnxscript", "opendp",
-    "optuna", "prometheus_client", "scikit_posthocs", "tensorboard", "wandb",
+    "optuna", "prometheus_client", "scikit_posthocs", "tensorboard", "transformers", "wandb",
 }  # fmt: skip
 WITH_PYDANTIC = {"annotated_types", "pydantic_core", "typing_extensions"}
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from fedloom.errors import ConfigError
-from fedloom.models import CNN, MLP, MODELS, PAPERS, Dropout, Import, ModelSpec, ResNet18, Softmax, spec_of
+from fedloom.models import CNN, MLP, MODELS, PAPERS, Dropout, Import, ModelSpec, ResNet18, Softmax, Transformer, spec_of
 
 MNIST, CIFAR, TINY = (1, 28, 28), (3, 32, 32), (3, 64, 64)
 
@@ -49,6 +49,13 @@ def size(module: nn.Module) -> int:
 @pytest.mark.parametrize(("spec", "shape", "outputs", "count"), [c[1:] for c in COUNTS], ids=[c[0] for c in COUNTS])
 def test_parameter_counts(spec: ModelSpec, shape: tuple[int, ...], outputs: int, count: int) -> None:
     assert size(spec.build(shape, outputs)) == count
+
+
+def test_parameter_counts_of_models_of_tokens() -> None:
+    lstm = 4 * 256 * (8 + 256 + 2) + 4 * 256 * (256 + 256 + 2)
+    assert size(PAPERS["leaf-shakespeare"].build((80,), 80, 0, (82, False))) == 82 * 8 + lstm + 257 * 80 == 819_936
+    block = 4 * (8 + 1) * 8 + (8 + 1) * 32 + (32 + 1) * 8 + 2 * 16
+    assert size(Transformer(width=8, heads=2, layers=3).build((5,), 4, 0, (9, True))) == 9 * 8 + 3 * block + 16 + 36
 
 
 def test_equitable_cifar100_has_the_layers_of_its_description() -> None:
@@ -100,7 +107,7 @@ def test_models_without_batch_statistics_stack_under_vmap(spec: ModelSpec) -> No
 
 
 def test_registries_are_usable_from_settings() -> None:
-    assert {*MODELS} == {"softmax", "mlp", "cnn", "resnet18", "import"}
+    assert {*MODELS} == {"softmax", "mlp", "cnn", "resnet18", "lstm", "transformer", "hub", "import"}
     assert not {*MODELS} & {*PAPERS}
     assert spec_of("cnn", channels=[8], kernel=3) == CNN(channels=(8,), kernel=3)
     assert spec_of("lenet", dropout=0.1) == CNN(channels=(6, 16), kernel=5, hidden=(120, 84), dropout=0.1)

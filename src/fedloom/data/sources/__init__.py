@@ -13,15 +13,14 @@ from fedloom.data.sources.arrays import Npy, Npz
 from fedloom.data.sources.census import Adult, Heart
 from fedloom.data.sources.cifar import Cifar10, Cifar100
 from fedloom.data.sources.detect import detect
-from fedloom.data.sources.docstrings import Docstrings
 from fedloom.data.sources.embedded import Digits, Embedded
 from fedloom.data.sources.hub import Hub
 from fedloom.data.sources.idx import FashionMnist, Mnist
 from fedloom.data.sources.images import ImageFolder, MedicalMnist, TinyImagenet
 from fedloom.data.sources.leaf import Femnist, Leaf
-from fedloom.data.sources.leaf_text import Sent140, Shakespeare
 from fedloom.data.sources.synthetic import Synthetic
 from fedloom.data.sources.tabular import Csv, Parquet
+from fedloom.data.sources.texts import Docstrings, Sent140, Shakespeare
 from fedloom.errors import ConfigError
 from fedloom.values import choose
 
