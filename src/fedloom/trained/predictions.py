@@ -42,7 +42,7 @@ class Predictions:
         return said(self.facts, self.scores)
 
     def table(self) -> pa.Table:
-        """``row`` (from 1), ``file`` of images, ``model``, ``prediction``, and of classes ``probability of <class>``."""
+        """``row`` (from 1), ``file`` of images, ``model``, ``prediction``; of classes ``probability of <class>``."""
         n, scores = len(self.scores), self.scores
         files = {} if self.files is None else {"file": list(self.files)}
         columns: dict[str, Any] = {"row": np.arange(1, n + 1), **files, "model": list(self.models)}
