@@ -73,8 +73,11 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_commands_work_from_the_wheel(fedloom: Callable[..., str]) -> None:
+def test_recipes_are_estimated_from_the_wheel(fedloom: Callable[..., str]) -> None:
     assert "flame-table3-mnist" in fedloom("-m", "fedloom", "reproduce", "--list")
+
+
+def test_the_commands_work_from_the_wheel(fedloom: Callable[..., str]) -> None:
     assert "ditto" in fedloom("-m", "fedloom", "run", "small.toml", "--out", "run")
     assert "report:" in fedloom("-m", "fedloom", "report", "run", "--out", "page.html")
     assert (

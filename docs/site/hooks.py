@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,15 +37,25 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_page_content(html: str, **more: object) -> str:
     """Tables scroll by the keyboard too, and a head without a word is a cell."""
-    html = html.replace("<th></th>", "<td></td>")
-    html = html.replace("<table>", '<div class="scrolls" tabindex="0" role="region" aria-label="Table"><table>')
+    count = itertools.count(1)
+    begin = '<div class="scrolls" tabindex="0" role="region" aria-label="Table {}"><table>'
+    html = re.sub("<table>", lambda _: begin.format(next(count)), html.replace("<th></th>", "<td></td>"))
     return html.replace("</table>", "</table></div>")
 
 
 def on_post_page(output: str, **more: object) -> str:
-    """What the theme leaves without a name for screen readers."""
-    output = output.replace('role="dialog"', 'role="dialog" aria-label="Search"')
-    return re.sub(r'<nav class="md-nav" data-md-level="[1-9]"', r'\g<0> role="group"', output)
+    """What the theme leaves without a name for screen readers; a menu within a menu is no landmark."""
+    open_tags: list[bool] = []
+
+    def renamed(found: re.Match[str]) -> str:
+        tag = found[0]
+        if tag == "</nav>":
+            return "</div>" if open_tags.pop() else tag
+        open_tags.append("data-md-level" in tag and 'data-md-level="0"' not in tag)
+        group = re.sub(' aria-expanded="[a-z]+"', "", tag).replace("<nav ", '<div role="group" ')
+        return group if open_tags[-1] else tag
+
+    return re.sub(r"<nav\b[^>]*>|</nav>", renamed, output.replace('role="dialog"', 'role="dialog" aria-label="Search"'))
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -94,6 +94,10 @@ class LocalSGD(Value):
                 raise ValueError(f"optimizer_options: {key} is a key of [local], set it there")
         return self
 
+    def __hash__(self) -> int:
+        """Of the written form, since options are a table."""
+        return hash(self.model_dump_json())
+
     @property
     def optimizer_class(self) -> Any:
         """The class of `optimizer`."""
