@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo test test-full test-deploy check docs mutants clean
+.PHONY: help demo test test-full test-deploy check check-fast docs mutants clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -23,6 +23,9 @@ test-deploy: $(VENV)/.dev-ready ## a real server and real sites on loopback, ove
 	$(BIN)/python -m pytest -q -m deploy --timeout 900 tests/deploy
 
 check: test
+
+check-fast: $(VENV)/.dev-ready ## while you work: no tests but the laws of every method and the quickest others
+	PYTHON=$(BIN)/python scripts/check --fast
 
 docs: $(VENV)/.dev-ready ## the documentation, in build/site
 	$(BIN)/mkdocs build --strict

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Iterable
 from functools import cache
 from graphlib import TopologicalSorter
 from importlib.machinery import SourceFileLoader
@@ -29,10 +30,10 @@ MODULES = {file.relative_to(SOURCE).as_posix(): file for file in sorted(SOURCE.r
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def imports(tree: ast.AST) -> set[str]:
-    """Full dotted names that a module imports, wherever it does."""
+def imports(nodes: Iterable[ast.AST]) -> set[str]:
+    """Full dotted names that some nodes import."""
     out = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             out |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -45,14 +46,29 @@ def parsed(name: str) -> ast.Module:
     return ast.parse(MODULES[name].read_text())
 
 
-def dotted(tree: ast.AST) -> set[str]:
-    """Attribute chains such as ``torch.nn.functional``."""
-    return {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+@cache
+def every(name: str) -> list[ast.AST]:
+    """All nodes of a module."""
+    return list(ast.walk(parsed(name)))
 
 
-def calls(tree: ast.AST) -> set[str]:
-    """Names of the methods that are called."""
-    found = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+@cache
+def used(name: str) -> set[str]:
+    """What a module imports, and its attribute chains such as ``torch.nn.functional``."""
+    found = set()
+    for node in every(name):
+        parts = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if parts and isinstance(node, ast.Name):
+            found.add(".".join([node.id, *reversed(parts)]))
+    return imports(every(name)) | found
+
+
+def calls(name: str) -> set[str]:
+    """Names of the methods that a module calls."""
+    found = (node.func for node in every(name) if isinstance(node, ast.Call))
     return {function.attr for function in found if isinstance(function, ast.Attribute)}
 
 
@@ -75,17 +91,16 @@ def module_of(name: str) -> str:
 
 def tied_to(name: str, modules: set[str]) -> set[str]:
     """Modules that a file needs to be read: imports for types count, those inside functions do not."""
-    tree, found = parsed(name), set[str]()
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    inside = {id(node) for function in functions for node in ast.walk(function)}
-    for node in ast.walk(tree):
-        if id(node) in inside:
-            continue
+    found, ahead = set[str](), list[ast.AST]([parsed(name)])
+    while ahead:
+        node = ahead.pop()
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {n if n in modules else node.module for n in names}
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.expr):
+            ahead += ast.iter_child_nodes(node)
     return found & modules - {module_of(name)}
 
 
@@ -189,12 +204,10 @@ WITH_PYDANTIC = {"annotated_types", "pydantic_core", "typing_extensions"}
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_are_declared(name: str) -> None:
     core = {NAMES.get(n, n.replace("-", "_")) for n in (Requirement(r).name for r in PROJECT["dependencies"])}
-    tree = parsed(name)
     allowed = core | set(sys.stdlib_module_names) | {"fedloom", *WITH_PYDANTIC}
-    assert {name.split(".")[0] for name in imports(tree)} <= allowed | EXTRAS
-    at_the_top = ast.Module([n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)], [])
+    assert {name.split(".")[0] for name in imports(every(name))} <= allowed | EXTRAS
     if not name.startswith(("deploy/", "tune/")):
-        assert {name.split(".")[0] for name in imports(at_the_top)} <= allowed, (
+        assert {name.split(".")[0] for name in imports(parsed(name).body)} <= allowed, (
             "extras are imported where they are used"
         )
 
@@ -204,18 +217,16 @@ def test_imports_are_declared(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("algorithms/")])
 def test_algorithms_know_no_modules_and_no_autograd(name: str) -> None:
-    tree = parsed(name)
-    used = imports(tree) | dotted(tree)
-    assert not [name for name in used if re.match(r"torch\.(nn|autograd|func|optim)\b", name)]
-    assert not calls(tree) & {"backward", "requires_grad_"}
+    assert not [name for name in used(name) if re.match(r"torch\.(nn|autograd|func|optim)\b", name)]
+    assert not calls(name) & {"backward", "requires_grad_"}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith("local/")])
 def test_only_the_local_floor_calls_autograd(name: str) -> None:
-    tree = parsed(name)
-    used = imports(tree) | dotted(tree)
-    assert not [name for name in used if re.match(r"torch\.(autograd|func\.(grad|vjp|jvp|jac\w+|hessian))\b", name)]
-    assert not calls(tree) & {"backward", "requires_grad_"}
+    assert not [
+        name for name in used(name) if re.match(r"torch\.(autograd|func\.(grad|vjp|jvp|jac\w+|hessian))\b", name)
+    ]
+    assert not calls(name) & {"backward", "requires_grad_"}
 
 
 DRAWS = {"bernoulli", "multinomial", "normal", "poisson", "rand", "randint", "randn", "randperm"}
@@ -224,7 +235,7 @@ DRAWS_IN_PLACE = {"bernoulli_", "cauchy_", "exponential_", "geometric_", "normal
 
 @pytest.mark.parametrize("name", MODULES)
 def test_every_draw_names_its_generator(name: str) -> None:
-    for node in ast.walk(parsed(name)):
+    for node in every(name):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             owner, call = ast.unparse(node.func.value), node.func.attr
             if (owner == "torch" and call in DRAWS) or call in DRAWS_IN_PLACE:

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from fair_optima import losses
+from short_runs import PARTIAL, SEEDS, SGD, equal, models, run
 from torch import Tensor
 
-from fedloom.algorithms import AFL, GIFAIR, QFFL, REGISTRY, Algorithm, Composition, Delta, FedAvg, Model
+from fedloom.algorithms import AFL, GIFAIR, QFFL, REGISTRY, Composition, Delta, FedAvg, Model
 from fedloom.choose import Clustered, FairFedWeigher, PowerOfChoice, Sampler, SizeWeighted, Uniform, UniformWeigher
 from fedloom.data import load
 from fedloom.data.federation import Federation as Data
@@ -22,25 +23,10 @@ from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.errors import Refused
 from fedloom.local import Ctx, LocalSGD, Nothing, Work
-from fedloom.testing import Problem, State, federate
+from fedloom.testing import Problem
 from fedloom.testing.federate import Federation
 
-SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])
-SGD = LocalSGD(lr=0.1, batch_size=2)  # one to four steps
 FULL = LocalSGD(lr=0.1, steps=1, batch_size="full")
-PARTIAL = [(0, 1), (1, 3, 4), (2,), (0, 2, 4), (1, 2, 3)]
-
-
-def run(algorithm: Algorithm, p: Problem, rounds: int = 5, local: LocalSGD = SGD, **options: Any) -> list[State]:
-    return federate(algorithm, p, rounds, local=local, **{"noise": 0.5, **options})
-
-
-def equal(got: Tensor, want: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(got, want, rtol=0, atol=atol)
-
-
-def models(states: list[State]) -> Tensor:
-    return torch.stack([s.server.x for s in states])
 
 
 def ends(p: Problem, x: Tensor, local: LocalSGD = SGD) -> Tensor:

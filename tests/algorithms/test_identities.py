@@ -7,34 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from short_runs import PARTIAL, SEEDS, SGD, equal, models, run, steps_of
 
-from fedloom.algorithms import REGISTRY, SCAFFOLD, Algorithm, Ditto, FedAvg, FedDyn, FedProx, Local
+from fedloom.algorithms import REGISTRY, SCAFFOLD, Ditto, FedAvg, FedDyn, FedProx, Local
 from fedloom.choose import SamplesWeigher
 from fedloom.local import LocalSGD
-from fedloom.testing import Problem, State, federate
+from fedloom.testing import Problem
 from fedloom.testing.federate import Federation, begin
 
-SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])
-SGD = LocalSGD(lr=0.1, batch_size=2)  # one to four steps
 ONE = LocalSGD(lr=0.1, steps=1, batch_size=2)
-PARTIAL = [(0, 1), (1, 3, 4), (2,), (0, 2, 4), (1, 2, 3)]
-
-
-def run(algorithm: Algorithm, p: Problem, rounds: int = 5, local: LocalSGD = SGD, **options: Any) -> list[State]:
-    return federate(algorithm, p, rounds, local=local, **{"noise": 0.5, **options})
-
-
-def equal(got: Tensor, want: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(got, want, rtol=0, atol=atol)
-
-
-def models(states: list[State]) -> Tensor:
-    return torch.stack([s.server.x for s in states])
-
-
-def steps_of(p: Problem, local: LocalSGD = SGD) -> Tensor:
-    return torch.tensor([[local.batches(size)] for size in p.sizes.tolist()])
 
 
 # --- FedAvg, FedProx, Local, Centralized

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from short_runs import PARTIAL, SEEDS, equal
 from torch import Tensor
 
 from fedloom.algorithms import FedACS, Local
@@ -13,18 +14,12 @@ from fedloom.local import LocalSGD
 from fedloom.seeds import generator
 from fedloom.testing import Problem, federate
 
-SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])
 QUANTILES = [0.0, 0.1, 0.37, 0.5, 0.74, 0.9, 1.0]
 SGD = LocalSGD(lr=0.1, batch_size=2)
-PARTIAL = [(0, 1), (1, 3, 4), (2,), (0, 2, 4), (1, 2, 3)]
 
 
 def draw(seed: int, m: int = 6, d: int = 7, centre: float = 0.0) -> Tensor:
     return centre + torch.randn(m, d, generator=generator(seed, purpose="models"), dtype=torch.float64)
-
-
-def equal(got: Tensor, want: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(got, want, rtol=0, atol=atol)
 
 
 def cosines(w: Tensor) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from short_runs import PARTIAL, SEEDS, equal
 from torch import Tensor
 
 from fedloom.algorithms import FLAME
@@ -15,17 +16,11 @@ from fedloom.local import LocalSGD
 from fedloom.testing import Problem, State, difference, federate
 from fedloom.testing.federate import Federation
 
-SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])
 SGD = LocalSGD(lr=0.1, batch_size=2)
-PARTIAL = [(0, 1), (1, 3, 4), (2,), (0, 2, 4), (1, 2, 3)]
 
 
 def run(algorithm: FLAME, p: Problem, rounds: int = 5, **options: Any) -> list[State]:
     return federate(algorithm, p, rounds, **{"local": SGD, "noise": 0.5, **options})
-
-
-def equal(got: Tensor, want: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(got, want, rtol=0, atol=atol)
 
 
 @SEEDS

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from short_runs import PARTIAL, equal, models
 from torch import Tensor
 
 from fedloom.algorithms import APFL, Algorithm, FedAMP, FedAvg, HeurFedAMP, Local, PerFedAvg, PFedMe
@@ -18,19 +19,10 @@ from fedloom.testing.federate import Federation
 
 SEEDS = pytest.mark.parametrize("seed", [0, 1])
 SGD = LocalSGD(lr=0.1, batch_size=2, schedule="exponential", decay=0.8, weight_decay=0.05)  # one to four steps
-PARTIAL = [(0, 1), (1, 3, 4), (2,), (0, 2, 4), (1, 2, 3)]
 
 
 def run(algorithm: Algorithm, p: Problem, rounds: int = 5, **options: Any) -> list[State]:
     return federate(algorithm, p, rounds, **{"local": SGD, "noise": 0.5, **options})
-
-
-def equal(got: Tensor, want: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(got, want, rtol=0, atol=atol)
-
-
-def models(states: list[State]) -> Tensor:
-    return torch.stack([s.server.x for s in states])
 
 
 def steps_of(p: Problem, local: LocalSGD = SGD) -> Tensor:

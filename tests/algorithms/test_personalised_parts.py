@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from short_runs import PARTIAL, equal
 from torch import Tensor, nn
 
 from fedloom.algorithms import Algorithm, FedAvg, FedBN, FedPer, FedRep, FedSpa, LGFedAvg, Local, upload_fields
@@ -23,7 +24,6 @@ from fedloom.testing.problems import LAYOUT
 
 SEEDS = pytest.mark.parametrize("seed", [0, 1])
 SGD = LocalSGD(lr=0.1, batch_size=2, schedule="exponential", decay=0.8, weight_decay=0.05, momentum=0.3)
-PARTIAL = [(0, 1), (1, 3, 4), (2,), (0, 2, 4), (1, 2, 3)]
 DEEP = Layout.from_shapes(
     {"a.weight": (4, 5), "a.bias": (4,), "norm.weight": (4,), "norm.bias": (4,), "b.weight": (3, 4), "b.bias": (3,)}
 )
@@ -32,10 +32,6 @@ ALL = ("body", "head")
 
 def run(algorithm: Algorithm, p: Problem, rounds: int = 5, **options: Any) -> list[State]:
     return federate(algorithm, p, rounds, **{"local": SGD, "noise": 0.5, "cohorts": PARTIAL, **options})
-
-
-def equal(got: Tensor, want: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(got, want, rtol=0, atol=atol)
 
 
 def personal(algorithm: Algorithm, p: Problem, state: State) -> Tensor:

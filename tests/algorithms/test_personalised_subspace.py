@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from short_runs import PARTIAL, equal
 from torch import Tensor
 
 from fedloom.algorithms import APFL, FLAME, ADMMLpProj, Algorithm, Local, LpProj, PerFedAvg, PFedMe
@@ -21,15 +22,10 @@ from fedloom.testing.federate import Federation
 
 SEEDS = pytest.mark.parametrize("seed", [0, 1])
 SGD = LocalSGD(lr=0.1, batch_size=2, schedule="exponential", decay=0.8, weight_decay=0.05)
-PARTIAL = [(0, 1), (1, 3, 4), (2,), (0, 2, 4), (1, 2, 3)]
 
 
 def run(algorithm: Algorithm, p: Problem, rounds: int = 5, **options: Any) -> list[State]:
     return federate(algorithm, p, rounds, **{"local": SGD, "noise": 0.5, "cohorts": PARTIAL, **options})
-
-
-def equal(got: Tensor, want: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(got, want, rtol=0, atol=atol)
 
 
 def matrix_of(state: State, k: int, like: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from short_runs import SEEDS, equal
 from torch import Tensor
 
 from fedloom.algorithms import FLAME, FedAvg
@@ -12,12 +13,6 @@ from fedloom.local import LocalSGD
 from fedloom.testing import LAYOUT, Problem, difference, federate
 from fedloom.testing.federate import Federation
 from fedloom.testing.problems import Penalty
-
-SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])
-
-
-def equal(got: Tensor, want: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(got, want, rtol=0, atol=atol)
 
 
 @SEEDS

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from short_runs import PARTIAL, SEEDS, SGD, equal, models, run
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm, Delta, FedAvg, FedNova, FedOpt
@@ -18,25 +19,8 @@ from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.local import LocalSGD
 from fedloom.seeds import generator
-from fedloom.testing import Problem, State, federate
+from fedloom.testing import Problem, State
 from fedloom.testing.federate import Federation
-
-SEEDS = pytest.mark.parametrize("seed", [0, 1, 2])
-SGD = LocalSGD(lr=0.1, batch_size=2)  # one to four steps
-PARTIAL = [(0, 1), (1, 3, 4), (2,), (0, 2, 4), (1, 2, 3)]
-
-
-def run(algorithm: Algorithm, p: Problem, rounds: int = 5, local: LocalSGD = SGD, **options: Any) -> list[State]:
-    return federate(algorithm, p, rounds, local=local, **{"noise": 0.5, **options})
-
-
-def equal(got: Tensor, want: Tensor, atol: float = 1e-12) -> None:
-    torch.testing.assert_close(got, want, rtol=0, atol=atol)
-
-
-def models(states: list[State]) -> Tensor:
-    return torch.stack([s.server.x for s in states])
-
 
 # --- FedOpt
 

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 import fedloom
 from fedloom import __version__
 from fedloom.cli import app
+from tests.commands import call, in_a_fork
 
 RUNNER = CliRunner()
 SMALL = """
@@ -333,24 +334,6 @@ def test_the_help_of_every_command_has_an_example_that_could_be_typed(path: list
     command.make_context(path[-1], words[len(path) :])  # raises what the command line would say
 
 
-def test_help_is_fast_and_loads_no_torch() -> None:
-    code = """
-import sys
-sys.argv = ["fedloom", "--help"]
-from fedloom.cli import main
-try:
-    main()
-except SystemExit:
-    assert "torch" not in sys.modules
-"""
-    took = []
-    for _ in range(3):
-        start = time.perf_counter()
-        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-        took.append(time.perf_counter() - start)
-    assert min(took) < 2.0  # 0.5 s on a quiet machine; the bound only notices an import of torch
-
-
 ENVIRONMENT = {**os.environ, "PYTHONPATH": "src"}
 LONGER = SMALL.replace("rounds = 3", "rounds = 40").replace(
     "[evaluate]", "[engine]\ncheckpoint_every = 0.05\n[evaluate]"
@@ -369,21 +352,11 @@ def files(out: Path) -> dict[str, bytes]:
     return found | {"metrics": (out / "metrics.parquet").read_bytes()}
 
 
-def in_a_fork(file: Path, out: Path, crash_at: int) -> int:
-    """Exit code of a run without its page, in a fork that ends at its ``crash_at``-th primitive; 0 is never."""
+def without_page(file: Path, out: Path) -> None:
     from fedloom import report
-    from fedloom.experiment import Plan
-    from fedloom.storage import files as primitives
 
-    assert Plan  # imported here, once for all forks
-    pid = os.fork()
-    if pid == 0:
-        report.write = lambda *_, **__: out / "report.html"
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-        primitives._crash_at = crash_at
-        code = RUNNER.invoke(app, ["run", str(file), "--out", str(out)]).exit_code
-        os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    report.write = lambda *_, **__: out / "report.html"
+    call("run", file, "--out", out)
 
 
 @pytest.mark.slow
@@ -392,10 +365,10 @@ def test_stopped_at_every_write_fsync_and_rename_and_run_again(tmp_path: Path) -
     text = SMALL.replace("[evaluate]", "[engine]\ncheckpoint_every = 1e-9\nstore_budget = 0\n[evaluate]")
     file = tmp_path / "small.toml"
     file.write_text(text.replace("[0, 1]", "[0]"))
-    assert in_a_fork(file, tmp_path / "whole", 0) == 0
+    assert in_a_fork(lambda: without_page(file, tmp_path / "whole"), 0) == 0
     stop = 1
-    while in_a_fork(file, tmp_path / f"broken-{stop}", stop) != 0:
-        assert in_a_fork(file, tmp_path / f"broken-{stop}", 0) == 0, stop
+    while in_a_fork(lambda: without_page(file, tmp_path / f"broken-{stop}"), stop) != 0:  # noqa: B023
+        assert in_a_fork(lambda: without_page(file, tmp_path / f"broken-{stop}"), 0) == 0, stop  # noqa: B023
         assert files(tmp_path / f"broken-{stop}") == files(tmp_path / "whole"), stop
         shutil.rmtree(tmp_path / f"broken-{stop}")
         stop += 1

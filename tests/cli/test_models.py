@@ -11,14 +11,12 @@ import pyarrow.compute as pc
 import pytest
 import torch
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 import fedloom as fl
-from fedloom.cli import app
 from fedloom.errors import ConfigError, LayoutError, RunDirError
 from fedloom.experiment import Plan, parse
+from tests.commands import call
 
-RUNNER = CliRunner()
 SMALL = """
 name = "small"
 rounds = 3
@@ -59,12 +57,6 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
     two = ((data.y == 2) | (data.y == 5)).nonzero()[:80, 0]
     np.savez(path, x=data.x[two].numpy()[:, 0], y=data.y[two].numpy())
     return path
-
-
-def call(*arguments: object, code: int = 0) -> str:
-    found = RUNNER.invoke(app, [str(a) for a in arguments])
-    assert found.exit_code == code, found.output
-    return found.output
 
 
 def refused(folder: Path, *arguments: object) -> str:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +26,7 @@ from fedloom.reproduce.choices import at_an_edge, candidates, extension, open_me
 from fedloom.reproduce.execute import experiment
 from fedloom.reproduce.recipe import SCALES, label_of, make_recipe, merged
 from fedloom.tune.search import space_of
+from tests.commands import in_a_fork
 
 ALL = recipes()
 METHODS = [
@@ -198,18 +197,12 @@ def test_a_run_stopped_within_a_trial_goes_on_there(at: int, whole: Any, tmp_pat
 
 
 def test_a_run_killed_within_a_trial_goes_on(whole: Any, tmp_path: Path) -> None:
-    script = (
-        "import sys; from pathlib import Path; sys.path.insert(0, 'tests/reproduce')\n"
-        "from test_choices import grid; from fedloom.reproduce import reproduce\n"
-        f"reproduce(grid(engine={{'checkpoint_every': 1e-9}}), 'full', Path({str(tmp_path)!r}), seeds=[3])\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": "src", "FEDLOOM_CRASH_AT": "200"}
-    ended = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True)
-    assert ended.returncode == 137, ended.stderr.decode()
+    often = grid(engine={"checkpoint_every": 1e-9})
+    assert in_a_fork(lambda: reproduce(often, "full", tmp_path, seeds=[3]), 200) == 137
     there = tmp_path / "choose" / "few"
     assert (there / "trials" / "fedavg.log").read_text().count("samples_backward") > 0
     assert list((there / "checkpoints").glob("*/*"))
-    done = reproduce(grid(engine={"checkpoint_every": 1e-9}), "full", tmp_path, seeds=[3])
+    done = reproduce(often, "full", tmp_path, seeds=[3])
     assert done is not None
     assert (done.numbers, done.choices) == (whole[1].numbers, whole[1].choices)
 

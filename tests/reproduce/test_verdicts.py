@@ -6,6 +6,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from small_recipe import TINY, tiny
-from typer.testing import CliRunner
 
-from fedloom.cli import app
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.report.reading import read_runs
 from fedloom.reproduce import recipes, reproduce
@@ -27,6 +26,7 @@ from fedloom.reproduce.judge import AVERAGE, FAILS, HOLDS, LOOKS, OPEN, cells, c
 from fedloom.reproduce.page import last, page, plot
 from fedloom.reproduce.papers import overview, pages, sheets
 from fedloom.reproduce.recipe import Recipe, label_of, make_recipe, merged
+from tests import commands
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -362,10 +362,7 @@ def test_the_page_of_all_papers_counts_a_claim_once_and_construction_never() -> 
 # --- the command
 
 
-def call(*arguments: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["reproduce", *arguments])
-    assert result.exit_code == code, result.output
-    return result.output
+call = partial(commands.call, "reproduce")
 
 
 def test_the_command_runs_a_recipe_and_writes_its_page(tmp_path: Path) -> None:

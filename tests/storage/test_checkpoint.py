@@ -47,8 +47,7 @@ META = {"round": 3, "loss": 0.1 + 0.2, "nan": float("nan"), "list": [1, None, "Ã
 
 
 @pytest.fixture(autouse=True)
-def _no_sync(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+def _no_hook():
     yield
     files.hook = None
 

@@ -49,8 +49,7 @@ TEMPLATE = Row(
 
 
 @pytest.fixture(autouse=True)
-def _no_sync(monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
+def _no_hook():
     yield
     files.hook = None
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import tomllib
 from itertools import pairwise, product
 from pathlib import Path
@@ -23,6 +20,7 @@ from fedloom.experiment.events import Event
 from fedloom.experiment.tuning import Range, Tune
 from fedloom.tune import Trial
 from fedloom.tune.search import Found, Search, settings_of, with_params
+from tests.commands import call, in_a_fork
 
 GRID = """
 name = "grid"
@@ -218,9 +216,7 @@ def test_ctrl_c_within_a_trial_stops_the_search_which_goes_on_there(
 def test_killed_within_a_trial_and_run_again(whole: tuple[Path, list[Found]], tmp_path: Path) -> None:
     file, out = tmp_path / "grid.toml", tmp_path / "out"
     file.write_text(GRID + "[engine]\ncheckpoint_every = 1e-9\n")
-    command = [sys.executable, "-m", "fedloom.cli", "tune", str(file), "--out", str(out)]
-    environment = {**os.environ, "PYTHONPATH": "src", "FEDLOOM_CRASH_AT": "120"}
-    assert subprocess.run(command, env=environment, capture_output=True).returncode == 137
+    assert in_a_fork(lambda: call("tune", file, "--out", out), 120) == 137
     before = kept(out / "trials" / "fedavg.log")
     assert 0 < len(before) <= 3
     assert list((out / "checkpoints").glob("*/*"))

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import csv
 import errno
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ from fedloom.storage import files
 from fedloom.tune import Trial
 from fedloom.tune.search import Search, check_values, defaults, own_params, space_of, with_params
 from fedloom.values import fields_of
+from tests.commands import call, in_a_fork
 
 RUNNER = CliRunner()
 SMALL = """
@@ -177,11 +175,10 @@ def test_stopped_between_trials_and_run_again(finished: Path, tmp_path: Path) ->
 def test_killed_within_a_trial_and_run_again(crash_at: int, finished: Path, tmp_path: Path) -> None:
     file = tmp_path / "small.toml"
     file.write_text(SMALL + "[engine]\ncheckpoint_every = 1e-9\n")
-    command = [sys.executable, "-m", "fedloom.cli", "tune", str(file), "--out", str(tmp_path / "out")]
-    environment = {**os.environ, "PYTHONPATH": "src", "FEDLOOM_CRASH_AT": str(crash_at)}
-    assert subprocess.run(command, env=environment, capture_output=True).returncode == 137
+    command = ["tune", file, "--out", tmp_path / "out"]
+    assert in_a_fork(lambda: call(*command), crash_at) == 137
     assert not (tmp_path / "out" / "tuned.toml").exists()
-    assert RUNNER.invoke(app, command[3:]).exit_code == 0
+    call(*command)
     found, whole = contents(tmp_path / "out"), contents(finished)
     assert found.pop("tuned.toml") != whole.pop("tuned.toml")  # it has [engine]
     assert found == whole

@@ -8,6 +8,7 @@ import platform
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,12 +66,16 @@ class Outcome(NamedTuple):
         return f"{self.result.stop.value}{f' ({self.result.detail})' if self.result.detail else ''}"
 
 
+_version = cache(version)
+"""Looked up once: metadata are read from files and parsed each time."""
+
+
 def write_settings(out: Path, experiment: Experiment) -> None:
     """``experiment.toml``: everything resolved, with versions."""
     versions = {
         "fedloom": __version__,
         "python": platform.python_version(),
-        **{v: version(v) for v in VERSIONS},
+        **{v: _version(v) for v in VERSIONS},
     }
     document = {**experiment.settings(), "resolved": {"versions": versions}}
     write_atomic(out / "experiment.toml", tomli_w.dumps(document).encode())

@@ -302,9 +302,8 @@ def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False) -> pa
     """
     try:
         known = pq.read_schema(path).names
-        table = pq.read_table(
-            path, columns=[n for n in names if n in known], read_dictionary=[*_TEXT] if coded else None
-        )
+        with pq.ParquetFile(path, read_dictionary=[n for n in known if coded and n in _TEXT]) as file:
+            table = file.read(columns=[n for n in names if n in known])
     except (OSError, pa.ArrowException) as error:
         raise RunDirError(f"{path} is damaged: {error}") from error
     missing = [name for name in names if name not in known]

@@ -1,0 +1,34 @@
+"""Commands as a user types them, in this process; and work that dies, in a fork of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from typer.testing import CliRunner
+
+from fedloom.cli import app
+from fedloom.storage import files
+
+
+def call(*words: object, code: int = 0) -> str:
+    """What a command says that ends with this exit code."""
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def in_a_fork(work: Callable[[], object], crash_at: int) -> int:
+    """Exit code of some work in a fork that dies, with 137, at its ``crash_at``-th change of the disk; 0 is never."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+            files._crash_at = crash_at
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
