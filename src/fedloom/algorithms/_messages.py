@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, get_args, get_type_hints
 
 from torch import Tensor
 
 from fedloom.errors import ConfigError, nearest
-from fedloom.rows.prox import Form, made_by
+from fedloom.rows.prox import Form, Prox, made_by
 
-if TYPE_CHECKING:
-    from fedloom.algorithms._base import Algorithm
+
+class Method(Protocol):
+    """What is asked of a method itself; all else stands in its annotations."""
+
+    def proxes(self) -> Mapping[str, Prox]:
+        """As `Algorithm.proxes`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -111,17 +116,17 @@ class Point(NamedTuple):
     u: Annotated[Tensor, Kept(primary=True)]
 
 
-def _annotated(algorithm: type[Algorithm], function: str, name: str) -> Any:
+def _annotated(algorithm: type[Method], function: str, name: str) -> Any:
     """The method's function with an annotation of ``name``, or the one that it overrides."""
     return next(f for f in _defined(algorithm, function) if name in f.__annotations__)
 
 
-def _defined(algorithm: type[Algorithm], function: str) -> list[Any]:
+def _defined(algorithm: type[Method], function: str) -> list[Any]:
     """A function as the method and its bases define it; the last is `Algorithm`'s."""
     return [vars(base)[function] for base in algorithm.__mro__ if function in vars(base)]
 
 
-def _hint(algorithm: type[Algorithm], function: str, name: str) -> Any:
+def _hint(algorithm: type[Method], function: str, name: str) -> Any:
     """The type of a function's argument or result.
 
     Raises:
@@ -137,7 +142,7 @@ def _fields(found: Any) -> bool:
     return isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
 
 
-def _returned(algorithm: type[Algorithm], function: str, wanted: str) -> Any:
+def _returned(algorithm: type[Method], function: str, wanted: str) -> Any:
     """The NamedTuple that a function returns, the first of several.
 
     Raises:
@@ -154,7 +159,7 @@ def _returned(algorithm: type[Algorithm], function: str, wanted: str) -> Any:
 
 
 @cache
-def upload_type(algorithm: type[Algorithm]) -> Any:
+def upload_type(algorithm: type[Method]) -> Any:
     """The NamedTuple that `client` returns as its upload, read from its annotation.
 
     Raises:
@@ -164,7 +169,7 @@ def upload_type(algorithm: type[Algorithm]) -> Any:
 
 
 @cache
-def download_type(algorithm: type[Algorithm]) -> Any:
+def download_type(algorithm: type[Method]) -> Any:
     """The NamedTuple that `down` returns, read from its annotation; by default the download that `client` takes.
 
     Raises:
@@ -177,7 +182,7 @@ def download_type(algorithm: type[Algorithm]) -> Any:
 
 
 @cache
-def upload_fields(algorithm: type[Algorithm]) -> Mapping[str, Kind]:
+def upload_fields(algorithm: type[Method]) -> Mapping[str, Kind]:
     """Fields of the algorithm's upload with their kinds, read from the annotation of `client`.
 
     Raises:
@@ -199,7 +204,7 @@ def upload_fields(algorithm: type[Algorithm]) -> Mapping[str, Kind]:
     return {field: kind for field, (kind,) in kinds.items()}
 
 
-def check_declaration(algorithm: type[Algorithm]) -> None:
+def check_declaration(algorithm: type[Method]) -> None:
     """Refuse a method without annotations of its messages, or whose fields name missing fields.
 
     Raises:
@@ -219,7 +224,7 @@ def check_declaration(algorithm: type[Algorithm]) -> None:
             raise ConfigError(f"{name}: weight of {field!r} is {weight!r}; {nearest(weight, fields)}")
 
 
-def encodings(algorithm: Algorithm, message: Literal["down", "up"]) -> dict[str, Sent]:
+def encodings(algorithm: Method, message: Literal["down", "up"]) -> dict[str, Sent]:
     """How every field of a message is written, with ``prox`` resolved to an encoding.
 
     Raises:
@@ -239,7 +244,7 @@ def encodings(algorithm: Algorithm, message: Literal["down", "up"]) -> dict[str,
     }
 
 
-def primary_field(algorithm: type[Algorithm]) -> str:
+def primary_field(algorithm: type[Method]) -> str:
     """Name of the upload field that carries the model."""
     return next(name for name, kind in upload_fields(algorithm).items() if kind.primary)
 
