@@ -83,12 +83,16 @@ def test_clusters_that_are_clearly_apart_are_found_without_their_number() -> Non
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_clients_without_clear_clusters_weigh_alike(seed: int) -> None:
-    """Noise has no clusters, and one client that is unlike the others is none."""
+def test_one_client_is_no_cluster(seed: int) -> None:
+    """Whatever is found by itself, of C clusters every one has two clients: nobody has more than 1/(2 C)."""
     noise = activations(seed, rows=12)
     near = activations(seed, rows=1) + 0.1 * noise
     outlier = torch.cat([near[:11], 5 * noise[11:]])
-    for a in (noise, near, outlier, noise[:1], noise[:3]):
+    for a in (noise, near, outlier):
+        p, labels = shares(a, None)
+        assert float(p.max()) <= (1 / 12 if len(labels.unique()) == 1 else 1 / (2 * len(labels.unique()))) + 1e-12
+        equal(p.sum(), torch.tensor(1.0, dtype=torch.float64))
+    for a in (noise[:1], noise[:3]):
         equal(shares(a, None)[0], torch.full((len(a), 1), 1 / len(a), dtype=torch.float64))
 
 
