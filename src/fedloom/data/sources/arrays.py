@@ -63,8 +63,18 @@ class Npz(FileSource):
             turn = self.channels_last and whole is x
             _into(entry, header, whole[start[key] : start[key] + header.shape[0]], turn=turn)
         split = sizes[0] if len(sizes) == 2 else None
-        given = {"where": place, "split": split, "mean": self.mean, "std": self.std, "users": users}
-        return of_arrays(place.stem, x, y, self.task, vocabulary=self.vocabulary or (), **given)
+        return of_arrays(
+            place.stem,
+            x,
+            y,
+            self.task,
+            where=place,
+            split=split,
+            mean=self.mean,
+            std=self.std,
+            users=users,
+            vocabulary=self.vocabulary or (),
+        )
 
     def _room_of_x(self, place: Path, headers: dict[str, _Header], keys: list[str]) -> NDArray[Any]:
         """Room for the features, as models take them: bytes or float32, channels first."""
