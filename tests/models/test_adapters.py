@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -378,16 +376,3 @@ def test_what_transformers_cannot_make_is_said() -> None:
         Hub(config={"model_type": "gpt2", **TINY["gpt2"], "n_positions": 2}).build((6,), 5, 0, TOKENS)
     with pytest.raises(ValueError, match="give either name, or config"):
         Hub()
-
-
-# ------------------------------------------------------------------------------------------------------------- the page
-
-
-def test_the_page_is_that_of_its_record() -> None:
-    root = Path(__file__).parents[2]
-    script = runpy.run_path(str(root / "scripts" / "adapters"))
-    record = json.loads((root / "docs" / "adapters.json").read_text())
-    assert (root / "docs" / "adapters.md").read_text() == script["page"](record)
-    assert {(run["method"], run["rows"]) for run in record["runs"]} == {
-        (method, rows) for method in script["METHODS"] for rows in ("adapters", "full")
-    }

@@ -107,7 +107,7 @@ def merged(module: nn.Module) -> nn.Module:
     for name in found:
         layer = module.get_submodule(name)
         assert isinstance(layer, Adapted)
-        layer.wrapped.weight.copy_(layer.weight)  # type: ignore[operator, union-attr]
+        layer.wrapped.weight.copy_(layer.weight)  # type: ignore[operator]
         module.set_submodule(name, layer.wrapped)
     return module
 
