@@ -124,8 +124,12 @@ class Algorithm(Value, ABC):
 
     @property
     def full_gradients(self) -> str:
-        """What takes full gradients as they are, the method with its option; empty if steps are the run's local SGD."""
-        return ""
+        """What takes full gradients as they are, the method with its option; empty if steps are the run's local SGD.
+
+        By default a method with an option ``solver`` that is not "sgd".
+        """
+        solver = getattr(self, "solver", "sgd")
+        return "" if solver == "sgd" else f"{type(self).__name__} with solver {solver!r}"
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Any, Any, Any]:
         """State before the first round; by default the server has the model and clients keep nothing.

@@ -106,10 +106,6 @@ class FIAELT(Algorithm):
         beta = x0.new_tensor([self.beta or 5 * (self.smooth or 0.0)])
         return Server(x0, x0, zero, beta, none, none), Client(x0, zero, none), None
 
-    @property
-    def full_gradients(self) -> str:
-        return "" if self.solver == "sgd" else f"FIAELT with solver {self.solver!r}"
-
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if self.beta and self.smooth and self.beta <= self.smooth:
             return [f"FIAELT may not converge: it needs beta > L, got {self.beta:g} and {self.smooth:g}"]
