@@ -91,8 +91,8 @@ def test_what_bfloat16_does_nothing_for_is_refused_by_name() -> None:
 
 
 def test_a_processor_without_the_instructions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: {"avx2": True, "avx512bf16": False})
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx2": True, "avx512_bf16": False})
     refused(FedAvg(), SMALL, "no instructions for bfloat16")
     for name in precision.INSTRUCTIONS:
-        monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda name=name: {name: True})
+        monkeypatch.setattr("torch.cpu.get_capabilities", lambda name=name: {name: True})
         assert precision.has_bf16(torch.device("cpu"))

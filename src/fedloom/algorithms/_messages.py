@@ -16,6 +16,8 @@ from fedloom.rows.prox import Form, Prox, made_by
 class Method(Protocol):
     """What is asked of a method itself; all else stands in its annotations."""
 
+    model_fields: ClassVar[Any]
+
     def proxes(self) -> Mapping[str, Prox]:
         """As `Algorithm.proxes`."""
         ...

@@ -341,7 +341,7 @@ def _beyond(job: Job) -> dict[str, str]:
         return {}
     digest = hashlib.blake2b(digest_size=16)
     for p in frozen:
-        digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     if job.setting.model.weights is not None:
         digest.update(Path(job.setting.model.weights).expanduser().read_bytes())
     return {"base": digest.hexdigest()}

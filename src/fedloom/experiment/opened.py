@@ -19,11 +19,13 @@ from fedloom.algorithms import encodings
 from fedloom.data.dataset import Dataset
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import NewRows, new_rows
-from fedloom.data.sources import SOURCES, Leaf, Sent140, Shakespeare, Source, source
+from fedloom.data.sources import SOURCES, Source, source
 from fedloom.data.sources._base import SampleSource
 from fedloom.data.sources.detect import detect
 from fedloom.data.sources.images import ImageFolder
+from fedloom.data.sources.leaf import Leaf
 from fedloom.data.sources.tabular import TableSource
+from fedloom.data.sources.texts import Sent140, Shakespeare
 from fedloom.engine.records import not_measured
 from fedloom.errors import ConfigError, DataError, RunDirError, nearest
 from fedloom.experiment.execute import folder_of

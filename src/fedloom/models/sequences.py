@@ -87,6 +87,7 @@ class Recurrent(nn.Module):
         """Logits of tokens ``[b, L]``."""
         h = self.drops[0](self.embedding(x))
         for layer, drop in zip(self.layers, list(self.drops)[1:], strict=True):
+            assert isinstance(layer, Recurrence)
             h = drop(layer.by_equations(h) if layer.plain else layer(h)[0])
         return self.head(self.pick(h, x))  # type: ignore[no-any-return]
 
@@ -95,6 +96,10 @@ class Recurrence(nn.LSTM):
     """A layer of long short-term memory, by torch's kernel; ``plain``: by equations that `torch.vmap` stacks."""
 
     plain = False
+    weight_ih_l0: Tensor
+    weight_hh_l0: Tensor
+    bias_ih_l0: Tensor
+    bias_hh_l0: Tensor
 
     def by_equations(self, x: Tensor) -> Tensor:
         """What ``forward`` gives for ``x [b, L, .]``, all states ``[b, L, hidden]``."""

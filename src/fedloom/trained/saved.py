@@ -56,7 +56,7 @@ def _write_base(start: Mapping[str, Tensor], folder: Path) -> None:
     digest = blake2b(digest_size=8)
     for name, value in start.items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(value.contiguous().flatten().view(torch.uint8).numpy().data)
     path = folder / f"base-{digest.hexdigest()}.safetensors"
     other = next(folder.parent.glob(f"*/{path.name}"), None)
     if path.exists():

@@ -10,18 +10,16 @@ import torch
 from fedloom.errors import Refused
 
 Precision = Literal["full", "bf16"]
-INSTRUCTIONS = ("avx512bf16", "amx-bf16", "bf16")
-"""Names that LLVM gives to instructions for bfloat16, of x86 and of ARM."""
+INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
+"""Names in `torch.cpu.get_capabilities` of instructions for bfloat16, of x86 and of ARM."""
 
 
 def has_bf16(device: torch.device) -> bool:
     """Whether the device has instructions for bfloat16."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported()
-    from llvmlite.binding import get_host_cpu_features  # slow to import, needed where it is asked for
-
-    found = get_host_cpu_features()
-    return any(found.get(name, False) for name in INSTRUCTIONS)
+    found = torch.cpu.get_capabilities()
+    return any(bool(found.get(name)) for name in INSTRUCTIONS)
 
 
 def check_bf16(device: torch.device, dtype: torch.dtype, oracle: str) -> None:
