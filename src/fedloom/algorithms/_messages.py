@@ -5,22 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_type_hints
 
 from torch import Tensor
 
 from fedloom.errors import ConfigError, nearest
-from fedloom.rows.prox import Form, Prox, made_by
-
-
-class Method(Protocol):
-    """What is asked of a method itself; all else stands in its annotations."""
-
-    model_fields: ClassVar[Any]
-
-    def proxes(self) -> Mapping[str, Prox]:
-        """As `Algorithm.proxes`."""
-        ...
+from fedloom.rows.prox import Form, made_by
 
 
 @dataclass(frozen=True)
@@ -118,17 +108,17 @@ class Point(NamedTuple):
     u: Annotated[Tensor, Kept(primary=True)]
 
 
-def _annotated(algorithm: type[Method], function: str, name: str) -> Any:
+def _annotated(algorithm: type[Any], function: str, name: str) -> Any:
     """The method's function with an annotation of ``name``, or the one that it overrides."""
     return next(f for f in _defined(algorithm, function) if name in f.__annotations__)
 
 
-def _defined(algorithm: type[Method], function: str) -> list[Any]:
+def _defined(algorithm: type[Any], function: str) -> list[Any]:
     """A function as the method and its bases define it; the last is `Algorithm`'s."""
     return [vars(base)[function] for base in algorithm.__mro__ if function in vars(base)]
 
 
-def _hint(algorithm: type[Method], function: str, name: str) -> Any:
+def _hint(algorithm: type[Any], function: str, name: str) -> Any:
     """The type of a function's argument or result.
 
     Raises:
@@ -144,7 +134,7 @@ def _fields(found: Any) -> bool:
     return isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
 
 
-def _returned(algorithm: type[Method], function: str, wanted: str) -> Any:
+def _returned(algorithm: type[Any], function: str, wanted: str) -> Any:
     """The NamedTuple that a function returns, the first of several.
 
     Raises:
@@ -161,7 +151,7 @@ def _returned(algorithm: type[Method], function: str, wanted: str) -> Any:
 
 
 @cache
-def upload_type(algorithm: type[Method]) -> Any:
+def upload_type(algorithm: type[Any]) -> Any:
     """The NamedTuple that `client` returns as its upload, read from its annotation.
 
     Raises:
@@ -171,7 +161,7 @@ def upload_type(algorithm: type[Method]) -> Any:
 
 
 @cache
-def download_type(algorithm: type[Method]) -> Any:
+def download_type(algorithm: type[Any]) -> Any:
     """The NamedTuple that `down` returns, read from its annotation; by default the download that `client` takes.
 
     Raises:
@@ -184,7 +174,7 @@ def download_type(algorithm: type[Method]) -> Any:
 
 
 @cache
-def upload_fields(algorithm: type[Method]) -> Mapping[str, Kind]:
+def upload_fields(algorithm: type[Any]) -> Mapping[str, Kind]:
     """Fields of the algorithm's upload with their kinds, read from the annotation of `client`.
 
     Raises:
@@ -206,7 +196,7 @@ def upload_fields(algorithm: type[Method]) -> Mapping[str, Kind]:
     return {field: kind for field, (kind,) in kinds.items()}
 
 
-def check_declaration(algorithm: type[Method]) -> None:
+def check_declaration(algorithm: type[Any]) -> None:
     """Refuse a method without annotations of its messages, or whose fields name missing fields.
 
     Raises:
@@ -226,7 +216,7 @@ def check_declaration(algorithm: type[Method]) -> None:
             raise ConfigError(f"{name}: weight of {field!r} is {weight!r}; {nearest(weight, fields)}")
 
 
-def encodings(algorithm: Method, message: Literal["down", "up"]) -> dict[str, Sent]:
+def encodings(algorithm: Any, message: Literal["down", "up"]) -> dict[str, Sent]:
     """How every field of a message is written, with ``prox`` resolved to an encoding.
 
     Raises:
@@ -246,7 +236,7 @@ def encodings(algorithm: Method, message: Literal["down", "up"]) -> dict[str, Se
     }
 
 
-def primary_field(algorithm: type[Method]) -> str:
+def primary_field(algorithm: type[Any]) -> str:
     """Name of the upload field that carries the model."""
     return next(name for name, kind in upload_fields(algorithm).items() if kind.primary)
 

@@ -17,7 +17,7 @@ INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 def has_bf16(device: torch.device) -> bool:
     """Whether the device has instructions for bfloat16."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
+        return bool(torch.cuda.is_bf16_supported())
     found = torch.cpu.get_capabilities()
     return any(bool(found.get(name)) for name in INSTRUCTIONS)
 
