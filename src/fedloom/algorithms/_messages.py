@@ -108,17 +108,17 @@ class Point(NamedTuple):
     u: Annotated[Tensor, Kept(primary=True)]
 
 
-def _annotated(algorithm: type[Any], function: str, name: str) -> Any:
+def _annotated(algorithm: type[object], function: str, name: str) -> Any:
     """The method's function with an annotation of ``name``, or the one that it overrides."""
     return next(f for f in _defined(algorithm, function) if name in f.__annotations__)
 
 
-def _defined(algorithm: type[Any], function: str) -> list[Any]:
+def _defined(algorithm: type[object], function: str) -> list[Any]:
     """A function as the method and its bases define it; the last is `Algorithm`'s."""
     return [vars(base)[function] for base in algorithm.__mro__ if function in vars(base)]
 
 
-def _hint(algorithm: type[Any], function: str, name: str) -> Any:
+def _hint(algorithm: type[object], function: str, name: str) -> Any:
     """The type of a function's argument or result.
 
     Raises:
@@ -134,7 +134,7 @@ def _fields(found: Any) -> bool:
     return isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
 
 
-def _returned(algorithm: type[Any], function: str, wanted: str) -> Any:
+def _returned(algorithm: type[object], function: str, wanted: str) -> Any:
     """The NamedTuple that a function returns, the first of several.
 
     Raises:
@@ -151,7 +151,7 @@ def _returned(algorithm: type[Any], function: str, wanted: str) -> Any:
 
 
 @cache
-def upload_type(algorithm: type[Any]) -> Any:
+def upload_type(algorithm: type[object]) -> Any:
     """The NamedTuple that `client` returns as its upload, read from its annotation.
 
     Raises:
@@ -161,7 +161,7 @@ def upload_type(algorithm: type[Any]) -> Any:
 
 
 @cache
-def download_type(algorithm: type[Any]) -> Any:
+def download_type(algorithm: type[object]) -> Any:
     """The NamedTuple that `down` returns, read from its annotation; by default the download that `client` takes.
 
     Raises:
@@ -174,7 +174,7 @@ def download_type(algorithm: type[Any]) -> Any:
 
 
 @cache
-def upload_fields(algorithm: type[Any]) -> Mapping[str, Kind]:
+def upload_fields(algorithm: type[object]) -> Mapping[str, Kind]:
     """Fields of the algorithm's upload with their kinds, read from the annotation of `client`.
 
     Raises:
@@ -196,7 +196,7 @@ def upload_fields(algorithm: type[Any]) -> Mapping[str, Kind]:
     return {field: kind for field, (kind,) in kinds.items()}
 
 
-def check_declaration(algorithm: type[Any]) -> None:
+def check_declaration(algorithm: type[object]) -> None:
     """Refuse a method without annotations of its messages, or whose fields name missing fields.
 
     Raises:
@@ -236,7 +236,7 @@ def encodings(algorithm: Any, message: Literal["down", "up"]) -> dict[str, Sent]
     }
 
 
-def primary_field(algorithm: type[Any]) -> str:
+def primary_field(algorithm: type[object]) -> str:
     """Name of the upload field that carries the model."""
     return next(name for name, kind in upload_fields(algorithm).items() if kind.primary)
 
