@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedloom.errors import ConfigError, nearest
 from fedloom.rows.prox import Form, made_by
+from fedloom.values import Value
 
 
 @dataclass(frozen=True)
@@ -108,17 +109,17 @@ class Point(NamedTuple):
     u: Annotated[Tensor, Kept(primary=True)]
 
 
-def _annotated(algorithm: type[object], function: str, name: str) -> Any:
+def _annotated(algorithm: type[Value], function: str, name: str) -> Any:
     """The method's function with an annotation of ``name``, or the one that it overrides."""
     return next(f for f in _defined(algorithm, function) if name in f.__annotations__)
 
 
-def _defined(algorithm: type[object], function: str) -> list[Any]:
+def _defined(algorithm: type[Value], function: str) -> list[Any]:
     """A function as the method and its bases define it; the last is `Algorithm`'s."""
     return [vars(base)[function] for base in algorithm.__mro__ if function in vars(base)]
 
 
-def _hint(algorithm: type[object], function: str, name: str) -> Any:
+def _hint(algorithm: type[Value], function: str, name: str) -> Any:
     """The type of a function's argument or result.
 
     Raises:
@@ -134,7 +135,7 @@ def _fields(found: Any) -> bool:
     return isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")
 
 
-def _returned(algorithm: type[object], function: str, wanted: str) -> Any:
+def _returned(algorithm: type[Value], function: str, wanted: str) -> Any:
     """The NamedTuple that a function returns, the first of several.
 
     Raises:
@@ -151,7 +152,7 @@ def _returned(algorithm: type[object], function: str, wanted: str) -> Any:
 
 
 @cache
-def upload_type(algorithm: type[object]) -> Any:
+def upload_type(algorithm: type[Value]) -> Any:
     """The NamedTuple that `client` returns as its upload, read from its annotation.
 
     Raises:
@@ -161,7 +162,7 @@ def upload_type(algorithm: type[object]) -> Any:
 
 
 @cache
-def download_type(algorithm: type[object]) -> Any:
+def download_type(algorithm: type[Value]) -> Any:
     """The NamedTuple that `down` returns, read from its annotation; by default the download that `client` takes.
 
     Raises:
@@ -174,7 +175,7 @@ def download_type(algorithm: type[object]) -> Any:
 
 
 @cache
-def upload_fields(algorithm: type[object]) -> Mapping[str, Kind]:
+def upload_fields(algorithm: type[Value]) -> Mapping[str, Kind]:
     """Fields of the algorithm's upload with their kinds, read from the annotation of `client`.
 
     Raises:
@@ -196,7 +197,7 @@ def upload_fields(algorithm: type[object]) -> Mapping[str, Kind]:
     return {field: kind for field, (kind,) in kinds.items()}
 
 
-def check_declaration(algorithm: type[object]) -> None:
+def check_declaration(algorithm: type[Value]) -> None:
     """Refuse a method without annotations of its messages, or whose fields name missing fields.
 
     Raises:
@@ -222,13 +223,14 @@ def encodings(algorithm: Any, message: Literal["down", "up"]) -> dict[str, Sent]
     Raises:
         ConfigError: a field names a prox that the method does not have.
     """
-    fields = download_type(type(algorithm)) if message == "down" else upload_type(type(algorithm))
+    kind: type[Value] = type(algorithm)
+    fields = download_type(kind) if message == "down" else upload_type(kind)
     hints = get_type_hints(fields, include_extras=True)
     sent = {name: next((a for a in get_args(hints[name]) if isinstance(a, Sent)), Sent()) for name in fields._fields}
     proxes = algorithm.proxes()
     for name, s in sent.items():
-        if s.prox not in {None, *proxes, *type(algorithm).model_fields}:
-            where = f"{type(algorithm).__name__}: prox of the field {name!r}"
+        if s.prox not in {None, *proxes, *kind.model_fields}:
+            where = f"{kind.__name__}: prox of the field {name!r}"
             raise ConfigError(f"{where} is {s.prox!r}; {nearest(str(s.prox), proxes)}")
     return {
         name: s if s.prox is None else replace(s, encoding=made_by(proxes.get(s.prox)), prox=None)
@@ -236,7 +238,7 @@ def encodings(algorithm: Any, message: Literal["down", "up"]) -> dict[str, Sent]
     }
 
 
-def primary_field(algorithm: type[object]) -> str:
+def primary_field(algorithm: type[Value]) -> str:
     """Name of the upload field that carries the model."""
     return next(name for name, kind in upload_fields(algorithm).items() if kind.primary)
 
