@@ -317,7 +317,7 @@ def worker_count(engine: Engine, rounds: int, d: int, samples: int) -> int:
 
 def fingerprint(job: Job) -> str:
     """Everything that a run's numbers depend on, as 16 hexadecimal digits."""
-    data = hashlib.blake2b(job.alpha.numpy().tobytes(), digest_size=16)
+    data = hashlib.blake2b(job.alpha.cpu().numpy().tobytes(), digest_size=16)
     for part in sorted(job.judge.parts):
         data.update(job.judge.parts[part].index.cpu().numpy().tobytes())
         data.update(job.judge.parts[part].offsets.cpu().numpy().tobytes())
