@@ -59,7 +59,15 @@ STEPS = ("keys", "shares", "masked", "tally", "unmask")
 """Kinds of messages of secure aggregation, in their order; a session has ``masked`` or, of scores alone, ``tally``."""
 
 REPLIED: Mapping[str, Mapping[str, type]] = {
-    "hello": {"task": str, "shape": list, "outputs": int, "classes": list, "sizes": list},
+    "hello": {
+        "task": str,
+        "shape": list,
+        "outputs": int,
+        "classes": list,
+        "vocabulary": list,
+        "each": bool,
+        "sizes": list,
+    },
     "ask": {"samples": int, "work": list},
     "train": {"samples": int, "work": list, "model": str},
     "score": {"samples": int, "model": str},
