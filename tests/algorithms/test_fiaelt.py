@@ -12,6 +12,8 @@ from torch import Tensor
 
 from fedloom.algorithms import FIAELT, FLAME, FedADMMInexact
 from fedloom.algorithms.fiaelt import Seen
+from fedloom.choose.weighers import UniformWeigher
+from fedloom.engine.setup import check_together
 from fedloom.errors import Refused
 from fedloom.local import LocalSGD, Work, svrg
 from fedloom.local.inexact import gradient_descent
@@ -184,8 +186,9 @@ def test_full_gradients_take_no_momentum_and_no_clipping(method: Any, setting: d
     p = Problem.random(0)
     ctx = Federation(p.oracle(), p.alpha, LocalSGD(**setting)).ctx(0, range(p.n))
     with pytest.raises(Refused, match=r"set local\.momentum = 0"):
-        method.check(ctx.layout, ctx)
+        check_together(method, ctx.local, UniformWeigher())
     free = Federation(p.oracle(), p.alpha, LocalSGD()).ctx(0, range(p.n))
+    check_together(method, free.local, UniformWeigher())
     assert all("without a regulariser" in note for note in method.check(free.layout, free))
 
 

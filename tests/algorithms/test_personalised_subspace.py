@@ -311,10 +311,3 @@ def test_theorem_1_holds_neither_by_default_nor_in_the_paper() -> None:
             pull, rho = method.lam * max(alpha), method.rho
             assert (pull / rho) ** 2 * (1 + rho) >= (pull + rho) / 2
             assert method.check(ctx.layout, ctx) == []
-
-
-def test_flame_to_a_tolerance_refuses_momentum() -> None:
-    with pytest.raises(Refused, match="momentum = 0"):
-        warnings_of(FLAME(eps0=0.1), [0.5, 0.5], LocalSGD(momentum=0.5))
-    warnings_of(FLAME(), [0.5, 0.5], LocalSGD(momentum=0.5))
-    warnings_of(FLAME(eps0=0.1), [0.5, 0.5])

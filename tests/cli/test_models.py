@@ -148,7 +148,7 @@ def test_bad_input_is_a_sentence_and_leaves_nothing(out: Path, new: Path, tmp_pa
         (("adapt", out, "--method", "ditto", "--data", tmp_path / "narrow.npz"), "shape 1x8x5"),
         (("adapt", out, "--method", "ditto", "--data", tmp_path / "classes.npz"), "unknown class '12'"),
         (("evaluate", out, "--data", new, "--client", "nobody"), "allowed: 0, 1, 2, 3, 4, 5"),
-        (("predict", out, tmp_path / "narrow.npz"), "shape 1x8x5"),
+        (("predict", out, tmp_path / "narrow.npz"), "shape 8x5, the model takes 1x8x8"),
         (("predict", out, tmp_path / "none.csv"), "no such file"),
         (("predict", out, new, "--method", "dito"), "did you mean 'ditto'"),
         (("predict", out, new, "--client", "nobody"), "allowed: 0, 1, 2, 3, 4, 5"),

@@ -103,7 +103,7 @@ def test_the_tuned_file_is_complete_and_gives_the_score_that_was_found(finished:
     fed = experiment.partition(experiment.source.load(), 0)
     for method in experiment.methods:
         row = best[method.label]
-        assert method.setting.local.lr == float(row["local.lr"])
+        assert method.setting.local.lr == pytest.approx(float(row["local.lr"]), rel=1e-11)  # 12 digits
         assert all(r["value"] <= row["value"] for r in rows(finished) if r["method"] == method.label and r["value"])
         result = fl.simulate(method.setting.with_(seed=0), fed)
         model = "personal" if result.job.has_personal else "global"

@@ -30,6 +30,10 @@ def json_schema() -> str:
             schema = one(value)
             properties = {key: {"const": name}, **schema.get("properties", {}), **more}
             choices.append({**schema, "title": name, "properties": properties, "required": [key]})
+        for name, field in choices[0]["properties"].items() if len(choices) > 2 else ():
+            if all(c["properties"].get(name) == field for c in choices) and shared.setdefault(name, field) == field:
+                for c in choices:
+                    c["properties"][name] = {"$ref": f"#/$defs/{name}"}  # once for all kinds
         path = {"type": "string", "pattern": PATTERN, "description": "import path of a class of user code"}
         choices.append({"type": "object", "title": "user code", "properties": {key: path, **more}, "required": [key]})
         return {"type": "object", "anyOf": choices}

@@ -91,11 +91,13 @@ def adapted(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Module:  #
                 f"adapters.rank is {adapters.rank}, but layer {name!r} is {shape}: its rank is at most "
                 f"{min(matrix(linear[name]).shape)}; use a smaller rank"
             )
-    module.requires_grad_(False)
+    for p in module.parameters():
+        p.requires_grad = False
     for name in chosen:
         module.set_submodule(name, Adapted(linear[name], adapters.rank, adapters.scale))
     if last:
-        module.get_submodule(last).requires_grad_()
+        for p in module.get_submodule(last).parameters():
+            p.requires_grad = True
     return module
 
 

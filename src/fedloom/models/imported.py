@@ -114,7 +114,7 @@ def _made(
     except Exception as error:
         raise ConfigError(
             f"model {name!r} could not be made with options {dict(options)}: {error}; it is called with "
-            f"{', '.join(known)} where it has parameters of these names"
+            f"{' and '.join(known)} where it has parameters of these names"
         ) from error
     if not isinstance(made, nn.Module) or not any(True for _ in made.parameters()):
         raise ConfigError(f"model {name!r} must give an nn.Module with parameters, got {type(made).__name__}")
