@@ -1,6 +1,7 @@
 """A real server whose sites stop or are missing: rounds go on without them, and a run that cannot says why, no more."""
 
 import json
+import os
 import signal
 from datetime import datetime
 
@@ -78,12 +79,12 @@ def test_a_site_that_is_stopped_costs_one_deadline(three):
     def tell(line):
         if "round 1/" in line and not stopped:
             stopped.append(line)
-            three.running["site-1"].tell(signal.SIGSTOP)
+            os.killpg(three.running["site-1"].pid, signal.SIGSTOP)
 
     try:
         three.run(tell)
     finally:
-        three.running["site-1"].tell(signal.SIGCONT)
+        os.killpg(three.running["site-1"].pid, signal.SIGCONT)
     assert "3 of 3 accepted" in stopped[0]
     assert three.status() == "finished:completed"
     text = (three.folder / "server" / "state" / "audit.jsonl").read_text()
