@@ -156,7 +156,7 @@ def test_help_comes_at_once() -> None:
 def test_simulate_costs_little_beyond_torch_and_pydantic() -> None:
     """Pydantic loads its modules when a name is asked for, not when it is imported."""
     loaded = "import torch, fedloom\nfrom pydantic import BaseModel, TypeAdapter"
-    assert takes_less(0.5, loaded, "fedloom.simulate")
+    assert takes_less(0.6, loaded, "fedloom.simulate")
 
 
 # --- dependencies
