@@ -154,9 +154,18 @@ def test_help_comes_at_once() -> None:
 
 
 def test_simulate_costs_little_beyond_torch_and_pydantic() -> None:
-    """Pydantic loads its modules when a name is asked for, not when it is imported."""
-    loaded = "import torch, fedloom\nfrom pydantic import BaseModel, TypeAdapter"
-    assert takes_less(0.6, loaded, "fedloom.simulate")
+    """A part of what torch's own import takes. Pydantic loads its modules when a name is asked for."""
+    timed = """
+import time
+a = time.process_time()
+import torch
+b = time.process_time()
+import fedloom
+from pydantic import BaseModel, TypeAdapter
+c = time.process_time()
+fedloom.simulate
+print("\\n", (time.process_time() - c) / (b - a))"""
+    assert any(float(run(timed).split()[-1]) < 0.35 for _ in range(3))
 
 
 # --- dependencies

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from typer.testing import CliRunner
 
 from fedloom.cli import app
-from fedloom.engine.setup import check_ranks
+from fedloom.engine.resume import check_ranks
 from fedloom.engine.simulate import simulate
 from fedloom.errors import CheckpointError, ClientError, ConfigError, FedloomError
 from fedloom.experiment import Plan, read
@@ -181,6 +181,21 @@ def test_a_rank_that_dies_ends_the_run_with_a_sentence_and_another_number_of_ran
     assert sorted(p.name for p in (tmp_path / "out" / "checkpoints").iterdir()) == ["flame-0", "scaffold-0"]
     assert not (tmp_path / "out" / "metrics.parquet").exists()
     assert alone(file, tmp_path / "out") == want
+
+
+def test_a_rank_that_torchrun_ends_while_an_error_leaves_it_still_says_the_error() -> None:
+    program = """
+import os, signal, sys
+from fedloom.processes.distributed import _ended_by_signal
+try:
+    with _ended_by_signal():
+        raise RuntimeError("lost contact")
+except RuntimeError as error:
+    os.kill(os.getpid(), signal.SIGTERM)
+    sys.exit(f"error: {error}")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: lost contact\n")
 
 
 @slow

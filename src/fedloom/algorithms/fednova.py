@@ -22,8 +22,8 @@ Momentum is the local one of the run; ``mu`` and ``gamma`` are the proximal and 
 three go together, where the paper has one at a time (momentum acts on the proximal term too). What travels is the
 change divided by ||a_i||_1, so the model that a weigher, a sampler or an attacker sees is x + dw.
 
-Use it where clients take different numbers of local steps. With equal numbers it is FedAvg, of
-which a run warns.
+Use it where clients take different numbers of local steps. With equal numbers it is FedAvg,
+of which a run warns.
 """
 
 from __future__ import annotations

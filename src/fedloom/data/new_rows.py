@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fedloom.data.dataset import Dataset, refuse
 from fedloom.data.input_spec import InputSpec
+from fedloom.data.sources.arrays import plain
 from fedloom.data.sources.cells import Piece, Problems, is_missing, numbers
-from fedloom.data.sources.memory import frame_cells, is_frame, plain
+from fedloom.data.sources.memory import frame_cells, is_frame
 from fedloom.data.sources.tabular import Raw
 from fedloom.data.tables import Column, Table
 from fedloom.data.text import UNKNOWN, encoded

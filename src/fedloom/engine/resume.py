@@ -1,16 +1,25 @@
-"""Disk: a run's checkpoints, from its state and back; of several ranks, the first reads and writes for all."""
+"""Disk: a run's checkpoints, from its state and back, and the fingerprint that they and all ranks must agree on.
+
+Of several ranks, the first reads and writes for all.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedloom.engine.job import Job
-from fedloom.engine.setup import fingerprint
+from fedloom.engine.setting import Setting
 from fedloom.engine.state import State, Times
-from fedloom.errors import Stop
+from fedloom.errors import ConfigError, Stop
+from fedloom.imports import source_of
 from fedloom.storage.checkpoint import Checkpoints
+from fedloom.version import __version__
 
 
 class Disk:
@@ -81,3 +90,64 @@ class Disk:
         late = time.monotonic() - self._saved >= self._job.setting.engine.checkpoint_every
         if self._kept and self._job.ranks.any(late):
             self.save(state, None)
+
+
+def fingerprint(job: Job) -> str:
+    """Everything that a run's numbers depend on, as 16 hexadecimal digits."""
+    data = hashlib.blake2b(job.alpha.cpu().numpy().tobytes(), digest_size=16)
+    for part in sorted(job.judge.parts):
+        data.update(job.judge.parts[part].index.cpu().numpy().tobytes())
+        data.update(job.judge.parts[part].offsets.cpu().numpy().tobytes())
+    text = json.dumps(
+        {
+            "setting": {**job.setting.numbers(), **job.replay.marks()},
+            "engine": [job.oracle.name, job.chunk],
+            "data": [job.judge.data.checksum(), data.hexdigest(), job.fed.n],
+            **_beyond(job),
+            "user code": [s for code in _user_code(job.setting) if (s := source_of(code))],
+        },
+        sort_keys=True,
+    )
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _beyond(job: Job) -> dict[str, str]:
+    """What a model has from elsewhere: its frozen parameters and its file of weights, as a digest; mostly nothing."""
+    frozen = [p for p in job.oracle.module.parameters() if not p.requires_grad]
+    if not frozen and job.setting.model.weights is None:
+        return {}
+    digest = hashlib.blake2b(digest_size=16)
+    for p in frozen:
+        digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    if job.setting.model.weights is not None:
+        digest.update(Path(job.setting.model.weights).expanduser().read_bytes())
+    return {"base": digest.hexdigest()}
+
+
+def _user_code(setting: Setting) -> list[Any]:
+    """Classes and functions that may be a user's."""
+    return [*(type(value) for _, value in setting), *(f.call for f in setting.task.functions)]
+
+
+def check_ranks(job: Job) -> None:
+    """Refuse ranks that would not compute the same numbers.
+
+    Raises:
+        ConfigError: another experiment, other data, libraries or instructions of the processor.
+    """
+    if job.ranks.size == 1:
+        return
+    mine = {
+        "the experiment, its code or data": fingerprint(job),
+        "fedloom": __version__,
+        "torch": torch.__version__,
+        "the processor's instructions": torch.backends.cpu.get_cpu_capability(),
+        "device": job.oracle.device.type,
+    }
+    for rank, theirs in enumerate(job.ranks.gather(mine)):
+        for what, value in mine.items():
+            if value != theirs[what]:
+                raise ConfigError(
+                    f"rank {rank} differs from rank {job.ranks.rank} in {what}: {theirs[what]} there, {value} here; "
+                    "give every machine the same files and installation"
+                )

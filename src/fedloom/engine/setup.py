@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +17,6 @@ from fedloom.engine.messages import Messages, first_upload, idle_upload
 from fedloom.engine.privacy import check_privacy
 from fedloom.engine.setting import Engine, Setting
 from fedloom.errors import ConfigError, Refused, blamed
-from fedloom.imports import source_of
 from fedloom.local import Ctx, LocalSGD, Nothing, Work
 from fedloom.local.optimizer import Memory, slots_of
 from fedloom.local.oracles import Network, chunk_limit, make_oracle
@@ -33,7 +30,6 @@ from fedloom.seeds import generator
 from fedloom.storage.memory import Forked
 from fedloom.storage.store import Store
 from fedloom.tasks import task_of
-from fedloom.version import __version__
 
 WORTH_FORKING = 2e11
 """Multiply-adds of a run, about four seconds of one core, from which more workers pay."""
@@ -313,64 +309,3 @@ def worker_count(engine: Engine, rounds: int, d: int, samples: int) -> int:
             raise ConfigError(f"engine.workers must be at least 1 or 'auto', got {engine.workers}")
         return engine.workers
     return cores() if engine.device == "cpu" and 3.0 * rounds * samples * d > WORTH_FORKING else 1
-
-
-def fingerprint(job: Job) -> str:
-    """Everything that a run's numbers depend on, as 16 hexadecimal digits."""
-    data = hashlib.blake2b(job.alpha.cpu().numpy().tobytes(), digest_size=16)
-    for part in sorted(job.judge.parts):
-        data.update(job.judge.parts[part].index.cpu().numpy().tobytes())
-        data.update(job.judge.parts[part].offsets.cpu().numpy().tobytes())
-    text = json.dumps(
-        {
-            "setting": {**job.setting.numbers(), **job.replay.marks()},
-            "engine": [job.oracle.name, job.chunk],
-            "data": [job.judge.data.checksum(), data.hexdigest(), job.fed.n],
-            **_beyond(job),
-            "user code": [s for code in _user_code(job.setting) if (s := source_of(code))],
-        },
-        sort_keys=True,
-    )
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _beyond(job: Job) -> dict[str, str]:
-    """What a model has from elsewhere: its frozen parameters and its file of weights, as a digest; mostly nothing."""
-    frozen = [p for p in job.oracle.module.parameters() if not p.requires_grad]
-    if not frozen and job.setting.model.weights is None:
-        return {}
-    digest = hashlib.blake2b(digest_size=16)
-    for p in frozen:
-        digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    if job.setting.model.weights is not None:
-        digest.update(Path(job.setting.model.weights).expanduser().read_bytes())
-    return {"base": digest.hexdigest()}
-
-
-def _user_code(setting: Setting) -> list[Any]:
-    """Classes and functions that may be a user's."""
-    return [*(type(value) for _, value in setting), *(f.call for f in setting.task.functions)]
-
-
-def check_ranks(job: Job) -> None:
-    """Refuse ranks that would not compute the same numbers.
-
-    Raises:
-        ConfigError: another experiment, other data, libraries or instructions of the processor.
-    """
-    if job.ranks.size == 1:
-        return
-    mine = {
-        "the experiment, its code or data": fingerprint(job),
-        "fedloom": __version__,
-        "torch": torch.__version__,
-        "the processor's instructions": torch.backends.cpu.get_cpu_capability(),
-        "device": job.oracle.device.type,
-    }
-    for rank, theirs in enumerate(job.ranks.gather(mine)):
-        for what, value in mine.items():
-            if value != theirs[what]:
-                raise ConfigError(
-                    f"rank {rank} differs from rank {job.ranks.rank} in {what}: {theirs[what]} there, {value} here; "
-                    "give every machine the same files and installation"
-                )

@@ -18,12 +18,12 @@ from fedloom.engine.chunk import ask, train
 from fedloom.engine.job import Job
 from fedloom.engine.records import Divergence
 from fedloom.engine.result import Result
-from fedloom.engine.resume import Disk
+from fedloom.engine.resume import Disk, check_ranks
 from fedloom.engine.round import play
 from fedloom.engine.scoring import evaluate as evaluate_round
 from fedloom.engine.scoring import score
 from fedloom.engine.setting import Setting
-from fedloom.engine.setup import check_ranks, make_job
+from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.errors import ConfigError, RunStopped, Stop
 from fedloom.models import ModelSpec

@@ -125,7 +125,10 @@ def _translated(rank: int) -> Iterator[None]:
 
 @contextmanager
 def _ended_by_signal() -> Iterator[None]:
-    """The signal by which torchrun ends the ranks when one has died, as an error."""
+    """The signal by which torchrun ends the ranks when one has died, as an error.
+
+    Once an error is on its way the signal is ignored: the process ends by that error, and has to say it first.
+    """
 
     def end(_number: int, _frame: FrameType | None) -> None:
         raise FedloomError(f"torchrun has ended the ranks: one of them died, or it was told to stop; {RESUME}")
@@ -136,8 +139,10 @@ def _ended_by_signal() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, end)
     try:
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    except Exception:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise
+    signal.signal(signal.SIGTERM, before)
 
 
 class Group:

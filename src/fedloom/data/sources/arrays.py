@@ -1,19 +1,20 @@
-"""Arrays of the user's own in an NPZ file or, left on disk, in NPY files; a file with a pickle inside is refused."""
+"""Arrays as a `Dataset`: in memory, in an NPZ file or, left on disk, in NPY files; a file with a pickle is refused."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from fedloom.data.dataset import Dataset
-from fedloom.data.sources._base import SampleSource, locate
+from fedloom.data.dataset import Dataset, Task, refuse
+from fedloom.data.sources._base import SampleSource, lies_at, locate, numbered, scale
 from fedloom.data.sources.archive import Entry, check_size, entries, fill, finished
-from fedloom.data.sources.memory import of_arrays
 from fedloom.errors import DataError
 
 BLOCK = 2**20
@@ -202,3 +203,133 @@ def _into(entry: Entry, header: _Header, out: NDArray[Any], *, turn: bool) -> No
 
 def _channels_first(x: NDArray[Any]) -> NDArray[Any]:
     return x.transpose(0, 3, 1, 2)
+
+
+def of_arrays(
+    name: str,
+    x: NDArray[Any],
+    y: NDArray[Any],
+    task: Task | None = None,
+    *,
+    where: object = None,
+    split: int | None = None,
+    classes: Sequence[str] = (),
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    users: Any = None,
+    channels_last: bool = False,
+    vocabulary: Sequence[str] | int = (),
+) -> Dataset:
+    """A data set of arrays.
+
+    Args:
+        name: of the data set.
+        x: features [N, ...]; bytes are kept, other numbers become float32; [N, height, width] gets a channel.
+        y: whole numbers, booleans or text [N], or numbers [N, k]; of tokens whole numbers [N, length] too, -1 for none.
+        task: what the targets are; None: classification if they are whole numbers, text or booleans.
+        where: file, for messages; None: the name.
+        split: first sample of the official test set, if there is one.
+        classes: their names; empty: numbers from 0, or the sorted texts.
+        mean: subtracted, of pixels in [0, 1] if bytes.
+        std: divides after that.
+        users: owner of each sample [N].
+        channels_last: images are [N, height, width, channels].
+        vocabulary: names of the tokens, or their number; x is then tokens [N, length], 0 for padding at the end.
+
+    Raises:
+        DataError: shapes, types, lengths or values that cannot be.
+    """
+    place = str(where or name)
+    names = tuple(map(str, range(vocabulary))) if isinstance(vocabulary, int) else tuple(vocabulary)
+    each = bool(names) and y.ndim == 2 and y.dtype.kind in "ui"
+    y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 and not each else y
+    problems = []
+    if x.dtype.kind not in "uifb" or x.ndim == 0:
+        problems.append(f"x must be numbers [N, ...], got {x.dtype} {x.shape}; encode text as numbers first")
+    if x.ndim == 1:
+        problems.append(f"x must be [N, features], got {x.shape}; of a single feature give x[:, None]")
+    if channels_last and x.ndim != 4:
+        problems.append(f"channels_last needs x [N, height, width, channels], got {x.shape}")
+    if y.ndim not in (1, 2) or y.dtype.kind not in "uifbU" or (y.ndim == 2 and y.dtype.kind == "U"):
+        problems.append(f"y must be [N] classes or [N, k] targets, got {y.dtype} {y.shape}; give one row per sample")
+    if len(x.shape) and len(y.shape) and len(x) != len(y):
+        problems.append(f"{len(x)} samples but {len(y)} targets; every sample needs one target")
+    if users is not None and np.shape(users) != x.shape[:1]:
+        problems.append(f"users have shape {np.shape(users)} for {len(x)} samples; give one per sample")
+    refuse(place, problems)
+    if channels_last:
+        x = x.transpose(0, 3, 1, 2)
+    if names and ((whole := x.astype(np.int32)) != x).any():
+        raise DataError(f"{place}: tokens must be whole numbers, got {x.dtype}; encode the text")
+    if names:
+        features = torch.from_numpy(whole)
+    else:
+        kept = x if x.dtype == np.uint8 else x.astype(np.float32, copy=False)
+        features = torch.from_numpy(np.ascontiguousarray(kept))
+    if each:
+        classes = tuple(classes) or numbered(y.clip(0).ravel(), place)
+        target, kind = torch.from_numpy(y.astype(np.int64)), task or "classification"
+    else:
+        target, kind, classes = _targets(y, task, tuple(classes), place)
+    if split is not None and kind != "regression":
+        new = sorted(set(target[split:].flatten().tolist()) - {-1, *target[:split].flatten().tolist()})
+        shown = ", ".join(repr(classes[c]) if c < len(classes) else str(c) for c in new)
+        refuse(place, [f"the test set has classes that no training sample has: {shown}; leave them out"] if new else [])
+    levels, codes = (None, None) if users is None else np.unique(plain(users, name), return_inverse=True)
+    with lies_at(Path(place)):
+        return Dataset(
+            name,
+            features[:, None] if features.ndim == 3 else features,
+            target,
+            kind,
+            classes,
+            scale(mean),
+            scale(std),
+            None if split is None else torch.arange(split, len(x)),
+            users=None if codes is None else torch.from_numpy(codes),
+            user_names=() if levels is None else tuple(str(level) for level in levels),
+            vocabulary=names,
+        )
+
+
+def _targets(
+    y: NDArray[Any], task: Task | None, classes: tuple[str, ...], place: str
+) -> tuple[torch.Tensor, Task, tuple[str, ...]]:
+    if y.dtype.kind == "U" and task != "regression":
+        levels, codes = np.unique(y, return_inverse=True)
+        names = classes or tuple(str(level) for level in levels)
+        if odd := [str(level) for level in levels if str(level) not in names]:
+            raise DataError(f"{place}: y has {', '.join(map(repr, odd))}, the classes are {', '.join(names)}")
+        y, classes = np.array([names.index(str(level)) for level in levels])[codes], names
+    whole = y.ndim == 1 and (y.dtype.kind in "iub" or (y.dtype.kind == "f" and bool((y == np.floor(y)).all())))
+    if task is None and y.ndim == 2 and bool(((y == 0) | (y == 1)).all() and (y.sum(1) == 1).all()):
+        raise DataError(
+            f"{place}: y {y.shape} has a single 1 in every row, as one-hot classes have; give y.argmax(1), or task = "
+            "'regression'"
+        )
+    if task in ("classification", "binary") and not whole:
+        raise DataError(f"{place}: y must be whole numbers [N] for a classification, got {y.dtype} {y.shape}")
+    if task == "regression" and y.dtype.kind == "U":
+        raise DataError(f"{place}: y holds text, which is no target of a regression; leave task out")
+    if task == "regression" or not whole:
+        return torch.from_numpy(y.reshape(len(y), -1).astype(np.float64)), "regression", ()
+    names = classes or numbered(y, place)
+    return torch.from_numpy(y.astype(np.int64, copy=False)), task or "classification", names
+
+
+def plain(values: Any, name: str) -> NDArray[Any]:
+    """An array of numbers or text.
+
+    Raises:
+        DataError: rows of different lengths.
+    """
+    try:
+        found = values.numpy(force=True) if isinstance(values, torch.Tensor) else np.asarray(values)
+    except ValueError:
+        raise DataError(
+            f"{name}: rows of different lengths make no array; give every sample one size (pad tokens with 0 and their "
+            "labels with -1)"
+        ) from None
+    if found.dtype == object and all(isinstance(value, str) for value in found.ravel().tolist()):
+        found = found.astype(str)
+    return found

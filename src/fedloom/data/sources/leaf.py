@@ -222,10 +222,25 @@ def _load(place: Path, options: Leaf, known: tuple[int, tuple[str, ...]] | None)
     if options.shape is not None:
         x = x.view(len(x), *options.shape)
     y, task, classes = _targets(found.y, options, names)
-    column = "writer" if known else "user"
+    name = "femnist" if known else (PurePosixPath(options.inside).name or place.name)
+    return of_users(place, found, name, "writer" if known else "user", x, y, task, classes)
+
+
+def of_users(
+    place: Path,
+    found: Collected,
+    name: str,
+    column: str,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    task: Task,
+    classes: tuple[str, ...],
+    vocabulary: tuple[str, ...] = (),
+) -> Dataset:
+    """The data set of what was collected by user, whose names are a column too."""
     with lies_at(place):
         return Dataset(
-            "femnist" if known else (PurePosixPath(options.inside).name or place.name),
+            name,
             x,
             y,
             task,
@@ -235,6 +250,7 @@ def _load(place: Path, options: Leaf, known: tuple[int, tuple[str, ...]] | None)
             levels={column: found.names},
             users=found.users,
             user_names=found.names,
+            vocabulary=vocabulary,
         )
 
 

@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from fedloom.data.dataset import Dataset, Task
-from fedloom.data.sources._base import FileSource, Source, lies_at, locate
-from fedloom.data.sources.leaf import Collected, Collector, Floats, Leaf, collect, holds_json
+from fedloom.data.dataset import Dataset
+from fedloom.data.sources._base import FileSource, Source, locate
+from fedloom.data.sources.leaf import Collector, Floats, Leaf, collect, holds_json, of_users
 from fedloom.data.text import NO_LABEL, encoded, vocabulary_of
 from fedloom.errors import DataError, NoSamples
 
@@ -77,7 +77,7 @@ class Shakespeare(FileSource):
         code = {character: k for k, character in enumerate(vocabulary[2:])}
         y = torch.tensor([code[character] for character in following])
         x = encoded(texts, vocabulary, self.length or max(map(len, texts)), last=True)
-        return _made("shakespeare", "speaker", place, found, x, y, vocabulary[2:], vocabulary)
+        return of_users(place, found, "shakespeare", "speaker", x, y, "classification", vocabulary[2:], vocabulary)
 
 
 class Sent140(FileSource):
@@ -93,34 +93,7 @@ class Sent140(FileSource):
         texts = found.x[:, 0].tolist()
         vocabulary = vocabulary_of(texts, "word", self.words)
         x, y = encoded(texts, vocabulary, self.length), torch.from_numpy((found.y > 0).astype(np.int64))
-        return _made("sent140", "user", place, found, x, y, ("negative", "positive"), vocabulary, "binary")
-
-
-def _made(
-    name: str,
-    column: str,
-    place: Path,
-    found: Collected,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    classes: tuple[str, ...],
-    vocabulary: tuple[str, ...],
-    task: Task = "classification",
-) -> Dataset:
-    with lies_at(place):
-        return Dataset(
-            name,
-            x,
-            y,
-            task,
-            classes,
-            test=found.test,
-            columns={column: found.users},
-            levels={column: found.names},
-            users=found.users,
-            user_names=found.names,
-            vocabulary=vocabulary,
-        )
+        return of_users(place, found, "sent140", "user", x, y, "binary", ("negative", "positive"), vocabulary)
 
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
