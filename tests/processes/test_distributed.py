@@ -310,8 +310,10 @@ def test_parcels_come_back_as_they_were() -> None:
     trained = Trained(torch.tensor([True, False, True]), tensors, {}, 0.1 + 0.2, torch.arange(14).view(2, 7))
     value = [trained, {("global", "test"): {"loss": torch.arange(3.0)}}, (None, "text", 2**60, float("inf"))]
     text, sent = parcel.write(value)
-    forms = parcel.forms(text)
-    back = parcel.read(text, parcel.cut(parcel.fill(sent, forms), forms))
+    packed = torch.cat([parcel.pack(b"other", []), parcel.pack(text, sent), parcel.pack(b"ones", [torch.ones(3)])])
+    (other, nothing), (text, data), (_, ones) = parcel.unpack(packed)
+    assert (other, len(nothing), len(ones)) == (b"other", 0, parcel.ALIGN)
+    back = parcel.read(text, parcel.cut(data, parcel.forms(text)))
     assert back[0].shares == trained.shares
     assert back[2] == value[2]
     assert torch.equal(back[0].accepted, trained.accepted)
@@ -360,8 +362,8 @@ class Several:
         self.moved += [(source, target)] * len(tensors[0])
         return tensors
 
-    def any(self, flag: bool) -> bool:
-        return flag
+    def any(self, *flags: bool) -> list[bool]:
+        return list(flags)
 
     def share(self, value: Any) -> Any:
         return value

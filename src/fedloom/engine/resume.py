@@ -85,11 +85,9 @@ class Disk:
         self._checkpoints.save(newest + 1, state.tensors(), meta, fingerprint=self._mark, stores=self._stores)
         self._saved = time.monotonic()
 
-    def save_if_due(self, state: State) -> None:
-        """A checkpoint when the last one is long enough ago."""
-        late = time.monotonic() - self._saved >= self._job.setting.engine.checkpoint_every
-        if self._kept and self._job.ranks.any(late):
-            self.save(state, None)
+    def late(self) -> bool:
+        """Whether the last checkpoint is long enough ago for another."""
+        return self._kept and time.monotonic() - self._saved >= self._job.setting.engine.checkpoint_every
 
 
 def fingerprint(job: Job) -> str:

@@ -136,14 +136,17 @@ def simulate(
                 if state.round % job.setting.evaluate.every == 0 or state.round == rounds:
                     judge(state)
                 said = [sentence for tell in progress if isinstance(sentence := tell(state), str)]
-                if state.round < rounds and ranks.any(bool(said)):
+                if state.round == rounds:
+                    break
+                told, asked, late = ranks.any(bool(said), interrupted(), disk.late())
+                if told:
                     stop, detail = Stop.STOPPED, "; ".join(said)
                     if state.round % job.setting.evaluate.every:
                         judge(state)
-                elif state.round < rounds and ranks.any(interrupted()):
+                elif asked:
                     stop = Stop.INTERRUPTED
-                elif state.round < rounds:
-                    disk.save_if_due(state)
+                elif late:
+                    disk.save(state, None)
         except RunStopped as error:
             stop, detail = error.reason, error.detail
     divergence.read(state.records, ended=True)

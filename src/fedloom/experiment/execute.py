@@ -125,7 +125,7 @@ class Plan:
             for method, seed in self.runs:
                 hear = () if (method.label, seed) in ended else listeners
                 outcomes.append(self._run_one(method, seed, hear, alone=alone, advance=not interrupted))
-                interrupted |= self.ranks.any(asked()) or outcomes[-1].status == "interrupted"
+                interrupted |= self.ranks.any(asked())[0] or outcomes[-1].status == "interrupted"
         return outcomes
 
     def _run_one(

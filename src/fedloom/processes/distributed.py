@@ -61,7 +61,7 @@ def joined() -> Iterator[Ranks]:
         with _ended_by_signal():
             group = _join(watch)
             yield group
-            group.wait()
+            group.any()
             with _translated(watch.rank):
                 dist.destroy_process_group()
     except Exception as error:
@@ -157,31 +157,41 @@ class Group:
 
     def __init__(self, rank: int, size: int, machine: int, own_gpu: bool) -> None:
         self.rank, self.size = rank, size
-        all_own = not self.any(not own_gpu)
+        all_own = not self.any(not own_gpu)[0]
         self._nccl = dist.new_group(backend="nccl", timeout=FOREVER) if all_own else None
         given = self._numbers(machine)
         self.machines = [sorted(set(given)).index(m) for m in given]
-        name, here = self.share(f"fedloom-{secrets.token_hex(8)}"), self.machines[rank]
-        machines = range(max(self.machines) + 1)
-        neighbours = [[r for r, m in enumerate(self.machines) if m == machine] for machine in machines]
+        here = self.machines[rank]
+        neighbours = [[r for r, m in enumerate(self.machines) if m == k] for k in range(max(self.machines) + 1)]
         groups = [dist.new_group(ranks, timeout=FOREVER) for ranks in neighbours]
+        first = [ranks[0] for ranks in neighbours]
+        self._here, self._first = (neighbours[here], groups[here]), (first, dist.new_group(first, timeout=FOREVER))
+        name = self.share(f"fedloom-{secrets.token_hex(8)}")
         self.memory: Memory = _Memory(rank, neighbours[here][0], groups[here], f"{name}-{here}")
 
-    def any(self, flag: bool) -> bool:
-        return any(self._numbers(int(flag)))
+    def any(self, *flags: bool) -> list[bool]:
+        said = self._numbers(sum(flag << k for k, flag in enumerate(flags)))
+        return [any(number >> k & 1 for number in said) for k in range(len(flags))]
 
     def wait(self) -> None:
-        self._numbers(0)
+        self.memory.wait()
 
     def share(self, value: Any) -> Any:
-        text, tensors = parcel.write(value) if self.rank == 0 else (b"", [])
-        length = self._numbers(len(text))[0]
-        return self._sent(0, value, text, tensors, length)
+        return self.gather(value if self.rank == 0 else None)[0]
 
     def gather(self, value: Any) -> list[Any]:
+        """See `fedloom.processes.ranks.Ranks`; between machines a byte travels once, from first rank to first rank."""
         text, tensors = parcel.write(value)
-        lengths = self._numbers(len(text))
-        return [self._sent(r, value, text, tensors, length) for r, length in enumerate(lengths)]
+        packed = parcel.pack(text, [t for t in tensors if not self._by_gpu(t.device.type)])
+        packed = self._exchange(*self._here, packed)
+        if len(self._first[0]) > 1:
+            packed = self._exchange(*self._first, packed) if self.rank in self._first[0] else packed[:0]
+            packed = self._exchange(*self._here, packed)
+        found = []
+        for r, (theirs, data) in enumerate(parcel.unpack(packed)):
+            received = self._received(r, theirs, data, tensors)
+            found.append(value if r == self.rank else parcel.read(theirs, received))
+        return found
 
     def move(self, tensors: list[Tensor], source: int, target: int) -> list[Tensor]:
         for t in tensors:
@@ -200,30 +210,44 @@ class Group:
             dist.all_gather(found, torch.tensor([number]))
         return [int(n) for n in found]
 
-    def _sent(self, source: int, value: Any, text: bytes, tensors: list[Tensor], length: int) -> Any:
-        """What a rank sends to all, who know the length of its text."""
-        mine = self.rank == source
-        header = torch.frombuffer(bytearray(text if mine else length), dtype=torch.uint8)
-        self._broadcast(header, source)
-        text = header.numpy().tobytes()
-        forms = parcel.forms(text)
-        found: list[Tensor] = list(tensors) if mine else [torch.empty(0)] * len(forms)
-        for place in sorted({f.place for f in forms}):
-            here = [k for k, f in enumerate(forms) if f.place == place]
-            these, travels = [forms[k] for k in here], "cpu" if self._nccl is None else place
-            if mine:
-                self._broadcast(parcel.fill([tensors[k] for k in here], these).to(travels), source)
-                continue
-            data = torch.empty(sum(f.bytes for f in these), dtype=torch.uint8, device=travels)
-            self._broadcast(data, source)
-            for k, t in zip(here, parcel.cut(data.to(place), these), strict=True):
-                found[k] = t
-        return value if mine else parcel.read(text, found)
+    def _exchange(self, ranks: list[int], group: Any, data: Tensor) -> Tensor:
+        """The bytes of each of some ranks, one after the other; all of them call this and send at once."""
+        if len(ranks) == 1:
+            return data
+        sizes = [torch.zeros(1, dtype=torch.long) for _ in ranks]
+        with _translated(self.rank):
+            dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
+            found = torch.empty(int(sum(sizes)), dtype=torch.uint8)
+            parts = dict(zip(ranks, found.split([int(size) for size in sizes]), strict=True))
+            parts[self.rank].copy_(data)
+            others = [r for r in ranks if r != self.rank]
+            works = [dist.irecv(parts[r], r) for r in others if parts[r].numel()]
+            works += [dist.isend(data, r) for r in others if data.numel()]
+            for work in works:
+                work.wait()
+        return found
 
-    def _broadcast(self, data: Tensor, source: int) -> None:
-        if data.numel():
-            with _translated(self.rank):
-                dist.broadcast(data, source, group=self._nccl if data.is_cuda else None)
+    def _received(self, source: int, text: bytes, data: Tensor, mine: list[Tensor]) -> list[Tensor]:
+        """The tensors of a parcel; those between GPUs are sent now."""
+        forms = parcel.forms(text)
+        linked = iter(parcel.cut(data, [f for f in forms if not self._by_gpu(f.place)]))
+        direct = iter(self._broadcast(source, [f for f in forms if self._by_gpu(f.place)], mine))
+        return [next(direct) if self._by_gpu(f.place) else next(linked).to(f.place) for f in forms]
+
+    def _broadcast(self, source: int, forms: list[parcel.Form], mine: list[Tensor]) -> list[Tensor]:
+        if not forms:
+            return []
+        if source == self.rank:
+            data = parcel.fill([t for t in mine if t.is_cuda], forms, "cuda")
+        else:
+            data = torch.empty(sum(f.bytes for f in forms), dtype=torch.uint8, device="cuda")
+        with _translated(self.rank):
+            dist.broadcast(data, source, group=self._nccl)
+        return parcel.cut(data, forms)
+
+    def _by_gpu(self, place: str) -> bool:
+        """Whether tensors of a kind of device travel from GPU to GPU."""
+        return self._nccl is not None and place == "cuda"
 
 
 class _Memory:

@@ -7,7 +7,7 @@ What travels: None, truth values, numbers, texts, tuples, lists, dicts, `Trained
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -43,12 +43,16 @@ class Form(NamedTuple):
         return -(-prod(self.shape) * DTYPES[self.dtype].itemsize // ALIGN) * ALIGN
 
 
+def form(tensor: Tensor) -> Form:
+    """Of a tensor."""
+    return Form(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)
+
+
 def write(value: Any) -> tuple[bytes, list[Tensor]]:
     """The text of a value, and the tensors in it."""
     tensors: list[Tensor] = []
     tree = _write(value, tensors)
-    forms = [Form(str(t.dtype).removeprefix("torch."), tuple(t.shape), t.device.type) for t in tensors]
-    return json.dumps([tree, forms]).encode(), tensors
+    return json.dumps([tree, [form(t) for t in tensors]]).encode(), tensors
 
 
 def forms(text: bytes) -> list[Form]:
@@ -61,11 +65,27 @@ def read(text: bytes, tensors: Sequence[Tensor]) -> Any:
     return _read(json.loads(text)[0], tensors)
 
 
-def fill(tensors: Sequence[Tensor], forms: Sequence[Form]) -> Tensor:
-    """The bytes ``[b]`` of tensors on one device, one after the other."""
-    buffer = torch.empty(sum(f.bytes for f in forms), dtype=torch.uint8, device=tensors[0].device)
-    for place, tensor in zip(cut(buffer, forms), tensors, strict=True):
-        place.copy_(tensor)
+def pack(text: bytes, tensors: Sequence[Tensor]) -> Tensor:
+    """A text and tensors of it as bytes ``[b]`` on the CPU."""
+    head = torch.frombuffer(bytearray(text) + bytes(-len(text) % ALIGN), dtype=torch.uint8)
+    body = fill(tensors, [form(t) for t in tensors], "cpu")
+    return torch.cat([torch.tensor([len(text), len(body)]).view(torch.uint8), head, body])
+
+
+def unpack(packed: Tensor) -> Iterator[tuple[bytes, Tensor]]:
+    """Text and bytes of the tensors of what `pack` gave, any number of times, one after the other."""
+    while len(packed):
+        length, size = packed[:ALIGN].view(torch.long).tolist()
+        begin = ALIGN + length + -length % ALIGN
+        yield packed[ALIGN : ALIGN + length].numpy().tobytes(), packed[begin : begin + size]
+        packed = packed[begin + size :]
+
+
+def fill(tensors: Sequence[Tensor], forms: Sequence[Form], place: str) -> Tensor:
+    """The bytes ``[b]`` of tensors on a device, one after the other."""
+    buffer = torch.empty(sum(f.bytes for f in forms), dtype=torch.uint8, device=place)
+    for part, tensor in zip(cut(buffer, forms), tensors, strict=True):
+        part.copy_(tensor)
     return buffer
 
 

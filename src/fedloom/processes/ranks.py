@@ -36,8 +36,8 @@ class Ranks(Protocol):
         """What the ranks of this machine share; None where this process needs to share nothing."""
         ...
 
-    def any(self, flag: bool) -> bool:
-        """Whether some rank says yes."""
+    def any(self, *flags: bool) -> list[bool]:
+        """For each flag, whether some rank has it set; returns when all have come here."""
         ...
 
     def share(self, value: Any) -> Any:
@@ -53,7 +53,7 @@ class Ranks(Protocol):
         ...
 
     def wait(self) -> None:
-        """Return when all have come here."""
+        """Return when all ranks of this machine have come here: rows that they share and wrote can be read."""
         ...
 
 
@@ -63,8 +63,8 @@ class Alone:
     rank, size, memory = 0, 1, None
     machines = [0]  # noqa: RUF012 (never written)
 
-    def any(self, flag: bool) -> bool:
-        return flag
+    def any(self, *flags: bool) -> list[bool]:
+        return list(flags)
 
     def share(self, value: Any) -> Any:
         return value
