@@ -69,8 +69,8 @@ REPLIED: Mapping[str, Mapping[str, type]] = {
         "sizes": list,
     },
     "ask": {"samples": int, "work": list},
-    "train": {"samples": int, "work": list, "model": str},
-    "score": {"samples": int, "model": str},
+    "train": {"samples": int, "work": list},
+    "score": {"samples": int},
     **{step: {} for step in STEPS},
 }
 """Further fields of a site's reply."""
