@@ -15,13 +15,13 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedloom.data import PARTS
 from fedloom.deploy.audit import Audit
-from fedloom.deploy.exchange.envelope import HEAD
+from fedloom.deploy.exchange.envelope import HEAD, LISTED, REPLIED, STATUS, unseal
 from fedloom.deploy.exchange.post import Letter, Post
 from fedloom.deploy.exchange.replies import Asked, Judge, Rejected, Reply
 from fedloom.deploy.site.client import Client
 from fedloom.deploy.site.local_data import federation_of
 from fedloom.deploy.site.state import Generation, Memory
-from fedloom.errors import ConfigError, RunStopped, Stop
+from fedloom.errors import ConfigError, RunStopped, Stop, WireError
 from fedloom.rows.aggregate import Krum
 from fedloom.version import __version__
 from tests.deploy.grid import Clock, FakeGrid, wire
@@ -110,6 +110,19 @@ def test_an_answer_after_the_life_of_its_message_is_none(here: Scene, clock: Clo
     clock.now = 1300.0
     post.greet()
     assert post.nodes == {}
+
+
+def test_a_site_may_have_a_large_vocabulary(here: Scene) -> None:
+    """And no string, nor any list, may be of any length."""
+    post, grid, _ = hello(here)
+    post.exchange(0, [Letter("hello", None, node=FIRST)], 1, 0.2)
+    reply = Client(here.sites[0]).answer(grid.sent[-1])
+    words = [f"w{k}" for k in range(20_000)]
+    read = unseal(wire(changed(reply, 0, head={"vocabulary": words})).content, REPLIED, STATUS, 1)
+    assert read.head["vocabulary"] == words
+    for head in ({"reason": "x" * 20_000}, {"sizes": [0] * (LISTED + 1)}):
+        with pytest.raises(WireError, match="long"):
+            unseal(changed(reply, 0, head=head).content, REPLIED, STATUS, 1)
 
 
 @pytest.mark.parametrize("sizes", [[-1, 0, 0], [1, 2], [10**9, 0, 0], [1.0, 0.0, 0.0]])

@@ -123,6 +123,17 @@ def test_a_limit_without_noise_releases_nothing(tmp_path: Path) -> None:
     assert all("without accounted noise" in r["reason"] for r in here.audit("rejected"))
 
 
+def test_a_limit_without_noise_answers_no_question_either(tmp_path: Path) -> None:
+    """A server that asks candidates for their losses before it trains: a site with a limit says none."""
+    asks = {"sampler": {"kind": "power-of-choice", "clients": 2}, "evaluate": {"every": 1}}
+    here = limited(scene(tmp_path, "fedavg", **{**SMALL, **asks}), 1.0)
+    seen: list[Message] = []
+    assert here.serve(here.grid(lambda _node, _message, reply: (seen.append(reply), reply)[1])) is Stop.TOO_FEW
+    told = [r for r in seen if r.content["head"]["kind"] != "hello"]
+    assert {str(r.content["head"]["kind"]) for r in told} >= {"ask", "train"}
+    assert not [r for r in told if r.content["arrays"] or r.content.get("metrics")]
+
+
 def test_noise_comes_from_the_operating_system(tmp_path: Path) -> None:
     """Two runs of one seed have different noise of the size that was asked for; in simulation they are the same."""
     for how, settings, scale in (("local", LOCAL, 3 / math.sqrt(3)), ("central", CENTRAL, 1.0)):

@@ -119,7 +119,7 @@ class Client:
         if head["digest"] != digest_of(letter.arrays):
             raise Refused("the arrays did not arrive as they were sent")
         if head["kind"] == "ask" and self.trainer.private:
-            raise Refused(f"site {site.site} answers no question: the experiment has a delta, and answers no noise")
+            raise Refused(f"site {site.site} answers no question: epsilon is limited, and answers have no noise")
 
         kind, masks = head["kind"], site.secure is not None
         unmasked = kind in ("train", "ask") or (kind == "score" and masks and self.trainer.tallies)

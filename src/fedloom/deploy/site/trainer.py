@@ -63,9 +63,9 @@ class Trainer:
 
     @cached_property
     def private(self) -> bool:
-        """Whether a delta is in force, at the sites or at the server: nothing leaves that epsilon does not cover."""
+        """Whether a delta is in force, or a limit of the site's own: nothing leaves that epsilon does not cover."""
         setting = self._experiment.methods[0].setting
-        return accounted(setting.channel, setting.aggregator) is not None
+        return self._site.epsilon is not None or accounted(setting.channel, setting.aggregator) is not None
 
     @cached_property
     def samples(self) -> str:
@@ -213,8 +213,7 @@ class Trainer:
             row = personal_models(job, everyone, t, ids)[0] if personal else shared
             assert row is not None
             self._memory.keep_model(row.cpu(), job.oracle.layout.header(), t, "personal" if personal else "global")
-        silent = not (self._scores_openly or self.tallies) or self._site.epsilon is not None  # scores have no noise
-        if not there or silent:
+        if not there or not (self._scores_openly or self.tallies):  # scores have no noise
             return {}
         found: Scores = score(job, everyone, shared, ScoreTask(t, ids, ids, common=False))
         part = job.setting.evaluate.select_on
