@@ -381,14 +381,20 @@ def test_a_site_without_data(tmp_path: Path) -> None:  # 29
         ("a,b,y\n1,2,0.5\n3,4,0\n5,6,1\n", "fractions"),
         ("a,b,c,y\n1,2,3,0\n3,4,5,1\n5,6,5,1\n", "shape of the data is 3, that of the experiment 2"),
         ("nonsense", "label|column|rows|header"),
+        ("a,b,y\n1,2,Miller\n3,4,Smith\n5,6,Smith\n", "classes of the data is Miller, Smith"),  # the wrong column
     ],
 )
-def test_bad_data_of_a_site(table: str, sentence: str, tmp_path: Path) -> None:  # 31, and another schema
+def test_bad_data_of_a_site(  # 31, and another schema
+    table: str, sentence: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The site's own log has the sentence; the server's too, where it cannot quote a cell."""
     here = csv_scene(tmp_path, ["", table, ""])
     assert here.serve(quorum=2) is Stop.DONE
     reasons = {r["reason"] for r in here.audit("rejected", kind="hello", node=FIRST + LOST)}
     assert reasons
-    assert any(word in reason for word in sentence.split("|") for reason in reasons), reasons
+    assert "Miller" not in here.server.audit.read_text()
+    told = "; ".join(reasons) + capfd.readouterr().err
+    assert any(word in told for word in sentence.split("|")), told
     assert not here.audit(kind="train", client=LOST)
     assert len(here.audit("accepted", kind="train")) == 8
 

@@ -13,14 +13,17 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Message, RecordDict
 
+from fedloom.data import PARTS
 from fedloom.deploy.audit import Audit
-from fedloom.deploy.exchange.envelope import HEAD
+from fedloom.deploy.exchange.envelope import HEAD, LISTED, REPLIED, STATUS, unseal
 from fedloom.deploy.exchange.post import Letter, Post
 from fedloom.deploy.exchange.replies import Asked, Judge, Rejected, Reply
 from fedloom.deploy.site.client import Client
+from fedloom.deploy.site.local_data import federation_of
 from fedloom.deploy.site.state import Generation, Memory
-from fedloom.errors import ConfigError, RunStopped, Stop
+from fedloom.errors import ConfigError, RunStopped, Stop, WireError
 from fedloom.rows.aggregate import Krum
+from fedloom.version import __version__
 from tests.deploy.grid import Clock, FakeGrid, wire
 from tests.deploy.scene import FIRST, Scene, changed, scene
 from tests.deploy.test_mute import FEW
@@ -91,6 +94,45 @@ def test_a_round_closes_at_the_deadline_if_the_quorum_is_there(
     good, _ = post.exchange(1, [Letter("hello", None, node=FIRST + c) for c in range(2)], need, 60.0)
     assert set(good) == {0}
     assert waits <= clock.now - start < waits + 1
+
+
+def test_a_message_lives_as_long_as_the_settings_say(here: Scene) -> None:  # 16
+    post, grid, _ = hello(here)
+    post.exchange(0, [Letter("hello", None, node=FIRST)], 1, 0.2)
+    assert grid.sent[-1].metadata.ttl == here.server.ttl
+
+
+def test_an_answer_after_the_life_of_its_message_is_none(here: Scene, clock: Clock) -> None:  # 16
+    """Not even to a greeting, which may be answered after the deadline."""
+    grid = FakeGrid({FIRST: Client(here.sites[0]).answer}, None, clock, lambda *_: 1201.0)
+    post = Post(grid, here.server.with_(deadline=60.0, ttl=1200.0), Audit(here.folder / "late"), str)
+    post.greet()
+    clock.now = 1300.0
+    post.greet()
+    assert post.nodes == {}
+
+
+def test_a_site_may_have_a_large_vocabulary(here: Scene) -> None:
+    """And no string, nor any list, may be of any length."""
+    post, grid, _ = hello(here)
+    post.exchange(0, [Letter("hello", None, node=FIRST)], 1, 0.2)
+    reply = Client(here.sites[0]).answer(grid.sent[-1])
+    words = [f"w{k}" for k in range(20_000)]
+    read = unseal(wire(changed(reply, 0, head={"vocabulary": words})).content, REPLIED, STATUS, 1)
+    assert read.head["vocabulary"] == words
+    for head in ({"reason": "x" * 20_000}, {"sizes": [0] * (LISTED + 1)}):
+        with pytest.raises(WireError, match="long"):
+            unseal(changed(reply, 0, head=head).content, REPLIED, STATUS, 1)
+
+
+@pytest.mark.parametrize("sizes", [[-1, 0, 0], [1, 2], [10**9, 0, 0], [1.0, 0.0, 0.0]])
+def test_numbers_of_samples_that_cannot_be_are_refused_in_a_greeting(here: Scene, sizes: list[float]) -> None:  # 9
+    post, grid, said = hello(here)
+    grid.nodes = {FIRST: grid.nodes[FIRST]}
+    grid.fault = lambda _node, _message, reply: changed(reply, 0, head={"sizes": sizes})
+    post.greet()
+    assert post.nodes == {}
+    assert "numbers of samples must be three from 0 to 100000000" in said[0]
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +210,31 @@ def test_a_site_refuses_by_itself(here: Scene, field: str, value: Any, sentence:
     assert sentence in answer["reason"]
 
 
+def test_a_server_file_of_another_release(here: Scene) -> None:  # 34
+    with pytest.raises(ConfigError, match=rf"fedloom is {__version__} here, the experiment runs 9\.9\.9"):
+        here.serve(version="9.9.9")
+
+
+def test_a_site_file_of_another_release(here: Scene) -> None:  # 34
+    """All that the server sends is of its own release."""
+    post, grid, _ = hello(here)
+    post.exchange(0, [Letter("hello", BAD, node=FIRST + BAD)], 1, 0.2)
+    answer = Client(here.sites[BAD].with_(version="9.9.9")).answer(grid.sent[-1]).content[HEAD]
+    assert answer["status"] == "refused"
+    assert f"fedloom is {__version__} here, the experiment runs 9.9.9" in answer["reason"]
+
+
+def test_a_candidate_that_does_not_answer_is_drawn_last(tmp_path: Path) -> None:
+    asks = {"kind": "power-of-choice", "clients": 2, "candidates": 3}
+    here = scene(tmp_path, {"algorithm": "fedavg", "sampler": asks}, **FEW)
+
+    def lost(node: int, message: Message, reply: Message) -> Message | None:
+        return None if node == FIRST + BAD and message.content[HEAD]["kind"] == "ask" else reply
+
+    assert here.serve(here.grid(lost), quorum=2) is Stop.DONE
+    assert {x["client"] for x in here.audit("accepted", kind="train")} == {0, 2}
+
+
 def test_too_few_for_the_rule_stops_before_the_rule_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # 21
@@ -203,6 +270,14 @@ def test_a_server_that_stays_away_is_a_sentence(
                     0, [Letter("hello", None, node=FIRST)], 1, 0.2
                 ) if name != "get_node_ids" else post.greet()
             assert clock.now - start >= here.server.ttl
+
+
+def test_claimed_samples_cost_no_memory(here: Scene) -> None:  # 9
+    """Every site says that it has as many as a site may, of each part; the server makes its run of that."""
+    most = torch.full((here.server.clients, 3), here.server.examples_limit)
+    fed = federation_of(here.server.samples, most)
+    assert fed.sizes("test").tolist() == most[:, 2].tolist()
+    assert sum(fed.parts[part].index.untyped_storage().nbytes() for part in PARTS) < 100
 
 
 def test_a_refusal_of_our_own_is_not_tried_again(

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from fedloom.cli import app
 from fedloom.deploy.ops.loopback import Loopback, run_all
 from fedloom.deploy.ops.processes import Processes
+from fedloom.deploy.settings import read_server, text_of
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.storage.files import lock
 
@@ -44,6 +45,13 @@ def test_a_site_with_another_experiment_file(ready):
     with pytest.raises(
         ConfigError, match=r"sites/site-2/experiment.toml is not the experiment file that was agreed on"
     ):
+        Loopback(ready, Processes())
+
+
+def test_another_version_of_fedloom(ready):
+    file = ready / "server" / "server.toml"
+    file.write_text(text_of(read_server(file).model_copy(update={"version": "9.9.9"})))
+    with pytest.raises(ConfigError, match=r"here, the experiment runs 9\.9\.9"):
         Loopback(ready, Processes())
 
 

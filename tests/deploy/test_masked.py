@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import shutil
 from collections.abc import Collection
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 
 from fedloom.algorithms import PRESETS, REGISTRY
 from fedloom.deploy.exchange import secure
+from fedloom.deploy.exchange.envelope import ASKED, COMMON, PROTOCOL, Kind, digest_of, seal
 from fedloom.deploy.exchange.masked import ATTEMPTS
 from fedloom.deploy.exchange.secure import Broken
 from fedloom.deploy.noise import SharedMean
@@ -26,12 +28,14 @@ from fedloom.deploy.settings import Secure
 from fedloom.deploy.site import client, masking, trainer
 from fedloom.deploy.site.masking import Masking, check_maskable
 from fedloom.deploy.site.state import models
+from fedloom.deploy.site.vectors import Figures, Uploads
 from fedloom.deploy.status import lines, status_of
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import epsilon
 from fedloom.engine.resume import Disk
 from fedloom.errors import ConfigError, Refused, Stop
 from fedloom.rows.aggregate import PrivateMean
+from fedloom.version import __version__
 from tests.deploy.grid import Clock, FakeGrid
 from tests.deploy.scene import FIRST, Scene, changed, document, scene, signing_key_of
 
@@ -171,6 +175,21 @@ def test_any_sites_up_to_the_threshold_may_drop_at_any_step(
         torch.testing.assert_close(model, seen["train"][t], rtol=0, atol=1e-6)
     for t, gone in enumerate(before, 1):
         assert asked[t] == {secure.write(dict.fromkeys(set(range(5)) - gone, b""))}  # one set of sites per round
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_site_that_falls_mute_at_a_step_costs_one_deadline(step: str, tmp_path: Path, clock: Clock) -> None:
+    here, gone = secured(tmp_path, "fedavg", rounds=3), [False]
+
+    def delay(node: int, message: Message) -> float:
+        gone[0] |= kind_of(message) == step and message.content["head"]["round"] == 2
+        return math.inf if gone[0] and node == FIRST + 1 else 0.0
+
+    grid = FakeGrid({FIRST + c.site.client: c.answer for c in here.clients()}, None, clock, delay)
+    assert here.serve(grid, deadline=600.0, ttl=1200.0, patience=600.0) is Stop.DONE
+    assert gone[0]
+    assert clock.now <= 630
+    assert [(x["kind"], x["site"]) for x in here.audit("mute")] == [(step, "site-1")]
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -547,7 +566,12 @@ def test_every_site_adds_its_share_of_the_noise(tmp_path: Path) -> None:
     """The noise of five of at least three sites has 5/3 of the variance of the central one; epsilon is the same."""
     local = {"lr": 1e-12, "epochs": 1, "batch_size": 200}  # uploads that are next to nothing: all that moves is noise
     here = secured(tmp_path, "fedavg", rounds=1, aggregator=PRIVATE, local=local, agreed={"norm_bound": 1e-20})
-    assert here.serve() is Stop.DONE
+    clients = here.clients()
+    assert here.serve(here.grid(None, clients)) is Stop.DONE
+    for one in clients:
+        kept = one._memory.read(1)
+        assert kept is not None
+        assert not kept.tensors["reply"][-3:].any()  # no count of work is summed
     noise, n, d = here.model(), 5, 650
     variance = (PRIVATE["sigma"] * PRIVATE["clip"] / n) ** 2 * n / 3
     assert noise.shape == (d,)
@@ -588,6 +612,19 @@ def test_training_that_fails_is_no_answer_under_shared_noise(tmp_path: Path, mon
     assert here.serve() is Stop.DONE
     assert not here.audit("rejected")
     assert len([x for x in here.audit("accepted") if x["kind"] == "masked"]) == 5
+
+
+def test_a_state_that_is_too_long_is_no_answer_under_a_sites_noise(tmp_path: Path) -> None:
+    """What stays at a site has no noise: that it passes `engine.norm_bound` is not told by a refusal."""
+    noise = {"channel": {"kind": "gaussian-noise", "clip": 1e-3, "sigma": 1.0, "delta": 1e-5}}
+    short = {"engine": {"dtype": "float64", "oracle": "looped", "norm_bound": 0.1}}
+    here = secured(tmp_path, "scaffold", rounds=2, **noise, **short)
+    clients = here.clients()
+    assert here.serve(here.grid(None, clients)) is Stop.DONE
+    kept = clients[0]._memory.read(2)
+    assert kept is not None
+    assert any(float(row.norm()) > 0.1 for row in kept.group("rows").values())
+    assert not here.audit("rejected")
 
 
 def refusal(name: str, **changes: Any) -> str:
@@ -773,6 +810,47 @@ REFUSED: dict[str, tuple[str, Any]] = {
         lambda s: (s.receive(0, range(5)), s.sites[0].keys(2, s.nonce), s.masked(0)),
     ),
 }
+
+
+def told(here: Scene, kind: Kind, *arrays: bytes, **fields: Any) -> tuple[str, str]:
+    """What a site answers to a message that its own server would not send."""
+    blank: dict[type, Any] = {int: 0, float: 0.0, bool: False, bytes: b"", str: "", list: []}
+    head = {name: blank[type_] for name, type_ in (COMMON | ASKED[kind]).items()}
+    head |= {"protocol": PROTOCOL, "release": __version__, "experiment": here.server.fingerprint, "kind": kind}
+    message = Message(seal(head | {"digest": digest_of(arrays)} | fields, arrays), dst_node_id=1, message_type="query")
+    answer = here.clients()[0].answer(message).content["head"]
+    return str(answer["status"]), str(answer["reason"])
+
+
+@pytest.mark.parametrize("kind", ["train", "ask", "score"])
+def test_a_site_under_masks_answers_no_plain_question(kind: Kind, five: Scene) -> None:
+    assert told(five, kind) == (
+        "refused",
+        f"site site-0 answers no message of the kind {kind}: the agreement says secure aggregation",
+    )
+
+
+@pytest.mark.parametrize("share", [1.5, -2.0, math.nan])
+def test_a_site_takes_no_share_beyond_one(share: float, five: Scene) -> None:
+    """Its upload would be told times that, beyond the bound."""
+    assert told(five, "masked", b"", b"", share=share) == ("refused", f"a share must be within -1..1, got {share}")
+
+
+def test_sums_of_counts_that_cannot_be_are_rejected(five: Scene) -> None:
+    """Those of work and of scores, as those of uploads are: a mask is still on them."""
+    trainer = five.clients()[0].trainer
+    uploads, scores = Uploads(trainer.job, trainer.forms.idle), Figures(trainer.job)
+    total = np.zeros(uploads.length, dtype=np.uint64)
+    assert uploads.decode(total, 3, 1.0)[1].tolist() == [0, 0, 0]
+    total.view(np.int64)[-1] = -1
+    with pytest.raises(Broken, match="the sum of work is below zero"):
+        uploads.decode(total, 3, 1.0)
+    for sites in (-1, 4):
+        total = np.zeros(scores.length, dtype=np.int64)
+        assert scores.decode(total.view(np.uint64), 3) == {}
+        total[2:4] = sites
+        with pytest.raises(Broken, match="the sum of scores is out of range"):
+            scores.decode(total.view(np.uint64), 3)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,6 @@ from fedloom.deploy.ops import keys
 from fedloom.deploy.ops.commands import command, environment, profile
 from fedloom.deploy.ops.loopback import Loopback
 from fedloom.deploy.ops.processes import ProcessError, Processes, free_ports
-from fedloom.deploy.settings import read_server, text_of
 from fedloom.errors import ConfigError
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(300)]
@@ -152,13 +151,6 @@ def test_expired_certificate(ready):
         here = Loopback(ready, processes)
         with pytest.raises(ProcessError, match="certificate is not valid: certificate has expired"):
             here.start_server()
-
-
-def test_another_version_of_fedloom(ready):
-    file = ready / "server" / "server.toml"
-    file.write_text(text_of(read_server(file).model_copy(update={"version": "9.9.9"})))
-    with Processes() as processes, pytest.raises(ConfigError, match=r"here, the experiment runs 9\.9\.9"):
-        Loopback(ready, processes)
 
 
 # ------------------------------------------------------------------------------------------------- the gate

@@ -14,9 +14,10 @@ from flwr.app import Message
 
 from fedloom.algorithms import FedAvg
 from fedloom.deploy.check import check_site
-from fedloom.deploy.exchange.envelope import PROTOCOL, digest_of, seal
+from fedloom.deploy.exchange.envelope import COMMON, PROTOCOL, STATUS, digest_of, seal
 from fedloom.deploy.noise import ReleasedNoise, released
 from fedloom.deploy.plan import plan
+from fedloom.deploy.settings import Schema
 from fedloom.deploy.site.client import Client
 from fedloom.deploy.site.ledger import Ledger
 from fedloom.engine.privacy import epsilon
@@ -122,6 +123,17 @@ def test_a_limit_without_noise_releases_nothing(tmp_path: Path) -> None:
     assert all("without accounted noise" in r["reason"] for r in here.audit("rejected"))
 
 
+def test_a_limit_without_noise_answers_no_question_either(tmp_path: Path) -> None:
+    """A server that asks candidates for their losses before it trains: a site with a limit says none."""
+    asks = {"sampler": {"kind": "power-of-choice", "clients": 2}, "evaluate": {"every": 1}}
+    here = limited(scene(tmp_path, "fedavg", **{**SMALL, **asks}), 1.0)
+    seen: list[Message] = []
+    assert here.serve(here.grid(lambda _node, _message, reply: (seen.append(reply), reply)[1])) is Stop.TOO_FEW
+    told = [r for r in seen if r.content["head"]["kind"] != "hello"]
+    assert {str(r.content["head"]["kind"]) for r in told} >= {"ask", "train"}
+    assert not [r for r in told if r.content["arrays"] or r.content.get("metrics")]
+
+
 def test_noise_comes_from_the_operating_system(tmp_path: Path) -> None:
     """Two runs of one seed have different noise of the size that was asked for; in simulation they are the same."""
     for how, settings, scale in (("local", LOCAL, 3 / math.sqrt(3)), ("central", CENTRAL, 1.0)):
@@ -193,6 +205,8 @@ def test_no_score_and_no_count_of_work_leaves_a_site(tmp_path: Path, how: dict[s
             assert not reply.content.get("metrics")
             assert head["reason"] == ""
             assert len(reply.content.get("arrays", ())) == (kind == "train")
+            own = {"train": {"samples", "work"}, "score": {"samples"}}.get(kind, {"sizes", *Schema.model_fields})
+            assert set(head) == {*COMMON, *STATUS, *own}
             if kind == "train":
                 assert head["work"] == [0, 0, 0]
     assert not here.audit("rejected")
@@ -272,20 +286,55 @@ def test_training_that_fails_is_no_answer_either(
     assert all(0.8 < norm / (3 * 650**0.5) < 1.2 for norm in norms)
 
 
-def test_errors_tell_the_server_nothing_of_the_samples(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Without a delta the server reads the sentence; with one, only the site's own log has it."""
-    for how, withheld in ((LOCAL, True), (CENTRAL, True), ({}, False)):
-        here = scene(tmp_path / str(len(how)) / str(how is LOCAL), "fedavg", **SMALL, **how)
-        table = tmp_path / "patients.csv"
-        table.write_text("age,disease\n4711,maybe\n12,no\n")
-        data = {"source": "csv", "path": str(table), "label": "disease"}
-        broken = here.sites[0].with_(data=data, share="all")
-        here = here._replace(sites=[broken, *here.sites[1:]])
-        assert here.serve() is Stop.TOO_FEW
-        [reason] = {r["reason"] for r in here.audit("rejected")}
-        log = capfd.readouterr().err
-        assert ("its own log says why" in reason) == withheld
-        assert ("disease" in log or "shape" in log or "task" in log) == withheld
+@pytest.mark.parametrize("how", [{}, LOCAL, CENTRAL])
+@pytest.mark.parametrize(
+    ("table", "secret"),
+    [
+        ("age,disease\n4711,no\nMiller,yes\n", "Miller"),  # a cell that is no number
+        ("Miller,no\n12,yes\n", "Miller"),  # no header: the first patient is one
+    ],
+)
+def test_errors_tell_the_server_no_value_of_a_sample(
+    table: str, secret: str, how: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The server reads that the site cannot answer; the sentence that quotes the cell is in the site's own log."""
+    here = scene(tmp_path, "fedavg", **SMALL, **how)
+    (tmp_path / "patients.csv").write_text(table)
+    data = {"source": "csv", "path": str(tmp_path / "patients.csv"), "label": "disease"}
+    broken = here.sites[0].with_(data=data, share="all")
+    here = here._replace(sites=[broken, *here.sites[1:]])
+    assert here.serve() is Stop.TOO_FEW
+    [reason] = {r["reason"] for r in here.audit("rejected")}
+    assert reason == "the site says: site site-0 could not answer; its own log says why"
+    assert secret not in here.server.audit.read_text() + json.dumps(here.summary())
+    assert secret in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("how", [LOCAL, CENTRAL, {}])
+def test_scoring_that_fails_is_no_answer_under_a_delta(
+    how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of a site whose samples break the scoring, alone or with a training, the server reads what it does of others."""
+    here = scene(tmp_path, "fedavg", **{**SMALL, "rounds": 1, "evaluate": {"every": 1}}, **how)
+
+    def broken(*_: Any) -> Any:
+        raise ValueError("patient 4711 has a weight of 1e999")
+
+    clients = here.clients()
+    monkeypatch.setattr(clients[1].trainer, "_score", broken)
+    seen: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def look(node: int, message: Message, reply: Message) -> Message:
+        head = reply.content["head"]
+        seen[str(head["kind"]), node - 100] = {k: head[k] for k in ("status", "reason")} | {"fields": [*head]}
+        return reply
+
+    assert here.serve(here.grid(look, clients)) is Stop.DONE
+    assert not here.audit("rejected")
+    for kind in ("train", "score"):
+        assert (seen[kind, 1] == seen[kind, 0]) == bool(how)
+        assert "4711" not in str(seen[kind, 1])
+    assert "4711" in capfd.readouterr().err
 
 
 def test_sites_and_rounds_have_noise_of_their_own(tmp_path: Path) -> None:

@@ -71,7 +71,8 @@ class Federation:
             fits = len(offsets) == self.n + 1 and int(offsets[0]) == 0 and int(offsets[-1]) == len(index)
             if not fits or bool((steps < 0).any()):
                 raise DataError(f"{part}: offsets must rise from 0 to {len(index)} in {self.n + 1} values")
-            if len(index) and (int(index.min()) < 0 or int(index.max()) >= len(self.data)):
+            held = index if index.stride(0) else index[:1]  # of one number that stands for all, that one
+            if len(held) and (int(held.min()) < 0 or int(held.max()) >= len(self.data)):
                 raise DataError(f"{part}: positions must be within 0..{len(self.data) - 1}")
         empty: list[int] = (self.sizes("train") == 0).nonzero().flatten().tolist()
         if empty or self.n == 0:

@@ -24,6 +24,8 @@ TYPES: dict[Kind, str] = {
 
 FIGURES = 5000
 """Most numbers of a message: those of every class, part and model."""
+LISTED = 1_000_000
+"""Most entries of a list, such as the tokens of a vocabulary."""
 HEAD, ARRAYS, METRICS = "head", "arrays", "metrics"
 STYPE, DTYPE = "fedloom.wire", "uint8"
 
@@ -69,8 +71,8 @@ REPLIED: Mapping[str, Mapping[str, type]] = {
         "sizes": list,
     },
     "ask": {"samples": int, "work": list},
-    "train": {"samples": int, "work": list, "model": str},
-    "score": {"samples": int, "model": str},
+    "train": {"samples": int, "work": list},
+    "score": {"samples": int},
     **{step: {} for step in STEPS},
 }
 """Further fields of a site's reply."""
@@ -151,7 +153,7 @@ def _head(record: ConfigRecord, fields: Mapping[str, Mapping[str, type]], status
     for name, value in record.items():
         if type(value) is not wanted[name]:
             raise WireError(f"{name} must be {wanted[name].__name__}, got {_short(value)}")
-        if isinstance(value, str | bytes | list) and len(value) > 10_000:
+        if isinstance(value, str | bytes | list) and len(value) > (LISTED if isinstance(value, list) else 10_000):
             raise WireError(f"{name} is {len(value)} long")
     return dict(record)
 

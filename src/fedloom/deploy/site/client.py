@@ -17,11 +17,11 @@ from fedloom.deploy.site.ledger import Spent
 from fedloom.deploy.site.local_data import part_sizes, schema_of
 from fedloom.deploy.site.masking import Masking
 from fedloom.deploy.site.state import Memory
-from fedloom.deploy.site.trainer import Trainer, asked
+from fedloom.deploy.site.trainer import PLAIN, Trainer, asked, said
 from fedloom.deploy.site.vectors import Figures
 from fedloom.engine.chunk import ask
 from fedloom.engine.records import Scores
-from fedloom.errors import CheckpointError, FedloomError, Refused, RunDirError, WireError
+from fedloom.errors import CheckpointError, Refused, RunDirError, WireError
 from fedloom.processes.chunks import AskTask
 from fedloom.version import __version__
 
@@ -62,7 +62,8 @@ class Client:
     def reply(self, content: RecordDict) -> RecordDict:
         """The signed reply to the content of any message from the server; a refusal says why.
 
-        Under differential privacy it says so only where the reason holds nothing of the samples.
+        It does so only where the reason has no value of a sample and, under differential privacy or secure aggregation,
+        where it holds nothing of the samples at all; else the site's own log says it.
         """
         head: dict[str, Any] = {}
         secret = False
@@ -76,9 +77,8 @@ class Client:
                 more, arrays, metrics = self._act(letter)
             more |= {"status": "ok", "reason": "; ".join(self._memory.notes)[:REASON]}
         except Exception as error:  # the server is told, and logs it
-            known = isinstance(error, FedloomError)
-            reason = str(error) if known else f"{type(error).__name__}: {error}"
-            if secret and not isinstance(error, SAFE):
+            reason = said(error)
+            if not isinstance(error, SAFE if secret else PLAIN):
                 reason = self.trainer.withheld(reason)
             more, arrays, metrics = {"status": "refused", "reason": reason[:REASON]}, [], None
         self._memory.notes.clear()
@@ -119,7 +119,7 @@ class Client:
         if head["digest"] != digest_of(letter.arrays):
             raise Refused("the arrays did not arrive as they were sent")
         if head["kind"] == "ask" and self.trainer.private:
-            raise Refused(f"site {site.site} answers no question: the experiment has a delta, and answers no noise")
+            raise Refused(f"site {site.site} answers no question: epsilon is limited, and answers have no noise")
 
         kind, masks = head["kind"], site.secure is not None
         unmasked = kind in ("train", "ask") or (kind == "score" and masks and self.trainer.tallies)
@@ -161,16 +161,11 @@ class Client:
         job, state = self.trainer.seated(letter)
         if kind == "train":
             rest = letter._replace(arrays=letter.arrays[1:])
-            model, found = self.trainer.score_first(job, rest, letter.head["scored"])
+            found = self.trainer.scores(job, rest, letter.head["scored"])
             new = self.trainer.train(job, state, letter)
             work = [0, 0, 0] if self.trainer.private else list(new.reply["work"])
-            return (
-                {**samples, "work": work, "model": model},
-                [bytes(new.tensors["reply"].numpy())],
-                _plain(found) or None,
-            )
-        model, found = self.trainer.score(job, letter)
-        return {**samples, "model": model}, [], _plain(found)
+            return samples | {"work": work}, [bytes(new.tensors["reply"].numpy())], _plain(found) or None
+        return samples, [], _plain(self.trainer.scores(job, letter, letter.head["round"]))
 
     def _step(self, letter: Letter) -> bytes:
         """A step of secure aggregation; the third trains or scores, or both, and masks what came of it."""
@@ -201,7 +196,7 @@ class Client:
         job, state = self.trainer.seated(letter)
         vectors = []
         if scored >= 0:
-            found = self.trainer.score_first(job, letter._replace(arrays=models), scored)[1]
+            found = self.trainer.scores(job, letter._replace(arrays=models), scored)
             if self.trainer.tallies:
                 sizes = part_sizes(self.trainer.fed, self.site.client)
                 vectors.append(Figures(job).encode(found, sizes, head["parts"]))

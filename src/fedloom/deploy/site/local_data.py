@@ -15,7 +15,7 @@ from fedloom.data.partition import Iid
 from fedloom.data.tables import Table
 from fedloom.data.text import UNKNOWN, recoded
 from fedloom.deploy.settings import Schema, Site
-from fedloom.errors import ConfigError, DataError, NoSamples
+from fedloom.errors import ConfigError, DataError, NoSamples, Refused
 from fedloom.experiment import Experiment, parse
 
 CUTS = ("test", "validation", "keep", "folds", "pool")
@@ -38,6 +38,8 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
         data = mine.source.read(site.data_dir)
     except NoSamples:
         return federation_of(site.samples, torch.zeros(site.clients, len(PARTS), dtype=torch.long))
+    except ConfigError as error:  # it may quote the first row of a file without a header
+        raise DataError(str(error)) from error
     check_columns(site, data)
     seed, cut = experiment.head.seeds[0], experiment.partition
     if site.share == "partition":
@@ -70,8 +72,8 @@ def federation_of(samples: Schema, sizes: Tensor) -> Federation:
         target = torch.zeros(1, *samples.shape, dtype=torch.long) if samples.each else target
     blank = Dataset("blank", x, target, samples.task, samples.classes, vocabulary=samples.vocabulary)
     counts = sizes.clamp(min=torch.tensor([1, 0, 0]))
-    parts = {
-        part: Split(torch.zeros(int(column.sum()), dtype=torch.long), _offsets(column))
+    parts = {  # one number that stands for all: a site may claim as many samples as it likes
+        part: Split(torch.zeros(1, dtype=torch.long).expand(int(column.sum())), _offsets(column))
         for part, column in zip(PARTS, counts.T, strict=True)
     }
     return Federation(blank, parts, tuple(str(i) for i in range(len(sizes))))
@@ -87,12 +89,13 @@ def check_schema(site: Site, data: Dataset) -> None:
 
     Raises:
         DataError: what the data is, and what the experiment says, are both named.
+        Refused: the same, of what holds no value of a sample, so that the server may read it.
     """
     here = schema_of(data)
     for name in Schema.model_fields:
         got, wanted = getattr(here, name), getattr(site.samples, name)
         if got != wanted:
-            raise DataError(
+            raise (DataError if isinstance(got, tuple) and got and isinstance(got[0], str) else Refused)(
                 f"{site.site}: {name} of the data is {_text(got)}, that of the experiment {_text(wanted)}; the "
                 "columns, labels and options of the source must be the same at every site"
             )

@@ -29,9 +29,12 @@ from fedloom.engine.privacy import Noise, accounted
 from fedloom.engine.records import Scores
 from fedloom.engine.scoring import hybrid_scores, personal_models, score
 from fedloom.engine.setup import make_job
-from fedloom.errors import FedloomError, Refused
+from fedloom.errors import CheckpointError, ConfigError, FedloomError, LayoutError, Refused, RunDirError, WireError
 from fedloom.experiment import Experiment
 from fedloom.processes.chunks import ScoreTask, TrainTask
+
+PLAIN = (CheckpointError, ConfigError, LayoutError, RunDirError, WireError)
+"""Errors whose sentence has no value of a sample; others may quote a cell, or what code of the user's says of one."""
 
 
 class Trainer:
@@ -60,9 +63,9 @@ class Trainer:
 
     @cached_property
     def private(self) -> bool:
-        """Whether a delta is in force, at the sites or at the server: nothing leaves that epsilon does not cover."""
+        """Whether a delta is in force, or a limit of the site's own: nothing leaves that epsilon does not cover."""
         setting = self._experiment.methods[0].setting
-        return accounted(setting.channel, setting.aggregator) is not None
+        return self._site.epsilon is not None or accounted(setting.channel, setting.aggregator) is not None
 
     @cached_property
     def samples(self) -> str:
@@ -128,7 +131,8 @@ class Trainer:
                 raise Refused(
                     f"the difference is {float(lengths(job, made.up, down)):.4g} long, at most {bound:.4g} is agreed"
                 )
-            if not bool(usable((*made.up, *made.new), 1, job.setting.engine.norm_bound, job.weights(made.up)).all()):
+            fields = made.up if self._noise else (*made.up, *made.new)  # of what has no noise a refusal would tell
+            if not bool(usable(fields, 1, job.setting.engine.norm_bound, job.weights(made.up)).all()):
                 raise Refused("the upload is not finite, longer than engine.norm_bound, or has a weight below zero")
         made = made._replace(work=torch.zeros_like(made.work)) if self.private else made
         vector, rows, clipped = Uploads(job, self.forms.idle).encode(
@@ -170,10 +174,10 @@ class Trainer:
             made = make(job, down, TrainTask(t, torch.tensor([0]), self.ids, torch.ones(1, 1)))
             if not bool(usable((*made.up, *made.new), 1, None).all()):
                 raise Refused(f"round {t}: the result of the training is not finite")
-        except FedloomError as error:
+        except Exception as error:
             if self._noise is None:
                 raise
-            self.withheld(str(error))
+            self.withheld(said(error))
             return self._noise_alone(job)
         return made
 
@@ -186,23 +190,21 @@ class Trainer:
         rows, residue, optimizer = (s.read(ids) for s in (job.clients, job.residue, job.optimizer))
         return Made(up, None, None, None, rows, residue, torch.zeros(1, 3).long(), optimizer)
 
-    def score_first(self, job: Job, letter: Letter, t: int) -> tuple[str, Scores]:
-        """The scores of round ``t`` that are asked for with a training; it goes on where they cannot be found."""
-        if t < 0:
-            return "", {}
+    def scores(self, job: Job, letter: Letter, t: int) -> Scores:
+        """The scores of round ``t``, none if it is below 0; where they cannot be found, that is a note."""
         try:
-            return self.score(job, letter._replace(head={**letter.head, "round": t}))
-        except FedloomError as error:
-            what = f"round {t} cannot be scored: {error}"
-            if self.private or self._site.secure is not None:
-                self.withheld(what)
-            else:
-                self._memory.notes.append(what)
-            return "", {}
+            return self._score(job, letter, t) if t >= 0 else {}
+        except Exception as error:  # under a delta, that it fails may tell of the samples
+            what = f"round {t} cannot be scored"
+            told = f"{what}: {error}" if isinstance(error, PLAIN) else f"{what}; the site's own log says why"
+            self.withheld(f"{what}: {said(error)}")
+            if not self.private and self._site.secure is None:
+                self._memory.notes.append(told)
+            return {}
 
-    def score(self, job: Job, letter: Letter) -> tuple[str, Scores]:
+    def _score(self, job: Job, letter: Letter, t: int) -> Scores:
         """Keep the newest model, and score every model on the site's own parts."""
-        t, ids = letter.head["round"], self.ids
+        ids = self.ids
         down, shared = self.forms.read_models(letter.arrays, global_there=letter.head["global"])
         everyone = None if down is None else _for_all(down, job.n)
         there = bool(part_sizes(self.fed, self._site.client)[0])
@@ -210,17 +212,13 @@ class Trainer:
         if personal or shared is not None:
             row = personal_models(job, everyone, t, ids)[0] if personal else shared
             assert row is not None
-            kind = "personal" if personal else "global"
-            self._memory.keep_model(row.cpu(), job.oracle.layout.header(), t, kind)
-        else:
-            kind = ""
-        silent = not (self._scores_openly or self.tallies) or self._site.epsilon is not None  # scores have no noise
-        if not there or silent:
-            return kind, {}
+            self._memory.keep_model(row.cpu(), job.oracle.layout.header(), t, "personal" if personal else "global")
+        if not there or not (self._scores_openly or self.tallies):  # scores have no noise
+            return {}
         found: Scores = score(job, everyone, shared, ScoreTask(t, ids, ids, common=False))
         part = job.setting.evaluate.select_on
         both = self.tallies and {("global", part), ("personal", part)} <= set(found)
-        return kind, found | hybrid_scores(found, part) if both else found
+        return found | hybrid_scores(found, part) if both else found
 
     @property
     def _scores_openly(self) -> bool:
@@ -243,6 +241,11 @@ def asked(letter: Letter) -> str:
     """Digest of what a site is to do in a round: the download and, under secure aggregation, its share."""
     share = [repr(letter.head["share"]).encode()] if "share" in letter.head else []
     return digest_of([*letter.arrays[:1], *share])
+
+
+def said(error: Exception) -> str:
+    """An error as a sentence."""
+    return str(error) if isinstance(error, FedloomError) else f"{type(error).__name__}: {error}"
 
 
 def _for_all(down: Any, n: int) -> Any:
