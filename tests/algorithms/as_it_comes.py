@@ -53,8 +53,10 @@ EXCUSED = {
 class OneStart(ModelSpec):
     """A network that starts the same with every seed, so that two seeds differ by their batches only."""
 
-    def build(self, shape: tuple[int, ...], outputs: int, seed: int) -> nn.Module:
-        return super().build(shape, outputs, 0)
+    def build(
+        self, shape: tuple[int, ...], outputs: int, seed: int = 0, tokens: tuple[int, bool] | None = None
+    ) -> nn.Module:
+        return super().build(shape, outputs, 0, tokens)
 
 
 class Linear(OneStart, Softmax):
