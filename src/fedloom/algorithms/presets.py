@@ -198,8 +198,9 @@ hides it by secure aggregation.
 Deviations: weights are at least 0, as in Equitable-FL (``floor``). The global metric is formed from the cohort's. The
 paper's metrics of sensitive groups are left out.
 
-Defaults: beta = 1/(n sqrt(rounds)), AFL's step by AFL's derivation: a client whose gap stays 1/sqrt(rounds) above the
-mean loses a mean weight in a run. By the accuracy, in place of a metric of groups, it is no method for the worst
+Defaults: beta = 1/(n rounds): a client whose gap stays one half above the mean loses half of a mean weight in a run,
+and none loses all of it. A larger step feeds on itself, since a client that counts less falls further behind. Where
+gaps are small a run is nearly FedAvg's. By the accuracy, in place of a metric of groups, it is no method for the worst
 clients: they are far from the mean.
 
 Use it as a baseline of client reweighing; with beta = 0 it is FedAvg weighed by samples.

@@ -214,7 +214,7 @@ class FairFedWeigher(Weigher):
 
     kind: ClassVar[str] = "fairfed"
     beta: float | None = Field(
-        None, ge=0, description="fairness budget beta (Eq. 7); 1/(n sqrt(rounds)) when not given; 0 weighs by samples"
+        None, ge=0, description="fairness budget beta (Eq. 7); 1/(n rounds) when not given; 0 weighs by samples"
     )
     metric: Literal["accuracy", "loss"] = Field("accuracy", description="what is compared with its global value")
     floor: bool = Field(True, description="weights are at least 0 (Equitable-FL); the paper lets them be negative")
@@ -240,7 +240,7 @@ class FairFedWeigher(Weigher):
         assert info is not None
         n, metric = ctx.sizes[ctx.ids].double(), info.double().cpu()
         gap = (metric - (n * metric).sum() / n.sum()).abs()  # Delta_i = |Acc_i - Acc|
-        beta = 1 / (ctx.n * ctx.rounds**0.5) if self.beta is None else self.beta
+        beta = 1 / (ctx.n * ctx.rounds) if self.beta is None else self.beta
         new = state.omega[ctx.ids, None].double() - beta * (gap - gap.mean())  # Eq. 7
         new = new.clamp(min=0) if self.floor else new
         omega = state.omega.clone()
