@@ -45,6 +45,7 @@ EXCUSED = {
     "fedper": ({"apart"}, "FedPer on a model that is all head"),
     "lg-fedavg": ({"apart"}, "LGFedAvg on a model that is all head"),
     "equitable-fl": ({"fair"}, "weigher 'equitable' looks for clusters of clients"),
+    "clustered-sampling": ({"apart"}, "sampler 'clustered' draws nobody"),
     "power-of-choice": ({"apart"}, "sampler 'power-of-choice' chooses nobody"),
 }
 """The parts of the law that a method cannot keep by itself, and the note by which a run says so before round 1."""
@@ -53,8 +54,10 @@ EXCUSED = {
 class OneStart(ModelSpec):
     """A network that starts the same with every seed, so that two seeds differ by their batches only."""
 
-    def build(self, shape: tuple[int, ...], outputs: int, seed: int) -> nn.Module:
-        return super().build(shape, outputs, 0)
+    def build(
+        self, shape: tuple[int, ...], outputs: int, seed: int = 0, tokens: tuple[int, bool] | None = None
+    ) -> nn.Module:
+        return super().build(shape, outputs, 0, tokens)
 
 
 class Linear(OneStart, Softmax):

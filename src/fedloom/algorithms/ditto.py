@@ -18,19 +18,23 @@ batches unless ``batches = "own"``; v has as many steps as w unless ``personal_e
 Ditto in FLAME's public code (zsk66/FLAME): the global branch goes on from the client's own w_k (d more are kept) and
 takes one batch per epoch, so that the global model is a mean of purely local runs.
 
+Defaults: lam = 2/(reach sqrt(rounds)), reach the length of a round (lr times its mean number of steps): FLAME's pull,
+for its reasons. A fixed pull makes v the global model where rounds are long and Local where they are short.
+
 Use it for personal models that keep working under attack or with little data: lam moves between Local (0) and the
 global model.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Delta, Model
+from fedloom.algorithms._base import Algorithm, Delta, DerivedFrom0, Model, by_rule
 from fedloom.local import Ctx, Work, descend, where_moved
 from fedloom.rows.layout import Layout
 
@@ -51,7 +55,9 @@ class Both(NamedTuple):
 class Ditto(Algorithm):
     """Ditto (Li et al. 2021, Algorithm 1)."""
 
-    lam: float = Field(1.0, ge=0, description="pull lambda; the paper tunes it in {0.1, 1, 2} (Sec. 5)")
+    lam: DerivedFrom0 = by_rule(
+        description="pull lambda; 2/(reach sqrt(rounds)) when not given; the paper tunes it in {0.1, 1, 2} (Sec. 5)"
+    )
     personal_lr: float | None = Field(None, gt=0, description="step size of v; the local one when not given")
     personal_epochs: int | None = Field(None, ge=0, description="epochs of v per round; the local steps when not given")
     batches: Literal["same", "own"] = Field("same", description="batches of v: those of w (public code), or its own")
@@ -60,6 +66,10 @@ class Ditto(Algorithm):
     )
 
     family: ClassVar[str] = "personalised"
+    paper: ClassVar[Mapping[str, Any]] = {"lam": 1.0}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"lam": 2 / (ctx.reach * ctx.rounds**0.5)}
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         told = "Ditto with personal_epochs = 0 leaves every personal model as it starts: set it to 1 or more"

@@ -144,7 +144,7 @@ Kept by a client: nothing. Sent per round: d down, d up. The server keeps n d nu
 aggregation.
 
 Deviations: a client drawn from two distributions trains once and counts twice. The size of the cohort is the run's
-sampler's unless given.
+sampler's unless given; where everyone takes part with equal masses there is no draw, of which a run warns.
 
 Use it for cohorts that represent all clients with less variance than draws by size; the mean stays unbiased.
 """,
@@ -198,8 +198,10 @@ hides it by secure aggregation.
 Deviations: weights are at least 0, as in Equitable-FL (``floor``). The global metric is formed from the cohort's. The
 paper's metrics of sensitive groups are left out.
 
-Defaults: beta = 1/(n rounds): a client whose gap stays one half above the mean loses half of a mean weight in a run.
-By the accuracy, in place of a metric of groups, it is no method for the worst clients: they are far from the mean.
+Defaults: beta = 1/(n rounds): a client whose gap stays one half above the mean loses half of a mean weight in a run,
+and none loses all of it. A larger step feeds on itself, since a client that counts less falls further behind. Where
+gaps are small a run is nearly FedAvg's. By the accuracy, in place of a metric of groups, it is no method for the worst
+clients: they are far from the mean.
 
 Use it as a baseline of client reweighing; with beta = 0 it is FedAvg weighed by samples.
 """,

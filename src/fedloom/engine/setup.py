@@ -100,7 +100,7 @@ def make_job(
     if sampler.probes and method.global_model(server) is None:
         name = type(method).__name__
         raise Refused(f"sampler {sampler.kind!r} asks clients about the global model, but {name} has none")
-    notes = [*method.check(layout, ctx), *_counted_once(method, sampler), *sampler.remarks(fed.n), *weigher.remarks()]
+    notes = [*method.check(layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx), *weigher.remarks()]
     if aggregator is not None and not aggregator.weighted and not isinstance(weigher, UniformWeigher):
         notes.append(f"aggregator {_kind(aggregator)!r} reads no weights: weigher {weigher.kind!r} changes nothing")
     if weights == "samples" and not method.uses_shares:

@@ -88,8 +88,8 @@ class Sampler(Value, ABC):
             ConfigError: with the sentence.
         """
 
-    def remarks(self, n: int) -> list[str]:
-        """Sentences for the user of a federation of ``n`` clients in which it changes nothing."""
+    def remarks(self, ctx: Ctx) -> list[str]:
+        """Sentences for the user of a federation in which it changes nothing."""
         return []
 
     def smallest(self, n: int) -> int | None:

@@ -51,6 +51,13 @@ class Clustered(Sized):
         """From two distributions."""
         return True
 
+    def remarks(self, ctx: Ctx) -> list[str]:
+        """That there is no draw where everyone takes part with equal masses."""
+        if self.size(ctx.n) < ctx.n or len(masses(ctx, self.masses).unique()) > 1:
+            return []
+        said = f"as all {ctx.n} clients take part, with equal masses: set fraction or clients lower"
+        return [f"sampler {self.kind!r} draws nobody {said}"]
+
     def smallest(self, n: int) -> int | None:
         """Unknown: a client may be drawn from several distributions."""
         return None

@@ -55,11 +55,11 @@ class PowerOfChoice(Sized):
                 f"federation, got {self.candidates}"
             )
 
-    def remarks(self, n: int) -> list[str]:
+    def remarks(self, ctx: Ctx) -> list[str]:
         """That there is no choice where everyone takes part."""
-        if self.size(n) < n:
+        if self.size(ctx.n) < ctx.n:
             return []
-        return [f"sampler {self.kind!r} chooses nobody as all {n} clients take part: set fraction or clients lower"]
+        return [f"sampler {self.kind!r} chooses nobody as all {ctx.n} clients take part: set fraction or clients lower"]
 
     def init(self, ctx: Ctx) -> Seen | Nothing:
         """Nobody has been seen."""
