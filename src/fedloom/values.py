@@ -61,7 +61,9 @@ class Value(BaseModel):
         __tracebackhide__ = True
         name, fields = type(self).__name__, type(self).model_fields
         if values:
-            raise ConfigError(f"{name} takes its options by name, got {values[0]!r}; allowed: {', '.join(fields)}")
+            raise ConfigError(
+                f"{name} takes its options by name, got {_shown(values[0])}; allowed: {', '.join(fields)}"
+            )
         try:
             super().__init__(**options)
         except ValidationError as error:
@@ -266,6 +268,10 @@ def factor_of(value: Any) -> float | None:
     return float(value[:-1]) if isinstance(value, str) and re.fullmatch(FACTOR, value) else None
 
 
+def _shown(value: Any) -> str:
+    return " ".join(repr(value).split())[:200]
+
+
 def _refused(error: ValidationError | InvalidValue, where: str, fields: Mapping[str, Any]) -> InvalidValue:
     found = error.errors()
     within = {e["loc"][:-1] for e in found}  # of a list with a wrong item, the item is the matter
@@ -282,5 +288,5 @@ def _sentence(error: ErrorDetails, where: str, fields: Mapping[str, Any]) -> str
     where = f"{where}: " if where else ""
     if error["type"] == "extra_forbidden":
         return f"{where}unknown key {place!r}; {nearest(place, fields)}"
-    got = "" if error["type"] in ("missing", "value_error") else f", got {error['input']!r:.200}"
+    got = "" if error["type"] in ("missing", "value_error") else f", got {_shown(error['input'])}"
     return f"{where}{place + ': ' if place else ''}{message[:1].lower()}{message[1:]}{got}{hint}"
