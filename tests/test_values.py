@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
 import pytest
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 import fedloom
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, InvalidValue
 from fedloom.values import Value, fields_of, make
 
 NUMBERS = {int, float, type(None)}
@@ -45,7 +47,7 @@ def values() -> Iterator[type[Value]]:
 
 def places(value: type[Value], options: dict[str, Any]) -> set[object]:
     """The fields that are refused."""
-    with pytest.raises(ValidationError) as refused:
+    with pytest.raises(InvalidValue) as refused:
         value(**options)
     return {error["loc"][0] for error in refused.value.errors() if error["loc"]}
 
@@ -63,6 +65,62 @@ def test_no_number_of_the_package_takes_text_or_a_truth_value_and_no_truth_value
                     assert name in places(value, {name: item}), (value, name, item)
     assert checked["numbers"] > 200
     assert checked["truth"] > 5
+
+
+WRONG = (
+    object(),
+    -1e300,
+    2**70,
+    float("nan"),
+    None,
+    True,
+    "no such",
+    b"",
+    [],
+    [object()],
+    {},
+    {"kind": "no such"},
+    {3: 4},
+)
+
+
+def test_every_value_refuses_in_our_words() -> None:
+    """A wrong value of every field of every class, an unknown name, and a value without its name."""
+    refused = 0
+    for value in set(values()):
+        fields = value.model_fields
+        needed = [name for name, field in fields.items() if field.is_required()]
+        for name, field in fields.items():
+            said = {}
+            for wrong in WRONG:
+                try:
+                    value(**{**dict.fromkeys(needed, WRONG[0]), name: wrong})
+                except ConfigError as error:
+                    said[repr(wrong)] = str(error)
+            matters = [text for text in said.values() if name in text]
+            assert field.annotation is Any or matters, (value, name, said)
+            refused += len(matters)
+            for text in said.values():
+                assert text.startswith(value.__name__), text
+                assert not re.search(r"\[type=|pydantic", text), text
+        with pytest.raises(ConfigError, match=f"^{value.__name__}: .*unknown key 'nonsense'; "):
+            value(nonsense=1)
+        with pytest.raises(ConfigError, match=f"^{value.__name__} takes its options by name, got 1; allowed: "):
+            value(1)
+    assert refused > 2000
+
+
+def test_a_value_cannot_be_changed_and_no_copy_of_it_is_unchecked() -> None:
+    sizes = Sizes(count=2)
+    name, other = partial(setattr, sizes, "count", 3), partial(setattr, sizes, "no", 3)
+    for change in (name, other, partial(delattr, sizes, "count")):
+        with pytest.raises(ConfigError, match="Sizes.* cannot be changed: values are frozen; make another with with_"):
+            change()
+    assert sizes.model_copy() == sizes == Sizes(count=2)
+    assert sizes.model_copy(update={"rate": 0.5}) == Sizes(count=2, rate=0.5) == sizes.with_(rate=0.5)
+    for copy in (lambda: sizes.model_copy(update={"rate": "x"}), lambda: sizes.with_(rate="x")):
+        with pytest.raises(ConfigError, match="Sizes: rate: input should be a valid number, got 'x'"):
+            copy()
 
 
 def test_numbers_of_other_libraries_and_integral_floats_are_numbers() -> None:

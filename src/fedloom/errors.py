@@ -2,6 +2,7 @@
 
 FedloomError
 ├── ConfigError (ValueError)      a value, key, name or combination that cannot work
+│   ├── InvalidValue              options that a value refuses
 │   ├── Refused                   two valid parts that make no sense together
 │   └── PartitionError            a split that the data cannot give
 ├── DataError (ValueError)        a data file or data set that is missing, damaged or out of range
@@ -26,7 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from pydantic_core import ErrorDetails
 
 
 class FedloomError(Exception):
@@ -35,6 +38,23 @@ class FedloomError(Exception):
 
 class ConfigError(FedloomError, ValueError):
     """A value, key or name that is not allowed."""
+
+
+class InvalidValue(ConfigError):
+    """Options that a value refuses: unknown, of a wrong type or out of range.
+
+    Args:
+        message: a sentence for each.
+        found: what pydantic says of each.
+    """
+
+    def __init__(self, message: str, found: Sequence[ErrorDetails] = ()) -> None:
+        super().__init__(message)
+        self.found = list(found)
+
+    def errors(self) -> list[ErrorDetails]:
+        """What pydantic says of each option that is refused."""
+        return self.found
 
 
 class Refused(ConfigError):
@@ -185,6 +205,8 @@ def nearest(got: object, allowed: Iterable[str]) -> str:
     "did you mean 'fedprox'? allowed: fedavg, fedprox"
     """
     names = sorted(allowed)
+    if not names:
+        return "none are allowed"
     close = get_close_matches(str(got), names, n=1, cutoff=0.6)
     hint = f"did you mean '{close[0]}'? " if close else ""
     return f"{hint}allowed: {', '.join(names)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,17 +94,17 @@ class Replay:
             )
         n = len(sizes)
         if self.cohorts is not None:
-            _exactly("cohorts", "rounds", len(self.cohorts), rounds)
+            _exactly("cohorts", "rounds", self.cohorts, rounds)
             for t, given in enumerate(self.cohorts, 1):
                 _integers(f"cohorts: round {t}", "client ids", given, n)
         if self.batches is None:
             return
         if not isinstance(self.batches, Mapping):
-            _exactly("batches", "clients", len(self.batches), n)
+            _exactly("batches", "clients", self.batches, n)
         clients = self.batches if isinstance(self.batches, Mapping) else dict(enumerate(self.batches))
         _integers("batches", "client ids", list(clients), n)
         for i, rounds_of in clients.items():
-            _exactly(f"batches: client {i}", "rounds", len(rounds_of), rounds)
+            _exactly(f"batches: client {i}", "rounds", rounds_of, rounds)
             size = int(sizes[i, 0])
             self._read[i] = {t: _streams(i, t, given, size) for t, given in enumerate(rounds_of, 1)}
         for t in range(1, rounds + 1):
@@ -138,7 +138,8 @@ def _streams(client: int, round: int, given: Any, size: int) -> Given:
     return found
 
 
-def _exactly(where: str, what: str, got: int, wanted: int) -> None:
+def _exactly(where: str, what: str, given: Any, wanted: int) -> None:
+    got = len(given) if isinstance(given, Sized) else f"{given!r:.60}"
     if got != wanted:
         raise ConfigError(f"{where}: must have one entry for each of the {wanted} {what}, got {got}")
 

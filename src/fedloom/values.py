@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -21,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, ErrorDetails, PydanticKnownError, core_schema
 
-from fedloom.errors import ConfigError, nearest, unknown
+from fedloom.errors import ConfigError, InvalidValue, nearest, unknown
 from fedloom.imports import find_class, is_path, path_of
 
 T = TypeVar("T")
@@ -38,6 +39,9 @@ LEFT = ("metadata", "default", "expected", "serialization", "keys_schema")
 class Value(BaseModel):
     """A frozen value: unknown fields, wrong types and values out of range are refused when it is made.
 
+    Raises:
+        InvalidValue: of every option that is refused, its name, what is expected and what was got.
+
     A class of user code is known by its import path, which is its ``kind`` wherever values are written down.
     """
 
@@ -52,6 +56,38 @@ class Value(BaseModel):
         allow_inf_nan=False,
         defer_build=True,
     )
+
+    def __init__(self, /, *values: Any, **options: Any) -> None:
+        __tracebackhide__ = True
+        name, fields = type(self).__name__, type(self).model_fields
+        if values:
+            raise ConfigError(
+                f"{name} takes its options by name, got {_shown(values[0])}; allowed: {', '.join(fields)}"
+            )
+        try:
+            super().__init__(**options)
+        except ValidationError as error:
+            raise _refused(error, name, fields) from None
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # a value within another is not made by it
+    __init__.__signature__ = inspect.signature(BaseModel.__init__)  # type: ignore[attr-defined]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            super().__setattr__(name, value)
+        except ValueError:
+            raise self._frozen(name) from None
+
+    def __delattr__(self, name: str) -> None:
+        raise self._frozen(name)
+
+    def _frozen(self, name: str) -> ConfigError:
+        what = f"{type(self).__name__}.{name}"
+        return ConfigError(f"{what} cannot be changed: values are frozen; make another with with_({name}=...)")
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy, validated where fields are changed; `copy.replace` is this."""
+        return self.with_(**update) if update else super().model_copy(deep=deep)  # type: ignore[no-any-return]
 
     def with_(self, **changes: Any) -> Any:
         """A validated copy with some fields changed."""
@@ -126,11 +162,8 @@ def make(make_value: Callable[..., T], options: Mapping[str, Any], where: str, f
             raise unknown("key", key, fields, where)
     try:
         return make_value(**options)
-    except ValidationError as error:
-        found = error.errors()
-        within = {e["loc"][:-1] for e in found}  # of a list with a wrong item, the item is the matter
-        matters = [e for e in found if e["type"] != "too_short" or e["loc"] not in within]
-        raise ConfigError("; ".join(_sentence(e, where, fields) for e in matters)) from None
+    except (ValidationError, InvalidValue) as error:
+        raise _refused(error, where, fields) from None
 
 
 def fields_of(value: Any) -> Mapping[str, Any]:
@@ -235,6 +268,17 @@ def factor_of(value: Any) -> float | None:
     return float(value[:-1]) if isinstance(value, str) and re.fullmatch(FACTOR, value) else None
 
 
+def _shown(value: Any) -> str:
+    return " ".join(repr(value).split())[:200]
+
+
+def _refused(error: ValidationError | InvalidValue, where: str, fields: Mapping[str, Any]) -> InvalidValue:
+    found = error.errors()
+    within = {e["loc"][:-1] for e in found}  # of a list with a wrong item, the item is the matter
+    matters = [e for e in found if e["type"] != "too_short" or e["loc"] not in within]
+    return InvalidValue("; ".join(_sentence(e, where, fields) for e in matters), found)
+
+
 def _sentence(error: ErrorDetails, where: str, fields: Mapping[str, Any]) -> str:
     place = ".".join(str(part) for part in error["loc"] if "function-" not in str(part))
     key = str(error["loc"][0]) if error["loc"] else ""
@@ -244,5 +288,5 @@ def _sentence(error: ErrorDetails, where: str, fields: Mapping[str, Any]) -> str
     where = f"{where}: " if where else ""
     if error["type"] == "extra_forbidden":
         return f"{where}unknown key {place!r}; {nearest(place, fields)}"
-    got = "" if error["type"] in ("missing", "value_error") else f", got {error['input']!r}"
+    got = "" if error["type"] in ("missing", "value_error") else f", got {_shown(error['input'])}"
     return f"{where}{place + ': ' if place else ''}{message[:1].lower()}{message[1:]}{got}{hint}"

@@ -53,6 +53,14 @@ DOORS: dict[str, Any] = {
     "targets as text": (X, Y.astype(str)),
     "TensorDataset": TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)),
     "torch pairs": Pairs(lambda i: (torch.from_numpy(X[i]), int(Y[i]))),
+    "list of pairs": [(x, int(y)) for x, y in zip(X, Y, strict=True)],
+    "pairs as dictionaries": Pairs(lambda i: {"image": X[i], "label": int(Y[i])}),
+    "as scikit-learn has them": {"data": X, "target": Y},
+    "objects": (X, Y.astype(object)),
+    "read-only": (np.frombuffer(X.tobytes(), np.uint8).reshape(X.shape), np.frombuffer(Y.tobytes(), Y.dtype)),
+    "backwards": (X[::-1].copy()[::-1], Y[::-1].copy()[::-1]),
+    "other byte order": (np.asfortranarray(X), Y.astype(">i4")),
+    "half": (X, Y.astype(np.float16)),
     "pictures": Pairs(lambda i: (Image.fromarray(X[i]), Y[i])),
     "stream": Stream(),
     "hub": HubSplit({"image": image, "label": int(label)} for image, label in zip(X, Y, strict=True)),
@@ -100,6 +108,35 @@ def test_options_of_arrays() -> None:
             DataError,
             "2 problems\n  - x must be numbers.*\n  - 12 samples but 3",
         ),
+        (lambda: Dataset.of(np.ma.masked_less(X, 9), Y), DataError, "some values are masked; fill them"),
+        (lambda: Dataset.of(X, [None, *Y[1:]]), DataError, "value 0 is None; expected numbers only, or text only"),
+        (lambda: Dataset.of(X, ["a", None, *Y[2:]]), DataError, "value 1 is None; expected numbers only, or text only"),
+        (lambda: Dataset.of(X, X[:, 0] % 2), DataError, "0 and 1 only, as several labels of a sample have"),
+        (lambda: Dataset.of(X, Y * 0 + 0.5), DataError, "the target is the same in every row"),
+        (
+            lambda: Dataset.of(X, Y, task="classify"),
+            DataError,
+            "unknown task 'classify'; did you mean 'classification'",
+        ),
+        (lambda: Dataset.of(X, Y, classes="abc"), DataError, "classes must be a list of names, got the text 'abc'"),
+        (lambda: Dataset.of(X, Y, mean="a"), DataError, "mean and std must be numbers, one per channel, got 'a'"),
+        (lambda: Dataset.of(X, Y, users=[None] * 12), DataError, "data: users: value 0 is None"),
+        (lambda: Dataset.of(X, Y, users=[np.nan] * 12), DataError, "sample 0 has no owner"),
+        (
+            lambda: Dataset.of(np.zeros((12, 9, 8, 3)), Y),
+            DataError,
+            "channels last; give channels_last = True or False",
+        ),
+        (lambda: Dataset.of(np.full((12, 2), 1e300), Y), DataError, "NaN or Inf in the features of 12 samples"),
+        (lambda: Dataset.of(TensorDataset(torch.from_numpy(X))), ConfigError, "has 1 tensors, expected features and"),
+        (
+            lambda: Dataset.of(Pairs(lambda i: (X[i] / 2 if i else X[i], 0))),
+            DataError,
+            "sample 1 holds float64, those before",
+        ),
+        (lambda: Dataset.of("data.csv"), ConfigError, "data set of str; read a file by fl.load"),
+        (lambda: Dataset.of(types.SimpleNamespace(toarray=0)), ConfigError, r"give x.toarray\(\)"),
+        (lambda: partition.iid(clients=2)((X, Y), seed="a"), ConfigError, "seed must be a whole number, got 'a'"),
         (lambda: Dataset.of(([[1], [2, 3]], [0, 1])), DataError, "rows of different lengths"),
         (lambda: Dataset.of(X, Y / 2, task="binary"), DataError, "must be whole numbers"),
         (lambda: Dataset.of(X, Y.astype(str), classes=["0", "1"]), DataError, "y has '2', the classes are 0, 1"),
@@ -123,6 +160,20 @@ def test_what_cannot_be_read_is_refused_in_a_sentence(
         make()
 
 
+def test_tensors_of_any_kind_are_read() -> None:
+    x, y = torch.arange(24.0).reshape(12, 2), torch.from_numpy(Y)
+    same = Dataset.of(x, y).checksum()
+    for given in (x.bfloat16(), x.half(), x.to_sparse(), x.clone().requires_grad_(), x.T.contiguous().T):
+        assert Dataset.of(given, y).checksum() == same
+
+
+def test_a_picture_of_a_palette_has_colours() -> None:
+    pictures = [Image.new("RGB", (4, 5), (10 * i, 5, 250 - i)).quantize() for i in range(12)]
+    found = Dataset.of(Pairs(lambda i: (pictures[i], int(Y[i]))))
+    assert found.shape == (3, 5, 4)
+    assert found.x[3, :, 0, 0].tolist() == [30, 5, 247]
+
+
 def test_a_pandas_table_is_read_as_a_csv_file(tmp_path: Any) -> None:
     pd = pytest.importorskip("pandas")
     frame = pd.DataFrame({"a": [1.0, 2, 3, 4], "s": ["u", "v", "u", "v"], "y": ["n", "n", "p", "p"]})
@@ -140,6 +191,13 @@ def test_a_pandas_table_is_read_as_a_csv_file(tmp_path: Any) -> None:
         Dataset.of(frame.assign(a=[1, None, 2, 3], y="n"))
     with pytest.raises(ConfigError, match="no column 'z'"):
         Dataset.of(frame, "z")
+    for target in (frame["y"], frame["y"].tolist(), frame["y"].sample(frac=1, random_state=0).sort_index()):
+        apart = Dataset.of(frame.drop(columns="y").set_index("a", drop=False), target, categorical=("s",))
+        assert apart.checksum() == read.checksum()
+    assert Dataset.of((frame.drop(columns="y"), frame["y"]), categorical=("s",)).checksum() == read.checksum()
+    assert Dataset.of(frame[["a", "y"]].set_axis([0, 1], axis=1), 1).classes == ("n", "p")
+    with pytest.raises(DataError, match="4 samples but 3 targets"):
+        Dataset.of(frame, frame["y"][:3])
     with pytest.raises(DataError, match="the target is the same in every row"):
         partition.iid(clients=2)(frame[["a", "y"]].assign(y="n"))
 

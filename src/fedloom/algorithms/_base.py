@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 
 from annotated_types import Ge, Gt
-from pydantic import Field, PlainSerializer, ValidationError, WithJsonSchema, WrapValidator, model_validator
+from pydantic import Field, PlainSerializer, WithJsonSchema, WrapValidator, model_validator
 from torch import Tensor
 
 from fedloom.algorithms._messages import Delta as Delta
@@ -23,7 +23,7 @@ from fedloom.algorithms._messages import Point as Point
 from fedloom.algorithms._messages import Rows as Rows
 from fedloom.algorithms._messages import Sent as Sent
 from fedloom.algorithms._messages import download_type
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, InvalidValue
 from fedloom.local import Ctx, Nothing, Work
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox import Prox
@@ -114,7 +114,7 @@ class Algorithm(Value, ABC):
                 method = method.with_(**values)
             values = {name: value for name, value in method.derived(ctx).items() if getattr(method, name) is None}
             return method.with_(**values) if values else method
-        except ValidationError:
+        except InvalidValue:
             where = f"{type(self).__name__}: {' and '.join(values)}"
             raise ConfigError(f"{where} cannot be derived from this run's steps; give a value") from None
         except KeyError as error:

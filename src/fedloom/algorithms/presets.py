@@ -61,7 +61,7 @@ class Preset:
         """The composition with some options given.
 
         Raises:
-            ConfigError: an option that no part has; pydantic's ValidationError for a value out of range.
+            ConfigError: an option that no part has, or a value out of range.
         """
         if "settings" in options:
             options = {**chosen_settings(options["settings"], self.paper), **options}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedloom.data.text import wrong_labels, wrong_tokens
-from fedloom.errors import DataError, NoSamples
+from fedloom.errors import DataError, NoSamples, nearest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -89,6 +89,8 @@ class Dataset:
         n = len(self.x)
         if n == 0:
             raise NoSamples(f"{self.name}: no samples; a data set needs at least one")
+        if self.task not in get_args(Task):
+            raise DataError(f"{self.name}: unknown task {self.task!r}; {nearest(self.task, get_args(Task))}")
         found = [*self._wrong_x(), *self._wrong_y(n), *self._wrong_scale()]
         for what, codes, names in self._coded():
             if len(codes) != n:

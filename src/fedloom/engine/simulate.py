@@ -6,6 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,6 +100,10 @@ def simulate(
             )
         entry: Any = choose("algorithm", REGISTRY, algorithm, base=Algorithm)
         algorithm = make(entry, {"settings": settings}, "", {"settings": None})
+    if callable(progress) or not all(map(callable, progress := list(progress))):
+        raise ConfigError(f"progress must be a list of functions of a state, as [print], got {progress!r:.200}")
+    if not isinstance(folder, (str, PathLike, type(None))):
+        raise ConfigError(f"folder must be a path, or None for memory, got {folder!r:.200}")
     place = None if folder is None else Path(folder)
     choices = {"model": model, **choices}
     if isinstance(algorithm, Setting):

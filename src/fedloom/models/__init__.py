@@ -35,7 +35,7 @@ def spec_of(kind: str, **options: Any) -> ModelSpec:
     """The specification of a kind of `MODELS` or a name of `PAPERS`, with some of its fields given.
 
     Raises:
-        ConfigError: the kind is unknown; pydantic's ValidationError for unknown fields and values out of range.
+        ConfigError: the kind or a field is unknown, or a value out of range.
 
     >>> spec_of("mlp", hidden=[64]).hidden
     (64,)

@@ -25,9 +25,9 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from fedloom.errors import ConfigError
 from fedloom.values import Value, choose, make
@@ -100,6 +100,9 @@ class Unknown(Value):
     reason: str
 
 
+Cell = Annotated[float | tuple[float, float] | None, BeforeValidator(lambda cell: None if cell == [] else cell)]
+
+
 class Paper(Value):
     """What the paper says of the table or figure."""
 
@@ -116,7 +119,7 @@ class Paper(Value):
     percent: bool = Field(False, description="the cells are printed in percent")
     seeds: int = Field(1, ge=1, description="repetitions behind a printed cell")
     columns: dict[str, str] = Field(default_factory=dict, description="title and reference of every column")
-    cells: dict[str, tuple[float | tuple[float, float] | None, ...]] = Field(
+    cells: dict[str, tuple[Cell, ...]] = Field(
         default_factory=dict, description="by variant, a mean or (mean, standard deviation) per column; [] is none"
     )
     claims: tuple[Claim, ...] = ()
@@ -125,12 +128,6 @@ class Paper(Value):
     reduced: str | None = Field(None, description="how much less data there is than in the protocol, as a factor")
     samples: int | None = Field(None, ge=1, description="samples of the reduced data")
     tried: tuple[str, ...] = Field((), description="what was tried where a claim does not hold")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _empty_cells(cls, values: Any) -> Any:
-        cells = values.get("cells", {})
-        return {**values, "cells": {v: tuple(None if c == [] else c for c in row) for v, row in cells.items()}}
 
     @model_validator(mode="after")
     def _table_fits(self) -> Paper:

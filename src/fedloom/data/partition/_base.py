@@ -15,7 +15,7 @@ from fedloom.data.federation import Federation, Split
 from fedloom.data.partition.changes import add_noise, prepared, relabelled
 from fedloom.data.partition.deal import Dealt, Ints, choose_each, distinct, owners, round_to_total
 from fedloom.data.partition.parts import cut_parts
-from fedloom.errors import DataError, PartitionError, Refused, blamed
+from fedloom.errors import ConfigError, DataError, PartitionError, Refused, blamed
 from fedloom.seeds import numpy_generator
 from fedloom.values import Value
 
@@ -127,6 +127,8 @@ class Partition(Value):
             DataError: data that cannot be read, or a table whose target is the same in every row.
         """
         data = Dataset.of(data)
+        if not isinstance(seed, (int, np.integer)):
+            raise ConfigError(f"seed must be a whole number, got {seed!r:.60}")
         seed_of_draw, fold = (seed, None) if self.folds is None else divmod(seed, self.folds)
         pool = self._pool(data)
         with blamed("partition", self, f"draw, seed {seed}"):

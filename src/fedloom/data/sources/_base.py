@@ -136,5 +136,12 @@ def numbered(labels: NDArray[Any], where: object = "") -> tuple[str, ...]:
 
 
 def scale(values: Sequence[float] | None) -> Tensor | None:
-    """Mean or std of a data set as a tensor."""
-    return None if values is None else torch.tensor(values, dtype=torch.float64)
+    """Mean or std of a data set as a tensor.
+
+    Raises:
+        DataError: they are no numbers.
+    """
+    try:
+        return None if values is None else torch.as_tensor(values, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise DataError(f"mean and std must be numbers, one per channel, got {values!r:.60}") from None

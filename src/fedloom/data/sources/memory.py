@@ -13,12 +13,14 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from fedloom.data.dataset import Dataset, Task
 from fedloom.data.sources.archive import Rows
-from fedloom.data.sources.arrays import of_arrays, plain
+from fedloom.data.sources.arrays import as_array, of_arrays, plain
 from fedloom.data.sources.cells import Piece, Problems
 from fedloom.data.sources.tabular import Csv, TableSource, read_table
 from fedloom.errors import ConfigError, DataError, NoSamples, cause_of, nearest
 from fedloom.values import fields_of, make
 
+PAIRS = (("x", "y"), ("X", "y"), ("data", "target"), ("image", "label"), ("features", "target"))
+"""Names that dictionaries have for features and targets."""
 LABELS = ("label", "labels", "fine_label", "target", "y")
 KNOWN = (
     "arrays or tensors (x, y), a dictionary with x and y, a torch Dataset, a Hugging Face Dataset, a pandas DataFrame"
@@ -38,8 +40,9 @@ def as_dataset(
 
     Args:
         obj: a `Dataset` (given back as it is); features ``[N, ...]`` as a numpy array or tensor; a pair ``(x, y)``; a
-            dictionary with ``x`` and ``y``, or with ``train`` and ``test`` that are one of these; a torch `Dataset` of
-            pairs; a Hugging Face `Dataset` or `DatasetDict`; a pandas `DataFrame`.
+            dictionary with ``x`` and ``y`` (or another pair of `PAIRS`), or with ``train`` and ``test`` that are one of
+            these; a torch `Dataset` or a list of pairs; a Hugging Face `Dataset` or `DatasetDict`; a pandas
+            `DataFrame`, alone or with its targets.
         target: targets ``[N]`` or ``[N, k]`` of features that come alone; or the name of the target's column, None:
             ``label``, ``labels``, ``fine_label``, ``target`` or ``y``, and of a table otherwise the last.
         task: what the targets are; None: classification if they are whole numbers, text or booleans.
@@ -64,10 +67,13 @@ def as_dataset(
         sides = [obj]
     sides += [test] if test is not None else []
     first = sides[0]
+    if isinstance(first, tuple) and len(first) == 2 and len(sides) == 1 and is_frame(first[0]) and target is None:
+        first, target = first
     if is_frame(first):
         if len(sides) > 1:
             raise ConfigError(f"{name}: a table has no separate test set, its scaling is fitted per client; join both")
         return _table(first, target, task, name, options)
+    options.setdefault("channels_last", None)
     allowed = ("classes", "mean", "std", "users", "features", "channels_last", "vocabulary")
     if odd := [key for key in options if key not in allowed]:
         raise ConfigError(f"{name}: unknown option {odd[0]!r}; {nearest(odd[0], allowed)}")
@@ -102,14 +108,16 @@ class _Side(NamedTuple):
 def _side(obj: Any, target: Any, column: str | None, users: Any, name: str) -> _Side:
     if _is_hub(obj):
         return _hub_side(obj, target, column, users, name)
-    if isinstance(obj, Mapping) and "x" in obj and "y" in obj:
-        return _Side(
-            plain(obj["x"], name), plain(obj["y"], name), plain(obj["users"], name) if "users" in obj else None
-        )
+    if pair := _named(obj):
+        return _Side(*(plain(part, name) for part in pair), plain(obj["users"], name) if "users" in obj else None)
     if isinstance(obj, TensorDataset):
+        if len(obj.tensors) != 2:
+            raise ConfigError(f"{name}: has {len(obj.tensors)} tensors, expected features and targets")
         obj = obj.tensors
-    if isinstance(obj, (tuple, list)) and len(obj) == 2 and target is None:
+    if isinstance(obj, (tuple, list)) and len(obj) == 2 and target is None and not isinstance(obj[0], tuple):
         return _Side(plain(obj[0], name), plain(obj[1], name))
+    if isinstance(obj, list) and target is None and all(isinstance(s, tuple) and len(s) == 2 for s in obj):
+        return _Side(*_stacked(_pairs(obj, name), name))
     if isinstance(obj, (np.ndarray, torch.Tensor, list, tuple)):
         if target is None or isinstance(target, str):
             raise ConfigError(f"{name}: features without targets; give the pair (x, y), or target")
@@ -117,7 +125,15 @@ def _side(obj: Any, target: Any, column: str | None, users: Any, name: str) -> _
     if isinstance(obj, TorchDataset):
         x, y = _stacked(_pairs(_samples(obj, name), name), name)
         return _Side(x, y, classes=tuple(str(c) for c in getattr(obj, "classes", ())))
-    raise ConfigError(f"{name}: cannot make a data set of {type(obj).__name__}; known are {KNOWN}")
+    hints = {"toarray": "give x.toarray()", "batch_size": "give its .dataset", "strip": "read a file by fl.load"}
+    hint = next((f"; {say}" for key, say in hints.items() if hasattr(obj, key)), "")
+    raise ConfigError(f"{name}: cannot make a data set of {type(obj).__name__}{hint}; known are {KNOWN}")
+
+
+def _named(obj: Any) -> tuple[Any, Any] | None:
+    """Features and targets of a dictionary by their names; None where there is no such pair."""
+    found = (pair for pair in PAIRS if isinstance(obj, Mapping) and pair[0] in obj and pair[1] in obj)
+    return next(((obj[x], obj[y]) for x, y in found), None)
 
 
 def _samples(obj: TorchDataset[Any], name: str) -> Iterator[Any]:
@@ -132,7 +148,8 @@ def _samples(obj: TorchDataset[Any], name: str) -> Iterator[Any]:
 
 
 def _pairs(samples: Iterable[Any], name: str) -> Iterator[tuple[Any, Any]]:
-    for k, sample in enumerate(samples):
+    for k, given in enumerate(samples):
+        sample = _named(given) or given
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
             raise DataError(f"{name}: sample {k} is {type(sample).__name__}, expected the pair (features, target)")
         yield sample[0], sample[1]
@@ -152,11 +169,16 @@ def _hub_side(obj: Any, target: Any, column: str | None, users: str | None, name
             if users is not None:
                 owners.append(str(row[users]))
             value = row[x_name]
-            yield value if isinstance(value, torch.Tensor) else _planes(np.asarray(value)), row[y_name]
+            yield value if isinstance(value, torch.Tensor) else _planes(_pixels(value)), row[y_name]
 
     x, y = _stacked(samples(), name)
     classes = getattr(obj.features[y_name], "names", None) or ()
     return _Side(x, y, np.array(owners) if users is not None else None, tuple(classes))
+
+
+def _pixels(value: Any) -> NDArray[Any]:
+    """A sample as an array; a picture of a palette's numbers in its colours."""
+    return as_array(value.convert("RGB") if getattr(value, "mode", "") == "P" else value)
 
 
 def _planes(value: NDArray[Any]) -> NDArray[Any]:
@@ -168,7 +190,7 @@ def _stacked(samples: Iterable[tuple[Any, Any]], name: str) -> tuple[NDArray[Any
     x: Rows | None = None
     y: list[Any] = []
     for value, label in samples:
-        found = value.numpy(force=True) if isinstance(value, torch.Tensor) else np.asarray(value)
+        found = _pixels(value)
         if not isinstance(value, (torch.Tensor, np.ndarray)):
             found = _planes(found)  # a picture
         if found.dtype.kind not in "uifb":
@@ -177,7 +199,10 @@ def _stacked(samples: Iterable[tuple[Any, Any]], name: str) -> tuple[NDArray[Any
         x = x or Rows(found.shape, np.uint8 if found.dtype == np.uint8 else np.float32)
         if found.shape != x.shape:
             raise DataError(f"{name}: sample {len(y)} has shape {found.shape}, others {x.shape}; one size only")
-        x.room(1)[0] = found
+        row = x.room(1)
+        if row.dtype == np.uint8 and found.dtype != np.uint8:
+            raise DataError(f"{name}: sample {len(y)} holds {found.dtype}, those before uint8; one type only")
+        row[0] = found
         y.append(label.tolist() if isinstance(label, (torch.Tensor, np.ndarray, np.generic)) else label)
     if x is None:
         raise NoSamples(f"{name}: no samples")
@@ -192,13 +217,21 @@ def is_frame(obj: Any) -> bool:
     """A pandas table, or a data set of the hub whose columns are all single numbers or texts."""
     if hasattr(obj, "columns") and hasattr(obj, "iloc"):
         return True
+    if _is_hub(obj) and not hasattr(obj, "__len__"):
+        raise ConfigError("a stream of the hub has no length; load it without streaming, or make a Dataset of its rows")
     return _is_hub(obj) and len(obj) > 0 and all(np.ndim(cell) == 0 for cell in obj[0].values())
 
 
 def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[str, Any]) -> Dataset:
-    if target is not None and not isinstance(target, str):
-        raise ConfigError(f"{name}: target names a column of the table, got {type(target).__name__}")
     frame = not _is_hub(obj)
+    if frame and np.ndim(target) == 1:
+        if len(target) != len(obj):
+            raise DataError(f"{name}: {len(obj)} samples but {len(target)} targets; every sample needs one target")
+        label = str(getattr(target, "name", None) or "target")
+        obj, target = obj.assign(**{label: target.array if hasattr(target, "array") else np.asarray(target)}), label
+    if target is not None and (np.ndim(target) or not isinstance(target, (str, int))):
+        raise ConfigError(f"{name}: target names a column of the table, or holds its targets, got {target!r:.60}")
+    target = None if target is None else str(target)
     names = list(obj.columns if frame else obj.column_names)
     if frame:
         coded = [str(c) for c, kind in zip(names, obj.dtypes, strict=True) if kind.name == "category"]
