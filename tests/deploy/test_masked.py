@@ -287,6 +287,18 @@ def test_after_a_given_up_sum_a_further_site_waits_for_a_round(tmp_path: Path) -
     assert asked == {3: {0, 1, 2, 3}, 4: {0, 1, 2, 3, 4}}
 
 
+def test_a_given_up_round_costs_privacy(tmp_path: Path) -> None:
+    """Its sum may still become known: epsilon is that of all rounds, at the sites and in the server's figures."""
+    here = secured(tmp_path, "fedavg", rounds=3, aggregator=PRIVATE)
+    never_told(here, 2)
+    assert here.serve() is Stop.DONE
+    assert here.audit("given up", round=2)
+    three = pytest.approx(epsilon(PrivateMean(**{**PRIVATE, "accountant": "rdp"}), 3))
+    assert status_of(here.server)["epsilon"] == three
+    [ledger] = here.sites[0].state.rglob("ledger.jsonl")
+    assert json.loads(ledger.read_text().splitlines()[-1])["epsilon"] == three
+
+
 def test_a_given_up_round_changes_no_model(tmp_path: Path) -> None:
     """The last round is given up: the model is that of the run with one round less."""
     flame = {"algorithm": "flame", "lam": 1.0}  # by default it depends on the number of rounds

@@ -1,5 +1,7 @@
 """The table of sites, and the models on their disks, from files alone."""
 
+import math
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -12,7 +14,7 @@ from fedloom.deploy.settings import read_site
 from fedloom.deploy.site.local_data import site_federation
 from fedloom.deploy.site.models import export, figures, module_of, owned
 from fedloom.deploy.site.state import Memory
-from fedloom.deploy.table import site_table
+from fedloom.deploy.table import mean_table, site_table
 from fedloom.errors import CheckpointError, ConfigError
 from fedloom.experiment import read
 from fedloom.rows.layout import Layout
@@ -29,15 +31,29 @@ def test_last_figures_of_every_site_and_model(tmp_path):
         (5, 1, "personal", "train", "accuracy", 1.0),
         (5, -1, "global", "test", "accuracy", 0.55),
         (5, 0, "", "", "bytes_up", 100.0),
+        (7, 0, "global", "test", "accuracy", 0.7),
+        (7, 0, "global", "test", "auroc", math.nan),
+        (7, 0, "global", "test", "loss", 0.2),
+        (7, 1, "global", "test", "accuracy", math.nan),  # it was not there
+        (7, 1, "global", "test", "loss", math.nan),
+        (7, -1, "global", "test", "accuracy/mean", 0.7),
     ]
     pq.write_table(
         pa.table(dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True))), tmp_path / "m.parquet"
     )
     assert site_table(tmp_path / "m.parquet", ["north", "south"]) == [
-        {"site": "north", "model": "global", "round": 5, "accuracy": 0.5},
+        {
+            "site": "north",
+            "model": "global",
+            "round": 7,
+            "accuracy": 0.7,
+            "auroc": pytest.approx(math.nan, nan_ok=True),
+            "loss": 0.2,
+        },
         {"site": "south", "model": "global", "round": 5, "accuracy": 0.6},
         {"site": "south", "model": "personal", "round": 5, "accuracy": 0.9, "loss": 0.3},
     ]
+    assert mean_table(tmp_path / "m.parquet") == [{"model": "global", "round": 7, "accuracy": 0.7, "sites": 1}]
 
 
 @pytest.fixture

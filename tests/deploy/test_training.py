@@ -1,6 +1,5 @@
 """Methods over a real server and three real sites on loopback, with TLS and node keys: what a simulation gives."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -16,10 +15,10 @@ from fedloom.deploy.ops.directory import Place, write
 from fedloom.deploy.ops.loopback import Loopback, run_all
 from fedloom.deploy.ops.processes import Processes
 from fedloom.deploy.plan import plan
-from fedloom.deploy.server import serve
+from fedloom.deploy.server import FINISHED, serve
 from fedloom.deploy.settings import read_server, read_site, text_of
 from fedloom.deploy.site.client import Client
-from fedloom.deploy.site.models import export, figures, module_of, owned
+from fedloom.deploy.site.models import figures, owned
 from fedloom.deploy.status import status_of
 from fedloom.engine.simulate import simulate
 from fedloom.errors import Stop
@@ -104,6 +103,11 @@ def test_a_real_network_gives_what_a_simulation_gives(network, experiment, metho
     for one in found:
         row = next(r for r in table if (r["site"], r["model"]) == (one.site.site, kind))
         assert figures(one)["accuracy"] == pytest.approx(row["accuracy"], abs=1e-6)
+    files = [network.server.results / "metrics.parquet", network.server.audit, *(one.model.path for one in found)]
+    before = [file.read_bytes() for file in files]
+    run_all(folder, lines.append)  # every round is there already: nothing starts, and nothing is written
+    assert lines[-1] == FINISHED
+    assert [file.read_bytes() for file in files] == before
 
 
 def test_secure_aggregation_over_a_real_network(experiment, tmp_path):
@@ -150,28 +154,6 @@ def test_secure_aggregation_over_a_real_network(experiment, tmp_path):
     torch.testing.assert_close(mine, theirs, **close)
     for a, b in zip(owned(folder)[:2], owned(plain), strict=False):
         torch.testing.assert_close(load_file(a.model.path)["rows"], load_file(b.model.path)["rows"], **close)
-
-
-def test_a_run_that_ended_is_run_again_without_training(network, experiment, tmp_path):
-    """The second time every round is there already; models and figures stay as they are, byte for byte."""
-    folder, _ = trained(network, experiment, "fedavg", tmp_path, rounds=1)
-    before = {one.site.site: one.model.path.read_bytes() for one in owned(folder)}
-    metrics = (folder / "server" / "results" / "metrics.parquet").read_bytes()
-    run_all(folder, lambda _: None)
-    assert {one.site.site: one.model.path.read_bytes() for one in owned(folder)} == before
-    assert (folder / "server" / "results" / "metrics.parquet").read_bytes() == metrics
-    audit = [json.loads(line) for line in (folder / "server" / "state" / "audit.jsonl").read_text().splitlines()]
-    assert sum(entry.get("kind") == "train" for entry in audit) == 3
-
-
-def test_export_is_a_state_dict_that_plain_torch_takes(network, experiment, tmp_path):
-    folder, _ = trained(network, experiment, "fedavg", tmp_path, rounds=1)
-    one = owned(folder)[0]
-    path = export(one, tmp_path / "models")
-    module = read(one.site.experiment).common.model.build(one.site.samples.shape, one.site.samples.outputs, 1)
-    module.load_state_dict(load_file(path))
-    x = torch.rand(4, *one.site.samples.shape)
-    assert torch.equal(module.eval()(x), module_of(one)(x))
 
 
 def test_interrupted_by_a_signal_nothing_is_left(experiment, tmp_path):

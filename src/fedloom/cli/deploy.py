@@ -17,6 +17,9 @@ deploy = typer.Typer(
 )
 app.add_typer(deploy, name="deploy")
 
+WIDE = 120
+"""Columns of a table that goes to a file or another program."""
+
 Directory = Annotated[Path, typer.Argument(help="directory that 'fedloom deploy init' wrote", show_default=False)]
 SiteFolder = Annotated[Path, typer.Argument(help="a site's folder, with its site.toml", show_default=False)]
 
@@ -226,4 +229,6 @@ def _print_sites(rows: Sequence[dict[str, Any]], first: Sequence[str]) -> None:
         shown.add_column(column, justify="left" if column in ("site", "model") else "right")
     for row in rows:
         shown.add_row(*(f"{v:.4f}" if isinstance(v := row.get(c, ""), float) else str(v) for c in columns))
-    Console().print(shown)
+    console = Console()
+    console.width = console.width if console.is_terminal else WIDE
+    console.print(shown)

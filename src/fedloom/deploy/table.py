@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,33 +17,42 @@ from fedloom.metrics import BRIEF
 def site_table(metrics: Path, sites: Sequence[str], part: str = "test") -> list[dict[str, Any]]:
     """The last figures of every site: a row per site and model, with ``site``, ``model``, ``round`` and metrics.
 
+    They are of the last round in which the site had any.
+
     Args:
         metrics: a file `metrics.parquet`.
         sites: names in the order of the clients.
         part: part of each site's data.
     """
+    found = [r for r in _read(metrics, part, BRIEF) if 0 <= r["client"] < len(sites)]
+    last = {(r["client"], r["model"]): r["round"] for r in found if r["value"] == r["value"]}
     rows: dict[tuple[int, str], dict[str, Any]] = {}
-    for r in _read(metrics, part, BRIEF):
-        if 0 <= r["client"] < len(sites):
-            row = rows.setdefault((r["client"], r["model"]), {"site": sites[r["client"]], "model": r["model"]})
-            row["round"], row[r["metric"]] = r["round"], r["value"]
+    for r in found:
+        key = r["client"], r["model"]
+        if last.get(key) == r["round"]:
+            row = rows.setdefault(key, {"site": sites[r["client"]], "model": r["model"], "round": r["round"]})
+            row[r["metric"]] = r["value"]
     return [rows[key] for key in sorted(rows)]
 
 
 def mean_table(metrics: Path, part: str = "test") -> list[dict[str, Any]]:
     """The last means over the sites: a row per model, with ``model``, ``round`` and metrics.
 
-    ``sites``: how many a mean of losses is of, where the server has sums only.
+    ``sites``: how many a mean of losses is of.
 
     Args:
         metrics: a file `metrics.parquet`.
         part: part of each site's data.
     """
     rows: dict[str, dict[str, Any]] = {}
+    own = [r for r in _read(metrics, part, ["loss"]) if r["client"] >= 0 and r["value"] == r["value"]]
+    counts = Counter((r["model"], r["round"]) for r in own)  # none where the server has sums only
     for r in _read(metrics, part, [*(f"{name}/mean" for name in BRIEF), "loss/sites"]):
         name, _, what = r["metric"].partition("/")
         row = rows.setdefault(r["model"], {"model": r["model"]})
         row |= {"round": r["round"], **({name: r["value"]} if what == "mean" else {"sites": int(r["value"])})}
+        if count := counts[r["model"], r["round"]]:
+            row["sites"] = count
     return [rows[key] for key in sorted(rows)]
 
 
