@@ -147,7 +147,7 @@ class _Lines:
         self._last, left, own = now, self._runs.left(), self._runs.left_of(event)
         said = [f"round {event.round}/{event.rounds}", self._runs.figures.get(key, "")]
         said += [event.status] if event.status and not end else []
-        if left is not None:
+        if left is not None and left >= 0.5:
             said.append(f"about {left:.0f} s left")
         elif own is not None and not end:
             said.append(f"about {own:.0f} s left of this run")

@@ -284,7 +284,7 @@ def test_a_multiple_is_one_of_what_is_derived(name: str) -> None:
         assert type(twice).model_validate(twice.model_dump()) == twice
         assert method.with_(**{option: "1x"}) == method
         for wrong in ("0x", "-1x", "x", "2"):
-            with pytest.raises(ConfigError):
+            with pytest.raises(ConfigError, match="must be a number, or a multiple"):
                 method.with_(**{option: wrong})
 
 

@@ -117,7 +117,7 @@ def test_the_figures_of_a_diverged_run_stay_in_the_tables(tmp_path: Path) -> Non
     assert ran.exit_code == 1
     assert re.search(r"wild, seed 0: diverged: .*\(round 3: the training loss of the global model", ran.stderr)
     assert "wild, seed 0: round 3: the training loss of the global model is" in ran.stdout
-    assert "diverged in round 3" in ran.stdout
+    assert "diverged by round 3" in ran.stdout
     assert not re.search(r"\d{10}", ran.stdout + ran.stderr)
     summary = json.loads((out / "summary.json").read_text())
     assert [(r["status"], r["rounds"], r.get("diverged")) for r in summary["runs"]] == [
@@ -126,7 +126,7 @@ def test_the_figures_of_a_diverged_run_stay_in_the_tables(tmp_path: Path) -> Non
     ]
     assert "round 3" in summary["runs"][1]["reason"]
     rows = {row["method"]: row for row in result_table(out).to_pylist()}
-    assert rows["wild"]["status"] == "diverged in round 3 (seed 0)"
+    assert rows["wild"]["status"] == "diverged by round 3 (seed 0)"
     assert 0 <= rows["wild"]["accuracy"] <= 1
     assert rows["wild"]["loss_variance"] > 1e6
     assert (out / "models" / "wild-0" / "global.safetensors").exists()
@@ -267,6 +267,9 @@ def test_time_left_counts_every_run_at_its_own_pace(
     assert "left" not in said[0]
     assert said[1].endswith("about 15 s left of this run")  # of b nothing is known yet
     assert "left" not in said[2]
+    ends = lines(capsys, Event("a", 0, 9, 5, pace=1.0), Event("a", 0, 9, 9, pace=1.0), rounds={"a": 9})
+    assert [line.endswith("about 4 s left") for line in ends] == [True, False]
+    assert "left" not in ends[1]
     assert said[3].endswith("about 40 s left")  # 20 rounds of a, 5 of b
     assert said[4].endswith("about 20 s left")  # side by side: no less than what b needs
     assert said[5] == "b, seed 0: round 7/10, diverged, about 10 s left"

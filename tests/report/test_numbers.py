@@ -83,9 +83,9 @@ def test_a_diverged_seed_has_no_result_but_its_work_counts(tmp_path: Path) -> No
     (row,) = rows_of(read_runs([store(tmp_path / "r", rows, runs=runs)]))
     assert row.figures["accuracy"].mean == pytest.approx(0.6)
     assert row.figures["steps"].mean == 20
-    assert row.status == "diverged in round 4 (seed 2)"
+    assert row.status == "diverged after round 4 (seed 2)"
     table = report.result_table(tmp_path / "r").to_pylist()[0]
-    assert (table["accuracy_seeds"], table["seeds"], table["status"]) == (2, 2, "diverged in round 4 (seed 2)")
+    assert (table["accuracy_seeds"], table["seeds"], table["status"]) == (2, 2, "diverged after round 4 (seed 2)")
 
 
 def test_work_is_totalled_and_traffic_goes_both_ways(tmp_path: Path) -> None:

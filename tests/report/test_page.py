@@ -110,7 +110,7 @@ def test_the_page_loads_nothing(page: Path) -> None:
 
 def test_statuses_and_settings_are_on_the_page(page: Path) -> None:
     text = own_part(page)
-    assert "diverged in round 7 (seed 2)" in text
+    assert "diverged after round 7 (seed 2)" in text
     assert "2 of 3 seeds" in text
     assert "kind = &quot;hybrid&quot;" in text
     assert "Not decidable" in text  # three seeds

@@ -169,7 +169,7 @@ class Row:
 
     @property
     def status(self) -> str:
-        """One short phrase, e.g. ``diverged in round 7 (seed 2)``."""
+        """One short phrase, e.g. ``diverged by round 7 (seed 2)``."""
         odd = [record for record in self.records if record.status != "done"]
         if not self.records:
             return "unfinished"
@@ -184,9 +184,9 @@ class Row:
 
 
 def _phrase(record: Record) -> str:
-    if record.status == "interrupted":
-        return f"interrupted after round {record.rounds}"
-    return f"{record.status} in round {record.rounds if record.diverged is None else record.diverged}"
+    if record.diverged is not None:
+        return f"{record.status} by round {record.diverged}"
+    return f"{record.status} after round {record.rounds}"
 
 
 def rows_of(runs: list[Run]) -> list[Row]:

@@ -86,7 +86,7 @@ def sure(winner: Winner, rows: list[Row]) -> str:
     criterion = winner.criterion
     if winner.runner_up is None:
         alone = "No other method comes to this result with every seed."
-        return alone if criterion.figure in REACHED else "The only method with this result."
+        return alone if criterion.figure in REACHED else "No other method has this result from runs that ended well."
     other = rows[winner.runner_up]
     name = escape(f"{other.name} {other.model}".strip())
     unit = " points" if criterion.unit == "%" else f" {criterion.unit}" if criterion.unit else ""
