@@ -87,7 +87,7 @@ class Value(BaseModel):
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy, validated where fields are changed; `copy.replace` is this."""
-        return self.with_(**update) if update else super().model_copy(deep=deep)  # type: ignore[no-any-return]
+        return self.with_(**update) if update else super().model_copy(deep=deep)
 
     def with_(self, **changes: Any) -> Any:
         """A validated copy with some fields changed."""

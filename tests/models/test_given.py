@@ -173,3 +173,31 @@ def test_results_as_pandas_and_as_a_plot(fed: Federation, monkeypatch: pytest.Mo
 def test_lazy_parameters_are_a_sentence() -> None:
     with pytest.raises(ConfigError, match=r"lazy parameters \(0.weight, 0.bias\); call it on a sample first"):
         given_model(nn.Sequential(nn.LazyLinear(2)))
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(64, 10, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.flatten(1).to(self.w.dtype) @ self.w).real
+
+
+class Pair(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x.flatten(1)), 0
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (Turned, r"has complex parameters \(w\); give real and imaginary parts"),
+        (Turned(), r"has complex parameters \(w\)"),
+        (nn.Linear(64, 10, device="meta"), r"model 'Linear' has no weights \(device meta\)"),
+        (Pair(64, 10), r"model 'Pair' must return \[b, 10\] for this data, got tuple for b = 2"),
+    ],
+)
+def test_parameters_and_outputs_of_other_kinds_are_a_sentence(given: Any, said: str, fed: Federation) -> None:
+    with pytest.raises(ConfigError, match=said):
+        fl.simulate("fedavg", fed, given, rounds=1)

@@ -82,6 +82,8 @@ def given_model(given: Any) -> ModelSpec | None:
             raise ConfigError(
                 f"model {type(given).__name__!r} has lazy parameters ({', '.join(lazy)}); call it on a sample first"
             )
+        if any(value.is_meta for value in given.state_dict().values()):
+            raise ConfigError(f"model {type(given).__name__!r} has no weights (device meta); give it some first")
         digest = hashlib.blake2b(f"{given!r} {text_of(type(given))}".encode(), digest_size=8)
         for name, value in given.state_dict().items():
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
@@ -118,6 +120,9 @@ def _made(
         ) from error
     if not isinstance(made, nn.Module) or not any(True for _ in made.parameters()):
         raise ConfigError(f"model {name!r} must give an nn.Module with parameters, got {type(made).__name__}")
+    odd = [n for n, p in made.named_parameters() if not isinstance(p, UninitializedParameter) and p.is_complex()]
+    if odd:
+        raise ConfigError(f"model {name!r} has complex parameters ({', '.join(odd)}); give real and imaginary parts")
     try_out(made, shape, outputs, name, tokens)
     return made
 
@@ -135,11 +140,12 @@ def try_out(
     wanted = (*shape, outputs) if tokens is not None and tokens[1] else (outputs,)
     try:
         with torch.no_grad():
-            got = tuple(module.eval()(samples).shape)
+            given = module.eval()(samples)
     except Exception as error:
         raise ConfigError(f"model {path!r} fails on samples of shape {shape}: {error}") from error
     finally:
         module.train(training)
-    if got != (2, *wanted):
+    got = list(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
+    if got != [2, *wanted]:
         must = ", ".join(map(str, ("b", *wanted)))
-        raise ConfigError(f"model {path!r} must return [{must}] for this data, got {list(got)} for b = 2")
+        raise ConfigError(f"model {path!r} must return [{must}] for this data, got {got} for b = 2")

@@ -270,7 +270,7 @@ def of_arrays(
     else:
         with np.errstate(over="ignore"):  # the infinity is refused below
             kept = x if x.dtype == np.uint8 else x.astype(np.float32, copy=False)
-        features = torch.from_numpy(np.require(kept, requirements="CW"))
+        features = torch.from_numpy(np.require(kept, requirements=["C", "W"]))
     if each:
         classes = tuple(classes) or numbered(y.clip(0).ravel(), place)
         target, kind = torch.from_numpy(y.astype(np.int64)), task or "classification"
@@ -324,7 +324,7 @@ def _targets(
     if task == "regression" or not whole:
         return torch.from_numpy(y.reshape(len(y), -1).astype(np.float64)), "regression", ()
     names = classes or numbered(y, place)
-    return torch.from_numpy(np.require(y, np.int64, "CW")), task or "classification", names
+    return torch.from_numpy(np.require(y, np.int64, ["C", "W"])), task or "classification", names
 
 
 def plain(values: Any, name: str) -> NDArray[Any]:
@@ -357,6 +357,7 @@ def as_array(values: Any) -> NDArray[Any]:
     if isinstance(values, torch.Tensor):
         values = values.to_dense()
         small = values.is_floating_point() and values.element_size() < 4
-        return (values.float() if small else values).numpy(force=True)
+        dense: NDArray[Any] = (values.float() if small else values).numpy(force=True)
+        return dense
     found = np.asarray(values)
     return found.astype(np.float32) if found.dtype == np.float16 else found

@@ -109,7 +109,8 @@ def _side(obj: Any, target: Any, column: str | None, users: Any, name: str) -> _
     if _is_hub(obj):
         return _hub_side(obj, target, column, users, name)
     if pair := _named(obj):
-        return _Side(*(plain(part, name) for part in pair), plain(obj["users"], name) if "users" in obj else None)
+        x, y = (plain(part, name) for part in pair)
+        return _Side(x, y, plain(obj["users"], name) if "users" in obj else None)
     if isinstance(obj, TensorDataset):
         if len(obj.tensors) != 2:
             raise ConfigError(f"{name}: has {len(obj.tensors)} tensors, expected features and targets")
