@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import csv
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -94,8 +97,9 @@ def test_partitions_by_class_or_of_features_say_why_not() -> None:
 
 def test_encoding_pads_at_the_end_and_cuts() -> None:
     vocabulary = vocabulary_of(["ab", "b"], "character")
-    assert encoded(["ba", "abx", ""], vocabulary, 2).tolist() == [[3, 2], [2, 3], [1, 0]]
-    assert encoded(["abx"], vocabulary, 2, last=True).tolist() == [[3, 1]]
+    assert encoded(["ba", "abx", ""], vocabulary, 2).tolist() == [[3, 2], [3, 1], [1, 0]]  # last characters
+    words = vocabulary_of(["one two", "two"], "word")
+    assert encoded(["One two two", "zero"], words, 2).tolist() == [[2, 3], [1, 0]]  # first words
     assert recoded(torch.tensor([[2, 3, 0]]), ("<pad>", "<unk>", "b", "z"), vocabulary).tolist() == [[3, 1, 0]]
 
 
@@ -146,6 +150,64 @@ def test_sent140_by_user(tmp_path: Path) -> None:
 def test_a_spoiled_file_of_texts_is_refused(source: str, content: bytes, words: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=words):
         load(source, path=str(write(tmp_path, {"a.json": content})))
+
+
+# ------------------------------------------------------------------------------------------------------------- a table
+
+TABLE = """words,who,mood
+"Good, GOOD day",ann,glad
+Ünd böse Tage,bob,sad
+good  ,bob,glad
+"""
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_texts_of_a_table(ending: str, tmp_path: Path) -> None:
+    place = tmp_path / f"t.{ending}"
+    if ending == "csv":
+        place.write_text(TABLE)
+    else:
+        pq.write_table(pa.Table.from_pylist(list(csv.DictReader(TABLE.splitlines()))), place)
+    data = load("texts", path=str(place), text="words", users="who", length=3)
+    assert (data.name, data.task, data.classes) == ("t", "binary", ("glad", "sad"))
+    assert data.y.tolist() == [0, 1, 0]
+    assert data.user_names == ("ann", "bob")
+    assert [[data.vocabulary[t] for t in row if t] for row in data.x] == [
+        ["good", ",", "good"],
+        ["ünd", "böse", "tage"],
+        ["good"],
+    ]
+    letters = load("texts", path=str(place), text="words", label="who", level="character", length=2)
+    assert "".join(letters.vocabulary[t] for t in letters.x[1]) == "ge"
+    assert len(letters.vocabulary) == 2 + len(set("".join(row["words"] for row in csv.DictReader(TABLE.splitlines()))))
+
+
+@pytest.mark.parametrize(
+    ("table", "options", "words"),
+    [
+        (TABLE, {"text": "word"}, "no column 'word'; did you mean 'words'"),
+        (TABLE, {"text": "words", "label": "words"}, "must be three columns"),
+        (TABLE, {"text": "words", "users": "mood"}, "must be three columns"),
+        ("a,b\n,x\nhi,\n  ,y\n", {"text": "a"}, r"row 2, column 'a': empty \(2 such\).*\n.*row 3, column 'b': empty"),
+        ("a,b\n", {"text": "a"}, "no rows below the header"),
+        ("", {"text": "a"}, "no column 'a'"),
+    ],
+)
+def test_a_table_that_has_no_such_texts_is_refused(
+    table: str, options: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "t.csv").write_text(table)
+    with pytest.raises((ConfigError, DataError), match=words):
+        load("texts", path=str(tmp_path / "t.csv"), **options)
+    with pytest.raises(DataError, match="is no table"):
+        load("texts", path=str(write(tmp_path / "leaf", {"a.json": leaf({"u": (["to"], ["b"])})})), text="a")
+
+
+def test_a_very_long_text_is_a_sample(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,b\n" + "héllo " * 160_000 + ",x\nshort,y\n")
+    data = load("texts", path=str(tmp_path / "t.csv"), text="a")
+    assert data.x.shape == (2, 64)
+    assert data.vocabulary[2:] == ("héllo", "short")
 
 
 # ---------------------------------------------------------------------------------------------------------- docstrings

@@ -113,6 +113,41 @@ def test_exports_give_what_predict_gives(run: Path, tmp_path: Path) -> None:
     assert classes.tolist() == model.predict(rows).tolist()
 
 
+OWN = """
+rounds = 1
+[data]
+source = "texts"
+path = "{path}"
+text = "words"
+users = "who"
+[partition]
+kind = "writers"
+[model]
+kind = "lstm"
+embedding = 2
+hidden = 2
+[[method]]
+algorithm = "ditto"
+"""
+
+
+def test_a_table_of_texts_is_predicted_by_whom_it_is_of(tmp_path: Path) -> None:
+    lines = [f"{'yes' if k % 3 else 'no'} {k},{'ab'[k % 2]},{k % 3 > 0}" for k in range(40)]
+    (tmp_path / "t.csv").write_text("\n".join(["words,who,good", *lines]))
+    (tmp_path / "own.toml").write_text(OWN.format(path=tmp_path / "t.csv"))
+    call("run", tmp_path / "own.toml", "--out", tmp_path / "run")
+    (tmp_path / "new.csv").write_text("who,words\nb,yes 3\na,no\nc,what\n")
+    said = call("predict", tmp_path / "run", tmp_path / "new.csv", "--out", tmp_path / "p.csv")
+    assert "no client of the run, so the global model: 'c' (1 rows)" in said
+    rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
+    assert [row["model"] for row in rows] == ["b", "a", "global"]
+    assert {row["prediction"] for row in rows} <= {"True", "False"}
+    call("evaluate", tmp_path / "run", "--data", tmp_path / "t.csv")
+    opened = fl.open_run(tmp_path / "run")
+    alone = opened.predict(["yes 3"], client="b")
+    np.testing.assert_allclose(alone.scores[0, 1], float(rows[0]["probability of True"]))
+
+
 def test_new_speakers_are_scored_and_adapted_to(run: Path) -> None:
     data = fl.load("docstrings", length=16, most=200, modules="odd")
     models = fl.open_run(run)["ditto", 0].models

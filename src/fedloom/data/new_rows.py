@@ -139,7 +139,7 @@ def _values(table: Table, column: Column, piece: Piece, problems: Problems) -> t
 
 
 def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRows:
-    """Texts ``[N]``, of which the last tokens are taken, or tokens ``[N, length]``."""
+    """Texts ``[N]``, or tokens ``[N, length]``."""
     if rows.dtype.kind != "U":
         wide = torch.from_numpy(rows) if rows.dtype.kind in "ui" else torch.zeros(0)
         if wide.ndim != 2:
@@ -149,7 +149,7 @@ def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRo
         return NewRows(facts.samples(wide.to(torch.int64), name))
     if facts.vocabulary[1:2] != (UNKNOWN,):
         raise DataError(f"{name}: are texts, but the model was trained on tokens that came as numbers; give numbers")
-    x = encoded([str(text) for text in rows.ravel()], facts.vocabulary, facts.shape[0], last=True)
+    x = encoded([str(text) for text in rows.ravel()], facts.vocabulary, facts.shape[0])
     strange = int((x == 1).sum())
     note = f"{strange} tokens are not in the vocabulary of the training; read as {UNKNOWN}"
     return NewRows(x.long(), notes=(note,) if strange else ())

@@ -53,16 +53,16 @@ def vocabulary_of(texts: Iterable[str], level: Level, most: int | None = None, l
     return (PAD, UNKNOWN, *sorted(token for _, token in ranked[: None if most is None else most - 2]))
 
 
-def encoded(texts: Sequence[str], vocabulary: Sequence[str], length: int, *, last: bool = False) -> Tensor:
+def encoded(texts: Sequence[str], vocabulary: Sequence[str], length: int) -> Tensor:
     """Texts as tokens, int32 ``[N, length]``: padded at the end, 1 for tokens that are not in the vocabulary.
 
-    A longer text is cut to its first tokens, or its last ones; a text without tokens is one unknown token.
+    Of a longer text the first words are kept, or the last characters; a text without tokens is one unknown token.
     """
     level, code = level_of(vocabulary), {token: k for k, token in enumerate(vocabulary)}
     out = np.zeros((len(texts), length), np.int32)
     for row, text in zip(out, texts, strict=True):
         tokens = tokenised(text, level)
-        tokens = (tokens[-length:] if last else tokens[:length]) or [UNKNOWN]
+        tokens = (tokens[-length:] if level == "character" else tokens[:length]) or [UNKNOWN]
         row[: len(tokens)] = [code.get(token, 1) for token in tokens]
     return torch.from_numpy(out)
 

@@ -25,7 +25,7 @@ from fedloom.data.sources.detect import detect
 from fedloom.data.sources.images import ImageFolder
 from fedloom.data.sources.leaf import Leaf
 from fedloom.data.sources.tabular import TableSource
-from fedloom.data.sources.texts import Sent140, Shakespeare
+from fedloom.data.sources.texts import Sent140, Shakespeare, Texts
 from fedloom.engine.records import not_measured
 from fedloom.errors import ConfigError, DataError, RunDirError, nearest
 from fedloom.experiment.execute import folder_of
@@ -208,9 +208,10 @@ class Opened:
         if str(data) in SOURCES or str(data).startswith("hub:"):
             return source(str(data), **(options if str(data) == self._document["data"]["source"] else {}))
         kind = detect(Path(data).expanduser())
-        kind = named if named in (Shakespeare, Sent140) and kind is Leaf else kind
+        if (named in (Shakespeare, Sent140) and kind is Leaf) or (named is Texts and issubclass(kind, TableSource)):
+            kind = named
         mine = {k: v for k, v in options.items() if k in fields_of(kind)} if named in (None, kind) else {}
-        return source(Path(data), **mine)
+        return kind(**{**mine, "path": str(data)})
 
     def predict(
         self,
@@ -287,6 +288,9 @@ class Opened:
         if facts.vocabulary and Path(data).suffix == ".txt":
             return new_rows(facts, _lines(Path(data)), str(data))
         found = self._source(data)
+        if isinstance(found, Texts):
+            texts, sites = found.rows(data_dir)
+            return new_rows(facts, texts, str(data))._replace(sites=sites)
         if isinstance(found, SampleSource):
             if isinstance(found, ImageFolder) and found.rgb is None and len(facts.shape) == 3:
                 found = found.with_(rgb=facts.shape[0] == 3)

@@ -10,6 +10,8 @@ from typing import Any, Literal
 from fedloom.report.numbers import MODELS, Row
 
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+WIDE = f"'DejaVu Sans', Verdana, {FONT}"
+"""Fonts of charts in files, whose words are measured where they are made: none that is common is wider."""
 NUMBERS = (
     "abs(datum.value) >= 1e9 ? format(datum.value, '.1e') : "
     "abs(datum.value) >= 1000 ? format(datum.value, '~s') : format(datum.value, '.3~g')"
@@ -65,7 +67,7 @@ class Figure:
         """The chart as an SVG in the light look."""
         import vl_convert  # slow to import, needed where charts are written as files
 
-        svg: str = vl_convert.vegalite_to_svg({**self.spec(), "config": theme(dark=False)})
+        svg: str = vl_convert.vegalite_to_svg({**self.spec(), "config": theme(dark=False, font=WIDE)})
         return svg
 
     def columns(self, name: str) -> list[str]:
@@ -177,7 +179,7 @@ def line_panels(data: Rows, x: Spec, y: Spec, tint: Spec, tooltip: list[Spec], b
     return panels(chart(*([ghosts] if len(order) > 1 else []), *layers), "method", order, below)
 
 
-def theme(*, dark: bool) -> Spec:
+def theme(*, dark: bool, font: str = FONT) -> Spec:
     """Vega-Lite configuration. The three colours are Okabe and Ito's blue, vermilion and green, lighter on dark."""
     ink, soft, line, paper = (
         ("#e8e6e1", "#a3a19b", "#3a3b3f", "#17181b") if dark else ("#1f2328", "#5f6670", "#dcdfe3", "#ffffff")
@@ -188,19 +190,19 @@ def theme(*, dark: bool) -> Spec:
         else ["#0072b2", "#c8500a", "#00805c", "#a6467b", "#8a6d00", "#5f6670"]
     )
     ramp = ["#1d2530", "#2b5c85", "#56b4e9", "#d6ecfa"] if dark else ["#f3f6f9", "#a9cbe3", "#3b86b8", "#083a5c"]
-    text = {"labelColor": soft, "titleColor": soft, "labelFont": FONT, "titleFont": FONT, "titleFontWeight": "normal"}
+    text = {"labelColor": soft, "titleColor": soft, "labelFont": font, "titleFont": font, "titleFontWeight": "normal"}
     axis = {"labelFontSize": 11, "titleFontSize": 11.5, "gridColor": line, "gridOpacity": 0.7, "domain": False}
     legend = {"labelColor": ink, "labelFontSize": 12, "symbolOpacity": 1, "symbolStrokeWidth": 2.5, "orient": "top"}
     return {
         "background": paper,
-        "font": FONT,
+        "font": font,
         "view": {"stroke": None},
         "axis": {**text, **axis, "ticks": False, "labelPadding": 6, "titlePadding": 8},
         "header": {**text, "labelColor": ink, "labelFontSize": 12, "labelFontWeight": 600, "labelPadding": 6},
         "legend": {**text, **legend, "titleLimit": 400},
-        "title": {"color": ink, "font": FONT},
+        "title": {"color": ink, "font": font},
         "range": {"category": category, "ramp": ramp, "heatmap": ramp},
-        "text": {"color": ink, "fontSize": 11.5, "font": FONT},
+        "text": {"color": ink, "fontSize": 11.5, "font": font},
         "rule": {"color": soft},
         "style": {
             "ghost": {"color": soft},

@@ -20,7 +20,7 @@ from fedloom.data.sources.images import ImageFolder, MedicalMnist, TinyImagenet
 from fedloom.data.sources.leaf import Femnist, Leaf
 from fedloom.data.sources.synthetic import Synthetic
 from fedloom.data.sources.tabular import Csv, Parquet
-from fedloom.data.sources.texts import Docstrings, Sent140, Shakespeare
+from fedloom.data.sources.texts import Docstrings, Sent140, Shakespeare, Texts
 from fedloom.errors import ConfigError
 from fedloom.values import choose
 
@@ -51,6 +51,7 @@ SOURCES: dict[str, type[Source]] = {
     "sklearn": Embedded,
     "sparse-logistic": SparseLogistic,
     "synthetic": Synthetic,
+    "texts": Texts,
     "tiny-imagenet": TinyImagenet,
 }
 

@@ -17,6 +17,7 @@ from fedloom.data.sources.archive import Entry
 from fedloom.errors import DataError
 
 BATCH = 512
+csv.field_size_limit(2**24)  # characters of a cell: a text may be long, a quote that nothing closes may not fill memory
 LEVELS = 6
 """Levels of a column that an error shows."""
 ROLES = "repair the cell, or say what the column is: label, users (whose row it is), categorical or drop"

@@ -1,4 +1,4 @@
-"""Texts by speaker: LEAF's Shakespeare and Sentiment140, and docstrings, which need no download.
+"""Texts by speaker: a table of one's own, LEAF's Shakespeare and Sentiment140, and docstrings without a download.
 
 Caldas et al. 2019, LEAF: a benchmark for federated settings, arXiv 1812.01097.
 """
@@ -17,14 +17,89 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from fedloom.data.dataset import Dataset
-from fedloom.data.sources._base import FileSource, Source, locate
+from fedloom.data.dataset import Dataset, refuse
+from fedloom.data.sources._base import FileSource, Source, lies_at, locate
+from fedloom.data.sources.cells import Codes
+from fedloom.data.sources.detect import detect
 from fedloom.data.sources.leaf import Collector, Floats, Leaf, collect, holds_json, of_users
-from fedloom.data.text import NO_LABEL, encoded, vocabulary_of
-from fedloom.errors import DataError, NoSamples
+from fedloom.data.sources.tabular import Csv, TableSource
+from fedloom.data.text import NO_LABEL, Level, encoded, tokenised, vocabulary_of
+from fedloom.errors import ConfigError, DataError, NoSamples, nearest
 
 TEXT = 4
 """Place of the text in a tweet of Sentiment140: id, date, query, user, text."""
+
+
+class Texts(FileSource):
+    """Texts in a CSV or Parquet table, each with a class; a column may name whose they are."""
+
+    text: str = Field(description="column of the texts")
+    label: str | None = Field(default=None, description="column of the classes; None: the last one")
+    users: str | None = Field(default=None, description="column that names the client of a text")
+    separator: str = Field(default=",", min_length=1, max_length=1, description="character between cells of a CSV")
+    level: Level = Field(default="word", description="what a token is: a word or punctuation mark, or a character")
+    length: int = Field(default=64, ge=1, description="tokens kept of a text: first words, or last characters")
+    tokens: int = Field(default=10_000, ge=3, description="entries of the vocabulary, the most frequent tokens")
+
+    def load(self, data_dir: str | Path | None = None) -> Dataset:
+        """All rows; the vocabulary is that of all texts."""
+        texts, codes, where = self._columns(data_dir, labelled=True)
+        (y, classes), (users, names) = codes[0], codes[1] if self.users else (None, ())
+        vocabulary = vocabulary_of(texts, self.level, self.tokens)
+        with lies_at(Path(where)):
+            return Dataset(
+                Path(where).stem,
+                encoded(texts, vocabulary, min(self.length, max(len(tokenised(t, self.level)) for t in texts))),
+                y,
+                "binary" if len(classes) == 2 else "classification",
+                classes,
+                columns={} if users is None else {str(self.users): users},
+                levels={} if users is None else {str(self.users): names},
+                users=users,
+                user_names=names,
+                vocabulary=vocabulary,
+            )
+
+    def rows(self, data_dir: str | Path | None = None) -> tuple[list[str], list[str] | None]:
+        """Texts, whether they have labels or not, and whose they are, where the column is there.
+
+        Raises:
+            DataError: as `load`.
+        """
+        texts, codes, _ = self._columns(data_dir, labelled=False)
+        return texts, [codes[0][1][k] for k in codes[0][0].tolist()] if codes else None
+
+    def _columns(
+        self, data_dir: str | Path | None, labelled: bool
+    ) -> tuple[list[str], list[tuple[torch.Tensor, tuple[str, ...]]], str]:
+        """The texts, the codes and levels of label and users, and the file."""
+        place = locate("texts", self.path, data_dir, ("texts",), lambda p: True)
+        kind = detect(place)
+        if not issubclass(kind, TableSource):
+            raise DataError(f"{place}: is no table; texts need a CSV or Parquet file with a column of them")
+        table = kind(path=str(place), **({"separator": self.separator} if kind is Csv else {}))
+        with table.open() as raw:
+            label = (self.label or next(reversed(raw.names), None)) if labelled else None
+            roles = [c for c in (label, self.users) if c and (labelled or c in raw.names)]
+            if absent := [c for c in (self.text, *roles) if c not in raw.names]:
+                raise ConfigError(f"{place}: no column {absent[0]!r}; {nearest(absent[0], raw.names)}")
+            if self.text in roles or len(set(roles)) < len(roles):
+                raise ConfigError(f"{place}: text, label and users must be three columns, got {[self.text, *roles]}")
+            texts, coded = [], {c: Codes() for c in roles}
+            for start, column, cells in raw.cells:
+                gone = np.array([cell is None or not str(cell).strip() for cell in cells])
+                if gone.any() and column in (self.text, *roles):
+                    what = f"row {raw.problems.first + start + int(gone.argmax())}, column {column!r}: empty"
+                    raw.problems.add("empty", column, what, [None] * int(gone.sum()), "fill it, or leave the row out")
+                if column == self.text:
+                    texts += [str(cell) for cell in cells]
+                elif column in coded:
+                    coded[column].add(cells, gone)
+            refuse(raw.problems.where, raw.problems.sentences())
+        if not texts:
+            raise NoSamples(f"{place}: no rows below the header; an empty table")
+        found = [codes.done() for codes in coded.values()]
+        return texts, [(torch.from_numpy(code).long(), names) for code, names in found], str(place)
 
 
 class _Lines(Collector):
@@ -76,7 +151,7 @@ class Shakespeare(FileSource):
         vocabulary = vocabulary_of([*texts, *following], "character")
         code = {character: k for k, character in enumerate(vocabulary[2:])}
         y = torch.tensor([code[character] for character in following])
-        x = encoded(texts, vocabulary, self.length or max(map(len, texts)), last=True)
+        x = encoded(texts, vocabulary, self.length or max(map(len, texts)))
         return of_users(place, found, "shakespeare", "speaker", x, y, "classification", vocabulary[2:], vocabulary)
 
 
