@@ -260,9 +260,14 @@ def exact_number(refusal: Literal["int_type", "float_type"], value: Any) -> Any:
 def or_derived(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
     """A validator of options whose default, None, is derived; "2x" is twice what is derived, and "1x" None."""
     factor = 1.0 if value is None else factor_of(value)
-    if isinstance(value, str) and not factor:
-        raise ValueError(f"must be a number, or a multiple of what is derived as '2x', got {value!r}")
-    return (None if factor == 1 else value) if factor else check(value)
+    if factor:
+        return None if factor == 1 else value
+    try:
+        return check(value)
+    except ValidationError:
+        if not isinstance(value, str):
+            raise
+        raise ValueError(f"must be a number, or a multiple of what is derived as '2x', got {value!r}") from None
 
 
 def factor_of(value: Any) -> float | None:
