@@ -291,6 +291,7 @@ def test_bounded_influence(tmp_path: Path) -> None:  # 4
 
 def test_metrics_that_make_no_sense_are_left_out(tmp_path: Path) -> None:  # 10
     bad = {"global/test/accuracy": float("nan"), "global/test/loss": 1.5, "global/train/accuracy": 7.0}
+    bad["global/train/loss"] = float("inf")  # within its bounds
     more = {"global/test/invented": 1.0, "nonsense": 2.0, "personal/elsewhere/loss": 1.0}
     here = scene(tmp_path, "fedavg", **SMALL)
     assert run(here, lambda reply: changed(reply, BAD, metrics={**bad, **more}), kind="score") is Stop.DONE
@@ -302,6 +303,7 @@ def test_metrics_that_make_no_sense_are_left_out(tmp_path: Path) -> None:  # 10
     assert mine["test", "loss"] == 1.5
     assert np.isnan(mine["test", "accuracy"])
     assert np.isnan(mine["train", "accuracy"])
+    assert np.isnan(mine["train", "loss"])
     assert not {"invented", "nonsense"} & {r["metric"] for r in rows}
     mean = [r["value"] for r in rows if (r["metric"], r["part"], r["round"]) == ("accuracy/mean", "test", 2)]
     assert np.isfinite(mean).all()

@@ -201,6 +201,14 @@ def test_it_ends_with_its_owner_and_with_other_settings(tmp_path, owner):
         assert waited(lambda: handover._locked(lock.fileno()))
 
 
+def test_another_version_has_another_key(tmp_path, monkeypatch):
+    """By which both sides see that they are of one version, and of one file of settings."""
+    file = files(scene(tmp_path, "fedavg", **SMALL))[0]
+    before = key_of(file)
+    monkeypatch.setattr(handover, "__version__", "9.9.9")
+    assert key_of(file) != before
+
+
 @pytest.mark.slow
 def test_it_ends_with_other_settings_though_no_message_comes(tmp_path, owner):
     here = scene(tmp_path, "fedavg", **SMALL)

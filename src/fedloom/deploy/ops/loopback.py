@@ -114,6 +114,7 @@ class Loopback:
         """
         serving, sites = self._processes.started[:2], self._processes.started[2:]
         words = command("run", app=self.folder / "server" / APP, file=self._server_file)
+        (self.work / "run.log").unlink(missing_ok=True)  # what an earlier run of this server said
         stream = self._start("run", words)
         with stream.log.open() as log:
 
