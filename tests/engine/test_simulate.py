@@ -359,6 +359,20 @@ def test_it_is_said_that_a_client_drawn_twice_counts_once_where_uploads_add_up(f
         assert any("may draw a client twice; it counts once" in note for note in notes) == said
 
 
+def test_it_is_said_that_a_mean_with_absent_clients_moves_little_and_it_does(fed: Federation) -> None:
+    def moved(method: str, clients: int) -> tuple[list[str], float]:
+        result = run(fed, composed(method), sampler=Uniform(clients=clients), rounds=1, initial=torch.zeros(650))
+        return [n for n in result.notes if "absent clients" in n], float(result.state.server.x.norm())
+
+    for method in ("fedpd", "fedadmm-composite", "fedsplit", "flame"):
+        (few, some), (none, all_) = moved(method, 1), moved(method, fed.n)
+        assert few
+        assert f"with 1 of {fed.n} in a round" in few[0]
+        assert none == []
+        assert some < all_ / 2
+    assert moved("fedadmm", 1)[0] == []
+
+
 def test_it_is_said_that_a_rule_reads_no_weights(fed: Federation) -> None:
     for rule, weigher, said in (
         (Median(), SamplesWeigher(), True),

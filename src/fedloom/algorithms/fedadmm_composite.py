@@ -24,7 +24,8 @@ model: on a steady gradient that moves by eta times it in a round, FedAvg's spee
 would reach 1 - 1/e of it. With an eta that is given it starts at x_i, as in the paper. No regulariser, as it belongs to
 the problem; models have no zeros then, of which a run warns.
 
-Use it like FedDR, to which it is equal with alpha = 1: composite problems with partial participation.
+Use it like FedDR, to which it is equal with alpha = 1: composite problems with partial participation. Where most
+clients are absent its model moves little, of which a run warns.
 """
 
 from __future__ import annotations

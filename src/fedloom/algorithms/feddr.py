@@ -26,8 +26,9 @@ Defaults: eta = reach, the length of a round (lr times its mean number of steps)
 way to the prox, and on a steady gradient the server's model moves as far as FedAvg's (0.91 of it). No regulariser, as
 it belongs to the problem; models have no zeros then, of which a run warns. L1 with c = 0.01 is that of the experiments.
 
-Use it for composite problems with partial participation. A large eta with few local steps behaves like local training;
-the regulariser's threshold at the server is eta times its weight.
+Use it for composite problems with partial participation; where most clients are absent its model moves little, of
+which a run warns. A large eta with few local steps behaves like local training; the regulariser's threshold at the
+server is eta times its weight.
 """
 
 from __future__ import annotations

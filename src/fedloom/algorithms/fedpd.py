@@ -24,8 +24,9 @@ Defaults: eta = reach, the length of a round (lr times its mean number of steps)
 model: on a steady gradient that moves by eta times it in a round, FedAvg's speed; local work that goes on from x_i
 would reach 1 - 1/e of it. With an eta that is given it starts at x_i, as in the paper.
 
-Use it like FedDyn or FedADMM, of which it is the variant with full participation (eta = 1/alpha = 1/rho). ``skip``
-saves communication only where clients differ little.
+Use it like FedDyn or FedADMM, of which it is the variant with full participation (eta = 1/alpha = 1/rho); where most
+clients are absent its model moves little, of which a run warns. ``skip`` saves communication only where clients differ
+little.
 """
 
 from __future__ import annotations

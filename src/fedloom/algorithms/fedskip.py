@@ -18,6 +18,7 @@ Deviations: the paper has every client take part; here the models of the cohort 
 mean is over the last models of all clients that have taken part. The server sees single models: no secure aggregation.
 
 Use it where clients may see each other's models. With ``skip`` 1 and everyone it is FedAvg weighted by samples.
+Where most clients are absent its model moves little, of which a run warns.
 """
 
 from __future__ import annotations

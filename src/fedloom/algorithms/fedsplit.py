@@ -17,7 +17,8 @@ Deviations: the local prox step is solved by the run's local training, started a
 part; a client that does not is counted with its last z.
 
 Use it for convex problems with well-solved local problems: its rate is linear there. It is FedDR with alpha = 2 and no
-regulariser, and without strong convexity it need not converge.
+regulariser, and without strong convexity it need not converge. Where most clients are absent its model moves little,
+of which a run warns.
 """
 
 from __future__ import annotations

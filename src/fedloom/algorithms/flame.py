@@ -31,7 +31,8 @@ where shares are equal. Theorem 1 also asks for (lam alpha_i/rho)^2 (1 + rho) < 
 rho meets, nor the paper's own values.
 
 Use it for personal models of clients with skewed labels, with a global model beside them; the hybrid model takes for
-each client the better of both on its validation part.
+each client the better of both on its validation part. Where most clients are absent the global model moves little, of
+which a run warns.
 """
 
 from __future__ import annotations

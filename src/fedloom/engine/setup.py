@@ -110,6 +110,8 @@ def make_job(
         )
     workers = worker_count(engine, setting.rounds, layout.d, int(sizes.sum())) if ranks.size == 1 else 1
     fewest = sampler.smallest(fed.n) if replay.cohorts is None else min(len(set(map(int, c))) for c in replay.cohorts)
+    if method.global_model(server) is not None:
+        notes += _slow_with(method, fed.n if fewest is None else fewest, fed.n)
     if aggregator is not None and fewest is not None:
         aggregator.check(fewest)
 
@@ -295,6 +297,16 @@ def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
     return [
         f"sampler {sampler.kind!r} may draw a client twice; it counts once in what {type(algorithm).__name__} keeps or "
         f"adds up over rounds ({', '.join(once)})"
+    ]
+
+
+def _slow_with(algorithm: Algorithm, fewest: int, n: int) -> list[str]:
+    """The note that a mean which keeps absent clients' uploads moves little, where most clients are absent."""
+    if 2 * fewest >= n or not any(kind.keeps for kind in upload_fields(type(algorithm)).values()):
+        return []
+    return [
+        f"{type(algorithm).__name__} counts absent clients by what they last sent: with {fewest} of {n} in a round its "
+        f"global model goes about {fewest / n:.0%} as far as with all; set sampler.fraction or rounds higher"
     ]
 
 
