@@ -291,7 +291,11 @@ def _sentence(error: ErrorDetails, where: str, fields: Mapping[str, Any]) -> str
     key = str(error["loc"][0]) if error["loc"] else ""
     description = getattr(fields.get(key), "description", None)
     hint = f" ({key}: {description})" if description else ""
-    message = "must be a table" if error["type"] == "model_type" else error["msg"].removeprefix("Value error, ")
+    message = (
+        "must be a table"
+        if error["type"] == "model_type"
+        else error["msg"].removeprefix("Value error, ").replace("valid tuple", "list")
+    )
     where = f"{where}: " if where else ""
     if error["type"] == "extra_forbidden":
         return f"{where}unknown key {place!r}; {nearest(place, fields)}"

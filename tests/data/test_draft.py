@@ -131,6 +131,27 @@ def test_a_regression_is_learned_in_units_of_its_spread(tmp_path: Path) -> None:
     assert np.abs(said - price - 50000 * kind).mean() < 15000, "predictions are in the units of the label"
 
 
+def test_numbers_as_people_write_them_are_told_apart(tmp_path: Path) -> None:
+    """Commas between thousands are no decimal commas: 1,234 beside 23.69, or where commas part cells, is 1234."""
+    rows = [(f"{a:.2f}", f'"{k},{(k * 7) % 1000:03d}"', f"{k % 90}%", "inf" if k % 9 else 1.5, "no" if y else "yes")
+            for k, (a, y) in enumerate(zip(AGE, ILL, strict=True), 1)]  # fmt: skip
+    said = init(path := write(tmp_path / "t.csv", [["age", "cost", "part", "z", "y"], *rows]))
+    assert "decimal" not in drafted(path)["data"]
+    assert "column 'cost': numbers with signs among the digits, as '1,007'; plain numbers would be a feature" in said
+    assert "column 'part': numbers with signs among the digits, as '1%'" in said
+    assert "column 'z': the same in every row, '1.5'" in said
+    for cells, sign in ((["1,234", "2,345"], ","), (["1,234", "23.69"], "."), (["1,2", "2,345"], ",")):
+        table = [[cells[k % 2], cells[0], y] for k, y in enumerate(ILL)]
+        path = write(tmp_path / f"{cells[1]}.semi.csv", [["a", "b", "y"], *table], ";")
+        out = tmp_path / f"{cells[1]}.toml"
+        said = RUNNER.invoke(app, ["init", str(path), "--force", "--out", str(out)]).output
+        assert ("decimal ','" in said) is (sign == ","), said
+    said = init(
+        write(tmp_path / "bare.csv", [[f"{a:.2f}", f"{b:.2f}", y] for a, b, y in zip(AGE, BMI, ILL, strict=True)])
+    )
+    assert f"header: '{AGE[0]:.2f}', '{BMI[0]:.2f}', '{ILL[0]}': is it a row?" in said
+
+
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
@@ -138,6 +159,7 @@ def test_a_regression_is_learned_in_units_of_its_spread(tmp_path: Path) -> None:
         ("header.csv", b"a,b\n", "no rows below the header"),
         ("one.csv", b"a,b\n1,2\n", "1 row; a federation needs at least 10"),
         ("latin.csv", "größe,y\n1,2\n".encode("latin-1"), "not text in UTF-8 (byte 2)"),
+        ("wide.csv", "größe,y\n1,2\n".encode("utf-16"), "iconv -f UTF-16 -t UTF-8 wide.csv"),
         ("twice.csv", b"a,a,y\n" + b"1,2,0\n" * 20, "more than one column is called 'a'"),
         ("ragged.csv", b"a,b,y\n" + b"1,2,0\n" * 20 + b"1,2\n1,2,3,4\n", "row 22 has 2 cells, expected 3 (2 such)"),
         ("single.csv", b"y\n" + b"1\n0\n" * 20, "no column is left as a feature"),

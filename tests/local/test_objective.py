@@ -129,9 +129,26 @@ def text(output: Tensor, target: Tensor) -> str:
     return "good"
 
 
+def unreal(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output, target).to(torch.complex64)
+
+
+def broken(output: Tensor, target: Tensor) -> Tensor:
+    found = functional.cross_entropy(output, target).exp()
+    found.detach().mul_(2)
+    return found
+
+
+def in_place(output: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(output.mul_(2), target)
+
+
 @pytest.mark.parametrize(
     ("objective", "sentence"),
     [
+        ({"loss": unreal}, "has no gradient; compute it from the outputs by torch's real functions"),
+        ({"loss": in_place}, "the gradient of loss '.*in_place' fails: RuntimeError: a leaf Variable"),
+        ({"loss": broken}, "the gradient of loss '.*broken' fails: RuntimeError: .*in-?place operation"),
         ({"loss": no_mean}, r"loss '.*no_mean' must return one number for a batch, got shape \[32\]"),
         ({"loss": not_a_number}, r"loss '.*not_a_number' is nan on 32 samples of the first model"),
         ({"loss": cut_off}, "has no gradient; compute it from the outputs"),

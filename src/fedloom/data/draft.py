@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import tomli_w
 from numpy.typing import NDArray
 
 from fedloom.data.column_facts import FEW, PER_LEVEL, Facts
+from fedloom.data.sources.cells import is_number
 from fedloom.data.survey import TELLS, Survey
 from fedloom.errors import ConfigError, DataError
 
@@ -21,6 +23,8 @@ DOUBTFUL = 0.95
 """Share of the target's spread from which a column is worth a second look."""
 SHOWN = 8
 """Most names in a sentence."""
+SIGNS = re.compile(r"[€$£]?\s?[-+]?(\d{1,3}([,' ]\d{3})+|\d+)([.,]\d+)?\s?[%€$£]?")
+"""A number as people write it, which is none for a computer."""
 WIDE = 120
 """Characters of a list that has a line to itself."""
 
@@ -45,6 +49,8 @@ class Draft:
         self._survey, self._drop = survey, dict[str, str]()
         how = "".join(f", {k} {v!r}" for k, v in survey.options.items() if (k, v) != ("separator", ","))
         self.report = [f"{survey.path}: {survey.rows} rows, {len(survey.names)} columns{how}"]
+        if first := [name for name in survey.names if is_number(name)]:
+            self.report.append(f"header: {_list(np.array(first))}: is it a row? Then put one with names above it")
         self._ask = f"columns: {', '.join(survey.names[:30])}{', ...' if len(survey.names) > 30 else ''}"
         if by is not None and by == target:
             raise ConfigError(f"{survey.path}: {by!r} cannot be the target and the site; name two columns")
@@ -165,9 +171,11 @@ class Draft:
         if c.kind == "empty":
             return "empty"
         if c.constant:
-            return f"the same in every row, {next(iter(c.levels))!r}"
+            return f"the same in every row, {next(level for level in c.levels if level not in c.odd)!r}"
         if c.name in twins:
             return f"the same as {twins[c.name]!r}"
+        if c.kind == "text" and all(SIGNS.fullmatch(level.strip()) for level in c.levels):
+            return f"numbers with signs among the digits, as {next(iter(c.levels))!r}; plain numbers would be a feature"
         if c.identifies:
             return "names rows"
         if c.kind == "date":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,6 +55,8 @@ def new_rows(facts: InputSpec, rows: Any, name: str = "rows", users: str | None 
         DataError: columns that are not there, another shape, text in numbers; and unless the table imputes, missing
             cells and unknown levels: all of it at once.
     """
+    if isinstance(rows, (str, Path)) and not facts.vocabulary:
+        raise DataError(f"{name}: must be a table or an array, got the path {str(rows)!r}; read the file first")
     if isinstance(rows, Dataset):
         return NewRows(facts.raw(rows))
     if isinstance(rows, Raw):
@@ -62,7 +65,7 @@ def new_rows(facts: InputSpec, rows: Any, name: str = "rows", users: str | None 
         names = [str(c) for c in (rows.columns if hasattr(rows, "columns") else rows.column_names)]
         found = _by_column(facts, names, frame_cells(rows), Problems(name, first=0), users)
     elif isinstance(rows, Mapping):
-        columns = {str(c): plain(values, f"{name}, column {c!r}").tolist() for c, values in rows.items()}
+        columns = {str(c): plain(values, f"{name}, column {c!r}", mixed=True).tolist() for c, values in rows.items()}
         if len({len(cells) for cells in columns.values()}) > 1:
             raise DataError(f"{name}: columns of {', '.join(f'{len(v)} ({c})' for c, v in columns.items())} rows")
         cells = (Piece(0, c, values) for c, values in columns.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import re
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,8 @@ SITES = (
     "branch", "bank", "school", "store", "shop", "region", "country", "county", "state", "city", "device", "sensor",
     "machine", "plant", "group", "klinik", "standort", "writer", "speaker", "subject",
 )  # fmt: skip
+GROUPED = re.compile(r"[-+]?\d{1,3}(,\d{3})+")
+"""A whole number with commas between thousands, or one with a decimal comma and three digits behind it."""
 TELLS = 0.99
 """Share of the target's spread that a single column explains when it leaks."""
 
@@ -86,11 +89,18 @@ class Survey:
             raise ConfigError(f"{self.path}: {what}: no column {name!r}; {nearest(name, self.names)}")
         return self.columns[name]
 
-    @staticmethod
-    def _commas(columns: list[list[str]]) -> bool:
-        """Whether numbers have a decimal comma: some columns are numbers with it that are none without."""
+    def _commas(self, columns: list[list[str]]) -> bool:
+        """Whether numbers have a decimal comma: some columns are numbers with it that are none without.
+
+        Commas before three digits, as in 1,000, are none where commas part cells, or other numbers have a point.
+        """
         found = [[c for c in column if c != ""] for column in columns]
-        return any(cells and sum("," in c and is_number(pointed(c)) for c in cells) > len(cells) / 2 for cells in found)
+        split = [[c for c in cells if "," in c and is_number(pointed(c))] for cells in found]
+        split = [part for cells, part in zip(found, split, strict=True) if len(part) > len(cells) / 2]
+        if all(GROUPED.fullmatch(c.strip()) for part in split for c in part):
+            points = (c for cells in found for c in cells if "." in c and pointed(c) == c and is_number(c))
+            return bool(split) and self.options["separator"] != "," and next(points, None) is None
+        return True
 
     def targets(self) -> list[str]:
         """Columns that may be the target, the likeliest first: by name, then those with few classes, from the right."""
@@ -163,9 +173,10 @@ def separator(path: Path) -> str:
         text = head.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         if error.start < len(head) - 4:
+            encoding = "UTF-16" if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "WINDOWS-1252"
             raise DataError(
                 f"{path}: not text in UTF-8 (byte {error.start}); save it as UTF-8, or convert it: "
-                f"iconv -f WINDOWS-1252 -t UTF-8 {path.name} > utf8.csv"
+                f"iconv -f {encoding} -t UTF-8 {path.name} > utf8.csv"
             ) from None
         text = head[: error.start].decode("utf-8-sig")
     lines = text.splitlines(keepends=True)

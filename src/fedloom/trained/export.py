@@ -90,7 +90,7 @@ class Program:
     def __init__(self, path: Path | str) -> None:
         extra = {FACTS: ""}
         try:
-            program = torch.export.load(path, extra_files=extra)
+            program = torch.export.load(io.BytesIO(Path(path).read_bytes()), extra_files=extra)
             self.facts = InputSpec.model_validate_json(extra[FACTS])
         except Exception as error:  # a file from elsewhere may break torch in any way
             raise LayoutError(f"{path}: no model exported for torch ({cause_of(error)})") from None

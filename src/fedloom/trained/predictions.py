@@ -39,6 +39,9 @@ class Predictions:
     there: NDArray[np.bool_] | None = None
     files: Sequence[str] | None = None
 
+    def __repr__(self) -> str:
+        return f"Predictions({len(self.scores):,} rows, {self.facts.task}: {'; '.join(self.notes)})"
+
     @property
     def labels(self) -> NDArray[Any]:
         """Names of the most probable classes ``[N]``, or values ``[N]`` (``[N, k]`` of several targets)."""

@@ -327,8 +327,8 @@ def _targets(
     return torch.from_numpy(np.require(y, np.int64, ["C", "W"])), task or "classification", names
 
 
-def plain(values: Any, name: str) -> NDArray[Any]:
-    """An array of numbers or text.
+def plain(values: Any, name: str, mixed: bool = False) -> NDArray[Any]:
+    """An array of numbers or text; if it may be ``mixed``, of objects too.
 
     Raises:
         DataError: rows of different lengths, values of several kinds, or missing ones.
@@ -342,7 +342,7 @@ def plain(values: Any, name: str) -> NDArray[Any]:
             f"{name}: rows of different lengths make no array; give every sample one size (pad tokens with 0 and their "
             "labels with -1)"
         ) from None
-    if found.dtype == object:
+    if found.dtype == object and not mixed:
         cells = found.ravel().tolist()
         kinds = str if isinstance(cells[0] if cells else "", str) else (int, float, np.number, np.bool_)
         for k, cell in enumerate(cells):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fedloom.errors import CodeError, ConfigError
+from fedloom.errors import CodeError, ConfigError, cause_of
 from fedloom.local.batches import PASS
 from fedloom.tasks import number
 
@@ -140,16 +140,22 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
         task.metrics(outputs, y, torch.zeros(len(y), dtype=torch.long), 1)
         if task.objective.loss is None:
             return
-        name, value = task.objective.loss.said, number(task.objective.loss, "loss", outputs, y)
+        name, value = task.objective.loss.said, number(task.objective.loss, "loss", outputs.clone(), y)
     except CodeError as error:
         raise ConfigError(f"task: {error}") from error
     if not math.isfinite(value):
         raise ConfigError(f"task: loss {name!r} is {value} on {len(y)} samples of the first model; it must be finite")
     with torch.enable_grad():
         leaf = outputs.detach().requires_grad_()
-        found = task.objective.loss.call(leaf, y)
-        if not isinstance(found, Tensor) or not found.requires_grad:
-            raise ConfigError(f"task: loss {name!r} has no gradient; compute it from the outputs by torch's functions")
-        (gradient,) = torch.autograd.grad(found, leaf, allow_unused=True, materialize_grads=True)
+        try:
+            found = task.objective.loss.call(leaf, y)
+            real = isinstance(found, Tensor) and found.requires_grad and found.is_floating_point()
+            gradient = torch.autograd.grad(found, leaf, allow_unused=True, materialize_grads=True)[0] if real else None
+        except Exception as error:
+            raise ConfigError(f"task: the gradient of loss {name!r} fails: {cause_of(error)}") from error
+        if gradient is None:
+            raise ConfigError(
+                f"task: loss {name!r} has no gradient; compute it from the outputs by torch's real functions"
+            )
     if not bool(gradient.isfinite().all()):
         raise ConfigError(f"task: the gradient of loss {name!r} is not finite on {len(y)} samples of the first model")
