@@ -15,7 +15,7 @@ from fedloom.cli import app
 from fedloom.deploy import server as deployed
 from fedloom.deploy.ops.processes import free_ports
 from fedloom.deploy.settings import text_of
-from fedloom.deploy.status import status_of
+from fedloom.deploy.status import status_of, table, tallies
 from fedloom.engine.privacy import epsilon
 from fedloom.errors import ConfigError, Stop
 from fedloom.report.page import write
@@ -63,6 +63,14 @@ def test_before_while_and_after(tmp_path):
     assert (row["round"], 0 < row["loss"] < 3) == (4, True)
     assert found["disk"]["checkpoints"] > 1000
     assert found["disk"]["audit"] == here.server.audit.stat().st_size
+
+
+@pytest.mark.parametrize(("step", "said"), [(9, "none accepted"), (None, "never")])
+def test_a_site_that_only_sent_what_was_rejected_did_not_never_reply(step, said):
+    log = [{"what": "rejected", "client": 0, "round": 1, "step": step, "reason": "too long"}] if step else []
+    [found] = tallies(log, {0: "north"}, 1).values()
+    [row] = table({"sites": [{"site": "north", "share": 0.0, "scores": [], **found}]})
+    assert row["last reply"] == said
 
 
 def test_a_killed_server_and_a_log_that_is_being_written(tmp_path):

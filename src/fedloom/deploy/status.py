@@ -132,7 +132,8 @@ def table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for site in status["sites"]:
         rejected = sum(step["count"] for step in site["rejected"].values())
-        row = {"site": site["site"], "last reply": _ago(site["last_reply"]) + (" (mute)" if site["mute"] else "")}
+        last = "none accepted" if rejected and site["last_reply"] is None else _ago(site["last_reply"])
+        row = {"site": site["site"], "last reply": last + (" (mute)" if site["mute"] else "")}
         row |= {"rounds": site["accepted"], "share": f"{site['share']:.0%}", "missed": site["missed"]}
         losses = {f"{one['model']} loss": one["loss"] for one in site["scores"] if "loss" in one}
         rows.append({**row, "rejected": rejected, **losses})

@@ -50,7 +50,7 @@ def privacy_tables(runs: list[Run]) -> str:
 
 def _line(name: str, site: Site, rounds: int) -> list[str]:
     share = f"{site.accepted / rounds:.0%}" if rounds else ""
-    last = "never" if site.last_reply is None else site.last_reply[:19].replace("T", " ")
+    last = (site.last_reply or "")[:19].replace("T", " ") or ("none accepted" if site.rejected else "never")
     why = "; ".join(f"step {step}: {one.reason} ({one.count})" for step, one in site.rejected.items())
     rejected = sum(one.count for one in site.rejected.values())
     cells = (
