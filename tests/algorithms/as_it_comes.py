@@ -60,7 +60,6 @@ EXCUSED = {
 _FEW_SAMPLES = "by one or two samples of the 300 that judge"
 _ONE_PATH = "steps this small leave one path to all methods of FedAvg's speed: their drift is of second order"
 _COHORTS = "two seeds have other cohorts of 10 of 100, which is more than the methods differ by"
-_WEIGHED = ("equitable-fl", "fairfed")
 _SIX_TURNS = "a client of 9 samples has six steps in the run: what it keeps for itself hardly leaves the start"
 KNOWN = {
     ("ditto", "users"): "48 samples a client: FedAvg is better than Local, and its model the best",
@@ -77,6 +76,7 @@ KNOWN = {
     ("fairfed", "few"): "the clients' accuracies are within 3 points, and the weights follow them",
     ("fairfed", "slow"): "as on five clients",
     ("fairfed", "fast"): "as on five clients",
+    ("fairfed", "hundred"): "as on five clients",
     ("equitable-fl", "fast"): "0.041 from FedAvg, two seeds 0.051: it weighs alike where it sees no clear clusters",
     ("fedprox", "fast"): "with mu = 1/(3 reach) a round has 0.85 of FedAvg's drift: less than other batches change",
     ("centralized", "hundred"): "it takes the data of all clients in a round, FedAvg those of a tenth",
@@ -88,7 +88,7 @@ KNOWN = {
     **dict.fromkeys([("fedslr", "few"), ("apfl", "few"), ("pfedme", "slow"), ("fedslr", "fast")], _FEW_SAMPLES),
     **dict.fromkeys([("fedadmm-inexact", "slow"), ("fedskip", "slow"), ("q-ffl", "slow")], _ONE_PATH),
     **dict.fromkeys(
-        [(m, "hundred") for m in ("scaffold", "feddyn", "fedbn", "gifair-fl", "q-ffl", *_WEIGHED)], _COHORTS
+        [(m, "hundred") for m in ("scaffold", "feddyn", "fedbn", "gifair-fl", "q-ffl", "equitable-fl")], _COHORTS
     ),
     **dict.fromkeys([(m, "hundred") for m in ("fedacs", "fedamp", "heurfedamp")], _SIX_TURNS),
 }
