@@ -52,7 +52,7 @@ DEFAULTS_SAY = (
 HELD_OUT_SAYS = (
     "The same law on federations that shaped no rule, judged on validation parts: other data, a convolutional network, "
     "partial participation, other step sizes, five clients and a hundred. A row that breaks the law says so, and why. "
-    "The rules of AFL, Ditto and Equitable-FL were changed, by theory, after a look at these."
+    "The rules of AFL, Ditto, Equitable-FL and FedADMM were changed, by theory, after a look at these."
 )
 HEADS = ("Reference", "References", "Kept by a client", "Deviations", "Defaults")
 LIMITS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))

@@ -103,7 +103,7 @@ def test_family_with_partial_participation(how: dict[str, Any]) -> None:
     same(models(fiaelt, p, **options), want)
     free = models(FedADMMComposite(eta=0.8), p, **options)
     same(models(FedPD(eta=0.8), p, **options), free)
-    same(models(FedADMM(rho=1 / 0.8, server_lr="fraction", start="own"), p, **options), free)
+    same(models(FedADMM(rho=1 / 0.8, start="own"), p, **options), free)
     assert (free - want).abs().max() > 1e-3
 
 
@@ -139,9 +139,20 @@ def test_duals_after_exact_steps_are_minus_the_gradients(seed: int, eta: float) 
 
 def test_the_server_of_fedadmm_is_the_mean_of_augmented_models() -> None:
     p = Problem.random(6)
-    for options, method in (({}, FedADMM(rho=0.7)), ({"cohorts": SOME}, FedADMM(rho=0.7, server_lr="fraction"))):
+    for options, method in (({}, FedADMM(rho=0.7, server_lr=1.0)), ({"cohorts": SOME}, FedADMM(rho=0.7))):
         for state in federate(method, p, 6, solve=True, **options):
             same(state.server.x, state.rows.u.mean(0))
+
+
+def test_fedadmm_with_few_clients_a_round_needs_its_theorys_server_step() -> None:
+    """Every change holds what theta moved by since the client's last round; with a server step of 1 it is added up."""
+    p, alone = Problem.random(0), [(t % 5,) for t in range(60)]
+    start, by_theory, wild = (
+        float((x - p.minimiser.mean(0)).norm())
+        for x in (p.x0, *(models(FedADMM(rho=1.0, **o), p, 60, cohorts=alone)[-1] for o in ({}, {"server_lr": 1.0})))
+    )
+    assert by_theory < start
+    assert wild > 1e6 * start
 
 
 def test_fedadmm_is_the_paper_s_and_not_its_public_code_s() -> None:

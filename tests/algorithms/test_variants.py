@@ -447,7 +447,7 @@ def test_where_local_work_starts(start: Any) -> None:
             y[i] = y[i] + rho * (w[i] - x)
             moves.append(w[i] + y[i] / rho - before)
         x = x + mean(moves)
-    close(shared(replayed(FedADMM(rho=rho, start=start))), x)
+    close(shared(replayed(FedADMM(rho=rho, server_lr=1.0, start=start))), x)
 
 
 @pytest.mark.parametrize("start", ["own", "server"])

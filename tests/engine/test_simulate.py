@@ -364,13 +364,20 @@ def test_it_is_said_that_a_mean_with_absent_clients_moves_little_and_it_does(fed
         result = run(fed, composed(method), sampler=Uniform(clients=clients), rounds=1, initial=torch.zeros(650))
         return [n for n in result.notes if "absent clients" in n], float(result.state.server.x.norm())
 
-    for method in ("fedpd", "fedadmm-composite", "fedsplit", "flame"):
+    for method in ("fedpd", "fedadmm", "fedadmm-composite", "fedsplit", "flame"):
         (few, some), (none, all_) = moved(method, 1), moved(method, fed.n)
         assert few
         assert f"with 1 of {fed.n} in a round" in few[0]
         assert none == []
         assert some < all_ / 2
-    assert moved("fedadmm", 1)[0] == []
+    assert moved("feddyn", 1)[0] == []
+
+
+def test_it_is_said_that_one_step_of_fedprox_is_fedavg_and_it_is(fed: Federation) -> None:
+    for local, said in ((LOCAL.with_(batch_size="full", epochs=1), True), (LOCAL.with_(batch_size=2), False)):
+        prox, plain = run(fed, composed("fedprox"), local=local), run(fed, local=local)
+        assert any("one local step is FedAvg" in note for note in prox.notes) == said
+        assert torch.allclose(prox.state.server.x, plain.state.server.x, rtol=0, atol=1e-6) == said
 
 
 def test_it_is_said_that_a_rule_reads_no_weights(fed: Federation) -> None:

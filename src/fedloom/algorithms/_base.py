@@ -22,7 +22,7 @@ from fedloom.algorithms._messages import Model as Model
 from fedloom.algorithms._messages import Point as Point
 from fedloom.algorithms._messages import Rows as Rows
 from fedloom.algorithms._messages import Sent as Sent
-from fedloom.algorithms._messages import download_type
+from fedloom.algorithms._messages import download_type, upload_fields
 from fedloom.errors import ConfigError, InvalidValue
 from fedloom.local import Ctx, Nothing, Work
 from fedloom.rows.layout import Layout
@@ -121,6 +121,11 @@ class Algorithm(Value, ABC):
             name = error.args[0]
             said = f"{type(self).__name__}: {name} is not derived with these options, so it has no multiples"
             raise ConfigError(f"{said}, got {getattr(self, name)!r}; give a number") from None
+
+    @property
+    def counts_absent(self) -> bool:
+        """Whether the server's model is a mean over all clients, absent ones as it keeps them."""
+        return any(kind.keeps for kind in upload_fields(type(self)).values())
 
     @property
     def full_gradients(self) -> str:

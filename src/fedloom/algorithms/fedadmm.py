@@ -16,13 +16,15 @@ Heterogeneity", ICDE 2022, arXiv:2204.03529v2, Algorithm 1.
 Kept by a client: 2d (u, y). Sent per round: d down, d up.
 
 Deviations: the public code takes theta for the old w_i in Delta_i, so that theta = 2 mean(w_i) - theta: another method.
-Here Delta_i is the paper's. Clients do the epochs of the run, not a random number of them.
+Here Delta_i is the paper's, with its theory's eta = |S|/n: where few take part, the experiments' 1 belongs to the
+public code's. Clients do the epochs of the run, not a random number of them.
 
 Defaults: rho = 1/reach, reach the length of a round (lr times its mean number of steps): on a steady gradient the
-server's model moves by 1/rho times that gradient in a round, which is FedAvg's speed.
+server's model moves by 1/rho times that gradient in a round, which is FedAvg's speed. server_lr is |S|/n, by which the
+server's model is the mean of u over all clients. Delta_i holds all that theta moved by since the client's last round,
+so that a larger server_lr adds it up again: with 1 and one client in ten theta nearly doubles in every round.
 
-Use it for one global model when clients differ and only some return in a round. With ``server_lr = "fraction"`` (|S|/n,
-the theory's) the server's model is the mean of u over ALL clients; with 1 it moves faster and drifts from that mean.
+Use it for one global model when clients differ. Where most clients are absent it moves little, of which a run warns.
 """
 
 from __future__ import annotations
@@ -56,13 +58,17 @@ class FedADMM(Algorithm):
 
     rho: Derived = by_rule(description="penalty rho; 1/reach when not given; 0.01 in the experiments (Sec. V)")
     server_lr: Annotated[float, Field(gt=0)] | Literal["fraction"] = Field(
-        1.0, description="eta; 1 in the experiments (0.5 from round 60 on), 'fraction' is |S|/n"
+        "fraction", description="eta; 'fraction' is |S|/n (theory); 1 in the experiments (0.5 from round 60 on)"
     )
     start: Literal["own", "server"] = Field(
         "server", description="where local SGD starts: theta (public code), or the client's own w_i"
     )
 
-    paper: ClassVar[Mapping[str, Any]] = {"rho": 0.01}
+    paper: ClassVar[Mapping[str, Any]] = {"rho": 0.01, "server_lr": 1.0}
+
+    @property
+    def counts_absent(self) -> bool:
+        return self.server_lr == "fraction"
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         return {"rho": 1 / ctx.reach}

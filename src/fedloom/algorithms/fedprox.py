@@ -19,6 +19,7 @@ Defaults: mu = 1/(3 reach), reach the length of a round (lr times its mean numbe
 drifts (1 - exp(-c))/c of FedAvg's, 0.85 of it; more pull costs speed, less cannot be told from other batches.
 
 Use it where local training drifts: few rounds, many local steps. It slows clients down as much as it steadies them.
+With one local step it is FedAvg, of which a run warns.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any, ClassVar
 
 from fedloom.algorithms._base import Algorithm, Delta, DerivedFrom0, Model, by_rule
 from fedloom.local import Ctx, Nothing, Work, descend
+from fedloom.rows.layout import Layout
 
 
 class FedProx(Algorithm):
@@ -41,6 +43,10 @@ class FedProx(Algorithm):
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         return {"mu": 1 / (3 * ctx.reach)}
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        most = ctx.local.steps or ctx.local.epochs * max(map(ctx.local.batches, ctx.sizes[:, 0].tolist()))
+        return [] if most > 1 else ["FedProx with one local step is FedAvg: set local.epochs or local.steps higher"]
 
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
         w = descend(down.x, work, pull=((self.mu, down.x),))  # Eq. 2: min F_k(w) + mu/2 ||w - w^t||^2

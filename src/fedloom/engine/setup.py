@@ -301,8 +301,8 @@ def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
 
 
 def _slow_with(algorithm: Algorithm, fewest: int, n: int) -> list[str]:
-    """The note that a mean which keeps absent clients' uploads moves little, where most clients are absent."""
-    if 2 * fewest >= n or not any(kind.keeps for kind in upload_fields(type(algorithm)).values()):
+    """The note that a mean over all clients, absent ones as they last were, moves little where most are absent."""
+    if 2 * fewest >= n or not algorithm.counts_absent:
         return []
     return [
         f"{type(algorithm).__name__} counts absent clients by what they last sent: with {fewest} of {n} in a round its "
