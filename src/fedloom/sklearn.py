@@ -26,7 +26,7 @@ from fedloom.algorithms import Algorithm, Composition
 from fedloom.data import partition
 from fedloom.data.dataset import Dataset, Task
 from fedloom.data.tables import Table
-from fedloom.engine.setting import Engine, Evaluate
+from fedloom.engine.setting import Engine
 from fedloom.engine.simulate import simulate
 from fedloom.errors import DataError
 from fedloom.local import LocalSGD
@@ -75,7 +75,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             rounds=self.rounds,
             seed=seed,
             local=LocalSGD(lr=self.lr, epochs=self.epochs, batch_size=self.batch_size),
-            evaluate=Evaluate(parts=("train",), every=self.rounds),
+            evaluate={"parts": ("train",), "every": self.rounds},
             engine=Engine(dtype="float64"),
             **(self.settings or {}),
         )
