@@ -221,9 +221,9 @@ class Group:
             parts = dict(zip(ranks, found.split([int(size) for size in sizes]), strict=True))
             parts[self.rank].copy_(data)
             others = [r for r in ranks if r != self.rank]
-            works = [dist.irecv(parts[r], r) for r in others if parts[r].numel()]
-            works += [dist.isend(data, r) for r in others if data.numel()]
-            for work in works:
+            moves = [dist.P2POp(dist.irecv, parts[r], r) for r in others if parts[r].numel()]
+            moves += [dist.P2POp(dist.isend, data, r) for r in others if data.numel()]
+            for work in dist.batch_isend_irecv(moves) if moves else []:
                 work.wait()
         return found
 
