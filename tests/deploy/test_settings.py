@@ -107,7 +107,7 @@ def test_site_errors_name_file_and_key(tmp_path, change, sentence):
     ],
 )
 def test_server_errors(tmp_path, change, sentence):
-    with pytest.raises(ValueError, match="validation error") as error:
+    with pytest.raises(ValueError, match="^Server: ") as error:
         server(tmp_path, **change)
     assert sentence in str(error.value)
 

@@ -25,7 +25,7 @@ from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import Progress, simulate
 from fedloom.engine.state import State
 from fedloom.engine.timing import samples_per_round
-from fedloom.errors import CodeError, ConfigError, FedloomError, RunDirError, RunStopped, Stop
+from fedloom.errors import CodeError, ConfigError, FedloomError, InvalidValue, RunDirError, RunStopped, Stop
 from fedloom.experiment.schema import Method
 from fedloom.metrics import METRICS, leading
 from fedloom.metrics import metric as facts
@@ -119,9 +119,9 @@ class Journal:
                 load_if_exists=True,
             )
             self.trials = [_trial(frozen) for frozen in self._study.trials]
-        except FedloomError:
-            raise
         except Exception as error:  # the storage raises what its parser meets
+            if isinstance(error, FedloomError) and not isinstance(error, InvalidValue):
+                raise
             raise RunDirError(f"{path} is damaged: {error}; choose another --out, or start anew with --force") from None
 
     def append(self, trial: Trial, space: dict[str, BaseDistribution]) -> None:
