@@ -150,3 +150,16 @@ def test_rounds_on_other_machines_are_calculated(file: Path) -> None:
     assert [row[:4] for row in rows] == [[m, "2", "x", r] for m in ("fedavg", "ditto") for r in ("1", "3")]
     assert all(float(row[4]) >= 0.15 for row in rows)  # three times there and back
     assert "a client of the federation" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--machines", "2", "--cohort", "3"], "--machines and --cohort: only with --ranks"),
+        (["--ranks", "2", "--oracle", "fused"], "--oracle: not with --ranks"),
+    ],
+)
+def test_options_of_the_other_table_are_refused(file: Path, given: list[str], said: str) -> None:
+    result = RUNNER.invoke(app, ["bench", str(file), *given])
+    assert result.exit_code == 2
+    assert said in result.stderr

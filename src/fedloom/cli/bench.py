@@ -33,11 +33,14 @@ def bench(
         list[int] | None,
         typer.Option(min=1, help="calculate rounds with so many ranks on a machine instead; may be repeated"),
     ] = None,
-    machines: Annotated[int, typer.Option(min=1, help="with --ranks: machines")] = 1,
+    machines: Annotated[int | None, typer.Option(min=1, help="with --ranks: machines; 1 by default")] = None,
     rate: Annotated[
-        float, typer.Option(min=0.001, help="with --ranks: megabits per second of a machine's link")
-    ] = 1000,
-    trip: Annotated[float, typer.Option(min=0, help="with --ranks: milliseconds there and back")] = 1,
+        float | None,
+        typer.Option(min=0.001, help="with --ranks: megabits per second of a machine's link; 1000 by default"),
+    ] = None,
+    trip: Annotated[
+        float | None, typer.Option(min=0, help="with --ranks: milliseconds there and back; 1 by default")
+    ] = None,
     clients: Annotated[int | None, typer.Option(min=1, help="with --ranks: clients, if not those of the file")] = None,
     cohort: Annotated[
         int | None, typer.Option(min=1, help="with --ranks: clients of a round, if not as many as in the file")
@@ -54,14 +57,20 @@ def bench(
     Example: fedloom bench examples/quickstart.toml --ranks 8 --machines 4 --rate 1000 --trip 50
     """
     with errors():
+        from fedloom.errors import ConfigError
         from fedloom.experiment import read
         from fedloom.experiment.bench import Bench, duration
         from fedloom.processes.costs import Link, Place
         from fedloom.progress import print_rows
 
+        elsewhere = {"--machines": machines, "--rate": rate, "--trip": trip, "--clients": clients, "--cohort": cohort}
+        unread: dict[str, Any] = {"--workers": workers, "--oracle": oracle} if ranks else elsewhere
+        if wrong := [name for name, value in unread.items() if value is not None]:
+            raise ConfigError(f"{' and '.join(wrong)}: {'not with' if ranks else 'only with'} --ranks")
         plan = Bench(read(file), data_dir, rounds=rounds, oracles=oracle or (), workers=workers or ())
         if ranks:
-            places = [Place(r, machines, Link(rate * 1e6 / 8, trip / 1e3)) for r in ranks]
+            link = Link((rate or 1000) * 1e6 / 8, (1 if trip is None else trip) / 1e3)
+            places = [Place(r, machines or 1, link) for r in ranks]
             rows = []
             for method in plan.experiment.methods:
                 costs = plan.costs(method)
