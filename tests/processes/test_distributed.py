@@ -153,8 +153,8 @@ def in_forks(file: Path, out: Path) -> None:
     other.mkdir()
 
     def play(rank: int, machine: int, local: int) -> None:
-        told = {"RANK": rank, "GROUP_RANK": machine, "LOCAL_RANK": local, "WORLD_SIZE": 3, "LOCAL_WORLD_SIZE": 1 + machine}
-        told |= {"TORCHELASTIC_RUN_ID": "forks", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        told = {"RANK": rank, "GROUP_RANK": machine, "LOCAL_RANK": local, "WORLD_SIZE": 3, "MASTER_PORT": port}
+        told |= {"LOCAL_WORLD_SIZE": 1 + machine, "TORCHELASTIC_RUN_ID": "forks", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update({name: str(value) for name, value in told.items()})
         if machine:
             os.chdir(other)
