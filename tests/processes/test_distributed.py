@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,15 +95,15 @@ def written(folder: Path, text: str) -> Path:
     return file
 
 
-def alone(file: Path, out: Path) -> dict[str, bytes]:
+def alone(file: Path, out: Path) -> dict[str, str]:
     Plan(read(file), out).run(page=False)
     return files(out)
 
 
-def files(out: Path) -> dict[str, bytes]:
-    """What must be the same: metrics and models."""
+def files(out: Path) -> dict[str, str]:
+    """Digests of what must be the same: metrics and models."""
     paths = [out / "metrics.parquet", *sorted(out.glob("models/*/*.safetensors"))]
-    return {str(path.relative_to(out)): path.read_bytes() for path in paths}
+    return {str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
 def start(*arguments: Any, ranks: int = 2, cwd: Path | None = None, machine: tuple[int, int] | None = None, **env: str):
@@ -162,9 +164,15 @@ def in_forks(file: Path, out: Path) -> None:
 
     said = [out.parent / f"rank-{rank}.txt" for rank in range(3)]
     places = [(0, 0), (1, 0), (1, 1)]
-    pids = [commands.fork(partial(play, k, *place), said[k]) for k, place in enumerate(places)]
-    codes = [commands.end(pid) for pid in pids]
-    assert codes == [0, 0, 0], [file.read_text() for file in said]
+    ranks = [psutil.Process(commands.fork(partial(play, k, *place), said[k])) for k, place in enumerate(places)]
+
+    def ended(rank: psutil.Process) -> None:
+        for other in ranks if rank.returncode else ():
+            with suppress(psutil.NoSuchProcess):
+                other.kill()  # as torchrun does
+
+    psutil.wait_procs(ranks, callback=ended)
+    assert [rank.returncode for rank in ranks] == [0, 0, 0], [file.read_text() for file in said]
     assert not list(other.iterdir())
 
 
