@@ -8,8 +8,9 @@ holds every packet until its bits would have arrived: it needs no `netem` in the
 have up to 64 KiB, so that Python keeps up. All ranks share the cores of this machine: with fewer cores than ranks,
 seconds contain what they take from each other.
 
-A row per method and place of the ranks: median seconds of a round without the first, quartiles, and the bytes that
-crossed the link in a round, both directions together.
+A row per method and place of the ranks: median seconds of a round without the first, quartiles, the bytes that crossed
+the link in a round, both directions together, and the seconds that `fedloom bench` calculates from one process (ranks
+beyond the cores of this machine share them).
 """
 
 from __future__ import annotations
@@ -33,6 +34,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fedloom.engine.setting import Setting
+    from fedloom.processes.costs import Costs, Link
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -131,33 +137,52 @@ def measure(method: str, workload: str, rounds: int, place: tuple[int, ...], cou
         return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
-def rank(method: str, workload: str, rounds: int, out: Path) -> None:
-    """One rank: when rounds ended, and what the link had carried then."""
+def setting(method: str, workload: str, rounds: int) -> Setting:
+    """A run without evaluation: the clients have no validation parts."""
     from workloads import WORKLOADS
 
     from fedloom.algorithms import REGISTRY
     from fedloom.choose import Uniform
-    from fedloom.engine.setting import Evaluate
-    from fedloom.engine.simulate import simulate
+    from fedloom.engine.setting import Evaluate, Setting
     from fedloom.local import LocalSGD
+
+    work = WORKLOADS[workload]
+    return Setting(
+        algorithm=REGISTRY[method](),
+        model=work.model,
+        rounds=rounds + 1,
+        local=LocalSGD(lr=0.01, batch_size=work.batch),
+        sampler=Uniform(fraction=0.2),
+        evaluate=Evaluate(every=rounds + 1, parts=("validation",)),
+    )
+
+
+def calculated(costs: Costs, workload: str, place: tuple[int, ...], link: Link) -> float:
+    """Seconds of a round on this machine."""
+    from workloads import WORKLOADS
+
+    from fedloom.processes.costs import Place
+
+    parts = costs.round(WORKLOADS[workload].clients, costs.cohort, Place(place[0], len(place), link))
+    shared = max(1.0, sum(place) / len(os.sched_getaffinity(0)))
+    return parts.seconds + (shared - 1) * (parts.work + parts.results)
+
+
+def rank(method: str, workload: str, rounds: int, out: Path) -> None:
+    """One rank: when rounds ended, and what the link had carried then."""
+    from workloads import WORKLOADS
+
+    from fedloom.engine.simulate import simulate
     from fedloom.processes.distributed import joined
 
-    work, carried = WORKLOADS[workload], []
+    carried = []
 
     def look(_state: object) -> None:
         carried.append(struct.unpack("QQ", Path(os.environ["COUNTS"]).read_bytes()))
 
     with joined() as ranks:
         result = simulate(
-            REGISTRY[method](),
-            work.federation(),
-            work.model,
-            rounds=rounds + 1,
-            local=LocalSGD(lr=0.01, batch_size=work.batch),
-            sampler=Uniform(fraction=0.2),
-            evaluate=Evaluate(every=rounds + 1, parts=("validation",)),  # the clients have none
-            progress=[look],
-            ranks=ranks,
+            setting(method, workload, rounds), WORKLOADS[workload].federation(), progress=[look], ranks=ranks
         )
         if ranks.rank == 0:
             out.write_text(json.dumps({"seconds": list(result.seconds), "carried": carried}))
@@ -177,11 +202,17 @@ def main() -> int:
     if given.rank_of:
         rank(given.rank_of, given.workload, given.rounds, given.out)
         return 0
+    from workloads import WORKLOADS
+
+    from fedloom.experiment.bench import costs_of
+    from fedloom.processes.costs import Link
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder, "counts")
         with link(given.rate * 1e6 / 8, given.trip / 2000, counts):
             for method in given.method or METHODS:
+                costs = costs_of(setting(method, given.workload, 1), WORKLOADS[given.workload].federation(), 10)
                 for place in PLACES:
                     found = measure(method, given.workload, given.rounds, place, counts)
                     seconds = found["seconds"][1:]
@@ -189,9 +220,9 @@ def main() -> int:
                     crossed = statistics.median(b - a for a, b in pairwise(both)) / 1e6
                     low, middle, high = statistics.quantiles(seconds, n=4)
                     where = " + ".join(map(str, place))
-                    print(
-                        f"{method:9} {where:6} {middle:7.3f} s ({low:.3f} to {high:.3f}) {crossed:8.3f} MB", flush=True
-                    )
+                    model = calculated(costs, given.workload, place, Link(given.rate * 1e6 / 8, given.trip / 1000))
+                    row = f"{method:9} {where:6} {middle:7.3f} s ({low:.3f} to {high:.3f}) {crossed:8.3f} MB"
+                    print(f"{row} {model:7.3f} s calculated", flush=True)
     return 0
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numba
 import numpy as np
+from numba import extending
 
 FLAGS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "nsz"},  # numbers that are not finite stay so
@@ -72,12 +73,30 @@ def gather(data: Any, index: Any, scale: Any, shift: Any, out: Any) -> Any:
     return touched
 
 
+def _number(value: Any) -> Any:
+    """A number; of int16 the bfloat16 that has these bits."""
+    raise NotImplementedError  # compiled only
+
+
+@extending.overload(_number, strict=False)  # type: ignore[untyped-decorator]
+def _number_of(value: Any) -> Callable[[Any], Any]:
+    if isinstance(value, numba.types.Integer):
+        return lambda value: np.int32(np.int32(value) << 16).view(np.float32)
+    return lambda value: value
+
+
+@compiled
+def _above(value: Any, best: Any) -> Any:
+    number = _number(value)
+    return number > _number(best) or number != number
+
+
 @compiled
 def pool(x: Any, out: Any, place: Any) -> None:
     """``out <- max(0, max of every 2x2 square of x)``; what is not a number stays so.
 
     Args:
-        x: ``[b, h, w, c]``; an odd row or column at the end is left out.
+        x: ``[b, h, w, c]``; an odd row or column at the end is left out. int16: the bits of bfloat16.
         out: ``[b, h // 2, w // 2, c]``.
         place: where each maximum is, the first if there are several: 0 and 1 in the upper row, 2 and 3 in the lower,
             4 if the output is zero; bytes of ``out``'s shape.
@@ -92,13 +111,13 @@ def pool(x: Any, out: Any, place: Any) -> None:
                 to, where = out[s, i, j], place[s, i, j]
                 for k in range(channels):
                     best, found = first[k], np.uint8(0)
-                    if second[k] > best or second[k] != second[k]:
+                    if _above(second[k], best):
                         best, found = second[k], np.uint8(1)
-                    if third[k] > best or third[k] != third[k]:
+                    if _above(third[k], best):
                         best, found = third[k], np.uint8(2)
-                    if fourth[k] > best or fourth[k] != fourth[k]:
+                    if _above(fourth[k], best):
                         best, found = fourth[k], np.uint8(3)
-                    if best <= 0:
+                    if _number(best) <= 0:
                         best, found = zero, np.uint8(4)
                     to[k], where[k] = best, found
 

@@ -47,6 +47,9 @@ class Value(BaseModel):
 
     free: ClassVar[tuple[str, ...]] = ()
     """Fields that change no number of a run."""
+    needs: ClassVar[Mapping[str, str]] = {}
+    """Fields that act only beside another one: its name and the values of it, none for any but its default; or a key of
+    ``[local]``, as "local.weight_decay". A run says so where such a field is given and does not act."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -84,6 +87,10 @@ class Value(BaseModel):
     def _frozen(self, name: str) -> ConfigError:
         what = f"{type(self).__name__}.{name}"
         return ConfigError(f"{what} cannot be changed: values are frozen; make another with with_({name}=...)")
+
+    def given(self, name: str) -> bool:
+        """Whether a field has another value than its default."""
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy, validated where fields are changed; `copy.replace` is this."""

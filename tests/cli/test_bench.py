@@ -140,3 +140,13 @@ def test_an_oracle_that_cannot_is_refused_when_named_and_left_out_else(file: Pat
     assert "fused" not in {way.oracle for way in Bench(parse(convolution)).ways["fedavg"]}
     with pytest.raises(ValueError, match="fused"):
         Bench(parse(convolution), oracles=["fused"])
+
+
+def test_rounds_on_other_machines_are_calculated(file: Path) -> None:
+    link = ["--machines", "2", "--rate", "100", "--trip", "50", "--clients", "1000", "--cohort", "40"]
+    result = RUNNER.invoke(app, ["bench", str(file), "--rounds", "1", "--ranks", "1", "--ranks", "3", *link])
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.stdout.splitlines() if line.startswith((" fedavg", " ditto"))]
+    assert [row[:4] for row in rows] == [[m, "2", "x", r] for m in ("fedavg", "ditto") for r in ("1", "3")]
+    assert all(float(row[4]) >= 0.15 for row in rows)  # three times there and back
+    assert "a client of the federation" in result.stderr

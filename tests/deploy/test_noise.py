@@ -162,7 +162,10 @@ def test_the_library_accounts_for_it_as_we_do() -> None:
 
 
 def test_what_is_deployed_is_accounted_by_renyi() -> None:
-    for part, kind in ((GaussianNoise(sigma=2.0, delta=1e-5), ReleasedNoise), (PrivateMean(sigma=2.0), ReleasedMean)):
+    for part, kind in (
+        (GaussianNoise(sigma=2.0, delta=1e-5), ReleasedNoise),
+        (PrivateMean(sigma=2.0, delta=1e-5), ReleasedMean),
+    ):
         assert part.accountant == "pld"
         put = released(part)
         assert type(put) is kind

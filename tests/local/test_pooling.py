@@ -41,7 +41,7 @@ def outcome(module: nn.Module, x: Tensor, slope: Tensor | None = None) -> tuple[
 @settings(max_examples=80, deadline=None)
 @given(
     st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(2, 9), st.integers(2, 9)),
-    st.sampled_from([torch.float32, torch.float64]),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
     st.sampled_from([LAST, torch.contiguous_format]),
     st.sampled_from(["normal", "ties", "negative", "special"]),
     st.integers(0, 2**32 - 1),
@@ -56,7 +56,8 @@ def test_values_and_gradients_are_those_of_the_two_layers(
     elif kind == "negative":
         x = -x.abs()
     elif kind == "special":
-        x = x.where(torch.rand(shape, generator=g) > 0.2, torch.tensor([torch.inf, -torch.inf, torch.nan])[seed % 3])
+        odd = torch.tensor([torch.inf, -torch.inf, torch.nan, -torch.nan], dtype=dtype)[seed % 4]
+        x = x.where(torch.rand(shape, generator=g) > 0.2, odd)
     x, plain = x.contiguous(memory_format=order), pair()
     slope = torch.randn(shape[0], shape[1], shape[2] // 2, shape[3] // 2, generator=g, dtype=dtype)
     for got, wanted in zip(outcome(joined(plain), x, slope), outcome(plain, x, slope), strict=True):

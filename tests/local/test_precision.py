@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import CASES, Problem
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedloom.algorithms import FIAELT, FLAME, FedAvg
 from fedloom.data import load
@@ -17,6 +17,8 @@ from fedloom.engine.simulate import simulate
 from fedloom.errors import Refused
 from fedloom.local import LocalSGD, Work, descend
 from fedloom.local.oracles import Network, make_oracle, precision
+from fedloom.local.oracles.looped import Looped
+from fedloom.local.oracles.precision import of_products
 from fedloom.models import CNN, MLP, Softmax
 from fedloom.tasks import task_of
 
@@ -52,6 +54,26 @@ def test_steps_are_rounded_and_passes_over_all_samples_are_not(name: str, case: 
     assert bool((error > 0).all())
     assert bool((error < 0.05).all())  # a number of bfloat16 has 8 bits: products are off by 2^-8 each
     assert torch.equal(same, gradient)
+
+
+@pytest.mark.parametrize("case", ["cnn", "cnn dropout"])
+@pytest.mark.usefixtures("able")
+def test_parameters_rounded_once_give_the_bits_of_those_rounded_at_every_use(case: str) -> None:
+    problem = Problem(CASES[case], torch.float32)
+    once, every = (oracle_of(problem, "looped", "bf16") for _ in range(2))
+    assert isinstance(once, Looped)
+    assert isinstance(every, Looped)
+    assert any(once.narrow)
+    every.narrow = [False] * len(every.narrow)
+    assert torch.equal(after_steps(problem, once)[0], after_steps(problem, every)[0])
+
+
+def test_parameters_that_another_layer_uses_are_not_rounded_for_it() -> None:
+    table, head, norm = nn.Embedding(7, 4), nn.Linear(4, 7), nn.GroupNorm(1, 4)
+    module = nn.Sequential(table, norm, head)
+    assert of_products(module, list(module.parameters())) == [False, False, False, True, True]
+    head.weight = table.weight
+    assert of_products(module, list(module.parameters())) == [False, False, False, True]
 
 
 @pytest.mark.usefixtures("able")

@@ -249,6 +249,14 @@ def test_what_is_said_names_what_is_clear_and_nothing_else() -> None:
     assert third.startswith("The best mean is that of ditto")
 
 
+def test_pooled_data_are_a_mark_and_no_advice() -> None:
+    means: dict[str, list[float]] = {"local": [0.5, 0.51, 0.52, 0.5, 0.51], "fedavg": [0.7, 0.72, 0.71, 0.7, 0.73]}
+    without, with_mark = (sentences(judged(**means, **more))[2] for more in ({}, {"centralized": [0.9] * 5}))
+    assert without.startswith("The best mean is that of fedavg")
+    assert with_mark.startswith(without.removesuffix("."))
+    assert with_mark.endswith("one model on the pooled data reaches 90.0 ± 0.0.")
+
+
 def test_the_table_has_a_row_per_run_and_the_reason_of_a_cell_without_one(tmp_path: Path) -> None:
     setup, records = FULL["iid"], {("iid", m): record(FULL["iid"], m, [0.5] * 5) for m in MARKS[:2]}
     records["iid", "fedbn"] = record(setup, "fedbn", [], status=NOT_APPLICABLE, reason="no norms", seeds={})

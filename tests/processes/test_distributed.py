@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from fedloom.processes import rank_messages as parcel
 from fedloom.processes.chunks import Trained
 from fedloom.processes.distributed import VARIABLES, _leave_word, joined
 from fedloom.processes.rank_pool import RankPool, owner
-from fedloom.processes.ranks import ALONE
+from fedloom.processes.ranks import ALONE, Move
 from fedloom.processes.row_locations import Homes
 from fedloom.reproduce import recipes
 from fedloom.storage.store import Store
@@ -389,9 +389,9 @@ class Several:
         self.machines, self.rank, self.size = machines, rank, len(machines)
         self.moved: list[tuple[int, int]] = []
 
-    def move(self, tensors: list[torch.Tensor], source: int, target: int) -> list[torch.Tensor]:
-        self.moved += [(source, target)] * len(tensors[0])
-        return tensors
+    def move(self, moves: Sequence[Move]) -> None:
+        for tensors, source, target in moves:
+            self.moved += [(source, target)] * len(tensors[0])
 
     def any(self, *flags: bool) -> list[bool]:
         return list(flags)

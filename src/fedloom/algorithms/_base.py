@@ -128,6 +128,15 @@ class Algorithm(Value, ABC):
         return any(kind.keeps for kind in upload_fields(type(self)).values())
 
     @property
+    def ignored(self) -> tuple[str, ...]:
+        """Keys of ``[local]`` that change nothing; a run says so of those that are not as by default.
+
+        By default those of the steps of local SGD, with an option ``solver`` that is "svrg" or "gd".
+        """
+        steps = ("lr", "schedule", "epochs", "steps")
+        return {"svrg": steps, "gd": (*steps, "batch_size")}.get(getattr(self, "solver", ""), ())
+
+    @property
     def full_gradients(self) -> str:
         """What takes full gradients as they are, the method with its option; empty if steps are the run's local SGD.
 

@@ -82,6 +82,10 @@ class FedADMMInexact(Algorithm):
     def full_gradients(self) -> str:
         return "FedADMMInexact"
 
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return "batch_size", "epochs", "steps"
+
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         return {"rho": 1 / (ctx.local.lr * self.inner)}
 

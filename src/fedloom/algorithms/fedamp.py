@@ -39,6 +39,7 @@ from torch import Tensor
 from fedloom.algorithms._base import Algorithm, Derived, Kept, by_rule
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows import algebra
+from fedloom.rows.layout import Layout
 
 
 class Down(NamedTuple):
@@ -88,6 +89,11 @@ class FedAMP(Algorithm):
                 "every and decay = 1 contradict each other: a constant alpha_k has no steps; give decay < 1"
             )
         return self
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        if self.decay == 1 or ctx.rounds > self.every:
+            return []
+        return [f"FedAMP: decay acts after {self.every} rounds, of which the run has {ctx.rounds}: set every lower"]
 
     def _alpha(self, round: int) -> float:
         return self.alpha * self.decay ** ((max(round, 1) - 1) // self.every)  # alpha_k

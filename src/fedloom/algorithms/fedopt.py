@@ -29,7 +29,8 @@ Use it where some coordinates see rare gradients (embeddings); tune server_lr an
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -59,6 +60,8 @@ class FedOpt(Algorithm):
     )
     beta2: float = Field(0.99, ge=0, lt=1, description="decay of the second moment of Adam and Yogi (Sec. 4)")
     tau: float = Field(1e-3, gt=0, description="adaptivity tau (Sec. 4)")
+
+    needs: ClassVar[Mapping[str, str]] = {"beta2": "optimiser adam yogi", "tau": "optimiser adagrad adam yogi"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         return {"server_lr": 0.1 if self.optimiser == "momentum" else ctx.reach / 10}

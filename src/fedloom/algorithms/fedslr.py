@@ -99,6 +99,7 @@ class FedSLR(Algorithm):
     family: ClassVar[str] = "personalised"
     plain_sgd: ClassVar[str | None] = "its local thresholds are the step size times mu, which momentum outgrows"
     paper: ClassVar[Mapping[str, Any]] = {"eta_g": 10.0}
+    needs: ClassVar[Mapping[str, str]] = {"eta_g": "method fedslr", "personal_decay": "local.weight_decay"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         return {"eta_g": ctx.reach}

@@ -97,6 +97,7 @@ class FIAELT(Algorithm):
 
     family: ClassVar[str] = "composite"
     paper: ClassVar[Mapping[str, Any]] = {"solver": "svrg"}
+    needs: ClassVar[dict[str, str]] = {"passes": "solver sgd", "iterations": "solver svrg gd", "inner": "solver svrg"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         return {"beta": 1 / (self.passes * ctx.reach)} if self.solver == "sgd" and self.smooth is None else {}

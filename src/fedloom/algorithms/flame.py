@@ -86,6 +86,7 @@ class FLAME(Algorithm):
     family: ClassVar[str] = "personalised"
     uses_shares: ClassVar[bool] = True
     paper: ClassVar[Mapping[str, Any]] = {"lam": 1.0, "rho": 0.1}
+    needs: ClassVar[Mapping[str, str]] = {"shrink": "eps0", "most": "eps0"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         lam = self.lam or 2 / (ctx.reach * ctx.rounds**0.5)
@@ -105,6 +106,10 @@ class FLAME(Algorithm):
     @property
     def full_gradients(self) -> str:
         return "" if self.eps0 is None else "FLAME with eps0"
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return ("batch_size", "epochs", "steps") if self.eps0 and self.lam else ()
 
     def client(self, down: Model, rows: Client, work: Work) -> tuple[Point, Client]:
         x, (theta, w, pi, eps) = down.x, rows

@@ -49,6 +49,7 @@ class PerFedAvg(Algorithm):
     plain_sgd: ClassVar[str | None] = "its local step is the gradient of a personal model after one plain step"
 
     paper: ClassVar[Mapping[str, Any]] = {"alpha": 0.01}
+    needs: ClassVar[Mapping[str, str]] = {"delta": "variant hf"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         return {"alpha": ctx.local.lr}

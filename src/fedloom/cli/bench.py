@@ -11,6 +11,7 @@ from fedloom.cli._app import DataDir, FileArgument, app, errors
 
 if TYPE_CHECKING:
     from fedloom.experiment.bench import Speed
+    from fedloom.processes.costs import Costs, Parts, Place
 
 
 @app.command()
@@ -28,21 +29,47 @@ def bench(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="rounds to measure, of one more that is played")] = 5,
     patience: Annotated[float, typer.Option(min=0, help="seconds to wait for a quiet machine, per row")] = 0,
+    ranks: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="calculate rounds with so many ranks on a machine instead; may be repeated"),
+    ] = None,
+    machines: Annotated[int, typer.Option(min=1, help="with --ranks: machines")] = 1,
+    rate: Annotated[
+        float, typer.Option(min=0.001, help="with --ranks: megabits per second of a machine's link")
+    ] = 1000,
+    trip: Annotated[float, typer.Option(min=0, help="with --ranks: milliseconds there and back")] = 1,
+    clients: Annotated[int | None, typer.Option(min=1, help="with --ranks: clients, if not those of the file")] = None,
+    cohort: Annotated[
+        int | None, typer.Option(min=1, help="with --ranks: clients of a round, if not as many as in the file")
+    ] = None,
     data_dir: DataDir = None,
 ) -> None:
     """Measure how fast an experiment runs here, and estimate how long all of it takes; nothing is written.
 
     Seconds are the median per round, without the first and without evaluation. A row during which other processes
-    used more than a tenth of a core is marked as unreliable.
+    used more than a tenth of a core is marked as unreliable. With --ranks, rounds on other machines like this one are
+    calculated from what one process takes.
 
     Example: fedloom bench examples/quickstart.toml --workers 1 --workers 2 --rounds 5
+    Example: fedloom bench examples/quickstart.toml --ranks 8 --machines 4 --rate 1000 --trip 50
     """
     with errors():
         from fedloom.experiment import read
         from fedloom.experiment.bench import Bench, duration
+        from fedloom.processes.costs import Link, Place
         from fedloom.progress import print_rows
 
         plan = Bench(read(file), data_dir, rounds=rounds, oracles=oracle or (), workers=workers or ())
+        if ranks:
+            places = [Place(r, machines, Link(rate * 1e6 / 8, trip / 1e3)) for r in ranks]
+            rows = []
+            for method in plan.experiment.methods:
+                costs = plan.costs(method)
+                typer.echo(f"{method.label}: {_said(costs)}", err=True)
+                n, m = clients or plan.federation.n, cohort or costs.cohort
+                rows += [{"method": method.label} | _calculated(p, costs.round(max(n, m), m, p)) for p in places]
+            print_rows(rows)
+            return
         found: list[Speed] = []
         total = sum(map(len, plan.ways.values()))
         for speed in plan.measure(patience):
@@ -64,4 +91,27 @@ def _row(speed: Speed) -> dict[str, Any]:
         "s/round": speed.seconds,
         "samples/s": round(speed.samples),
         "busy cores": f"{speed.others:.2f}{' (unreliable)' if speed.disturbed else ''}",
+    }
+
+
+def _said(costs: Costs) -> str:
+    return (
+        f"{1e3 * costs.share:.3g} ms a client of the cohort, "
+        f"{1e3 * costs.result:.3g} ms and {costs.message / 1e6:.3g} MB a chunk of up to {costs.chunk} clients, "
+        f"{1e9 * costs.client:.3g} ns a client of the federation, {1e3 * costs.fixed:.3g} ms fixed, "
+        f"{costs.row / 1e6:.3g} MB kept of a client"
+    )
+
+
+def _calculated(place: Place, parts: Parts) -> dict[str, Any]:
+    return {
+        "ranks": f"{place.machines} x {place.ranks}",
+        "s/round": parts.seconds,
+        "local work": parts.work,
+        "results": parts.results,
+        "link": parts.link,
+        "all clients": parts.clients,
+        "fixed": parts.fixed,
+        "MB received": parts.bytes / 1e6,
+        "ranks without work": parts.idle,
     }

@@ -162,8 +162,9 @@ def released(part: Any, survivors: int | None = None) -> Any:
         part: of a run; all but the two mechanisms of noise stay as they are.
         survivors: fewest sites of a sum under secure aggregation; None without it.
     """
+    rdp = {} if getattr(part, "delta", None) is None else {"accountant": "rdp"}
     if isinstance(part, PrivateMean) and survivors is not None:
-        return SharedMean(**part.model_dump() | {"accountant": "rdp", "survivors": survivors})
+        return SharedMean(**part.model_dump() | rdp | {"survivors": survivors})
     kinds: Mapping[type, type] = {GaussianNoise: ReleasedNoise, PrivateMean: ReleasedMean}
     kind = kinds.get(type(part))
-    return part if kind is None else kind(**part.model_dump() | {"accountant": "rdp"})
+    return part if kind is None else kind(**part.model_dump() | rdp)

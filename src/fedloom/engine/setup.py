@@ -66,9 +66,12 @@ def make_job(
     fed = judge.pooled() if pooled else judge
     check_together(method, setting.local, setting.weigher, setting.aggregator, setting.attack, setting.channel)
     check_sampler(method, setting.sampler, setting.weigher)
+    alone: list[str] = []
     if pooled:
         none = dict.fromkeys(("aggregator", "attack", "channel"))
-        setting = setting.with_(sampler=Uniform(), weigher=UniformWeigher(), **none)
+        pool = setting.with_(sampler=Uniform(), weigher=UniformWeigher(), **none)
+        alone = [f"[{name}]" for name in ("sampler", "weigher", *none) if getattr(pool, name) != getattr(setting, name)]
+        setting = pool
     sampler, weigher, aggregator = setting.sampler, setting.weigher, setting.aggregator
     attack, channel, augment, seed = setting.attack, setting.channel, setting.augment, setting.seed
     check_privacy(method, channel, aggregator, sampler, weigher)
@@ -100,7 +103,8 @@ def make_job(
     if sampler.probes and method.global_model(server) is None:
         name = type(method).__name__
         raise Refused(f"sampler {sampler.kind!r} asks clients about the global model, but {name} has none")
-    notes = [*method.check(layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx), *weigher.remarks()]
+    notes = [f"pooled data are those of one client: {' and '.join(alone)} change nothing"] if alone else []
+    notes += [*method.check(layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx), *weigher.remarks()]
     if aggregator is not None and not aggregator.weighted and not isinstance(weigher, UniformWeigher):
         notes.append(f"aggregator {_kind(aggregator)!r} reads no weights: weigher {weigher.kind!r} changes nothing")
     if weights == "samples" and not method.uses_shares:
@@ -108,6 +112,7 @@ def make_job(
             f"weights = 'samples' changes nothing in {type(method).__name__}, whose objective is the uniform mean over "
             "clients; it is the weigher that weighs uploads"
         )
+    notes += _idle(setting)
     workers = worker_count(engine, setting.rounds, layout.d, int(sizes.sum())) if ranks.size == 1 else 1
     fewest = sampler.smallest(fed.n) if replay.cohorts is None else min(len(set(map(int, c))) for c in replay.cohorts)
     if method.global_model(server) is not None:
@@ -298,6 +303,25 @@ def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
         f"sampler {sampler.kind!r} may draw a client twice; it counts once in what {type(algorithm).__name__} keeps or "
         f"adds up over rounds ({', '.join(once)})"
     ]
+
+
+def _idle(setting: Setting) -> list[str]:
+    """The notes on what is given and changes nothing beside another choice."""
+    method, local = setting.method, setting.local
+    keys = [f"local.{key}" for key in method.ignored if local.given(key)]
+    name = method.full_gradients or type(method).__name__
+    notes = [f"{name} takes steps of its own: {' and '.join(keys)} change nothing"] if keys else []
+    parts = (setting.sampler, setting.weigher, setting.aggregator, setting.attack, setting.channel, setting.augment)
+    for value in (method, local, *(part for part in parts if part is not None)):
+        for key, beside in value.needs.items():
+            other, *values = beside.split()
+            owner, field = (local, other.removeprefix("local.")) if other.startswith("local.") else (value, other)
+            now = getattr(owner, field)
+            if value.given(key) and not (now in values if values else owner.given(field)):
+                where = " or ".join(map(repr, values)) or f"not {now!r}"
+                said = f"{type(value).__name__}: {key} = {getattr(value, key)!r} changes nothing with {other} = {now!r}"
+                notes.append(f"{said}; it acts where {other} is {where}")
+    return notes
 
 
 def _slow_with(algorithm: Algorithm, fewest: int, n: int) -> list[str]:

@@ -17,6 +17,7 @@ from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import one_thread, pool_of
 from fedloom.engine.state import initial_state
 from fedloom.processes.chunks import COUNTS
+from fedloom.processes.pool import Crew
 
 QUIET = 0.1
 """Cores that other processes may use while something is measured."""
@@ -39,7 +40,13 @@ class Played(NamedTuple):
     workers: int
 
 
-def played(setting: Setting, fed: Federation, count: int = 1, clock: Callable[[], float] = time.perf_counter) -> Played:
+def played(
+    setting: Setting,
+    fed: Federation,
+    count: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+    crew: Callable[[Crew], Crew] = lambda pool: pool,
+) -> Played:
     """Play the first rounds of a run.
 
     Args:
@@ -47,6 +54,7 @@ def played(setting: Setting, fed: Federation, count: int = 1, clock: Callable[[]
         fed: the clients and their data.
         count: rounds to play, >= 1.
         clock: tells the seconds.
+        crew: who computes in place of the pool, which it may use.
 
     Raises:
         ConfigError: values that cannot work, or (Refused) do not work together.
@@ -59,7 +67,7 @@ def played(setting: Setting, fed: Federation, count: int = 1, clock: Callable[[]
         state = initial_state(job, server)
         for _ in range(count):
             start = clock()
-            state = play(job, pool, state)
+            state = play(job, crew(pool), state)
             seconds, samples = clock() - start, int(state.totals[COUNTS.index("samples_backward")])
             rounds.append(Round(seconds, samples - before))
             before = samples

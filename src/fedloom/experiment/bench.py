@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fedloom.data.federation import Federation
+import torch
+
+from fedloom.choose import Uniform
+from fedloom.data.federation import Federation, Split
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import simulate
@@ -18,8 +21,12 @@ from fedloom.experiment.execute import Plan, side_by_side
 from fedloom.experiment.schema import Experiment, Method
 from fedloom.local.oracles import ORACLES
 from fedloom.processes.chunks import COUNTS
-from fedloom.processes.pool import cores
+from fedloom.processes.costs import Costs, Watched
+from fedloom.processes.pool import Crew, cores
 from fedloom.values import choose
+
+CROWD, CROWD_BYTES = 200_000, 1 << 30
+"""Clients of the federation on which costs per client are measured, as many as rows of so many bytes allow."""
 
 
 class Way(NamedTuple):
@@ -101,6 +108,10 @@ class Bench:
         rounds = {m.label: m.setting.rounds * len(self.experiment.head.seeds) for m in self.experiment.methods}
         return sum(s.seconds * rounds[s.method] for s in speeds if s.way.picked) / self.processes / 60
 
+    def costs(self, method: Method) -> Costs:
+        """Constants of a method on this federation; see `costs_of`."""
+        return costs_of(self._setting(method, method.setting.engine.oracle, 1), self.federation, self.rounds)
+
     def _setting(self, method: Method, oracle: str, workers: int | str) -> Setting:
         engine = method.setting.engine.with_(oracle=oracle, workers=workers)
         return method.setting.with_(engine=engine)  # type: ignore[no-any-return]
@@ -122,6 +133,57 @@ class Bench:
                 raise
             return False
         return True
+
+
+def costs_of(setting: Setting, fed: Federation, rounds: int) -> Costs:
+    """Constants of a setting with one worker, from rounds in this process; one more is played, and left out."""
+    job, _ = make_job(setting, fed)
+    found = _watched(setting, fed, rounds)
+    row = sum(t.numel() * t.element_size() for store in job.stores.values() for t in store.template)
+    cohort = round(statistics.fmean(w.clients for _, w in found))
+    client = _per_client(setting, fed, rounds, cohort, row)
+    return Costs(
+        share=statistics.median(w.work / w.clients for _, w in found),
+        result=statistics.median(w.passing / w.chunks for _, w in found),
+        client=client,
+        fixed=max(0.0, statistics.median(rest for rest, _ in found) - client * fed.n),
+        message=sum(w.bytes for _, w in found) / sum(w.chunks for _, w in found),
+        row=row,
+        chunk=job.chunk,
+        cohort=cohort,
+    )
+
+
+def _watched(setting: Setting, fed: Federation, rounds: int) -> list[tuple[float, Watched]]:
+    """Rounds without the first: seconds outside chunks, and what was seen of these."""
+    seen: list[Watched] = []
+
+    def crew(pool: Crew) -> Crew:
+        seen.append(Watched(pool))
+        return seen[-1]
+
+    found = played(setting, fed, rounds + 1, crew=crew)
+    return [(r.seconds - w.work - w.passing, w) for r, w in zip(found.rounds, seen, strict=True)][1:]
+
+
+def _per_client(setting: Setting, fed: Federation, rounds: int, cohort: int, row: int) -> float:
+    """Seconds per client of a federation, whatever the cohort, from two whose clients have a sample each."""
+    many = min(CROWD, CROWD_BYTES // max(1, row))
+    setting, few = setting.with_(sampler=Uniform(clients=cohort)), max(cohort, many // 10)
+    if many < 2 * few:
+        return 0.0
+    small, large = (
+        statistics.median(rest for rest, _ in _watched(setting, _crowd(fed, n), rounds)) for n in (few, many)
+    )
+    return max(0.0, (large - small) / (many - few))
+
+
+def _crowd(fed: Federation, n: int) -> Federation:
+    """``n`` clients with a training sample each, of all that there are, again and again."""
+    index = fed.parts["train"].index
+    train = Split(index[torch.arange(n) % len(index)], torch.arange(n + 1))
+    none = Split(index[:0], torch.zeros(n + 1, dtype=torch.long))
+    return Federation(fed.data, {"train": train, "validation": none, "test": none}, tuple(map(str, range(n))))
 
 
 TRIED = 3

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import AfterValidator, Field, model_validator
@@ -63,6 +64,8 @@ class LocalSGD(Value):
     weight_decay: float = Field(0.0, ge=0, description="L2 term added to the gradient of every local problem")
     clip: float | None = Field(None, gt=0, description="bound on the norm of a batch gradient")
 
+    needs: ClassVar[Mapping[str, str]] = {"decay": "schedule exponential", "horizon": "schedule cosine"}
+
     @model_validator(mode="before")
     @classmethod
     def _as_in_torch(cls, given: Any) -> Any:
@@ -79,6 +82,8 @@ class LocalSGD(Value):
     def _consistent(self) -> Self:
         if isinstance(self.batch_size, int) and self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1 or 'full', got {self.batch_size}")
+        if self.schedule == "exponential" and "decay" not in self.model_fields_set:
+            raise ValueError("schedule 'exponential' needs decay, its factor per round")
         if self.steps is not None and "epochs" in self.model_fields_set:
             raise ValueError("give epochs or steps, not both")
         if self.optimizer == "sgd":

@@ -79,9 +79,19 @@ class Judged:
     @cached_property
     def groups(self) -> Groups:
         """Every method's group goes on up to the first of those below it that it clearly leads."""
-        leads = [s.figures["mean"] for s in self.standings]
-        apart = [_clear({k: _paired(a, b) for k, b in enumerate(leads) if k > i}) for i, a in enumerate(leads)]
-        return groups(len(leads), lambda i, k: apart[i][k])
+        return groups(len(self.standings), lambda i, k: self._leads[i][k])
+
+    def beside(self, first: Standing) -> tuple[Standing, ...]:
+        """Those below a method, up to the first that it clearly leads."""
+        i = self.standings.index(first)
+        end = next((k for k, leads in self._leads[i].items() if leads), len(self.standings))
+        return self.standings[i + 1 : end]
+
+    @cached_property
+    def _leads(self) -> list[dict[int, bool]]:
+        """Of every method, whom of those below it it clearly leads, by place."""
+        means = [s.figures["mean"] for s in self.standings]
+        return [_clear({k: _paired(a, b) for k, b in enumerate(means) if k > i}) for i, a in enumerate(means)]
 
 
 def judge(setup: Setup, records: Mapping[tuple[str, str], Record]) -> Judged:

@@ -14,7 +14,7 @@ from fedloom.algorithms import REGISTRY
 from fedloom.map.judge import Judged, Overall, Standing, judge, overall
 from fedloom.map.pictures import SIGNS, ladder, overview
 from fedloom.map.records import NOT_RUN, Record, stale
-from fedloom.map.setups import MARKS, Cell, Setup
+from fedloom.map.setups import MARKS, POOLED, Cell, Setup
 from fedloom.report.compare import LEVEL
 from fedloom.report.numbers import ENOUGH, Estimate
 from fedloom.report.tables import inert
@@ -127,15 +127,21 @@ def sentences(j: Judged) -> list[str]:
         f"Of {len(rivals)} methods with a result {len(won)} are clearly better than the better of the two{named} and "
         f"{len(lost)} clearly worse; the rest is not decidable."
     )
-    top = j.standings[0]
-    beside = j.standings[1 : j.groups[0][1] + 1]
+    pooled = j.of(POOLED)
+    apart = [s for s in j.standings if s is not pooled]
+    top = apart[0]
+    beside = [s for s in j.beside(top) if s is not pooled]
     frugal = min((top, *beside), key=lambda s: s.figures["bytes"].mean or math.inf)
     third = (
         f"The best mean is that of {top.method}, {_percent(top.figures['mean'])}; it cannot be told apart from "
-        f"{len(beside)} of {len(j.standings) - 1} others; among these {frugal.method} sends least, "
-        f"{frugal.figures['bytes'].mean / 1e6:.3g} MB."
+        f"{len(beside)} of {len(apart) - 1} others; among these {frugal.method} sends least, "
+        f"{frugal.figures['bytes'].mean / 1e6:.3g} MB{_pooled(pooled)}."
     )
     return [first, second, third]
+
+
+def _pooled(standing: Standing | None) -> str:
+    return f"; one model on the pooled data reaches {_percent(standing.figures['mean'])}" if standing else ""
 
 
 def _setup(j: Judged) -> Iterator[str]:

@@ -26,7 +26,8 @@ from fedloom.storage.files import file_name
 from fedloom.values import choose, dump, make, read_toml
 
 Scale = Literal["smoke", "full"]
-MARKS = ("local", "fedavg", "centralized")
+POOLED = "centralized"
+MARKS = ("local", "fedavg", POOLED)
 """Methods that all others are compared with, or read beside: nobody works together, one model for all, one place."""
 
 

@@ -6,6 +6,9 @@ images or on those of many clients at once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -22,6 +25,8 @@ class Augment(Value):
     crop_probability: float = Field(
         1.0, ge=0, le=1, description="probability of the crop; else the image stays in place"
     )
+
+    needs: ClassVar[Mapping[str, str]] = {"crop_probability": "crop"}
 
     @property
     def changes(self) -> bool:

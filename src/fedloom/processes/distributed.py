@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +32,7 @@ from torch import Tensor
 from fedloom.errors import CheckpointError, ConfigError, FedloomError
 from fedloom.processes import rank_messages as parcel
 from fedloom.processes.heartbeat import RESUME, Watch
-from fedloom.processes.ranks import ALONE, Ranks
+from fedloom.processes.ranks import ALONE, Move, Ranks
 from fedloom.storage.memory import Memory
 
 VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -193,15 +193,13 @@ class Group:
             found.append(value if r == self.rank else parcel.read(theirs, received))
         return found
 
-    def move(self, tensors: list[Tensor], source: int, target: int) -> list[Tensor]:
-        for t in tensors:
-            data = t.view(-1).view(torch.uint8)
-            with _translated(self.rank):
-                if self.rank == source:
-                    dist.send(data, target)
-                else:
-                    dist.recv(data, source)
-        return tensors
+    def move(self, moves: Sequence[Move]) -> None:
+        """See `fedloom.processes.ranks.Ranks`."""
+        found = []
+        for tensors, source, target in moves:
+            way, other = (dist.isend, target) if self.rank == source else (dist.irecv, source)
+            found += [dist.P2POp(way, t.view(-1).view(torch.uint8), other) for t in tensors if t.numel()]
+        self._send(found)
 
     def _numbers(self, number: int) -> list[int]:
         """A number of every rank."""
@@ -223,9 +221,14 @@ class Group:
             others = [r for r in ranks if r != self.rank]
             moves = [dist.P2POp(dist.irecv, parts[r], r) for r in others if parts[r].numel()]
             moves += [dist.P2POp(dist.isend, data, r) for r in others if data.numel()]
+        self._send(moves)
+        return found
+
+    def _send(self, moves: list[Any]) -> None:
+        """Send and receive at once; between two ranks, in the order given."""
+        with _translated(self.rank):
             for work in dist.batch_isend_irecv(moves) if moves else []:
                 work.wait()
-        return found
 
     def _received(self, source: int, text: bytes, data: Tensor, mine: list[Tensor]) -> list[Tensor]:
         """The tensors of a parcel; those between GPUs are sent now."""

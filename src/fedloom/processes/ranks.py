@@ -6,11 +6,15 @@ place only is exchanged before anyone goes on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from fedloom.storage.memory import Memory
+
+Move = tuple[list[Tensor], int, int]
+"""Tensors, and the ranks that give and take them; this rank is one of the two."""
 
 
 class Ranks(Protocol):
@@ -48,8 +52,8 @@ class Ranks(Protocol):
         """The values of all ranks, in their order; see `fedloom.processes.rank_messages` for what travels."""
         ...
 
-    def move(self, tensors: list[Tensor], source: int, target: int) -> list[Tensor]:
-        """Tensors of one rank to another, into tensors of the same shapes that that one gives."""
+    def move(self, moves: Sequence[Move]) -> None:
+        """All at once, tensors of a source to a target, into tensors of the same shapes that the target gives."""
         ...
 
     def wait(self) -> None:
@@ -72,7 +76,7 @@ class Alone:
     def gather(self, value: Any) -> list[Any]:
         return [value]
 
-    def move(self, tensors: list[Tensor], source: int, target: int) -> list[Tensor]:
+    def move(self, moves: Sequence[Move]) -> None:
         raise AssertionError("there is one rank")
 
     def wait(self) -> None:

@@ -8,6 +8,7 @@ The table is the same on every rank, since everything that changes it is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -64,27 +65,31 @@ class Homes:
             self._bring(name, {0: (~latest[0]).nonzero()[:, 0]})
 
     def _bring(self, name: str, wanted: Mapping[int, Tensor]) -> None:
-        latest, store, moved = self._latest[name], self._stores[name], False
+        """All machines give and take at once: over a link the waiting counts, not the bytes alone."""
+        latest, store, moves = self._latest[name], self._stores[name], []
         for target, ids in wanted.items():
             missing = ids[~latest[target, ids]].sort().values
             homes = latest[:, missing].int().argmax(0)
-            for source in homes.unique().tolist():
-                self._move(store, missing[homes == source], source, target)
-            latest[target, missing] = True
-            moved |= len(missing) > 0
-        if moved:
+            moves += [(missing[homes == source], source, target) for source in homes.unique().tolist()]
+        for ids, _, target in moves:
+            latest[target, ids] = True
+        if moves:
+            for wave in zip_longest(*([(some, *way) for some in _pieces(store, ids)] for ids, *way in moves)):
+                self._move(store, [move for move in wave if move is not None])
             self._ranks.wait()
 
-    def _move(self, store: Store[Any], ids: Tensor, source: int, target: int) -> None:
-        """Rows from the first rank of a machine to that of another."""
-        giver, taker = (self._ranks.machines.index(machine) for machine in (source, target))
-        if self._ranks.rank not in (giver, taker):
-            return
-        for some in _pieces(store, ids):
-            rows = store.read(some)
-            moved = self._ranks.move(list(rows), giver, taker)
-            if self._ranks.rank == taker:
-                store.write(some, type(rows)(*moved))
+    def _move(self, store: Store[Any], moves: list[tuple[Tensor, int, int]]) -> None:
+        """Rows of clients from the first rank of a machine to that of another."""
+        first = {machine: self._ranks.machines.index(machine) for _, *way in moves for machine in way}
+        mine = [
+            (ids, store.read(ids), first[source], first[target])
+            for ids, source, target in moves
+            if self._ranks.rank in (first[source], first[target])
+        ]
+        self._ranks.move([(list(rows), source, target) for _, rows, source, target in mine])
+        for ids, rows, _, target in mine:
+            if self._ranks.rank == target:
+                store.write(ids, rows)
 
 
 def _pieces(store: Store[Any], ids: Tensor) -> Iterator[Tensor]:

@@ -8,7 +8,7 @@ rounds sum C = sum x - e_T. The state is e, [m, D]; it stays at the client.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Literal, Self
 
 import torch
@@ -89,6 +89,7 @@ class GaussianNoise(Channel):
     accountant: Literal["rdp", "pld"] = Field(
         "pld", description="Renyi divergences, as every deployment, or privacy losses (tighter)"
     )
+    needs: ClassVar[Mapping[str, str]] = {"neighbours": "delta", "accountant": "delta"}
 
     @model_validator(mode="after")
     def _has_noise(self) -> Self:

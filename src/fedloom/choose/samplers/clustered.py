@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -40,6 +41,8 @@ class Clustered(Sized):
     )
     distance: Distance = Field("arccos", description="between gradients: the angle (the paper's), or a norm")
     masses: Masses = Field("samples", description="client probabilities p_i: n_i / n (the paper's), or 1 / n")
+
+    needs: ClassVar[Mapping[str, str]] = {"distance": "by similarity"}
 
     @property
     def learns(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedloom.local.oracles.network import Network, at_least_two, forked, scale_
 from fedloom.local.oracles.pooling import join
+from fedloom.local.oracles.precision import of_products
 from fedloom.local.oracles.samples import slope
 from fedloom.seeds import as_global
 
@@ -32,6 +33,7 @@ class Looped(Network):
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         super().__init__(module, task, fed, augment)
         self.draws = draws_itself(self.module, fed)
+        self.narrow = of_products(self.module, self.parameters)
         if self.memory_format is torch.channels_last:
             join(self.module)
 
@@ -51,7 +53,7 @@ class Looped(Network):
             for name, layer in self.dropouts.items():
                 layer.mask = self._mask(name, batch, i, count)
             views = self.views(w[i])
-            self._hold(views)
+            self._hold(self._narrowed(w[i], views) if self.lowers(batch) else views)
             with torch.enable_grad(), self.lowered(batch):
                 outputs = self._forward(self.arranged(data.x[i, :count]), batch, i).flatten(0, -2)
             above = slope(self.task, outputs.to(self.dtype), data, i).to(outputs.dtype)
@@ -60,6 +62,11 @@ class Looped(Network):
             torch._foreach_add_(views if out is w else self.views(out[i]), grads, alpha=alpha)
         if steady is not None:
             out.add_(steady)
+
+    def _narrowed(self, row: Tensor, views: list[Tensor]) -> list[Tensor]:
+        """Parameters of products in bfloat16, by one pass over the row instead of one per layer and direction."""
+        low = self.views(row.to(torch.bfloat16))
+        return [to if narrow else own for to, own, narrow in zip(low, views, self.narrow, strict=True)]
 
     def _forward(self, x: Tensor, batch: Batch, i: int) -> Tensor:
         if self.normalisers and len(x) == 1:

@@ -90,9 +90,13 @@ class Network(Oracle):
         weights, each = (None if of is None else of[ids] for of in (self.class_weights, self.labels_each))
         return Samples(self.fed, batch, self.dtype, augment, weights, each)
 
+    def lowers(self, batch: Batch) -> bool:
+        """Whether a batch's gradient is computed in bfloat16."""
+        return self.low and batch.draw.stream != PASS
+
     def lowered(self, batch: Batch) -> AbstractContextManager[object]:
         """The precision of a batch's gradient."""
-        return lowered(self.device, self.low and batch.draw.stream != PASS)
+        return lowered(self.device, self.lowers(batch))
 
     def sizes(self, ids: Tensor) -> Tensor:
         """Samples in the training parts of the clients."""

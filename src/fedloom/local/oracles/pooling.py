@@ -44,7 +44,7 @@ class _Pool(nn.MaxPool2d):
     """Max pooling of the rectified inputs."""
 
     def forward(self, x: Tensor) -> Tensor:
-        fits = x.dim() == 4 and min(x.shape[2:]) >= 2 and x.dtype in (torch.float32, torch.float64)
+        fits = x.dim() == 4 and min(x.shape[2:]) >= 2 and x.dtype in (torch.float32, torch.float64, torch.bfloat16)
         if fits and x.device.type == "cpu" and x.is_contiguous(memory_format=torch.channels_last):
             return _Together.apply(x)  # type: ignore[no-any-return, no-untyped-call]
         return super().forward(torch.relu(x))  # type: ignore[no-any-return]
@@ -60,7 +60,7 @@ class _Together(torch.autograd.Function):
         samples, channels, high, wide = x.shape
         out = x.new_empty(samples, high // 2, wide // 2, channels)
         place = torch.empty_like(out, dtype=torch.uint8)
-        kernels.pool(x.detach().permute(0, 2, 3, 1).numpy(), out.numpy(), place.numpy())
+        kernels.pool(_array(x.detach().permute(0, 2, 3, 1)), _array(out), place.numpy())
         ctx.save_for_backward(place)
         ctx.shape = (samples, high, wide, channels)
         return out.permute(0, 3, 1, 2)
@@ -72,5 +72,10 @@ class _Together(torch.autograd.Function):
 
         (place,) = ctx.saved_tensors
         out = delta.new_empty(ctx.shape)
-        kernels.unpool(delta.permute(0, 2, 3, 1).contiguous().numpy(), place.numpy(), out.numpy())
+        kernels.unpool(_array(delta.permute(0, 2, 3, 1).contiguous()), place.numpy(), _array(out))
         return out.permute(0, 3, 1, 2)
+
+
+def _array(x: Tensor) -> Any:
+    """For the compiled loops, which know bfloat16 by its bits."""
+    return x.view(torch.int16).numpy() if x.dtype is torch.bfloat16 else x.numpy()

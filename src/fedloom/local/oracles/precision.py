@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
+from torch import Tensor, nn
 
 from fedloom.errors import Refused
 
 Precision = Literal["full", "bf16"]
 INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 """Names in `torch.cpu.get_capabilities` of instructions for bfloat16, of x86 and of ARM."""
+PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Layers whose weights and biases `lowered` computes with in bfloat16."""
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -40,3 +44,12 @@ def check_bf16(device: torch.device, dtype: torch.dtype, oracle: str) -> None:
 def lowered(device: torch.device, on: bool) -> AbstractContextManager[object]:
     """Products and convolutions in bfloat16; what needs more, such as a normalisation's statistics, stays float32."""
     return torch.autocast(device.type, torch.bfloat16) if on else nullcontext()
+
+
+def of_products(module: nn.Module, parameters: Sequence[Tensor]) -> list[bool]:
+    """Which parameters `lowered` would turn to bfloat16 at every use: those of products alone, held by nothing else."""
+    holders: dict[int, set[bool]] = {}
+    for layer in module.modules():
+        for p in layer.parameters(recurse=False):
+            holders.setdefault(id(p), set()).add(type(layer) in PRODUCTS)
+    return [holders[id(p)] == {True} for p in parameters]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -31,6 +32,7 @@ class PrivateMean(Aggregator):
     accountant: Literal["rdp", "pld"] = Field(
         "pld", description="Renyi divergences, as every deployment, or privacy losses (tighter)"
     )
+    needs: ClassVar[Mapping[str, str]] = {"neighbours": "delta", "accountant": "delta"}
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:

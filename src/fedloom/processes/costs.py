@@ -1,0 +1,152 @@
+"""What a round takes with any number of ranks, machines and clients, calculated from what one process was seen to take.
+
+round = fixed + n client + cohort/ranks share + chunks result + trips + bytes/rate
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from fedloom.local.oracles import chunk_count
+from fedloom.processes import rank_messages as parcel
+from fedloom.processes.pool import Crew
+from fedloom.processes.rank_pool import owner
+
+T = TypeVar("T")
+
+TRIPS, TRIPS_OF_ROWS = 3, 3
+"""Times there and back that a round waits for a link: a question, the sizes and the contents of results; and once more
+as many where rows change their machine."""
+
+
+@dataclass
+class Watched:
+    """A crew of one process that is watched: seconds in chunks, and what their results would cost ranks.
+
+    Attributes:
+        crew: who computes.
+        work: seconds of local work.
+        passing: seconds to write results for other ranks, and to read them.
+        bytes: of these.
+        clients: trained.
+        chunks: of them.
+    """
+
+    crew: Crew
+    work: float = field(default=0.0, init=False)
+    passing: float = field(default=0.0, init=False)
+    bytes: int = field(default=0, init=False)
+    clients: int = field(default=0, init=False)
+    chunks: int = field(default=0, init=False)
+
+    def map(self, name: str, shared: Any, tasks: Sequence[Any]) -> Iterator[Any]:
+        """See `fedloom.processes.pool.Crew`."""
+        for task in tasks:
+            start = time.perf_counter()
+            (result,) = self.crew.map(name, shared, [task])
+            done = time.perf_counter()
+            text, tensors = parcel.write(result)
+            packed = parcel.pack(text, tensors)
+            for text, data in parcel.unpack(packed):
+                parcel.read(text, parcel.cut(data.clone(), parcel.forms(text)))
+            self.passing += time.perf_counter() - done
+            self.work += done - start
+            self.bytes += len(packed)
+            self.clients += len(task.ids)
+            self.chunks += 1
+            yield result
+
+    def once(self, ids: Tensor, call: Callable[[], T]) -> T:
+        """See `fedloom.processes.pool.Crew`."""
+        return self.crew.once(ids, call)
+
+
+class Link(NamedTuple):
+    """Between machines: bytes per second, and seconds there and back."""
+
+    rate: float
+    trip: float
+
+
+class Place(NamedTuple):
+    """Where a round is computed: ranks of every machine, machines, and what connects these."""
+
+    ranks: int
+    machines: int
+    link: Link
+
+
+class Parts(NamedTuple):
+    """Seconds of a round by what takes them, and bytes that the busiest machine receives.
+
+    Attributes:
+        work: local work of the busiest rank.
+        results: every rank reads the results of every chunk.
+        link: waiting for the link between machines.
+        clients: what is done for every client of the federation.
+        fixed: all else.
+        bytes: received by a machine.
+        idle: ranks without a chunk.
+    """
+
+    work: float
+    results: float
+    link: float
+    clients: float
+    fixed: float
+    bytes: float
+    idle: int
+
+    @property
+    def seconds(self) -> float:
+        """Of the round."""
+        return self.work + self.results + self.link + self.clients + self.fixed
+
+
+class Costs(NamedTuple):
+    """Constants of a method, a model and data, of one process.
+
+    Attributes:
+        share: seconds of local work per client of the cohort.
+        result: seconds to pass a chunk's result to other ranks.
+        client: seconds per client of the federation, whatever the cohort.
+        fixed: seconds that nothing of this changes.
+        message: bytes of a chunk's result.
+        row: bytes that are kept of a client.
+        chunk: most clients of a chunk.
+        cohort: clients of a round that was measured.
+    """
+
+    share: float
+    result: float
+    client: float
+    fixed: float
+    message: float
+    row: float
+    chunk: int
+    cohort: int
+
+    def round(self, n: int, cohort: int, place: Place) -> Parts:
+        """A round of ``cohort`` clients of ``n``; rows are thought to lie on any machine with equal chance."""
+        count, size, machines = chunk_count(cohort, self.chunk), place.ranks * place.machines, place.machines
+        most = [0] * size
+        for k in range(count):
+            most[owner(k, size)] += cohort // count + (k < cohort % count)
+        elsewhere = 1 - 1 / machines
+        rows = cohort * self.row * elsewhere / machines if cohort < n else 0.0
+        received = count * self.message * elsewhere + rows
+        trips = (TRIPS + TRIPS_OF_ROWS * (rows > 0)) * (machines > 1)
+        return Parts(
+            work=self.share * max(most),
+            results=self.result * count * (size > 1),
+            link=trips * place.link.trip + received / place.link.rate,
+            clients=self.client * n,
+            fixed=self.fixed,
+            bytes=received,
+            idle=most.count(0),
+        )
