@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 from typer.testing import CliRunner
 
@@ -19,16 +21,33 @@ def call(*words: object, code: int = 0) -> str:
     return result.output
 
 
-def in_a_fork(work: Callable[[], object], crash_at: int) -> int:
-    """Exit code of some work in a fork that dies, with 137, at its ``crash_at``-th change of the disk; 0 is never."""
+def fork(work: Callable[[], object], said: str | Path = os.devnull) -> int:
+    """Process of a fork that does some work and writes what it says to a file; it ends with 1 after an error."""
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
-            sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-            files._crash_at = crash_at
+            sys.stdout = sys.stderr = open(said, "w")  # noqa: SIM115
             work()
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
+            sys.stdout.flush()
             os._exit(code)
+    return pid
+
+
+def end(pid: int) -> int:
+    """Exit code of a fork, when it has ended."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def in_a_fork(work: Callable[[], object], crash_at: int) -> int:
+    """Exit code of some work in a fork that dies, with 137, at its ``crash_at``-th change of the disk; 0 is never."""
+
+    def dies() -> None:
+        files._crash_at = crash_at
+        work()
+
+    return end(fork(dies))

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from fedloom.cli import app
 from fedloom.cli.watch import HOST, Page, handler
+from fedloom.deploy import status as deployment
 from fedloom.errors import FedloomError
 from fedloom.experiment import Plan, outputs, parse
 from fedloom.experiment.events import Event
@@ -179,7 +180,7 @@ def test_a_deployment_is_watched_by_its_results(tmp_path: Path, monkeypatch: pyt
     class Settings:
         results = tmp_path / "server" / "results"
 
-    monkeypatch.setattr("fedloom.deploy.status.server_of", lambda folder: Settings)
+    monkeypatch.setattr(deployment, "server_of", lambda folder: Settings)
     page = Page(tmp_path, 3)
     assert "No figures yet" in page.text()
     Plan(parse({**tomllib.loads(SMALL), "rounds": 1, "seeds": [0]}), results).run(page=False)

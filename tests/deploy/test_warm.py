@@ -331,7 +331,7 @@ def test_a_process_that_cannot_start_is_an_error_that_names_the_log(tmp_path, ow
     here = scene(tmp_path, "fedavg", **SMALL)
     content, file = hello(here), files(here)[0]
     file.write_text("no_such_setting = 1\n" + file.read_text())
-    monkeypatch.setattr(handover, "PATIENCE", 8.0)
+    monkeypatch.setattr(handover, "PATIENCE", 1.0)
     with pytest.raises(NoAnswer, match=LOG):
         hand_over(file, content, owner.pid)
     assert waited(lambda: "no_such_setting" in (folder_of(file) / LOG).read_text())

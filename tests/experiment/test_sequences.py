@@ -26,7 +26,7 @@ seeds = [0]
 [data]
 source = "docstrings"
 length = 16
-most = 400
+most = 120
 [partition]
 kind = "writers"
 clients = 5

@@ -7,7 +7,7 @@ checked before torch is imported; what relates several values, or is code, is fo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from pydantic_core import SchemaValidator, core_schema
@@ -54,7 +54,7 @@ class Shape:
     @classmethod
     def of(cls, value: Any) -> Shape:
         """The shape of a class of values, or of a preset."""
-        return cls(plain(value))
+        return _of_class(value) if isinstance(value, type) else cls(plain(value))
 
     def check(self, options: Mapping[str, Any], where: str, more: tuple[str, ...] = ()) -> None:
         """Refuse a table.
@@ -72,6 +72,11 @@ class Shape:
     def _validate(self, **options: Any) -> None:
         for keys, validator in self._parts:
             validator.validate_python({k: v for k, v in options.items() if k in keys})
+
+
+@cache
+def _of_class(value: type) -> Shape:
+    return Shape(plain(value))
 
 
 def plain(value: Any) -> Plain:

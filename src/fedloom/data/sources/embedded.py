@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -29,6 +30,7 @@ class Digits(Source):
         return Dataset("digits", x, torch.from_numpy(table[:, -1].copy()), "classification", classes, std=std)
 
 
+@cache
 def _digits() -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """64 pixels and the digit per row, from scikit-learn's file: importing that library costs as much as torch."""
     spec = find_spec("sklearn")
