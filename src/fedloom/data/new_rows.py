@@ -75,7 +75,7 @@ def new_rows(facts: InputSpec, rows: Any, name: str = "rows", users: str | None 
     else:
         found = NewRows(_array(facts, plain(rows, name), name))
     if not len(found.x):
-        raise NoSamples(f"{name}: no rows to predict")
+        raise NoSamples(f"{name}: no rows to predict; give at least one")
     return found
 
 

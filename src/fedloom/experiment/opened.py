@@ -297,9 +297,9 @@ class Opened:
             samples, files = found.samples(data_dir)
             return new_rows(facts, samples, str(data))._replace(files=files)
         if not isinstance(found, TableSource):
-            return new_rows(facts, found.read(data_dir))
+            return new_rows(facts, found.read(data_dir), str(data))
         with found.open(data_dir) as raw:
-            return new_rows(facts, raw, users=users)
+            return new_rows(facts, raw, str(data), users)
 
     def low_rank(self, method: str) -> bool:
         """Whether a method's server sends a model of low rank."""
