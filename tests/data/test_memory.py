@@ -202,6 +202,27 @@ def test_a_pandas_table_is_read_as_a_csv_file(tmp_path: Any) -> None:
         partition.iid(clients=2)(frame[["a", "y"]].assign(y="n"))
 
 
+class HubTable(list[dict[str, Any]]):
+    column_names = ("age", "ward", "label")
+    features: ClassVar = {
+        "age": None, "ward": types.SimpleNamespace(names=["A", "B"]), "label": types.SimpleNamespace(names=["no", "yes"])
+    }  # fmt: skip
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) if isinstance(key, int) else [row[key] for row in self]
+
+
+def test_classes_of_a_table_of_the_hub_have_their_names() -> None:
+    table = HubTable({"age": 30.0 + k, "ward": k % 2, "label": k // 2 % 2} for k in range(4))
+    data = Dataset.of(table)
+    assert (data.classes, data.task) == (("no", "yes"), "binary")
+    assert data.y.tolist() == [0, 0, 1, 1]
+    assert data.x.tolist() == [[30, 0], [31, 1], [32, 0], [33, 1]]
+    assert Dataset.of(table, users="ward").user_names == ("A", "B")
+    with pytest.raises(DataError, match="row 0, column 'label': missing value"):
+        Dataset.of(HubTable([{"age": 1.0, "ward": 0, "label": -1}, *table]))
+
+
 def test_everything_wrong_with_a_table_is_said_at_once(tmp_path: Any) -> None:
     (tmp_path / "t.csv").write_text("a,b,c,y\n1,x,,n\n2,y,3,n\nz,z,4\n5,x,6,n\n")
     with pytest.raises(DataError) as caught:

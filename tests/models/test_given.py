@@ -161,7 +161,9 @@ def test_raw_data_are_to_be_partitioned(raw: Any) -> None:
 def test_results_as_pandas_and_as_a_plot(fed: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     found = fl.simulate("fedavg", fed, **SHORT)
     assert found.plot("accuracy").to_dict() == found.chart("accuracy").to_dict()
-    with pytest.raises(ConfigError, match=r"'accuracyy' on the part 'test' was not measured; did you mean 'accuracy'\?"):
+    with pytest.raises(
+        ConfigError, match=r"'accuracyy' on the part 'test' was not measured; did you mean 'accuracy'\?"
+    ):
         found.plot("accuracyy")
     if importlib.util.find_spec("pandas"):
         frame = found.to_pandas()

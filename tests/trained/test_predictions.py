@@ -161,9 +161,7 @@ def test_the_command_writes_a_table(opened: Opened, tmp_path: Path) -> None:
         assert row["prediction"] == max(p, key=lambda name: p[name])
 
 
-def test_what_cannot_be_predicted_is_a_sentence(
-    opened: Opened, columns: dict[str, list[Any]], tmp_path: Path
-) -> None:
+def test_what_cannot_be_predicted_is_a_sentence(opened: Opened, columns: dict[str, list[Any]], tmp_path: Path) -> None:
     models = opened["ditto", 0].models
     with pytest.raises(DataError, match="lacks the columns 'pressure', 'ward'"):
         models.predict({"age": [1.0]})

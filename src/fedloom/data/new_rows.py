@@ -58,7 +58,8 @@ def new_rows(facts: InputSpec, rows: Any, name: str = "rows", users: str | None 
     if isinstance(rows, (str, Path)) and not facts.vocabulary:
         raise DataError(f"{name}: must be a table or an array, got the path {str(rows)!r}; read the file first")
     if isinstance(rows, Dataset):
-        return NewRows(facts.raw(rows))
+        sites = None if rows.users is None else [rows.user_names[k] for k in rows.users.tolist()]
+        return NewRows(facts.raw(rows), sites)
     if isinstance(rows, Raw):
         found = _by_column(facts, rows.names, rows.cells, rows.problems, users)
     elif is_frame(rows):
@@ -154,7 +155,7 @@ def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRo
         raise DataError(f"{name}: are texts, but the model was trained on tokens that came as numbers; give numbers")
     x = encoded([str(text) for text in rows.ravel()], facts.vocabulary, facts.shape[0])
     strange = int((x == 1).sum())
-    note = f"{strange} tokens are not in the vocabulary of the training; read as {UNKNOWN}"
+    note = f"not in the vocabulary of the training, read as {UNKNOWN}: {strange} tokens"
     return NewRows(x.long(), notes=(note,) if strange else ())
 
 

@@ -173,8 +173,12 @@ def _hub_side(obj: Any, target: Any, column: str | None, users: str | None, name
             yield value if isinstance(value, torch.Tensor) else _planes(_pixels(value)), row[y_name]
 
     x, y = _stacked(samples(), name)
-    classes = getattr(obj.features[y_name], "names", None) or ()
-    return _Side(x, y, np.array(owners) if users is not None else None, tuple(classes))
+    return _Side(x, y, np.array(owners) if users is not None else None, _class_names(obj, y_name))
+
+
+def _class_names(obj: Any, column: Any) -> tuple[str, ...]:
+    """Names of the classes of a column of the hub that holds their numbers; of others none."""
+    return tuple(getattr(obj.features[column], "names", None) or ())
 
 
 def _pixels(value: Any) -> NDArray[Any]:
@@ -232,13 +236,14 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
         obj, target = obj.assign(**{label: target.array if hasattr(target, "array") else np.asarray(target)}), label
     if target is not None and (np.ndim(target) or not isinstance(target, (str, int))):
         raise ConfigError(f"{name}: target names a column of the table, or holds its targets, got {target!r:.60}")
-    target = None if target is None else str(target)
     names = list(obj.columns if frame else obj.column_names)
-    if frame:
-        coded = [str(c) for c, kind in zip(names, obj.dtypes, strict=True) if kind.name == "category"]
-        options["categorical"] = tuple({*options.get("categorical", ()), *coded} - {target or str(names[-1])})
-    else:
+    if not frame:
         target = target or next((n for n in LABELS if n in names), None)
+        coded = [n for n in names if _class_names(obj, n)]
+    else:
+        coded = [str(c) for c, kind in zip(names, obj.dtypes, strict=True) if kind.name == "category"]
+    target = str(names[-1] if target is None else target)
+    options["categorical"] = tuple({*options.get("categorical", ()), *coded} - {target, options.get("users")})
     given = {"label": target, "task": task or "auto", **options}
     spec = make(Csv, given, name, {k: v for k, v in fields_of(TableSource).items() if k != "path"})
 
@@ -250,6 +255,8 @@ def frame_cells(obj: Any) -> Iterator[Piece]:
     if _is_hub(obj):
         for column in obj.column_names:
             cells = [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in obj[column]]
+            if names := _class_names(obj, column):
+                cells = [None if cell is None or cell < 0 else names[cell] for cell in cells]
             yield Piece(0, str(column), cells)
     else:
         for column in obj.columns:
