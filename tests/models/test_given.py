@@ -193,13 +193,18 @@ class Pair(nn.Linear):
         return super().forward(x.flatten(1)), 0
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")  # is deprecated
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         (Turned, r"has complex parameters \(w\); give real and imaginary parts"),
         (Turned(), r"has complex parameters \(w\)"),
         (nn.Linear(64, 10, device="meta"), r"model 'Linear' has no weights \(device meta\)"),
-        (Pair(64, 10), r"model 'Pair' must return \[b, 10\] for this data, got tuple for b = 2"),
+        (
+            Pair(64, 10),
+            r"model 'Pair' must return \[b, 10\] for this data, got tuple for b = 2; return the tensor of the outputs",
+        ),
+        (lambda: torch.jit.trace(nn.Linear(64, 10), torch.zeros(2, 64)), "is TorchScript, which is not trained here"),
     ],
 )
 def test_parameters_and_outputs_of_other_kinds_are_a_sentence(given: Any, said: str, fed: Federation) -> None:

@@ -67,7 +67,7 @@ class Draft:
     def _take_target(self, given: str | None) -> None:
         survey, fit = self._survey, self._survey.targets()
         if given is None and not fit:
-            raise ConfigError(f"{survey.path}: no column can be the target: each is constant, a date, or names rows")
+            raise ConfigError(f"{survey.path}: no column looks like the target; name one by --target; {self._ask}")
         self._target = target = survey.column(fit[0] if given is None else given, "--target")
         wrong = {"empty": "is empty", "date": "holds dates"}.get(target.kind)
         wrong = wrong or ("is the same in every row" if target.constant else None)

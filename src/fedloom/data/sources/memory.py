@@ -19,7 +19,14 @@ from fedloom.data.sources.tabular import Csv, TableSource, read_table
 from fedloom.errors import ConfigError, DataError, NoSamples, cause_of, nearest
 from fedloom.values import fields_of, make
 
-PAIRS = (("x", "y"), ("X", "y"), ("data", "target"), ("image", "label"), ("features", "target"))
+PAIRS = (
+    ("x", "y"),
+    ("X", "y"),
+    ("data", "target"),
+    ("image", "label"),
+    ("features", "target"),
+    ("pixel_values", "labels"),
+)
 """Names that dictionaries have for features and targets."""
 LABELS = ("label", "labels", "fine_label", "target", "y")
 KNOWN = (
@@ -126,7 +133,12 @@ def _side(obj: Any, target: Any, column: str | None, users: Any, name: str) -> _
     if isinstance(obj, TorchDataset):
         x, y = _stacked(_pairs(_samples(obj, name), name), name)
         return _Side(x, y, classes=tuple(str(c) for c in getattr(obj, "classes", ())))
-    hints = {"toarray": "give x.toarray()", "batch_size": "give its .dataset", "strip": "read a file by fl.load"}
+    hints = {
+        "toarray": "give x.toarray()",
+        "batch_size": "give its .dataset",
+        "strip": "read a file by fl.load",
+        "to_pandas": "give x.to_pandas()",
+    }
     hint = next((f"; {say}" for key, say in hints.items() if hasattr(obj, key)), "")
     raise ConfigError(f"{name}: cannot make a data set of {type(obj).__name__}{hint}; known are {KNOWN}")
 
@@ -152,7 +164,12 @@ def _pairs(samples: Iterable[Any], name: str) -> Iterator[tuple[Any, Any]]:
     for k, given in enumerate(samples):
         sample = _named(given) or given
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
-            raise DataError(f"{name}: sample {k} is {type(sample).__name__}, expected the pair (features, target)")
+            what = f" with {', '.join(map(repr, sample))}" if isinstance(sample, Mapping) else ""
+            what += f" of {len(sample)}" if isinstance(sample, (tuple, list)) else ""
+            raise DataError(
+                f"{name}: sample {k} is {type(sample).__name__}{what}, expected the pair (features, target), or both "
+                f"by the names {', '.join(' and '.join(pair) for pair in PAIRS)}"
+            )
         yield sample[0], sample[1]
 
 
