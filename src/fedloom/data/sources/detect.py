@@ -64,8 +64,8 @@ def detect(path: Path) -> type[FileSource]:
         break
     if best == len(BY_NAME):
         raise DataError(
-            f"{path}: no known data set there; known are IDX, CIFAR, LEAF JSON, image folders, NPZ, folders with x.npy, "
-            "Parquet, CSV"
+            f"{path}: no known data set there; known are IDX, CIFAR, LEAF JSON, image folders, NPZ, "
+            "folders with x.npy, Parquet, CSV"
         )
     kind = BY_NAME[best][1]
     return FashionMnist if kind is Mnist and "fashion" in str(path).lower() else kind
