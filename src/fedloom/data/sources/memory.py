@@ -273,7 +273,7 @@ def frame_cells(obj: Any) -> Iterator[Piece]:
         for column in obj.column_names:
             cells = [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in obj[column]]
             if names := _class_names(obj, column):
-                cells = [None if cell is None or cell < 0 else names[cell] for cell in cells]
+                cells = [None if cell is None or cell < 0 else names[int(cell)] for cell in cells]
             yield Piece(0, str(column), cells)
     else:
         for column in obj.columns:
