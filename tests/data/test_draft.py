@@ -219,6 +219,15 @@ def test_a_parquet_file_and_many_levels(tmp_path: Path) -> None:
     runs(tmp_path / "t.parquet")
 
 
+def test_a_level_that_may_mean_missing_is_named(tmp_path: Path) -> None:
+    rows = [
+        ["age", "smoker", "ill"],
+        *([a, ("yes", "no", "N/A")[k % 3], y] for k, (a, y) in enumerate(zip(AGE, ILL, strict=True))),
+    ]
+    said = init(write(tmp_path / "marks.csv", rows))
+    assert "column 'smoker': 'N/A' may mean missing; name such cells in missing, with impute = true" in said
+
+
 def test_a_separator_is_found_by_what_cuts_rows_alike(tmp_path: Path) -> None:
     for sign, text in (
         (",", 'a,b\n"x;y;z",1\n"x;y;z",2\n'),

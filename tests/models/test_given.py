@@ -165,6 +165,8 @@ def test_results_as_pandas_and_as_a_plot(fed: Federation, monkeypatch: pytest.Mo
         ConfigError, match=r"'accuracyy' on the part 'test' was not measured; did you mean 'accuracy'\?"
     ):
         found.plot("accuracyy")
+    with pytest.raises(ConfigError, match="unknown part 'testing'; did you mean 'test'"):
+        found.plot("accuracy", "testing")
     if importlib.util.find_spec("pandas"):
         frame = found.to_pandas()
         assert list(frame.columns) == found.table().column_names

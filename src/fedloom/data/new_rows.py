@@ -85,7 +85,8 @@ def _by_column(
 ) -> NewRows:
     table, where = facts.table, problems.where
     if table is None:
-        raise DataError(f"{where}: is a table, but the model takes samples of shape {'x'.join(map(str, facts.shape))}")
+        shape = "x".join(map(str, facts.shape))
+        raise DataError(f"{where}: is a table, but the model takes samples of shape {shape}; give an array of them")
     if absent := [c.name for c in table.columns if c.name not in names]:
         raise DataError(
             f"{where}: lacks the column{'s'[: len(absent) > 1]} {', '.join(map(repr, absent))} that the model was "
