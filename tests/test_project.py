@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import fedloom as fl
+from fedloom.cli._app import EXTRAS as COMMANDS
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "fedloom"
@@ -215,6 +216,10 @@ def test_imports_are_declared(name: str) -> None:
     core = {NAMES.get(n, n.replace("-", "_")) for n in (Requirement(r).name for r in PROJECT["dependencies"])}
     allowed = core | set(sys.stdlib_module_names) | {"fedloom", *WITH_PYDANTIC}
     assert {name.split(".")[0] for name in imports(every(name))} <= allowed | EXTRAS
+    if name.startswith(("deploy/", "tune/", "map/")):
+        assert {
+            name.split(".")[0] for name in imports(every(name))
+        } & EXTRAS <= COMMANDS.keys()  # a sentence if missing
     if not name.startswith(("deploy/", "tune/")):
         assert {name.split(".")[0] for name in imports(parsed(name).body)} <= allowed, (
             "extras are imported where they are used"

@@ -163,7 +163,8 @@ def test_numbers_as_people_write_them_are_told_apart(tmp_path: Path) -> None:
         ("twice.csv", b"a,a,y\n" + b"1,2,0\n" * 20, "more than one column is called 'a'"),
         ("ragged.csv", b"a,b,y\n" + b"1,2,0\n" * 20 + b"1,2\n1,2,3,4\n", "row 22 has 2 cells, expected 3 (2 such)"),
         ("single.csv", b"y\n" + b"1\n0\n" * 20, "no column is left as a feature"),
-        ("same.csv", b"a,y\n" + b"1,2\n" * 20, "no column can be the target"),
+        ("same.csv", b"a,y\n" + b"1,2\n" * 20, "no column looks like the target; name one by --target; columns: a, y"),
+        ("a.xlsx", b"PK\x03\x04", "a.xlsx: is a spreadsheet; save its sheet as CSV"),
     ],
 )
 def test_where_no_draft_is_possible_a_sentence_says_why(
@@ -216,6 +217,15 @@ def test_a_parquet_file_and_many_levels(tmp_path: Path) -> None:
     assert "column 'town': text of 22 levels, a feature for each" in said
     assert drafted(tmp_path / "t.parquet")["data"]["categorical"] == ["flag", "town"]
     runs(tmp_path / "t.parquet")
+
+
+def test_a_level_that_may_mean_missing_is_named(tmp_path: Path) -> None:
+    rows = [
+        ["age", "smoker", "ill"],
+        *([a, ("yes", "no", "N/A")[k % 3], y] for k, (a, y) in enumerate(zip(AGE, ILL, strict=True))),
+    ]
+    said = init(write(tmp_path / "marks.csv", rows))
+    assert "column 'smoker': 'N/A' may mean missing; name such cells in missing, with impute = true" in said
 
 
 def test_a_separator_is_found_by_what_cuts_rows_alike(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -54,6 +55,7 @@ DOORS: dict[str, Any] = {
     "TensorDataset": TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)),
     "torch pairs": Pairs(lambda i: (torch.from_numpy(X[i]), int(Y[i]))),
     "list of pairs": [(x, int(y)) for x, y in zip(X, Y, strict=True)],
+    "pairs of transformers": Pairs(lambda i: {"pixel_values": X[i], "labels": int(Y[i])}),
     "pairs as dictionaries": Pairs(lambda i: {"image": X[i], "label": int(Y[i])}),
     "as scikit-learn has them": {"data": X, "target": Y},
     "objects": (X, Y.astype(object)),
@@ -144,6 +146,13 @@ def test_options_of_arrays() -> None:
         (lambda: Dataset.of((X, Y), test=(X[:1, :2], [0])), DataError, "training samples of shape .* test samples of"),
         (lambda: Dataset.of(X, Y, users=["a"]), DataError, "users have shape \\(1,\\) for 12 samples"),
         (lambda: Dataset.of(Pairs(lambda i: 1.0)), DataError, "sample 0 is float, expected the pair"),
+        (lambda: Dataset.of(Pairs(lambda i: (X[i], 0, i))), DataError, "sample 0 is tuple of 3, expected the pair"),
+        (
+            lambda: Dataset.of(Pairs(lambda i: {"picture": X[i], "class": 0})),
+            DataError,
+            "sample 0 is dict with 'picture', 'class', expected .* both by the names x and y, ",
+        ),
+        (lambda: Dataset.of(types.SimpleNamespace(to_pandas=0)), ConfigError, r"give x.to_pandas\(\)"),
         (lambda: Dataset.of(Pairs(lambda i: (X[i][: i + 1], 0))), DataError, "sample 1 has shape .* one size only"),
         (lambda: Dataset.of(Pairs(lambda i: ("a", 0))), DataError, "only images and numbers work"),
         (lambda: Dataset.of(Pairs(lambda i: (X[i], [][i]))), DataError, "sample 0 cannot be had: IndexError"),
@@ -200,6 +209,31 @@ def test_a_pandas_table_is_read_as_a_csv_file(tmp_path: Any) -> None:
         Dataset.of(frame, frame["y"][:3])
     with pytest.raises(DataError, match="the target is the same in every row"):
         partition.iid(clients=2)(frame[["a", "y"]].assign(y="n"))
+
+
+class HubTable(list[dict[str, Any]]):
+    column_names = ("age", "ward", "label")
+    features: ClassVar = {
+        "age": None,
+        "ward": types.SimpleNamespace(names=["A", "B"]),
+        "label": types.SimpleNamespace(names=["no", "yes"]),
+    }
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key) if isinstance(key, int) else [row[key] for row in self]
+
+
+def test_classes_of_a_table_of_the_hub_have_their_names() -> None:
+    table = HubTable({"age": 30.0 + k, "ward": k % 2, "label": k // 2 % 2} for k in range(4))
+    data = Dataset.of(table)
+    assert (data.classes, data.task) == (("no", "yes"), "binary")
+    assert data.y.tolist() == [0, 0, 1, 1]
+    assert data.x.tolist() == [[30, 0], [31, 1], [32, 0], [33, 1]]
+    assert Dataset.of(table, users="ward").user_names == ("A", "B")
+    with pytest.raises(DataError, match="column 'age': .*; drop the column, or give a number, such as days since"):
+        Dataset.of(HubTable({**row, "age": datetime.datetime(2020, 1, 1)} for row in table))
+    with pytest.raises(DataError, match="row 0, column 'label': missing value"):
+        Dataset.of(HubTable([{"age": 1.0, "ward": 0, "label": -1}, *table]))
 
 
 def test_everything_wrong_with_a_table_is_said_at_once(tmp_path: Any) -> None:

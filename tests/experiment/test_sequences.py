@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from fedloom.cli import app
 from fedloom.data.new_rows import new_rows
 from fedloom.deploy.site.local_data import federation_of, schema_of
 from fedloom.engine.setup import make_job, poisoned
-from fedloom.errors import ConfigError, Refused
+from fedloom.errors import ConfigError, DataError, Refused
 from fedloom.models import LSTM
 from fedloom.rows.attacks import FlippedLabels
 from fedloom.trained.export import load
@@ -95,6 +96,20 @@ def test_one_line_is_one_sample_of_the_command(run: Path, tmp_path: Path) -> Non
     rows = list(csv.DictReader((tmp_path / "p.csv").read_text().splitlines()))
     assert [int(row["position"]) for row in rows] == [*range(1, 11), 1, 2]
     assert {row["prediction"] for row in rows} <= set(fl.open_run(run)["fedavg", 0].models.recipe.facts.classes)
+
+
+def test_samples_that_name_their_clients_are_read_by_their_models(run: Path, tmp_path: Path) -> None:
+    opened = fl.open_run(run)
+    rows, names = opened.read("docstrings"), ("4", "1", "new")
+    rows = replace(rows, x=rows.x[:6], y=rows.y[:6], columns={}, users=torch.arange(6) % 3, user_names=names)
+    found = opened.predict(rows, method="ditto", kind="personal")
+    assert list(found.models) == ["4", "1", "global"] * 2
+    for k, (name, kind) in enumerate([("4", "personal"), ("1", "personal"), (None, "global")] * 2):
+        wanted = opened["ditto", 0].models.predict_proba(rows.x[k][None].numpy(), name, kind)
+        np.testing.assert_allclose(found.scores[k][None], wanted, atol=1e-6)
+    (tmp_path / "none.txt").write_text("")
+    with pytest.raises(DataError, match="none.txt: no rows to predict; give a text per line"):
+        opened.predict(tmp_path / "none.txt")
 
 
 def test_exports_give_what_predict_gives(run: Path, tmp_path: Path) -> None:

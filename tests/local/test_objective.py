@@ -11,10 +11,12 @@ from engine_cases import CASES, TOLERANCE, M, Problem, oracles_of
 from torch import Tensor
 from torch.nn import functional
 
-from fedloom.errors import ConfigError
+from fedloom.errors import CodeError, ConfigError
+from fedloom.imports import function
 from fedloom.local import LocalSGD, Work
 from fedloom.local.oracles import Network, make_oracle
 from fedloom.tasks import Objective, task_of
+from fedloom.tasks.objective import number
 
 
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
@@ -59,11 +61,18 @@ def weighted(output: Tensor, y: Tensor) -> Tensor:
     return (functional.cross_entropy(output, y, reduction="none") * torch.tensor(NUMBERS).double()[y]).mean()
 
 
+def test_the_shapes_of_a_binary_task_are_explained() -> None:
+    loss, y = function(torch.nn.BCEWithLogitsLoss(), "loss"), torch.tensor([0, 1])
+    with pytest.raises(CodeError, match=r"logits and classes here: it may need outputs.squeeze\(1\) and targets.float"):
+        number(loss, "loss", torch.zeros(2, 1), y)
+
+
 LOSSES: dict[str, tuple[dict[str, Any], Any]] = {
     "own": ({"loss": cross_entropy}, functional.cross_entropy),
     "coupled": ({"loss": coupled}, coupled),
     "balanced": ({"class_weights": "balanced"}, balanced),
     "numbers": ({"class_weights": NUMBERS}, weighted),
+    "a tensor": ({"class_weights": torch.tensor(NUMBERS, dtype=torch.float64)}, weighted),
     "by name": ({"class_weights": {"0": 0.5, "1": 2.0, "2": 0.0, "3": 1.5}}, weighted),
     "own, balanced": ({"loss": cross_entropy, "class_weights": "balanced"}, balanced),
     "own, numbers": ({"loss": cross_entropy, "class_weights": NUMBERS}, weighted),

@@ -161,6 +161,12 @@ def test_raw_data_are_to_be_partitioned(raw: Any) -> None:
 def test_results_as_pandas_and_as_a_plot(fed: Federation, monkeypatch: pytest.MonkeyPatch) -> None:
     found = fl.simulate("fedavg", fed, **SHORT)
     assert found.plot("accuracy").to_dict() == found.chart("accuracy").to_dict()
+    with pytest.raises(
+        ConfigError, match=r"'accuracyy' on the part 'test' was not measured; did you mean 'accuracy'\?"
+    ):
+        found.plot("accuracyy")
+    with pytest.raises(ConfigError, match="unknown part 'testing'; did you mean 'test'"):
+        found.plot("accuracy", "testing")
     if importlib.util.find_spec("pandas"):
         frame = found.to_pandas()
         assert list(frame.columns) == found.table().column_names
@@ -189,13 +195,18 @@ class Pair(nn.Linear):
         return super().forward(x.flatten(1)), 0
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")  # is deprecated
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         (Turned, r"has complex parameters \(w\); give real and imaginary parts"),
         (Turned(), r"has complex parameters \(w\)"),
         (nn.Linear(64, 10, device="meta"), r"model 'Linear' has no weights \(device meta\)"),
-        (Pair(64, 10), r"model 'Pair' must return \[b, 10\] for this data, got tuple for b = 2"),
+        (
+            Pair(64, 10),
+            r"model 'Pair' must return \[b, 10\] for this data, got tuple for b = 2; return the tensor of the outputs",
+        ),
+        (lambda: torch.jit.trace(nn.Linear(64, 10), torch.zeros(2, 64)), "is TorchScript, which is not trained here"),
     ],
 )
 def test_parameters_and_outputs_of_other_kinds_are_a_sentence(given: Any, said: str, fed: Federation) -> None:

@@ -97,6 +97,9 @@ def test_work_is_totalled_and_traffic_goes_both_ways(tmp_path: Path) -> None:
     assert compare.cost_to_reach(runs, rows_of(runs), "accuracy", 0.5, "bytes")[0].mean == 7
     assert compare.cost_to_reach(runs, rows_of(runs), "accuracy", 0.6, "bytes")[0].mean == 14
     assert compare.cost_to_reach(runs, rows_of(runs), "accuracy", 0.95, "bytes") == {}
+    runs = read_runs([store(tmp_path / "r", [*rows, *clients("a", 0, 0, "test", "accuracy", [0.6])])])
+    assert compare.cost_to_reach(runs, rows_of(runs), "accuracy", 0.9, "bytes")[0].mean == 14
+    assert compare.cost_to_reach(runs, rows_of(runs), "accuracy", 0.6, "bytes") == {}  # met before any round
 
 
 def row(name: str, values: list[float], status: str = "done") -> Row:

@@ -161,7 +161,7 @@ def test_the_command_writes_a_table(opened: Opened, tmp_path: Path) -> None:
         assert row["prediction"] == max(p, key=lambda name: p[name])
 
 
-def test_what_cannot_be_predicted_is_a_sentence(opened: Opened, columns: dict[str, list[Any]]) -> None:
+def test_what_cannot_be_predicted_is_a_sentence(opened: Opened, columns: dict[str, list[Any]], tmp_path: Path) -> None:
     models = opened["ditto", 0].models
     with pytest.raises(DataError, match="lacks the columns 'pressure', 'ward'"):
         models.predict({"age": [1.0]})
@@ -169,6 +169,9 @@ def test_what_cannot_be_predicted_is_a_sentence(opened: Opened, columns: dict[st
         models.predict({**columns, "age": ["old"] * 27})
     with pytest.raises(DataError, match="trained on text columns"):
         models.predict(np.zeros((2, 3)))
+    (file := tmp_path / "empty.csv").write_text("age,pressure,ward,site\n")
+    with pytest.raises(DataError, match="empty.csv: no rows to predict; give at least one"):
+        opened.predict(str(file))
     with pytest.raises(DataError, match="no rows to predict"):
         models.predict({"age": [], "pressure": [], "ward": []})
     table: Any = models.recipe.facts.table

@@ -57,7 +57,11 @@ FileArgument = Annotated[Path, typer.Argument(help="experiment file (TOML)", sho
 DataDir = Annotated[Path | None, typer.Option(help="folder of data sets; else the environment variable FEDLOOM_DATA")]
 
 
-EXTRAS = {"cryptography": "deploy", "flwr": "deploy", "optuna": "tune", "scikit_posthocs": "map"}
+EXTRAS = {
+    **dict.fromkeys(("Crypto", "cryptography", "flwr", "opendp", "prometheus_client"), "deploy"),
+    "optuna": "tune",
+    "scikit_posthocs": "map",
+}
 """Modules that a command imports, and the extra that has them."""
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
-from fedloom.data.column_facts import FEW, PER_LEVEL, Facts
+from fedloom.data.column_facts import FEW, PER_LEVEL, TOKENS, Facts
 from fedloom.data.sources.cells import is_number
 from fedloom.data.survey import TELLS, Survey
 from fedloom.errors import ConfigError, DataError
@@ -67,7 +67,7 @@ class Draft:
     def _take_target(self, given: str | None) -> None:
         survey, fit = self._survey, self._survey.targets()
         if given is None and not fit:
-            raise ConfigError(f"{survey.path}: no column can be the target: each is constant, a date, or names rows")
+            raise ConfigError(f"{survey.path}: no column looks like the target; name one by --target; {self._ask}")
         self._target = target = survey.column(fit[0] if given is None else given, "--target")
         wrong = {"empty": "is empty", "date": "holds dates"}.get(target.kind)
         wrong = wrong or ("is the same in every row" if target.constant else None)
@@ -190,7 +190,9 @@ class Draft:
         return ""
 
     def _alike(self, c: Facts) -> None:
-        """Levels that are written in several ways."""
+        """Levels that are written in several ways, or may mean missing."""
+        if missing := [level for level in c.levels if level.strip().lower() in TOKENS]:
+            self._say(c, f"{_list(np.array(missing))} may mean missing; name such cells in missing, with impute = true")
         ways: dict[str, list[str]] = {}
         for level in c.levels:
             ways.setdefault(" ".join(level.lower().split()), []).append(level)

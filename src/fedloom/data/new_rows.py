@@ -58,7 +58,8 @@ def new_rows(facts: InputSpec, rows: Any, name: str = "rows", users: str | None 
     if isinstance(rows, (str, Path)) and not facts.vocabulary:
         raise DataError(f"{name}: must be a table or an array, got the path {str(rows)!r}; read the file first")
     if isinstance(rows, Dataset):
-        return NewRows(facts.raw(rows))
+        sites = None if rows.users is None else [rows.user_names[k] for k in rows.users.tolist()]
+        return NewRows(facts.raw(rows), sites)
     if isinstance(rows, Raw):
         found = _by_column(facts, rows.names, rows.cells, rows.problems, users)
     elif is_frame(rows):
@@ -75,7 +76,7 @@ def new_rows(facts: InputSpec, rows: Any, name: str = "rows", users: str | None 
     else:
         found = NewRows(_array(facts, plain(rows, name), name))
     if not len(found.x):
-        raise NoSamples(f"{name}: no rows to predict")
+        raise NoSamples(f"{name}: no rows to predict; give at least one")
     return found
 
 
@@ -84,7 +85,8 @@ def _by_column(
 ) -> NewRows:
     table, where = facts.table, problems.where
     if table is None:
-        raise DataError(f"{where}: is a table, but the model takes samples of shape {'x'.join(map(str, facts.shape))}")
+        shape = "x".join(map(str, facts.shape))
+        raise DataError(f"{where}: is a table, but the model takes samples of shape {shape}; give an array of them")
     if absent := [c.name for c in table.columns if c.name not in names]:
         raise DataError(
             f"{where}: lacks the column{'s'[: len(absent) > 1]} {', '.join(map(repr, absent))} that the model was "
@@ -154,7 +156,7 @@ def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRo
         raise DataError(f"{name}: are texts, but the model was trained on tokens that came as numbers; give numbers")
     x = encoded([str(text) for text in rows.ravel()], facts.vocabulary, facts.shape[0])
     strange = int((x == 1).sum())
-    note = f"{strange} tokens are not in the vocabulary of the training; read as {UNKNOWN}"
+    note = f"not in the vocabulary of the training, read as {UNKNOWN}: {strange} tokens"
     return NewRows(x.long(), notes=(note,) if strange else ())
 
 

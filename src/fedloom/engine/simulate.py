@@ -90,7 +90,8 @@ def simulate(
     if not isinstance(fed, Federation):
         raise ConfigError(
             f"fed must be a Federation, got {type(fed).__name__}; split the data among clients first, as in "
-            "fl.partition.iid(clients=10)(data, seed=0)"
+            "fl.partition.iid(clients=10)(data, seed=0); of samples that have owners give users to fl.Dataset.of, and "
+            "take fl.partition.writers()"
         )
     if settings != "default":
         if not isinstance(algorithm, str):

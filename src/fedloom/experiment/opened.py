@@ -27,7 +27,7 @@ from fedloom.data.sources.leaf import Leaf
 from fedloom.data.sources.tabular import TableSource
 from fedloom.data.sources.texts import Sent140, Shakespeare, Texts
 from fedloom.engine.records import not_measured
-from fedloom.errors import ConfigError, DataError, RunDirError, nearest
+from fedloom.errors import ConfigError, DataError, NoSamples, RunDirError, nearest
 from fedloom.experiment.execute import folder_of
 from fedloom.experiment.schema import Experiment, Method, parse
 from fedloom.metrics import leading, metric
@@ -297,9 +297,9 @@ class Opened:
             samples, files = found.samples(data_dir)
             return new_rows(facts, samples, str(data))._replace(files=files)
         if not isinstance(found, TableSource):
-            return new_rows(facts, found.read(data_dir))
+            return new_rows(facts, found.read(data_dir), str(data))
         with found.open(data_dir) as raw:
-            return new_rows(facts, raw, users=users)
+            return new_rows(facts, raw, str(data), users)
 
     def low_rank(self, method: str) -> bool:
         """Whether a method's server sends a model of low rank."""
@@ -329,9 +329,12 @@ class Opened:
 
 def _lines(file: Path) -> list[str]:
     try:
-        return file.expanduser().read_text("utf-8").splitlines()
+        lines = file.expanduser().read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file}: no readable text in UTF-8 ({error}); give a file with a text per line") from None
+    if not lines:
+        raise NoSamples(f"{file}: no rows to predict; give a text per line")
+    return lines
 
 
 def _text(value: object) -> str:

@@ -120,6 +120,8 @@ def _made(
         ) from error
     if not isinstance(made, nn.Module) or not any(True for _ in made.parameters()):
         raise ConfigError(f"model {name!r} must give an nn.Module with parameters, got {type(made).__name__}")
+    if isinstance(made, torch.jit.ScriptModule):
+        raise ConfigError(f"model {name!r} is TorchScript, which is not trained here; give the nn.Module it came from")
     odd = [n for n, p in made.named_parameters() if not isinstance(p, UninitializedParameter) and p.is_complex()]
     if odd:
         raise ConfigError(f"model {name!r} has complex parameters ({', '.join(odd)}); give real and imaginary parts")
@@ -147,5 +149,11 @@ def try_out(
         module.train(training)
     got = list(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
     if got != [2, *wanted]:
-        must = ", ".join(map(str, ("b", *wanted)))
-        raise ConfigError(f"model {path!r} must return [{must}] for this data, got {got} for b = 2")
+        must, cure = ", ".join(map(str, ("b", *wanted))), ""
+        if isinstance(got, str):
+            cure = "; return the tensor of the outputs alone"
+        elif wanted[-1] == 1 and got == [2, *wanted[:-1]]:
+            cure = "; give it a last dimension of 1"
+        elif outputs == 2 and got == [2, *wanted[:-1], 1]:
+            cure = "; give two outputs, or make the data with task = 'binary'"
+        raise ConfigError(f"model {path!r} must return [{must}] for this data, got {got} for b = 2{cure}")

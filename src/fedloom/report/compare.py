@@ -115,7 +115,8 @@ def common_target(rows: list[Row], lead: str) -> float:
 def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, cost: str) -> dict[int, Estimate]:
     """Traffic (``bytes``, both ways) or work (``samples_backward``) until the mean test result reaches the target.
 
-    Rows that miss the target with any seed are left out.
+    Rows that miss the target with any seed are left out; a target that a model meets before the first round says
+    nothing of cost, and nobody has a figure.
     """
     found: dict[int, Estimate] = {}
     for i, row in enumerate(rows):
@@ -125,6 +126,8 @@ def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, co
             run = run_of(runs, row)
             result = curve(run, Key(row.method, seed, row.model, "test", lead), "mean")
             reached = result.value >= target if metric(lead).higher else result.value <= target
+            if reached.any() and result.round[np.argmax(reached)] == 0:
+                return {}
             total = cumulative(run, row.method, seed, cost)
             if reached.any() and len(total.round):
                 spent[seed] = _up_to(total, int(result.round[np.argmax(reached)]))

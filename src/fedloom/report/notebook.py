@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import vl_convert
 
 from fedloom import metrics
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, nearest, unknown
 from fedloom.report.figure import theme
 from fedloom.report.naming import metric, titled
 
@@ -79,7 +79,11 @@ def _curves(table: pa.Table, name: str, part: str, *, strict: bool = True) -> li
     mine = pc.and_(pc.equal(table["metric"], f"{name}/mean"), pc.equal(table["part"], part))
     found = table.filter(mine).sort_by("round")
     if strict and not len(found):
-        raise ConfigError(f"{name!r} on the part {part!r} was not measured, or in no round yet")
+        if part not in (parts := set(table["part"].to_pylist()) - {""}):
+            raise unknown("part", part, parts)
+        there = set(table.filter(pc.equal(table["part"], part))["metric"].to_pylist())
+        known = [metric.removesuffix("/mean") for metric in there if metric.endswith("/mean")]
+        raise ConfigError(f"{name!r} on the part {part!r} was not measured; {nearest(name, known)}")
     scale = metric(name).scale
     return [
         {"round": row["round"], "model": row["model"], "value": row["value"] * scale}

@@ -77,11 +77,13 @@ def skew_table(runs: list[Run]) -> str:
         pooled = (np.concatenate([skew.values.get(n, np.empty(0)) for skew in found]) for n in shown)
         lines.append(["All", *([""] if several else []), *(_range(values) for values in pooled)])
     heads = [*(["Run"] if several else []), "Seed", *(TITLES[name] for name in shown)]
+    labels = (
+        " Earth mover's distance (0 to 2) and Jensen-Shannon divergence (0 to 1) are of a client's labels to those of "
+        "all clients; effective classes are the exponential of the entropy of its labels."
+    )
     return (
-        "<h3>Skew of every seed</h3>"
-        "<p class=lead>Mean over the clients, and the smallest and largest of them. Earth mover's distance (0 to 2) "
-        "and Jensen-Shannon divergence (0 to 1) are of a client's labels to those of all clients; effective classes "
-        "are the exponential of the entropy of its labels.</p>" + scrolling("Skew of every seed", heads, lines)
+        "<h3>Skew of every seed</h3><p class=lead>Mean over the clients, and the smallest and largest of them."
+        f"{labels if 'emd' in shown else ''}</p>{scrolling('Skew of every seed', heads, lines)}"
     )
 
 

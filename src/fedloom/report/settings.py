@@ -105,7 +105,7 @@ def _every_run(run: Run) -> str:
         cells += [plain(record.parameters) if record.parameters else "", record.reason]
         lines.append([escape(str(cell)) for cell in cells])
     table = scrolling(f"All runs of {run.label}", heads, lines, (8,))
-    return f"<details><summary>All {len(lines)} runs of this experiment</summary>{table}</details>"
+    return f"<details><summary>Every run of this experiment ({len(lines)})</summary>{table}</details>"
 
 
 def _differences(runs: list[Run]) -> str:

@@ -192,7 +192,7 @@ def _reached(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
             for i, estimate in spent.items():
                 tags = {"measure": title, "row": own[i].title, "method": own[i].name, "model": own[i].model}
                 data += [{**tags, "target": target, **point} for point in estimate.points(scale)]
-            missed += [f"{row.name} {row.model}".strip() for i, row in enumerate(own) if i not in spent]
+            missed += [f"{row.name} {row.model}".strip() for i, row in enumerate(own) if spent and i not in spent]
     if len({point["row"] for point in data}) < 2:
         return None
     unit = f" {metric(lead).unit}" if metric(lead).unit else ""

@@ -34,6 +34,7 @@ def _metric(given: Any) -> str | Function:
 
 def _weights(given: Any) -> Any:
     """``balanced``, a list of numbers, or numbers by class."""
+    given = given.tolist() if hasattr(given, "tolist") else given
     values = list(given.values()) if isinstance(given, Mapping) else given
     if given is None or (isinstance(given, str) and given == "balanced"):
         return given
@@ -289,6 +290,9 @@ def number(own: Function, what: str, output: Tensor, y: Tensor) -> float:
     except FedloomError:
         raise
     except Exception as error:
+        cure = "; it is called with (outputs, targets)"
+        if output.shape == (len(y), 1) and y.ndim == 1:
+            cure += ", logits and classes here: it may need outputs.squeeze(1) and targets.float()"
         raise CodeError(
-            f"{what} {own.said!r} fails on outputs {[*output.shape]} with targets {[*y.shape]}: {cause_of(error)}"
+            f"{what} {own.said!r} fails on outputs {[*output.shape]} with targets {[*y.shape]}: {cause_of(error)}{cure}"
         ) from error

@@ -106,7 +106,7 @@ def predicted(models: Models, rows: NewRows, kind: str | None = None, client: in
     for site, places in groups.items():
         model = models.ready(own if site else "global", site or None)
         part = model.scores(rows.x[torch.tensor(places)])
-        scores = np.empty((len(rows.x), part.shape[1])) if scores is None else scores
+        scores = np.empty((len(rows.x), *part.shape[1:])) if scores is None else scores
         scores[places] = part
         if site:
             owners[places] = site
@@ -115,4 +115,4 @@ def predicted(models: Models, rows: NewRows, kind: str | None = None, client: in
         f"each row by the {own} model of its site" if own != "global" else "the global model, scaled as each site's"
     ]
     notes += [f"no client of the run, so the global model: {others}"] if strange else []
-    return Predictions(facts, scores, owners.tolist(), (*rows.notes, *notes))
+    return Predictions(facts, scores, owners.tolist(), (*rows.notes, *notes), there, rows.files)

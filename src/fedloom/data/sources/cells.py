@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from datetime import date, timedelta
 from itertools import islice, repeat
 from typing import Any, NamedTuple, cast
 
@@ -151,6 +152,8 @@ def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: 
     if not np.isfinite(out[~missing]).all():
         bad = [k for k, gone in enumerate(missing.tolist()) if not gone and not is_number(cells[k])]
         what = f"row {problems.first + start + bad[0]}, column {column!r}: expected a finite number, got "
+        if isinstance(cells[bad[0]], date | timedelta):
+            cure = "drop the column, or give a number, such as days since a date"
         problems.add("number", column, what + repr(cells[bad[0]]), [cells[k] for k in bad], cure)
     return out
 

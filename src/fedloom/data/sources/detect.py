@@ -51,6 +51,8 @@ def detect(path: Path) -> type[FileSource]:
     ending = Path(bare(path.name)).suffix
     if path.is_file() and ending in BY_ENDING:
         return BY_ENDING[ending]
+    if ending.lower() in (".xlsx", ".xls", ".ods"):
+        raise DataError(f"{path}: is a spreadsheet; save its sheet as CSV")
     best, seen = len(BY_NAME), 0
 
     def enough(name: str) -> bool:
@@ -62,7 +64,8 @@ def detect(path: Path) -> type[FileSource]:
         break
     if best == len(BY_NAME):
         raise DataError(
-            f"{path}: no known data set there; known are IDX, CIFAR, LEAF JSON, image folders, NPZ, NPY, Parquet, CSV"
+            f"{path}: no known data set there; known are IDX, CIFAR, LEAF JSON, image folders, NPZ, "
+            "folders with x.npy, Parquet, CSV"
         )
     kind = BY_NAME[best][1]
     return FashionMnist if kind is Mnist and "fashion" in str(path).lower() else kind

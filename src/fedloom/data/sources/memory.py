@@ -19,7 +19,14 @@ from fedloom.data.sources.tabular import Csv, TableSource, read_table
 from fedloom.errors import ConfigError, DataError, NoSamples, cause_of, nearest
 from fedloom.values import fields_of, make
 
-PAIRS = (("x", "y"), ("X", "y"), ("data", "target"), ("image", "label"), ("features", "target"))
+PAIRS = (
+    ("x", "y"),
+    ("X", "y"),
+    ("data", "target"),
+    ("image", "label"),
+    ("features", "target"),
+    ("pixel_values", "labels"),
+)
 """Names that dictionaries have for features and targets."""
 LABELS = ("label", "labels", "fine_label", "target", "y")
 KNOWN = (
@@ -126,7 +133,12 @@ def _side(obj: Any, target: Any, column: str | None, users: Any, name: str) -> _
     if isinstance(obj, TorchDataset):
         x, y = _stacked(_pairs(_samples(obj, name), name), name)
         return _Side(x, y, classes=tuple(str(c) for c in getattr(obj, "classes", ())))
-    hints = {"toarray": "give x.toarray()", "batch_size": "give its .dataset", "strip": "read a file by fl.load"}
+    hints = {
+        "toarray": "give x.toarray()",
+        "batch_size": "give its .dataset",
+        "strip": "read a file by fl.load",
+        "to_pandas": "give x.to_pandas()",
+    }
     hint = next((f"; {say}" for key, say in hints.items() if hasattr(obj, key)), "")
     raise ConfigError(f"{name}: cannot make a data set of {type(obj).__name__}{hint}; known are {KNOWN}")
 
@@ -152,7 +164,12 @@ def _pairs(samples: Iterable[Any], name: str) -> Iterator[tuple[Any, Any]]:
     for k, given in enumerate(samples):
         sample = _named(given) or given
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
-            raise DataError(f"{name}: sample {k} is {type(sample).__name__}, expected the pair (features, target)")
+            what = f" with {', '.join(map(repr, sample))}" if isinstance(sample, Mapping) else ""
+            what += f" of {len(sample)}" if isinstance(sample, (tuple, list)) else ""
+            raise DataError(
+                f"{name}: sample {k} is {type(sample).__name__}{what}, expected the pair (features, target), or both "
+                f"by the names {', '.join(' and '.join(pair) for pair in PAIRS)}"
+            )
         yield sample[0], sample[1]
 
 
@@ -173,8 +190,12 @@ def _hub_side(obj: Any, target: Any, column: str | None, users: str | None, name
             yield value if isinstance(value, torch.Tensor) else _planes(_pixels(value)), row[y_name]
 
     x, y = _stacked(samples(), name)
-    classes = getattr(obj.features[y_name], "names", None) or ()
-    return _Side(x, y, np.array(owners) if users is not None else None, tuple(classes))
+    return _Side(x, y, np.array(owners) if users is not None else None, _class_names(obj, y_name))
+
+
+def _class_names(obj: Any, column: Any) -> tuple[str, ...]:
+    """Names of the classes of a column of the hub that holds their numbers; of others none."""
+    return tuple(getattr(obj.features[column], "names", None) or ())
 
 
 def _pixels(value: Any) -> NDArray[Any]:
@@ -232,13 +253,14 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
         obj, target = obj.assign(**{label: target.array if hasattr(target, "array") else np.asarray(target)}), label
     if target is not None and (np.ndim(target) or not isinstance(target, (str, int))):
         raise ConfigError(f"{name}: target names a column of the table, or holds its targets, got {target!r:.60}")
-    target = None if target is None else str(target)
     names = list(obj.columns if frame else obj.column_names)
-    if frame:
-        coded = [str(c) for c, kind in zip(names, obj.dtypes, strict=True) if kind.name == "category"]
-        options["categorical"] = tuple({*options.get("categorical", ()), *coded} - {target or str(names[-1])})
-    else:
+    if not frame:
         target = target or next((n for n in LABELS if n in names), None)
+        coded = [n for n in names if _class_names(obj, n)]
+    else:
+        coded = [str(c) for c, kind in zip(names, obj.dtypes, strict=True) if kind.name == "category"]
+    target = str(names[-1] if target is None else target)
+    options["categorical"] = tuple({*options.get("categorical", ()), *coded} - {target, options.get("users")})
     given = {"label": target, "task": task or "auto", **options}
     spec = make(Csv, given, name, {k: v for k, v in fields_of(TableSource).items() if k != "path"})
 
@@ -250,6 +272,8 @@ def frame_cells(obj: Any) -> Iterator[Piece]:
     if _is_hub(obj):
         for column in obj.column_names:
             cells = [v.item() if isinstance(v, torch.Tensor | np.generic) else v for v in obj[column]]
+            if names := _class_names(obj, column):
+                cells = [None if cell is None or cell < 0 else names[int(cell)] for cell in cells]
             yield Piece(0, str(column), cells)
     else:
         for column in obj.columns:
