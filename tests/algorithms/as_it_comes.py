@@ -96,13 +96,9 @@ KNOWN = {
         "gifair-fl",
         "many",
     ): "its worst tenth is 7 points better than FedAvg's with the same cohorts, in a model as close",
+    **dict.fromkeys([(m, "many") for m in ("fedprox", "scaffold", "feddyn", "fedbn", "afl")], _SAME_COHORTS),
     **dict.fromkeys(
-        [
-            (m, "many")
-            for m in ("fedprox", "scaffold", "feddyn", "heurfedamp", "fedbn", "afl", "fednova", "q-ffl")
-            + ("equitable-fl", "fairfed")
-        ],
-        _SAME_COHORTS,
+        [(m, "many") for m in ("fednova", "q-ffl", "heurfedamp", "equitable-fl", "fairfed")], _SAME_COHORTS
     ),
     **dict.fromkeys([("fedslr", "few"), ("apfl", "few"), ("pfedme", "slow"), ("fedslr", "fast")], _FEW_SAMPLES),
     **dict.fromkeys([("fedadmm-inexact", "slow"), ("fedskip", "slow"), ("q-ffl", "slow")], _ONE_PATH),
