@@ -310,7 +310,7 @@ def _idle(setting: Setting) -> list[str]:
     method, local = setting.method, setting.local
     keys = [f"local.{key}" for key in method.ignored if local.given(key)]
     name = method.full_gradients or type(method).__name__
-    notes = [f"{name} takes steps of its own: {' and '.join(keys)} change nothing"] if keys else []
+    notes = [f"{name} takes steps of its own, for which {' and '.join(keys)} mean nothing"] if keys else []
     parts = (setting.sampler, setting.weigher, setting.aggregator, setting.attack, setting.channel, setting.augment)
     for value in (method, local, *(part for part in parts if part is not None)):
         for key, beside in value.needs.items():
