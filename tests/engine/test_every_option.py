@@ -234,3 +234,8 @@ def test_keys_of_local_training(name: str, options: dict[str, Any]) -> None:
 
     start = run(LocalSGD(**LOCAL))
     assert [key for key, value in LOCALS.items() if tells(LocalSGD, run, start, LOCAL, key, value) is False] == []
+
+
+def test_pooled_data_say_what_they_leave_out() -> None:
+    notes = played(REGISTRY["centralized"](), attack={"kind": "gaussian"})[1]
+    assert any("[sampler] and [attack] change nothing" in note for note in notes)
