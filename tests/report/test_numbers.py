@@ -76,16 +76,21 @@ def test_rounds_are_chosen_on_validation_and_never_on_test(tmp_path: Path) -> No
     assert row.figures["accuracy"].mean == 0.65
 
 
-def test_a_diverged_seed_has_no_result_but_its_work_counts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["diverged", "failed", "interrupted"])
+@pytest.mark.parametrize("whole", [0, 2])
+def test_work_of_a_seed_that_ended_early_is_pooled_with_its_like_only(tmp_path: Path, end: str, whole: int) -> None:
     rows = [r for s, v in ((0, 0.5), (1, 0.7), (2, 0.1)) for r in clients("a", s, 4, "test", "accuracy", [v])]
     rows += [("a", s, 4, -1, "", "", "steps", 10.0 * (s + 1)) for s in range(3)]
-    runs = [{"method": "a", "seed": s, "status": "done" if s < 2 else "diverged", "rounds": 4} for s in range(3)]
+    runs = [{"method": "a", "seed": s, "status": "done" if s < whole else end, "rounds": 4} for s in range(3)]
     (row,) = rows_of(read_runs([store(tmp_path / "r", rows, runs=runs)]))
-    assert row.figures["accuracy"].mean == pytest.approx(0.6)
-    assert row.figures["steps"].mean == 20
-    assert row.status == "diverged after round 4 (seed 2)"
+    assert row.figures["steps"].mean == (15 if whole else 20)
+    measured = 3 if end == "interrupted" else whole
+    assert row.measured == measured
+    if whole:
+        assert row.status == f"{end} after round 4 (seed 2)"
+        assert row.figures["accuracy"].mean == pytest.approx(0.6 if measured == 2 else 1.3 / 3)
     table = report.result_table(tmp_path / "r").to_pylist()[0]
-    assert (table["accuracy_seeds"], table["seeds"], table["status"]) == (2, 2, "diverged after round 4 (seed 2)")
+    assert (table["accuracy_seeds"], table["seeds"]) == (measured, measured)
 
 
 def test_work_is_totalled_and_traffic_goes_both_ways(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def make_job(
     if sampler.probes and method.global_model(server) is None:
         name = type(method).__name__
         raise Refused(f"sampler {sampler.kind!r} asks clients about the global model, but {name} has none")
-    notes = [f"pooled data are those of one client: {' and '.join(alone)} change nothing"] if alone else []
+    notes = [f"pooled data are those of one client: {_nothing(alone)}"] if alone else []
     notes += [*method.check(layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx), *weigher.remarks()]
     if aggregator is not None and not aggregator.weighted and not isinstance(weigher, UniformWeigher):
         notes.append(f"aggregator {_kind(aggregator)!r} reads no weights: weigher {weigher.kind!r} changes nothing")
@@ -310,7 +310,7 @@ def _idle(setting: Setting) -> list[str]:
     method, local = setting.method, setting.local
     keys = [f"local.{key}" for key in method.ignored if local.given(key)]
     name = method.full_gradients or type(method).__name__
-    notes = [f"{name} takes steps of its own: {' and '.join(keys)} change nothing"] if keys else []
+    notes = [f"{name} takes steps of its own: {_nothing(keys)}"] if keys else []
     parts = (setting.sampler, setting.weigher, setting.aggregator, setting.attack, setting.channel, setting.augment)
     for value in (method, local, *(part for part in parts if part is not None)):
         for key, beside in value.needs.items():
@@ -322,6 +322,10 @@ def _idle(setting: Setting) -> list[str]:
                 said = f"{type(value).__name__}: {key} = {getattr(value, key)!r} changes nothing with {other} = {now!r}"
                 notes.append(f"{said}; it acts where {other} is {where}")
     return notes
+
+
+def _nothing(keys: list[str]) -> str:
+    return f"{' and '.join(keys)} change{'s' * (len(keys) == 1)} nothing"
 
 
 def _slow_with(algorithm: Algorithm, fewest: int, n: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 An interval is the two-sided 95 % Student t interval of the mean over seeds. Where a statistic over clients was recorded
 it is taken as it is, else it is computed from the clients' values. A seed that failed,
-or diverged before its end, has no result.
+or diverged before its end, has no result. The work of seeds that ended early is not pooled with that of whole runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedloom.report.reading import Integers, Key, Numbers, Points, Record, Run
 MODELS = ("global", "personal", "hybrid")
 WORK = ("steps", "samples_backward", "samples_forward", "bytes_up", "bytes_down", "bytes_up_paper", "bytes_down_paper")
 COUNTED = (*WORK, "seconds")
-"""Figures that a seed without a result has too."""
+"""Figures that a seed has which ended early; they count where no seed came to its end."""
 LOST = ("diverged", "failed")
 """Statuses of runs without a result."""
 ENOUGH = 5
@@ -247,7 +247,9 @@ def other_figure(key: Key) -> bool:
 
 
 def _figures(run: Run, method: str, model: str) -> dict[str, Estimate]:
-    lost = {record.seed for record in run.summary.runs if record.method == method and record.lost}
+    own = [record for record in run.summary.runs if record.method == method]
+    lost = {record.seed for record in own if record.lost}
+    early = lost | {record.seed for record in own if record.status == "interrupted"}
     found: dict[str, dict[int, float]] = {}
     for seed in seeds_of(run, method):
         for name in test_metrics(run, method, model):
@@ -280,8 +282,8 @@ def _figures(run: Run, method: str, model: str) -> dict[str, Estimate]:
         if spent is not None:
             found.setdefault("seconds", {})[seed] = float(spent.value.sum())
     for name, values in found.items():
-        if name not in COUNTED:
-            values.update(dict.fromkeys(lost & values.keys(), math.nan))
+        out = lost if name not in COUNTED else early if values.keys() - early else set[int]()
+        values.update(dict.fromkeys(out & values.keys(), math.nan))
     figures = {name: Estimate(values) for name, values in found.items()}
     return {name: e for name, e in figures.items() if e.finite or ("@" not in name and "/" not in name)}
 
