@@ -206,3 +206,15 @@ def test_a_dry_run_leaves_a_run_directory_as_it_is(file: Path, tmp_path: Path) -
     refused = call("run", file, "--out", out, "--dry-run", "--set", "partition.beta=0.1")
     assert refused.exit_code == 2
     assert "partition.beta" in refused.stderr
+
+
+@pytest.mark.parametrize("look", [["--dry-run"], []])
+def test_a_run_says_what_is_known_of_a_method_before_its_first_round(file: Path, look: list[str]) -> None:
+    given = [file, "--out", file.parent / "out", "--rounds", "1", *look]
+    found = call("run", *given, "--set", "local.steps=1")
+    assert found.exit_code == 0, found.output
+    noted, after = found.output.split("FedProx with one local step is FedAvg", 1)
+    assert noted == "prox 1: "
+    assert "fedprox: FedProx with one local step is FedAvg" in after
+    assert "round 1" not in noted
+    assert "one local step" not in call("run", *given, "--force").output

@@ -70,6 +70,9 @@ def run(
             where = out or Path("runs") / file.stem
             check_tracker(track)
             plan = Plan(experiment, where, data_dir, force=force, dry=dry_run, ranks=ranks)
+            for label, notes in plan.notes.items() if ranks.rank == 0 else ():
+                for note in notes:
+                    typer.echo(f"{label}: {note}", err=True)
             if dry_run:
                 if ranks.rank == 0:
                     _preview(plan)

@@ -148,6 +148,8 @@ class _Run:
             if disk.more:
                 sites.accepted = torch.tensor(disk.more["accepted"])
                 self._say(f"fedloom: goes on after round {state.round}")
+            for note in job.notes:
+                self._say(f"fedloom: {note}")
             self._audit.write("start", round=state.round, release=__version__, sites=sorted(self._post.nodes))
             self._divergence.read(state.records)
             if ended is None:

@@ -51,6 +51,9 @@ class Plan:
         dry: look only; nothing is written or forgotten.
         ranks: processes that all make the same calls; rank 0 alone uses the directory, but for rows on its machine.
 
+    Attributes:
+        notes: what is known of every method before its first round, by its label.
+
     Raises:
         RunDirError: the directory is of another experiment, or not a run directory.
         DataError: the data cannot be read.
@@ -75,8 +78,8 @@ class Plan:
         self.runs = [(m, seed) for m in experiment.methods for seed in experiment.head.seeds]
         for fed in self.federations.values():
             check_inspection(experiment.common.evaluate, fed)
-        for method in experiment.methods:
-            make_job(method.setting, self.federations[experiment.head.seeds[0]])
+        fed = self.federations[experiment.head.seeds[0]]
+        self.notes = {m.label: make_job(m.setting, fed)[0].notes for m in experiment.methods}
         if ranks.rank == 0 and not dry:
             if force:
                 _clear(out)
