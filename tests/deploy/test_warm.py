@@ -135,11 +135,12 @@ def test_a_process_that_dies_while_it_answers_is_an_error_at_once_and_is_started
         assert head(asked.result(600))["status"] == "ok"
     [second] = processes(file)
     assert second != first
-    listener = _taker(tmp_path / "taker.sock", key_of(file))
+    spare = place(folder_of(file)).with_name("taker.sock")  # on the disk where it will lie
+    listener = _taker(spare, key_of(file))
     os.kill(second, signal.SIGKILL)
     assert gone(second)
     place(folder_of(file)).unlink()
-    (tmp_path / "taker.sock").rename(place(folder_of(file)))
+    spare.rename(place(folder_of(file)))
     start = time.monotonic()
     with pytest.raises(NoAnswer, match="ended before it answered"):
         hand_over(file, content, owner.pid)

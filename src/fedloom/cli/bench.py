@@ -51,10 +51,9 @@ def bench(
 
     Seconds are the median per round, without the first and without evaluation. A row during which other processes
     used more than a tenth of a core is marked as unreliable. With --ranks, rounds on other machines like this one are
-    calculated from what one process takes.
+    calculated from what one process takes, as with --ranks 8 --machines 4 --rate 1000 --trip 50.
 
     Example: fedloom bench examples/quickstart.toml --workers 1 --workers 2 --rounds 5
-    Example: fedloom bench examples/quickstart.toml --ranks 8 --machines 4 --rate 1000 --trip 50
     """
     with errors():
         from fedloom.errors import ConfigError
