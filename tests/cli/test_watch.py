@@ -96,6 +96,25 @@ def test_a_run_is_watched_from_its_first_figures_to_its_end(
     assert server.get()[1] == after
 
 
+def test_the_last_rounds_of_a_run_are_there_however_short_it_was(
+    watched: tuple[Path, Watched, Page], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, server, _ = watched
+    monkeypatch.setattr(outputs, "PAUSE", 3600.0)
+    pages: list[str] = []
+
+    def look(event: Event) -> None:
+        if event.round == 2 and not event.status and event.seed == 1:
+            table = pq.read_table(outputs.snapshot(out, out.parent / "copy") / "metrics.parquet")
+            assert set(table["seed"].to_pylist()) == {0}
+            assert max(table["round"].to_pylist()) == 3
+            pages.append(server.get()[1])
+
+    (out / "experiment.toml").unlink()
+    Plan(parse(tomllib.loads(SMALL)), out).run(look, page=False)
+    assert "3 rounds" in pages[0]
+
+
 def test_what_has_not_changed_is_not_sent_again(watched: tuple[Path, Watched, Page]) -> None:
     _, server, _ = watched
     line = http.client.HTTPConnection(HOST, server.server.server_port, timeout=60)

@@ -140,7 +140,7 @@ class Plan:
         emitter = Emitter(listeners, method.label, setting, 0.0 if alone else PAUSE)
         folder, fed = self._folder("checkpoints", method, seed), self.federations[seed]
         try:
-            live = [Live(self.out, method.label, seed)] if self.ranks.rank == 0 else []
+            live = [Live(self.out, method.label, seed, setting.rounds)] if self.ranks.rank == 0 else []
             progress: list[Progress] = [emitter, *live]
             result = simulate(setting, fed, folder=folder, progress=progress, advance=advance, ranks=self.ranks)
             outcome = Outcome(method.label, method.algorithm, seed, result)

@@ -234,16 +234,17 @@ class Live:
         out: the run directory.
         label: of the method.
         seed: of the run.
+        rounds: of the run, whose last ones are written in any case.
     """
 
-    def __init__(self, out: Path, label: str, seed: int) -> None:
-        self._folder, self._label, self._seed = out / LIVE, label, seed
+    def __init__(self, out: Path, label: str, seed: int, rounds: int) -> None:
+        self._folder, self._label, self._seed, self._rounds = out / LIVE, label, seed, rounds
         self._last, self._seen = time.monotonic(), 0
 
     def __call__(self, state: State) -> None:
         """After a round, where something was measured since the last file."""
         count, now = len(state.records.items), time.monotonic()
-        if count == self._seen or now - self._last < PAUSE:
+        if count == self._seen or (now - self._last < PAUSE and state.round < self._rounds):
             return
         self._last, self._seen = now, count
         make_folder(self._folder)

@@ -37,13 +37,14 @@ def facts(runs: list[Run], rows: list[Row]) -> str:
 
     records = [record for run in runs for record in run.summary.runs]
     measured = {(row.run, row.method): row.measured for row in rows}
+    reached = [int(points.round.max()) for run in runs for points in run.series.values()]  # of runs that go on
     seeds = span(list(measured.values()))
     parts = [
         f"{len(runs)} runs" if len(runs) > 1 else "",
         f"{len(measured)} method{'s' * (len(measured) != 1)}",
         f"{seeds} seed{'s' * (seeds != '1')}",
         f"{span([run.clients for run in runs])} clients",
-        f"{max((record.rounds for record in records), default=0)} rounds",
+        f"{max([record.rounds for record in records] or reached, default=0)} rounds",
         f"{plain(records[0].parameters)} parameters" if records and records[0].parameters else "",
     ]
     return " · ".join(part for part in parts if part)
