@@ -19,9 +19,9 @@ from fedloom.processes.rank_pool import owner
 
 T = TypeVar("T")
 
-TRIPS, TRIPS_OF_ROWS = 3, 3
-"""Times there and back that a round waits for a link: a question, the sizes and the contents of results; and once more
-as many where rows change their machine."""
+TRIPS, TRIPS_OF_ROWS = 3, 1
+"""Times there and back that a round waits for a link: a question, the sizes and the contents of results; and once where
+rows change their machine, all at once."""
 
 
 @dataclass
