@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.algorithms import FedAvg
-from fedloom.choose import Uniform
+from fedloom.choose import SAMPLERS, Uniform
 from fedloom.data import load
 from fedloom.data.partition import Iid
 from fedloom.engine.round import play
@@ -86,6 +86,11 @@ def test_who_is_watched_does_the_same() -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
     assert [w.clients for w in seen] == [20] * 3
     assert all(w.work > 0 and w.passing > 0 for w in seen)
+
+
+def test_clients_that_are_asked_only_are_not_of_the_cohort() -> None:
+    setting = SETTING.with_(sampler=SAMPLERS["power-of-choice"](clients=5, candidates=12))
+    assert costs_of(setting, Iid(clients=30)(load("digits"), seed=0), 1).cohort == 5
 
 
 def test_bytes_of_a_message_are_those_that_ranks_send(monkeypatch: pytest.MonkeyPatch) -> None:
