@@ -101,6 +101,22 @@ def test_a_diverged_run_goes_on_and_stays_diverged_when_resumed(fed: Federation,
         assert result.table().equals(whole.table())
 
 
+@pytest.mark.parametrize("method", ["lpgd", "fedslr"])
+def test_factors_of_models_that_are_not_finite_end_no_run_with_a_traceback(fed: Federation, method: str) -> None:
+    found = fl.simulate(method, fed, model="mlp", rounds=3, local={"lr": 1e30})
+    assert found.status == "diverged", found.reason
+
+
+@pytest.mark.parametrize("kind", ["alie", "ipm", "min-max", "mimic"])
+@pytest.mark.parametrize("rest", [{"local": {"lr": 1e30}}, {"sampler": {"kind": "uniform", "clients": 1}}])
+def test_attackers_without_an_honest_client_in_the_round_use_their_own_models(
+    fed: Federation, kind: str, rest: dict[str, object]
+) -> None:
+    attack = {"kind": kind, "fraction": 0.5}
+    found = fl.simulate("fedavg", fed, model="softmax", rounds=6, attack=attack, **rest)
+    assert found.status == ("diverged" if "local" in rest else "done"), found.reason
+
+
 def test_a_callback_that_ends_a_diverged_run_is_named_too(fed: Federation) -> None:
     found = fl.simulate("fedavg", fed, progress=[lambda s: "enough" if s.round == 4 else None], **WILD)
     assert (found.status, found.rounds, found.diverged) == ("diverged", 4, 3)

@@ -159,6 +159,13 @@ def test_few_honest_rows_give_finite_rows(cls, h):
     assert forge(cls(), h=h, b=1).isfinite().all()
 
 
+@pytest.mark.parametrize("cls", FORGERIES)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_attackers_whose_own_rows_diverged_still_send_rows(cls, bad):
+    _, base, own = scene(1)
+    assert cls().forge(None, base, torch.full_like(own, bad), 8, gens(len(own))).shape == own.shape
+
+
 def test_without_honest_rows_alie_deviates_by_nothing():
     assert K.ALIE().deviations(5, 5) == 0.0
 

@@ -87,7 +87,7 @@ def attack(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | N
         down: the cohort's download.
         server: the server's state.
         task: the attackers.
-        honest: ``[h, d]`` models of the honest clients, for attackers that see them.
+        honest: ``[h, d]`` models of the honest clients, for attackers that see them; none when h is 0.
         m: clients of the cohort.
     """
     assert isinstance(job.setting.attack, Forgery)
@@ -98,6 +98,7 @@ def attack(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | N
     base = base_of(job.fields[name], sides.down, sides.rows)
     absolute = getattr(own, name) + base
     received = sides.down[0].expand_as(absolute)
+    honest = honest if honest is not None and len(honest) else None
     with blamed("attack", job.setting.attack, f"round {task.round}"):
         forged = job.setting.attack.forge(honest, received, absolute, m, sides.work.rng("attack"))
         if forged.shape != absolute.shape:

@@ -47,6 +47,13 @@ def onto_l1_ball(v: Tensor, radius: Scalar) -> Tensor:
     return torch.where(inside, v, v.sign() * onto_simplex(v.abs(), radius))
 
 
+def spectrum(matrices: Tensor) -> Tensor:
+    """Singular values [..., min(r, c)], largest first, of matrices [..., r, c]; NaN where a matrix is not finite."""
+    finite = matrices.isfinite().flatten(-2).all(-1, keepdim=True)
+    s: Tensor = torch.linalg.svdvals(torch.where(finite.unsqueeze(-1), matrices, 0.0))
+    return torch.where(finite, s, torch.nan)
+
+
 def on_spectrum(matrices: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Matrices [..., r, c] with singular values change(s), s [..., min(r, c)]; NaN where a matrix is not finite."""
     finite = matrices.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
@@ -60,6 +67,6 @@ def on_grid(scale: Tensor, codes: Tensor, levels: int) -> Tensor:
 
 
 def ranks(matrices: Tensor) -> Tensor:
-    """Numerical ranks [...] int64: singular values above s_max * max(r, c) * eps."""
-    s: Tensor = torch.linalg.svdvals(matrices)
-    return (s > s[..., :1] * max(matrices.shape[-2:]) * torch.finfo(s.dtype).eps).sum(-1)
+    """Numerical ranks [...] int64: singular values above s_max * max(r, c) * eps; full where a matrix is not finite."""
+    s = spectrum(matrices)
+    return (~(s <= s[..., :1] * max(matrices.shape[-2:]) * torch.finfo(s.dtype).eps)).sum(-1)

@@ -212,7 +212,7 @@ class Mimic(Forgery):
 
     def forge(self, honest: Tensor | None, base: Tensor, own: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
         rows = own if honest is None else honest
-        centred = rows - rows.mean(0)
+        centred = (rows - rows.mean(0)).nan_to_num()
         along = torch.linalg.eigh((centred @ centred.T).double()).eigenvectors[:, -1]
         return rows[int(along.abs().argmax())].expand_as(base).clone()
 

@@ -174,8 +174,8 @@ class Layout:
         }
 
     def ranks(self, x: Tensor) -> Tensor:
-        """Numerical ranks of the matrices of ``x [d]``, int64 in the order of `matrix_shapes`; 0 if not finite."""
-        found = [ranks(w.nan_to_num(0.0, 0.0, 0.0)) for w in self.matrices(x).values()]
+        """Numerical ranks of the matrices of ``x [d]``, int64 in the order of `matrix_shapes`; full if not finite."""
+        found = [ranks(w) for w in self.matrices(x).values()]
         return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64)
 
     def with_matrices(self, rows: Tensor, matrices: Mapping[str, Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.errors import ConfigError
-from fedloom.rows.algebra import Scalar, on_spectrum, onto_l1_ball, soft, total
+from fedloom.rows.algebra import Scalar, on_spectrum, onto_l1_ball, soft, spectrum, total
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox._base import Form
 from fedloom.rows.prox.sets import ConvexSet
@@ -29,7 +29,7 @@ class Nuclear(Value):
     c: float = Field(1e-4, ge=0, description="weight of the norm (lambda of FedSLR, section 5)")
 
     def f(self, x: Tensor, layout: Layout | None = None) -> Tensor:
-        spectra = [torch.linalg.svdvals(w) for w in _layers(self, layout).matrices(x).values()]
+        spectra = [spectrum(w) for w in _layers(self, layout).matrices(x).values()]
         return self.c * total(torch.cat([x[..., :0], *spectra], -1))
 
     def prox(self, v: Tensor, t: Scalar, layout: Layout | None = None) -> Tensor:
