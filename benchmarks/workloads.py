@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.federation import Federation, Split
-from fedloom.models import CNN, MLP, ModelSpec, Softmax
+from fedloom.models import CNN, MLP, ModelSpec, ResNet18, Softmax
 
 CLASSES = 10
 
@@ -83,4 +83,5 @@ WORKLOADS = {
         10,
         1,
     ),
+    "W5": Workload("ResNet-18 with GroupNorm, 2 of 20 clients", ResNet18(), (3, 32, 32), 20, 2, 40, 20, 1),
 }

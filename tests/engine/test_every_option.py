@@ -90,8 +90,8 @@ def pictures() -> Federation:
 
 def played(method: Any, models_only: bool = False, **choices: Any) -> tuple[tuple[Any, ...], frozenset[str], Any]:
     """Bits of what a run measured and learned, what it says, and its method as it ran; work is not measured here."""
-    rounds, every = (2, 2) if models_only else (4, 1)
-    setting = {"rounds": rounds, "seed": 3, "local": LOCAL, "sampler": {"fraction": 0.8}, "evaluate": {"every": every}}
+    rounds = 2 if models_only else 4
+    setting = {"rounds": rounds, "seed": 3, "local": LOCAL, "sampler": {"fraction": 0.8}, "evaluate": {"every": rounds}}
     name = type(getattr(method, "algorithm", method)).__name__
     found = fl.simulate(method, pictures(), Normed() if name == "FedBN" else "mlp", **{**setting, **choices})
     kept = [r for r in found.state.records.items if (r.model or not models_only) and r.metric != "steps"]
