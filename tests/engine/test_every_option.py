@@ -36,7 +36,8 @@ GIVEN: dict[str, list[Any]] = {
     "pre": [({"kind": "nnm", "f": 1},)],
     "table": [TRACE],
     "delta": [1e-5, 0.5],
-    "eps0": [1e-3, 1e-4],
+    "eps0": [3e-2, 1e-3],
+    "shrink": [0.3, 0.5],
     "horizon": [4, 8],
     "server_lr": [0.5],
     "crop": [1],
@@ -170,8 +171,8 @@ PLUGINS = [
     for kind in kinds.values()
 ]  # fmt: skip
 TABLES = [("task", Objective), ("augment", Augment), ("engine", Engine), ("evaluate", Evaluate), ("local", LocalSGD)]
-STARTS = {"CenteredClipping": {"tau": 0.05}, "LocalSGD": LOCAL}
-"""Options without which nothing acts here."""
+STARTS = {"CenteredClipping": {"tau": 0.05}, "FIAELT": {"iterations": 2}, "LocalSGD": LOCAL}
+"""Options without which nothing acts here, or only after many steps."""
 
 
 @pytest.mark.parametrize("name", REGISTRY)
