@@ -37,10 +37,14 @@ settings.register_profile(
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 
+gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What was imported and collected stays: the garbage collector need not visit it again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")
