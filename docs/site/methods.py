@@ -1,4 +1,4 @@
-"""A page per method, from its card, its options and its curve on digits."""
+"""A page per method, from its card, its options and its place on the map."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import inspect
 import json
 import re
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -16,12 +15,17 @@ import formulas
 
 from fedloom.algorithms import REGISTRY, Preset
 from fedloom.experiment.cards import families, text
-from fedloom.report.figure import Figure, chart, mark, number
+from fedloom.map.judge import Judged, judge
+from fedloom.map.page import standing_table
+from fedloom.map.records import NOT_RUN, read
+from fedloom.map.setups import setups
 from fedloom.values import fields_of
 
-DIGITS = Path(__file__).resolve().parents[1] / "digits" / "hybrid.json"
-DEFAULTS = Path(__file__).resolve().parents[1] / "defaults.json"
-HELD_OUT = Path(__file__).resolve().parents[1] / "held-out.json"
+ROOT = Path(__file__).resolve().parents[2]
+DEFAULTS = ROOT / "docs" / "defaults.json"
+HELD_OUT = ROOT / "docs" / "held-out.json"
+COLUMNS = ("mean, %", "over the better of local and FedAvg", "that is", "level with places")
+"""Of `standing_table`."""
 FAMILIES = {
     "consensus": "One model for all",
     "composite": "With a regulariser",
@@ -59,14 +63,11 @@ LIMITS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
 
 
 def pages() -> Iterator[tuple[str, str]]:
-    """Path and content of the index, of every method's page and of every curve."""
+    """Path and content of the index and of every method's page."""
     yield "methods/index.md", index()
     yield "methods/defaults.md", defaults()
     for name in REGISTRY:
         yield f"methods/{name}.md", page(name)
-        picture = curve(name)
-        if picture is not None:
-            yield f"methods/{name}.svg", picture
 
 
 def navigation() -> list[Any]:
@@ -148,75 +149,38 @@ def page(name: str) -> str:
         else:
             lines += [f"**When.** {_prose(part)}", ""]
     lines += ["## Options", "", *_options(entry), ""]
-    lines += _learning(name)
+    lines += _on_the_map(name)
     if not isinstance(entry, Preset):
         lines += ["## The code", "", "```python", _code(entry), "```", ""]
     lines += ["What it goes with: [the table of combinations](../combinations.md).", ""]
     return "\n".join(lines)
 
 
-def curve(name: str) -> str | None:
-    """Test accuracy against work on digits, beside FedAvg's, as SVG; None where it was not run."""
-    found = _recorded()
-    points = [p for p in found.get("curves", []) if p["method"] in (name, "fedavg") and p["model"] != "hybrid"]
-    if not any(p["method"] == name for p in points):
-        return None
-    rows = [
-        {
-            "line": f"{p['method']}, {p['model']}",
-            "samples": p["samples"] / 1000,
-            "accuracy": 100 * p["accuracy"],
-        }
-        for p in points
-        if p["accuracy"] == p["accuracy"]
-    ]
-    x = number("samples", "Samples whose gradient was taken, all clients (thousands)")
-    line = {"field": "line", "type": "nominal", "title": None, "sort": None}
-    encoding = {"x": x, "y": number("accuracy", "Test accuracy (%)"), "color": line}
-    drawn = chart(mark("line", encoding, point=True), width=560, height=260)
-    caption = f"Test accuracy of {name} on digits, mean over clients and seeds, against work."
-    return Figure(name, "methods", name, _title(name), caption, drawn, {"rows": rows}, "wide").svg()
-
-
 @cache
-def _recorded() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(DIGITS.read_text()) if DIGITS.exists() else {}
-    return found
+def _judged_setups() -> tuple[Judged, ...]:
+    records = read(ROOT / "results" / "map" / "full")
+    return tuple(judge(setup, records) for setup in setups("full").values())
 
 
-def _learning(name: str) -> list[str]:
-    found = _recorded()
-    rows = [row for row in found.get("rows", []) if row["method"] == name]
-    lines = ["## On digits", ""]
-    if not rows or curve(name) is None:
-        return [*lines, "Not run.", ""]
-    rounds = tomllib.loads((DIGITS.parent / "setups.toml").read_text())["base"]["rounds"]
-    params = rows[0]["params"].items()
-    setting = ", ".join(f"{k} = {v:.4g}" if isinstance(v, float) else f"{k} = {v}" for k, v in params)
-    lines += [
-        f"{found['title']}. Settings chosen on validation among {found['trials']} trials ({setting}); "
-        f"{len(found['seeds'])} seeds, the work of {rounds} rounds of plain local training for every method, here "
-        f"{rows[0]['rounds']} rounds. Handwritten digits are a small, easy problem: the curve shows how the method "
-        "behaves, not how good it is elsewhere.",
-        "",
-        f"![{_title(name)} on digits]({name}.svg)",
-        "",
-        "| model | test accuracy (%) | worst 10 % of the clients (%) | MB sent, both ways |",
-        "|---|---|---|---|",
-    ]
+def _on_the_map(name: str) -> Iterator[str]:
+    """Where a method stands in every setup of the map that was run."""
+    judged = {j.setup.name: j for j in _judged_setups()}
+    rows = [row for row in standing_table(judged.values(), [name]) if row["state"] != NOT_RUN]
+    yield from ("## On the map", "")
+    if not rows:
+        yield from ("Not run.", "")
+        return
+    yield (
+        "Test accuracy, or AUROC at the hospitals, of the model that a client would use, the mean over clients and "
+        "seeds; equal trials for every method. [The map](../map.md) says how it is measured."
+    )
+    yield from ("", f"| clients | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}")
     for row in rows:
-        megabytes = (row["bytes_up"] + row["bytes_down"]) / 1e6
-        lines.append(
-            f"| {row['model']} | {_figure(row, 'accuracy')} | {_figure(row, 'accuracy_worst10')} | {megabytes:.1f} |"
-        )
-    return [*lines, "", f"Made by `{found['command']}` on {found['date']}.", ""]
-
-
-def _figure(row: dict[str, Any], name: str) -> str:
-    value, around = row[name], row[f"{name}_ci95"]
-    if value is None:
-        return "-"
-    return f"{100 * value:.1f}" + (f" ± {100 * around:.1f}" if around is not None else "")
+        setup = judged[row["setup"]].setup
+        cells = [row.get(column, "") for column in COLUMNS]
+        cells[0] = cells[0] or row["state"]
+        yield f"| [{setup.title}](../map/{setup.name}.md) | {' | '.join(cells)} |"
+    yield ""
 
 
 def _families() -> dict[str, list[tuple[str, str]]]:
