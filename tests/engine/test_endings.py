@@ -104,7 +104,7 @@ def test_a_diverged_run_goes_on_and_stays_diverged_when_resumed(fed: Federation,
 @pytest.mark.parametrize("method", ["lpgd", "fedslr"])
 def test_factors_of_models_that_are_not_finite_end_no_run_with_a_traceback(fed: Federation, method: str) -> None:
     found = fl.simulate(method, fed, model="mlp", rounds=3, local={"lr": 1e30})
-    assert found.status == "diverged", found.reason
+    assert found.status == "diverged", found.detail
 
 
 @pytest.mark.parametrize("kind", ["alie", "ipm", "min-max", "mimic"])
@@ -114,7 +114,7 @@ def test_attackers_without_an_honest_client_in_the_round_use_their_own_models(
 ) -> None:
     attack = {"kind": kind, "fraction": 0.5}
     found = fl.simulate("fedavg", fed, model="softmax", rounds=6, attack=attack, **rest)
-    assert found.status == ("diverged" if "local" in rest else "done"), found.reason
+    assert found.status == ("diverged" if "local" in rest else "done"), found.detail
 
 
 def test_a_callback_that_ends_a_diverged_run_is_named_too(fed: Federation) -> None:
