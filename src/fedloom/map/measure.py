@@ -8,7 +8,7 @@ from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedloom.algorithms import REGISTRY
 from fedloom.data.federation import Federation
@@ -25,6 +25,9 @@ from fedloom.reproduce.estimate import per_round
 from fedloom.reproduce.execute import Budget, Show
 from fedloom.reproduce.recipe import Nominal
 from fedloom.storage.files import lock
+
+if TYPE_CHECKING:
+    from fedloom.tune.search import Found
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 
@@ -116,18 +119,13 @@ class _Work(NamedTuple):
 
     def measure(self) -> Record | None:
         """The record of the cell, after running what is missing; None where that was interrupted."""
-        from fedloom.tune import Tuning
-
         cell = self.cell
-        trials_at = self.folder / f"tune-{cell.protocol.partition('-')[0]}-{cell.source}"  # more trials may come
         with summaries.counted(self.folder, "cell") as note:
             listeners = (self.budget, lambda _event: note())
             try:
-                tuning = Tuning(cell.search, cell.where, trials_at, self.data_dir)
-                with self.show(tuning.rounds) as tell:
-                    (found,) = tuning.run(lambda *_: None, tell, *listeners, tuned=False)
-                chosen = dict(found.best.params) if found.best else {}
-                fields = self._run(cell.setup.seeds, chosen, listeners) if found.best else {}
+                found = self._search(listeners) if cell.setup.trials > 1 else None
+                chosen = dict(found.best.params) if found and found.best else {}
+                fields = self._run(cell.setup.seeds, chosen, listeners) if found is None or found.best else {}
             except ConfigError as refused:
                 return made(cell, NOT_APPLICABLE, str(refused).removeprefix(f"{cell.where}: "), 0.0)
             except RunStopped as stopped:
@@ -136,9 +134,21 @@ class _Work(NamedTuple):
                 return None
         if fields is None:
             return None
-        reason = fields.pop("reason", f"no trial completed: {found.trials[-1].reason}")
-        fields["trials"] = [(dict(trial.params), trial.value) for trial in found.trials]
+        trials = found.trials if found else ()
+        reason = fields.pop("reason") if fields else f"no trial completed: {trials[-1].reason}"
+        fields["trials"] = [(dict(trial.params), trial.value) for trial in trials] or [({}, None)]
         return made(cell, FAILED if reason else DONE, reason, self._minutes("cell"), chosen=chosen, **fields)
+
+    def _search(self, listeners: tuple[Listener, ...]) -> Found:
+        """Every trial, and the best."""
+        from fedloom.tune import Tuning
+
+        cell = self.cell
+        place = self.folder / f"tune-{cell.protocol.partition('-')[0]}-{cell.source}"  # more trials may come
+        tuning = Tuning(cell.search, cell.where, place, self.data_dir)
+        with self.show(tuning.rounds) as tell:
+            (found,) = tuning.run(lambda *_: None, tell, *listeners, tuned=False)
+        return found
 
     def look_again(self, record: Record) -> Record | None:
         """The record with the seeds of the second look, and what was chosen then; None where it was interrupted."""
@@ -180,7 +190,8 @@ def estimates(
     for setup in setups:
         records = [record for (name, _), record in known.items() if name == setup.name]
         own = [cell for cell in todo if cell.setup is setup]
-        spent, runs = sum(r.minutes for r in records), setup.trials * len(setup.tuning) + len(setup.seeds)
+        spent, searched = sum(r.minutes for r in records), setup.trials if setup.trials > 1 else 0
+        runs = searched * len(setup.tuning) + len(setup.seeds)
         row = {"setup": setup.name, "clients": setup.title, "recorded": len(records), "due": len(own),
                "trials": setup.trials, "minutes so far": round(spent, 1), "share": setup.share}  # fmt: skip
         rows.append(row)

@@ -40,7 +40,7 @@ class Setup:
         says: how it is made.
         share: core-minutes that all of its cells may take together.
         best: how many of the methods that are best elsewhere are run in it; 0: all methods.
-        trials: of every method.
+        trials: of every method; with one nothing is searched, and every method runs as it comes.
         tuning: their seeds.
         seeds: of the figures.
         again: seeds for a second look.
