@@ -34,7 +34,7 @@ Which method for which clients: every method of fedloom in {count} setups, {run}
 - Every method has {trials} trials in its [search space](tuning.md), scored on validation after all rounds on seeds of
   their own, then runs with {seeds} fresh ones. All have equal rounds; what a method gets with no more gradients
   than FedAvg takes in all is beside it. A setup that would take more than its share of 12 core-hours has fewer trials,
-  for every method alike.
+  for every method alike; with one, every method runs as it comes.
 - The figures are of the model that a client would use: where a method has a global and a personal one, each client's
   better one on its validation part.
 - Everything is paired over seeds. A difference is *clear* by the paired t test with Holm's correction over the methods
@@ -178,11 +178,9 @@ def _setup(j: Judged) -> Iterator[str]:
         yield f"- Not run{known}: {named}. Command: `fedloom map --setup {setup.name}`"
     spent = sum(record.minutes for record in j.records.values())
     commits = sorted({record.commit[:12] or "unknown" for record in j.records.values()})
+    tried = f"{setup.trials} trials each" if setup.trials > 1 else "every method as it comes"
     if j.records:
-        yield (
-            f"- {spent:.1f} core-minutes of a share of {setup.share:g}; {setup.trials} trials each; commits: "
-            f"{_words(commits)}"
-        )
+        yield (f"- {spent:.1f} core-minutes of a share of {setup.share:g}; {tried}; commits: {_words(commits)}")
     yield ""
 
 
