@@ -117,6 +117,23 @@ def test_attackers_without_an_honest_client_in_the_round_use_their_own_models(
     assert found.status == ("diverged" if "local" in rest else "done"), found.detail
 
 
+@pytest.mark.parametrize("kind", ["sign-flip", "mimic"])
+def test_local_under_attack_is_local_without_its_attackers(fed: Federation, kind: str) -> None:
+    plain = fl.simulate("local", fed, model="softmax", rounds=2)
+    attacked = fl.simulate("local", fed, model="softmax", rounds=2, attack={"kind": kind, "fraction": 0.5})
+    assert f"attack '{kind}' changes nothing in Local" in " ".join(attacked.job.notes)
+    each = plain.final("personal")
+    assert (attacked.final("personal") == each).all()
+    honest = each[~attacked.job.malicious]
+    assert len(honest) == 2
+    (mean,) = (
+        r.values[0]
+        for r in attacked.state.records.items
+        if (r.round, r.model, r.part, r.metric) == (2, "personal", "test", "accuracy/mean")
+    )
+    assert mean == pytest.approx(float(honest.mean()))
+
+
 def test_a_callback_that_ends_a_diverged_run_is_named_too(fed: Federation) -> None:
     found = fl.simulate("fedavg", fed, progress=[lambda s: "enough" if s.round == 4 else None], **WILD)
     assert (found.status, found.rounds, found.diverged) == ("diverged", 4, 3)

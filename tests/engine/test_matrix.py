@@ -117,7 +117,7 @@ def refusal(made: Composition, kind: str, plugin: str) -> str | None:
             return "nothing"
         return "keeps" if any(isinstance(field, Kept) for field in fields) else "adds"
     if not fields:
-        return None if kind == "weigher" or plugin in POISONS else "nothing"
+        return None if kind in ("weigher", "attack") else "nothing"
     if kind == "aggregator" and plugin != "mean":
         return "adds" if adds else "mixes" if method.mixes else central(fields) if plugin == "private-mean" else None
     if kind == "channel" and plugin in COMPRESSORS:
@@ -304,6 +304,7 @@ Further rules:
   decide among the clients seen so far, and weights are left out. Each needs a least number of rows, checked at the
   start.
 - An attacker forges the field that carries the model; its other fields are those of a client that takes no step.
+  `local` uploads nothing to forge: it runs as without the attack, and attackers count in none of its figures either.
 - Of a part of the model that does not travel (personal layers), nothing is compressed, noised or counted.
 - Methods whose mathematics needs plain SGD refuse momentum and other optimisers (`[local] optimizer`); FedNova,
   GIFAIR-FL and the composite FedADMM take momentum, but no other optimiser.

@@ -112,9 +112,14 @@ class Job:
         return self.setting.aggregator is not None and not self.setting.aggregator.linear
 
     @property
+    def forges(self) -> bool:
+        """Attackers send other uploads than they should; nobody does where nothing is uploaded."""
+        return isinstance(self.setting.attack, Forgery) and bool(self.fields)
+
+    @property
     def sees_honest(self) -> bool:
         """Attackers read the models of the honest clients."""
-        return isinstance(self.setting.attack, Forgery) and self.setting.attack.sees_honest
+        return self.forges and isinstance(self.setting.attack, Forgery) and self.setting.attack.sees_honest
 
     @property
     def asks(self) -> bool:
@@ -142,7 +147,7 @@ class Job:
     @property
     def forgers(self) -> Tensor:
         """``[n]`` clients that forge their upload."""
-        return self.malicious if isinstance(self.setting.attack, Forgery) else torch.zeros(self.n, dtype=torch.bool)
+        return self.malicious if self.forges else torch.zeros(self.n, dtype=torch.bool)
 
     @property
     def kept_fields(self) -> list[str]:

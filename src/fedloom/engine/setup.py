@@ -24,7 +24,7 @@ from fedloom.processes.pool import cores
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.replay import Replay
 from fedloom.rows.aggregate import Aggregator
-from fedloom.rows.attacks import Attack, Poison
+from fedloom.rows.attacks import Forgery, Poison
 from fedloom.rows.channel import Channel
 from fedloom.seeds import generator
 from fedloom.storage.memory import Forked
@@ -64,7 +64,7 @@ def make_job(
         raise ConfigError(f"engine.device is {engine.device!r}, but no CUDA device is there; use 'cpu'")
     judge = fed.to(device, dtype)
     fed = judge.pooled() if pooled else judge
-    check_together(method, setting.local, setting.weigher, setting.aggregator, setting.attack, setting.channel)
+    check_together(method, setting.local, setting.weigher, setting.aggregator, setting.channel)
     check_sampler(method, setting.sampler, setting.weigher)
     alone: list[str] = []
     if pooled:
@@ -112,6 +112,9 @@ def make_job(
             f"weights = 'samples' changes nothing in {type(method).__name__}, whose objective is the uniform mean over "
             "clients; it is the weigher that weighs uploads"
         )
+    if isinstance(attack, Forgery) and not upload_fields(type(method)):
+        name = type(method).__name__
+        notes.append(f"attack {_kind(attack)!r} changes nothing in {name}, which uploads nothing to forge")
     notes += _idle(setting)
     workers = worker_count(engine, setting.rounds, layout.d, int(sizes.sum())) if ranks.size == 1 else 1
     fewest = sampler.smallest(fed.n) if replay.cohorts is None else min(len(set(map(int, c))) for c in replay.cohorts)
@@ -225,7 +228,6 @@ def check_together(
     local: LocalSGD,
     weigher: Weigher,
     aggregator: Aggregator | None = None,
-    attack: Attack | None = None,
     channel: Channel | None = None,
 ) -> None:
     """Refuse combinations that make no sense; which do follows from the kinds of the upload's fields.
@@ -258,8 +260,8 @@ def check_together(
             f"weigher {weigher.kind!r} without its floor gives negative weights, with which aggregator "
             f"{_kind(aggregator)!r} has no meaning; keep the floor, or use aggregator 'mean'"
         )
-    for what, value in (("aggregator", aggregator), ("attack", attack), ("channel", channel)):
-        if value is not None and not kinds and not isinstance(value, Poison):
+    for what, value in (("aggregator", aggregator), ("channel", channel)):
+        if value is not None and not kinds:
             raise Refused(f"{what} {_kind(value)!r} has nothing to act on in {name}: it uploads nothing; leave it out")
     if aggregator is not None and not aggregator.linear:
         if any(k.accumulates for k in kinds):

@@ -78,7 +78,7 @@ def pages(setups: Mapping[str, Setup], records: Mapping[tuple[str, str], Record]
 
 def _overview(judged: Sequence[Judged], together: Overall | None, methods: Sequence[str]) -> str:
     setup = judged[0].setup
-    wanted = sum(j.setup.best or len(REGISTRY) for j in judged)
+    wanted = sum(max(len(j.records), j.setup.best or len(REGISTRY)) for j in judged)
     head = HEAD.format(
         count=len(judged), run=sum(len(j.records) for j in judged), cells=wanted, trials=setup.trials,
         seeds=len(setup.seeds), enough=ENOUGH, folder=FOLDER,
