@@ -34,6 +34,7 @@ from fedloom.engine.simulate import simulate
 from fedloom.engine.timing import QUIET, wait_for_quiet, watched
 from fedloom.local import LocalSGD
 from fedloom.local.oracles.precision import has_bf16
+from fedloom.models import MLP, Softmax
 
 WORKERS = {"auto": 1, "auto x2": 2, "bf16": 1, "bf16 x2": 2}
 """Whole runs of `fedloom.simulate`: the oracle that the engine picks, and the processes; bf16 where it can be had."""
@@ -109,7 +110,7 @@ def matrix_rate(seconds: float = 0.5) -> float:
 
 def applies(variant: str, workload: Workload) -> bool:
     """Whether the oracle can compute the model, and the processor in this precision."""
-    convolves = hasattr(workload.model, "channels")
+    convolves = not isinstance(workload.model, MLP | Softmax)
     if variant.startswith("bf16"):
         return convolves and has_bf16(torch.device("cpu"))
     return variant != "fused" or not convolves

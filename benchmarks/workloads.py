@@ -83,5 +83,5 @@ WORKLOADS = {
         10,
         1,
     ),
-    "W5": Workload("ResNet-18 with GroupNorm, 2 of 20 clients", ResNet18(), (3, 32, 32), 20, 2, 40, 20, 1),
+    "W5": Workload("ResNet-18 with GroupNorm, 2 of 20 clients", ResNet18(), (3, 32, 32), 20, 2, 160, 20, 1),
 }
