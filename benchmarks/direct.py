@@ -29,7 +29,8 @@ class DirectRounds:
         layout = self.oracle.layout
         local = LocalSGD(lr=0.01, batch_size=workload.batch)
         weight, sizes = torch.full((n, 1), 1 / n), fed.sizes()[:, None]
-        self.ctx = Ctx(0, n, m, workload.cohort_of(0), layout, weight, sizes, None, local, 0)
+        self.ctx = Ctx(0, n, m, workload.cohort_of(0), layout, weight, sizes, None, local, 0, workload.rounds)
+        self.algorithm = self.algorithm.settled(self.ctx)
         self.server, template, _ = self.algorithm.init(layout.vector(module), self.ctx)
         self.rows = map_rows(lambda r: r.repeat(n, 1), template)
 
