@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from fedloom.algorithms import REGISTRY
 from fedloom.cli import app
 from fedloom.errors import DataError
-from fedloom.experiment import parse
+from fedloom.experiment import Plan, parse
 from fedloom.map.judge import Judged, groups, judge, overall
 from fedloom.map.measure import due, estimates
 from fedloom.map.page import pages, sentences, tabled
@@ -397,6 +397,22 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_record(here: Path, monkey
     assert parts.keys() == whole.keys()
     for key, record in parts.items():
         assert (record.chosen, record.trials, record.seeds) == (whole[key].chosen, whole[key].trials, whole[key].seeds)
+
+
+def test_with_one_trial_every_method_runs_as_it_comes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = {name: replace(setup, trials=1) for name, setup in setups("smoke").items()}
+    monkeypatch.setattr("fedloom.map.setups.setups", lambda _scale: one)
+    called("--method", "fedprox", "--method", "fedbn", "--setup", "iid")
+    found = read(Path("results/map/smoke"))
+    record = found["iid", "fedprox"]
+    assert (record.status, record.chosen, [*map(tuple, record.trials)]) == (DONE, {}, [({}, None)])
+    assert found["iid", "fedbn"].status == NOT_APPLICABLE
+    assert not list(Path("runs").rglob("tune-*"))
+    plain = parse(Cell(one["iid"], "fedprox").document, "plain")
+    (outcome,) = Plan(plain, Path("plain"), None).run(lambda _event: None, page=False)
+    assert outcome.result is not None
+    want = outcome.result.final("global").numpy()
+    np.testing.assert_allclose(record.seeds["0"].clients, want, atol=1e-6)  # records have six digits
 
 
 def test_records_of_several_machines_merge_by_copying(here: Path) -> None:
