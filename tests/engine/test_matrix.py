@@ -50,7 +50,6 @@ KINDS: dict[str, dict[str, Any]] = {
 
 # --- the rules
 
-POISONS = {"random-labels", "flipped-labels"}
 ASKERS = {"power-of-choice"}
 LEARNERS = {"clustered"}
 COMPRESSORS = {"top-k", "random-k", "qsgd", "sign"}
@@ -262,7 +261,6 @@ def test_every_plugin_and_every_method_has_its_cell() -> None:
     assert len(drawn(others, 0)) == len(others) // 10
     assert len(set().union(*(drawn(others, seed) for seed in range(100)))) > 0.99 * len(others)
     assert drawn(others, 1) != drawn(others, 0) == drawn(others, 0)
-    assert ATTACKS.keys() > POISONS
     assert SAMPLERS.keys() > ASKERS | LEARNERS
     assert CHANNELS.keys() > COMPRESSORS
 
