@@ -347,12 +347,31 @@ def test_many_models_are_evaluated_as_one_by_one(case: str, together: int, monke
         assert torch.equal(oracle.outputs_of(rows[k : k + 1], mine, sizes[k : k + 1]), own)
 
 
-@pytest.mark.parametrize("make", [Viewing, lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(192, 4))])
+def convolving(width: int = 3, pool: Callable[[], nn.Module] = nn.Identity) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, width, 3), pool(), nn.Flatten(), nn.LazyLinear(4))
+
+
+FIRST, LAST = torch.contiguous_format, torch.channels_last
+ORDERS: dict[str, tuple[Callable[[], nn.Module], torch.memory_format]] = {
+    "a view of an activation": (Viewing, FIRST),
+    "no pooling": (convolving, FIRST),
+    "max pooling": (lambda: convolving(pool=lambda: nn.MaxPool2d(2)), LAST),
+    "average pooling": (lambda: convolving(pool=lambda: nn.AvgPool2d(2)), LAST),
+    "more weights than a batch is pooled": (
+        lambda: nn.Sequential(nn.MaxPool2d(2), convolving(width=240, pool=lambda: nn.AdaptiveAvgPool2d(1))),
+        FIRST,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ORDERS)
 @pytest.mark.parametrize("name", ["stacked", "looped"])
-def test_outputs_do_not_depend_on_the_order_in_memory(name: str, make: Callable[[], nn.Module]) -> None:
+def test_outputs_do_not_depend_on_the_order_in_memory(name: str, case: str) -> None:
+    make, order = ORDERS[case]
     fed, module = handwritten.federation(shape=IMAGE), seeded(make).double()
+    module(fed.fetch(torch.arange(1)))  # lazy layers
     oracle, index = oracle_of(module, fed, name), torch.arange(9)
-    assert oracle.memory_format is (torch.contiguous_format if make is Viewing else torch.channels_last)
+    assert oracle.memory_format is order
     got = next(oracle.outputs(oracle.layout.vector(module, torch.float64), index))
     torch.testing.assert_close(got, module(fed.fetch(index)))
 

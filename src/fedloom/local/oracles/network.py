@@ -6,10 +6,11 @@ import copy
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedloom.errors import unknown
 from fedloom.local.batches import PASS
@@ -38,6 +39,11 @@ CPU_ACTIVATION, GPU_ACTIVATION = 16 << 20, 256 << 20
 ALLOCATOR_HINT = 31 << 20
 """Bytes allocated and freed once: from then on the C library keeps blocks up to that size for reuse (its mmap threshold
 rises to the largest block freed, at most 32 MiB), where it would fetch fresh pages from the system in every step."""
+
+USUAL_BATCH = 20
+"""Samples of a step, where pooled elements are weighed against weights of convolutions."""
+
+POOLING = (torch.ops.aten.max_pool2d_with_indices, torch.ops.aten.avg_pool2d)
 
 BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
@@ -256,17 +262,21 @@ class Network(Oracle):
         return x if self.memory_format is torch.contiguous_format else x.clone(memory_format=self.memory_format)
 
     def _memory_format(self) -> torch.memory_format:
-        """Channels last for convolutions of images, which is faster on a CPU, if the module can take them so."""
-        convolves = any(isinstance(m, nn.Conv2d) for m in self.module.modules())
+        """Channels last on a CPU where pooling gains more by it than the weights of convolutions lose.
+
+        Pooling is several times as fast then; weights and their gradients, whose order in a row is the other one, are
+        copied in every step.
+        """
+        weights = sum(m.weight.numel() for m in self.module.modules() if isinstance(m, nn.Conv2d))
         sample = at_least_two(self._sample())
-        if not convolves or sample.dim() != 4 or self.device.type != "cpu":
+        if not weights or sample.dim() != 4 or self.device.type != "cpu":
             return torch.contiguous_format
         try:
-            with torch.no_grad(), forked(self.device):
+            with torch.no_grad(), forked(self.device), _Pooled() as pooled:
                 self.module.eval()(sample.clone(memory_format=torch.channels_last))
         except RuntimeError:  # a view() in user code, for one
             return torch.contiguous_format
-        return torch.channels_last
+        return torch.channels_last if USUAL_BATCH * pooled.elements >= weights else torch.contiguous_format
 
     def _sample(self) -> Tensor:
         return self.fed.fetch(self.fed.parts["train"].index[:1])
@@ -285,6 +295,19 @@ class Network(Oracle):
             for row, count in enumerate(counts):
                 mask[row, :count] = self._mask(name, batch, row, count)
         return masks
+
+
+class _Pooled(TorchDispatchMode):
+    """Counts the elements per sample that go into pooling over windows of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in POOLING:
+            self.elements += args[0][0].numel()
+        return func(*args, **(kwargs or {}))
 
 
 def scale_(target: Tensor, beta: float | Tensor) -> Tensor:
