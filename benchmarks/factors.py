@@ -7,8 +7,8 @@ out before anything runs; each figure is the validation score of a model, less t
 there. Two derived options are not among them: ADMM-Lp-Proj's lam acts in 10 of thousands of directions, so that its
 models are Local's whatever the factor; q-FFL's L is no free factor, but what makes a round a step of its own length.
 A factor other than 1 was taken only where 1 is more than 2 points below the best at the worst of the federations
-(FedProx, FedOpt, FIAELT), or where personal models fall below the global one (FLAME). FedDyn's iterates are those of
-FedADMM here; FedPD's are too by default, and with an eta that is given, as here, composite FedADMM's.
+(FedProx, FedOpt, FIAELT, FedSLR), or where personal models fall below the global one (FLAME). FedDyn's iterates are
+those of FedADMM here; FedPD's are too by default, and with an eta that is given, as here, composite FedADMM's.
 The data are read from FEDLOOM_DATA.
 """
 
@@ -51,7 +51,7 @@ OPTIONS = {
     "fedamp": ("alpha", "sigma"),
     "lp-proj": ("lam", "eta"),
 }
-UNITS = {"fedprox.mu": 3.0, "fedpd.eta": 4.0, "fiaelt.beta": 2.0, "flame.lam": 0.5}
+UNITS = {"fedprox.mu": 3.0, "fedpd.eta": 4.0, "fedslr.eta_g": 0.25, "fiaelt.beta": 2.0, "flame.lam": 0.5}
 """What is tried as the factor 1, over the default, where a factor was chosen since."""
 
 

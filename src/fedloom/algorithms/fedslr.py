@@ -26,8 +26,10 @@ does this. Algorithm 3 (one mean gamma) also with partial participation, where i
 starts at zero; the public code starts it at a copy of w_0 (``personal_start``). Weight decay acts on w + p in phase II;
 in the public code on p (``personal_decay = "component"``).
 
-Defaults: eta_g = reach, the length of a round (lr times its mean number of steps), which makes a round one step of size
-eta_g along the mean gradient: FedAvg's speed.
+Defaults: eta_g = 4 reach; reach is the length of a round, lr times its mean number of steps. A quadratic of curvature h
+settles where 3 s + 2 a < 4: s is the share of the way to the minimum that a client goes in a round, a the share of the
+way to the mean gradient that gamma goes, at most reach / eta_g. With a = 1/4 that holds for every s <= 1, with a = 1
+(eta_g = reach) only for s < 2/3; slow directions advance by eta_g h in a round, four times FedAvg's step.
 
 Use it for personal models with few parameters of their own and a cheap download. ``components`` are the paper's LR+S,
 S+S, S+LR, LR+LR; ``method`` its alternative GPGD (FedAvg, then the prox), which lacks gamma and has a biased limit. The
@@ -85,7 +87,7 @@ class Seen(NamedTuple):
 class FedSLR(Algorithm):
     """FedSLR (Huang et al. 2023, Algorithm 3)."""
 
-    eta_g: Derived = by_rule(description="proximal step size eta_g; the reach when not given; 10 in Sec. 6.1")
+    eta_g: Derived = by_rule(description="proximal step size eta_g; 4 reach when not given; 10 in Sec. 6.1")
     lam: float = Field(1e-4, ge=0, description="weight lambda of the GKR's penalty (Sec. 6.1)")
     mu: float = Field(1e-3, ge=0, description="weight mu of the personal penalty (Sec. 6.1)")
     personal_epochs: int | None = Field(1, ge=0, description="epochs of phase II (Sec. 6.1); None: the local steps")
@@ -102,7 +104,7 @@ class FedSLR(Algorithm):
     needs: ClassVar[Mapping[str, str]] = {"eta_g": "method fedslr", "personal_decay": "local.weight_decay"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        return {"eta_g": ctx.reach}
+        return {"eta_g": 4 * ctx.reach}
 
     def proxes(self) -> dict[str, Prox]:
         return penalties(self.components, self.lam, self.mu)
