@@ -56,8 +56,8 @@ DEFAULTS_SAY = (
 HELD_OUT_SAYS = (
     "The same law on federations that shaped no rule, judged on validation parts: other data, a convolutional network, "
     "partial participation, other step sizes, five clients and a hundred. A row that breaks the law says so, and why. "
-    "The rules of AFL, Ditto, Equitable-FL and FedADMM were changed, by theory, after a look at these; FedSLR's was changed "
-    "after it had diverged on MNIST with a network of convolutions."
+    "The rules of AFL, Ditto, Equitable-FL and FedADMM were changed, by theory, after a look at these; FedSLR's was "
+    "changed after it had diverged on MNIST with a network of convolutions."
 )
 HEADS = ("Reference", "References", "Kept by a client", "Deviations", "Defaults")
 LIMITS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
