@@ -120,7 +120,8 @@ KNOWN = {
     **dict.fromkeys(
         [(m, "many") for m in ("fednova", "q-ffl", "heurfedamp", "equitable-fl", "fairfed")], _SAME_COHORTS
     ),
-    **dict.fromkeys([("fedslr", "few"), ("apfl", "few"), ("pfedme", "slow"), ("fedslr", "fast")], _FEW_SAMPLES),
+    ("fedslr", "pictures"): "an epoch of phase II at this step size leads a few samples away from a good average",
+    **dict.fromkeys([("apfl", "few"), ("pfedme", "slow")], _FEW_SAMPLES),
     **dict.fromkeys([("fedadmm-inexact", "slow"), ("fedskip", "slow"), ("q-ffl", "slow")], _ONE_PATH),
     **dict.fromkeys(
         [(m, "hundred") for m in ("scaffold", "feddyn", "fedbn", "gifair-fl", "q-ffl", "equitable-fl")], _COHORTS
