@@ -7,10 +7,11 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.doctest import DoctestModule
 from hypothesis import HealthCheck, Phase, settings
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # fresh interpreters of the tests find compiled modules
@@ -38,6 +39,21 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 
 
 gc.disable()
+
+
+class OnlyExamples:
+    """Files without an example are not imported and looked through for doctests."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collect_file(self, file_path: Path) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+        found = yield
+        if b">>>" in file_path.read_bytes():
+            return found
+        return [one for one in found if not isinstance(one, DoctestModule)]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(OnlyExamples())  # for src too, where a conftest of tests is not asked
 
 
 def pytest_collection_finish() -> None:

@@ -7,7 +7,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -110,19 +111,31 @@ def test_weights_and_samples(weights: str, tmp_path: Path) -> None:
     torch.testing.assert_close(here.model(), found, rtol=0, atol=1e4 * 2.0**-secure.BITS)
 
 
+GONE = (0, 2)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Scene]:
+    """A finished run without masks, in round 2 of which sites drop out or none does."""
+
+    @cache
+    def run(name: str, drop: bool) -> Scene:
+        here = scene(tmp_path_factory.mktemp("plain"), name, **{**SMALL, "rounds": 3})
+        here = here._replace(server=here.server.with_(quorum=3))
+        assert here.serve(here.grid(losing({(2, "train"): GONE} if drop else {}))) is Stop.DONE
+        return here
+
+    return run
+
+
 @pytest.mark.parametrize("name", ["fedavg", "flame"])
 @pytest.mark.parametrize("step", STEPS)
-def test_drop_outs(name: str, step: str, tmp_path: Path) -> None:
+def test_drop_outs(name: str, step: str, tmp_path: Path, plain: Callable[[str, bool], Scene]) -> None:
     """n - threshold sites drop at a step of round 2: the round is that of the sites whose vector arrived."""
-    gone = [0, 2]
-    here = secured(tmp_path / "masked", name)
-    assert here.serve(here.grid(losing({(2, step): gone}))) is Stop.DONE
-    plain = scene(tmp_path / "plain", name, **{**SMALL, "rounds": 4})
-    plain = plain._replace(server=plain.server.with_(quorum=3))
-    lost = {} if step == "unmask" else {(2, "train"): gone}
-    assert plain.serve(plain.grid(losing(lost))) is Stop.DONE
-    torch.testing.assert_close(here.model(), plain.model(), rtol=0, atol=1e4 * 2.0**-secure.BITS)
-    for mine, theirs in zip(here.sites, plain.sites, strict=True):
+    here, wanted = secured(tmp_path, name, rounds=3), plain(name, step != "unmask")
+    assert here.serve(here.grid(losing({(2, step): GONE}))) is Stop.DONE
+    torch.testing.assert_close(here.model(), wanted.model(), rtol=0, atol=1e4 * 2.0**-secure.BITS)
+    for mine, theirs in zip(here.sites, wanted.sites, strict=True):
         for a, b in zip(models(mine.state), models(theirs.state), strict=True):
             torch.testing.assert_close(load_file(a.path)["rows"], load_file(b.path)["rows"], rtol=0, atol=1e-6)
 

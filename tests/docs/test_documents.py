@@ -7,12 +7,14 @@ import importlib
 import importlib.util
 import inspect
 import json
+import os
 import pkgutil
 import re
 import runpy
 import subprocess
 import sys
 import tomllib
+import warnings
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -24,6 +26,7 @@ import fedloom as fl
 from fedloom.algorithms import REGISTRY
 from fedloom.experiment.cards import text
 from fedloom.values import fields_of
+from tests.commands import end, fork
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -74,9 +77,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if importlib.util.find_spec("mkdocs") is None:
         pytest.skip("mkdocs is not installed")
     out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+
+    def build() -> None:
+        from mkdocs.__main__ import cli
+
+        os.chdir(ROOT)
+        warnings.resetwarnings()
+        cli(["build", "--strict", "--quiet", "--site-dir", str(out)], standalone_mode=False)
+
+    said = out.with_suffix(".txt")
+    assert end(fork(build, said)) == 0, said.read_text()
     return out
 
 

@@ -10,7 +10,6 @@ import pytest
 from dp_accounting.rdp import rdp_privacy_accountant
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
-from opacus.accountants import PRVAccountant, RDPAccountant
 
 from fedloom.deploy.site.ledger import Ledger
 from fedloom.engine.privacy import Noise, composed
@@ -34,6 +33,8 @@ accountants: st.SearchStrategy[Literal["rdp", "pld"]] = st.sampled_from(["rdp", 
 
 def opacus(multiplier: float, rate: float, steps: int, delta: float, accountant: str) -> float:
     """Epsilon of so many steps of a Gaussian mechanism on a Poisson sample, by Opacus."""
+    from opacus.accountants import PRVAccountant, RDPAccountant  # slow to import, needed here alone
+
     book = RDPAccountant() if accountant == "rdp" else PRVAccountant()
     book.history = [(multiplier, rate, steps)]
     if isinstance(book, RDPAccountant):

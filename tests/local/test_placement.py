@@ -27,7 +27,7 @@ MODELS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def fed() -> Federation:
-    return Iid(clients=6)(load("digits"), seed=0)
+    return Iid(clients=6, keep=100)(load("digits"), seed=0)
 
 
 def run(fed: Federation, method: str, oracle: str, device: str) -> Any:

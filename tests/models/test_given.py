@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.models import Import
 from fedloom.models.imported import Held, given_model
+from tests.commands import end, fork
 
 SHORT: dict[str, Any] = {"rounds": 2, "local": {"lr": 0.1}}
 
@@ -116,18 +119,36 @@ fl.simulate("fedavg", fed, Mine, rounds=2, folder=sys.argv[1])
 """
 
 
+def in_a_fork(how: str, script: Path, text: str) -> tuple[int, str]:
+    """Exit code of a script, or of a text that no file has, as the program of a fork, and what it says."""
+
+    def program() -> None:
+        sys.argv = [str(script), str(script.with_name("run"))]
+        if how == "file":
+            runpy.run_path(str(script), run_name="__main__")
+        else:
+            sys.modules["__main__"] = ModuleType("__main__")
+            exec(text, sys.modules["__main__"].__dict__)
+
+    said = script.with_name("said.txt")
+    return end(fork(program, said)), said.read_text()
+
+
+def in_a_fresh_interpreter(how: str, script: Path, text: str) -> tuple[int, str, str]:
+    first = ["-c", text] if how == "text" else [str(script)]
+    done = subprocess.run([sys.executable, *first, str(script.with_name("run"))], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("how", ["file", "text"])
 def test_a_class_of_main_goes_on_in_another_process(how: str, tmp_path: Path) -> None:
-    def run(text: str) -> subprocess.CompletedProcess[str]:
-        (tmp_path / "script.py").write_text(text)
-        first = ["-c", text] if how == "text" else [str(tmp_path / "script.py")]
-        return subprocess.run([sys.executable, *first, str(tmp_path / "run")], capture_output=True, text=True)
-
-    ended = run(SCRIPT)
-    assert (ended.returncode, ended.stdout) == (0, "done 2\n"), ended.stderr
-    changed = run(SCRIPT + CHANGED)
-    assert (changed.returncode, changed.stdout) == (1, "done 2\n"), changed.stderr
-    assert "model.digest was" in changed.stderr
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    assert in_a_fork(how, script, SCRIPT) == (0, "done 2\n")
+    script.write_text(SCRIPT + CHANGED)
+    code, out, error = in_a_fresh_interpreter(how, script, SCRIPT + CHANGED)
+    assert (code, out) == (1, "done 2\n"), error
+    assert "model.digest was" in error
 
 
 @pytest.mark.parametrize("given", [3, [Net], object(), b"mlp"])

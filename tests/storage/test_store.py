@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from fedloom.errors import CheckpointError, LayoutError, RunDirError
 from fedloom.storage import files, journal
 from fedloom.storage.memory import Forked
 from fedloom.storage.store import Store
+from tests.commands import end, fork
 
 SOURCE = str(Path(fedloom.__file__).parents[1])
 N = 9
@@ -422,39 +424,29 @@ def test_a_torn_end_of_the_newest_journal_is_left_out(tmp_path, fill):
         again.close()
 
 
-FORKED = """
-import os, sys, torch
-from pathlib import Path
-from typing import NamedTuple
-from fedloom.storage.memory import Forked
-from fedloom.storage.store import Store
-class Row(NamedTuple):
-    w: torch.Tensor
-path = Path(sys.argv[1]) if sys.argv[1] else None
-store = Store(1000, Row(torch.zeros(1000)), path=path, budget=0, memory=Forked())
-assert store.in_files == (path is not None)
-for round in range(3):
-    store.touch(torch.arange(round * 100, 1000))
-    workers = []
-    for worker in range(4):
-        pid = os.fork()
-        if pid == 0:
-            ids = torch.arange(round * 100, 1000)[worker::4]
-            store.write(ids, Row(store.read(ids).w + ids[:, None] + 1))
-            os._exit(0)
-        workers.append(pid)
-    assert all(os.waitpid(pid, 0)[1] == 0 for pid in workers)
-    store.checkpoint(round + 1)
-times = (torch.arange(1000) // 100 + 1).clamp(max=3)
-expected = (times * (torch.arange(1000) + 1)).float()
-assert store.seen.all()
-assert torch.equal(store.read(torch.arange(1000)).w, expected[:, None].expand(1000, 1000))
-"""
+class Wide(NamedTuple):
+    w: Tensor
 
 
 @pytest.mark.parametrize("where", ["memory", "files"])
 def test_forked_processes_share_the_rows(tmp_path, where):
-    run([FORKED, str(tmp_path) if where == "files" else ""])
+    path = tmp_path if where == "files" else None
+    store = Store(1000, Wide(torch.zeros(1000)), path=path, budget=0, memory=Forked())
+    assert store.in_files == (path is not None)
+
+    def work(ids):
+        store.write(ids, Wide(store.read(ids).w + ids[:, None] + 1))
+
+    for round in range(3):
+        store.touch(torch.arange(round * 100, 1000))
+        workers = [fork(partial(work, torch.arange(round * 100, 1000)[worker::4])) for worker in range(4)]
+        assert [end(pid) for pid in workers] == [0] * 4
+        store.checkpoint(round + 1)
+    times = (torch.arange(1000) // 100 + 1).clamp(max=3)
+    expected = (times * (torch.arange(1000) + 1)).float()
+    assert store.seen.all()
+    assert torch.equal(store.read(torch.arange(1000)).w, expected[:, None].expand(1000, 1000))
+    store.close()
 
 
 BIG = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -93,6 +94,8 @@ class Bench:
 
     def measure(self, patience: float = 0.0) -> Iterator[Speed]:
         """One row after another, what is picked first; waits up to ``patience`` seconds for a quiet machine."""
+        gc.collect()
+        gc.freeze()  # what is there by now is not visited again before every row
         for method in self.experiment.methods:
             for way in self.ways[method.label]:
                 wait_for_quiet(patience)

@@ -18,9 +18,14 @@ SPARE = re.compile(r' (?:role|pointer-events|aria-[a-z]+)="[^"]*"')
 """Attributes of an SVG that an image on a page does not need."""
 
 
+def charted(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells that a chart has; none where nothing was run."""
+    return [c for c in cells if c.n and math.isfinite(c.mean)]
+
+
 def chart(cells: Sequence[Cell]) -> str:
     """An SVG of a table: a panel per variant, a row per column; empty where nothing was run."""
-    known = [c for c in cells if c.n and math.isfinite(c.mean)]
+    known = charted(cells)
     if not known:
         return ""
     rows = [

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedloom.report.numbers import WORK
 from fedloom.reproduce import judge
-from fedloom.reproduce.charts import chart
+from fedloom.reproduce.charts import chart, charted
 from fedloom.reproduce.choices import at_an_edge
 from fedloom.reproduce.figures import Reference
 from fedloom.reproduce.recipe import SCALES, Recipe, Scale
@@ -40,6 +40,11 @@ def state(recipe: Recipe, summary: Summary | None) -> str:
 def plot(recipe: Recipe, summary: Summary | None) -> str:
     """The figure of a recipe's table as SVG; empty where nothing was run or there is no table."""
     return "" if summary is None else chart(judge.cells(recipe, summary.numbers, compare=False))
+
+
+def has_plot(recipe: Recipe, summary: Summary | None) -> bool:
+    """Whether `plot` gives a figure; it is slow to draw."""
+    return summary is not None and bool(charted(judge.cells(recipe, summary.numbers, compare=False)))
 
 
 def page(recipe: Recipe, summary: Summary | None) -> str:

@@ -20,7 +20,7 @@ from pydantic import Field
 from fedloom.report.numbers import half_width
 from fedloom.reproduce import judge
 from fedloom.reproduce.figures import Reference
-from fedloom.reproduce.page import MODES, difference, last, number, page, plot, signed, state
+from fedloom.reproduce.page import MODES, difference, has_plot, last, number, page, plot, signed, state
 from fedloom.reproduce.recipe import Claim, Recipe
 from fedloom.reproduce.summary import Summary
 from fedloom.values import Value
@@ -106,7 +106,7 @@ def overview(recipes: Mapping[str, Recipe], found: Mapping[str, Summary | None])
         if sheet.changed:
             lines += ["", f"Changed after a table had been seen: {sheet.changed}"]
         named = dict.fromkeys(name for row in sheet.row for name in (*row.published, *row.fair))
-        for name in (name for name in named if plot(recipes[name], found[name])):
+        for name in (name for name in named if has_plot(recipes[name], found[name])):
             lines += ["", f"[{recipes[name].paper.title}]({FOLDER}/{name}.md):", "", f"![{name}]({FOLDER}/{name}.svg)"]
         lines += ["", '<details markdown="1"><summary>All recipes</summary>', ""]
         lines += ["| recipe | what | mode | state |", "|---|---|---|---|"]
