@@ -301,7 +301,7 @@ class _Pooled(TorchDispatchMode):
     """Counts the elements per sample that go into pooling over windows of an image."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.elements = 0
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
