@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -290,6 +291,32 @@ def test_time_that_was_spent_outlives_a_kill(tmp_path: Path, monkeypatch: pytest
     with summaries.counted(tmp_path, "few") as note:
         note()
     assert json.loads(spent.read_text()) == {"few": 40.0}
+
+
+def test_a_commit_is_dirty_where_the_package_differs_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record beside the package, written while a queue runs, changes nothing that the next one rests on."""
+
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    code, record = tmp_path / "src" / "package" / "rooms" / "summary.py", tmp_path / "results" / "a.json"
+    for file in (code, record):
+        file.parent.mkdir(parents=True)
+        file.write_text("1")
+    monkeypatch.setattr(summaries, "__file__", str(code))
+    found = summaries.commit.__wrapped__
+    git("init", "--quiet")
+    assert found() == ""
+    git("add", ".")
+    git("commit", "--quiet", "--message", "a")
+    head = git("rev-parse", "HEAD").strip()
+    record.write_text("2")
+    assert found() == head
+    (code.parent.parent / "other.py").write_text("1")
+    assert found() == head
+    code.write_text("2")
+    assert found() == f"{head}-dirty"
 
 
 def test_a_page_says_what_was_run_and_what_was_not(finished: Path) -> None:

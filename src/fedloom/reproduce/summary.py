@@ -101,7 +101,7 @@ def summarise(
 
 @cache
 def commit() -> str:
-    """The commit of this code, with "-dirty" where tracked files differ from it; empty outside its repository."""
+    """The commit of this code, with "-dirty" where the package differs from it; empty outside its repository."""
     here = Path(__file__)
 
     def git(*arguments: str) -> str:
@@ -112,7 +112,8 @@ def commit() -> str:
 
     try:
         git("ls-files", "--error-unmatch", here.name)
-        return git("describe", "--always", "--dirty", "--exclude=*", "--abbrev=40")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", str(here.parents[1]))
+        return git("rev-parse", "HEAD") + "-dirty" * bool(changed)
     except (OSError, subprocess.CalledProcessError):
         return ""
 
