@@ -106,6 +106,11 @@ def test_who_looks_at_the_rectifier_later_sees_it_rectified() -> None:
     assert torch.equal(seen[0], x.relu())
 
 
+def test_a_pair_within_vmap_computes_as_its_layers_do() -> None:
+    plain, x = pair(), torch.randn(5, 2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(torch.vmap(joined(plain))(x), torch.vmap(plain)(x))
+
+
 class OwnForward(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         h = self[0](x)
