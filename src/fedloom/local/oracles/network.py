@@ -43,8 +43,6 @@ rises to the largest block freed, at most 32 MiB), where it would fetch fresh pa
 USUAL_BATCH = 20
 """Samples of a step, where pooled elements are weighed against weights of convolutions."""
 
-POOLING = (torch.ops.aten.max_pool2d_with_indices, torch.ops.aten.avg_pool2d)
-
 BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
@@ -305,7 +303,7 @@ class _Pooled(TorchDispatchMode):
         self.elements = 0
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in POOLING:
+        if func.overloadpacket in (torch.ops.aten.max_pool2d_with_indices, torch.ops.aten.avg_pool2d):
             self.elements += args[0][0].numel()
         return func(*args, **(kwargs or {}))
 
