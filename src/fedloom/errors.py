@@ -198,16 +198,27 @@ class RunStopped(FedloomError):
         return type(self), (self.reason, self.detail)
 
 
+ELSEWHERE = {
+    "alpha": "beta", "learning_rate": "lr", "local_lr": "lr", "client_lr": "lr", "step_size": "lr",
+    "join_ratio": "fraction", "participation": "fraction", "global_rounds": "rounds",
+    "dir": "dirichlet", "pathological": "shards", "natural": "writers", "label_skew": "few",
+}  # fmt: skip
+"""Names that papers and other libraries use, and ours."""
+
+
 def nearest(got: object, allowed: Iterable[str]) -> str:
     """End of a sentence that names the nearest valid name, or all of them.
 
     >>> nearest("fedporx", ["fedavg", "fedprox"])
     "did you mean 'fedprox'? allowed: fedavg, fedprox"
+    >>> nearest("alpha", ["beta", "clients"])
+    "did you mean 'beta'? allowed: beta, clients"
     """
     names = sorted(allowed)
     if not names:
         return "none are allowed"
-    close = get_close_matches(str(got), names, n=1, cutoff=0.6)
+    ours = ELSEWHERE.get(str(got))
+    close = [ours] if ours in names else get_close_matches(str(got), names, n=1, cutoff=0.6)
     hint = f"did you mean '{close[0]}'? " if close else ""
     return f"{hint}allowed: {', '.join(names)}"
 

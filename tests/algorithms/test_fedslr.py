@@ -117,6 +117,28 @@ def test_limit_of_phase_1(components: Any, penalty: Any) -> None:
     assert (want - p.consensus()).abs().max() > 0.05
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
+def test_a_quadratic_settles_where_3_s_plus_2_a_is_below_4(share: float) -> None:
+    """One step of length lr has s = lr h and a = lr / eta_g: spectral radius of (x - c, gi / h)."""
+    p = Problem.random(3, n=1, same_curvature=True)
+
+    def distance(s: float) -> float:
+        lr = s / float(p.hessian[0, 0, 0])
+        method, local = FedSLR(eta_g=lr / share, lam=0.0, personal_epochs=0), LocalSGD(lr=lr, steps=1)
+        return float((federate(method, p, 200, local=local)[-1].server.x - p.consensus()).norm())
+
+    limit = (4 - 2 * share) / 3
+    start = float((p.x0 - p.consensus()).norm())
+    assert distance(limit - 0.04) < 1e-3 * start
+    assert distance(limit + 0.04) > 1e3 * start
+
+
+def test_the_default_eta_g_settles_for_a_step_to_the_minimum() -> None:
+    p = Problem.random(4, n=1, same_curvature=True)
+    lr = 1 / float(p.hessian[0, 0, 0])
+    same(federate(FedSLR(lam=0.0), p, 100, local=LocalSGD(lr=lr, steps=1))[-1].server.x, p.consensus(), 1e-6)
+
+
 def test_a_large_penalty_leaves_vectors_only() -> None:
     p = Problem.random(3)
     x = federate(FedSLR(eta_g=1.0, lam=1e4), p, 1, solve=True)[-1].server.x

@@ -96,15 +96,18 @@ class Bench:
         """One row after another, what is picked first; waits up to ``patience`` seconds for a quiet machine."""
         gc.collect()
         gc.freeze()  # what is there by now is not visited again before every row
-        for method in self.experiment.methods:
-            for way in self.ways[method.label]:
-                wait_for_quiet(patience)
-                with watched() as others:
-                    found = played(self._setting(method, way.oracle, way.workers), self.federation, self.rounds + 1)
-                counted = found.rounds[1:]
-                seconds = statistics.median(r.seconds for r in counted)
-                samples = sum(r.samples for r in counted) / sum(r.seconds for r in counted)
-                yield Speed(method.label, way, seconds, samples, others.cores)
+        try:
+            for method in self.experiment.methods:
+                for way in self.ways[method.label]:
+                    wait_for_quiet(patience)
+                    with watched() as others:
+                        found = played(self._setting(method, way.oracle, way.workers), self.federation, self.rounds + 1)
+                    counted = found.rounds[1:]
+                    seconds = statistics.median(r.seconds for r in counted)
+                    samples = sum(r.samples for r in counted) / sum(r.seconds for r in counted)
+                    yield Speed(method.label, way, seconds, samples, others.cores)
+        finally:
+            gc.unfreeze()
 
     def minutes(self, speeds: Sequence[Speed]) -> float:
         """Minutes for all methods, rounds and seeds, as measured in the way that is picked, without evaluation."""
