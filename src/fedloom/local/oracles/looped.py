@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
+from fedloom.local.oracles.linear import Pass, prepare
 from fedloom.local.oracles.network import Network, at_least_two, forked, scale_
 from fedloom.local.oracles.pooling import join
 from fedloom.local.oracles.precision import of_products
@@ -36,6 +37,7 @@ class Looped(Network):
         self.narrow = of_products(self.module, self.parameters)
         if self.memory_format is torch.channels_last:
             join(self.module)
+        self.linear = prepare(self.module, self.layout) if self.device.type == "cpu" else Pass()
 
     def addgrad_(
         self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None
@@ -53,13 +55,18 @@ class Looped(Network):
             for name, layer in self.dropouts.items():
                 layer.mask = self._mask(name, batch, i, count)
             views = self.views(w[i])
+            self.linear.begin(self.layout, out[i : i + 1], w[i : i + 1], alpha)
             self._hold(self._narrowed(w[i], views) if self.lowers(batch) else views)
             with torch.enable_grad(), self.lowered(batch):
                 outputs = self._forward(self.arranged(data.x[i, :count]), batch, i).flatten(0, -2)
             above = slope(self.task, outputs.to(self.dtype), data, i).to(outputs.dtype)
-            grads = torch.autograd.grad(outputs, self.parameters, above, allow_unused=True, materialize_grads=True)
+            grads: tuple[Tensor | None, ...] = torch.autograd.grad(outputs, self.parameters, above, allow_unused=True)
             scale_(out[i : i + 1], factor)
-            torch._foreach_add_(views if out is w else self.views(out[i]), grads, alpha=alpha)
+            targets = views if out is w else self.views(out[i])
+            added = [(to, g) for to, g in zip(targets, grads, strict=True) if g is not None]
+            if added:
+                torch._foreach_add_(*map(list, zip(*added, strict=True)), alpha=alpha)
+            self.linear.end()
         if steady is not None:
             out.add_(steady)
 

@@ -1,0 +1,110 @@
+"""Large linear layers within a network that trains client by client: compiled products, no gradient ever written.
+
+The backward pass leaves what a weight's gradient is a product of; it is added to the row when the pass has ended, and
+nothing needs the weights any more.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fedloom.local.oracles.products import Compiled, Linear
+from fedloom.rows.layout import Layout
+
+LARGE = 1 << 15
+"""Weights of a layer from which its products take longer than the calls that lead to them."""
+
+FEW = 256
+"""Inputs of a step up to which the loops are ahead of every library's products."""
+
+
+class Pass:
+    """A forward and backward pass of one client, as its linear layers see it."""
+
+    used = False
+
+    def __init__(self) -> None:
+        self._products: Compiled | None = None
+        self._late: list[tuple[Linear, Tensor, Tensor]] = []
+
+    def begin(self, layout: Layout, out: Tensor, w: Tensor, alpha: float) -> None:
+        """``out [1, d]`` receives ``alpha`` times the gradient at ``w [1, d]``."""
+        able = self.used and Compiled.fits(out)
+        self._products = Compiled(layout, out, w, 1.0, alpha, None) if able else None
+        self._late.clear()
+
+    def end(self) -> None:
+        """Add what the layers left."""
+        while self._late:
+            layer, delta, x = self._late.pop()
+            self._products.add_gradient_(layer, delta[None], x[None])  # type: ignore[union-attr]
+        self._products = None
+
+    def takes(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether a layer's products on ``x [..., i]`` are this pass's."""
+        if self._products is None or not torch.is_grad_enabled() or x.numel() > FEW * x.shape[-1]:
+            return False
+        return weight.dtype is torch.bfloat16 or not torch.is_autocast_enabled("cpu")
+
+    def forward(self, layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Outputs ``[b, o]`` on inputs ``[b, i]``."""
+        if weight.dtype is torch.bfloat16:
+            return nn.functional.linear(x, weight, bias)
+        return self._products.forward(layer, x[None])[0]  # type: ignore[union-attr]
+
+    def backward(self, layer: Linear, delta: Tensor, x: Tensor, weight: Tensor, below: bool) -> Tensor | None:
+        """Gradient ``[b, i]`` of the inputs if it is asked for; that of the parameters waits for `end`."""
+        low = weight.dtype is torch.bfloat16
+        self._late.append((layer, delta.float(), x.float()) if low else (layer, delta, x))
+        if not below:
+            return None
+        return delta @ weight if low else self._products.backward(layer, delta[None])[0]  # type: ignore[union-attr]
+
+
+def prepare(module: nn.Module, layout: Layout) -> Pass:
+    """Give the large linear layers of ``module`` to a pass; none where a module has code that is not ours or PyTorch's.
+
+    Such code may ask for gradients of its own within a forward or backward pass.
+    """
+    shared = Pass()
+    if all(type(m).__module__.partition(".")[0] in ("torch", "fedloom") for m in module.modules()):
+        for name, layer in module.named_modules():
+            parts = {f"{name}.{part}" for part, _ in layer.named_parameters(recurse=False)}
+            if type(layer) is nn.Linear and layer.weight.numel() >= LARGE and parts <= {*layout.names}:
+                layer.__class__ = _Linear
+                mine = cast("_Linear", layer)
+                mine.linear, mine.shared, shared.used = Linear.of(layout, name), shared, True
+    return shared
+
+
+class _Linear(nn.Linear):
+    """A linear layer whose gradient is a pass's."""
+
+    linear: Linear
+    shared: Pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch._C._functorch.is_functorch_wrapped_tensor(x) or not self.shared.takes(x, self.weight):
+            return super().forward(x)
+        flat = x.reshape(-1, x.shape[-1]).to(self.weight.dtype)
+        h: Tensor = _Products.apply(flat, self.weight, self.bias, self.linear, self.shared)  # type: ignore[no-untyped-call]
+        return h.view(*x.shape[:-1], self.out_features)
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear, shared: Pass) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer, ctx.shared = layer, shared
+        return shared.forward(layer, x.detach(), weight.detach(), None if bias is None else bias.detach())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = (t.detach() for t in ctx.saved_tensors)
+        below = ctx.shared.backward(ctx.layer, delta, x, weight, ctx.needs_input_grad[0])
+        return below, None, None, None, None
