@@ -22,9 +22,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
 import torch
-from torch import Tensor
 from direct import DirectRounds
 from plain import RATE, PlainLoop
+from torch import Tensor
 from workloads import WORKLOADS, Workload
 
 from fedloom.algorithms import ALGORITHMS
