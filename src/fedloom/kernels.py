@@ -125,24 +125,17 @@ def pool(x: Any, out: Any, place: Any) -> None:
 @compiled
 def unpool(delta: Any, place: Any, out: Any) -> None:
     """``out [b, h, w, c] <-`` gradient of `pool`'s input; ``delta [b, h // 2, w // 2, c]`` is that of its output."""
-    samples, high, wide, _ = delta.shape
+    zero = delta.dtype.type(0)
+    samples, high, wide, channels = delta.shape
     for s in range(samples):
         for i in range(high):
-            for y in range(2):
-                row = out[s, 2 * i + y]
-                for j in range(wide):
-                    _scatter(row[2 * j], delta[s, i, j], place[s, i, j], np.uint8(2 * y))
-                    _scatter(row[2 * j + 1], delta[s, i, j], place[s, i, j], np.uint8(2 * y + 1))
-                row[2 * wide :] = 0
+            for j in range(wide):
+                for square in range(4):  # one target at a time takes few checks for overlap
+                    y, x = 2 * i + square // 2, 2 * j + square % 2
+                    for k in range(channels):
+                        out[s, y, x, k] = delta[s, i, j, k] if place[s, i, j, k] == square else zero
+            out[s, 2 * i : 2 * i + 2, 2 * wide :] = 0
         out[s, 2 * high :] = 0
-
-
-@compiled
-def _scatter(to: Any, delta: Any, place: Any, here: Any) -> None:
-    """``to <- delta`` where its place is here, else 0: one target at a time, which takes few checks for overlap."""
-    zero = delta.dtype.type(0)
-    for k in range(len(to)):
-        to[k] = delta[k] if place[k] == here else zero
 
 
 @compiled

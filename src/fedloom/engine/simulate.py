@@ -175,7 +175,7 @@ def pool_of(job: Job) -> Pool | RankPool:
     }
     if job.ranks.size > 1:
         return RankPool(handlers, job.ranks, job.homes, up)
-    return Pool(handlers, job.workers, down + (1 << 20), up + (1 << 20))
+    return Pool(handlers, job.workers, down + (1 << 20), up + (1 << 20), ahead=True)
 
 
 @contextmanager

@@ -19,6 +19,9 @@ from fedloom.errors import ConfigError, RunStopped, Stop, blamed
 from fedloom.local import Ctx
 from fedloom.processes.chunks import COUNTS, Trained, TrainTask
 
+PIECE = 1 << 16
+"""Elements that are converted together: what is converted stays in the cache until it is added."""
+
 
 class Rows:
     """A `fedloom.algorithms.Rows` field: the accepted rows ``[m, .]``.
@@ -62,10 +65,16 @@ class Mean(Rows):
     def partial(self, up: Any, kept: Any, share: Tensor) -> Tensor:
         value: Tensor = getattr(up, self.name)
         share = torch.ones_like(share) if self.kind.accumulates else share
+        if len(value) == 1:  # a large model's chunk
+            return value[0] if share == 1 else value[0] * share[0].to(value)
         return (share.T.to(value) @ value)[0]
 
     def merge(self, part: Tensor) -> None:
-        self.parts = [self.parts[0].add_(part) if self.parts else part.double()]
+        if not self.parts:
+            self.parts = [part.double()]
+        else:
+            for total, piece in zip(self.parts[0].split(PIECE), part.split(PIECE), strict=True):
+                total.add_(piece)
 
     def finish(self, cohort: Uploads) -> Tensor:
         return self.parts[0] / (len(cohort.shares) if self.kind.accumulates else cohort.share)

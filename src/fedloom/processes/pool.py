@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import cycle
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol, TypeVar
 
@@ -27,6 +28,9 @@ Handler = Callable[[Any, Any], Any]
 
 LARGE = 1 << 14
 """Bytes from which a tensor travels through shared memory; a smaller one is written into the message as it is."""
+
+SHORT = 1 << 14
+"""Bytes of a message that a pipe takes whatever the other end does: it may be sending, and wait for this end."""
 
 
 def cores() -> int:
@@ -112,12 +116,18 @@ class Pool:
         workers: forked processes; with 1, everything runs in this one.
         down_bytes: room for what all chunks share.
         up_bytes: room for what one chunk sends back.
+        ahead: give a worker its next task while it computes one, so that it need not wait for this process; for short
+            tasks of like length, which nobody interrupts.
     """
 
-    def __init__(self, handlers: dict[str, Handler], workers: int, down_bytes: int = 0, up_bytes: int = 0) -> None:
+    def __init__(
+        self, handlers: dict[str, Handler], workers: int, down_bytes: int = 0, up_bytes: int = 0, ahead: bool = False
+    ) -> None:
         self._handlers = handlers
         self._down = Buffer(down_bytes if workers > 1 else 0)
-        self._workers = [_Worker(handlers, self._down, up_bytes) for _ in range(workers)] if workers > 1 else []
+        self._depth = 2 if ahead else 1
+        make = range(workers if workers > 1 else 0)
+        self._workers = [_Worker(handlers, self._down, up_bytes, self._depth) for _ in make]
 
     def map(
         self, name: str, shared: Any, tasks: Sequence[Any], interrupted: Callable[[], bool] | None = None
@@ -140,32 +150,40 @@ class Pool:
             return
         message = self._down.pack(shared)
         for worker in self._workers:
-            worker.send(("share", name, message))
+            worker.send(_packed(("share", name, message)))
         waiting = list(enumerate(tasks))[::-1]
-        idle, busy = list(self._workers), dict[Connection, tuple[int, _Worker]]()
+        busy: dict[Connection, tuple[list[int], _Worker]] = {worker.pipe: ([], worker) for worker in self._workers}
         done: dict[int, Any] = {}
         turn = 0
         while turn < len(tasks):
             if interrupted is not None and interrupted():
                 waiting.clear()
-                for _, worker in busy.values():
-                    worker.interrupt()
+                for own, worker in busy.values():
+                    if own:
+                        worker.interrupt()
                 interrupted = None
-            if not waiting and not busy:
+            if not waiting and not any(own for own, _ in busy.values()):
                 return
-            while idle and waiting:
-                k, task = waiting.pop()
-                worker = idle.pop()
-                worker.send(("task", task))
-                busy[worker.pipe] = (k, worker)
-            for pipe in wait(list(busy), None if interrupted is None else 1.0):
-                k, worker = busy.pop(pipe)  # type: ignore[call-overload]
-                done[k] = worker.receive()
-                idle.append(worker)
+            self._hand_out(waiting, list(busy.values()))
+            for pipe in wait([pipe for pipe, (own, _) in busy.items() if own], None if interrupted is None else 1.0):
+                own, worker = busy[pipe]  # type: ignore[index]
+                done[own.pop(0)] = worker.receive()
+                self._hand_out(waiting, [(own, worker)])
             while turn in done:
                 result = done.pop(turn)
                 turn += 1
                 yield result
+
+    def _hand_out(self, waiting: list[tuple[int, Any]], places: list[tuple[list[int], _Worker]]) -> None:
+        """Start the last of the waiting tasks; ahead only what leaves one for everybody, so all end together."""
+        for depth in range(self._depth):
+            for own, worker in places:
+                if len(own) != depth or len(waiting) <= depth * len(self._workers):
+                    continue
+                message = _packed(("task", waiting[-1][1]))
+                if depth == 0 or len(message) <= SHORT:
+                    worker.send(message)
+                    own.append(waiting.pop()[0])
 
     def once(self, ids: Tensor, call: Callable[[], T]) -> T:
         """What a call gives, made here."""
@@ -185,18 +203,19 @@ class Pool:
 
 
 class _Worker:
-    def __init__(self, handlers: dict[str, Handler], down: Buffer, up_bytes: int) -> None:
+    def __init__(self, handlers: dict[str, Handler], down: Buffer, up_bytes: int, depth: int) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, theirs = context.Pipe()
-        self._up = Buffer(up_bytes)
-        self._process = context.Process(target=_serve, args=(theirs, handlers, down, self._up), daemon=True)
+        ups = [Buffer(up_bytes) for _ in range(depth)]
+        self._turn = cycle(ups)
+        self._process = context.Process(target=_serve, args=(theirs, handlers, down, ups), daemon=True)
         self._process.start()
         theirs.close()
 
-    def send(self, message: Any) -> None:
+    def send(self, message: bytes) -> None:
         """Give the worker something to do."""
         try:
-            self.pipe.send_bytes(_packed(message))
+            self.pipe.send_bytes(message)
         except OSError as error:
             raise self._died() from error
 
@@ -206,7 +225,7 @@ class _Worker:
             message = self.pipe.recv_bytes()
         except (OSError, EOFError) as error:
             raise self._died() from error
-        ok, result = self._up.unpack(message, copy=True)
+        ok, result = next(self._turn).unpack(message, copy=True)
         if not ok:
             raise result
         return result
@@ -233,12 +252,13 @@ class _Worker:
             self._process.join()
 
 
-def _serve(pipe: Connection, handlers: dict[str, Handler], down: Buffer, up: Buffer) -> None:
+def _serve(pipe: Connection, handlers: dict[str, Handler], down: Buffer, ups: list[Buffer]) -> None:
     _end_with_parent()
     os.setpgrp()  # Ctrl-C reaches the parent only, which decides
     torch.set_num_threads(1)
     handler: Handler | None = None
     shared: Any = None
+    turn = cycle(ups)
     with suppress(EOFError, OSError):
         while True:
             kind, *content = _Unpacker(io.BytesIO(pipe.recv_bytes()), None, copy=True).load()
@@ -252,7 +272,7 @@ def _serve(pipe: Connection, handlers: dict[str, Handler], down: Buffer, up: Buf
                 answer = (True, handler(shared, content[0]))
             except Exception as error:
                 answer = (False, error)
-            pipe.send_bytes(up.pack(answer))
+            pipe.send_bytes(next(turn).pack(answer))
 
 
 def _end_with_parent() -> None:
