@@ -1,0 +1,68 @@
+"""The pool: results in the order of the tasks, whoever computes them and however large they are."""
+
+from __future__ import annotations
+
+import mmap
+import time
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedloom.errors import FedloomError
+from fedloom.processes.pool import LARGE, SHORT, Pool
+
+
+class Task(NamedTuple):
+    k: int
+    rows: Tensor
+
+
+def triple(shared: Tensor, task: Task) -> tuple[int, Tensor]:
+    """The rows three times, and what all share."""
+    return task.k, torch.cat([task.rows, task.rows * 2, shared + task.k])
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("size", [3, LARGE, 4 * SHORT], ids=["small", "large", "larger than a pipe takes"])
+def test_results_are_those_of_one_process(size: int, ahead: bool) -> None:
+    """Also where the parent is slow to look: a buffer is not written again before it was read."""
+    shared = torch.arange(float(LARGE))
+    tasks = [Task(k, torch.full((size,), float(k))) for k in range(17)]
+    alone = [*Pool({"triple": triple}, 1).map("triple", shared, tasks)]
+    with Pool({"triple": triple}, 3, 5 * LARGE, 4 * (3 * size + LARGE) + 1024, ahead=ahead) as pool:
+        for _ in range(2):
+            for (k, rows), (order, expected) in zip(pool.map("triple", shared, tasks), alone, strict=True):
+                time.sleep(0.002)
+                assert k == order
+                assert torch.equal(rows, expected)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_worker_has_its_next_task_while_the_parent_is_busy(ahead: bool) -> None:
+    """Of two workers each has two tasks; without ``ahead`` only those go on whose result was taken."""
+    begun = mmap.mmap(-1, 64)
+
+    def mark(_: object, k: int) -> int:
+        begun[k] = 1
+        return k
+
+    with Pool({"mark": mark}, 2, ahead=ahead) as pool:
+        results = pool.map("mark", None, [*range(8)])
+        assert next(results) == 0
+        end = time.monotonic() + (30 if ahead else 0.3)
+        while sum(begun[:]) < 5 and time.monotonic() < end:
+            time.sleep(0.001)
+        assert (sum(begun[:]) >= 5) == ahead
+        assert [*results] == [*range(1, 8)]
+
+
+def test_an_error_of_a_task_that_waited_is_raised() -> None:
+    def fail(_: object, k: int) -> int:
+        if k == 3:
+            raise FedloomError("task 3")
+        return k
+
+    with Pool({"fail": fail}, 2, ahead=True) as pool, pytest.raises(FedloomError, match="task 3"):
+        assert [*pool.map("fail", None, list(range(8)))] == []
