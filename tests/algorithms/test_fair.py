@@ -298,7 +298,7 @@ METHODS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_digits_with_one_and_two_workers(digits: Data, name: str) -> None:
-    one, two = (simulated(digits, METHODS[name](), engine=Engine(workers=w)) for w in (1, 2))
+    one, two = (simulated(digits, METHODS[name](), engine=Engine(workers=w, chunk=2)) for w in (1, 2))
     assert torch.equal(one.models.rows("global"), two.models.rows("global"))
     assert one.state.totals.tolist() == two.state.totals.tolist()
     assert one.state.tensors().keys() == two.state.tensors().keys()

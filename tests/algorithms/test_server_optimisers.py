@@ -212,6 +212,6 @@ def test_digits_with_one_and_two_workers(method: Algorithm) -> None:
         "sampler": Uniform(fraction=0.5),
         "evaluate": Evaluate(every=3),
     }
-    one, two = (simulate(method, fed, "softmax", engine=Engine(workers=w), **options) for w in (1, 2))
+    one, two = (simulate(method, fed, "softmax", engine=Engine(workers=w, chunk=2), **options) for w in (1, 2))
     assert torch.equal(one.models.rows("global"), two.models.rows("global"))
     assert float(one.final("global", "accuracy").nanmean()) > 0.2

@@ -142,7 +142,7 @@ def test_shares_by_samples_change_a_run_or_it_is_said_that_they_do_not(name: str
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "flame", "fedacs", "equitable-fl", "ditto"])
 def test_two_workers_equal_one_bit_for_bit(fed: Federation, name: str) -> None:
-    one, two = (run(fed, composed(name), engine=Engine(workers=w)) for w in (1, 2))
+    one, two = (run(fed, composed(name), engine=Engine(workers=w, chunk=2)) for w in (1, 2))
     assert same(one.table(), two.table())
     assert torch.equal(rows(one), rows(two))
 

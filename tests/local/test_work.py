@@ -56,6 +56,21 @@ def test_grad_is_the_gradient_of_the_mean_batch_loss(name: str, task: str, clip:
     torch.testing.assert_close(work.grad(problem.x, batch), work.grad(problem.x.expand(M, -1), batch), **CLOSE)
 
 
+@pytest.mark.parametrize("order", [[3, 2, 1, 0], [2, 3, 0, 1], [1, 3, 2, 0]])
+def test_a_pass_leaves_out_clients_that_have_ended(
+    name: str, order: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedloom.local.work.PIECE", 8)
+    problem = Problem(CASES["mlp"])
+    work = make_work(problem.oracle(name), LocalSGD(batch_size=20))
+    gradient, loss = work.full_grad(problem.start), work.loss(problem.start)
+    other = make_work(problem.oracle(name), LocalSGD(batch_size=20)).take(torch.tensor(order))
+    assert [len(piece.ids) for piece in other.pieces()][-1] == order.index(3) + 1
+    torch.testing.assert_close(other.full_grad(problem.start[order]), gradient[order], **CLOSE)
+    torch.testing.assert_close(other.loss(problem.start[order]), loss[order], **CLOSE)
+    assert other.counts.backward.tolist() == other.counts.forward.tolist() == SIZES.tolist()
+
+
 @pytest.mark.parametrize("task", ["classification", "binary", "regression"])
 @pytest.mark.parametrize("piece", [1024, 8])
 @pytest.mark.parametrize("case", ["mlp", "cnn"])

@@ -140,7 +140,7 @@ class Work:
         steady: Tensor | None = None,
     ) -> None:
         """``out <- beta out + alpha gradient of the mean batch loss at w + steady``, counted as samples backward."""
-        self.counts.backward.index_add_(0, self.slots, batch.count[:, 0])
+        self.counts.backward.index_add_(0, self.slots[: len(batch.count)], batch.count[:, 0])
         self.oracle.addgrad_(out, w, batch, beta, alpha, steady)
 
     def full_grad(self, w: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ class Work:
     def add_full_grad_(self, out: Tensor, w: Tensor) -> Tensor:
         """``out <- out + full_grad(w)``, both ``[m, d]``; returns ``out``, which is not ``w``."""
         for piece in self.pieces():
-            self.addgrad_(out, w, piece, 1.0, 1.0)
+            self.addgrad_(out[: len(piece.ids)], w[: len(piece.ids)], piece, 1.0, 1.0)
         return out.add_(w, alpha=self.local.weight_decay) if self.local.weight_decay else out
 
     def loss(self, w: Tensor, batch: Batch | None = None) -> Tensor:
@@ -159,8 +159,9 @@ class Work:
         w = each_client(w, self.m)
         total = torch.zeros(self.m, 1, dtype=w.dtype, device=w.device)
         for piece in self.pieces() if batch is None else [batch]:
-            self.counts.forward.index_add_(0, self.slots, piece.count[:, 0])
-            total = total + self.oracle.batch_loss(w, piece)
+            first = slice(len(piece.ids))
+            self.counts.forward.index_add_(0, self.slots[first], piece.count[:, 0])
+            total[first] += self.oracle.batch_loss(w[first], piece)
         return total
 
     def accuracy(self, w: Tensor) -> Tensor:
@@ -224,14 +225,19 @@ class Work:
         return other
 
     def pieces(self) -> list[Batch]:
-        """Batches that together are the client's whole training part, each weighted by its share of it."""
+        """Batches that together are the client's whole training part, each weighted by its share of it.
+
+        A batch is of the first clients, up to the last one that has samples left.
+        """
         longest = int(self.sizes.max())
         pieces = []
         for start in range(0, longest, PIECE):
-            position = torch.arange(start, min(start + PIECE, longest)).expand(self.m, -1)
-            position = torch.where(position < self.sizes, position, -1)
+            m = int((self.sizes[:, 0] > start).nonzero().max()) + 1
+            ids, sizes = self.ids[:m], self.sizes[:m]
+            position = torch.arange(start, min(start + PIECE, longest)).expand(m, -1)
+            position = torch.where(position < sizes, position, -1)
             count = (position >= 0).sum(1, keepdim=True)
-            draw = Draw(self.seed, self.round, tuple(self.ids.tolist()), PASS, start)
-            where, full = self.oracle.locate(self.ids, position), int(count.min()) == position.shape[1]
-            pieces.append(Batch(position, where, count, self.ids, draw, self.sizes, full))
+            draw = Draw(self.seed, self.round, tuple(ids.tolist()), PASS, start)
+            where, full = self.oracle.locate(ids, position), int(count.min()) == position.shape[1]
+            pieces.append(Batch(position, where, count, ids, draw, sizes, full))
         return pieces

@@ -83,12 +83,15 @@ def chunk_limit(oracle: Oracle) -> int:
 
 
 def chunk_count(m: int, limit: int) -> int:
-    """Chunks of a cohort of ``m``: the smallest multiple of 4 with m/K <= ``limit``; as few as fit for m < 16.
+    """Chunks of a cohort of ``m``: the smallest multiple of 4 with m/K <= ``limit``.
 
-    >>> chunk_count(100, 10), chunk_count(100, 200), chunk_count(10, 200)
-    (12, 4, 1)
+    As few as fit for m < 16, and one where four times the cohort would fit: there what a step costs does not depend on
+    the number of clients.
+
+    >>> chunk_count(100, 10), chunk_count(100, 200), chunk_count(10, 200), chunk_count(100, 400)
+    (12, 4, 1, 1)
     """
-    if m < 16:
+    if m < 16 or 4 * m <= limit:
         return max(1, math.ceil(m / limit))
     return min(m, 4 * math.ceil(m / (4 * limit)))
 
