@@ -1,5 +1,8 @@
 """Large linear layers within a network that trains client by client: compiled products, no gradient ever written.
 
+They are float32 also where a step is computed in bfloat16: their time goes into reading the weights, and a copy of them
+in bfloat16 takes longer than it saves.
+
 The backward pass leaves what a weight's gradient is a product of; it is added to the row when the pass has ended, and
 nothing needs the weights any more.
 """
@@ -44,25 +47,18 @@ class Pass:
             self._products.add_gradient_(layer, delta[None], x[None])  # type: ignore[union-attr]
         self._products = None
 
-    def takes(self, x: Tensor, weight: Tensor) -> bool:
+    def takes(self, x: Tensor) -> bool:
         """Whether a layer's products on ``x [..., i]`` are this pass's."""
-        if self._products is None or not torch.is_grad_enabled() or x.numel() > FEW * x.shape[-1]:
-            return False
-        return weight.dtype is torch.bfloat16 or not torch.is_autocast_enabled("cpu")
+        return self._products is not None and torch.is_grad_enabled() and x.numel() <= FEW * x.shape[-1]
 
-    def forward(self, layer: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(self, layer: Linear, x: Tensor) -> Tensor:
         """Outputs ``[b, o]`` on inputs ``[b, i]``."""
-        if weight.dtype is torch.bfloat16:
-            return nn.functional.linear(x, weight, bias)
         return self._products.forward(layer, x[None])[0]  # type: ignore[union-attr]
 
-    def backward(self, layer: Linear, delta: Tensor, x: Tensor, weight: Tensor, below: bool) -> Tensor | None:
+    def backward(self, layer: Linear, delta: Tensor, x: Tensor, below: bool) -> Tensor | None:
         """Gradient ``[b, i]`` of the inputs if it is asked for; that of the parameters waits for `end`."""
-        low = weight.dtype is torch.bfloat16
-        self._late.append((layer, delta.float(), x.float()) if low else (layer, delta, x))
-        if not below:
-            return None
-        return delta @ weight if low else self._products.backward(layer, delta[None])[0]  # type: ignore[union-attr]
+        self._late.append((layer, delta, x))
+        return self._products.backward(layer, delta[None])[0] if below else None  # type: ignore[union-attr]
 
 
 def prepare(module: nn.Module, layout: Layout) -> Pass:
@@ -88,23 +84,24 @@ class _Linear(nn.Linear):
     shared: Pass
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch._C._functorch.is_functorch_wrapped_tensor(x) or not self.shared.takes(x, self.weight):
+        if torch._C._functorch.is_functorch_wrapped_tensor(x) or not self.shared.takes(x):
             return super().forward(x)
         flat = x.reshape(-1, x.shape[-1]).to(self.weight.dtype)
         h: Tensor = _Products.apply(flat, self.weight, self.bias, self.linear, self.shared)  # type: ignore[no-untyped-call]
+        if torch.is_autocast_enabled("cpu"):
+            h = h.to(torch.get_autocast_dtype("cpu"))
         return h.view(*x.shape[:-1], self.out_features)
 
 
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Linear, shared: Pass) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x)
         ctx.layer, ctx.shared = layer, shared
-        return shared.forward(layer, x.detach(), weight.detach(), None if bias is None else bias.detach())
+        return shared.forward(layer, x.detach())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = (t.detach() for t in ctx.saved_tensors)
-        below = ctx.shared.backward(ctx.layer, delta, x, weight, ctx.needs_input_grad[0])
+        below = ctx.shared.backward(ctx.layer, delta, ctx.saved_tensors[0].detach(), ctx.needs_input_grad[0])
         return below, None, None, None, None

@@ -34,10 +34,10 @@ class Looped(Network):
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         super().__init__(module, task, fed, augment)
         self.draws = draws_itself(self.module, fed)
-        self.narrow = of_products(self.module, self.parameters)
         if self.memory_format is torch.channels_last:
             join(self.module)
         self.linear = prepare(self.module, self.layout) if self.device.type == "cpu" else Pass()
+        self.narrow = of_products(self.module, self.parameters)
 
     def addgrad_(
         self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None
@@ -56,7 +56,7 @@ class Looped(Network):
                 layer.mask = self._mask(name, batch, i, count)
             views = self.views(w[i])
             self.linear.begin(self.layout, out[i : i + 1], w[i : i + 1], alpha)
-            self._hold(self._narrowed(w[i], views) if self.lowers(batch) else views)
+            self._hold(self._narrowed(views) if self.lowers(batch) else views)
             with torch.enable_grad(), self.lowered(batch):
                 outputs = self._forward(self.arranged(data.x[i, :count]), batch, i).flatten(0, -2)
             above = slope(self.task, outputs.to(self.dtype), data, i).to(outputs.dtype)
@@ -70,10 +70,9 @@ class Looped(Network):
         if steady is not None:
             out.add_(steady)
 
-    def _narrowed(self, row: Tensor, views: list[Tensor]) -> list[Tensor]:
-        """Parameters of products in bfloat16, by one pass over the row instead of one per layer and direction."""
-        low = self.views(row.to(torch.bfloat16))
-        return [to if narrow else own for to, own, narrow in zip(low, views, self.narrow, strict=True)]
+    def _narrowed(self, views: list[Tensor]) -> list[Tensor]:
+        """Parameters of products in bfloat16, turned once instead of once per direction."""
+        return [own.to(torch.bfloat16) if narrow else own for own, narrow in zip(views, self.narrow, strict=True)]
 
     def _forward(self, x: Tensor, batch: Batch, i: int) -> Tensor:
         if self.normalisers and len(x) == 1:
