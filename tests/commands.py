@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -25,6 +26,7 @@ def fork(work: Callable[[], object], said: str | Path = os.devnull) -> int:
     """Process of a fork that does some work and writes what it says to a file; it ends with 1 after an error."""
     pid = os.fork()
     if pid == 0:
+        gc.freeze()  # an onnxruntime session of the parent, deleted here, would wait for threads that are not here
         code = 1
         try:
             sys.stdout = sys.stderr = open(said, "w")  # noqa: SIM115

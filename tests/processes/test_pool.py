@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
 import time
 from typing import NamedTuple
@@ -56,6 +57,32 @@ def test_a_worker_has_its_next_task_while_the_parent_is_busy(ahead: bool) -> Non
             time.sleep(0.001)
         assert (sum(begun[:]) >= 5) == ahead
         assert [*results] == [*range(1, 8)]
+
+
+def test_a_worker_deletes_nothing_that_was_made_before_it() -> None:
+    """A library's object may end threads of its own, which a fork has not, and wait for them."""
+    deleted = mmap.mmap(-1, 64)
+
+    class Session:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            deleted[0] = 1
+
+    def collect(_: object, k: int) -> int:
+        gc.collect()
+        return deleted[0]
+
+    gc.disable()
+    try:
+        Session()
+        with Pool({"collect": collect}, 2) as pool:
+            assert [*pool.map("collect", None, [0, 1])] == [0, 0]
+    finally:
+        gc.enable()
+    gc.collect()
+    assert deleted[0] == 1
 
 
 def test_an_error_of_a_task_that_waited_is_raised() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import io
 import mmap
 import multiprocessing
@@ -254,6 +255,7 @@ class _Worker:
 
 def _serve(pipe: Connection, handlers: dict[str, Handler], down: Buffer, ups: list[Buffer]) -> None:
     _end_with_parent()
+    gc.freeze()  # what the parent made may wait for threads, as it is deleted, that are not here
     os.setpgrp()  # Ctrl-C reaches the parent only, which decides
     torch.set_num_threads(1)
     handler: Handler | None = None
