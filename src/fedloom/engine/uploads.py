@@ -71,7 +71,7 @@ class Mean(Rows):
 
     def merge(self, part: Tensor) -> None:
         if not self.parts:
-            self.parts = [part.double()]
+            self.parts = [part.to(torch.float64, copy=True)]
         else:
             for total, piece in zip(self.parts[0].split(PIECE), part.split(PIECE), strict=True):
                 total.add_(piece)
