@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedloom import kernels
+from fedloom.kernels import machine
 
 SIZES = st.tuples(*[st.integers(1, 9)] * 4)
 """Clients, samples, inputs, outputs."""
@@ -120,7 +121,7 @@ def test_without_room_on_disk_nothing_is_kept_there(monkeypatch: pytest.MonkeyPa
 
     assert kernels.compiled(add)(1.0, 2.0) == 3.0
     assert list(tmp_path.rglob("*.nbc"))
-    monkeypatch.setattr(kernels, "ROOM", 1 << 60)
+    monkeypatch.setattr(machine, "ROOM", 1 << 60)
     assert kernels.compiled(add)(1, 2) == 3
     assert len(list(tmp_path.rglob("*.nbc"))) == 1
 

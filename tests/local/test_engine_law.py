@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import handwritten
 import pytest
 import torch
 from engine_cases import CASES, TOLERANCE, M, Problem, Setting, make_work, oracles_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.local import LocalSGD
-from fedloom.local.oracles import products
+from fedloom.local import LocalSGD, descend
+from fedloom.local.oracles import Fused, make_oracle, products
+from fedloom.models import MLP
+from fedloom.tasks import Objective, task_of
 
 SETTINGS = {
     "plain": Setting({"lr": 0.3}),
@@ -72,6 +76,12 @@ def test_batched_products_train_as_compiled_ones(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(kind, "__init__", spy)
     compiled = problem.by_engine(problem.oracle("fused"), SETTINGS[setting])
     assert set(used) == {products.Compiled}
+    used.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(Fused, "at_once", lambda *_: None)
+        stepwise = problem.by_engine(problem.oracle("fused"), SETTINGS[setting])
+    assert set(used) == {products.Compiled}
+    torch.testing.assert_close(stepwise, compiled, **TOLERANCE)
     used.clear()
     monkeypatch.setattr(products.Compiled, "fits", lambda _: False)
     batched = problem.by_engine(problem.oracle("fused"), SETTINGS[setting])
@@ -161,3 +171,53 @@ def test_any_combination(data: st.DataObject) -> None:
     expected = problem.by_hand(setting)
     for name in oracles_of(problem):
         torch.testing.assert_close(problem.by_engine(problem.oracle(name), setting), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("stored", [torch.uint8, torch.float32])
+@pytest.mark.parametrize("weights", ["", "balanced"])
+def test_all_steps_at_once_are_the_steps(monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, weights: str) -> None:
+    """Of samples stored as bytes or as numbers, with weights of classes and of clients, for short batches too."""
+    g = torch.Generator().manual_seed(1)
+    fed = handwritten.federation(dtype=torch.float32)
+    x = torch.randint(0, 256, fed.data.x.shape, generator=g).to(stored)
+    fed = replace(fed, data=replace(fed.data, x=x, mean=torch.full((6,), 0.4), std=torch.full((6,), 90.0)))
+    module = MLP(hidden=(9, 5)).build((6,), 4, seed=3)
+    task = task_of(fed.data, Objective(class_weights=weights or None))
+    oracle = make_oracle(module, task, fed, "fused")
+    start = oracle.layout.vector(oracle.module).expand(M, -1)
+    scale = torch.tensor([[1.0], [0.5], [2.0], [1.0]])
+
+    def train(steps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        work = make_work(oracle, LocalSGD(lr=0.1, batch_size=8), seed=2)
+        got = descend(start, work, pull=((0.3, start[0]),), scale=scale, steps=steps)
+        return got, work.counts.backward
+
+    steps = torch.tensor([[3], [0], [5], [1]])
+    assert oracle.at_once(start.contiguous()) is not None
+    got, counted = train(steps)
+    monkeypatch.setattr(Fused, "at_once", lambda *_: None)
+    expected, samples = train(steps)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(counted, samples)
+    assert torch.equal(got[1], start[1])
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    fed = handwritten.federation(dtype=torch.float32)
+    for hidden in ((), (9,)):
+        oracle = make_oracle(MLP(hidden=hidden).build((6,), 4), task_of(fed.data), fed, "fused")
+        start = oracle.layout.vector(oracle.module).repeat(M, 1)
+        start[2, 0] = torch.nan
+        start[3, 0] = torch.inf
+        got = descend(start, make_work(oracle, LocalSGD(lr=0.1, batch_size=8)))
+        assert got.isfinite().all(1).tolist() == [True, True, False, False]
+
+
+@pytest.mark.parametrize("case", ["mlp dropout", "mlp tanh"])
+def test_all_steps_are_not_taken_at_once_where_the_loop_has_no_part_for_it(case: str) -> None:
+    problem = Problem(CASES[case])
+    assert problem.oracle("fused").at_once(problem.start) is None
+    softmax = Problem(CASES["softmax"], task="binary")
+    assert softmax.oracle("fused").at_once(softmax.start) is None
+    plain = Problem(CASES["softmax"])
+    assert plain.oracle("fused").at_once(plain.start.half()) is None

@@ -141,6 +141,13 @@ class Federation:
                 torch.addcmul(shift, out, scale, out=out)
         return out.view(*index.shape, *self.data.shape)
 
+    def stored(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All samples as they are stored [N, p], and the scale and shift [p] that make of them what `fetch` gives."""
+        if self._affine is not None:
+            return (self._flat, *self._affine)
+        one = torch.ones(self._flat.shape[1], dtype=self.dtype, device=self.device)
+        return self._flat, one, one * 0
+
     def targets(self, index: Tensor) -> Tensor:
         """Targets at positions `index` [..., b]: [..., b] int64 classes, or [..., b, k] of `dtype` for a regression.
 

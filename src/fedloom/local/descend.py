@@ -108,6 +108,10 @@ def descend(
         scale,
     )
 
+    if in_place and mask is None and prox is None:
+        kept = 1 - rate * pulled
+        if work.descend_(rows.w, steps, stream, kept, -rate, rows.steady, scale):
+            return rows.w
     steppers = None if plain else Steppers(rows.w, work, stream, rate)
 
     def step(rows: _Rows, work: Work, batch: Batch) -> _Rows:

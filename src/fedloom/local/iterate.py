@@ -40,10 +40,7 @@ def iterate(
     Returns:
         The rows after the last step of each client, in the order given.
     """
-    m = work.m
-    if steps is None:
-        steps = work.steps // batches if work.counted and batches else work.steps
-    count = torch.as_tensor(steps).reshape(-1, 1).expand(m, 1)[:, 0].cpu().long()
+    count = work.counted_steps(steps, batches)
     order = torch.argsort(count, descending=True, stable=True)
     if bool((order[1:] > order[:-1]).all()):
         return _sorted(step, rows, work, count, batches, stream, until)

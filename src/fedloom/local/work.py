@@ -143,6 +143,32 @@ class Work:
         self.counts.backward.index_add_(0, self.slots[: len(batch.count)], batch.count[:, 0])
         self.oracle.addgrad_(out, w, batch, beta, alpha, steady)
 
+    def descend_(
+        self,
+        w: Tensor,
+        steps: Tensor | int | None,
+        stream: Purpose,
+        beta: float | Tensor,
+        alpha: float,
+        steady: Tensor | None,
+        scale: Tensor | None,
+    ) -> bool:
+        """All steps ``w <- beta w + alpha scale gradient + steady`` at once; False if the oracle has no such loop."""
+        descend = self.oracle.at_once(w)
+        if descend is None or not self.m:
+            return False
+        count = self.counted_steps(steps)
+        plan = self.plan(stream, count)
+        self.counts.backward.index_add_(0, self.slots, plan.count.sum((0, 2)))
+        descend(w, plan, count, beta, alpha, steady, scale)
+        return True
+
+    def counted_steps(self, steps: Tensor | int | None = None, batches: int = 1) -> Tensor:
+        """Steps ``[m]`` of every client on the CPU; when None those of the round, of ``batches`` batches each."""
+        if steps is None:
+            steps = self.steps // batches if self.counted and batches else self.steps
+        return torch.as_tensor(steps).reshape(-1, 1).expand(self.m, 1)[:, 0].cpu().long()
+
     def full_grad(self, w: Tensor) -> Tensor:
         """Gradient of f_i over the whole training part at ``w``, weight decay included, ``[m, d]``."""
         w = each_client(w, self.m)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import Refused
-from fedloom.local.batches import Batch
+from fedloom.local.batches import Batch, Plan
 from fedloom.rows.layout import Layout
 
 Reduce = Callable[[Tensor], Tensor]
@@ -18,6 +18,10 @@ Reduce = Callable[[Tensor], Tensor]
 
 Minimise = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 """(w, ids, mu [m, 1], steady, mask) -> argmin f_i(w) + mu/2 ||w||^2 + <steady, w> over the coordinates in mask."""
+
+
+Descend = Callable[[Tensor, Plan, Tensor, float | Tensor, float, Tensor | None, Tensor | None], None]
+"""(w, plan, steps [m], beta, alpha, steady, scale): every step ``w <- beta w + alpha scale grad + steady`` at once."""
 
 
 class Oracle(ABC):
@@ -28,6 +32,10 @@ class Oracle(ABC):
     dtype: torch.dtype
     device: torch.device
     minimise: Minimise | None = None
+
+    def at_once(self, w: Tensor) -> Descend | None:
+        """All steps of plain SGD on rows like ``w [m, d]`` in one call; None where there is no such loop."""
+        return None
 
     @abstractmethod
     def sizes(self, ids: Tensor) -> Tensor:

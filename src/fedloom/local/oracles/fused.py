@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from fedloom.errors import Refused
 from fedloom.local.oracles.network import Network, hooked
-from fedloom.local.oracles.products import Batched, Compiled, Linear, Products, apply
+from fedloom.local.oracles.products import Batched, Compiled, Linear, Products, Stored, apply
 from fedloom.local.oracles.samples import slopes
 from fedloom.models.dropout import Dropout
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
-    from fedloom.local.batches import Batch
+    from fedloom.local.batches import Batch, Plan
+    from fedloom.local.oracles.base import Descend
     from fedloom.models import Augment
     from fedloom.tasks import Task
 
@@ -106,6 +107,30 @@ class Fused(Network):
                 delta = delta * masks[name].flatten(2) if name in masks else delta
             else:
                 delta = BACKWARD[type(layer)](layer, delta, values[k], values[k + 1])
+
+    def at_once(self, w: Tensor) -> Descend | None:
+        """For rectifiers and the cross-entropy of classes, without random changes to what a layer sees."""
+        data = self.fed.stored()[0]
+        known = all(type(layer) in (nn.Flatten, nn.Linear, nn.ReLU, Dropout) for _, layer in self.chain)
+        whole = Compiled.fits(w) and data.dtype in (torch.uint8, w.dtype) and data.is_contiguous()
+        plain = self.fed.data.task == "classification" and self.labels_each is None and self.task.own_loss is None
+        random = self.dropouts or self.augment is not None
+        return self._descend if known and whole and plain and not random else None
+
+    def _descend(
+        self, w: Tensor, plan: Plan, steps: Tensor, beta: float | Tensor, alpha: float, steady: Tensor | None,
+        scale: Tensor | None,
+    ) -> None:  # fmt: skip
+        layers: list[list[int]] = []
+        for name, layer in self.chain:
+            if name in self.linear:
+                layers.append([*self.linear[name][2:], 0])
+            elif isinstance(layer, nn.ReLU):
+                layers[-1][-1] = 1
+        data, factor, shift = self.fed.stored()
+        classes = w.new_empty(len(w), 0) if self.class_weights is None else self.class_weights[plan.ids]
+        samples = Stored(data, factor, shift, self.fed.data.y, plan.where, classes)
+        Compiled(self.layout, w, w, beta, alpha, steady).descend_(layers, samples, steps, plan.count, scale)
 
     @torch.no_grad()
     def outputs_of(self, rows: Tensor, index: Tensor, sizes: Tensor) -> Tensor:

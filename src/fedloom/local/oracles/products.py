@@ -35,6 +35,20 @@ class Linear(NamedTuple):
         return cls(weight, bias if bias in at else None, at[weight], at.get(bias, -1), inputs, outputs)
 
 
+class Stored(NamedTuple):
+    """Samples that lie in a data set: stored ``[N, i]``, what normalises them ``[i]``, their classes ``[N]``.
+
+    Of a plan, ``where [k, m, b]`` they lie; and weights of classes by client ``[m, C]``, or ``[m, 0]``.
+    """
+
+    data: Tensor
+    scale: Tensor
+    shift: Tensor
+    y: Tensor
+    where: Tensor
+    classes: Tensor
+
+
 class Products(ABC):
     """The products of one pass over a network.
 
@@ -132,6 +146,21 @@ class Compiled(Products):
         self._loops.add_gradient(
             self._out, layer.weight_at, layer.bias_at, delta.contiguous().numpy(), x.contiguous().numpy(),
             self._beta, self._alpha, self._steady,
+        )  # fmt: skip
+
+    def descend_(
+        self, layers: list[list[int]], samples: Stored, steps: Tensor, count: Tensor, scale: Tensor | None
+    ) -> None:
+        """All ``steps [m]`` of every client, with ``count [k, m, 1]`` samples each; `fedloom.kernels.descend`."""
+        widths = [layers[0][2], *(layer[3] for layer in layers)]
+        room = np.empty(samples.where.shape[2] * (sum(widths) + 2 * max(widths[1:])), self._w.dtype)
+        factor = np.ones(len(self._w), self._w.dtype)
+        if scale is not None:
+            factor[:] = scale.reshape(-1).numpy()
+        self._loops.descend(
+            self._out, np.array(layers), samples.data.numpy(), samples.scale.numpy(), samples.shift.numpy(),
+            samples.y.numpy(), samples.where.contiguous().numpy(), steps.numpy(), count[..., 0].contiguous().numpy(),
+            factor, samples.classes.numpy(), self._beta, self._alpha, self._steady, room,
         )  # fmt: skip
 
 

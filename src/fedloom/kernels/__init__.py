@@ -1,0 +1,11 @@
+"""Loops compiled for the processor at hand: gathering samples, pooling, linear layers of many clients.
+
+Arrays are C-contiguous. Every sum is taken in an order that depends on the layer and the batch alone: what a client
+gets does not depend on who shares its chunk.
+"""
+
+from fedloom.kernels.linear import add_gradient, apply, backward, descend, forward
+from fedloom.kernels.machine import compiled
+from fedloom.kernels.samples import gather, pool, unpool
+
+__all__ = ["add_gradient", "apply", "backward", "compiled", "descend", "forward", "gather", "pool", "unpool"]

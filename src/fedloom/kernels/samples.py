@@ -1,0 +1,110 @@
+"""Gathering samples, and pooling of images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from numba import extending
+
+from fedloom.kernels.machine import compiled
+
+
+@compiled
+def gather(data: Any, index: Any, scale: Any, shift: Any, out: Any) -> Any:
+    """``out[r] <- scale data[index[r]] + shift``.
+
+    Args:
+        data: ``[N, i]``.
+        index: ``[r]``.
+        scale: ``[i]``.
+        shift: ``[i]``.
+        out: ``[r, i]``.
+
+    Returns:
+        Nothing of use: what keeps the compiler from leaving out that rows are asked for ahead.
+
+    Raises:
+        IndexError: an index is not within 0..N-1.
+    """
+    kind, lines, touched = out.dtype.type, range(0, data.shape[1], 64 // data.itemsize), np.int64(0)
+    for start in range(0, len(index), 8):
+        some = index[start : start + 8]
+        for r in some:
+            if not 0 <= r < len(data):
+                raise IndexError("a sample's position is not in the data set")
+            for k in lines:  # rows are far apart: ask for all of them before the first is needed
+                touched |= np.int64(data[r, k])
+        for j in range(len(some)):
+            row, to = data[some[j]], out[start + j]
+            for k in range(len(row)):
+                to[k] = kind(row[k]) * scale[k] + shift[k]
+    return touched
+
+
+def _number(value: Any) -> Any:
+    """A number; of int16 the bfloat16 that has these bits."""
+    raise NotImplementedError  # compiled only
+
+
+@extending.overload(_number, strict=False)  # type: ignore[untyped-decorator]
+def _number_of(value: Any) -> Callable[[Any], Any]:
+    if isinstance(value, numba.types.Integer):
+        return lambda value: np.int32(np.int32(value) << 16).view(np.float32)
+    return lambda value: value
+
+
+@compiled
+def above(value: Any, best: Any) -> Any:
+    """Whether a value is greater, or not a number."""
+    number = _number(value)
+    return number > _number(best) or number != number
+
+
+@compiled
+def pool(x: Any, out: Any, place: Any) -> None:
+    """``out <- max(0, max of every 2x2 square of x)``; what is not a number stays so.
+
+    Args:
+        x: ``[b, h, w, c]``; an odd row or column at the end is left out. int16: the bits of bfloat16.
+        out: ``[b, h // 2, w // 2, c]``.
+        place: where each maximum is, the first if there are several: 0 and 1 in the upper row, 2 and 3 in the lower,
+            4 if the output is zero; bytes of ``out``'s shape.
+    """
+    zero = x.dtype.type(0)
+    samples, high, wide, channels = out.shape
+    for s in range(samples):
+        for i in range(high):
+            for j in range(wide):
+                first, second = x[s, 2 * i, 2 * j], x[s, 2 * i, 2 * j + 1]
+                third, fourth = x[s, 2 * i + 1, 2 * j], x[s, 2 * i + 1, 2 * j + 1]
+                to, where = out[s, i, j], place[s, i, j]
+                for k in range(channels):
+                    best, found = first[k], np.uint8(0)
+                    if above(second[k], best):
+                        best, found = second[k], np.uint8(1)
+                    if above(third[k], best):
+                        best, found = third[k], np.uint8(2)
+                    if above(fourth[k], best):
+                        best, found = fourth[k], np.uint8(3)
+                    if _number(best) <= 0:
+                        best, found = zero, np.uint8(4)
+                    to[k], where[k] = best, found
+
+
+@compiled
+def unpool(delta: Any, place: Any, out: Any) -> None:
+    """``out [b, h, w, c] <-`` gradient of `pool`'s input; ``delta [b, h // 2, w // 2, c]`` is that of its output."""
+    zero = delta.dtype.type(0)
+    samples, high, wide, channels = delta.shape
+    for s in range(samples):
+        for i in range(high):
+            for j in range(wide):
+                for square in range(4):  # one target at a time takes few checks for overlap
+                    y, x = 2 * i + square // 2, 2 * j + square % 2
+                    for k in range(channels):
+                        out[s, y, x, k] = delta[s, i, j, k] if place[s, i, j, k] == square else zero
+            out[s, 2 * i : 2 * i + 2, 2 * wide :] = 0
+        out[s, 2 * high :] = 0
