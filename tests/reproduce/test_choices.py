@@ -22,7 +22,7 @@ from fedloom.errors import RunDirError
 from fedloom.experiment import parse
 from fedloom.experiment.events import Event, Listener
 from fedloom.reproduce import Recipe, estimate, recipe, recipes, reproduce
-from fedloom.reproduce.choices import at_an_edge, candidates, extension, open_methods, rounds_of, search_of
+from fedloom.reproduce.choices import at_an_edge, candidates, extensions, open_methods, rounds_of, search_of
 from fedloom.reproduce.execute import experiment
 from fedloom.reproduce.recipe import SCALES, label_of, make_recipe, merged
 from fedloom.tune.search import space_of
@@ -163,6 +163,7 @@ def test_a_method_of_which_no_trial_completes_has_its_first_candidate(tmp_path: 
         "values": {},
         "higher": True,
         "scores": {"local.lr = 1e+25": None, "local.lr = 1e+26": None},
+        "trials": {"grid": 2, "beyond": 0},
     }
     assert len(done.failures) == 2
 
@@ -223,7 +224,7 @@ def test_a_grid_goes_on_by_its_own_factor_where_the_best_is_at_an_edge(best: int
     document = tiny().at("full")["few"] | {"method": [{"algorithm": "fedavg", "choose": {"local.lr": grid}}]}
     scores = {f"local.lr = {v}": float(k == place) for k, v in enumerate(grid)}
     known = {"fedavg": {"chosen": list(scores)[place], "scores": scores}}
-    found = extension(document, known)["method"]
+    found = [method for further in extensions(document, known) for method in further["method"]]
     if 0 < place < 4:
         assert found == []
         assert at_an_edge(**known["fedavg"]) == []
@@ -236,7 +237,7 @@ def test_a_grid_goes_on_by_its_own_factor_where_the_best_is_at_an_edge(best: int
 def test_no_grid_goes_on_where_the_method_may_not() -> None:
     document = tiny().at("full")["few"] | {"method": [{"algorithm": "apfl", "choose": {"alpha": [0.25, 0.5, 1.0]}}]}
     known = {"apfl": {"chosen": "alpha = 1.0", "scores": {f"alpha = {a}": a for a in (0.25, 0.5, 1.0)}}}
-    assert extension(document, known)["method"] == []
+    assert extensions(document, known) == []
 
 
 def test_a_search_is_extended_twice_at_most_and_resumes(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import fedloom as fl
 from fedloom.algorithms import REGISTRY
 from fedloom.cli import app
-from fedloom.errors import CheckpointError, RunDirError, RunStopped
+from fedloom.errors import CheckpointError, ConfigError, RunDirError, RunStopped
 from fedloom.experiment import parse
 from fedloom.experiment.tuning import Tune
 from fedloom.storage import files
@@ -222,6 +222,25 @@ def test_seeds_and_metric(tmp_path: Path) -> None:
     assert both.best is not None
     assert both.best.value == min(t.value for t in both.trials if t.value is not None)
     assert both.trials[0].samples_backward == sum(f.trials[0].samples_backward for f in single)
+
+
+def test_a_score_may_be_weighted_by_samples(tmp_path: Path) -> None:
+    plain = TWO.replace("trials = 4", 'trials = 2\nmetric = "accuracy/weighted"\nmodel = "global"\nequal_work = false')
+    search = tuning(plain, tmp_path / "out")
+    found = search.run()
+    for f in found:
+        for trial in f.trials:
+            made = parse(with_params(tomllib.loads(plain), f.study.place, trial.params))
+            run = made.methods[f.study.place].setting.with_(seed=search.goal.seeds[0], rounds=trial.rounds)
+            result = fl.simulate(run, made.partition(made.source.load(), search.goal.seeds[0]))
+            values = result.final("global", "accuracy", "validation").numpy()
+            sizes = search.federations[search.goal.seeds[0]].sizes("validation").numpy()
+            there = np.isfinite(values) & (sizes > 0)
+            assert len(set(sizes[there])) > 1
+            assert trial.value == pytest.approx(np.average(values[there], weights=sizes[there]), abs=1e-6)
+    assert "weighted by their samples" in (tmp_path / "out" / "tuning.md").read_text()
+    with pytest.raises(ConfigError, match="metric"):
+        tuning(plain.replace("/weighted", "/best"), tmp_path / "none")
 
 
 def test_a_space_of_the_file_is_kept_to(tmp_path: Path) -> None:

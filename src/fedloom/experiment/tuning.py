@@ -50,7 +50,10 @@ class Tune(Value):
         (), description="a trial's score is the mean over these seeds; the first of the experiment when empty"
     )
     metric: str | None = Field(
-        None, description="validation metric, mean over clients; AUROC, accuracy or R2 if not given, by the task"
+        None,
+        pattern="^[^/]+(/mean|/weighted)?$",
+        description="validation metric, mean over clients, or with /weighted, as accuracy/weighted, weighted by their "
+        "samples; AUROC, accuracy or R2 if not given, by the task",
     )
     model: Literal["auto", "global", "personal", "hybrid", "mean", "used"] = Field(
         "auto",

@@ -4,9 +4,11 @@
 keys make a grid, which is the whole search space of the method. The score is the last round's validation accuracy (or
 the first metric by which `fedloom.tune` goes), the mean over the models that the method has. A ``[choose]`` table may
 shorten the ``rounds`` of these trials and take the mean over the first ``seeds``; ``once = true`` lets the first
-variant choose for all. Test data play no part. With ``extend = K`` a grid whose best value is at an edge goes on, at
-most K times: the next value is the edge times the factor between it and its neighbour, tried with all values of the
-method's other keys; alike for all methods.
+variant choose for all, and ``metric = "accuracy/weighted"`` scores by the figure that a recipe's claims are judged
+by. Test data play no part. With ``extend = K`` a grid whose best value is at an edge goes on, at most K times: the next
+value is the edge times the factor between it and its neighbour; alike for all methods. ``edges = "every"`` goes on in
+every key that is at its edge, and tries what combines the best values with the next ones; without it the first such key
+goes on, with all values of the method's other keys.
 """
 
 from __future__ import annotations
@@ -52,29 +54,59 @@ def searches(folder: Path, document: Mapping[str, Any]) -> Iterator[tuple[Path, 
     yield folder, dict(document)
     known = read_choices(folder, document)
     for k in range(1, document.get("choose", {}).get("extend", 0) + 1):
-        further = extension(document, known)
-        if not further["method"]:
+        further = extensions(document, known)
+        if not further:
             return
-        place = folder.with_name(f"{folder.name}@{k}")
-        yield place, further
-        known = _joined(known, read_choices(place, further))
+        for part, searched in enumerate(further):
+            place = folder.with_name(f"{folder.name}@{k}" + f".{part}" * bool(part))
+            yield place, searched
+            known = _joined(known, read_choices(place, searched))
 
 
-def extension(document: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The document with the methods whose best value is at an edge of its grid, and the values beyond to try."""
-    methods = []
+def extensions(document: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Documents with the methods whose best value is at an edge of its grid, and grids of what is to be tried beyond.
+
+    One document, or as many as a method has keys that go on: none of their grids holds what another one has.
+    """
+    every = document.get("choose", {}).get("edges", "first") == "every"
+    parts: list[list[dict[str, Any]]] = []
     for method in document["method"]:
         choice = known.get(label_of(method), {})
         edges = at_an_edge(choice["chosen"], choice["scores"]) if choice else []
-        if not edges:
-            continue
-        key, (values, tried) = edges[0], _parsed(choice["chosen"], choice["scores"])
+        beyond = _beyond(document, method, choice, edges if every else edges[:1])
+        if not every:
+            grids = [{**method["choose"], key: [value]} for key, value in beyond.items()]
+        else:
+            best = {key: [value] for key, value in _values(method, choice).items()} if beyond else {}
+            grids = []
+            for key, value in beyond.items():
+                grids.append({**best, key: [value]})
+                best[key] = [*best[key], value]
+        for part, grid in enumerate(grids):
+            parts += [[]] * (part == len(parts))
+            parts[part] = [*parts[part], {**method, "choose": grid}]
+    return [{**document, "method": methods} for methods in parts]
+
+
+def _beyond(
+    document: Mapping[str, Any], method: Mapping[str, Any], choice: Mapping[str, Any], edges: Iterable[str]
+) -> dict[str, Any]:
+    """The next value of keys whose best value is at the edge of those tried, where the method may have it."""
+    found = {}
+    for key in edges:
+        values, tried = _parsed(choice["chosen"], choice["scores"])
         ordered = sorted({v[key] for v in tried if isinstance(v.get(key), int | float)})
         edge, beside = (ordered[0], ordered[1]) if values[key] == ordered[0] else (ordered[-1], ordered[-2])
         beyond = type(method["choose"][key][0])(float(f"{edge * edge / beside:.3g}")) if beside else edge
         if beyond != edge and _allowed(document, _with(method, {**values, key: beyond})):
-            methods.append({**method, "choose": {**method["choose"], key: [beyond]}})
-    return {**document, "method": methods}
+            found[key] = beyond
+    return found
+
+
+def _values(method: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
+    """What was chosen, in the order of the method's grid; its first candidate where no trial completed."""
+    known = choice.get("values") or {key: values[0] for key, values in method["choose"].items()}
+    return {key: known[key] for key in method["choose"]}
 
 
 def _allowed(document: Mapping[str, Any], method: Mapping[str, Any]) -> bool:
@@ -122,8 +154,15 @@ def _joined(known: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]
         sign = 1 if new["higher"] else -1
         scored = [c for c in (old, new) if c["scores"][c["chosen"]] is not None]
         best = max(scored, key=lambda c: sign * c["scores"][c["chosen"]], default=old)
-        found[label] = {**best, "scores": {**old["scores"], **new["scores"]}}
+        trials = {**_trials(old), "beyond": _trials(old)["beyond"] + len(new["scores"])}
+        found[label] = {**best, "scores": {**old["scores"], **new["scores"]}, "trials": trials}
     return found
+
+
+def _trials(choice: Mapping[str, Any]) -> dict[str, int]:
+    """How many candidates of the recipe's own grid were tried, and how many beyond its edges."""
+    known: dict[str, int] = choice.get("trials", {"grid": len(choice["scores"]), "beyond": 0})
+    return known
 
 
 def settled(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,6 +199,7 @@ def search_of(document: Mapping[str, Any]) -> dict[str, Any]:
         "rounds": document.get("choose", {}).get("rounds", document["rounds"]),
         "seeds": document["seeds"][: document.get("choose", {}).get("seeds", 1)],
         "model": "mean",
+        **({"metric": metric} if (metric := document.get("choose", {}).get("metric")) else {}),
         "prune": False,
         "equal_work": False,
         "defaults": False,
@@ -221,6 +261,7 @@ def write_choices(folder: Path, document: Mapping[str, Any], found: Iterable[Fou
             "values": {} if best is None else {key: best.params[key] for key in method["choose"]},
             "higher": study.search.higher,
             "scores": {text: None if value is None else round(value, 6) for text, value in scores.items()},
+            "trials": {"grid": len(scores), "beyond": 0},
         }
     write_atomic(folder / CHOSEN, json.dumps(known, indent=1).encode())
 

@@ -162,7 +162,7 @@ class Recipe:
     def says(self, scale: Scale) -> str:
         """How a scale differs from the protocol, for people."""
         if scale == "smoke":
-            return "handwritten digits in place of the data, one round: shows only that the recipe runs"
+            return "handwritten digits in place of the data, hardly any rounds: shows only that the recipe runs"
         plain = "as in the protocol" if self.paper.reduced is None else "as reduced"
         return str(self.scales.get(scale, {}).get("says", plain))
 

@@ -49,7 +49,7 @@ def _page(name: str, tune: Tune, goal: Goal, found: Sequence[Found], *, tuned: b
         f"# Tuning of {name}",
         "",
         f"Every method had {tune.trials} trials{_whole(found)}. {_work(goal, found)} It is scored by the validation "
-        f"{titled(shown)} after its last round, mean over clients and seeds"
+        f"{titled(shown)} after its last round, {_mean(goal)}"
         f"{', and over the models of the table' if tune.model == 'mean' else ''}. The test data were not read.",
         "",
         "Trial 0 is the setting of the experiment file, where the search space holds it. "
@@ -125,6 +125,11 @@ def _chart(goal: Goal, found: Sequence[Found]) -> Figure:
     chart = panels(parts(points), "method", [row["method"] for row in rows], None)
     caption = "Every trial's score after its last round; of a stopped one, at the point where it was stopped."
     return Figure("trials", "tuning", "trials", "Every trial", caption, chart, {"rows": rows}, "facet")
+
+
+def _mean(goal: Goal) -> str:
+    weighted = goal.statistic == "weighted"
+    return "mean over clients weighted by their samples, and over seeds" if weighted else "mean over clients and seeds"
 
 
 def _value(trial: Trial, goal: Goal) -> str:

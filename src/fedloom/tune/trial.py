@@ -51,7 +51,7 @@ class Trial(Value):
         number: 0, 1, ... within the method.
         params: values by setting.
         state: ``complete``, ``pruned`` (stopped, below the median of the complete ones) or ``failed`` (diverged).
-        value: the validation metric, mean over clients and seeds; None unless complete.
+        value: the validation metric over clients, mean over seeds; None unless complete.
         marks: the metric on the way, by point.
         rounds: rounds per seed.
         samples_backward: samples whose gradient was taken, over all clients, rounds and seeds.
@@ -163,6 +163,7 @@ class Goal(NamedTuple):
         seeds: the score is the mean over them.
         models: the score is the mean over them.
         higher: more is better.
+        statistic: of the clients' values: mean, or weighted by samples.
     """
 
     rounds: int
@@ -171,6 +172,12 @@ class Goal(NamedTuple):
     seeds: tuple[int, ...]
     models: tuple[str, ...]
     higher: bool
+    statistic: str = "mean"
+
+    @property
+    def figure(self) -> str:
+        """The name under which the score of a round is recorded."""
+        return f"{self.metric}/{self.statistic}"
 
     @property
     def samples(self) -> int | None:
@@ -294,7 +301,7 @@ def _watch(
     def tell(state: State) -> None:
         measured: dict[int, list[float]] = {}
         for record in state.records.items:
-            wanted = record.model in goal.models and (record.part, record.metric) == (PART, f"{goal.metric}/mean")
+            wanted = record.model in goal.models and (record.part, record.metric) == (PART, goal.figure)
             if wanted and 0 < record.round < rounds:
                 measured.setdefault(record.round, []).append(float(record.values[0]))
         for round, values in measured.items():
@@ -309,7 +316,7 @@ def _watch(
 
 
 def _score(records: Records, goal: Goal) -> float:
-    found = [records.last(model, PART, f"{goal.metric}/mean") for model in goal.models]
+    found = [records.last(model, PART, goal.figure) for model in goal.models]
     values = [float(value[0]) for value in found if value is not None and math.isfinite(value[0])]
     if len(values) < len(found):
         raise RunStopped(Stop.DIVERGED, f"the validation {goal.metric} is not a number")

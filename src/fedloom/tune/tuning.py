@@ -91,12 +91,13 @@ class Tuning:
             )
         plain = self._plain() if self.tune.equal_work else None
         rounds = self.tune.rounds or self.experiment.common.rounds
+        wanted, _, statistic = (self.tune.metric or "").partition("/")
         self.studies: list[Study] = []
         for place, (method, space) in enumerate(zip(self.experiment.methods, spaces, strict=True)):
             given = self._run(self._document, place)
-            models, metric, higher = judged_models(*given, self.tune.model, self.tune.metric, method.label)
+            models, metric, higher = judged_models(*given, self.tune.model, wanted or None, method.label)
             own = rounds if self.tune.equal_work else document["method"][place].get("rounds", rounds)
-            goal = Goal(own, plain, metric, tuple(seeds), models, higher)
+            goal = Goal(own, plain, metric, tuple(seeds), models, higher, statistic or "mean")
             search = Search(space, self.tune, method.label, goal.higher, own_params(method, space))
             self.studies.append(Study(place, method, space, goal, search))
         self.goal = self.studies[0].goal._replace(rounds=rounds)
@@ -190,7 +191,7 @@ class Tuning:
             assert best is not None
             document = with_params(document, study.place, best.params, **self._rounds(study, document, best))
         self._read(document, "tuned.toml")
-        chosen = f"the best of {self.tune.trials} trials each by validation {self.goal.metric}"
+        chosen = f"the best of {self.tune.trials} trials each by validation {self.tune.metric or self.goal.metric}"
         head = f"# {self.experiment.head.name}: settings chosen by 'fedloom tune', {chosen}.\n"
         if self.tune.equal_work:
             head += "# Every method has the rounds that make its samples_backward those of `rounds` plain ones.\n"

@@ -1,0 +1,97 @@
+"""Every key whose best value is at its edge goes on, alike for all methods, and by what the recipe judges."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from small_recipe import TINY, tiny
+
+from fedloom.reproduce import recipes, reproduce
+from fedloom.reproduce import summary as summaries
+from fedloom.reproduce.choices import at_an_edge, candidates, extensions
+from fedloom.reproduce.recipe import label_of, make_recipe, merged
+
+ALL = recipes()
+KEYS = {"lr": [0.009, 0.03], "tau": [0.5, 1.0], "beta": [0.1, 1.0, 10.0]}
+
+
+@pytest.mark.parametrize("best", list(itertools.product(*KEYS.values())))
+def test_every_key_at_its_edge_goes_on_and_nothing_is_tried_twice(best: tuple[float, ...]) -> None:
+    method = {"algorithm": "fiaelt", "solver": "svrg", "choose": KEYS}
+    document = tiny().at("full")["few"] | {"method": [method], "choose": {"extend": 2, "edges": "every"}}
+    texts = {
+        text: float(values == best)
+        for values, (text, _) in zip(itertools.product(*KEYS.values()), candidates(method), strict=True)
+    }
+    chosen = max(texts, key=lambda text: texts[text])
+    choice = {"chosen": chosen, "values": dict(zip(KEYS, best, strict=True)), "scores": texts}
+    edges = [key for key in at_an_edge(chosen, texts) if (key, choice["values"][key]) != ("tau", 1.0)]  # tau is <= 1
+    found = [
+        text
+        for further in extensions(document, {"fiaelt": choice})
+        for m in further["method"]
+        for text, _ in candidates(m)
+    ]
+    assert len(found) == len(set(found)) == 2 ** len(edges) - 1
+    assert not set(found) & set(texts)
+    for text in found:  # the best values, or one step beyond
+        moved = {part.split(" = ")[0] for part in text.split(", ")} - {
+            part.split(" = ")[0] for part in set(text.split(", ")) & set(chosen.split(", "))
+        }
+        assert moved <= set(edges)
+    first = document | {"choose": {"extend": 2}}
+    old = [m["choose"] for further in extensions(first, {"fiaelt": choice}) for m in further["method"]]
+    edge = next(iter(at_an_edge(chosen, texts)), None)
+    assert old == [] or [key for key in KEYS if old[0][key] != KEYS[key]] == [edge]  # as recorded recipes went on
+
+
+def test_all_keys_of_a_search_go_on_and_their_trials_are_counted(tmp_path: Path) -> None:
+    grid = {"local.lr": [0.0001, 0.0002], "server_lr": [0.5, 0.6]}
+    small = [{"algorithm": "fedavg", "choose": grid}, {"algorithm": "flame", "lam": 1.0}]
+    choose = {"extend": 2, "edges": "every", "metric": "accuracy/weighted"}
+    one = make_recipe("tiny", merged(TINY, {"method": small, "choose": choose, "variants": ["few"]}))
+    done = reproduce(one, "full", tmp_path, seeds=[3])
+    assert done is not None
+    choice = done.choices["few"]["fedavg"]
+    assert choice["trials"]["grid"] == 4
+    assert choice["trials"]["beyond"] == len(choice["scores"]) - 4 <= 6
+    assert choice["scores"][choice["chosen"]] == max(choice["scores"].values())
+    again = reproduce(one, "full", tmp_path, seeds=[3])
+    assert again is not None
+    assert (again.choices, again.numbers) == (done.choices, done.numbers)
+
+
+@pytest.mark.parametrize("name", ["equitable-table2-mnist-fair", "fedacs-figure1-fair", "fiaelt-synthetic-fair"])
+def test_recorded_searches_went_on_as_they_would_now(name: str) -> None:
+    done = summaries.read(Path(__file__).parents[2] / "results", name, "laptop")
+    assert done is not None
+    assert done.protocol == ALL[name].protocol("laptop")
+    for variant, document in ALL[name].at("laptop").items():
+        for label, kept in done.choices[variant].items():
+            own = {text for m in document["method"] if label_of(m) == label for text, _ in candidates(m)}
+            for _ in range(document["choose"]["extend"]):
+                scores = {text: kept["scores"][text] for text in kept["scores"] if text in own}
+                best = max(scores, key=lambda text: -1.0 if scores[text] is None else scores[text])
+                further = extensions(document, {label: {"chosen": best, "scores": scores}})
+                own |= {text for one in further for m in one["method"] for text, _ in candidates(m)}
+            assert list(kept["scores"]) == sorted(own, key=list(kept["scores"]).index)
+
+
+RECORDED = {"equitable-table2-mnist-fair", "fedacs-figure1-fair", "fedacs-table2-fair", "fiaelt-synthetic-fair"}
+"""Fair recipes that ran before every key at its edge went on."""
+UNWEIGHTED = {
+    "fiaelt-femnist-l1-reduced", "fiaelt-femnist-rates-reduced", "fiaelt-femnist-reduced", "fiaelt-synthetic",
+    "fiaelt-synthetic-fair", "fiaelt-synthetic-published",
+}  # fmt: skip
+"""Recipes that are judged on a weighted figure and ran before a choice could be made by it."""
+
+
+@pytest.mark.parametrize("name", [n for n in ALL if any("choose" in m for m in ALL[n].document["method"])])
+def test_settings_are_chosen_by_what_the_recipe_judges_and_every_edge_goes_on(name: str) -> None:
+    weighted = ALL[name].paper.figure.endswith("/weighted")
+    metrics = {document.get("choose", {}).get("metric") for document in ALL[name].at("laptop").values()}
+    assert metrics == {ALL[name].paper.figure if weighted and name not in UNWEIGHTED else None}
+    choose = ALL[name].document.get("choose", {})
+    assert "extend" not in choose or (choose.get("edges") == "every") == (name not in RECORDED)
