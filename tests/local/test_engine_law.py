@@ -169,13 +169,17 @@ def test_any_combination(data: st.DataObject) -> None:
     )
     problem = Problem(CASES[data.draw(st.sampled_from(["softmax", "mlp"]))])
     expected = problem.by_hand(setting)
+    wide = {"rtol": 0.0, "atol": TOLERANCE["atol"] * max(1.0, float(expected.abs().max()))}
     for name in oracles_of(problem):
-        torch.testing.assert_close(problem.by_engine(problem.oracle(name), setting), expected, **TOLERANCE)
+        torch.testing.assert_close(problem.by_engine(problem.oracle(name), setting), expected, **wide)
 
 
 @pytest.mark.parametrize("stored", [torch.uint8, torch.float32])
 @pytest.mark.parametrize("weights", ["", "balanced"])
-def test_all_steps_at_once_are_the_steps(monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, weights: str) -> None:
+@pytest.mark.parametrize("momentum", [0.0, 0.6])
+def test_all_steps_at_once_are_the_steps(
+    monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, weights: str, momentum: float
+) -> None:
     """Of samples stored as bytes or as numbers, with weights of classes and of clients, for short batches too."""
     g = torch.Generator().manual_seed(1)
     fed = handwritten.federation(dtype=torch.float32)
@@ -188,7 +192,7 @@ def test_all_steps_at_once_are_the_steps(monkeypatch: pytest.MonkeyPatch, stored
     scale = torch.tensor([[1.0], [0.5], [2.0], [1.0]])
 
     def train(steps: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        work = make_work(oracle, LocalSGD(lr=0.1, batch_size=8), seed=2)
+        work = make_work(oracle, LocalSGD(lr=0.1, batch_size=8, momentum=momentum, weight_decay=0.01), seed=2)
         got = descend(start, work, pull=((0.3, start[0]),), scale=scale, steps=steps)
         return got, work.counts.backward
 

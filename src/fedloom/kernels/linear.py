@@ -65,12 +65,15 @@ def add_gradient(out: Any, at: int, bias: int, delta: Any, x: Any, beta: Any, al
 @compiled
 def descend(
     w: Any, layers: Any, data: Any, scale: Any, shift: Any, y: Any, where: Any, steps: Any, count: Any,
-    factor: Any, classes: Any, beta: Any, alpha: Any, steady: Any, room: Any,
+    factor: Any, classes: Any, beta: Any, alpha: Any, steady: Any, pulled: Any, rate: Any,
+    row: Any, velocity: Any, room: Any,
 ) -> Any:  # fmt: skip
     """Every step of every client, ``w <- beta w + alpha gradient + steady``, one client after another.
 
-    So a client's parameters stay in the cache from step to step. The loss of a sample is the cross-entropy of its
-    softmax times ``factor`` and the weight of its class, over the number of samples in the step.
+    So a client's parameters stay in the cache from step to step. With momentum, which beta is then, the step is
+    ``v <- beta v + alpha gradient + steady + pulled w``, ``w <- w - rate v``, and v is zero before the first. The loss
+    of a sample is the cross-entropy of its softmax times ``factor`` and the weight of its class, over the number of
+    samples in the step.
 
     Args:
         w: ``[m, d]``.
@@ -88,6 +91,10 @@ def descend(
         beta: ``[m]``.
         alpha: a number.
         steady: ``[m, d]``, ``[1, d]`` if all clients have the same, or ``[0, d]`` for zero.
+        pulled: ``[m]``.
+        rate: a number.
+        row: ``[d]``, room for the parameters of one client, at the beginning of a line of the cache.
+        velocity: ``[d]``, overwritten, or ``[0]``: there is no momentum.
         room: ``[b (i + sum of outputs + 2 largest outputs)]`` for what lies between the layers.
 
     Returns:
@@ -97,13 +104,16 @@ def descend(
         IndexError: a position is not within 0..N-1.
     """
     kind, last, touched = room.dtype.type, len(layers) - 1, np.int64(0)
-    zero, wide = kind(0), 0
+    wide = 0
     for j in range(len(layers)):
         wide = max(wide, layers[j, 3])
     turn = where.shape[2] * wide
     spare = len(room) - 2 * turn
     for c in range(len(w)):
         own = steady[min(c, len(steady) - 1)] if len(steady) else w[c, :0]
+        moved = velocity if len(velocity) else row
+        velocity[:] = 0
+        _copy(w[c], row)
         for k in range(steps[c]):
             b = count[k, c]
             here = where[k, c, :b]
@@ -112,9 +122,9 @@ def descend(
             for j in range(last + 1):
                 at, bias, i, o = layers[j, 0], layers[j, 1], layers[j, 2], layers[j, 3]
                 h = room[end : end + b * o]
-                _outputs(w[c], at, bias, room[start:end].reshape(b, i), h.reshape(b, o))
-                for p in range(len(h) if layers[j, 4] else 0):
-                    h[p] = h[p] if above(h[p], zero) else zero
+                _outputs(row, at, bias, room[start:end].reshape(b, i), h.reshape(b, o))
+                if layers[j, 4]:
+                    _rectify(h, h)
                 start, end = end, end + b * o
             delta = room[start:end]
             _slopes(delta.reshape(b, layers[last, 3]), y, here, kind(factor[c] / b), classes[c])
@@ -124,12 +134,37 @@ def descend(
                 to = spare + (j % 2) * turn
                 below = room[to : to + b * i] if j else h[:0]
                 if j:
-                    _below(w[c], at, delta.reshape(b, o), below.reshape(b, i))
-                    for p in range(len(below) if layers[j - 1, 4] else 0):
-                        below[p] = zero if h[p] <= 0 else below[p]
-                _add(w[c], at, bias, delta.reshape(b, o), h.reshape(b, i), beta[c], alpha, own)
+                    _below(row, at, delta.reshape(b, o), below.reshape(b, i))
+                    if layers[j - 1, 4]:
+                        _rectify(below, h)
+                _add(moved, at, bias, delta.reshape(b, o), h.reshape(b, i), beta[c], alpha, own)
                 delta, start = below, start - b * i
+            if len(velocity):
+                _move(row, velocity, pulled[c], rate)
+        _copy(row, w[c])
     return touched
+
+
+@compiled
+def _copy(values: Any, out: Any) -> None:
+    for k in range(len(values)):
+        out[k] = values[k]
+
+
+@compiled
+def _rectify(values: Any, h: Any) -> None:
+    """Zero where ``h`` is not positive; what is not a number stays so."""
+    zero = values.dtype.type(0)
+    for k in range(len(values)):
+        values[k] = zero if h[k] <= zero else values[k]
+
+
+@compiled
+def _move(w: Any, velocity: Any, pulled: Any, rate: Any) -> None:
+    for q in range(len(w)):
+        moved = velocity[q] + pulled * w[q]
+        velocity[q] = moved
+        w[q] -= rate * moved
 
 
 @compiled

@@ -95,7 +95,8 @@ def descend(
     moving = spans(mask) if mask is not None and mask.dim() == 1 and plain else ALL
     mask = None if mask is None or moving != ALL else each_client(mask.to(w), m)
     rest = None if mask is None else torch.addcmul(w, w, mask, value=-1.0)
-    in_place = plain and local.clip is None and moving == ALL and not local.momentum and decay == 1
+    whole = plain and local.clip is None and moving == ALL and decay == 1
+    in_place = whole and not local.momentum
     steady = _steady(-rate if in_place else 1.0, pull, shift, w)
     rows = _Rows(
         w.clone(memory_format=torch.contiguous_format),
@@ -108,9 +109,9 @@ def descend(
         scale,
     )
 
-    if in_place and mask is None and prox is None:
-        kept = 1 - rate * pulled
-        if work.descend_(rows.w, steps, stream, kept, -rate, rows.steady, scale):
+    if whole and mask is None and prox is None:
+        one = (1 - rate * pulled, -rate) if in_place else (local.momentum, 1.0)
+        if work.descend_(rows.w, steps, stream, (*one, rows.steady, scale, None if in_place else (pulled, rate))):
             return rows.w
     steppers = None if plain else Steppers(rows.w, work, stream, rate)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom.local.batches import PASS, Batch, Draw, Given, Plan, make_plan
 from fedloom.local.optimizer import Memory
-from fedloom.local.oracles.base import Oracle, Reduce
+from fedloom.local.oracles.base import Oracle, Reduce, Steps
 from fedloom.local.rows import each_client
 from fedloom.local.settings import LocalSGD
 from fedloom.rows.layout import Layout
@@ -143,24 +143,15 @@ class Work:
         self.counts.backward.index_add_(0, self.slots[: len(batch.count)], batch.count[:, 0])
         self.oracle.addgrad_(out, w, batch, beta, alpha, steady)
 
-    def descend_(
-        self,
-        w: Tensor,
-        steps: Tensor | int | None,
-        stream: Purpose,
-        beta: float | Tensor,
-        alpha: float,
-        steady: Tensor | None,
-        scale: Tensor | None,
-    ) -> bool:
-        """All steps ``w <- beta w + alpha scale gradient + steady`` at once; False if the oracle has no such loop."""
+    def descend_(self, w: Tensor, steps: Tensor | int | None, stream: Purpose, step: Steps) -> bool:
+        """All steps of SGD on ``w [m, d]`` at once, in place; False if the oracle has no such loop."""
         descend = self.oracle.at_once(w)
         if descend is None or not self.m:
             return False
         count = self.counted_steps(steps)
         plan = self.plan(stream, count)
         self.counts.backward.index_add_(0, self.slots, plan.count.sum((0, 2)))
-        descend(w, plan, count, beta, alpha, steady, scale)
+        descend(w, plan, count, step)
         return True
 
     def counted_steps(self, steps: Tensor | int | None = None, batches: int = 1) -> Tensor:

@@ -20,8 +20,15 @@ Minimise = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], Tens
 """(w, ids, mu [m, 1], steady, mask) -> argmin f_i(w) + mu/2 ||w||^2 + <steady, w> over the coordinates in mask."""
 
 
-Descend = Callable[[Tensor, Plan, Tensor, float | Tensor, float, Tensor | None, Tensor | None], None]
-"""(w, plan, steps [m], beta, alpha, steady, scale): every step ``w <- beta w + alpha scale grad + steady`` at once."""
+Steps = tuple[float | Tensor, float, Tensor | None, Tensor | None, tuple[float | Tensor, float] | None]
+"""(beta, alpha, steady, scale, None): ``w <- beta w + alpha scale grad + steady``.
+
+With (pulled, rate) in place of None, ``v <- beta v + alpha scale grad + steady + pulled w``, ``w <- w - rate v``, from
+v = 0.
+"""
+
+Descend = Callable[[Tensor, Plan, Tensor, Steps], None]
+"""(w, plan, steps [m], what a step is): every step at once, in place."""
 
 
 class Oracle(ABC):
@@ -34,7 +41,7 @@ class Oracle(ABC):
     minimise: Minimise | None = None
 
     def at_once(self, w: Tensor) -> Descend | None:
-        """All steps of plain SGD on rows like ``w [m, d]`` in one call; None where there is no such loop."""
+        """All steps of SGD on rows like ``w [m, d]`` in one call; None where there is no such loop."""
         return None
 
     @abstractmethod

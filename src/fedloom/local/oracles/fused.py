@@ -21,7 +21,7 @@ from fedloom.models.dropout import Dropout
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
     from fedloom.local.batches import Batch, Plan
-    from fedloom.local.oracles.base import Descend
+    from fedloom.local.oracles.base import Descend, Steps
     from fedloom.models import Augment
     from fedloom.tasks import Task
 
@@ -117,10 +117,7 @@ class Fused(Network):
         random = self.dropouts or self.augment is not None
         return self._descend if known and whole and plain and not random else None
 
-    def _descend(
-        self, w: Tensor, plan: Plan, steps: Tensor, beta: float | Tensor, alpha: float, steady: Tensor | None,
-        scale: Tensor | None,
-    ) -> None:  # fmt: skip
+    def _descend(self, w: Tensor, plan: Plan, steps: Tensor, step: Steps) -> None:
         layers: list[list[int]] = []
         for name, layer in self.chain:
             if name in self.linear:
@@ -130,7 +127,7 @@ class Fused(Network):
         data, factor, shift = self.fed.stored()
         classes = w.new_empty(len(w), 0) if self.class_weights is None else self.class_weights[plan.ids]
         samples = Stored(data, factor, shift, self.fed.data.y, plan.where, classes)
-        Compiled(self.layout, w, w, beta, alpha, steady).descend_(layers, samples, steps, plan.count, scale)
+        Compiled(self.layout, w, w, *step[:3]).descend_(layers, samples, steps, plan.count, *step[3:])
 
     @torch.no_grad()
     def outputs_of(self, rows: Tensor, index: Tensor, sizes: Tensor) -> Tensor:

@@ -122,8 +122,7 @@ class Compiled(Products):
         self._out = out.numpy()
         self._w = self._out if out is w else w.contiguous().numpy()
         self._alpha = self._w.dtype.type(alpha)
-        self._beta = np.empty(len(w), self._w.dtype)
-        self._beta[:] = beta.reshape(-1).numpy() if isinstance(beta, Tensor) else beta
+        self._beta = self._each(beta)
         added = w[:0] if steady is None else steady[:1] if steady.stride(0) == 0 else steady
         self._steady = added.contiguous().numpy()
 
@@ -148,19 +147,31 @@ class Compiled(Products):
             self._beta, self._alpha, self._steady,
         )  # fmt: skip
 
+    def _each(self, value: float | Tensor) -> np.ndarray:
+        """One number per client ``[m]``."""
+        found = np.empty(len(self._w), self._w.dtype)
+        found[:] = value.reshape(-1).numpy() if isinstance(value, Tensor) else value
+        return found
+
     def descend_(
-        self, layers: list[list[int]], samples: Stored, steps: Tensor, count: Tensor, scale: Tensor | None
+        self,
+        layers: list[list[int]],
+        samples: Stored,
+        steps: Tensor,
+        count: Tensor,
+        scale: Tensor | None,
+        momentum: tuple[float | Tensor, float] | None,
     ) -> None:
         """All ``steps [m]`` of every client, with ``count [k, m, 1]`` samples each; `fedloom.kernels.descend`."""
+        pulled, rate = momentum or (0.0, 0.0)
         widths = [layers[0][2], *(layer[3] for layer in layers)]
-        room = np.empty(samples.where.shape[2] * (sum(widths) + 2 * max(widths[1:])), self._w.dtype)
-        factor = np.ones(len(self._w), self._w.dtype)
-        if scale is not None:
-            factor[:] = scale.reshape(-1).numpy()
+        room, d = samples.where.shape[2] * (sum(widths) + 2 * max(widths[1:])), self._w.shape[1]
+        rooms = (samples.classes.new_empty(size).numpy() for size in (d, d if momentum else 0, room))
         self._loops.descend(
             self._out, np.array(layers), samples.data.numpy(), samples.scale.numpy(), samples.shift.numpy(),
             samples.y.numpy(), samples.where.contiguous().numpy(), steps.numpy(), count[..., 0].contiguous().numpy(),
-            factor, samples.classes.numpy(), self._beta, self._alpha, self._steady, room,
+            self._each(1.0 if scale is None else scale), samples.classes.numpy(), self._beta, self._alpha, self._steady,
+            self._each(pulled), self._w.dtype.type(rate), *rooms,
         )  # fmt: skip
 
 
