@@ -20,13 +20,30 @@ from small_recipe import TINY, tiny
 
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.report.reading import read_runs
-from fedloom.reproduce import recipes, reproduce
+from fedloom.reproduce import papers, recipes, reproduce
 from fedloom.reproduce import summary as summaries
-from fedloom.reproduce.figures import Reference, values
-from fedloom.reproduce.judge import AVERAGE, FAILS, HOLDS, LOOKS, OPEN, cells, claims, papers_lead, within
-from fedloom.reproduce.page import last, page, plot
+from fedloom.reproduce.cells import cells, within
+from fedloom.reproduce.charts import WORDS, WORDS_DARK
+from fedloom.reproduce.estimate import keep
+from fedloom.reproduce.figures import Reference, unit, values
+from fedloom.reproduce.judge import (
+    AVERAGE,
+    FAILS,
+    FEW,
+    HOLDS,
+    LOOKS,
+    ONE,
+    OPEN,
+    Judged,
+    at_validation,
+    between,
+    claims,
+    papers_lead,
+)  # fmt: skip
+from fedloom.reproduce.page import last, not_run, page, plot
 from fedloom.reproduce.papers import overview, pages, sheets
 from fedloom.reproduce.recipe import Recipe, label_of, make_recipe, merged
+from fedloom.reproduce.summary import Need, Summary, needs
 from tests import commands
 
 ROOT = Path(__file__).parent.parent.parent
@@ -37,15 +54,29 @@ ROOT = Path(__file__).parent.parent.parent
 
 @given(st.floats(0, 1), st.floats(0, 0.1), st.integers(2, 9), st.floats(0, 1), st.floats(0, 0.1), st.integers(1, 9))
 def test_within_is_two_standard_errors(m1: float, s1: float, n1: int, m2: float, s2: float, n2: int) -> None:
-    word = within(m1, s1, n1, m2, s2, n2).split()[0]
+    word = within(m1, s1, n1, m2, s2, n2, "accuracy").split()[0]
     bound = 2 * math.sqrt(s1**2 / n1 + s2**2 / n2)
     assert word == ("within" if abs(m1 - m2) <= bound else "above" if m1 > m2 else "below")
 
 
-def test_a_cell_says_the_difference_in_points_and_standard_errors() -> None:
-    assert within(0.915, 0.03, 9, 0.9, None, 5) == "within (+1.50 points, +1.5 standard errors)"
-    assert within(0.92, 0.0, 5, 0.9, None, 5) == "above (+2.00 points, no deviation known)"
-    assert within(0.92, 0.0, 5, None, None, 5) == "-"
+def test_a_cell_says_the_difference_in_its_unit_and_standard_errors() -> None:
+    assert within(0.915, 0.03, 9, 0.9, None, 5, "accuracy") == "within (+1.50 points, +1.5 standard errors)"
+    assert within(0.92, 0.0, 5, 0.9, None, 5, "accuracy") == "above (+2.00 points, no deviation known)"
+    assert within(0.92, 0.0, 5, 0.9, None, 5, "train loss") == "above (+0.0200, no deviation known)"
+    assert within(0.92, 0.0, 5, None, None, 5, "accuracy") == "-"
+
+
+def test_figures_are_shown_in_units_that_people_use() -> None:
+    for figure in ("accuracy", "common accuracy@mean", "accuracy/sigma", "train accuracy/weighted@validation"):
+        assert unit(figure).difference(-0.381, 0.0531) == "-38.1 ± 5.3 points"
+        assert unit(figure).said(-0.0067, 0.0039) == "0.67 ± 0.39 points below"
+        assert unit(figure).value(0.9498, 0.002) == "94.98 ± 0.20 %"
+    assert unit("samples_backward@to 0.7").difference(217_990, 157_510) == "+218,000 ± 158,000 gradients"
+    assert unit("samples_backward").said(-91436, math.nan) == "91,400 fewer gradients"
+    assert unit("bytes_up@to 0.7").said(3.5382e6, 1.7856e6) == "3.5 ± 1.8 MB more"
+    for figure in ("loss/variance", "train loss@mean", "cd", "nmi", "accuracy/jain", "factorised"):
+        assert unit(figure).difference(0.3105) == "+0.3105"
+    assert unit("accuracy").value(math.nan) == unit("cd").difference(math.nan) == "-"
 
 
 def numbers(**by_reference: list[float]) -> dict[str, dict[str, dict[str, float | None]]]:
@@ -125,7 +156,63 @@ def test_a_claim_is_one_number_per_seed_and_its_interval_is_that_of_the_look() -
     assert (one.verdict, one.right, len(one.known)) == (HOLDS, 2, 2)
     worse = numbers(flame_personal=list(a), fedavg_global=list(b), other_global=list(c + 0.02))
     (one,) = claims(with_claim(than=["fedavg: global", "other: global"]), worse)
-    assert (one.verdict, one.count) == (AVERAGE, "1 of 2, 2 not run; clear: 1 for, 0 against")
+    assert (one.verdict, one.count) == (ONE, "1 of 2, 2 not run; clear: 1 for, 0 against")
+
+
+def test_a_claim_that_rests_on_one_rival_says_so() -> None:
+    """The rest is the same test without the rival that adds most, at the same seeds and level."""
+    a, noise = np.array(FAR), np.array([0.004, -0.003, 0.001, -0.002, 0.0])
+
+    def judged(*gaps: float) -> Judged:
+        rivals = {f"m{k}_global": list(a - gap + (k + 1) * noise) for k, gap in enumerate(gaps)}
+        table = {"than": [f"m{k}: global" for k in range(len(gaps))]}
+        return claims(with_claim(**table), numbers(flame_personal=list(a), **rivals))[0]
+
+    one = judged(0.3, -0.01, -0.02)
+    assert one.rest is not None
+    assert one.rest.rival == "m0"
+    lead = 0.5 * ((-0.01 - 2 * noise) + (-0.02 - 3 * noise))
+    interval = stats.ttest_1samp(lead, 0).confidence_interval(1 - LOOKS[0][1])
+    assert one.rest.look.difference == pytest.approx(lead.mean())
+    assert one.rest.look.half == pytest.approx((interval.high - interval.low) / 2)
+    assert (one.pooled.verdict, one.verdict) == (HOLDS, ONE)
+    assert judged(0.3, 0.2, -0.02).verdict == AVERAGE
+    assert judged(0.3, 0.2, -0.02, -0.02, -0.02).verdict == FEW
+    assert judged(0.3, 0.02, 0.02).verdict == HOLDS
+    assert judged(-0.3, 0.02, 0.02).verdict == FAILS
+    assert judged(0.3).rest is None
+
+
+def test_only_other_methods_are_rivals() -> None:
+    own = with_claim(than=["few | flame: global", "few | other: global"])
+    known = numbers(flame_personal=FAR, flame_global=NEAR, other_global=NEAR)
+    assert claims(own, known)[0].rest is None
+
+
+def test_of_a_claim_of_equivalence_the_rest_is_the_farthest_from_it() -> None:
+    """Rivals on both sides cancel out: without one of them the methods are not comparable."""
+    a, noise = np.array(NEAR), np.array([0.001, -0.001, 0.002, 0.0, -0.002])
+    rivals = {"m0_global": list(a + 0.06), "m1_global": list(a - 0.07 + noise), "m2_global": list(a - 0.05 - noise)}
+    table = {"than": [f"m{k}: global" for k in range(3)], "margin": 0.03, "equivalent": True}
+    (one,) = claims(with_claim(**table), numbers(flame_personal=list(a), **rivals))
+    assert one.rest is not None
+    assert (one.rest.rival, one.verdict) == ("m0", ONE)
+
+
+def test_a_claim_is_judged_at_the_round_chosen_on_validation_too() -> None:
+    known = numbers(flame_personal=NEAR, fedavg_global=FAR)["few"]
+    turned = {f"{name}@validation": value for name, value in zip(known, reversed(known.values()), strict=True)}
+    for margin in (0.0, 0.01):
+        one = with_claim(margin=margin)
+        (last_round,) = claims(one, {"few": known | turned})
+        then = at_validation(one, last_round, {"few": known | turned})
+        assert then is not None
+        assert then.claim.margin == margin
+        assert then.pooled.difference == pytest.approx(-last_round.pooled.difference)
+        assert at_validation(one, last_round, {"few": known}) is None
+    fixed = with_claim(higher="flame: personal: accuracy@2", than=[0.5])
+    seen = {"few": {"flame: personal: accuracy@2": known["flame: personal: accuracy"]}}
+    assert at_validation(fixed, claims(fixed, seen)[0], seen) is None
 
 
 def test_single_comparisons_have_holms_correction() -> None:
@@ -366,8 +453,11 @@ def test_headline_claims_are_claims_of_the_recipes_they_name() -> None:
     for row in rows:
         for name in (*row.published, *row.fair):
             assert any(c.text.startswith(row.claim) for c in known[name].paper.claims), (name, row.claim)
-        for pair in re.findall(r"\{(.+?)\}", row.why):
-            for name, variant, text in (side.split(" | ") for side in pair.split(" - ")):
+        for held in re.findall(r"\{(.+?)\}", row.why):
+            sides = [side.split(" | ") for side in held.split(" - ")]
+            assert len({side[0] for side in sides}) == 1, held  # paired: of one recipe, and so of equal draws
+            assert sides[0][0] in known
+            for name, variant, text in (side for side in sides if len(side) > 1):
                 assert variant in known[name].variants
                 assert Reference.of(text, "accuracy").method in {label_of(m) for m in known[name].document["method"]}
     assert {sheet.name for sheet in sheets()} == {one.paper.title.split(",")[0] for one in known.values()}
@@ -375,15 +465,137 @@ def test_headline_claims_are_claims_of_the_recipes_they_name() -> None:
         assert not one.paper.nearest or one.paper.nearest in known, one.name
 
 
-def test_the_page_of_all_papers_counts_a_claim_once_and_construction_never() -> None:
+def test_every_sentence_on_why_links_what_shows_it_and_types_no_number() -> None:
+    for row in (row for sheet in sheets() for row in sheet.row):
+        assert row.why, row.text
+        for sentence in re.split(r"(?<=\.)\s+(?=[A-Z])", re.sub(r"\{(.+?)\}", "{}", row.why)):
+            assert "{}" in sentence, sentence
+            names_only = re.sub(r"Corollary 2|\(0, 0\)|Dir\(0\.5\)|label \d|alpha [\d.]+", "", sentence)
+            assert not re.search(r"\d", names_only), sentence
+
+
+def test_the_page_of_all_papers_counts_a_claim_once_per_table_data_and_mode_and_construction_never() -> None:
     known = recipes()
-    names = ["flame-table3-mnist", "flame-table3-mnist-mlp"]
-    found = {name: last(one, ROOT / "results") if name in names else None for name, one in known.items()}
-    (totals,) = [line for line in overview(known, found).splitlines() if line.startswith("Of ")]
-    assert totals.startswith(
-        f"Of {len(known)} recipes 2 were run. Of 6 claims of recipes that came to their end, each counted once:"
+    start = f"Of {len(known)} recipes {{}} were run. Claims of recipes that came to their end, each counted once per "
+
+    def totals(*names: str) -> str:
+        found = {name: last(one, ROOT / "results") if name in names else None for name, one in known.items()}
+        (line,) = [line for line in overview(known, found, {}).splitlines() if line.startswith("Of ")]
+        assert line.startswith(start.format(len(names)))
+        return line
+
+    alike = totals("flame-table3-mnist", "flame-table3-mnist-mlp")
+    assert "*published*, 0 claims; *fair*, 0 claims; *near*, 6 claims:" in alike
+    assert "1 more hold by construction and count nowhere" in alike
+    data = totals("flame-table3-mnist", "flame-table3-fashion-mnist")
+    assert "*near*, 12 claims" in data
+    assert "2 more hold" in data
+    modes = totals("equitable-table2-mnist-published", "equitable-table2-mnist-fair")
+    assert "*published*, 3 claims: *undecided* 3; *fair*, 3 claims: *undecided* 3; *near*, 0 claims;" in modes
+
+
+def test_the_page_of_all_papers_is_a_screen_a_paper() -> None:
+    text = overview(recipes(), {name: last(one, ROOT / "results") for name, one in recipes().items()}, {})
+    for part in text.split("\n## ")[1:]:
+        figures = re.findall(r"^!\[(.+)\]\(papers/(.+)\.svg\)$", part, re.MULTILINE)
+        assert 0 < len(figures) <= 2
+        for words, name in figures:
+            assert words.endswith(".")
+            assert recipes()[name].paper.title in words
+
+
+def as_run(recipe: Recipe, **changes: object) -> Summary:
+    known = {"few": {"flame: personal: accuracy": dict(zip("01234", FAR, strict=True)),
+                     "fedavg: global: accuracy": dict(zip("01234", NEAR, strict=True))}}  # fmt: skip
+    plain = Summary("tiny", "laptop", recipe.protocol("laptop"), "2 of the 4 rounds, batches of 9", "c", "d", "m",
+                    {"torch": "2"}, True, [0, 1, 2, 3, 4], 2, 1.0, {}, [], known)  # fmt: skip
+    return replace(plain, **changes)
+
+
+def headline(monkeypatch: pytest.MonkeyPatch, one: Recipe, summary: Summary | None, need: Need | None = None) -> str:
+    """The row of a claim on the page of all papers."""
+    row = papers.Row(
+        text="row", claim="t", fair=("tiny",), why="{tiny | few | flame: personal - tiny | few | fedavg: global}"
     )
-    assert "1 more hold by construction and count nowhere" in totals
+    monkeypatch.setattr(papers, "sheets", lambda: (papers.Sheet(name="FLAME", title="t", row=(row,)),))
+    text = overview({"tiny": one}, {"tiny": summary}, {} if need is None else {"tiny": need})
+    return next(line for line in text.splitlines() if line.startswith("| row"))
+
+
+def test_a_headline_says_what_was_reduced_and_of_which_version_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = with_claim()
+    now = headline(monkeypatch, one, as_run(one))
+    assert "near: full data; 2 of 4 rounds; batches of 9; 5 seeds |" in now
+    assert "earlier version" not in now
+    assert "an earlier version of the recipe](papers/tiny.md)" in headline(monkeypatch, one, as_run(one, protocol="o"))
+    assert "4 rounds; batches of 9; 5 seeds; unfinished |" in headline(
+        monkeypatch, one, as_run(one, rounds=4, complete=False)
+    )
+    less = make_recipe("tiny", merged(TINY, {"paper": {"claims": [{"text": "t", "higher": "flame: personal",
+                                                                "than": ["fedavg: global"]}],
+                                                   "reduced": "a tenth, a half; less"}}))  # fmt: skip
+    assert "near: a tenth; a half; 2 of 4 rounds" in headline(monkeypatch, less, as_run(less))
+
+
+def test_why_and_claim_say_the_same_difference_with_the_same_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = with_claim()
+    summary = as_run(one)
+    look = claims(one, summary.numbers)[0].pooled
+    assert between(one, *summary.numbers["few"].values()) == look
+    both = unit("accuracy").difference(look.difference, look.half)
+    line = headline(monkeypatch, one, summary)
+    assert f"near: [{both} (99 %, n = 5), **holds**" in line
+    assert f"[{both.removeprefix('+')} above](papers/tiny.md) |" in line
+    assert "[not run](papers/tiny.md) |" in headline(monkeypatch, one, None)
+
+
+def test_what_was_not_run_says_why_and_what_it_would_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert not_run(tiny(), None) == "not run (up to 1 core-minutes)"
+    large = make_recipe("tiny", {k: v for k, v in merged(TINY, {}).items() if k != "scale"})
+    assert not_run(large, None) == "not run: no laptop scale"
+    assert not_run(large, Need(4320, [])) == "not run: no laptop scale (about 3 core-days at full scale)"
+    assert not_run(large, Need(60, ["x"])) == "not run: x is not there (about 60 core-minutes at full scale)"
+    for text in (headline(monkeypatch, large, None, Need(60, ["x"])), page(large, None, Need(60, ["x"])).lower()):
+        assert "not run: x is not there (about 60 core-minutes at full scale)" in text
+    keep({"tiny": tiny(), "large": large}, tmp_path, None)
+    ((name, need),) = needs(tmp_path).items()
+    assert (name, need.missing) == ("large", [])
+    assert need.minutes > 0
+    assert needs(tmp_path / "nowhere") == {}
+
+
+def test_a_page_says_what_the_reported_round_decides() -> None:
+    one, summary = with_claim(), as_run(with_claim())
+    known = summary.numbers["few"]
+    turned = {f"{name}@validation": value for name, value in zip(known, reversed(known.values()), strict=True)}
+    said = "The reported round decides 1 of 1 comparisons: t: against few | fedavg: global: accuracy +20.2 points in"
+    assert said.replace("20.2", "20.20") in page(one, replace(summary, numbers={"few": known | turned}))
+    assert "The reported round decides" not in page(one, summary)
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return float(np.dot((0.2126, 0.7152, 0.0722), linear))
+
+
+def test_a_figure_can_be_read_on_both_grounds_and_names_only_marks_that_it_has(finished: Path) -> None:
+    done = summaries.read(finished / "results", "tiny", "full")
+    assert done is not None
+    for ground, words in (("#ffffff", WORDS), ("#22272e", WORDS_DARK)):
+        light, dark = sorted((luminance(ground), luminance(words)), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5
+    figure = plot(tiny(), done)
+    assert (
+        f"<style>text{{fill:{WORDS}}}@media(prefers-color-scheme:dark){{text{{fill:{WORDS_DARK}}}}}</style>" in figure
+    )
+    assert "diamond: the paper" in figure
+    assert "few (%)" in figure
+    bare = make_recipe("tiny", merged(TINY, {"paper": {"cells": {"few": [[], []]}}}))
+    assert "diamond" not in plot(bare, done)
+    assert "95 % interval" in plot(bare, done)
+    single = {v: {r: {"3": by["3"]} for r, by in known.items()} for v, known in done.numbers.items()}
+    assert "interval" not in plot(bare, replace(done, numbers=single))
 
 
 # --- the command
@@ -401,7 +613,7 @@ def test_the_command_runs_a_recipe_and_writes_its_page(tmp_path: Path) -> None:
     call("--page", str(tmp_path / "page.md"), "--results", str(tmp_path / "results"))
     assert "Of " in (tmp_path / "page.md").read_text()
     text = (tmp_path / "papers" / "flame-table3-mnist.md").read_text()
-    assert "Not run (stated budget: 60 core-minutes). Command: `fedloom reproduce flame-table3-mnist`" in text
+    assert "Not run (up to 60 core-minutes). Command: `fedloom reproduce flame-table3-mnist`" in text
 
 
 def test_one_seed_of_a_summary_is_verified(tmp_path: Path) -> None:
