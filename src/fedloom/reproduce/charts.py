@@ -39,7 +39,7 @@ def legend(cells: Sequence[Cell]) -> str:
 def alt(title: str, cells: Sequence[Cell]) -> str:
     """The figure in a sentence."""
     beside = " beside the paper's" if any(c.paper is not None for c in charted(cells)) else ""
-    return f"Our results{beside}, a row per column of the table on this recipe's page. {title}."
+    return f"Our results{beside}, a row per column of the table: {title}."
 
 
 def chart(cells: Sequence[Cell]) -> str:
