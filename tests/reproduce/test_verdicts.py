@@ -161,6 +161,14 @@ def test_a_claim_that_rests_on_one_rival_says_so() -> None:
     assert judged(0.3).rest is None
 
 
+def test_the_rest_has_the_seeds_of_the_pooled_test() -> None:
+    """A seed that one rival lacks is in neither, though the others have it."""
+    known = numbers(flame_personal=[9.0, *FAR], m0_global=[math.nan, *NEAR], m1_global=[0.0, *NEAR])
+    (one,) = claims(with_claim(than=["m0: global", "m1: global"]), known)
+    assert one.rest is not None
+    assert one.rest.look == one.pooled
+
+
 def test_only_other_methods_are_rivals() -> None:
     own = with_claim(than=["few | flame: global", "few | other: global"])
     known = numbers(flame_personal=FAR, flame_global=NEAR, other_global=NEAR)

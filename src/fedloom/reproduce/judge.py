@@ -112,7 +112,7 @@ class Judged:
     @property
     def right(self) -> int:
         """Comparisons whose mean is as claimed."""
-        return sum(_as_claimed(self.claim, c.look.difference) for c in self.known)
+        return sum(as_claimed(self.claim, c.look.difference) for c in self.known)
 
     @property
     def share(self) -> str:
@@ -156,7 +156,8 @@ def claims(recipe: Recipe, numbers: Numbers) -> list[Judged]:
             pooled = replace(pooled, verdict=HOLDS if held else FAILS)
         planned = len(_pairs(recipe, claim, {variant: {} for variant in recipe.variants}))
         figure = Reference.of(claim.subject, recipe.paper.figure).figure
-        found.append(Judged(claim, figure, pooled, singles, planned, _rest(recipe, claim, own, pooled)))
+        rest = _rest(claim, own, recipe.ordered(mean)[: pooled.n], pooled.level)
+        found.append(Judged(claim, figure, pooled, singles, planned, rest))
     return found
 
 
@@ -167,7 +168,10 @@ def _mean(leads: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _rest(
-    recipe: Recipe, claim: Claim, own: Sequence[tuple[tuple[Reference, Side], Mapping[str, float]]], pooled: Look
+    claim: Claim,
+    own: Sequence[tuple[tuple[Reference, Side], Mapping[str, float]]],
+    seeds: Sequence[str],
+    level: float,
 ) -> Rest | None:
     """The pooled test at the seeds and the level of its look, without the rival whose absence hurts the claim most.
 
@@ -181,7 +185,7 @@ def _rest(
 
     def without(rival: str) -> Look:
         mean = _mean([lead for name, lead in named if name != rival])
-        return _tested(claim, [mean[seed] for seed in recipe.ordered(mean)][: pooled.n], pooled.level)
+        return _tested(claim, [mean[seed] for seed in seeds], level)
 
     def room(rest: Rest) -> float:
         gap = rest.look.difference
@@ -260,7 +264,8 @@ def _holm(looks: Sequence[Look]) -> list[bool]:
     return clear
 
 
-def _as_claimed(claim: Claim, difference: float) -> bool:
+def as_claimed(claim: Claim, difference: float) -> bool:
+    """Whether a difference is as claimed, whatever its interval."""
     if claim.equivalent:
         return abs(difference) <= claim.margin
     return difference >= -ROUNDING if claim.construction else difference > -claim.margin

@@ -122,7 +122,9 @@ def _turns(judged: list[judge.Judged], moved: Moved) -> list[str]:
             f"against {c.right} {of.difference(c.look.difference)} in the last round, "
             f"{of.difference(then.look.difference)} in the one best on validation"
             for c, then in pairs
-            if c.look.difference * then.look.difference < 0
+            if c.look.n
+            and then.look.n
+            and len({judge.as_claimed(one.claim, look.difference) for look in (c.look, then.look)}) > 1
         ]
         if turned:
             more = f"; and {len(turned) - SHOWN} more" if len(turned) > SHOWN else ""
