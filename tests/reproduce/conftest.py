@@ -16,3 +16,15 @@ def _no_reports() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedloom.report.write", lambda runs, out, **_: out)
         yield
+
+
+@pytest.fixture(scope="session")
+def finished(_no_reports: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run directories and the summary of FLAME in the small recipe."""
+    from small_recipe import tiny
+
+    from fedloom.reproduce import reproduce
+
+    out = tmp_path_factory.mktemp("figures")
+    reproduce(tiny(), "full", out, results=out / "results", only=["flame"], seeds=[3, 4])
+    return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedloom.reproduce.recipe import Recipe, make_recipe
+from fedloom.reproduce.recipe import Recipe, make_recipe, merged
 
 TINY = {
     "rounds": 4,
@@ -31,3 +31,18 @@ TINY = {
 
 def tiny() -> Recipe:
     return make_recipe("tiny", TINY)
+
+
+def with_claim(**claim: object) -> Recipe:
+    table = {"text": "t", "higher": "flame: personal", "than": ["fedavg: global"], **claim}
+    table = {k: v for k, v in table.items() if v is not None}
+    return make_recipe("tiny", merged(TINY, {"paper": {"claims": [table]}}))
+
+
+def numbers(**by_reference: list[float]) -> dict[str, dict[str, dict[str, float | None]]]:
+    table = {name.replace("_", ": ") + ": accuracy": v for name, v in by_reference.items()}
+    return {"few": {name: {str(seed): v for seed, v in enumerate(vs)} for name, vs in table.items()}}
+
+
+NEAR, FAR = [0.50, 0.51, 0.49, 0.50, 0.52], [0.70, 0.72, 0.69, 0.71, 0.71]
+"""Results of five seeds, of which one side is clearly better."""

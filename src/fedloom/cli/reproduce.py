@@ -43,6 +43,9 @@ def reproduce(
     page: Annotated[
         Path | None, typer.Option(help="write the page of all papers to this file, those of the recipes beside it")
     ] = None,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="measure what recipes without a laptop scale need, for --page")
+    ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="run one seed of NAME again; compare with its summary")
     ] = False,
@@ -52,8 +55,8 @@ def reproduce(
 
     Example: fedloom reproduce flame-table3-mnist --scale laptop --data-dir ~/data
     """
-    if sum((name is not None, list_, all_, page is not None)) != 1:
-        raise typer.BadParameter("give one of NAME, --list, --all, --page")
+    if sum((name is not None, list_, all_, page is not None, estimate)) != 1:
+        raise typer.BadParameter("give one of NAME, --list, --all, --page, --estimate")
     with errors():
         from fedloom.reproduce import Budget, recipe, recipes
         from fedloom.reproduce.papers import FOLDER, pages
@@ -68,6 +71,11 @@ def reproduce(
             for file, text in pages(recipes(), results):
                 write_atomic(beside / file if file else page, text.encode())
             typer.echo(f"page: {page}")
+            return
+        if estimate:
+            from fedloom.reproduce.estimate import keep
+
+            typer.echo(f"estimates: {keep(recipes(), results, data_dir)}")
             return
         if verify:
             if name is None:

@@ -7,6 +7,7 @@ takes two steps on random data of the same shape, with the same model, batch siz
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -30,10 +31,11 @@ from fedloom.local import LocalSGD
 from fedloom.models import MLP, ModelSpec
 from fedloom.reproduce.choices import candidates, first, rounds_of
 from fedloom.reproduce.execute import experiment
-from fedloom.reproduce.page import state
+from fedloom.reproduce.page import last, state
 from fedloom.reproduce.recipe import NOMINAL, Nominal, Recipe, Scale
-from fedloom.reproduce.summary import read
+from fedloom.reproduce.summary import ESTIMATES, Need, read
 from fedloom.seeds import generator
+from fedloom.storage.files import make_folder, write_atomic
 
 HEAVY = 10
 """Largest batch with which convolutional networks are timed."""
@@ -172,6 +174,19 @@ def listing(
             stated,
             duration(minutes(recipe, scale)),
         )
+
+
+def keep(recipes: Mapping[str, Recipe], results: Path, data_dir: Path | None) -> Path:
+    """Write what recipes that were not run and have no laptop scale need at full scale, beside the summaries."""
+    found = {}
+    for name, recipe in recipes.items():
+        if recipe.budget("laptop") is None and last(recipe, results) is None:
+            sources = {d["data"]["source"]: experiment(first(d), name).source for d in recipe.at("full").values()}
+            missing = sorted(source for source, one in sources.items() if not _is_there(one, data_dir))
+            found[name] = Need(float(f"{minutes(recipe, 'full'):.2g}"), missing)._asdict()
+    make_folder(results)
+    write_atomic(results / ESTIMATES, (json.dumps(found, indent=1) + "\n").encode())
+    return results / ESTIMATES
 
 
 def _is_there(source: Source, data_dir: Path | None) -> bool:

@@ -6,6 +6,8 @@ for work and traffic. A figure is ``[PART ]METRIC[/STATISTIC][@WHEN]``: the part
 common; WHEN the last round unless it is ``validation`` (the round best on validation), ``mean`` (over the evaluated
 rounds, a measure of speed), a round's number, or ``to VALUE``: the first evaluated round whose validation figure
 reaches the value, for claims about work. A model that never reaches it has the last round's, the least that it needs.
+
+`unit` says how a figure is shown: accuracies in percent and their differences in points, bytes as MB.
 """
 
 from __future__ import annotations
@@ -53,6 +55,68 @@ class Reference(NamedTuple):
         """The same at the round chosen on validation; None where the round is named already, or there is no choice."""
         plain = "@" not in self.figure and self.model and not self.figure.startswith(("validation ", "nmi"))
         return self._replace(figure=f"{self.figure}@validation") if plain else None
+
+
+class Unit(NamedTuple):
+    """How the figures of a kind are shown.
+
+    Attributes:
+        name: of the unit, after a value.
+        gap: of a difference, after it.
+        scale: what a figure is multiplied by.
+        words: of a difference above and below zero.
+    """
+
+    name: str = ""
+    gap: str = ""
+    scale: float = 1.0
+    words: tuple[str, str] = ("above", "below")
+
+    def value(self, mean: float, spread: float | None = None) -> str:
+        """A mean, with a standard deviation where there is one: ``94.98 ± 0.20 %``."""
+        return self._named(self._shown(mean, spread), self.name)
+
+    def difference(self, mean: float, half: float | None = None) -> str:
+        """A difference with its sign, and half its interval where there is one: ``-38.1 ± 5.4 points``."""
+        sign = "+" if mean > 0 else ""
+        return self._named(sign + self._shown(mean, half), self.gap)
+
+    def said(self, mean: float, half: float | None = None) -> str:
+        """A difference in words: ``38.1 ± 5.4 points below``."""
+        return f"{self._shown(abs(mean), half)} {self.words[mean < 0]}"
+
+    def _named(self, text: str, name: str) -> str:
+        return text if text == "-" or not name else f"{text} {name}"
+
+    def _shown(self, value: float, spread: float | None) -> str:
+        if not math.isfinite(value):
+            return "-"
+        known = spread is not None and math.isfinite(spread)
+        beside = self.scale * spread if spread is not None and known else math.nan
+        return _number(self, self.scale * value, beside) + (f" ± {_number(self, beside, beside)}" if known else "")
+
+
+POINTS = Unit("%", "points", 100.0, ("points above", "points below"))
+GRADIENTS = Unit("gradients", "gradients", words=("more gradients", "fewer gradients"))
+TRAFFIC = Unit("MB", "MB", 1e-6, ("MB more", "MB less"))
+PLAIN = Unit()
+
+
+def unit(figure: str) -> Unit:
+    """The unit of a figure, by its name."""
+    name = figure.partition("@")[0]
+    if re.fullmatch(rf"(?:(?:{'|'.join(PARTS)}) )?accuracy(?:/(?:weighted|sigma))?", name):
+        return POINTS
+    return GRADIENTS if name.startswith("samples_") else TRAFFIC if name.startswith("bytes_") else PLAIN
+
+
+def _number(of: Unit, value: float, spread: float) -> str:
+    """Two decimals, one beside a spread of 1 or more; without a unit four decimals below 10, else four digits."""
+    if of is PLAIN:
+        return f"{value:.4f}" if abs(value) < 10 else f"{value:.5g}"
+    if of is GRADIENTS:
+        return f"{float(f'{value:.3g}'):,.0f}"
+    return f"{value:,.{1 if abs(spread) >= 1 else 2}f}"
 
 
 def values(run: Run, reference: Reference) -> dict[int, float]:

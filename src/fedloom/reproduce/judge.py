@@ -1,10 +1,11 @@
-"""Verdicts: ours beside the paper's, cell by cell and claim by claim.
+"""Verdicts: what the paper claims, claim by claim.
 
-A cell is within when |ours - paper| <= 2 sqrt(s1^2/n1 + s2^2/n2). A claim is judged on one number per seed, the mean of
-its comparisons' differences in the claimed direction, paired over seeds (equal seeds: equal data, cohorts, initial
-model and batches), by a t test. It is looked at after 5, 10 and 20 seeds, at levels of 1, 1.5 and 2.5 %, together 5 %
-(Bonferroni), and is decided by the first look that is clear. Claims of equivalence are tested by two one-sided tests.
-Single comparisons have Holm's correction over all of the recipe.
+A claim is judged on one number per seed, the mean of its comparisons' differences in the claimed direction, paired over
+seeds (equal seeds: equal data, cohorts, initial model and batches), by a t test. It is looked at after 5, 10 and 20
+seeds, at levels of 1, 1.5 and 2.5 %, together 5 % (Bonferroni), and is decided by the first look that is clear. Claims
+of equivalence are tested by two one-sided tests. Single comparisons have Holm's correction over all of the recipe. A
+claim that holds although a comparison contradicts it holds by one rival where the same test, without the rival that
+adds most to the difference, is not clear.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from scipy.special import nctdtrinc, stdtr, stdtrit
 
-from fedloom.report.numbers import half_width
+from fedloom.reproduce.cells import Numbers, finite, printed
 from fedloom.reproduce.figures import Reference
 from fedloom.reproduce.recipe import Claim, Recipe
 
@@ -29,25 +29,9 @@ ROUNDING = 1e-9
 """What equal means may differ by."""
 HOLDS, AVERAGE, FAILS, OPEN = "holds", "holds on average", "does not hold", "undecided"
 """A claim of which a comparison is not as claimed holds on average at most."""
-
-Numbers = Mapping[str, Mapping[str, Mapping[str, float | None]]]
-"""variant -> reference -> seed -> value, as in a summary."""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One number of a table: ours (mean, half of its 95 % interval, seeds), at the chosen round, and the paper's."""
-
-    variant: str
-    column: str
-    mean: float
-    std: float
-    n: int
-    half: float
-    chosen: float
-    paper: float | None
-    paper_std: float | None
-    verdict: str
+ONE, FEW = "holds on average, by one rival", "holds on average, in fewer than half"
+"""What holding on average is called where one rival decides it, and else where few comparisons are as claimed."""
+VERDICTS = (HOLDS, AVERAGE, ONE, FEW, FAILS, OPEN)
 
 
 @dataclass(frozen=True)
@@ -84,18 +68,41 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Rest:
+    """A claim's pooled test without one rival, the one that adds most to it."""
+
+    rival: str
+    look: Look
+
+
+@dataclass(frozen=True)
 class Judged:
-    """A claim with its pooled test, and its comparisons beside it; ``planned`` is how many the recipe has in all."""
+    """A claim with its pooled test, and its comparisons beside it.
+
+    Attributes:
+        claim: what is claimed.
+        figure: that it is about.
+        pooled: its test.
+        comparisons: every pair.
+        planned: comparisons that the recipe has in all.
+        rest: the test without the rival that adds most; None with fewer than two rivals.
+    """
 
     claim: Claim
+    figure: str
     pooled: Look
     comparisons: tuple[Comparison, ...]
     planned: int
+    rest: Rest | None
 
     @property
     def verdict(self) -> str:
-        """Of the pooled test; on average only where a comparison goes the other way."""
-        return AVERAGE if self.pooled.verdict == HOLDS and self.right < len(self.known) else self.pooled.verdict
+        """Of the pooled test; on average only where a comparison goes the other way, and then how far it is one's."""
+        if self.pooled.verdict != HOLDS or self.right == len(self.known):
+            return self.pooled.verdict
+        if self.rest is not None and self.rest.look.verdict != HOLDS:
+            return ONE
+        return FEW if 2 * self.right < len(self.known) else AVERAGE
 
     @property
     def known(self) -> list[Comparison]:
@@ -105,7 +112,7 @@ class Judged:
     @property
     def right(self) -> int:
         """Comparisons whose mean is as claimed."""
-        return sum(_as_claimed(self.claim, c.look.difference) for c in self.known)
+        return sum(as_claimed(self.claim, c.look.difference) for c in self.known)
 
     @property
     def share(self) -> str:
@@ -127,43 +134,6 @@ class Judged:
         return f"by construction; {self.verdict}" if self.claim.construction else f"{self.verdict} ({self.count})"
 
 
-def cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[Cell]:
-    """Every cell that was run, row by row."""
-    paper, found = recipe.paper, []
-    for variant, known in numbers.items():
-        printed = paper.cells.get(variant, (None,) * len(paper.columns))
-        for (title, text), cell in zip(paper.columns.items(), printed, strict=True):
-            reference = Reference.of(text, paper.figure)
-            ours = _finite(known.get(str(reference), {}))
-            if not ours and cell is None:
-                continue
-            values = list(ours.values())
-            mean = float(np.mean(values)) if values else math.nan
-            std = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
-            theirs, spread = _printed(cell, paper.percent)
-            at = reference.chosen()
-            chosen = _finite(known.get(str(at), {})) if at else {}
-            best = float(np.mean(list(chosen.values()))) if chosen else math.nan
-            verdict = "not run"
-            if values:
-                verdict = within(mean, std, len(values), theirs, spread, paper.seeds) if compare else "-"
-            half = half_width(values)
-            found.append(Cell(variant, title, mean, std, len(values), half, best, theirs, spread, verdict))
-    return found
-
-
-def within(mean: float, std: float, n: int, paper: float | None, spread: float | None, seeds: int) -> str:
-    """within, above or below, with the difference in points and in standard errors."""
-    if paper is None:
-        return "-"
-    ours = 0.0 if math.isnan(std) else std**2 / n
-    error = math.sqrt(ours + (spread or 0.0) ** 2 / seeds)
-    gap = mean - paper
-    word = "within" if abs(gap) <= 2 * error else "above" if gap > 0 else "below"
-    errors = f"{gap / error:+.1f} standard errors" if error else "no deviation known"
-    return f"{word} ({100 * gap:+.2f} points, {errors})"
-
-
 def claims(recipe: Recipe, numbers: Numbers) -> list[Judged]:
     """Every claim, with Holm's correction for its single comparisons over all of the recipe."""
     pairs = [[(pair, _leads(claim, *pair, numbers)) for pair in _pairs(recipe, claim, numbers)]
@@ -179,15 +149,74 @@ def claims(recipe: Recipe, numbers: Numbers) -> list[Judged]:
             for k, (((left, right), _), look) in enumerate(zip(own, looks[i], strict=True))
         )
         leads = [lead for _, lead in own if lead]
-        common = set.intersection(*(set(lead) for lead in leads)) if leads else set[str]()
-        mean = {seed: float(np.mean([lead[seed] for lead in leads])) for seed in common}
+        mean = _mean(leads)
         pooled = _look(claim, recipe.ordered(mean), mean)
         if claim.construction and leads:
             held = min(v for lead in leads for v in lead.values()) >= -ROUNDING
             pooled = replace(pooled, verdict=HOLDS if held else FAILS)
         planned = len(_pairs(recipe, claim, {variant: {} for variant in recipe.variants}))
-        found.append(Judged(claim, pooled, singles, planned))
+        figure = Reference.of(claim.subject, recipe.paper.figure).figure
+        rest = _rest(claim, own, recipe.ordered(mean)[: pooled.n], pooled.level)
+        found.append(Judged(claim, figure, pooled, singles, planned, rest))
     return found
+
+
+def _mean(leads: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One number per seed that all of them have."""
+    common = set.intersection(*(set(lead) for lead in leads)) if leads else set[str]()
+    return {seed: float(np.mean([lead[seed] for lead in leads])) for seed in common}
+
+
+def _rest(
+    claim: Claim,
+    own: Sequence[tuple[tuple[Reference, Side], Mapping[str, float]]],
+    seeds: Sequence[str],
+    level: float,
+) -> Rest | None:
+    """The pooled test at the seeds and the level of its look, without the rival whose absence hurts the claim most.
+
+    A rival is a method that the subject's is compared with; another variant or model of the subject's own is none.
+    """
+    named = [(right.method if isinstance(right, Reference) and right.method != left.method else "", lead)
+             for (left, right), lead in own if lead]  # fmt: skip
+    rivals = dict.fromkeys(rival for rival, _ in named if rival)
+    if len(rivals) < 2 or claim.construction:
+        return None
+
+    def without(rival: str) -> Look:
+        mean = _mean([lead for name, lead in named if name != rival])
+        return _tested(claim, [mean[seed] for seed in seeds], level)
+
+    def room(rest: Rest) -> float:
+        gap = rest.look.difference
+        return -abs(gap) if claim.equivalent else gap
+
+    return min((Rest(rival, without(rival)) for rival in rivals), key=room)
+
+
+def between(recipe: Recipe, left: Mapping[str, float | None], right: Mapping[str, float | None]) -> Look:
+    """The look at the paired difference of two references, from their values by seed."""
+    a, b = finite(left), finite(right)
+    lead = {seed: a[seed] - b[seed] for seed in a.keys() & b.keys()}
+    return _look(Claim(text="", higher="left", than=("right",)), recipe.ordered(lead), lead)
+
+
+def at_validation(recipe: Recipe, judged: Judged, numbers: Numbers) -> Judged | None:
+    """A claim judged at the round that is best on validation; None where its figures are of a named round."""
+    figure = recipe.paper.figure
+
+    def chosen(side: str | float) -> str | float:
+        reference = None if isinstance(side, float) else Reference.of(side, figure)
+        at = reference.chosen() if reference else None
+        return side if at is None else f"{at.variant} | {at}" if at.variant else str(at)
+
+    claim = judged.claim
+    role = "lower" if claim.higher is None else "higher"
+    moved = claim.with_(**{role: chosen(claim.subject), "than": tuple(chosen(side) for side in claim.than)})
+    if moved == claim:
+        return None
+    (one,) = claims(replace(recipe, paper=recipe.paper.with_(claims=(moved,))), numbers)
+    return one if one.known else None
 
 
 def _look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) -> Look:
@@ -235,7 +264,8 @@ def _holm(looks: Sequence[Look]) -> list[bool]:
     return clear
 
 
-def _as_claimed(claim: Claim, difference: float) -> bool:
+def as_claimed(claim: Claim, difference: float) -> bool:
+    """Whether a difference is as claimed, whatever its interval."""
     if claim.equivalent:
         return abs(difference) <= claim.margin
     return difference >= -ROUNDING if claim.construction else difference > -claim.margin
@@ -245,12 +275,12 @@ def papers_lead(recipe: Recipe, claim: Claim) -> float:
     """The mean of the paper's own differences in the claimed direction; nan where it prints none of them."""
     texts = {Reference.of(text, recipe.paper.figure)._replace(variant=""): k
              for k, text in enumerate(recipe.paper.columns.values())}  # fmt: skip
-    printed = {
-        variant: {str(ref): _printed(row[k], recipe.paper.percent)[0] for ref, k in texts.items()}
+    cells = {
+        variant: {str(ref): printed(row[k], recipe.paper.percent)[0] for ref, k in texts.items()}
         for variant, row in recipe.paper.cells.items()
         if row
     }
-    numbers = {v: {ref: {"0": value} for ref, value in row.items()} for v, row in printed.items()}
+    numbers = {v: {ref: {"0": value} for ref, value in row.items()} for v, row in cells.items()}
     leads = [lead["0"] for pair in _pairs(recipe, claim, numbers) if (lead := _leads(claim, *pair, numbers))]
     return float(np.mean(leads)) if leads else math.nan
 
@@ -279,23 +309,11 @@ def _name(side: Side) -> str:
 
 def _leads(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict[str, float]:
     """Differences by common seed, positive in the claimed direction."""
-    a = _finite(numbers.get(left.variant, {}).get(str(left), {}))
+    a = finite(numbers.get(left.variant, {}).get(str(left), {}))
     b = (
         dict.fromkeys(a, right)
         if isinstance(right, float)
-        else _finite(numbers.get(right.variant, {}).get(str(right), {}))
+        else finite(numbers.get(right.variant, {}).get(str(right), {}))
     )
     sign = 1.0 if claim.higher is not None else -1.0
     return {seed: sign * (a[seed] - b[seed]) for seed in a.keys() & b.keys()}
-
-
-def _finite(by_seed: Mapping[str, Any]) -> dict[str, float]:
-    return {seed: value for seed, value in by_seed.items() if value is not None and math.isfinite(value)}
-
-
-def _printed(cell: Any, percent: bool) -> tuple[float | None, float | None]:
-    if cell is None:
-        return None, None
-    mean, std = cell if isinstance(cell, tuple) else (cell, None)
-    scale = 0.01 if percent else 1.0
-    return scale * mean, None if std is None else scale * std

@@ -9,11 +9,12 @@ from typing import Any
 
 from fedloom.report.numbers import WORK
 from fedloom.reproduce import judge
-from fedloom.reproduce.charts import chart, charted
+from fedloom.reproduce.cells import cells
+from fedloom.reproduce.charts import alt, chart, charted
 from fedloom.reproduce.choices import at_an_edge
-from fedloom.reproduce.figures import Reference
+from fedloom.reproduce.figures import Reference, unit
 from fedloom.reproduce.recipe import SCALES, Recipe, Scale
-from fedloom.reproduce.summary import Summary, read
+from fedloom.reproduce.summary import Need, Summary, read
 
 MODES = {
     "published": "The paper's own settings, its public code's variants and its own way to choose.",
@@ -33,26 +34,50 @@ def state(recipe: Recipe, summary: Summary | None) -> str:
     if summary is None:
         return "not run"
     done = "run" if summary.complete else "unfinished"
-    earlier = "" if summary.protocol == recipe.protocol(summary.scale) else ", an earlier version of the recipe"
-    return f"{done}, {summary.scale} scale, {summary.date}{earlier}"
+    old = ", an earlier version of the recipe" if earlier(recipe, summary) else ""
+    return f"{done}, {summary.scale} scale, {summary.date}{old}"
+
+
+def earlier(recipe: Recipe, summary: Summary) -> bool:
+    """Whether a summary is of an earlier version of the recipe."""
+    return summary.protocol != recipe.protocol(summary.scale)
+
+
+def not_run(recipe: Recipe, need: Need | None) -> str:
+    """Why a recipe has no summary, and the time that it would need, as far as it is known."""
+    budget = recipe.budget("laptop")
+    if budget is not None:
+        return f"not run (up to {budget:g} core-minutes)"
+    why = f"{', '.join(need.missing)} is not there" if need and need.missing else "no laptop scale"
+    return f"not run: {why}{f' (about {_duration(need.minutes)} at full scale)' if need else ''}"
+
+
+def _duration(minutes: float) -> str:
+    return f"{minutes:,.0f} core-minutes" if minutes < 600 else f"{float(f'{minutes / 1440:.2g}'):,g} core-days"
 
 
 def plot(recipe: Recipe, summary: Summary | None) -> str:
     """The figure of a recipe's table as SVG; empty where nothing was run or there is no table."""
-    return "" if summary is None else chart(judge.cells(recipe, summary.numbers, compare=False))
+    return "" if summary is None else chart(cells(recipe, summary.numbers, compare=False))
 
 
 def has_plot(recipe: Recipe, summary: Summary | None) -> bool:
     """Whether `plot` gives a figure; it is slow to draw."""
-    return summary is not None and bool(charted(judge.cells(recipe, summary.numbers, compare=False)))
+    return summary is not None and bool(charted(cells(recipe, summary.numbers, compare=False)))
 
 
-def page(recipe: Recipe, summary: Summary | None) -> str:
+def picture(recipe: Recipe, summary: Summary, folder: str) -> str:
+    """The figure of a recipe on a page, with a sentence for those who do not see it."""
+    shown = cells(recipe, summary.numbers, compare=False)
+    return f"![{alt(recipe.paper.title, shown)}]({folder}{recipe.name}.svg)"
+
+
+def page(recipe: Recipe, summary: Summary | None, need: Need | None = None) -> str:
     """The page of a recipe as Markdown."""
-    return "\n".join(_lines(recipe, summary)).rstrip() + "\n"
+    return "\n".join(_lines(recipe, summary, need)).rstrip() + "\n"
 
 
-def _lines(recipe: Recipe, summary: Summary | None) -> Iterator[str]:
+def _lines(recipe: Recipe, summary: Summary | None, need: Need | None) -> Iterator[str]:
     paper = recipe.paper
     yield from (f"# {recipe.name}", "", f"{paper.title}. {MODES[paper.mode]} Protocol: {paper.protocol}", "")
     yield from ("[All papers](../papers.md)", "")
@@ -60,10 +85,14 @@ def _lines(recipe: Recipe, summary: Summary | None) -> Iterator[str]:
         yield from (f"Reduced: {paper.reduced}; so claims are judged, and no cell is.", "")
     for unknown in paper.open:
         yield f"- Not stated: {unknown.what}. Taken: {unknown.choice} ({unknown.reason})."
-    if paper.open:
+    judged = judge.claims(recipe, summary.numbers) if summary else []
+    moved = {one.claim.text: judge.at_validation(recipe, one, summary.numbers) for one in judged} if summary else {}
+    yield from (turn := _turns(judged, moved))
+    if paper.open or turn:
         yield ""
     if summary is None:
-        yield f"Not run{_stated(recipe)}. Command: `fedloom reproduce {recipe.name}`"
+        told = not_run(recipe, need)
+        yield f"{told[0].upper()}{told[1:]}. Command: `fedloom reproduce {recipe.name}`"
         return
     budget = recipe.budget(summary.scale)
     code = f", commit {summary.commit[:12]}{'-dirty' * summary.commit.endswith('-dirty')}" if summary.commit else ""
@@ -72,32 +101,57 @@ def _lines(recipe: Recipe, summary: Summary | None) -> Iterator[str]:
         f"{summary.rounds} rounds, {summary.minutes:.1f} core-minutes{f' of a budget of {budget:g}' if budget else ''},"
         f" {summary.date}{code}, torch {summary.versions['torch']}, {summary.machine}."
     )
-    if summary.protocol != recipe.protocol(summary.scale):
+    if earlier(recipe, summary):
         yield from ("", "The recipe has changed since; these are the results of its earlier version.")
-    yield from ("", *_table(recipe, summary), *_claims(recipe, summary), *_rest(recipe, summary))
+    yield from ("", *_table(recipe, summary), *_claims(recipe, judged, moved), *_rest(recipe, summary))
 
 
-def _stated(recipe: Recipe) -> str:
-    budget = recipe.budget("laptop")
-    return "; no laptop scale" if budget is None else f" (stated budget: {budget:g} core-minutes)"
+SHOWN = 3
+"""Comparisons that are told of a claim of which the reported round decides some."""
+Moved = Mapping[str, judge.Judged | None]
+"""Claims by their text, at the round that is best on validation."""
+
+
+def _turns(judged: list[judge.Judged], moved: Moved) -> list[str]:
+    """The comparisons that go the other way in another reported round."""
+    found = []
+    for one in judged:
+        at, of = moved[one.claim.text], unit(one.figure)
+        pairs = zip(one.comparisons, at.comparisons, strict=True) if at and not one.claim.construction else ()
+        turned = [
+            f"against {c.right} {of.difference(c.look.difference)} in the last round, "
+            f"{of.difference(then.look.difference)} in the one best on validation"
+            for c, then in pairs
+            if c.look.n
+            and then.look.n
+            and len({judge.as_claimed(one.claim, look.difference) for look in (c.look, then.look)}) > 1
+        ]
+        if turned:
+            more = f"; and {len(turned) - SHOWN} more" if len(turned) > SHOWN else ""
+            found.append(
+                f"- The reported round decides {len(turned)} of {len(one.known)} comparisons: {one.claim.text}: "
+                f"{'; '.join(turned[:SHOWN])}{more}."
+            )
+    return found
 
 
 def _table(recipe: Recipe, summary: Summary) -> Iterator[str]:
     compare = recipe.as_the_paper(summary.scale, summary.samples)
-    cells = judge.cells(recipe, summary.numbers, compare=compare)
-    if not cells:
+    found = cells(recipe, summary.numbers, compare=compare)
+    if not found:
         return
-    if any(c.n for c in cells):
-        yield from (f"![ours and the paper's]({recipe.name}.svg)", "")
+    if any(c.n for c in found):
+        yield from (picture(recipe, summary, ""), "")
     verdict = " verdict |" if compare else ""
     yield f"| | | ours (mean ± std) | round chosen on validation | paper |{verdict}"
     yield f"|---|---|---|---|---|{'---|' if compare else ''}"
-    for cell in cells:
+    for cell in found:
+        of = unit(cell.figure)
         few = f" (n = {cell.n})" if cell.n < len(summary.seeds) else ""
-        ours = "not run" if not cell.n else number(cell.mean) + spread(cell.std) + few
-        paper = "-" if cell.paper is None else number(cell.paper) + spread(cell.paper_std)
+        ours = "not run" if not cell.n else of.value(cell.mean, cell.std) + few
+        paper = "-" if cell.paper is None else of.value(cell.paper, cell.paper_std)
         said = f" {cell.verdict} |" if compare else ""
-        yield f"| {cell.variant} | {cell.column} | {ours} | {number(cell.chosen)} | {paper} |{said}"
+        yield f"| {cell.variant} | {cell.column} | {ours} | {of.value(cell.chosen)} | {paper} |{said}"
     if compare and recipe.paper.nearest:
         yield f"\nThese cells are counted in [{recipe.paper.nearest}]({recipe.paper.nearest}.md), nearer to the paper."
     elif not compare and recipe.paper.reduced is None and not summary.samples:
@@ -105,20 +159,23 @@ def _table(recipe: Recipe, summary: Summary) -> Iterator[str]:
     yield ""
 
 
-def _claims(recipe: Recipe, summary: Summary) -> Iterator[str]:
-    judged = judge.claims(recipe, summary.numbers)
+def _claims(recipe: Recipe, judged: list[judge.Judged], moved: Moved) -> Iterator[str]:
     if not judged:
         return
-    yield "| claim | verdict | pooled difference | detectable | comparisons as claimed | the paper's |"
-    yield "|---|---|---|---|---|---|"
+    yield (
+        "| claim | verdict | pooled difference | without one rival | comparisons as claimed | "
+        "at the round chosen on validation | the paper's |"
+    )
+    yield "|---|---|---|---|---|---|---|"
     for one in judged:
-        theirs = number(judge.papers_lead(recipe, one.claim))
+        theirs = unit(one.figure).difference(judge.papers_lead(recipe, one.claim))
         if not one.known:
-            yield f"| {one.claim.text} | not run | - | - | - | {theirs} |"
+            yield f"| {one.claim.text} | not run | - | - | - | - | {theirs} |"
             continue
-        verdict = f"by construction; {one.verdict}" if one.claim.construction else one.verdict
-        detectable = number(one.pooled.detectable) if one.verdict == judge.OPEN else "-"
-        yield f"| {one.claim.text} | {verdict} | {difference(one)} | {detectable} | {one.count} | {theirs} |"
+        verdict = f"by construction; {one.verdict}" if one.claim.construction else one.verdict + shows(one)
+        rest, at = without(one) or "-", moved[one.claim.text]
+        then = difference(at) if at else "-"
+        yield f"| {one.claim.text} | {verdict} | {difference(one)} | {rest} | {one.count} | {then} | {theirs} |"
     yield ""
     several = [one for one in judged if len(one.known) > 1 and not one.claim.construction]
     if several:
@@ -126,18 +183,40 @@ def _claims(recipe: Recipe, summary: Summary) -> Iterator[str]:
     for one in several:
         for c in sorted(one.known, key=lambda c: c.look.difference):
             pair = f"{c.left} against {c.right}".replace("|", "\\|")
-            yield f"| {pair} | {signed(c.look.difference)}{spread(c.look.half)} | {c.look.verdict} |"
+            yield f"| {pair} | {interval(c.look, one.figure)} | {c.look.verdict} |"
     if several:
         yield ""
 
 
 def difference(judged: judge.Judged) -> str:
-    """The pooled difference with its interval, the margin beside it, and the seeds."""
+    """The pooled difference with its interval and the seeds, and the margin beside it."""
+    look, of = judged.pooled, unit(judged.figure)
+    margin = of.value(judged.claim.margin).replace("%", of.gap)
+    within = "" if not judged.claim.margin else f"; margin {'±' if judged.claim.equivalent else '-'}{margin}"
+    return interval(look, judged.figure) + within
+
+
+def interval(look: judge.Look, figure: str) -> str:
+    """A difference with its interval, the interval's level and the seeds."""
+    level = f"{100 * (1 - look.level):g} %, " if math.isfinite(look.level) else ""
+    return f"{unit(figure).difference(look.difference, look.half)} ({level}n = {look.n})"
+
+
+def without(judged: judge.Judged) -> str:
+    """The pooled difference without the rival that adds most to it; empty with fewer than two rivals."""
+    rest = judged.rest
+    if rest is None:
+        return ""
+    return f"without {rest.rival} {unit(judged.figure).difference(rest.look.difference, rest.look.half)}"
+
+
+def shows(judged: judge.Judged) -> str:
+    """For an undecided claim the smallest difference that so many seeds could have shown."""
     look = judged.pooled
-    margin = judged.claim.margin
-    within = "" if not margin else f"; margin {'±' if judged.claim.equivalent else '-'}{margin:g}"
-    level = f" at {100 * (1 - look.level):g} %" if math.isfinite(look.level) else ""
-    return f"{signed(look.difference)}{spread(look.half)}{level} (n = {look.n}{within})"
+    if judged.verdict != judge.OPEN or not math.isfinite(look.detectable):
+        return ""
+    shown = unit(judged.figure).difference(look.detectable).removeprefix("+")
+    return f" ({look.n} seeds show {shown} or more)"
 
 
 def _rest(recipe: Recipe, summary: Summary) -> Iterator[str]:
@@ -148,8 +227,8 @@ def _rest(recipe: Recipe, summary: Summary) -> Iterator[str]:
     for method in methods:
         known = {n: summary.numbers[first].get(str(Reference("", method, "", n)), {}) for n in WORK}
         means = {n: sum(v for v in by.values() if v) / max(1, len(by)) for n, by in known.items()}
-        traffic = (means["bytes_up"] + means["bytes_down"]) / 1e6
-        work.append(f"{method} {means['samples_backward']:.4g} and {traffic:.4g} MB")
+        traffic = unit("bytes_up").value(means["bytes_up"] + means["bytes_down"])
+        work.append(f"{method} {unit('samples_backward').value(means['samples_backward'])} and {traffic}")
     yield f"Gradients of samples and traffic of a run ({first}): {'; '.join(work)}."
     chosen = [(v, m, c) for v, methods in summary.choices.items() for m, c in methods.items()]
     if chosen:
@@ -165,18 +244,3 @@ def _rest(recipe: Recipe, summary: Summary) -> Iterator[str]:
 def _edge(choice: Mapping[str, Any]) -> str:
     keys = at_an_edge(choice["chosen"], choice["scores"])
     return f" (edge of the grid: {', '.join(keys)})" if keys else ""
-
-
-def number(value: float) -> str:
-    """A figure for people: four decimals below 10, four digits above."""
-    return "-" if not math.isfinite(value) else f"{value:.4f}" if abs(value) < 10 else f"{value:.5g}"
-
-
-def signed(value: float) -> str:
-    """A difference for people."""
-    return ("+" if value > 0 else "") + number(value)
-
-
-def spread(std: float | None) -> str:
-    """± standard deviation or half an interval, where there is one."""
-    return f" ± {number(std)}" if std is not None and math.isfinite(std) else ""

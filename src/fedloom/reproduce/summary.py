@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedloom.errors import RunDirError
 from fedloom.report.numbers import MODELS, WORK
@@ -28,6 +28,15 @@ PAUSE = 5.0
 """Seconds of the processor after which ``spent.json`` is brought up to date."""
 DIGITS = 7
 """Significant digits that are kept."""
+ESTIMATES = "estimates.json"
+"""Beside the summaries: what the recipes without one, and without a laptop scale, would need."""
+
+
+class Need(NamedTuple):
+    """What a recipe would need at full scale: core-minutes, and data sets that are not there."""
+
+    minutes: float
+    missing: list[str]
 
 
 @dataclass(frozen=True)
@@ -149,6 +158,13 @@ def read(folder: Path, recipe: str, scale: Scale) -> Summary | None:
         return Summary(**json.loads(path.read_text()))
     except (TypeError, ValueError) as error:
         raise RunDirError(f"{path} is not a summary: {error}; delete it and run the recipe again") from None
+
+
+def needs(folder: Path) -> dict[str, Need]:
+    """The estimates that were kept, by recipe."""
+    file = folder / ESTIMATES
+    known = json.loads(file.read_text()) if file.exists() else {}
+    return {name: Need(**need) for name, need in known.items()}
 
 
 def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[str, dict[str, float | None]]:

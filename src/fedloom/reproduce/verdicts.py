@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fedloom.reproduce import judge
-from fedloom.reproduce.page import number, spread
+from fedloom.reproduce.cells import cells
+from fedloom.reproduce.figures import unit
 from fedloom.reproduce.recipe import Recipe
 from fedloom.reproduce.summary import Summary
 
@@ -20,9 +21,9 @@ def print_verdicts(recipe: Recipe, summary: Summary) -> None:
     """Both tables of a recipe on standard output."""
     compare = recipe.as_the_paper(summary.scale, summary.samples)
     rows = [
-        (c.variant, c.column, number(c.mean) + spread(c.std), str(c.n), number(c.chosen),
-         "-" if c.paper is None else number(c.paper) + spread(c.paper_std), c.verdict)
-        for c in judge.cells(recipe, summary.numbers, compare=compare)
+        (c.variant, c.column, unit(c.figure).value(c.mean, c.std), str(c.n), unit(c.figure).value(c.chosen),
+         "-" if c.paper is None else unit(c.figure).value(c.paper, c.paper_std), c.verdict)
+        for c in cells(recipe, summary.numbers, compare=compare)
     ]  # fmt: skip
     if rows:
         _print(("variant", "column", "ours", "seeds", "at validation's round", "paper", "verdict"), rows)
