@@ -98,7 +98,8 @@ class Captured(Measured):
         drawn = work.plan("local", work.counted_steps()).batch(0)
         rows, where = self.row.repeat(len(ids), 1), drawn.where.to(self.oracle.device, copy=True)
         total, there = drawn.total.to(self.oracle.device), ids.to(self.oracle.device)  # nothing may be copied there
-        batch, graph, side = drawn._replace(where=where, total=total, ids=there), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        batch = drawn._replace(where=where, total=total, ids=there)
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):

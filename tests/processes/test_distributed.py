@@ -243,8 +243,8 @@ def test_ranks_of_one_machine_equal_one_process(tmp_path: Path, tidy: None, rank
 
 @pytest.mark.skipif(not has_bf16(torch.device("cpu")), reason="this processor has no instructions for bfloat16")
 def test_two_ranks_equal_one_process_in_bfloat16(tmp_path: Path, tidy: None) -> None:
-    engine = 'engine = {precision = "bf16", chunk = 3}\nmodel = {kind = "cnn", channels = [4], kernel = 3, hidden = [8]}\n'
-    file = written(tmp_path, HEAD.replace("rounds = 4", "rounds = 2") + engine + SHORT[SHORT.index("[[method") :])
+    how = 'model = {kind = "cnn", channels = [4], kernel = 3, hidden = [8]}\nengine = {precision = "bf16", chunk = 3}\n'
+    file = written(tmp_path, HEAD.replace("rounds = 4", "rounds = 2") + how + SHORT[SHORT.index("[[method") :])
     want = alone(file, tmp_path / "one")
     code, said = end(start(PROGRAM, file, tmp_path / "out"))
     assert code == 0, said

@@ -178,7 +178,7 @@ def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
         return [w.work / w.clients for _, w in _watched(setting, fed, rounds, wait)]
 
     with Pool({"shares": shares}, cores()) as pool:
-        found = list(pool.map("shares", None, range(cores())))
+        found: list[list[float]] = list(pool.map("shares", None, range(cores())))
     return statistics.median(map(max, zip(*found, strict=True)))
 
 
