@@ -67,7 +67,8 @@ def derive(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose = "
 
 def generator(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose = "") -> torch.Generator:
     """A CPU `torch.Generator` of (seed, round, client, purpose)."""
-    drawn = _state(*_around(seed, round, purpose), client, _WORDS)
+    before, after = _around(seed, round, purpose)
+    drawn = hashlib.shake_128(b"%b%d%b" % (before, client, after)).digest(4 * _WORDS)
     _blank.words[:] = np.frombuffer(drawn, "<u4")
     made = torch.Generator()
     made.set_state(_blank.state)
@@ -76,9 +77,14 @@ def generator(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose 
 
 def states(seed: int, round: int, clients: Sequence[int], purpose: Purpose, draws: int) -> NDArray[np.uint32]:
     """The states of the generators of many clients ``[m, s]``, as many words as so many draws of 32 bits look at."""
-    around, count = _around(seed, round, purpose), min(_WORDS, _FAR + draws)
-    drawn = bytearray().join([_state(*around, client, count) for client in clients])
-    return np.frombuffer(drawn, "<u4").reshape(len(clients), count)
+    from fedloom import kernels
+
+    before, after = _around(seed, round, purpose)
+    names, count = [b"%b%d%b" % (before, client, after) for client in clients], min(_WORDS, _FAR + draws)
+    if max(map(len, names)) < kernels.RATE:
+        return kernels.shake(names, count)
+    drawn = bytearray().join([hashlib.shake_128(name).digest(4 * count) for name in names])
+    return np.frombuffer(drawn, "<u4").reshape(len(names), count)
 
 
 def numpy_generator(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose = "") -> np.random.Generator:
@@ -125,7 +131,3 @@ def cuda_state(gen: torch.Generator) -> Tensor:
 def _around(seed: int, round: int, purpose: Purpose) -> tuple[bytes, bytes]:
     """What stands before and after the client in the name of a stream."""
     return f"{seed}|{round}|".encode(), f"|{purpose!r}".encode()
-
-
-def _state(before: bytes, after: bytes, client: int, words: int) -> bytes:
-    return hashlib.shake_128(b"%b%d%b" % (before, client, after)).digest(4 * words)

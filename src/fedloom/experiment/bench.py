@@ -179,7 +179,8 @@ def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
 
     with Pool({"shares": shares}, cores()) as pool:
         found: list[list[float]] = list(pool.map("shares", None, range(cores())))
-    return statistics.median(map(max, zip(*found, strict=True)))
+    slowest: list[float] = [max(each) for each in zip(*found, strict=True)]
+    return statistics.median(slowest)
 
 
 def _watched(
