@@ -1,24 +1,32 @@
-"""What grows with the number of clients: time and memory of rounds, evaluation, checkpoints and resuming.
+"""What grows with the number of clients: time and memory of rounds, evaluation, checkpoints, resuming and the report.
 
     python benchmarks/clients.py --clients 10000 --clients 1000000 --method fedavg --method scaffold --method flame
+    python benchmarks/clients.py --clients 100000 --method flame --evaluate-all    # everyone's personal model
+    python benchmarks/clients.py --clients 10000 --clients 1000000 --report
+    python benchmarks/clients.py --clients 170000 --features 3000 --method fedavg --cold --memory 4
 
 Softmax regression on 60 features (`--features`) and 10 classes, 10 samples a client, cohorts of 1,000; 1,000 clients
 are scored. The features are a file that stays on disk (`--in-memory` reads it), and so are the clients' rows beyond
 16 MiB. A line per method and number of
 clients: seconds to load and cut the data, to begin, of a round (median of all but the first), of an evaluation, of the
 last checkpoint and of resuming from it; and the peak of anonymous memory. Seconds are of the processor, so that other
-processes count little; `--wall` takes the clock's.
+processes count little; `--wall` takes the clock's. A row during which other processes used more than 0.1 core ends
+with `disturbed`.
+
+`--report` measures the report of a run of FedAvg instead. `--memory` allows so many GB for data of the process's own,
+`--cold` takes the features out of the system's cache before they are read, so that they come from the disk.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import resource
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -34,7 +42,10 @@ from fedloom.data.partition import Iid
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.engine.state import State
+from fedloom.engine.timing import QUIET, watched
+from fedloom.experiment import Plan, parse
 from fedloom.local import LocalSGD
+from fedloom.report import write
 
 CLASSES, SAMPLES = 10, 10
 BLOCK = 6_000_000
@@ -65,6 +76,13 @@ def read(folder: Path, in_memory: bool) -> Dataset:
     return Dataset.of(np.load(folder / "x.npy"), np.load(folder / "y.npy")) if in_memory else load(folder)
 
 
+def forget(folder: Path) -> None:
+    """Take the features out of the system's cache."""
+    with (folder / "x.npy").open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 class Watch:
     """A callback of `simulate` that keeps when rounds ended, by a clock."""
 
@@ -78,10 +96,11 @@ class Watch:
 
 def measure(method: str, fed: Federation, given: argparse.Namespace, place: Path, clock: Clock) -> list[float]:
     """Seconds to begin, of a round, an evaluation, the last checkpoint and resuming; GB on disk and of memory."""
+    scored = None if given.evaluate_all else 1000
     settings = {
         "local": LocalSGD(lr=0.1, batch_size=10),
         "sampler": Uniform(clients=min(1000, fed.n)),
-        "evaluate": Evaluate(every=given.rounds, clients=1000, parts=("train", "test")),
+        "evaluate": Evaluate(every=given.rounds, clients=scored, parts=("train", "test")),
         "engine": Engine(store_budget=16, workers=given.workers),
     }
     with Peak() as peak, tempfile.TemporaryDirectory(dir=place) as folder:
@@ -96,6 +115,54 @@ def measure(method: str, fed: Federation, given: argparse.Namespace, place: Path
     return [begin, round, *last, disk / 1e9, peak.most / 1e9]
 
 
+def reported(data: Path, clients: int, given: argparse.Namespace, place: Path, clock: Clock) -> list[float]:
+    """Seconds of the report of a run of FedAvg, MB of its page, kB of summary.json; GB of memory."""
+    document = {
+        "name": "clients",
+        "rounds": 2,
+        "data": {"source": "npy", "path": str(data)},
+        "partition": {"kind": "iid", "clients": clients},
+        "sampler": {"kind": "uniform", "clients": min(1000, clients)},
+        "evaluate": {"every": 1} | ({} if given.evaluate_all else {"clients": 1000}),
+        "method": [{"algorithm": "fedavg"}],
+    }
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        out = Path(folder)
+        Plan(parse(document), out).run(page=False)
+        with Peak() as peak:
+            start = clock()
+            page = write([out], out / "report.html", charts=False)
+            seconds = clock() - start
+        return [seconds, page.stat().st_size / 1e6, (out / "summary.json").stat().st_size / 1e3, peak.most / 1e9]
+
+
+def lines(clients: int, given: argparse.Namespace, place: Path, clock: Clock) -> Iterator[str]:
+    """The rows of a number of clients."""
+    data = make(place / f"{clients}", clients * SAMPLES, given.features)
+    if given.report:
+        with watched() as others:
+            found = reported(data, clients, given, place, clock)
+        yield row("fedavg", clients, found, others.cores)
+        return
+    if given.cold:
+        forget(data)
+    start = clock()
+    fed = Iid(clients=clients)(read(data, given.in_memory), seed=0)
+    loaded = clock() - start
+    for method in given.method or ("fedavg", "scaffold", "flame"):
+        if given.cold:
+            forget(data)
+        with watched() as others:
+            found = [loaded, *measure(method, fed, given, place, clock)]
+        yield row(method, clients, found, others.cores)
+
+
+def row(method: str, clients: int, found: list[float], others: float) -> str:
+    """A row of the table."""
+    cells = [method, f"{clients:,}", *(f"{value:.3g}" for value in found)]
+    return f"| {' | '.join(cells)} |{' disturbed' if others > QUIET else ''}"
+
+
 def main() -> int:
     """Measure and print a table."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -103,22 +170,25 @@ def main() -> int:
     options.add_argument("--method", action="append", choices=[*REGISTRY])
     options.add_argument("--features", type=int, default=60)
     options.add_argument("--in-memory", action="store_true", help="read the features before the clients are cut")
+    options.add_argument("--evaluate-all", action="store_true", help="score every client")
+    options.add_argument("--report", action="store_true", help="measure the report of a run instead")
+    options.add_argument("--memory", type=float, help="GB that the process may have for data of its own")
+    options.add_argument("--cold", action="store_true", help="features are read from the disk, not from its cache")
     options.add_argument("--rounds", type=int, default=8)
     options.add_argument("--workers", type=int, default=1)
     options.add_argument("--wall", action="store_true", help="seconds of the clock")
     options.add_argument("--folder", type=Path, help="for data and rows; a temporary one by default")
     given = options.parse_args()
+    if given.memory:
+        resource.setrlimit(resource.RLIMIT_DATA, (int(given.memory * 1e9),) * 2)
     clock = time.perf_counter if given.wall else time.process_time
-    print("| method | clients | load, cut | begin | round | evaluation | last save | resume | disk GB | memory GB |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    measured = "load, cut | begin | round | evaluation | last save | resume | disk GB | memory GB"
+    columns = "method | clients | " + ("report | page MB | summary kB | memory GB" if given.report else measured)
+    print(f"| {columns} |\n|{'---|' * len(columns.split('|'))}")
     with tempfile.TemporaryDirectory(dir=given.folder) as place:
         for clients in given.clients or (10_000, 1_000_000):
-            data, start = make(Path(place) / f"{clients}", clients * SAMPLES, given.features), clock()
-            fed = Iid(clients=clients)(read(data, given.in_memory), seed=0)
-            loaded = clock() - start
-            for method in given.method or ("fedavg", "scaffold", "flame"):
-                cells = " | ".join(f"{v:.3g}" for v in [loaded, *measure(method, fed, given, Path(place), clock)])
-                print(f"| {method} | {clients:,} | {cells} |", flush=True)
+            for line in lines(clients, given, Path(place), clock):
+                print(line, flush=True)
     return 0
 
 

@@ -1,12 +1,14 @@
-"""Seconds per step of local SGD on a GPU: stacked against looped clients, and what lower precision gives.
+"""Seconds per step of local SGD on a GPU: stacked against looped clients, captured graphs, and lower precision.
 
     python benchmarks/gpu.py                                  # everything, in float32
     python benchmarks/gpu.py --precision float32 --precision tf32 --precision bf16
     python benchmarks/gpu.py --workload cnn --clients 100 --chunk 25
 
-The lines are those of a Markdown table. A cell of the last column is looped / stacked: above 1, stacking is faster. The
-engine itself computes in float32 or float64; tf32 lets its products round to TF32, bf16 holds models and samples in
-bfloat16, to see what it would give. `--device cpu` shows that the program runs, no more.
+The lines are those of a Markdown table. A cell of the column looped / stacked above 1 says that stacking is faster.
+`captured` is a stacked step as a CUDA graph, which the engine does not use; a graph that cannot be captured is refused
+with a sentence. tf32 lets products round to TF32, bf16 is `precision = "bf16"` of the engine, for convolutions. A row
+during which other processes used more than 0.1 core ends with `disturbed`. `--device cpu` shows that the program runs,
+no more.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from typing import Any
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 import torch
+from torch import Tensor
 from workloads import CLASSES, Workload
 
-from fedloom.errors import FedloomError
+from fedloom.engine.timing import QUIET, watched
+from fedloom.errors import FedloomError, Refused
 from fedloom.local import LocalSGD, Work, descend
 from fedloom.local.oracles import chunk_count, chunk_limit, make_oracle
 from fedloom.models import CNN, MLP, ResNet18, Softmax
@@ -38,7 +42,8 @@ MODELS = {
     "cnn": (CNN(), IMAGE),
     "resnet18-gn": (ResNet18(), COLOUR),
 }
-PRECISIONS = {"float32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
+PRECISIONS = ("float32", "tf32", "bf16")
+CLIENTS = (10, 100, 1000)
 
 
 class Measured:
@@ -49,41 +54,86 @@ class Measured:
         samples = BATCH * given.steps
         work = Workload(name, spec, shape, clients, clients, samples, BATCH, 1)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
-        self.fed = work.federation().to(given.device, PRECISIONS[precision])
+        fed = work.federation().to(given.device)
         module = spec.build(shape, CLASSES)
-        self.oracle = make_oracle(module, Classification(classes=CLASSES), self.fed, oracle)
-        self.row = self.oracle.layout.vector(module, PRECISIONS[precision]).to(given.device)
+        low = "bf16" if precision == "bf16" else "full"
+        self.oracle = make_oracle(module, Classification(classes=CLASSES), fed, oracle, precision=low)
+        self.row = self.oracle.layout.vector(module, torch.float32).to(given.device)
         self.local = LocalSGD(lr=0.01, batch_size=BATCH, steps=given.steps)
         limit = given.chunk or chunk_limit(self.oracle)
         self.chunks = torch.arange(clients).tensor_split(chunk_count(clients, limit))
-        self.share = torch.full((clients, 1), 1 / clients, device=given.device, dtype=PRECISIONS[precision])
+        self.share = torch.full((clients, 1), 1 / clients, device=given.device)
         self.cuda, self.steps = self.oracle.device.type == "cuda", given.steps
 
     def __call__(self, round: int) -> float:
         """Seconds per step of all clients."""
         self._settle()
         start = time.perf_counter()
-        for ids in self.chunks:
-            work = Work(self.oracle, ids, self.share[ids], self.local, round=round)
-            descend(self.row.repeat(len(ids), 1), work)
+        for k, ids in enumerate(self.chunks):
+            self.train(k, Work(self.oracle, ids, self.share[ids], self.local, round=round))
         self._settle()
         return (time.perf_counter() - start) / self.steps
+
+    def train(self, k: int, work: Work) -> None:
+        """The steps of chunk ``k``."""
+        descend(self.row.repeat(work.m, 1), work)
 
     def _settle(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
 
 
-def seconds(name: str, clients: int, oracle: str, precision: str, given: argparse.Namespace) -> tuple[float, float]:
+class Captured(Measured):
+    """The same, each step of a chunk a graph that was captured once."""
+
+    def __init__(self, name: str, clients: int, oracle: str, precision: str, given: argparse.Namespace) -> None:
+        super().__init__(name, clients, oracle, precision, given)
+        if not self.cuda:
+            raise Refused("graphs are captured on CUDA devices only")
+        self.graphs = [self._capture(ids) for ids in self.chunks]
+
+    def _capture(self, ids: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+        """A graph, the rows that it changes, and the places of its samples."""
+        work = Work(self.oracle, ids, self.share[ids], self.local)
+        drawn = work.plan("local", work.counted_steps()).batch(0)
+        rows, where = self.row.repeat(len(ids), 1), drawn.where.to(self.oracle.device, copy=True)
+        total, there = drawn.total.to(self.oracle.device), ids.to(self.oracle.device)  # nothing may be copied there
+        batch = drawn._replace(where=where, total=total, ids=there)
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self.oracle.addgrad_(rows, rows, batch, 1.0, -self.local.lr)
+        torch.cuda.current_stream().wait_stream(side)
+        try:
+            with torch.cuda.graph(graph):
+                self.oracle.addgrad_(rows, rows, batch, 1.0, -self.local.lr)
+        except RuntimeError as error:
+            raise Refused(f"a step cannot be captured as a graph ({str(error).splitlines()[0]})") from error
+        return graph, rows, where
+
+    def train(self, k: int, work: Work) -> None:
+        graph, rows, where = self.graphs[k]
+        rows.copy_(self.row.expand_as(rows))
+        plan = work.plan("local", work.counted_steps())
+        for step in range(self.steps):
+            where.copy_(plan.where[step])
+            graph.replay()
+
+
+WAYS = {"fused": Measured, "stacked": Measured, "captured": Captured, "looped": Measured}
+
+
+def seconds(name: str, clients: int, way: str, precision: str, given: argparse.Namespace) -> tuple[float, float]:
     """Median seconds per step of all clients, and the most memory in GB; not a number where it does not fit or run."""
     if given.device != "cpu":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
-        measured = Measured(name, clients, oracle, precision, given)
+        measured = WAYS[way](name, clients, "stacked" if way == "captured" else way, precision, given)
         found = statistics.median([measured(round) for round in range(given.rounds + 1)][1:])
     except (torch.OutOfMemoryError, FedloomError) as error:
-        print(f"{name}, {clients} clients, {oracle}, {precision}: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"{name}, {clients} clients, {way}, {precision}: {str(error).splitlines()[0]}", file=sys.stderr)
         return float("nan"), float("nan")
     return found, torch.cuda.max_memory_allocated() / 1e9 if measured.cuda else float("nan")
 
@@ -93,7 +143,7 @@ def main() -> str | int:
     options: dict[str, Any] = {"action": "append", "help": "default: all"}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=[*MODELS], **options)
-    parser.add_argument("--clients", type=int, action="append", help="default: 10 and 100")
+    parser.add_argument("--clients", type=int, action="append", help="default: 10, 100 and 1,000")
     parser.add_argument("--precision", choices=[*PRECISIONS], action="append", help="default: float32")
     parser.add_argument("--chunk", type=int, help="clients stacked together; default: the engine's rule")
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of a round")
@@ -104,17 +154,18 @@ def main() -> str | int:
         return "benchmarks/gpu.py needs a CUDA device, and torch finds none; nothing was measured"
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name() if given.device != 'cpu' else 'cpu'}\n")
-    print("| model | clients | precision | fused ms | stacked ms | looped ms | stacked GB | looped / stacked |")
-    print("|---|---|---|---|---|---|---|---|")
+    columns = ("model", "clients", "precision", *(f"{way} ms" for way in WAYS), "stacked GB", "looped / stacked")
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for name in given.workload or MODELS:
-        for clients in given.clients or (10, 100):
+        for clients in given.clients or CLIENTS:
             for precision in given.precision or ("float32",):
-                both = {o: seconds(name, clients, o, precision, given) for o in ("stacked", "looped")}
-                fused = seconds(name, clients, "fused", precision, given)[0] if name in ("softmax", "mlp") else None
-                (stacked, memory), (looped, _) = both["stacked"], both["looped"]
-                cells = ["-" if fused is None else f"{fused * 1e3:.2f}", f"{stacked * 1e3:.2f}", f"{looped * 1e3:.2f}"]
-                cells += [f"{memory:.2f}", f"{looped / stacked:.2f}"]
-                print(f"| {name} | {clients} | {precision} | {' | '.join(cells)} |", flush=True)
+                ways = [way for way in WAYS if way != "fused" or name in ("softmax", "mlp")]
+                with watched() as others:
+                    found = {way: seconds(name, clients, way, precision, given) for way in ways}
+                cells = [f"{found[way][0] * 1e3:.2f}" if way in found else "-" for way in WAYS]
+                cells += [f"{found['stacked'][1]:.2f}", f"{found['looped'][0] / found['stacked'][0]:.2f}"]
+                mark = " disturbed" if others.cores > QUIET else ""
+                print(f"| {name} | {clients} | {precision} | {' | '.join(cells)} |{mark}", flush=True)
     return 0
 
 

@@ -10,7 +10,8 @@ seconds contain what they take from each other.
 
 A row per method and place of the ranks: median seconds of a round without the first, quartiles, the bytes that crossed
 the link in a round, both directions together, and the seconds that `fedloom bench` calculates from one process (ranks
-beyond the cores of this machine share them).
+beyond the cores of this machine share them). A row during which other processes used more than 0.1 core ends with
+`disturbed`; so does the calculation if its constants were measured then.
 """
 
 from __future__ import annotations
@@ -164,8 +165,9 @@ def calculated(costs: Costs, workload: str, place: tuple[int, ...], link: Link) 
     from fedloom.processes.costs import Place
 
     parts = costs.round(WORKLOADS[workload].clients, costs.cohort, Place(place[0], len(place), link))
-    shared = max(1.0, sum(place) / len(os.sched_getaffinity(0)))
-    return parts.seconds + (shared - 1) * (parts.work + parts.results)
+    work = parts.work * costs.slowed(sum(place)) / costs.slowed(place[0])
+    results = parts.results * max(1.0, sum(place) / costs.cores)
+    return parts._replace(work=work, results=results).seconds
 
 
 def rank(method: str, workload: str, rounds: int, out: Path) -> None:
@@ -204,25 +206,29 @@ def main() -> int:
         return 0
     from workloads import WORKLOADS
 
+    from fedloom.engine.timing import QUIET, watched
     from fedloom.experiment.bench import costs_of
     from fedloom.processes.costs import Link
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder, "counts")
-        with link(given.rate * 1e6 / 8, given.trip / 2000, counts):
-            for method in given.method or METHODS:
+        connection = Link(given.rate * 1e6 / 8, given.trip / 1000)
+        for method in given.method or METHODS:
+            with watched() as before:
                 costs = costs_of(setting(method, given.workload, 1), WORKLOADS[given.workload].federation(), 10)
-                for place in PLACES:
+            for place in PLACES:
+                with watched() as others, link(connection.rate, connection.trip / 2, counts):  # its process is not one
                     found = measure(method, given.workload, given.rounds, place, counts)
-                    seconds = found["seconds"][1:]
-                    both = [sum(c) for c in found["carried"]]
-                    crossed = statistics.median(b - a for a, b in pairwise(both)) / 1e6
-                    low, middle, high = statistics.quantiles(seconds, n=4)
-                    where = " + ".join(map(str, place))
-                    model = calculated(costs, given.workload, place, Link(given.rate * 1e6 / 8, given.trip / 1000))
-                    row = f"{method:9} {where:6} {middle:7.3f} s ({low:.3f} to {high:.3f}) {crossed:8.3f} MB"
-                    print(f"{row} {model:7.3f} s calculated", flush=True)
+                seconds = found["seconds"][1:]
+                both = [sum(c) for c in found["carried"]]
+                crossed = statistics.median(b - a for a, b in pairwise(both)) / 1e6
+                low, middle, high = statistics.quantiles(seconds, n=4)
+                where = " + ".join(map(str, place))
+                model = calculated(costs, given.workload, place, connection)
+                marks = ["  disturbed" if w.cores > QUIET else "" for w in (before, others)]
+                row = f"{method:9} {where:6} {middle:7.3f} s ({low:.3f} to {high:.3f}) {crossed:8.3f} MB{marks[1]}"
+                print(f"{row} {model:7.3f} s calculated{marks[0]}", flush=True)
     return 0
 
 

@@ -38,6 +38,18 @@ def test_the_whole_state_comes_from_the_hash() -> None:
     assert np.array_equal(got.numpy(), numpys.random_raw(2000) % 2**24)
 
 
+@pytest.mark.parametrize("purpose", ["local", ("local", 2), "x" * 150, "x" * 157, "x" * 158, "x" * 400])
+@pytest.mark.parametrize("draws", [0, 1, 6, 227, 228, 5000])
+def test_states_of_many_clients_are_those_of_their_generators(purpose: seeds.Purpose, draws: int) -> None:
+    """As many words as so many draws look at; names that fill a block, and longer ones."""
+    clients = [0, 7, 10**12, 3, 12, 500, 99, 1, 2, -1, 8]
+    found = seeds.states(5, 3, clients, purpose, draws)
+    assert found.shape[1] >= min(624, 397 + draws)
+    for row, client in zip(found, clients, strict=True):
+        drawn = hashlib.shake_128(f"5|3|{client}|{purpose!r}".encode()).digest(4 * found.shape[1])
+        assert np.array_equal(row, np.frombuffer(drawn, "<u4"))
+
+
 def names() -> list[tuple[int, int, int, str]]:
     """A name, and all that differ from it in one bit of a number or in one letter."""
     start = 0x5DEECE66D1234567, 1000, 77

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 SERVER = -1
@@ -29,6 +30,9 @@ Purpose = str | tuple[str | int, ...]
 
 _WORDS = 624
 """32-bit words in the state of a Mersenne Twister."""
+
+_FAR = 397
+"""Distance of the other word that a draw from a Mersenne Twister reads."""
 
 _HEADER = 24
 """Bytes of a state of PyTorch's CPU generator before its words, which take 8 bytes each."""
@@ -57,16 +61,30 @@ def derive(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose = "
     >>> derive(0, 1, 2, "local") == derive(0, 1, 2, "local") != derive(0, 1, 2, "other")
     True
     """
-    return int.from_bytes(hashlib.blake2b(_name(seed, round, client, purpose), digest_size=16).digest(), "little")
+    before, after = _around(seed, round, purpose)
+    return int.from_bytes(hashlib.blake2b(b"%b%d%b" % (before, client, after), digest_size=16).digest(), "little")
 
 
 def generator(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose = "") -> torch.Generator:
     """A CPU `torch.Generator` of (seed, round, client, purpose)."""
-    drawn = hashlib.shake_128(_name(seed, round, client, purpose)).digest(4 * _WORDS)
+    before, after = _around(seed, round, purpose)
+    drawn = hashlib.shake_128(b"%b%d%b" % (before, client, after)).digest(4 * _WORDS)
     _blank.words[:] = np.frombuffer(drawn, "<u4")
     made = torch.Generator()
     made.set_state(_blank.state)
     return made
+
+
+def states(seed: int, round: int, clients: Sequence[int], purpose: Purpose, draws: int) -> NDArray[np.uint32]:
+    """The states of the generators of many clients ``[m, s]``, as many words as so many draws of 32 bits look at."""
+    from fedloom import kernels
+
+    before, after = _around(seed, round, purpose)
+    names, count = [b"%b%d%b" % (before, client, after) for client in clients], min(_WORDS, _FAR + draws)
+    if max(map(len, names)) < kernels.RATE:
+        return kernels.shake(names, count)
+    drawn = bytearray().join([hashlib.shake_128(name).digest(4 * count) for name in names])
+    return np.frombuffer(drawn, "<u4").reshape(len(names), count)
 
 
 def numpy_generator(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose = "") -> np.random.Generator:
@@ -110,5 +128,6 @@ def cuda_state(gen: torch.Generator) -> Tensor:
     return state
 
 
-def _name(seed: int, round: int, client: int, purpose: Purpose) -> bytes:
-    return f"{seed}|{round}|{client}|{purpose!r}".encode()
+def _around(seed: int, round: int, purpose: Purpose) -> tuple[bytes, bytes]:
+    """What stands before and after the client in the name of a stream."""
+    return f"{seed}|{round}|".encode(), f"|{purpose!r}".encode()

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.data import Dataset, Federation, Split, plan
+from fedloom.data.order import plans
 from fedloom.errors import ConfigError, DataError, PartitionError
+from fedloom.seeds import generator
 
 
 def images(n: int = 12, channels: int = 1, **fields: object) -> Dataset:
@@ -154,6 +156,25 @@ def test_every_epoch_takes_every_sample_once_and_more_steps_change_nothing(
     ]  # only the last batch of an epoch is short
     longer = plan(size, batch, steps + 7, torch.Generator().manual_seed(seed))
     assert torch.equal(longer[:steps], got)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 700), min_size=1, max_size=6),
+    batch=st.integers(1, 60),
+    steps=st.lists(st.integers(0, 40), min_size=6, max_size=6),
+    seed=st.integers(0, 2**40),
+)
+def test_batches_of_many_clients_are_those_of_each(sizes: list[int], batch: int, steps: list[int], seed: int) -> None:
+    """The compiled loop draws what `torch.randperm` draws, beyond the first words of a state too."""
+    m, clients = len(sizes), [3 + 1000 * c for c in range(len(sizes))]
+    got = plans(torch.tensor(sizes), batch, torch.tensor(steps[:m]), seed, 7, clients, ("local", 1))
+    assert got.shape == (max(steps[:m]), m, min(batch, max(sizes)))
+    for c, (size, count) in enumerate(zip(sizes, steps, strict=False)):
+        alone = plan(size, batch, count, generator(seed, 7, clients[c], ("local", 1)))
+        width = got.shape[2]
+        assert torch.equal(got[:count, c], alone[:, :width])
+        assert bool((got[count:, c] == -1).all())
+        assert bool((alone[:, width:] == -1).all())
 
 
 def test_epochs_differ_and_the_full_batch_is_in_order() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fedloom.algorithms import (
+    FLAME,
     REGISTRY,
     Composition,
     Delta,
@@ -339,13 +340,34 @@ def test_a_schedule_that_ends_before_the_run_is_refused(
 
 @pytest.mark.parametrize("schedule", ["exponential", "inverse-sqrt", "cosine"])
 def test_the_models_before_the_first_round_are_made_with_its_step_size(fed: Federation, schedule: str) -> None:
-    """Ditto's personal model of a client never seen takes local steps, in the evaluation before round 1 too."""
-    found = []
-    for local in (LOCAL, LOCAL.with_(schedule=schedule, decay=0.5)):
-        table = run(fed, composed("ditto"), local=local, rounds=1).table()
-        found.append([r["value"] for r in table.to_pylist() if r["round"] == 0 and r["model"] == "personal"])
-    assert len(found[0]) > fed.n
-    assert found[0] == found[1]
+    """Ditto's personal model of a client never seen takes local steps before round 1 too, where the file asks."""
+
+    def before(local: LocalSGD, asked: bool) -> list[float]:
+        evaluate = Evaluate(every=2, personal_at_start=asked)
+        table = run(fed, composed("ditto"), local=local, rounds=1, evaluate=evaluate).table()
+        return [r["value"] for r in table.to_pylist() if r["round"] == 0 and r["model"] == "personal"]
+
+    plain = before(LOCAL, True)
+    assert len(plain) > fed.n
+    assert plain == before(LOCAL.with_(schedule=schedule, decay=0.5), True)
+    assert plain != before(LOCAL, False)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_clients_train_before_the_first_round_only_where_the_file_asks(
+    fed: Federation, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[int] = []
+    client = FLAME.client
+
+    def noted(self: FLAME, down: Any, rows: Any, work: Work) -> Any:
+        rounds.append(work.round)
+        return client(self, down, rows, work)
+
+    monkeypatch.setattr(FLAME, "client", noted)
+    run(fed, FLAME(), rounds=1, evaluate=Evaluate(every=1, personal_at_start=asked))
+    assert (0 in rounds) == asked
+    assert 1 in rounds
 
 
 def test_it_is_said_that_a_client_drawn_twice_counts_once_where_uploads_add_up(fed: Federation) -> None:

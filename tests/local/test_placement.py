@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pretend
@@ -86,3 +89,24 @@ def test_every_method_keeps_to_the_device(fed: Federation, name: str) -> None:
             local=LocalSGD(lr=0.05, batch_size=64),
             engine=Engine(device="cuda:0"),
         ).rounds
+
+
+def benchmark(*options: str) -> subprocess.CompletedProcess[str]:
+    program = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+    return subprocess.run([sys.executable, str(program), *options], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_benchmark_of_gpus_refuses_without_one() -> None:
+    found = benchmark()
+    assert found.returncode == 1
+    assert found.stderr == "benchmarks/gpu.py needs a CUDA device, and torch finds none; nothing was measured\n"
+
+
+def test_the_benchmark_of_gpus_refuses_a_graph_by_a_sentence_and_goes_on() -> None:
+    small = ("--device", "cpu", "--workload", "softmax", "--clients", "2", "--rounds", "1", "--steps", "1")
+    found = benchmark(*small)
+    assert found.returncode == 0, found.stderr
+    assert found.stderr == "softmax, 2 clients, captured, float32: graphs are captured on CUDA devices only\n"
+    cells = found.stdout.splitlines()[-1].split("|")[4:10]
+    assert [float(cell) > 0 for cell in cells] == [True, True, False, True, False, True]

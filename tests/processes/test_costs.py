@@ -25,6 +25,7 @@ from fedloom.local.oracles import chunk_count
 from fedloom.models import MLP
 from fedloom.processes import rank_messages as parcel
 from fedloom.processes.costs import Costs, Link, Place, Watched
+from fedloom.processes.pool import cores
 
 NEAR, FAR = Link(math.inf, 0.0), Link(1e8, 0.05)
 SETTING = Setting(
@@ -35,6 +36,7 @@ costs = st.builds(
     Costs,
     share=st.floats(1e-6, 1), result=st.floats(0, 1), client=st.floats(0, 1e-6), fixed=st.floats(0, 1),
     message=st.floats(0, 1e9), row=st.floats(0, 1e9), chunk=st.integers(1, 50), cohort=st.integers(1, 100),
+    crowd=st.floats(1, 3), cores=st.integers(1, 64),
 )  # fmt: skip
 sizes = st.integers(1, 300)
 
@@ -55,7 +57,16 @@ def test_ranks_share_the_chunks_and_those_beyond_them_have_none(
     count, size = chunk_count(cohort, one.chunk), ranks * machines
     assert parts.idle == max(0, size - count)
     assert one.share * cohort / min(size, count) <= parts.work * (1 + 1e-9)
-    assert parts.work <= one.share * math.ceil(count / size) * math.ceil(cohort / count) * (1 + 1e-9)
+    most = one.share * math.ceil(count / size) * math.ceil(cohort / count)
+    assert parts.work <= most * one.slowed(ranks) * (1 + 1e-9)
+
+
+@given(costs, st.integers(2, 64))
+def test_work_is_slowed_by_the_work_beside_it(one: Costs, busy: int) -> None:
+    assert one.slowed(1) == 1
+    assert one.slowed(busy - 1) <= one.slowed(busy) * (1 + 1e-9)
+    assert one.slowed(one.cores) == pytest.approx(one.crowd if one.cores > 1 else 1)
+    assert one._replace(crowd=1.0).slowed(busy) == max(1, busy / one.cores)
 
 
 @given(costs, sizes, st.integers(2, 8))
@@ -90,7 +101,10 @@ def test_who_is_watched_does_the_same() -> None:
 
 def test_clients_that_are_asked_only_are_not_of_the_cohort() -> None:
     setting = SETTING.with_(sampler=SAMPLERS["power-of-choice"](clients=5, candidates=12))
-    assert costs_of(setting, Iid(clients=30)(load("digits"), seed=0), 1).cohort == 5
+    found = costs_of(setting, Iid(clients=30)(load("digits"), seed=0), 1)
+    assert found.cohort == 5
+    assert found.crowd >= 1
+    assert found.cores == cores()
 
 
 def test_bytes_of_a_message_are_those_that_ranks_send(monkeypatch: pytest.MonkeyPatch) -> None:

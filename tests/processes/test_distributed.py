@@ -27,6 +27,7 @@ from fedloom.engine.resume import check_ranks
 from fedloom.engine.simulate import simulate
 from fedloom.errors import CheckpointError, ClientError, ConfigError, FedloomError
 from fedloom.experiment import Plan, read
+from fedloom.local.oracles.precision import has_bf16
 from fedloom.processes import rank_messages as parcel
 from fedloom.processes.chunks import Trained
 from fedloom.processes.distributed import VARIABLES, _leave_word, joined
@@ -236,6 +237,16 @@ def test_ranks_of_one_machine_equal_one_process(tmp_path: Path, tidy: None, rank
     file = written(tmp_path, EVERYTHING.replace("chunk = 3", f"chunk = 3, store_budget = {budget}"))
     want = alone(file, tmp_path / "one")
     code, said = end(start(PROGRAM, file, tmp_path / "out", ranks=ranks))
+    assert code == 0, said
+    assert files(tmp_path / "out") == want
+
+
+@pytest.mark.skipif(not has_bf16(torch.device("cpu")), reason="this processor has no instructions for bfloat16")
+def test_two_ranks_equal_one_process_in_bfloat16(tmp_path: Path, tidy: None) -> None:
+    how = 'model = {kind = "cnn", channels = [4], kernel = 3, hidden = [8]}\nengine = {precision = "bf16", chunk = 3}\n'
+    file = written(tmp_path, HEAD.replace("rounds = 4", "rounds = 2") + how + SHORT[SHORT.index("[[method") :])
+    want = alone(file, tmp_path / "one")
+    code, said = end(start(PROGRAM, file, tmp_path / "out"))
     assert code == 0, said
     assert files(tmp_path / "out") == want
 

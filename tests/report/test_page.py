@@ -19,6 +19,7 @@ from recorded import Recording
 
 from fedloom import report
 from fedloom.errors import CheckpointError, ConfigError
+from fedloom.experiment import Plan, parse
 from fedloom.report import overview
 from fedloom.report import page as page_module
 from fedloom.report.figure import slug
@@ -301,6 +302,27 @@ def test_many_clients_are_a_sample_with_the_worst_by_name(tmp_path: Path) -> Non
     assert len(drawn["partition-0"].rows) <= 4000
     out = report.write([run], tmp_path / "report.html", charts=False)
     assert out.stat().st_size < 1.5e6
+
+
+def test_a_run_of_ten_thousand_clients_has_small_files(tmp_path: Path) -> None:
+    """Everyone is scored and recorded; the page and the summary keep no entry for each."""
+    gen, clients = np.random.default_rng(0), 10_000
+    np.save(tmp_path / "x.npy", gen.standard_normal((5 * clients, 4), np.float32))
+    np.save(tmp_path / "y.npy", gen.integers(0, 10, 5 * clients, np.uint8))
+    document = {
+        "name": "many",
+        "rounds": 1,
+        "data": {"source": "npy", "path": str(tmp_path)},
+        "partition": {"kind": "iid", "clients": clients},
+        "sampler": {"kind": "uniform", "clients": 20},
+        "method": [{"algorithm": "fedavg"}, {"algorithm": "flame"}],
+    }
+    out = tmp_path / "run"
+    Plan(parse(document), out).run()
+    recorded = pq.read_table(out / "metrics.parquet", columns=["client"])["client"]
+    assert len(recorded.unique()) == clients + 1
+    assert (out / "report.html").stat().st_size <= 1.5e6
+    assert (out / "summary.json").stat().st_size <= 1e5
 
 
 def test_small_words() -> None:

@@ -105,6 +105,7 @@ def _row(speed: Speed) -> dict[str, Any]:
 def _said(costs: Costs) -> str:
     return (
         f"{1e3 * costs.share:.3g} ms a client of the cohort, "
+        f"{costs.crowd:.2f} times that where all {costs.cores} cores compute, "
         f"{1e3 * costs.result:.3g} ms and {costs.message / 1e6:.3g} MB a chunk of up to {costs.chunk} clients, "
         f"{1e9 * costs.client:.3g} ns a client of the federation, {1e3 * costs.fixed:.3g} ms fixed, "
         f"{costs.row / 1e6:.3g} MB kept of a client"

@@ -180,10 +180,10 @@ def personal_models(job: Job, down: Any, round: int, ids: Tensor) -> Tensor:
     fresh = (~job.clients.seen[ids]).nonzero()[:, 0] if trains else ids[:0]
     try:
         if len(fresh):
-            _, made = job.algorithm.client(
-                rows_of(mine, fresh), type(rows)(*[r[fresh] for r in rows]), work.take(fresh)
-            )
-            rows = type(rows)(*[r.index_copy(0, fresh.to(device), f) for r, f in zip(rows, made, strict=True)])
+            new = type(rows)(*[r.index_select(0, fresh.to(device)) for r in rows])
+            _, made = job.algorithm.client(rows_of(mine, fresh), new, work.take(fresh))
+            for row, f in zip(rows, made, strict=True):  # copies of what is stored
+                row.index_copy_(0, fresh.to(device), f)
         models = job.algorithm.personal(mine, rows, work)
         if models is None or models.shape != (len(ids), job.oracle.layout.d):
             got = None if models is None else [*models.shape]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,8 +24,11 @@ from fedloom.experiment.schema import Experiment, Method
 from fedloom.local.oracles import ORACLES
 from fedloom.processes.chunks import COUNTS
 from fedloom.processes.costs import Costs, Watched
-from fedloom.processes.pool import Crew, cores
+from fedloom.processes.pool import Crew, Pool, cores
 from fedloom.values import choose
+
+PATIENCE = 60.0
+"""Seconds that a process waits for others to begin a round."""
 
 CROWD, CROWD_BYTES = 200_000, 1 << 30
 """Clients of the federation on which costs per client are measured, as many as rows of so many bytes allow."""
@@ -148,8 +152,9 @@ def costs_of(setting: Setting, fed: Federation, rounds: int) -> Costs:
     row = sum(t.numel() * t.element_size() for store in job.stores.values() for t in store.template)
     cohort = round(statistics.fmean(w.clients for _, w in found))
     client = _per_client(setting, fed, rounds, cohort, row)
+    share = statistics.median(w.work / w.clients for _, w in found)
     return Costs(
-        share=statistics.median(w.work / w.clients for _, w in found),
+        share=share,
         result=statistics.median(w.passing / w.chunks for _, w in found),
         client=client,
         fixed=max(0.0, statistics.median(rest for rest, _ in found) - client * fed.n),
@@ -157,14 +162,35 @@ def costs_of(setting: Setting, fed: Federation, rounds: int) -> Costs:
         row=row,
         chunk=job.chunk,
         cohort=cohort,
+        crowd=max(1.0, _share_in_a_crowd(setting, fed, rounds) / share) if cores() > 1 else 1.0,
+        cores=cores(),
     )
 
 
-def _watched(setting: Setting, fed: Federation, rounds: int) -> list[tuple[float, Watched]]:
-    """Rounds without the first: seconds outside chunks, and what was seen of these."""
+def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
+    """Seconds of local work per client where every core computes the same rounds; of each round the slowest process."""
+    together = get_context("fork").Barrier(cores())
+
+    def wait() -> None:
+        together.wait(timeout=PATIENCE)
+
+    def shares(_shared: None, _task: int) -> list[float]:
+        return [w.work / w.clients for _, w in _watched(setting, fed, rounds, wait)]
+
+    with Pool({"shares": shares}, cores()) as pool:
+        found: list[list[float]] = list(pool.map("shares", None, range(cores())))
+    slowest: list[float] = [max(each) for each in zip(*found, strict=True)]
+    return statistics.median(slowest)
+
+
+def _watched(
+    setting: Setting, fed: Federation, rounds: int, before: Callable[[], None] = lambda: None
+) -> list[tuple[float, Watched]]:
+    """Rounds without the first: seconds outside chunks, and what was seen of these; ``before`` is called in each."""
     seen: list[Watched] = []
 
     def crew(pool: Crew) -> Crew:
+        before()
         seen.append(Watched(pool))
         return seen[-1]
 

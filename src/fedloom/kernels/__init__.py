@@ -4,8 +4,23 @@ Arrays are C-contiguous. Every sum is taken in an order that depends on the laye
 gets does not depend on who shares its chunk.
 """
 
+from fedloom.kernels.draws import shuffle
 from fedloom.kernels.linear import add_gradient, apply, backward, descend, forward
 from fedloom.kernels.machine import compiled
 from fedloom.kernels.samples import gather, pool, unpool
+from fedloom.kernels.shake import RATE, shake
 
-__all__ = ["add_gradient", "apply", "backward", "compiled", "descend", "forward", "gather", "pool", "unpool"]
+__all__ = [
+    "RATE",
+    "add_gradient",
+    "apply",
+    "backward",
+    "compiled",
+    "descend",
+    "forward",
+    "gather",
+    "pool",
+    "shake",
+    "shuffle",
+    "unpool",
+]

@@ -8,13 +8,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.data.order import plan as plan_client
+from fedloom.data.order import plan, plans
 from fedloom.errors import ConfigError
 from fedloom.seeds import Purpose, generator
 
 PASS = "pass"
 """Stream of the passes over a client's whole training part."""
 
+
+MANY = 8
+"""Clients whose batches are worth a compiled loop; one that trains alone does not wait for the compiler."""
 
 Given = Mapping[Purpose, Tensor]
 """A client's batches of a round ``[steps, b]`` by stream, positions in its training part or -1; given, not drawn."""
@@ -116,6 +119,28 @@ def make_plan(
         ConfigError: a client has fewer given batches than steps.
     """
     names: list[int] = ids.tolist()
+    if given is None and batch_size is not None and len(names) >= MANY:
+        position = plans(sizes, batch_size, steps, seed, round, names, stream)
+    else:
+        position = _position(names, sizes, steps, batch_size, seed, round, stream, given)
+    samples = (position >= 0).sum(2, keepdim=True)
+    widest: list[int] = samples.amax((1, 2)).tolist() if samples.numel() else []
+    narrowest: list[int] = samples.amin((1, 2)).tolist() if samples.numel() else []
+    draw = Draw(seed, round, tuple(names), stream, 0)
+    return Plan(position, locate(ids, position), samples, widest, narrowest, ids, draw)
+
+
+def _position(
+    names: list[int],
+    sizes: Tensor,
+    steps: Tensor,
+    batch_size: int | None,
+    seed: int,
+    round: int,
+    stream: Purpose,
+    given: Sequence[Given] | None,
+) -> Tensor:
+    """Positions ``[most steps, m, b]``, client by client."""
     longest, width = max(steps.tolist(), default=0), max(sizes.tolist(), default=0)
     if batch_size is not None:
         width = min(batch_size, width)
@@ -124,20 +149,15 @@ def make_plan(
         width = max((d.shape[1] for d in drawn), default=0)
     else:
         drawn = [
-            plan_client(size, batch_size, count, None if batch_size is None else generator(seed, round, i, stream))
+            plan(size, batch_size, count, None if batch_size is None else generator(seed, round, i, stream))
             for i, size, count in zip(names, sizes.tolist(), steps.tolist(), strict=True)
         ]
     if len({d.shape for d in drawn}) == 1:
-        position = torch.stack(drawn, 1)[..., :width]
-    else:
-        position = torch.full((longest, len(names), width), -1)
-        for row, d in enumerate(drawn):
-            position[: len(d), row, : d.shape[1]] = d[:, :width]
-    samples = (position >= 0).sum(2, keepdim=True)
-    widest: list[int] = samples.amax((1, 2)).tolist() if samples.numel() else []
-    narrowest: list[int] = samples.amin((1, 2)).tolist() if samples.numel() else []
-    draw = Draw(seed, round, tuple(names), stream, 0)
-    return Plan(position, locate(ids, position), samples, widest, narrowest, ids, draw)
+        return torch.stack(drawn, 1)[..., :width]
+    position = torch.full((longest, len(names), width), -1)
+    for row, d in enumerate(drawn):
+        position[: len(d), row, : d.shape[1]] = d[:, :width]
+    return position
 
 
 def _given(given: Given, client: int, round: int, stream: Purpose, count: int) -> Tensor:

@@ -97,7 +97,7 @@ class Work:
         """``[m, 1]`` steps of ``e`` passes over each client's training part; none for work that is `idle`."""
         if self.is_idle:
             return torch.zeros(self.m, 1, dtype=torch.long)
-        return torch.tensor([[e * self.local.batches(n)] for n in self.sizes[:, 0].tolist()])
+        return e * self._batches()
 
     def passes(self) -> Tensor:
         """``[m, 1]`` passes over the training part in the round, the last one perhaps cut short."""
@@ -113,7 +113,12 @@ class Work:
         """``[m, 1]`` steps of an epoch."""
         if self.local.steps is None:
             return self.steps.div(max(self.local.epochs, 1), rounding_mode="floor").clamp(min=1)
-        return torch.tensor([[self.local.batches(n)] for n in self.sizes[:, 0].tolist()], device=self.steps.device)
+        return self._batches().to(self.steps.device)
+
+    def _batches(self) -> Tensor:
+        """``[m, 1]`` steps of a pass over each client's training part, `LocalSGD.batches` of them all."""
+        size = self.local.batch_size
+        return torch.ones_like(self.sizes) if size == "full" else -(-self.sizes // size)
 
     def grad(self, w: Tensor, batch: Batch) -> Tensor:
         """Gradient of f_i on ``batch`` at ``w``, ``[m, d]``: clipped if set so, weight decay included."""

@@ -1,10 +1,11 @@
 """What a round takes with any number of ranks, machines and clients, calculated from what one process was seen to take.
 
-round = fixed + n client + cohort/ranks share + chunks result + trips + bytes/rate
+round = fixed + n client + cohort/ranks share crowding + chunks result + trips + bytes/rate
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -85,7 +86,7 @@ class Parts(NamedTuple):
     """Seconds of a round by what takes them, and bytes that the busiest machine receives.
 
     Attributes:
-        work: local work of the busiest rank.
+        work: local work of the busiest rank, as slow as the ranks beside it make it.
         results: every rank reads the results of every chunk.
         link: waiting for the link between machines.
         clients: what is done for every client of the federation.
@@ -120,6 +121,9 @@ class Costs(NamedTuple):
         row: bytes that are kept of a client.
         chunk: most clients of a chunk.
         cohort: clients of a round that was measured.
+        crowd: local work of a process while every core of the machine computes, and until the last is done, relative
+            to that of a process alone; >= 1.
+        cores: of the machine.
     """
 
     share: float
@@ -130,6 +134,17 @@ class Costs(NamedTuple):
     row: float
     chunk: int
     cohort: int
+    crowd: float
+    cores: int
+
+    def slowed(self, busy: int) -> float:
+        """How much longer local work takes where ``busy`` processes of a machine compute at once.
+
+        They share caches and memory, in proportion to the cores that are in use, and the cores themselves if there are
+        more processes.
+        """
+        beside = min(busy, self.cores) - 1
+        return (1 + (self.crowd - 1) * beside / max(1, self.cores - 1)) * max(1.0, busy / self.cores)
 
     def round(self, n: int, cohort: int, place: Place) -> Parts:
         """A round of ``cohort`` clients of ``n``; rows are thought to lie on any machine with equal chance."""
@@ -141,12 +156,14 @@ class Costs(NamedTuple):
         rows = cohort * self.row * elsewhere / machines if cohort < n else 0.0
         received = count * self.message * elsewhere + rows
         trips = (TRIPS + TRIPS_OF_ROWS * (rows > 0)) * (machines > 1)
+        idle = most.count(0)
+        busy = min(place.ranks, math.ceil((size - idle) / machines))
         return Parts(
-            work=self.share * max(most),
+            work=self.share * max(most) * self.slowed(busy),
             results=self.result * count * (size > 1),
             link=trips * place.link.trip + received / place.link.rate,
             clients=self.client * n,
             fixed=self.fixed,
             bytes=received,
-            idle=most.count(0),
+            idle=idle,
         )

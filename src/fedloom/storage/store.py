@@ -160,12 +160,12 @@ class Store(Generic[T]):
         self._check(ids)
         known = self.seen[ids]
         places = known.nonzero().flatten()
-        some, blank = ids[places], (~known).nonzero().flatten()
+        some = ids[places]
         fields = []
         for home, like in zip(self._homes, self.template, strict=True):
             out = torch.empty(len(ids), len(like), dtype=like.dtype)
-            if len(blank):
-                out[blank] = like
+            if len(places) < len(ids):
+                out[:] = like
             home.read(some, out, places)
             fields.append(out)
         return cast(T, cast(Any, type(self.template))(*fields))

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedloom.errors import unknown
 from fedloom.local.batches import PASS
+from fedloom.local.oracles.allocator import keep_memory
 from fedloom.local.oracles.base import Oracle, Reduce
 from fedloom.local.oracles.precision import lowered
 from fedloom.local.oracles.samples import Samples, batch_loss, probe
@@ -35,10 +36,6 @@ PIECE = 4096
 
 CPU_ACTIVATION, GPU_ACTIVATION = 16 << 20, 256 << 20
 """Bytes of the widest activation of a piece: with `PIECE` samples a CNN takes two to three times as long."""
-
-ALLOCATOR_HINT = 31 << 20
-"""Bytes allocated and freed once: from then on the C library keeps blocks up to that size for reuse (its mmap threshold
-rises to the largest block freed, at most 32 MiB), where it would fetch fresh pages from the system in every step."""
 
 USUAL_BATCH = 20
 """Samples of a step, where pooled elements are weighed against weights of convolutions."""
@@ -86,7 +83,7 @@ class Network(Oracle):
             index = index[torch.linspace(0, len(index) - 1, TRIED, device=index.device).long()]
             if fed.data.name != "blank":  # the server of a deployment has no samples
                 probe(task, self.run(self.layout.vector(self.module), fed.fetch(index)), fed.targets(index))
-        torch.empty(ALLOCATOR_HINT, dtype=torch.uint8)
+        keep_memory()
 
     def samples(self, batch: Batch, augment: Augment | None = None) -> Samples:
         """The samples of a batch; those of a step's gradient are augmented."""

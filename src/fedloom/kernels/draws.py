@@ -1,0 +1,59 @@
+"""Random orders of the samples of many clients, by the draws that PyTorch would take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from fedloom.kernels.machine import compiled
+
+
+@compiled
+def shuffle(words: Any, sizes: Any, steps: Any, own: Any, out: Any) -> None:
+    """Batches of every client, an epoch after another, each epoch a permutation as `torch.randperm` draws it.
+
+    A Mersenne Twister renews its words one after another, here when a draw asks for them, so that few draws take few
+    words.
+
+    Args:
+        words: ``[m, s]`` the first words of the state of every client's generator, as `fedloom.seeds.states` gives
+            them for so many draws; changed.
+        sizes: ``[m]`` samples, >= 1.
+        steps: ``[m]`` batches.
+        own: ``[largest size]`` room for an order.
+        out: ``[k, m, b]`` where positions are written; the rest stays as it is.
+    """
+    width = out.shape[2]
+    for c in range(len(sizes)):
+        n, at, first = sizes[c], 0, 0
+        while first < steps[c]:
+            for p in range(n):
+                own[p] = p
+            step, column = first, 0
+            for p in range(n):
+                if p < n - 1:
+                    drawn = _draw(words[c], at)
+                    at = at + 1 if at < 623 else 0
+                    q = p + drawn % (n - p)
+                    own[p], own[q] = own[q], own[p]
+                out[step, c, column] = own[p]
+                column += 1
+                if column == width:
+                    step, column = step + 1, 0
+                    if step == steps[c]:
+                        break
+            first = step + 1 if column else step
+
+
+@compiled
+def _draw(words: Any, at: int) -> Any:
+    """Renew the word ``at`` of a Mersenne Twister, and give the 32 bits that are drawn from it."""
+    after = np.int64(words[at + 1 if at < 623 else 0])
+    both = (np.int64(words[at]) & 0x80000000) | (after & 0x7FFFFFFF)
+    word = np.int64(words[at + 397 if at < 227 else at - 227]) ^ (both >> 1) ^ (0x9908B0DF if after & 1 else 0)
+    words[at] = word
+    word ^= word >> 11
+    word ^= (word << 7) & 0x9D2C5680
+    word ^= (word << 15) & 0xEFC60000
+    return word ^ (word >> 18)

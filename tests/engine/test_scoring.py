@@ -1,0 +1,83 @@
+"""Scores of many clients at once against those of each client alone, and against the models computed by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from fedloom.choose import Uniform
+from fedloom.data import load
+from fedloom.data.partition import Dirichlet
+from fedloom.engine.records import Scores
+from fedloom.engine.result import Result
+from fedloom.engine.scoring import personal_models, score
+from fedloom.engine.setting import Evaluate
+from fedloom.engine.simulate import simulate
+from fedloom.local import LocalSGD
+from fedloom.models import CNN, MLP
+from fedloom.processes.chunks import ScoreTask
+
+MODELS = {"softmax": "softmax", "mlp": MLP(hidden=(9,)), "cnn": CNN(channels=(4,), kernel=3, hidden=(8,))}
+SPLITS = ([1] * 17, [5, 7, 5], [16, 1])
+LOCAL = LocalSGD(lr=0.1, batch_size=8)
+
+
+@pytest.fixture(scope="module", params=[*MODELS])
+def result(request: pytest.FixtureRequest) -> Result:
+    """FLAME after a round of some of the clients: others have never been seen."""
+    fed = Dirichlet(clients=17, beta=0.3, min_size=2, keep=300)(load("digits"), seed=0)
+    evaluate, sampler = Evaluate(every=1), Uniform(clients=6)
+    return simulate("flame", fed, MODELS[request.param], rounds=1, local=LOCAL, sampler=sampler, evaluate=evaluate)
+
+
+def scored(result: Result, split: list[int]) -> Scores:
+    job, server = result.job, result.state.server
+    shared, down = job.algorithm.global_model(server), job.down(server, 1)
+    pieces = torch.arange(job.n).split(split)
+    found = [score(job, down, shared, ScoreTask(1, ids, torch.arange(job.n), common=False)) for ids in pieces]
+    return {key: {name: torch.cat([f[key][name] for f in found]) for name in found[0][key]} for key in found[0]}
+
+
+def by_hand(result: Result, row: Tensor, part: str, i: int) -> tuple[int, float]:
+    """Samples that are predicted right, and the mean loss."""
+    fed, oracle = result.job.judge, result.job.oracle
+    index = fed.indices(part, i)
+    outputs = functional_call(oracle.module.eval(), oracle.layout.tree(row), (fed.fetch(index),)).double()
+    y = fed.data.y[index]
+    return int((outputs.argmax(1) == y).sum()), float(torch.nn.functional.cross_entropy(outputs, y))
+
+
+def check(found: Scores, wanted: Scores, sizes: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for (model, part), values in found.items():
+        one = wanted[model, part]
+        if not part:  # figures of whole models
+            continue
+        counts, others = ((v["accuracy"] * sizes[part]).nan_to_num(-1).round() for v in (values, one))
+        assert torch.equal(counts, others)
+        torch.testing.assert_close(values["loss"], one["loss"], rtol=1e-6, atol=0, equal_nan=True)
+
+
+def test_scores_do_not_depend_on_who_is_scored_together(result: Result) -> None:
+    sizes = {part: result.job.judge.sizes(part).double() for part in ("train", "validation", "test")}
+    whole = scored(result, [17])
+    assert {model for model, _ in whole} == {"global", "personal"}
+    for split in SPLITS:
+        check(scored(result, split), whole, sizes)
+
+
+def test_scores_are_those_of_the_models_on_the_clients_samples(result: Result) -> None:
+    job, server, wanted = result.job, result.state.server, dict[Any, Any]()
+    shared, down = job.algorithm.global_model(server), job.down(server, 1)
+    rows = {"global": shared.expand(job.n, -1), "personal": personal_models(job, down, 1, torch.arange(job.n))}
+    sizes = {part: job.judge.sizes(part).double() for part in ("train", "test")}
+    for model, part in ((model, part) for model in rows for part in sizes):
+        each = [by_hand(result, row, part, i) for i, row in enumerate(rows[model])]
+        hits, losses = (torch.tensor(v, dtype=torch.float64) for v in zip(*each, strict=True))
+        wanted[model, part] = {"accuracy": hits / sizes[part], "loss": losses}
+    whole = scored(result, [17])
+    check({key: whole[key] for key in wanted}, wanted, sizes)
