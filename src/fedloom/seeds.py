@@ -77,14 +77,10 @@ def generator(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose 
 
 def states(seed: int, round: int, clients: Sequence[int], purpose: Purpose, draws: int) -> NDArray[np.uint32]:
     """The states of the generators of many clients ``[m, s]``, as many words as so many draws of 32 bits look at."""
-    from fedloom import kernels
-
     before, after = _around(seed, round, purpose)
-    names, count = [b"%b%d%b" % (before, client, after) for client in clients], min(_WORDS, _FAR + draws)
-    if max(map(len, names)) < kernels.RATE:
-        return kernels.shake(names, count)
-    drawn = bytearray().join([hashlib.shake_128(name).digest(4 * count) for name in names])
-    return np.frombuffer(drawn, "<u4").reshape(len(names), count)
+    count = min(_WORDS, _FAR + draws)
+    drawn = [hashlib.shake_128(b"%b%d%b" % (before, client, after)).digest(4 * count) for client in clients]
+    return np.frombuffer(bytearray().join(drawn), "<u4").reshape(len(clients), count)
 
 
 def numpy_generator(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose = "") -> np.random.Generator:

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedloom.data import Dataset, Federation, Split, plan
-from fedloom.data.order import plans
+from fedloom.data.order import drawn_alike, plans
 from fedloom.errors import ConfigError, DataError, PartitionError
+from fedloom.local.batches import MANY, make_plan
 from fedloom.seeds import generator
 
 
@@ -156,6 +157,22 @@ def test_every_epoch_takes_every_sample_once_and_more_steps_change_nothing(
     ]  # only the last batch of an epoch is short
     longer = plan(size, batch, steps + 7, torch.Generator().manual_seed(seed))
     assert torch.equal(longer[:steps], got)
+
+
+def test_orders_of_another_pytorch_are_drawn_client_by_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert drawn_alike()
+    sizes = torch.full((MANY,), 9)
+    arguments = (torch.arange(MANY), sizes, sizes, 4, 1, 1, "local", lambda _, position: position)
+    compiled = make_plan(*arguments).position
+    with monkeypatch.context() as patch:
+        patch.setattr("fedloom.local.batches.plans", lambda *_: pytest.fail("drawn by the loop"))
+        patch.setattr("fedloom.local.batches.drawn_alike", lambda: False)
+        assert torch.equal(make_plan(*arguments).position, compiled)
+    drawn_alike.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "randperm", lambda size, **_: torch.arange(size))
+        assert not drawn_alike()
+    drawn_alike.cache_clear()
 
 
 @given(

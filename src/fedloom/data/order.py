@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from fedloom.seeds import Purpose, states
+from fedloom.seeds import Purpose, generator, states
 
 
 def plan(size: int, batch_size: int | None, steps: int, gen: torch.Generator | None) -> Tensor:
@@ -45,10 +46,23 @@ def plan(size: int, batch_size: int | None, steps: int, gen: torch.Generator | N
     return out.view(epochs * per_epoch, batch_size)[:steps]
 
 
+LARGEST = 1 << 27
+"""Samples from which PyTorch draws an order otherwise."""
+
+
+@cache
+def drawn_alike() -> bool:
+    """Whether `plans` draws as the PyTorch at hand does: beyond the words that a generator holds, too."""
+    size, one = 700, torch.tensor([1])
+    return torch.equal(plans(size * one, size, one, 0, 0, [0], "")[0], plan(size, size, 1, generator(0, 0, 0, "")))
+
+
 def plans(
     sizes: Tensor, batch_size: int, steps: Tensor, seed: int, round: int, clients: Sequence[int], purpose: Purpose
 ) -> Tensor:
     """The batches of many clients by one compiled loop: of each what `plan` gives, as narrow as the largest client.
+
+    True where `drawn_alike`, and no client has `LARGEST` samples.
 
     Args:
         sizes: samples ``[m]`` of the clients, >= 1.

@@ -8,19 +8,5 @@ from fedloom.kernels.draws import shuffle
 from fedloom.kernels.linear import add_gradient, apply, backward, descend, forward
 from fedloom.kernels.machine import compiled
 from fedloom.kernels.samples import gather, pool, unpool
-from fedloom.kernels.shake import RATE, shake
 
-__all__ = [
-    "RATE",
-    "add_gradient",
-    "apply",
-    "backward",
-    "compiled",
-    "descend",
-    "forward",
-    "gather",
-    "pool",
-    "shake",
-    "shuffle",
-    "unpool",
-]
+__all__ = ["add_gradient", "apply", "backward", "compiled", "descend", "forward", "gather", "pool", "shuffle", "unpool"]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.data.order import plan, plans
+from fedloom.data.order import LARGEST, drawn_alike, plan, plans
 from fedloom.errors import ConfigError
 from fedloom.seeds import Purpose, generator
 
@@ -119,7 +119,8 @@ def make_plan(
         ConfigError: a client has fewer given batches than steps.
     """
     names: list[int] = ids.tolist()
-    if given is None and batch_size is not None and len(names) >= MANY:
+    many = given is None and len(names) >= MANY and int(sizes.max()) < LARGEST
+    if many and batch_size is not None and drawn_alike():
         position = plans(sizes, batch_size, steps, seed, round, names, stream)
     else:
         position = _position(names, sizes, steps, batch_size, seed, round, stream, given)
