@@ -97,6 +97,8 @@ def test_a_claim_holds_fails_or_is_open() -> None:
     assert verdict(with_claim(margin=0.5), NEAR, FAR) == HOLDS
     assert verdict(with_claim(than=[0.6]), FAR, NEAR) == HOLDS
     assert verdict(with_claim(than=[0.6]), NEAR, FAR) == FAILS
+    assert verdict(with_claim(), FAR, FAR) == FAILS  # equal in every seed is not more
+    assert verdict(with_claim(margin=0.01), FAR, FAR) == HOLDS
 
 
 def test_fewer_than_five_seeds_decide_nothing_unless_it_holds_by_construction() -> None:

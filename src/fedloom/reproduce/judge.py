@@ -237,6 +237,8 @@ def _tested(claim: Claim, values: list[float], level: float) -> Look:
     error = float(np.std(values, ddof=1)) / math.sqrt(n)
     m = claim.margin
     right, wrong = _one_sided(mean + m, error, n), _one_sided(-m - mean, error, n)
+    if error == 0:  # equal in every seed is not more
+        wrong = 1.0 - right
     if claim.equivalent:
         right, wrong = max(right, _one_sided(m - mean, error, n)), min(wrong, _one_sided(mean - m, error, n))
     p = min(1.0, 2 * min(right, wrong))
