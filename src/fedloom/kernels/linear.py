@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fedloom.kernels.machine import compiled
-from fedloom.kernels.samples import above, gather
+from fedloom.kernels.samples import gather
 
 
 @compiled
@@ -174,7 +174,7 @@ def _slopes(z: Any, y: Any, where: Any, factor: Any, classes: Any) -> None:
         own, label = z[p], y[where[p]]
         top, total = own[0], own.dtype.type(0)
         for q in range(1, len(own)):
-            top = own[q] if above(own[q], top) else top
+            top = own[q] if own[q] > top else top
         for q in range(len(own)):
             own[q] = np.exp(own[q] - top)
             total += own[q]

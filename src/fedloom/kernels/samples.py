@@ -57,8 +57,7 @@ def _number_of(value: Any) -> Callable[[Any], Any]:
 
 
 @compiled
-def above(value: Any, best: Any) -> Any:
-    """Whether a value is greater, or not a number."""
+def _above(value: Any, best: Any) -> Any:
     number = _number(value)
     return number > _number(best) or number != number
 
@@ -83,11 +82,11 @@ def pool(x: Any, out: Any, place: Any) -> None:
                 to, where = out[s, i, j], place[s, i, j]
                 for k in range(channels):
                     best, found = first[k], np.uint8(0)
-                    if above(second[k], best):
+                    if _above(second[k], best):
                         best, found = second[k], np.uint8(1)
-                    if above(third[k], best):
+                    if _above(third[k], best):
                         best, found = third[k], np.uint8(2)
-                    if above(fourth[k], best):
+                    if _above(fourth[k], best):
                         best, found = fourth[k], np.uint8(3)
                     if _number(best) <= 0:
                         best, found = zero, np.uint8(4)
