@@ -113,9 +113,10 @@ class Fused(Network):
         data = self.fed.stored()[0]
         known = all(type(layer) in (nn.Flatten, nn.Linear, nn.ReLU, Dropout) for _, layer in self.chain)
         whole = Compiled.fits(w) and data.dtype in (torch.uint8, w.dtype) and data.is_contiguous()
+        wide = data.shape[1] == self.linear[self.chain[self.first][0]].inputs
         plain = self.fed.data.task == "classification" and self.labels_each is None and self.task.own_loss is None
         random = self.dropouts or self.augment is not None
-        return self._descend if known and whole and plain and not random else None
+        return self._descend if known and whole and wide and plain and not random else None
 
     def _descend(self, w: Tensor, plan: Plan, steps: Tensor, step: Steps) -> None:
         layers: list[list[int]] = []
