@@ -7,8 +7,11 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from typer.testing import CliRunner
 
 from fedloom.cli import app
@@ -20,6 +23,11 @@ def call(*words: object, code: int = 0) -> str:
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exit_code == code, result.output
     return result.output
+
+
+def reading_takes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Budgets of time end after so many readings of their clock, on a machine of any speed."""
+    monkeypatch.setattr("fedloom.reproduce.execute.time", SimpleNamespace(monotonic=count(0.0).__next__))
 
 
 def fork(work: Callable[[], object], said: str | Path = os.devnull) -> int:

@@ -29,6 +29,7 @@ from fedloom.map.measure import due, estimates
 from fedloom.map.page import pages, sentences, tabled
 from fedloom.map.records import DONE, FAILED, NOT_APPLICABLE, Record, Series, read, write
 from fedloom.map.setups import MARKS, Cell, Setup, setups
+from tests import commands
 
 FULL, SMOKE = setups("full"), setups("smoke")
 OWN = '''"""Methods of a user."""
@@ -388,9 +389,10 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_record(here: Path, monkey
     whole = read(Path("results/map/smoke"))
     shutil.rmtree("results")
     shutil.rmtree("runs")
-    assert "the same command goes on" in called(*words, "--budget", "0.3s", code=130)
+    commands.reading_takes_a_second(monkeypatch)
+    assert "the same command goes on" in called(*words, "--budget", "10s", code=130)
     for _ in range(40):
-        result = CliRunner().invoke(app, ["map", "--scale", "smoke", *words, "--budget", "3s"])
+        result = CliRunner().invoke(app, ["map", "--scale", "smoke", *words, "--budget", "50s"])
         if result.exit_code == 0:
             break
     parts = read(Path("results/map/smoke"))

@@ -35,7 +35,7 @@ from fedloom.reproduce.judge import (
     claims,
     papers_lead,
 )
-from fedloom.reproduce.recipe import Recipe, make_recipe, merged
+from fedloom.reproduce.recipe import Recipe, make_recipe, merged, recipes
 from tests import commands
 
 ROOT = Path(__file__).parent.parent.parent
@@ -422,11 +422,21 @@ def test_one_seed_of_a_summary_is_verified(tmp_path: Path) -> None:
     assert "an earlier version of the recipe" in call("--verify", *smoke, code=2)
 
 
-def test_all_stops_in_time(tmp_path: Path) -> None:
+def test_all_stops_in_time_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands.reading_takes_a_second(monkeypatch)
     where = ("--out", str(tmp_path / "out"), "--results", str(tmp_path / "results"))
-    output = call("--all", "--scale", "smoke", "--budget", "0.2s", *where, code=130)
-    assert "the same command goes on from here" in output
-    assert len(list((tmp_path / "results").glob("*.json"))) <= 2
+
+    def stopped() -> dict[str, bytes]:
+        output = call("--all", "--scale", "smoke", "--budget", "60s", *where, code=130)
+        assert "the same command goes on from here" in output
+        return {file.name: file.read_bytes() for file in (tmp_path / "results").glob("*.json")}
+
+    first = stopped()
+    assert 0 < len(first) < len(recipes()) / 4
+    whole = {name: content for name, content in first.items() if json.loads(content)["complete"]}
+    then = stopped()
+    assert len(then) > len(first)
+    assert then.items() >= whole.items()
 
 
 def test_what_the_command_refuses(tmp_path: Path) -> None:
