@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -306,6 +307,30 @@ def test_quality_noise_of_the_code_is_of_the_features_as_models_take_them(std: l
     inside = {"kind": "quality", "sigma": 0.4, "reading": "std", "base": base}
     mixed = PARTITIONS["hybrid"](clients=4, first=inside, second={"kind": "iid"})(data, 7)
     assert mixed.data.x.dtype == torch.float32
+
+
+@pytest.mark.parametrize("reading", ["variance", "std"])
+def test_noise_drawn_anew_leaves_training_samples_clean_and_all_others_as_noise_drawn_once(reading: str) -> None:
+    plain = toy(400, width=3)
+    data = replace(plain, x=torch.cat([plain.x] * 2, 1), mean=torch.tensor([0.3, 0.1]), std=torch.tensor([0.25, 0.5]))
+    first = {"kind": "quality", "sigma": 0.4, "reading": reading}
+    once, anew, clean = (
+        PARTITIONS["hybrid"](clients=8, first={**first, **change}, second={"kind": "iid"})(data, 7)
+        for change in ({}, {"draws": "anew"}, {"sigma": 0.0})
+    )
+    assert once.noise is None
+    assert once.spread(torch.arange(3)) is None
+    for i in range(8):
+        train, test = anew.indices("train", i), torch.cat([anew.indices(part, i) for part in ("validation", "test")])
+        assert torch.equal(anew.fetch(train), clean.fetch(train))
+        assert torch.equal(anew.fetch(test), once.fetch(test))
+        step = math.sqrt(0.4 * (i + 1) / 4) if reading == "variance" else 0.4 * i / 4
+        channels = torch.tensor([1 / 0.25, 1 / 0.5] if reading == "variance" else [1.0, 1.0]) * step * (i < 4)
+        spread = anew.spread(torch.cat([train, test]))
+        assert spread is not None
+        torch.testing.assert_close(spread[: len(train)], channels[:, None, None].expand(len(train), 2, 3, 3))
+        assert not spread[len(train) :].any()
+    assert torch.equal(anew.pooled().spread(train), anew.spread(train))  # type: ignore[arg-type]
 
 
 def test_noise_is_on_the_features_that_a_model_takes_not_on_the_cells_of_a_table() -> None:

@@ -1,4 +1,4 @@
-"""Augmentation of a whole run: chunks, workers and resuming leave its numbers, and files say what was done."""
+"""Random changes of a whole run: chunks, workers and resuming leave its numbers, and files say what was done."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from fedloom.algorithms import FedAvg
 from fedloom.data import load
 from fedloom.data.federation import Federation
-from fedloom.data.partition import Iid
+from fedloom.data.partition import Iid, Quality
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
@@ -42,11 +42,13 @@ def run(fed: Federation, augment: Augment | None = AUGMENT, folder: Path | None 
     )
 
 
-def test_chunks_workers_and_oracles_change_nothing_but_rounding(fed: Federation) -> None:
-    whole = run(fed).models.rows("global")
+@pytest.mark.parametrize("augment", [AUGMENT, None])
+def test_chunks_workers_and_oracles_change_nothing_but_rounding(fed: Federation, augment: Augment | None) -> None:
+    fed, clean = fed if augment else Quality(clients=6, draws="anew")(load("digits"), seed=0), fed
+    whole = run(fed, augment).models.rows("global")
     for engine in ({"chunk": 2, "workers": 2}, {"oracle": "looped"}, {"oracle": "stacked"}):
-        torch.testing.assert_close(run(fed, **engine).models.rows("global"), whole, rtol=0, atol=1e-10)
-    assert not torch.allclose(run(fed, None).models.rows("global"), whole, atol=1e-4)
+        torch.testing.assert_close(run(fed, augment, **engine).models.rows("global"), whole, rtol=0, atol=1e-10)
+    assert not torch.allclose(run(clean, None).models.rows("global"), whole, atol=1e-4)
 
 
 def test_augmentation_that_does_nothing_is_none(fed: Federation) -> None:

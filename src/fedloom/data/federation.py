@@ -42,6 +42,8 @@ class Federation:
         groups: planted group of each client [n] int64, where the partition has groups.
         notes: sentences about the cut that a report should show.
         dtype: type that `fetch` gives.
+        noise: standard deviation [N, c] (c channels, or 1 for all features) of Gaussian noise that every step's batch
+            draws anew for a sample, in the units of `data.x`; None: there is none.
 
     Raises:
         PartitionError: a client without training samples.
@@ -57,6 +59,7 @@ class Federation:
     groups: Tensor | None = None
     notes: tuple[str, ...] = ()
     dtype: torch.dtype = torch.float32
+    noise: Tensor | None = None
     _flat: Tensor = field(init=False, repr=False)
     _affine: tuple[Tensor, Tensor] | None = field(init=False, repr=False)
 
@@ -148,6 +151,16 @@ class Federation:
         one = torch.ones(self._flat.shape[1], dtype=self.dtype, device=self.device)
         return self._flat, one, one * 0
 
+    def spread(self, index: Tensor) -> Tensor | None:
+        """Standard deviation [k, *shape] of the noise of the samples `index` [k], as `fetch` gives them; None: 0."""
+        if self.noise is None:
+            return None
+        level = self.noise[index].to(self.dtype)
+        level = level.repeat_interleave(self._flat.shape[1] // level.shape[1], 1)
+        if self._affine is not None:
+            level *= self._affine[0]
+        return level.view(-1, *self.data.shape)
+
     def targets(self, index: Tensor) -> Tensor:
         """Targets at positions `index` [..., b]: [..., b] int64 classes, or [..., b, k] of `dtype` for a regression.
 
@@ -180,6 +193,7 @@ class Federation:
             test=None if self.test is None else self.test.to(d),
             groups=None if self.groups is None else self.groups.to(d),
             dtype=dtype or self.dtype,
+            noise=None if self.noise is None else self.noise.to(d),
         )
 
     def pooled(self) -> Federation:

@@ -55,13 +55,14 @@ class Draw(NamedTuple):
     """What a partition decides.
 
     dealt: positions of every client; test: its own test set where it comes from elsewhere; noise: standard deviation of
-    the noise on each client's features, [n, 1] or by channel [n, c]; relabel: new class of every class at every client
-    [n, C]; groups [n].
+    the noise on each client's features, [n, 1] or by channel [n, c]; anew [n]: whether every step draws a client's
+    noise anew; relabel: new class of every class at every client [n, C]; groups [n].
     """
 
     dealt: Dealt
     test: Dealt | None = None
     noise: NDArray[np.float64] | None = None
+    anew: NDArray[np.bool_] | None = None
     relabel: Ints | None = None
     groups: Ints | None = None
     names: tuple[str, ...] = ()
@@ -147,8 +148,11 @@ class Partition(Value):
             data = relabelled(data, draw.dealt, draw.relabel)
         if data.prepare is not None:
             data = prepared(data, draw.dealt, cut["train"], pool=self.pool)
+        noise = None
         if draw.noise is not None:
-            data = add_noise(data, draw.dealt, draw.noise, seed_of_draw)
+            later = cut["train"].index
+            later = later[:0] if draw.anew is None else later[draw.anew[owners(cut["train"])]]
+            data, noise = add_noise(data, draw.dealt, draw.noise, seed_of_draw, torch.from_numpy(later))
         names = draw.names or tuple(str(i) for i in range(len(draw.dealt.offsets) - 1))
         return Federation(
             data,
@@ -158,6 +162,7 @@ class Partition(Value):
             partition={"kind": self.kind, **self.model_dump(exclude_defaults=True)},
             seed=seed,
             groups=None if draw.groups is None else torch.from_numpy(draw.groups),
+            noise=noise,
             notes=(*draw.notes, *_unused(draw.dealt, pool), *_notes(cut, y, names, data.classes, len(data))),
         )
 

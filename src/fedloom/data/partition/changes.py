@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.partition.deal import Dealt, Floats, Ints, owners
@@ -14,8 +15,8 @@ from fedloom.errors import Refused
 from fedloom.seeds import generator
 
 
-def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int) -> Dataset:
-    """Gaussian noise on the features of every client, drawn once per sample.
+def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int, later: Tensor) -> tuple[Dataset, Tensor | None]:
+    """Gaussian noise on the features of every client, drawn once per sample; some samples get theirs later.
 
     Bytes become float32 in [0, 1] before the noise; mean and std of the data set apply afterwards.
 
@@ -24,6 +25,10 @@ def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int) -> Dataset:
         dealt: samples of every client, each sample once.
         std: standard deviation at each client, of all features [n, 1] or by channel [n, c].
         seed: seed of the partition; client i's noise comes from (seed, 0, i, "noise").
+        later: positions [k] of samples that stay as they are, for every step draws their noise anew.
+
+    Returns:
+        The data set, and the standard deviation [N, c] of noise still to be drawn; None if ``later`` is empty.
     """
     if data.vocabulary:
         raise Refused(f"{data.name}: noise needs samples that are numbers, and these are tokens; use another partition")
@@ -33,13 +38,22 @@ def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int) -> Dataset:
     elif x is data.x:
         x = x.clone()
     flat, index = x.view(len(x), -1), torch.from_numpy(dealt.index)
+    kept = flat[later]
     room = torch.empty(int(np.diff(dealt.offsets).max()), flat.shape[1])
     for i, level in enumerate(torch.from_numpy(std).float()):
         own = index[dealt.offsets[i] : dealt.offsets[i + 1]]
         noise = room[: len(own)].normal_(generator=generator(seed, 0, i, "noise"))
         noise.view(len(own), len(level), -1).mul_(level[:, None])
         flat.index_add_(0, own, noise)
-    return replace(data, x=x)
+    if not len(later):
+        return replace(data, x=x), None
+    flat[later] = kept
+    left = torch.zeros(len(x), std.shape[1])
+    left[index] = torch.from_numpy(std[owners(dealt)]).float()
+    once = torch.ones(len(x), dtype=torch.bool)
+    once[later] = False
+    left[once] = 0
+    return replace(data, x=x), left
 
 
 def relabelled(data: Dataset, dealt: Dealt, relabel: Ints) -> Dataset:

@@ -21,8 +21,7 @@ from fedloom.values import choose
 class Quality(Sized):
     """Noise that grows with the number of the client (NIID-Bench, section 4.2; FLAME "Gau(0.1)").
 
-    Client i = 1..m gets Gaussian noise of variance sigma * i / m on every feature (pixels in [0, 1]), drawn once per
-    sample, on all its parts. FLAME's code draws anew at every access.
+    Client i = 1..m gets Gaussian noise of variance sigma * i / m on every feature (pixels in [0, 1]), on all its parts.
     """
 
     kind: ClassVar[str] = "quality"
@@ -31,6 +30,11 @@ class Quality(Sized):
         default="variance",
         description="variance: sigma * i / m, i from 1 (paper); std: deviation sigma * i / m of the features as models"
         " take them, divided by the data set's own std, i from 0 (FLAME's code)",
+    )
+    draws: Literal["once", "anew"] = Field(
+        default="once",
+        description="once per sample; anew: for every batch of a step, as in FLAME's code, while validation and test"
+        " samples keep one draw, and passes over a whole training part see it without noise",
     )
     base: dict[str, Any] = Field(
         default_factory=lambda: {"kind": "iid"},
@@ -46,7 +50,7 @@ class Quality(Sized):
         else:
             unit = np.ones(1) if pool.data.std is None else pool.data.std.numpy()
             noise = np.outer(self.sigma * np.arange(m) / m, unit)
-        return drawn._replace(noise=noise)
+        return drawn._replace(noise=noise, anew=np.full(m, self.draws == "anew"))
 
 
 class Concept(Sized):
@@ -154,6 +158,9 @@ def _joined(draws: list[Draw], classes: int) -> Draw:
     return Draw(
         Dealt(index, offsets),
         noise=np.concatenate(noise) if any(d.noise is not None for d in draws) else None,
+        anew=np.concatenate(
+            [np.zeros(n, bool) if d.anew is None else d.anew for d, n in zip(draws, sizes, strict=True)]
+        ),
         relabel=np.concatenate(relabel) if any(d.relabel is not None for d in draws) else None,
         groups=np.repeat(np.arange(len(draws)), sizes),
         notes=tuple(note for draw in draws for note in draw.notes),

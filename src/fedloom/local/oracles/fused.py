@@ -90,7 +90,7 @@ class Fused(Network):
         self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None
     ) -> None:
         """One forward and backward pass; the weight gradient is added by the product itself."""
-        data = self.samples(batch, self.augment)
+        data = self.samples(batch, step=True)
         masks = self._masks(batch, data.counts) if self.dropouts else {}
         kind = Compiled if Compiled.fits(out) else Batched
         products = kind(self.layout, out, w, beta, alpha, steady)
@@ -115,7 +115,7 @@ class Fused(Network):
         whole = Compiled.fits(w) and data.dtype in (torch.uint8, w.dtype) and data.is_contiguous()
         wide = data.shape[1] == self.linear[self.chain[self.first][0]].inputs
         plain = self.fed.data.task == "classification" and self.labels_each is None and self.task.own_loss is None
-        random = self.dropouts or self.augment is not None
+        random = self.dropouts or self.augment is not None or self.fed.noise is not None
         return self._descend if known and whole and wide and plain and not random else None
 
     def _descend(self, w: Tensor, plan: Plan, steps: Tensor, step: Steps) -> None:

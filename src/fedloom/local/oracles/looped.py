@@ -43,7 +43,7 @@ class Looped(Network):
         self, out: Tensor, w: Tensor, batch: Batch, beta: float | Tensor, alpha: float, steady: Tensor | None = None
     ) -> None:
         """A forward and backward pass for every client in turn."""
-        data = self.samples(batch, self.augment)
+        data = self.samples(batch, step=True)
         self.module.train()
         for normaliser in self.normalisers:
             normaliser.momentum = 0.0

@@ -85,11 +85,12 @@ class Network(Oracle):
                 probe(task, self.run(self.layout.vector(self.module), fed.fetch(index)), fed.targets(index))
         keep_memory()
 
-    def samples(self, batch: Batch, augment: Augment | None = None) -> Samples:
-        """The samples of a batch; those of a step's gradient are augmented."""
+    def samples(self, batch: Batch, *, step: bool = False) -> Samples:
+        """The samples of a batch; those of a step's gradient get their random changes."""
         ids = batch.ids.to(self.device)
         weights, each = (None if of is None else of[ids] for of in (self.class_weights, self.labels_each))
-        return Samples(self.fed, batch, self.dtype, augment, weights, each)
+        changed = step and batch.draw.stream != PASS
+        return Samples(self.fed, batch, self.dtype, weights, each, changed=changed, augment=self.augment)
 
     def lowers(self, batch: Batch) -> bool:
         """Whether a batch's gradient is computed in bfloat16."""

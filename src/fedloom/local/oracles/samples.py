@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import CodeError, ConfigError, cause_of
-from fedloom.local.batches import PASS
 from fedloom.tasks import number
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Samples:
-    """The training samples of a batch; those of a pass over a whole training part are never augmented.
+    """The training samples of a batch.
 
     Attributes:
         x: ``[m, b, *shape]``; some sample of the client where a batch is short.
@@ -39,9 +38,11 @@ class Samples:
         fed: Federation,
         batch: Batch,
         dtype: torch.dtype,
-        augment: Augment | None = None,
         class_weights: Tensor | None = None,
         labels_each: Tensor | None = None,
+        *,
+        changed: bool = False,
+        augment: Augment | None = None,
     ) -> None:
         self._batch = batch
         self.weight = batch.total.to(fed.device, dtype).reciprocal()
@@ -55,7 +56,9 @@ class Samples:
             weight = (self.weight / labels_each[:, None]).expand(batch.where.shape)
             self.weight = weight.repeat_interleave(self.span, 1) * (self.y >= 0)
             self.y = self.y.clamp(min=0)
-        if augment is not None and batch.draw.stream != PASS:
+        if changed and fed.noise is not None:
+            self._add_noise(fed)
+        if changed and augment is not None:
             self.x = augment.apply(self.x, self._decisions(augment, batch))
 
     @cached_property
@@ -63,6 +66,14 @@ class Samples:
         """Samples of each batch."""
         found: list[int] = self._batch.count[:, 0].tolist()
         return found
+
+    def _add_noise(self, fed: Federation) -> None:
+        """Each client's from its own generator, drawn on the CPU in float32."""
+        for row, count in enumerate(self.counts):
+            spread = fed.spread(self._batch.where[row, :count])
+            if spread is not None and bool(spread.any()):
+                drawn = torch.randn(spread.shape, generator=self._batch.draw.generator(row, "noise"))
+                self.x[row, :count] += spread * drawn.to(spread)
 
     def _decisions(self, augment: Augment, batch: Batch) -> Tensor:
         """What is done to every sample ``[m, b, 3]``, from each client's own generator; nothing where none is."""

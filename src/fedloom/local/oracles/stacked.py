@@ -39,7 +39,7 @@ class Stacked(Network):
         Raises:
             ClientError: vmap does not take the model.
         """
-        data = self.samples(batch, self.augment)
+        data = self.samples(batch, step=True)
         masks = {f"{name}.mask": mask for name, mask in self._masks(batch, data.counts).items()}
         leaves = {name: view.requires_grad_() for name, view in self.layout.tree(w.detach()).items()}
         self.module.train()
