@@ -284,7 +284,7 @@ def test_stopped_at_every_primitive(tmp_path, power, budget):
     disk = Disk(run.folder, put_aside)
     run.play().close()
     disk.close()
-    assert len(left) > (90 if budget else 200)
+    assert len(left) > (90 if budget else 190)
     for folder, saved in [*left, (run.folder, run.saved)]:
         done = finish(folder, PLAN, saved, budget)
         assert done.warnings == [] or power

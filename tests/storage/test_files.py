@@ -204,17 +204,17 @@ def test_an_unwritable_place_is_a_sentence(tmp_path):
 
 def test_a_row_file_is_read_and_written_in_place(tmp_path):
     file = files.RowFile(tmp_path / "rows", 1 << 20, new=True)
-    file.write([(memoryview(b"abc"), 1000)])
+    file.write([([memoryview(b"ab"), memoryview(b"c")], 1000)])
     file.sync()
     into = bytearray(5)
-    file.read(memoryview(into), 999)
+    file.read([memoryview(into)[:2], memoryview(into)[2:]], 999)
     assert bytes(into) == b"\0abc\0"
     file.close()
     again = files.RowFile(tmp_path / "rows", 1 << 20, new=False)
-    again.read(memoryview(into), 1000)
+    again.read([memoryview(into)], 1000)
     assert bytes(into) == b"abc\0\0"
     with pytest.raises(CheckpointError, match="cut short"):
-        again.read(memoryview(bytearray(10)), (1 << 20) - 5)
+        again.read([memoryview(bytearray(10))], (1 << 20) - 5)
     with pytest.raises(CheckpointError, match="has not its 7 bytes"):
         files.RowFile(tmp_path / "rows", 7, new=False)
     with pytest.raises(CheckpointError, match="missing"):

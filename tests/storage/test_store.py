@@ -205,6 +205,31 @@ def test_neighbours_are_one_read_and_one_write(tmp_path, monkeypatch):
     assert reads == [36, 120, 480]
 
 
+@pytest.mark.parametrize("most", [1, 7, 1 << 20], ids=["a byte at a time", "seven", "all at once"])
+def test_all_fields_of_a_client_are_one_visit_also_where_the_system_takes_less_at_once(tmp_path, monkeypatch, most):
+    many = 300 if most > 7 else 20
+    store, ids, new = on_disk(tmp_path, many), torch.arange(many), rows(many, 1)
+    calls = []
+
+    def short(call):
+        def some(fd, buffers, at):
+            calls.append(at)
+            first = buffers[0][:most] if most < len(buffers[0]) else None
+            return call(fd, [first] if first is not None else buffers, at)
+
+        return some
+
+    monkeypatch.setattr(os, "pwritev", short(os.pwritev))
+    monkeypatch.setattr(os, "preadv", short(os.preadv))
+    store.touch(ids)
+    store.write(ids, new)
+    if most > 7:
+        assert calls == [0, 256 * 54]  # four fields of 54 bytes
+    assert same(store.read(ids), list(new))
+    back = ids.flip(0)
+    assert same(store.read(back), [field[back] for field in new])
+
+
 def test_touch_syncs_once_a_call_and_saves_a_row_once(tmp_path):
     store = on_disk(tmp_path, 100, Other(torch.zeros(3)))
     ids = torch.arange(0, 100, 2)
@@ -301,8 +326,8 @@ def test_the_files_of_another_store_are_refused_and_left_alone(tmp_path):
         with pytest.raises(RunDirError, match=f"{N} clients: w 5 torch.float32.*choose another --out"):
             on_disk(tmp_path, n, template)
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
-    (tmp_path / "0-w.rows").unlink()
-    with pytest.raises(CheckpointError, match=r"0-w.rows is missing"):
+    (tmp_path / "rows").unlink()
+    with pytest.raises(CheckpointError, match=r"rows is missing"):
         on_disk(tmp_path)
 
 

@@ -23,7 +23,7 @@ from urllib.parse import quote_plus
 from fedloom.errors import CheckpointError, RunDirError, explained
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from typing_extensions import Buffer
 
@@ -31,6 +31,9 @@ __all__ = ["RowFile", "append_synced", "discard", "file_name", "hook", "in_use",
 
 LONGEST = 150
 """Most characters of a label in a file's name: a system takes 255 bytes, of which seed, ending and draft need some."""
+
+BUFFERS = 1024
+"""Most buffers that a system reads or writes in one call."""
 
 hook: Callable[[str, Path], None] | None = None
 """Called before each primitive with its name and path; for tests."""
@@ -243,19 +246,23 @@ class RowFile:
                 _fsync(self._fd, path)
                 _fsync_folder(path.parent)
 
-    def read(self, into: memoryview, at: int) -> None:
-        """Fills ``into`` from byte ``at`` on."""
+    def read(self, into: Sequence[memoryview], at: int) -> None:
+        """Fills up to `BUFFERS` buffers, one after the other, from byte ``at`` on."""
         while into:
-            done = os.preadv(self._fd, [into], at)
+            done = os.preadv(self._fd, into, at)
             if done == 0:
                 raise CheckpointError(f"{self.path} is cut short: no byte {at}; start anew with --force")
-            into, at = into[done:], at + done
+            into, at = _left(into, done), at + done
 
-    def write(self, pieces: Iterable[tuple[memoryview, int]]) -> None:
-        """Writes bytes, each piece from a byte on; on the disk for certain only after `sync`."""
+    def write(self, pieces: Iterable[tuple[Sequence[memoryview], int]]) -> None:
+        """Writes up to `BUFFERS` buffers from a byte on, for each piece; on the disk for certain only after `sync`."""
         with _explained(self.path):
             for data, at in pieces:
-                _write(self._fd, self.path, data, at)
+                if hook is None and not _crash_at:
+                    done = os.pwritev(self._fd, data, at)
+                    data, at = _left(data, done), at + done
+                if data:
+                    _write(self._fd, self.path, memoryview(b"".join(data)), at)
 
     def sync(self) -> None:
         """Returns when everything written, by any process, is on the disk."""
@@ -265,6 +272,15 @@ class RowFile:
     def close(self) -> None:
         """Closes the file in this process; so does the end of this object."""
         self._close()
+
+
+def _left(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
+    """Of buffers that are not empty, what is left after so many bytes."""
+    for k, buffer in enumerate(buffers):
+        if done < len(buffer):
+            return [buffer[done:], *buffers[k + 1 :]]
+        done -= len(buffer)
+    return []
 
 
 @contextmanager

@@ -4,7 +4,7 @@
 before it was; its records hold the old bytes of the seen rows first touched since. Applying the journals from the
 newest to the oldest brings back the rows of any checkpoint whose journal is kept.
 
-Record: tag (16 random bytes of this journal), number of rows k, ids [k] int64, rows field by field, CRC-32 of it all.
+Record: tag (16 random bytes of this journal), number of rows k, ids [k] int64, rows, CRC-32 of it all.
 A record that a crash tore is the last one, and its rows had not been overwritten: it is left out.
 """
 
@@ -25,7 +25,7 @@ from fedloom.errors import CheckpointError, RunDirError
 from fedloom.storage.files import append_synced, discard, write_atomic
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -78,11 +78,11 @@ class Journal:
     Args:
         folder: where ``journal-G`` files are.
         layout: text that names the fields, shapes and types of the rows.
-        widths: bytes of a row, per field.
+        width: bytes of a row.
     """
 
-    def __init__(self, folder: Path, layout: str, widths: list[int]) -> None:
-        self._folder, self._layout, self._widths = folder, layout, widths
+    def __init__(self, folder: Path, layout: str, width: int) -> None:
+        self._folder, self._layout, self._width = folder, layout, width
         self._open: Header | None = None
         self._length = 0
 
@@ -131,12 +131,12 @@ class Journal:
         assert generation > self._open.generation, f"checkpoint {generation} after {self._open.generation}"
         self.start(generation, seen, self._open.generation, self._length)
 
-    def append(self, ids: Tensor, old: Callable[[int, Tensor], Tensor]) -> None:
+    def append(self, ids: Tensor, old: Callable[[Tensor], Tensor]) -> None:
         """Adds one record, fsynced once.
 
         Args:
             ids: [k] int64.
-            old: (field, ids) -> [len(ids), bytes of the field] uint8, the rows as they are now.
+            old: ids -> [len(ids), bytes of a row] uint8, the rows as they are now.
         """
         assert self._open is not None
         tag = self._open.tag
@@ -144,7 +144,7 @@ class Journal:
         def pieces() -> Iterator[memoryview | bytes]:
             crc = 0
             head: list[memoryview | bytes] = [_RECORD.pack(tag, len(ids)), raw(ids)]
-            rows = (raw(old(field, some)) for field, some in self._cut(ids))
+            rows = (raw(old(some)) for some in self._cut(ids))
             for group in (head, rows):
                 for piece in group:
                     crc = zlib.crc32(piece, crc)
@@ -169,7 +169,7 @@ class Journal:
             )
         return headers
 
-    def undo(self, header: Header, sealed: int | None) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def undo(self, header: Header, sealed: int | None) -> Iterator[tuple[Tensor, Tensor]]:
         """Old rows, the last record first, in pieces.
 
         Args:
@@ -177,7 +177,7 @@ class Journal:
             sealed: the length that the file must have; None for the newest journal, whose end may be torn.
 
         Yields:
-            Field, ids [k] and rows [k, bytes of the field] uint8.
+            Ids [k] and rows [k, bytes of a row] uint8.
 
         Raises:
             CheckpointError: the journal is damaged.
@@ -193,11 +193,11 @@ class Journal:
                 raise CheckpointError(f"{path} is damaged at byte {at}; start anew with --force")
             for record in reversed(records):
                 at = record.at + _RECORD.size + 8 * len(record.ids)
-                for field, ids in self._cut(record.ids):
-                    rows = torch.empty(len(ids), self._widths[field], dtype=torch.uint8)
+                for ids in self._cut(record.ids):
+                    rows = torch.empty(len(ids), self._width, dtype=torch.uint8)
                     os.preadv(file.fileno(), [raw(rows)], at)
                     at += rows.numel()
-                    yield field, ids, rows
+                    yield ids, rows
 
     def restart(self, chain: list[Header]) -> None:
         """Goes on from the oldest header of a chain that was undone; the newer journals are deleted, newest first."""
@@ -216,12 +216,10 @@ class Journal:
         self._open = None
 
     def _size(self, rows: int) -> int:
-        return _RECORD.size + rows * (8 + sum(self._widths)) + _CRC.size
+        return _RECORD.size + rows * (8 + self._width) + _CRC.size
 
-    def _cut(self, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
-        for field, width in enumerate(self._widths):
-            if width:
-                yield from ((field, some) for some in ids.split(max(1, PIECE // width)))
+    def _cut(self, ids: Tensor) -> Sequence[Tensor]:
+        return ids.split(max(1, PIECE // self._width))
 
     def _header(self, generation: int) -> Header:
         path = self.path(generation)

@@ -1,4 +1,4 @@
-"""Store: the rows that every client keeps from round to round, in memory or, beyond a budget, in files.
+"""Store: the rows that every client keeps from round to round, in memory or, beyond a budget, in a file.
 
 A client that was never written has the template's row. In files, a row is read and written at its place, so that
 anonymous memory grows with the cohort only, and an undo journal brings back the rows of the last checkpoints:
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 import torch
 
 from fedloom.errors import CheckpointError, LayoutError
-from fedloom.storage.files import RowFile, make_folder
+from fedloom.storage.files import BUFFERS, RowFile, make_folder
 from fedloom.storage.journal import Journal, raw
 from fedloom.storage.memory import Memory, allocate
 
@@ -61,24 +61,43 @@ class _InMemory:
 
 
 class _InFile:
+    """All fields of a client side by side, so that its row is one visit to the disk."""
+
     def __init__(self, path: Path, n: int, width: int, new: bool) -> None:
         self.file, self.width = RowFile(path, n * width, new), width
 
-    def read(self, ids: Tensor, out: Tensor, places: Tensor) -> None:
-        view, w = raw(out), self.width
-        for first, place, count in _runs(ids, places):
-            self.file.read(view[place * w : (place + count) * w], first * w)
+    def read(self, ids: Tensor, fields: Sequence[Tensor], places: Tensor) -> None:
+        """Fills ``fields[k][places]``, each [m, w], with the rows of clients."""
+        for buffers, at in self._pieces(ids, fields, places):
+            self.file.read(buffers, at)
 
-    def write(self, ids: Tensor, rows: Tensor) -> None:
-        view, w = raw(rows.contiguous()), self.width
-        runs = _runs(ids, torch.arange(len(ids)))
-        self.file.write((view[place * w : (place + count) * w], first * w) for first, place, count in runs)
+    def write(self, ids: Tensor, fields: Sequence[Tensor]) -> None:
+        """Replaces rows by ``fields[k]``, each [m, w]."""
+        self.file.write(self._pieces(ids, fields, torch.arange(len(ids))))
 
     def old(self, ids: Tensor) -> Tensor:
         """Rows [k, bytes] uint8."""
         out = torch.empty(len(ids), self.width, dtype=torch.uint8)
-        self.read(ids, out, torch.arange(len(ids)))
+        self.read(ids, [out], torch.arange(len(ids)))
         return out
+
+    def _pieces(
+        self, ids: Tensor, fields: Sequence[Tensor], places: Tensor
+    ) -> Iterator[tuple[Sequence[memoryview], int]]:
+        """Buffers of neighbours, and the byte where they begin in the file."""
+        views = [
+            (raw(field.contiguous()), field[0].numel() * field.element_size()) for field in fields if field.numel()
+        ]
+        if len(views) == 1:
+            (view, w), *_ = views
+            for first, place, count in _runs(ids, places):
+                yield [view[place * w : (place + count) * w]], first * w
+            return
+        most = BUFFERS // max(1, len(views))
+        for first, place, count in _runs(ids, places):
+            for start in range(0, count, most):
+                some = range(place + start, place + min(start + most, count))
+                yield [view[p * w : (p + 1) * w] for p in some for view, w in views], (first + start) * self.width
 
 
 def _neighbours(ids: Tensor) -> bool:
@@ -102,7 +121,7 @@ class Store(Generic[T]):
     Args:
         n: number of clients.
         template: NamedTuple of tensors [w] (each field its own w and type), the row of a client never written.
-        path: folder for the files; None keeps the rows in memory whatever their size.
+        path: folder of the file and its journal; None keeps the rows in memory whatever their size.
         budget: bytes; up to there the rows are kept in memory.
         memory: how other processes read and write the same rows, if there are any.
 
@@ -122,7 +141,7 @@ class Store(Generic[T]):
         widths = [t.numel() * t.element_size() for t in fields]
         self.n, self.template = n, template
         self.seen, self._touched = (allocate((n,), torch.bool, memory) for _ in range(2))
-        self._files: list[_InFile] = []
+        self._file: _InFile | None = None
         self._memory: list[_InMemory] = []
         self._leads = memory is None or memory.leads
         self._ready = True
@@ -133,16 +152,16 @@ class Store(Generic[T]):
         if path is None or not self.in_files:
             self._memory = [_InMemory(n, t, memory, large) for t in fields]
             return
-        names = [f"{k}-{name}.rows" for k, name in enumerate(template._fields)]
+        file, width = path / "rows", sum(widths)
         if not self._leads and memory is not None:
             memory.wait()
-            self._files = [_InFile(path / name, n, width, False) for name, width in zip(names, widths, strict=True)]
+            self._file = _InFile(file, n, width, False)
             return
         make_folder(path)
         kinds = [f"{name} {len(t)} {t.dtype}" for name, t in zip(template._fields, fields, strict=True)]
-        self._journal = Journal(path, f"{n} clients: {', '.join(kinds)}", widths)
+        self._journal = Journal(path, f"{n} clients: {', '.join(kinds)}", width)
         self._ready = new = not self._journal.exists()
-        self._files = [_InFile(path / name, n, width, new) for name, width in zip(names, widths, strict=True)]
+        self._file = _InFile(file, n, width, new)
         if new:
             self.reset()
         if memory is not None:
@@ -161,13 +180,14 @@ class Store(Generic[T]):
         known = self.seen[ids]
         places = known.nonzero().flatten()
         some = ids[places]
-        fields = []
-        for home, like in zip(self._homes, self.template, strict=True):
-            out = torch.empty(len(ids), len(like), dtype=like.dtype)
-            if len(places) < len(ids):
+        fields = [torch.empty(len(ids), len(like), dtype=like.dtype) for like in self.template]
+        if len(places) < len(ids):
+            for out, like in zip(fields, self.template, strict=True):
                 out[:] = like
+        if self._file is not None:
+            self._file.read(some, fields, places)
+        for home, out in zip(self._memory, fields, strict=self._file is None):
             home.read(some, out, places)
-            fields.append(out)
         return cast(T, cast(Any, type(self.template))(*fields))
 
     def write(self, ids: Tensor, rows: T) -> None:
@@ -189,8 +209,11 @@ class Store(Generic[T]):
                     f"state field {name!r}: rows must be [{len(ids)}, {len(like)}] {like.dtype}, "
                     f"got {list(got.shape)} {got.dtype}"
                 )
-        for home, got in zip(self._homes, rows, strict=True):
-            home.write(ids, got.detach().cpu())
+        fields = [got.detach().cpu() for got in rows]
+        if self._file is not None:
+            self._file.write(ids, fields)
+        for home, got in zip(self._memory, fields, strict=self._file is None):
+            home.write(ids, got)
         self.seen[ids] = True
 
     def touch(self, ids: Tensor) -> None:
@@ -200,11 +223,11 @@ class Store(Generic[T]):
             ids: [m] int64, all clients of the round.
         """
         self._check(ids)
-        if self.in_files and self._leads:
+        if self._file is not None and self._leads:
             fresh = ids[~self._touched[ids]].unique()
             known = fresh[self.seen[fresh]]
             if len(known):
-                self._journal.append(known, lambda field, some: self._files[field].old(some))
+                self._journal.append(known, self._file.old)
             self._touched[fresh] = True
 
     def checkpoint(self, generation: int) -> None:
@@ -232,14 +255,14 @@ class Store(Generic[T]):
         Raises:
             CheckpointError: the journal of this generation or of a newer one is missing or damaged.
         """
-        if not self.in_files:
+        if self._file is None:
             return
         self._ready = False
         chain = self._journal.chain(generation)
         sealed = [newer.sealed for newer in chain[1:]]
         for header, length in reversed(list(zip(chain, [*sealed, None], strict=True))):
-            for field, ids, rows in self._journal.undo(header, length):
-                self._files[field].write(ids, rows)
+            for ids, rows in self._journal.undo(header, length):
+                self._file.write(ids, [rows])
         self._sync()
         self._journal.restart(chain)
         self._begin(chain[0].seen)
@@ -282,9 +305,9 @@ class Store(Generic[T]):
                 home.rows[self.seen] = state[f"rows.{name}"]
 
     def close(self) -> None:
-        """Closes the files in this process."""
-        for home in self._files:
-            home.file.close()
+        """Closes the file in this process."""
+        if self._file is not None:
+            self._file.file.close()
 
     def _expected(self, seen: Tensor | None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         count = 0 if seen is None else int(seen.sum())
@@ -292,18 +315,14 @@ class Store(Generic[T]):
         rows = {f"rows.{name}": ((count, len(like)), like.dtype) for name, like in fields}
         return {"seen": ((self.n,), torch.bool), **rows}
 
-    @property
-    def _homes(self) -> Sequence[_InMemory | _InFile]:
-        return self._files or self._memory
-
     def _check(self, ids: Tensor) -> None:
         assert self._ready, "rollback(generation) or reset() first"
         assert ids.dtype == torch.int64, f"ids must be int64, got {ids.dtype}"
         assert bool(((ids >= 0) & (ids < self.n)).all()), "an id is out of range"
 
     def _sync(self) -> None:
-        for home in self._files:
-            home.file.sync()
+        if self._file is not None:
+            self._file.file.sync()
 
     def _begin(self, seen: Tensor) -> None:
         self.seen.copy_(seen)
