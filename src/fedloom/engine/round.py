@@ -25,9 +25,10 @@ def play(job: Job, pool: Crew, state: State) -> State:
     """
     t = state.round + 1
     drawn, sampler, asked = _sample(job, pool, state, t)
-    cohort = _longest_first(job, drawn.unique())
+    cohort, times = drawn.unique(return_counts=True)
+    order = _longest_first(job, cohort)
+    cohort, shares = cohort[order], times[order, None].double()
     ctx = job.ctx(t, cohort)
-    shares = torch.bincount(drawn, minlength=job.n)[cohort, None].double()
     if not job.setting.weigher.probes:
         shares = shares * weights_of(job, state.weigher, None, ctx)[0]
     for store in job.stores.values():
@@ -99,5 +100,5 @@ def _ids(found: Tensor, n: int) -> Tensor:
 
 
 def _longest_first(job: Job, cohort: Tensor) -> Tensor:
-    """The cohort by falling number of training samples, then by id."""
-    return cohort[torch.argsort(job.train_sizes[cohort, 0], descending=True, stable=True)]
+    """Places of the cohort's clients by falling number of training samples, then by place."""
+    return torch.argsort(job.train_sizes[cohort, 0], descending=True, stable=True)
