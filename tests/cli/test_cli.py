@@ -162,6 +162,19 @@ def test_another_experiment_is_refused_and_force_starts_anew(finished: Path, tmp
     assert "method fedavg" in output
     output = run(SMALL.replace("beta = 0.5", "beta = 5.0"), tmp_path, code=2)
     assert "partition.beta was 0.5, now it is 5.0" in output
+    for old, new, words in (
+        ("beta = 0.5", "beta = 0.5\nkeep = 5", "partition.keep was not set, now it is 5"),
+        (
+            "[data]",
+            '[attack]\nkind = "sign-flip"\nfraction = 0.5\n\n[data]',
+            "attack.fraction was not set, now it is 0.5",
+        ),
+    ):
+        assert words in run(SMALL.replace(old, new), tmp_path, code=2)
+    assert contents(tmp_path / "out") == contents(finished)
+    settings = tmp_path / "out" / "experiment.toml"
+    settings.write_text(settings.read_text().replace("[partition]", "[partition]\nof_an_earlier_version = 1"))
+    run(SMALL.replace("beta = 0.5", "beta = 0.5\ntest_count = 100"), tmp_path)
     assert (tmp_path / "out" / "metrics.parquet").read_bytes() == before
     run(SMALL.replace("lr = 0.05", "lr = 0.1"), tmp_path, "--force")
     assert (tmp_path / "out" / "metrics.parquet").read_bytes() != before
@@ -344,6 +357,11 @@ def start(file: Path, out: Path, errors: int = subprocess.DEVNULL, **environment
     command = [sys.executable, "-m", "fedloom.cli", "run", str(file), "--out", str(out), "--workers", "2"]
     environment = {**ENVIRONMENT, **environment}
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
+
+
+def contents(out: Path) -> dict[Path, bytes]:
+    """Of every file."""
+    return {file.relative_to(out): file.read_bytes() for file in out.rglob("*") if file.is_file()}
 
 
 def files(out: Path) -> dict[str, bytes]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from fedloom.experiment import parse
 from fedloom.experiment.events import Event, Listener
 from fedloom.reproduce import Recipe, estimate, recipe, recipes, reproduce
 from fedloom.reproduce.choices import at_an_edge, candidates, extensions, open_methods, rounds_of, search_of
-from fedloom.reproduce.execute import experiment
+from fedloom.reproduce.execute import PROTOCOL, experiment
 from fedloom.reproduce.recipe import SCALES, label_of, make_recipe, merged
 from fedloom.tune.search import space_of
 from tests.commands import in_a_fork
@@ -277,8 +278,30 @@ def test_other_candidates_are_another_search(tmp_path: Path) -> None:
     one = {**TINY, "method": small, "paper": paper, "variant": {"few": {}}}
     reproduce(make_recipe("tiny", one), "full", tmp_path, seeds=[3])
     other = {**one, "method": [{"algorithm": "fedavg", "choose": {"local.lr": [0.1, 0.2]}}]}
+    with pytest.raises(
+        RunDirError, match=r"variant 'few' has changed since it was run in .*few and .*choose/few; delete"
+    ):
+        reproduce(make_recipe("tiny", other), "full", tmp_path, seeds=[3])
+    (tmp_path / PROTOCOL).unlink()  # as an earlier version left the folder
     with pytest.raises(RunDirError, match="holds another search: tune.space.fedavg.local.lr was"):
         reproduce(make_recipe("tiny", other), "full", tmp_path, seeds=[3])
+
+
+def test_a_variant_that_changed_is_refused_before_any_other_runs(tmp_path: Path) -> None:
+    recipe, results, out = tiny(), tmp_path / "results", tmp_path / "out"
+    reproduce(recipe, "laptop", out, results=results)
+    changed = make_recipe("tiny", merged(TINY, {"variant": {"many": {"partition": {"clients": 5}}}}))
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    with pytest.raises(RunDirError, match=r"variant 'many' has changed since it was run in .*many; delete that"):
+        reproduce(changed, "laptop", out, results=results, seeds=[7, 8])
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    shutil.rmtree(out / "many")
+    done = reproduce(changed, "laptop", out, results=results, seeds=[7, 8])
+    assert done is not None
+    assert done.complete
+    (out / PROTOCOL).write_text("{")
+    with pytest.raises(RunDirError, match=r"protocol.json is damaged"):
+        reproduce(changed, "laptop", out, results=results)
 
 
 def test_optuna_is_asked_for_before_any_work_and_not_at_smoke_scale(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
-
-import tomli_w
 
 from fedloom import report
 from fedloom.data.federation import Federation
@@ -29,12 +27,11 @@ from fedloom.experiment.outputs import (
     write_summary,
     write_tables,
 )
-from fedloom.experiment.schema import Experiment, Method
+from fedloom.experiment.schema import Experiment, Method, changed
 from fedloom.processes.pool import Pool, cores
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
 from fedloom.storage.files import file_name, is_unused, lock, make_folder
-from fedloom.values import difference, flat
 
 FEW_CLIENTS = 16
 """Cohorts below this size run several runs side by side, instead of several chunks of one."""
@@ -214,19 +211,11 @@ def _check_directory(out: Path, experiment: Experiment | None) -> None:
         raise RunDirError(f"{out} is not empty and not a run directory (no experiment.toml); choose another --out")
     if experiment is None:
         return
+    free = [f"{table}.{field}" for table, value in Setting.tables().items() for field in value.base.free]
     try:
-        before = _identity(tomllib.loads(settings.read_text()))
+        before = {key: value for key, value in tomllib.loads(settings.read_text()).items() if key != "resolved"}
+        found = changed(before, experiment.settings(), "|".join(map(re.escape, ["name", "rounds", "seeds", *free])))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
         raise RunDirError(f"{settings} is damaged: {error}; choose another --out, or start anew with --force") from None
-    now = _identity(tomllib.loads(tomli_w.dumps(experiment.settings())))
-    both = before.keys() & now.keys()
-    if changed := difference({k: before[k] for k in both}, {k: now[k] for k in both}):
-        raise RunDirError(
-            f"{out} holds another experiment: {changed}; choose another --out, or start anew with --force"
-        )
-
-
-def _identity(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What must agree for a run to be continued, by dotted key."""
-    free = {"name", "rounds", "seeds"} | {f"{k}.{f}" for k, v in Setting.tables().items() for f in v.base.free}
-    return {k: v for k, v in flat(document).items() if k not in free and not k.startswith("resolved.")}
+    if found:
+        raise RunDirError(f"{out} holds another experiment: {found}; choose another --out, or start anew with --force")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
+import tomli_w
 from pydantic import AfterValidator, Field, NonNegativeInt, create_model, field_validator
 
 from fedloom.algorithms import REGISTRY, Algorithm, Preset
@@ -14,13 +17,13 @@ from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source
 from fedloom.data.sources import source as source_of
 from fedloom.engine.setting import Rounds, Setting
-from fedloom.errors import ConfigError, DataError
+from fedloom.errors import ConfigError, DataError, FedloomError
 from fedloom.experiment.check import Grammar, Table, check, merged
 from fedloom.experiment.shapes import Shape
 from fedloom.experiment.tuning import Tune
 from fedloom.imports import is_path
 from fedloom.models import Import
-from fedloom.values import Value, choose, dump, fields_of, make, make_kind
+from fedloom.values import Value, choose, difference, dump, fields_of, flat, make, make_kind
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,36 @@ def parse(document: Mapping[str, Any], where: str = "experiment") -> Experiment:
             for k, m in enumerate(methods, 1)
         ),
     )
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any], free: str) -> str:
+    """The first key in which recorded settings differ from those of now, for a message; empty where none does.
+
+    Methods may be added or left out. What was recorded before an option existed has the option's default.
+
+    Args:
+        before: settings as a run directory has them.
+        now: `Experiment.settings`.
+        free: pattern of dotted keys that may differ.
+
+    Raises:
+        KeyError, TypeError: ``before`` is no document of settings.
+    """
+    try:
+        before, known = parse(before).settings(), True
+    except FedloomError:  # of a version that had other options
+        known = False
+    both = {m["label"] for m in before["method"]} & {m["label"] for m in now["method"]}
+
+    def keys_of(document: Mapping[str, Any]) -> dict[str, Any]:
+        shared = {**document, "method": [m for m in document["method"] if m["label"] in both]}
+        found = flat(tomllib.loads(tomli_w.dumps(shared)))
+        return {key: value for key, value in found.items() if not re.fullmatch(free, key)}
+
+    was, new = keys_of(before), keys_of(now)
+    if not known:
+        was, new = ({key: some[key] for key in was.keys() & new.keys()} for some in (was, new))
+    return difference(was, new)
 
 
 def _source(data: Mapping[str, Any], where: str) -> Source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 import signal
@@ -32,10 +33,12 @@ from fedloom.reproduce.choices import (
     trials_of,
     write_choices,
 )
-from fedloom.reproduce.recipe import Recipe, Scale
+from fedloom.reproduce.recipe import Recipe, Scale, digest_of, label_of
 from fedloom.reproduce.summary import Summary
-from fedloom.storage.files import file_name
+from fedloom.storage.files import file_name, make_folder, write_atomic
 
+PROTOCOL = "protocol.json"
+"""In a recipe's folder: what its runs are of, as digests."""
 NOISE = 0.002
 """Relative difference up to which a value is the same but for the order of sums, which differs between processors."""
 Show = Callable[[int | Mapping[str, int]], AbstractContextManager[Listener]]
@@ -108,7 +111,7 @@ def reproduce(
     Raises:
         DataError: the data are missing.
         ConfigError: the recipe has no such method, or torchrun has started several ranks.
-        RunDirError: the folder holds something else, or settings that an earlier version chose.
+        RunDirError: the folder holds something else, or what an earlier version of the recipe ran or chose.
         ModuleNotFoundError: settings are to be chosen, and Optuna is not installed.
     """
     check_alone("a recipe")
@@ -118,6 +121,7 @@ def reproduce(
 
         for variant, document in documents.items():
             check_folder(out / TRIALS / trials_of(document, file_name(variant)))
+    _claim(out, documents)
     command = shlex.join(
         ["fedloom", "reproduce", recipe.name, "--scale", scale]
         + (["--seeds", ",".join(map(str, seeds))] if seeds else [])
@@ -138,6 +142,38 @@ def reproduce(
         if not ended:
             break
     return done
+
+
+def _claim(out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
+    """Make the folder that of these documents; methods and seeds may be added or left out.
+
+    Raises:
+        RunDirError: it holds runs or trials of a variant that was something else.
+    """
+    file = out / PROTOCOL
+    try:
+        before = dict[str, dict[str, str]](json.loads(file.read_text())) if file.exists() else {}
+    except ValueError:
+        raise RunDirError(f"{file} is damaged; choose another --out, or delete {out}") from None
+    for variant, document in documents.items():
+        was, now = before.get(variant, {}), _digests(document)
+        folder = out / file_name(variant)
+        places = [place for place in (folder, out / TRIALS / trials_of(document, folder.name)) if place.exists()]
+        if places and any(was[part] != now[part] for part in was.keys() & now.keys()):
+            what = " and ".join(map(str, places))
+            raise RunDirError(
+                f"variant {variant!r} has changed since it was run in {what}; delete that, or choose another --out"
+            )
+        before[variant] = (was if places else {}) | now
+    make_folder(out)
+    write_atomic(file, json.dumps(before, indent=1).encode())
+
+
+def _digests(document: Mapping[str, Any]) -> dict[str, str]:
+    """Of each method's table, candidates and all, by label; and of all else that is not the seeds, by ``""``."""
+    parts = {label_of(method): method for method in document["method"]}
+    parts[""] = {key: value for key, value in document.items() if key not in ("method", "name", "seeds")}
+    return {part: digest_of(table) for part, table in parts.items()}
 
 
 def _samples(documents: Mapping[str, Mapping[str, Any]], data_dir: Path | None) -> dict[str, int]:

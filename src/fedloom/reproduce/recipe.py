@@ -193,7 +193,7 @@ class Recipe:
 
     def protocol(self, scale: Scale) -> str:
         """Digest of what a scale runs, so that results tell whether they are of this recipe."""
-        return hashlib.sha256(json.dumps(self.at(scale), sort_keys=True).encode()).hexdigest()[:16]
+        return digest_of(self.at(scale))
 
     def at(self, scale: Scale, seeds: Sequence[int] = (), only: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
         """The experiment document of every variant, with ``choose`` still in the methods.
@@ -232,6 +232,11 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]
         else:
             result[key] = deepcopy(value)
     return result
+
+
+def digest_of(document: Any) -> str:
+    """16 hexadecimal digits of what JSON can hold."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def label_of(method: Mapping[str, Any]) -> str:

@@ -18,7 +18,8 @@ from fedloom.engine.timing import samples_per_round
 from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop
 from fedloom.experiment import Experiment, parse
 from fedloom.experiment.events import PAUSE, Emitter, Line, Listener
-from fedloom.experiment.tuning import Dimension
+from fedloom.experiment.schema import changed
+from fedloom.experiment.tuning import Dimension, Tune
 from fedloom.processes.distributed import check_alone
 from fedloom.processes.pool import Pool, cores
 from fedloom.processes.signals import interruptible
@@ -37,6 +38,9 @@ from fedloom.tune.search import (
 )
 from fedloom.tune.trial import PART, Goal, Interrupted, Journal, Trial, attempt, judged, judged_models, without_test
 from fedloom.values import difference, dump, flat
+
+FREE = ("seeds", "name", "evaluate")
+"""Parts of an experiment that no trial depends on."""
 
 Tell = Callable[[str, Trial], None]
 """(label, trial): called after every trial."""
@@ -237,20 +241,15 @@ class Tuning:
                 shutil.rmtree(old, ignore_errors=True)
         elif any(trials.glob("*.json")):
             raise RunDirError(f"{out} holds a search of an earlier version; choose another --out, or use --force")
-        elif path.exists():
-            before, now = (_numbers(tomllib.loads(text)) for text in (path.read_text(), document))
-            both = before.keys() & now.keys()
-            if changed := difference({key: before[key] for key in both}, {key: now[key] for key in both}):
-                raise RunDirError(
-                    f"{out} holds another search: {changed}; choose another --out, or start anew with --force"
-                )
+        elif path.exists() and (found := _changed(tomllib.loads(path.read_text()), tomllib.loads(document))):
+            raise RunDirError(f"{out} holds another search: {found}; choose another --out, or start anew with --force")
         make_folder(trials)
         write_atomic(path, document.encode())
 
     def _identity(self) -> dict[str, Any]:
         """What trials depend on, as a TOML document."""
         settings = self.experiment.settings()
-        for free in ("seeds", "name", "evaluate"):
+        for free in FREE:
             settings.pop(free)
         for free in Engine.free:
             settings["engine"].pop(free, None)
@@ -265,7 +264,13 @@ def _table(dimension: Dimension) -> Any:
     return list(dimension) if isinstance(dimension, tuple) else dump(dimension)
 
 
-def _numbers(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides the trials; more of them, more methods and a longer final run may be asked for."""
-    free = re.compile(r"rounds|tune\.trials|method .*: rounds")
-    return {key: value for key, value in flat(document).items() if not free.fullmatch(key)}
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """What differs of that which decides the trials; more trials, more methods and a longer final run are free."""
+    tunes = [document.pop("tune") for document in (before, now)]
+    free = "|".join(map(re.escape, (f"engine.{free}" for free in Engine.free)))
+    if found := changed(before, now, rf"{'|'.join(FREE)}|evaluate\..*|{free}|rounds|method .*: rounds"):
+        return found
+    was, new = (flat({"tune": {**dump(Tune()), **tune}}) for tune in tunes)
+    options = {f"tune.{name}" for name in Tune.model_fields}
+    wanted = (options | was.keys() & new.keys()) - {"tune.trials"}
+    return difference(*({key: tune[key] for key in wanted & tune.keys()} for tune in (was, new)))
