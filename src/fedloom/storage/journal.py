@@ -219,7 +219,8 @@ class Journal:
         return _RECORD.size + rows * (8 + self._width) + _CRC.size
 
     def _cut(self, ids: Tensor) -> Sequence[Tensor]:
-        return ids.split(max(1, PIECE // self._width))
+        found: Sequence[Tensor] = ids.split(max(1, PIECE // self._width))
+        return found
 
     def _header(self, generation: int) -> Header:
         path = self.path(generation)
