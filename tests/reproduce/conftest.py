@@ -11,14 +11,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def _no_reports() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedloom.report.write", lambda runs, out, **_: out)
         yield
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def finished(_no_reports: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run directories and the summary of FLAME in the small recipe."""
     from small_recipe import tiny
