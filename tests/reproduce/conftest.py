@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,20 +12,27 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 
-@pytest.fixture(scope="package", autouse=True)
-def _no_reports() -> Iterator[None]:
+@contextmanager
+def without_reports() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedloom.report.write", lambda runs, out, **_: out)
         yield
 
 
-@pytest.fixture(scope="package")
-def finished(_no_reports: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", autouse=True)
+def _no_reports() -> Iterator[None]:
+    with without_reports():
+        yield
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run directories and the summary of FLAME in the small recipe."""
     from small_recipe import tiny
 
     from fedloom.reproduce import reproduce
 
     out = tmp_path_factory.mktemp("figures")
-    reproduce(tiny(), "full", out, results=out / "results", only=["flame"], seeds=[3, 4])
+    with without_reports():
+        reproduce(tiny(), "full", out, results=out / "results", only=["flame"], seeds=[3, 4])
     return out
