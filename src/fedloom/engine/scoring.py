@@ -172,18 +172,27 @@ def personal_models(job: Job, down: Any, round: int, ids: Tensor) -> Tensor:
     Raises:
         ClientError: code of the method failed.
     """
+    fresh = ~job.clients.seen[ids]
+    if not (round > 0 or job.setting.evaluate.personal_at_start):
+        fresh = torch.zeros_like(fresh)
+    groups = [(trains, which) for trains in (False, True) if len(which := (fresh == trains).nonzero()[:, 0])]
+    found = [_personal(job, down, round, ids[which], trains=trains) for trains, which in groups]
+    if len(found) == 1:
+        return found[0]
+    models = found[0].new_empty(len(ids), job.oracle.layout.d)
+    for (_, which), some in zip(groups, found, strict=True):
+        models.index_copy_(0, which.to(models.device), some)
+    return models
+
+
+def _personal(job: Job, down: Any, round: int, ids: Tensor, *, trains: bool) -> Tensor:
     device = job.oracle.device
     rows = to_device(job.clients.read(ids), device)
     mine = to_device(rows_of(down, ids), device)
     work = job.work(round, ids)
-    trains = round > 0 or job.setting.evaluate.personal_at_start
-    fresh = (~job.clients.seen[ids]).nonzero()[:, 0] if trains else ids[:0]
     try:
-        if len(fresh):
-            new = type(rows)(*[r.index_select(0, fresh.to(device)) for r in rows])
-            _, made = job.algorithm.client(rows_of(mine, fresh), new, work.take(fresh))
-            for row, f in zip(rows, made, strict=True):  # copies of what is stored
-                row.index_copy_(0, fresh.to(device), f)
+        if trains:
+            _, rows = job.algorithm.client(mine, rows, work)
         models = job.algorithm.personal(mine, rows, work)
         if models is None or models.shape != (len(ids), job.oracle.layout.d):
             got = None if models is None else [*models.shape]
@@ -192,7 +201,8 @@ def personal_models(job: Job, down: Any, round: int, ids: Tensor) -> Tensor:
         raise
     except Exception as error:
         raise ClientError("personal model", round, ids.tolist(), cause_of(error)) from error
-    return models
+    found: Tensor = models
+    return found
 
 
 def _score_shared(job: Job, row: Tensor, ids: Tensor, part: str) -> dict[str, Tensor]:

@@ -50,10 +50,9 @@ def labelled(output: Tensor, y: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, 
 
 def known(found: dict[str, Tensor], output: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
     """The metrics with nan for the clients that have an output which is not finite."""
-    finite = output.isfinite()
-    if bool(finite.all()):
+    if bool(output.sum().isfinite()):
         return found
-    lost = torch.bincount(owner[~finite.all(1)], minlength=n) > 0
+    lost = torch.bincount(owner[~output.isfinite().all(1)], minlength=n) > 0
     return {name: value.masked_fill(lost, torch.nan) for name, value in found.items()}
 
 
