@@ -39,6 +39,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _schedule(before: str, after: str) -> bool:
+    """Change how the kernel schedules this thread (Linux); whether it was scheduled as said before, and now is anew."""
+    with suppress(AttributeError, OSError):
+        if os.sched_getscheduler(0) == getattr(os, before):
+            os.sched_setscheduler(0, getattr(os, after), os.sched_param(0))
+            return True
+    return False
+
+
 class Buffer:
     """Memory that forked processes share; large tensors of a message are packed into it, one after the other.
 
@@ -118,7 +127,7 @@ class Pool:
         down_bytes: room for what all chunks share.
         up_bytes: room for what one chunk sends back.
         ahead: give a worker its next task while it computes one, so that it need not wait for this process; for short
-            tasks of like length, which nobody interrupts.
+            tasks of like length, which nobody interrupts. This process then takes no core from a worker that computes.
     """
 
     def __init__(
@@ -129,6 +138,7 @@ class Pool:
         self._depth = 2 if ahead else 1
         make = range(workers if workers > 1 else 0)
         self._workers = [_Worker(handlers, self._down, up_bytes, self._depth) for _ in make]
+        self._patient = ahead and bool(self._workers) and _schedule("SCHED_OTHER", "SCHED_BATCH")
 
     def map(
         self, name: str, shared: Any, tasks: Sequence[Any], interrupted: Callable[[], bool] | None = None
@@ -149,13 +159,11 @@ class Pool:
             for task in tasks:
                 yield self._handlers[name](shared, task)
             return
-        message = self._down.pack(shared)
-        for worker in self._workers:
-            worker.send(_packed(("share", name, message)))
         waiting = list(enumerate(tasks))[::-1]
         busy: dict[Connection, tuple[list[int], _Worker]] = {worker.pipe: ([], worker) for worker in self._workers}
         done: dict[int, Any] = {}
         turn = 0
+        first = [("share", name, self._down.pack(shared))]
         while turn < len(tasks):
             if interrupted is not None and interrupted():
                 waiting.clear()
@@ -165,7 +173,8 @@ class Pool:
                 interrupted = None
             if not waiting and not any(own for own, _ in busy.values()):
                 return
-            self._hand_out(waiting, list(busy.values()))
+            self._hand_out(waiting, list(busy.values()), *first)
+            first = []
             for pipe in wait([pipe for pipe, (own, _) in busy.items() if own], None if interrupted is None else 1.0):
                 own, worker = busy[pipe]  # type: ignore[index]
                 done[own.pop(0)] = worker.receive()
@@ -175,16 +184,25 @@ class Pool:
                 turn += 1
                 yield result
 
-    def _hand_out(self, waiting: list[tuple[int, Any]], places: list[tuple[list[int], _Worker]]) -> None:
-        """Start the last of the waiting tasks; ahead only what leaves one for everybody, so all end together."""
+    def _hand_out(
+        self, waiting: list[tuple[int, Any]], places: list[tuple[list[int], _Worker]], *first: tuple[str, Any, Any]
+    ) -> None:
+        """Start the last of the waiting tasks, all of a worker by one message, which begins with ``first``.
+
+        Ahead is given one for everybody, or what leaves as many, so that all end together.
+        """
+        batches: list[list[tuple[Any, ...]]] = [[*first] for _ in places]
         for depth in range(self._depth):
-            for own, worker in places:
-                if len(own) != depth or len(waiting) <= depth * len(self._workers):
-                    continue
-                message = _packed(("task", waiting[-1][1]))
-                if depth == 0 or len(message) <= SHORT:
-                    worker.send(message)
-                    own.append(waiting.pop()[0])
+            everybody = sum(len(own) == depth for own, _ in places) == len(self._workers) <= len(waiting)
+            for batch, (own, _) in zip(batches, places, strict=True):
+                if len(own) == depth and (everybody or len(waiting) > depth * len(self._workers)):
+                    task = ("task", waiting[-1][1])
+                    if depth == 0 or len(_packed(task)) <= SHORT:
+                        batch.append(task)
+                        own.append(waiting.pop()[0])
+        for batch, (_, worker) in zip(batches, places, strict=True):
+            if len(batch) > len(first):
+                worker.send(batch)
 
     def once(self, ids: Tensor, call: Callable[[], T]) -> T:
         """What a call gives, made here."""
@@ -192,6 +210,8 @@ class Pool:
 
     def close(self) -> None:
         """End the workers."""
+        if self._patient:
+            self._patient = not _schedule("SCHED_BATCH", "SCHED_OTHER")
         for worker in self._workers:
             worker.close()
         self._workers = []
@@ -213,10 +233,10 @@ class _Worker:
         self._process.start()
         theirs.close()
 
-    def send(self, message: bytes) -> None:
+    def send(self, orders: list[tuple[Any, ...]]) -> None:
         """Give the worker something to do."""
         try:
-            self.pipe.send_bytes(message)
+            self.pipe.send_bytes(_packed(orders))
         except OSError as error:
             raise self._died() from error
 
@@ -246,7 +266,7 @@ class _Worker:
     def close(self) -> None:
         """End the process."""
         with suppress(OSError):
-            self.pipe.send_bytes(_packed(("stop",)))
+            self.pipe.send_bytes(_packed([("stop",)]))
         self._process.join(2)
         if self._process.is_alive():
             self._process.kill()
@@ -263,18 +283,18 @@ def _serve(pipe: Connection, handlers: dict[str, Handler], down: Buffer, ups: li
     turn = cycle(ups)
     with suppress(EOFError, OSError):
         while True:
-            kind, *content = _Unpacker(io.BytesIO(pipe.recv_bytes()), None, copy=True).load()
-            if kind == "stop":
-                return
-            if kind == "share":
-                handler, shared = handlers[content[0]], down.unpack(content[1], copy=False)
-                continue
-            assert handler is not None
-            try:
-                answer = (True, handler(shared, content[0]))
-            except Exception as error:
-                answer = (False, error)
-            pipe.send_bytes(next(turn).pack(answer))
+            for kind, *content in _Unpacker(io.BytesIO(pipe.recv_bytes()), None, copy=True).load():
+                if kind == "stop":
+                    return
+                if kind == "share":
+                    handler, shared = handlers[content[0]], down.unpack(content[1], copy=False)
+                    continue
+                assert handler is not None
+                try:
+                    answer = (True, handler(shared, content[0]))
+                except Exception as error:
+                    answer = (False, error)
+                pipe.send_bytes(next(turn).pack(answer))
 
 
 def _end_with_parent() -> None:
