@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import mmap
-import os
 import time
 from typing import NamedTuple
 
@@ -58,33 +57,6 @@ def test_a_worker_has_its_next_task_while_the_parent_is_busy(ahead: bool) -> Non
             time.sleep(0.001)
         assert (sum(begun[:]) >= 5) == ahead
         assert [*results] == [*range(1, 8)]
-
-
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
-@pytest.mark.parametrize(("workers", "ahead"), [(2, True), (2, False), (1, True)])
-def test_the_parent_takes_no_core_from_workers_that_have_their_next_task(workers: int, ahead: bool) -> None:
-    with Pool({"policy": lambda _shared, _task: os.sched_getscheduler(0)}, workers, ahead=ahead) as pool:
-        patient = workers > 1 and ahead
-        assert os.sched_getscheduler(0) == (os.SCHED_BATCH if patient else os.SCHED_OTHER)
-        assert {*pool.map("policy", None, range(6))} == {os.SCHED_OTHER}
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER
-
-
-def test_the_last_tasks_are_given_ahead_one_for_everybody() -> None:
-    begun = mmap.mmap(-1, 64)
-
-    def mark(_: object, k: int) -> int:
-        begun[k] = 1
-        return k
-
-    with Pool({"mark": mark}, 2, ahead=True) as pool:
-        results = pool.map("mark", None, [*range(4)])
-        assert next(results) == 0
-        end = time.monotonic() + 30
-        while sum(begun[:]) < 4 and time.monotonic() < end:
-            time.sleep(0.001)
-        assert sum(begun[:]) == 4
-        assert [*results] == [1, 2, 3]
 
 
 def test_a_worker_deletes_nothing_that_was_made_before_it() -> None:

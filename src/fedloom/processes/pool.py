@@ -39,15 +39,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _schedule(before: str, after: str) -> bool:
-    """Change how the kernel schedules this thread (Linux); whether it was scheduled as said before, and now is anew."""
-    with suppress(AttributeError, OSError):
-        if os.sched_getscheduler(0) == getattr(os, before):
-            os.sched_setscheduler(0, getattr(os, after), os.sched_param(0))
-            return True
-    return False
-
-
 class Buffer:
     """Memory that forked processes share; large tensors of a message are packed into it, one after the other.
 
@@ -127,7 +118,7 @@ class Pool:
         down_bytes: room for what all chunks share.
         up_bytes: room for what one chunk sends back.
         ahead: give a worker its next task while it computes one, so that it need not wait for this process; for short
-            tasks of like length, which nobody interrupts. This process then takes no core from a worker that computes.
+            tasks of like length, which nobody interrupts.
     """
 
     def __init__(
@@ -138,7 +129,6 @@ class Pool:
         self._depth = 2 if ahead else 1
         make = range(workers if workers > 1 else 0)
         self._workers = [_Worker(handlers, self._down, up_bytes, self._depth) for _ in make]
-        self._patient = ahead and bool(self._workers) and _schedule("SCHED_OTHER", "SCHED_BATCH")
 
     def map(
         self, name: str, shared: Any, tasks: Sequence[Any], interrupted: Callable[[], bool] | None = None
@@ -210,8 +200,6 @@ class Pool:
 
     def close(self) -> None:
         """End the workers."""
-        if self._patient:
-            self._patient = not _schedule("SCHED_BATCH", "SCHED_OTHER")
         for worker in self._workers:
             worker.close()
         self._workers = []
