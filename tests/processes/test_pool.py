@@ -43,20 +43,42 @@ def test_results_are_those_of_one_process(size: int, ahead: bool) -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_worker_has_its_next_task_while_the_parent_is_busy(ahead: bool) -> None:
     """Of two workers each has two tasks; without ``ahead`` only those go on whose result was taken."""
+    begun, gate = mmap.mmap(-1, 64), mmap.mmap(-1, 1)
+
+    def mark(_: object, k: int) -> int:
+        begun[k] = 1
+        while k and not gate[0]:
+            time.sleep(0.001)
+        return k
+
+    with Pool({"mark": mark}, 2, ahead=ahead) as pool:
+        results = pool.map("mark", None, [*range(8)])
+        assert next(results) == 0
+        gate[0] = 1
+        assert _soon(begun, 5, 30 if ahead else 0.3) == ahead
+        assert [*results] == [*range(1, 8)]
+
+
+def test_the_last_tasks_are_given_ahead_one_for_everybody() -> None:
     begun = mmap.mmap(-1, 64)
 
     def mark(_: object, k: int) -> int:
         begun[k] = 1
         return k
 
-    with Pool({"mark": mark}, 2, ahead=ahead) as pool:
-        results = pool.map("mark", None, [*range(8)])
+    with Pool({"mark": mark}, 2, ahead=True) as pool:
+        results = pool.map("mark", None, [*range(4)])
         assert next(results) == 0
-        end = time.monotonic() + (30 if ahead else 0.3)
-        while sum(begun[:]) < 5 and time.monotonic() < end:
-            time.sleep(0.001)
-        assert (sum(begun[:]) >= 5) == ahead
-        assert [*results] == [*range(1, 8)]
+        assert _soon(begun, 4, 30)
+        assert [*results] == [1, 2, 3]
+
+
+def _soon(begun: mmap.mmap, count: int, seconds: float) -> bool:
+    """Whether so many tasks begin before the time is over."""
+    end = time.monotonic() + seconds
+    while sum(begun[:]) < count and time.monotonic() < end:
+        time.sleep(0.001)
+    return sum(begun[:]) >= count
 
 
 def test_a_worker_deletes_nothing_that_was_made_before_it() -> None:
