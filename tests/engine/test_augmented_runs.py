@@ -57,6 +57,16 @@ def test_augmentation_that_does_nothing_is_none(fed: Federation) -> None:
         assert torch.equal(run(fed, off).models.rows("global"), plain)
 
 
+def test_a_run_is_not_continued_with_other_noise(tmp_path: Path) -> None:
+    def noisy(sigma: float) -> Federation:
+        return Quality(clients=6, sigma=sigma, draws="anew", test=0, validation=0)(load("digits"), seed=0)
+
+    run(noisy(0.1), None, folder=tmp_path)
+    run(noisy(0.1), None, folder=tmp_path)
+    with pytest.raises(RunDirError, match="another run"):
+        run(noisy(0.2), None, folder=tmp_path)
+
+
 def test_a_run_is_not_continued_with_another_augmentation(fed: Federation, tmp_path: Path) -> None:
     run(fed, folder=tmp_path)
     run(fed, folder=tmp_path)

@@ -96,6 +96,8 @@ def fingerprint(job: Job) -> str:
     for part in sorted(job.judge.parts):
         data.update(job.judge.parts[part].index.cpu().numpy().tobytes())
         data.update(job.judge.parts[part].offsets.cpu().numpy().tobytes())
+    if job.fed.noise is not None:
+        data.update(job.fed.noise.cpu().numpy().tobytes())
     text = json.dumps(
         {
             "setting": {**job.setting.numbers(), **job.replay.marks()},
