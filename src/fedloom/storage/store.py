@@ -73,7 +73,7 @@ class _InFile:
 
     def write(self, ids: Tensor, fields: Sequence[Tensor]) -> None:
         """Replaces rows by ``fields[k]``, each [m, w]."""
-        self.file.write(self._pieces(ids, fields, torch.arange(len(ids))))
+        self.file.write(self._pieces(ids, [field.contiguous() for field in fields], torch.arange(len(ids))))
 
     def old(self, ids: Tensor) -> Tensor:
         """Rows [k, bytes] uint8."""
@@ -85,9 +85,7 @@ class _InFile:
         self, ids: Tensor, fields: Sequence[Tensor], places: Tensor
     ) -> Iterator[tuple[Sequence[memoryview], int]]:
         """Buffers of neighbours, and the byte where they begin in the file."""
-        views = [
-            (raw(field.contiguous()), field[0].numel() * field.element_size()) for field in fields if field.numel()
-        ]
+        views = [(raw(field), field[0].numel() * field.element_size()) for field in fields if field.numel()]
         if len(views) == 1:
             (view, w), *_ = views
             for first, place, count in _runs(ids, places):
