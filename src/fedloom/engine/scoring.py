@@ -175,13 +175,12 @@ def personal_models(job: Job, down: Any, round: int, ids: Tensor) -> Tensor:
     fresh = ~job.clients.seen[ids]
     if not (round > 0 or job.setting.evaluate.personal_at_start):
         fresh = torch.zeros_like(fresh)
-    groups = [(trains, which) for trains in (False, True) if len(which := (fresh == trains).nonzero()[:, 0])]
-    found = [_personal(job, down, round, ids[which], trains=trains) for trains, which in groups]
-    if len(found) == 1:
-        return found[0]
-    models = found[0].new_empty(len(ids), job.oracle.layout.d)
-    for (_, which), some in zip(groups, found, strict=True):
-        models.index_copy_(0, which.to(models.device), some)
+    if bool(fresh.all()) or not bool(fresh.any()):
+        return _personal(job, down, round, ids, trains=bool(fresh.any()))
+    models = torch.empty(len(ids), job.oracle.layout.d, dtype=job.oracle.dtype, device=job.oracle.device)
+    for trains in (False, True):
+        which = (fresh == trains).nonzero()[:, 0]
+        models.index_copy_(0, which.to(models.device), _personal(job, down, round, ids[which], trains=trains))
     return models
 
 
