@@ -63,6 +63,18 @@ def test_all_keys_of_a_search_go_on_and_their_trials_are_counted(tmp_path: Path)
     assert (again.choices, again.numbers) == (done.choices, done.numbers)
 
 
+def test_a_grid_of_one_key_goes_on_by_its_one_candidate(tmp_path: Path) -> None:
+    paper = {**TINY["paper"], "columns": {}, "cells": {}, "claims": []}
+    method = [{"algorithm": "fedavg", "choose": {"local.lr": [0.0001, 0.01]}}]
+    one = make_recipe(
+        "tiny", {**TINY, "choose": {"rounds": 1, "extend": 1}, "method": method, "paper": paper, "variant": {"few": {}}}
+    )
+    done = reproduce(one, "full", tmp_path, seeds=[3])
+    assert done is not None
+    choice = done.choices["few"]["fedavg"]
+    assert (choice["trials"], len(choice["scores"])) == ({"grid": 2, "beyond": 1}, 3)
+
+
 @pytest.mark.parametrize("name", ["equitable-table2-mnist-fair", "fedacs-figure1-fair", "fiaelt-synthetic-fair"])
 def test_recorded_searches_went_on_as_they_would_now(name: str) -> None:
     done = summaries.read(Path(__file__).parents[2] / "results", name, "laptop")

@@ -180,7 +180,7 @@ def first(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def open_methods(document: Mapping[str, Any], known: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Methods of which something is to be chosen and has not been."""
-    return [m for m in document["method"] if len(candidates(m)) > 1 and label_of(m) not in known]
+    return [m for m in document["method"] if m.get("choose") and label_of(m) not in known]
 
 
 def rounds_of(document: Mapping[str, Any], method: Mapping[str, Any]) -> int:
