@@ -299,6 +299,14 @@ def test_a_variant_that_changed_is_refused_before_any_other_runs(tmp_path: Path)
     done = reproduce(changed, "laptop", out, results=results, seeds=[7, 8])
     assert done is not None
     assert done.complete
+    (out / "choose" / "once").mkdir(parents=True)  # trials of the first variant are none of the second's
+    shared = {"choose": {"once": True}, "variant": {"many": {"partition": {"clients": 5}}}}
+    with pytest.raises(RunDirError, match=r"variant 'few' has changed .*few and .*once; delete that"):
+        reproduce(make_recipe("tiny", merged(TINY, shared)), "laptop", out, results=results)
+    shutil.rmtree(out / "few")
+    shutil.rmtree(out / "many")
+    (out / PROTOCOL).write_text(json.dumps({"many": {"": "0123456789abcdef"}}))
+    assert reproduce(make_recipe("tiny", merged(TINY, shared)), "laptop", out, results=results) is not None
     (out / PROTOCOL).write_text("{")
     with pytest.raises(RunDirError, match=r"protocol.json is damaged"):
         reproduce(changed, "laptop", out, results=results)

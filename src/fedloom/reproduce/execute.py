@@ -158,7 +158,9 @@ def _claim(out: Path, documents: Mapping[str, Mapping[str, Any]]) -> None:
     for variant, document in documents.items():
         was, now = before.get(variant, {}), _digests(document)
         folder = out / file_name(variant)
-        places = [place for place in (folder, out / TRIALS / trials_of(document, folder.name)) if place.exists()]
+        shares = document.get("choose", {}).get("once") and variant != next(iter(documents))
+        trials = [] if shares else [out / TRIALS / trials_of(document, folder.name)]
+        places = [place for place in (folder, *trials) if place.exists()]
         if places and any(was[part] != now[part] for part in was.keys() & now.keys()):
             what = " and ".join(map(str, places))
             raise RunDirError(
