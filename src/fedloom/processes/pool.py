@@ -179,7 +179,8 @@ class Pool:
     ) -> None:
         """Start the last of the waiting tasks, all of a worker by one message, which begins with ``first``.
 
-        Ahead is given one for everybody, or what leaves as many, so that all end together.
+        Tasks are given ahead where everybody gets one, or where more are left than there are workers, so that all end
+        together.
         """
         batches: list[list[tuple[Any, ...]]] = [[*first] for _ in places]
         for depth in range(self._depth):

@@ -48,11 +48,10 @@ def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int, later: Tensor
     if not len(later):
         return replace(data, x=x), None
     flat[later] = kept
-    left = torch.zeros(len(x), std.shape[1])
-    left[index] = torch.from_numpy(std[owners(dealt)]).float()
-    once = torch.ones(len(x), dtype=torch.bool)
-    once[later] = False
-    left[once] = 0
+    levels = torch.zeros(len(x), std.shape[1])
+    levels[index] = torch.from_numpy(std[owners(dealt)]).float()
+    left = torch.zeros_like(levels)
+    left[later] = levels[later]
     return replace(data, x=x), left
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Samples:
-    """The training samples of a batch.
+    """The training samples of a batch; if ``changed``, with the noise and the augmentation of a step.
 
     Attributes:
         x: ``[m, b, *shape]``; some sample of the client where a batch is short.
