@@ -27,7 +27,7 @@ def call(*words: object, code: int = 0) -> str:
 
 def reading_takes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """Budgets of time end after so many readings of their clock, on a machine of any speed."""
-    monkeypatch.setattr("fedloom.reproduce.execute.time", SimpleNamespace(monotonic=count(0.0).__next__))
+    monkeypatch.setattr("fedloom_studies.reproduce.execute.time", SimpleNamespace(monotonic=count(0.0).__next__))
 
 
 def fork(work: Callable[[], object], said: str | Path = os.devnull) -> int:

@@ -27,7 +27,9 @@ from fedloom.cli._app import EXTRAS as COMMANDS
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "fedloom"
+STUDIES = ROOT / "src" / "fedloom_studies"
 MODULES = {file.relative_to(SOURCE).as_posix(): file for file in sorted(SOURCE.rglob("*.py"))}
+MODULES |= {f"{STUDIES.name}/{file.relative_to(STUDIES).as_posix()}": file for file in sorted(STUDIES.rglob("*.py"))}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -86,7 +88,8 @@ def run(code: str) -> str:
 
 
 def module_of(name: str) -> str:
-    parts = ("fedloom", *Path(name).with_suffix("").parts)
+    parts = Path(name).with_suffix("").parts
+    parts = parts if parts[0] == STUDIES.name else ("fedloom", *parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
@@ -214,9 +217,9 @@ WITH_PYDANTIC = {"annotated_types", "pydantic_core", "typing_extensions"}
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_are_declared(name: str) -> None:
     core = {NAMES.get(n, n.replace("-", "_")) for n in (Requirement(r).name for r in PROJECT["dependencies"])}
-    allowed = core | set(sys.stdlib_module_names) | {"fedloom", *WITH_PYDANTIC}
+    allowed = core | set(sys.stdlib_module_names) | {"fedloom", "fedloom_studies", *WITH_PYDANTIC}
     assert {name.split(".")[0] for name in imports(every(name))} <= allowed | EXTRAS
-    if name.startswith(("deploy/", "tune/", "map/")):
+    if name.startswith(("deploy/", "tune/", "fedloom_studies/")):
         assert {
             name.split(".")[0] for name in imports(every(name))
         } & EXTRAS <= COMMANDS.keys()  # a sentence if missing

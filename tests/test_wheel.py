@@ -31,7 +31,8 @@ COMMANDS = f"""
 import os, runpy, sys
 import torch  # slow to import: once, for all of them
 
-for words in ("run small.toml --out run", "report run --out page.html", "deploy init small.toml --out sites"):
+for words in ("run small.toml --out run", "report run --out page.html", "deploy init small.toml --out sites",
+              "list recipes"):
     pid = os.fork()
     if pid == 0:
         sys.argv = ["fedloom", *words.split()]
@@ -76,7 +77,7 @@ def fedloom(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
 
 
 def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
-    listed = subprocess.run(["git", "ls-files", "src/fedloom"], cwd=ROOT, check=True, capture_output=True, text=True)
+    listed = subprocess.run(["git", "ls-files", "src"], cwd=ROOT, check=True, capture_output=True, text=True)
     with zipfile.ZipFile(wheel) as file:
         names, about = set(file.namelist()), [n for n in file.namelist() if n.endswith("METADATA")]
         metadata = file.read(about[0]).decode()
@@ -93,9 +94,10 @@ def test_recipes_are_estimated_from_the_wheel(fedloom: Callable[..., str]) -> No
 
 
 def test_the_commands_work_from_the_wheel(fedloom: Callable[..., str]) -> None:
-    ran, reported, made = fedloom("-c", COMMANDS).split(END)[:-1]
+    ran, reported, made, recipes = fedloom("-c", COMMANDS).split(END)[:-1]
     assert "ditto" in ran
     assert "report:" in reported
+    assert "flame-table3-mnist" in recipes
     assert "small.toml" not in made.splitlines()[0]
     fedloom("-c", "import pathlib; assert 'vegaEmbed' in pathlib.Path('page.html').read_text()")
     fedloom("-c", "import pathlib; assert list(pathlib.Path('sites').rglob('*.service'))")

@@ -15,11 +15,11 @@ import formulas
 
 from fedloom.algorithms import REGISTRY, Preset
 from fedloom.experiment.cards import families, text
-from fedloom.map.judge import Judged, judge
-from fedloom.map.page import standing_table
-from fedloom.map.records import NOT_RUN, read
-from fedloom.map.setups import setups
 from fedloom.values import fields_of
+from fedloom_studies.map.judge import Judged, judge
+from fedloom_studies.map.page import standing_table
+from fedloom_studies.map.records import NOT_RUN, read
+from fedloom_studies.map.setups import setups
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = ROOT / "docs" / "defaults.json"

@@ -13,8 +13,8 @@ import pytest
 
 from fedloom.algorithms import REGISTRY
 from fedloom.data.sources import SOURCES
-from fedloom.map.setups import setups
-from fedloom.reproduce import recipes
+from fedloom_studies.map.setups import setups
+from fedloom_studies.reproduce import recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,7 +17,7 @@ from fedloom.errors import ConfigError
 from fedloom.experiment import parse, read
 from fedloom.experiment.cards import PARTS, parts
 from fedloom.experiment.overrides import changed
-from fedloom.reproduce.recipe import names
+from fedloom_studies.reproduce.recipe import names
 
 FILE = """
 rounds = 4

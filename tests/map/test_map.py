@@ -24,11 +24,11 @@ from fedloom.algorithms import REGISTRY
 from fedloom.cli import app
 from fedloom.errors import DataError
 from fedloom.experiment import Plan, parse
-from fedloom.map.judge import Judged, groups, judge, overall
-from fedloom.map.measure import due, estimates
-from fedloom.map.page import pages, sentences, tabled
-from fedloom.map.records import DONE, FAILED, NOT_APPLICABLE, Record, Series, read, write
-from fedloom.map.setups import MARKS, Cell, Setup, setups
+from fedloom_studies.map.judge import Judged, groups, judge, overall
+from fedloom_studies.map.measure import due, estimates
+from fedloom_studies.map.page import pages, sentences, tabled
+from fedloom_studies.map.records import DONE, FAILED, NOT_APPLICABLE, Record, Series, read, write
+from fedloom_studies.map.setups import MARKS, Cell, Setup, setups
 from tests import commands
 
 FULL, SMOKE = setups("full"), setups("smoke")
@@ -403,7 +403,7 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_record(here: Path, monkey
 
 def test_with_one_trial_every_method_runs_as_it_comes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = {name: replace(setup, trials=1) for name, setup in setups("smoke").items()}
-    monkeypatch.setattr("fedloom.map.setups.setups", lambda _scale: one)
+    monkeypatch.setattr("fedloom_studies.map.setups.setups", lambda _scale: one)
     called("--method", "fedprox", "--method", "fedbn", "--setup", "iid")
     found = read(Path("results/map/smoke"))
     record = found["iid", "fedprox"]

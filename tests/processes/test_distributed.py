@@ -34,8 +34,8 @@ from fedloom.processes.distributed import VARIABLES, _leave_word, joined
 from fedloom.processes.rank_pool import RankPool, owner
 from fedloom.processes.ranks import ALONE, Move
 from fedloom.processes.row_locations import Homes
-from fedloom.reproduce import recipes
 from fedloom.storage.store import Store
+from fedloom_studies.reproduce import recipes
 from tests import commands
 from tests.processes import rank_program
 

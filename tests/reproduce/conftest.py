@@ -30,7 +30,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run directories and the summary of FLAME in the small recipe."""
     from small_recipe import tiny
 
-    from fedloom.reproduce import reproduce
+    from fedloom_studies.reproduce import reproduce
 
     out = tmp_path_factory.mktemp("figures")
     with without_reports():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedloom.reproduce.recipe import Recipe, make_recipe, merged
+from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merged
 
 TINY = {
     "rounds": 4,

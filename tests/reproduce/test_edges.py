@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from small_recipe import TINY, tiny
 
-from fedloom.reproduce import recipes, reproduce
-from fedloom.reproduce import summary as summaries
-from fedloom.reproduce.choices import at_an_edge, candidates, extensions
-from fedloom.reproduce.recipe import label_of, make_recipe, merged
+from fedloom_studies.reproduce import recipes, reproduce
+from fedloom_studies.reproduce import summary as summaries
+from fedloom_studies.reproduce.choices import at_an_edge, candidates, extensions
+from fedloom_studies.reproduce.recipe import label_of, make_recipe, merged
 
 ALL = recipes()
 KEYS = {"lr": [0.009, 0.03], "tau": [0.5, 1.0], "beta": [0.1, 1.0, 10.0]}

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from small_recipe import FAR, NEAR, TINY, tiny, with_claim
 
-from fedloom.reproduce import papers, recipes
-from fedloom.reproduce import summary as summaries
-from fedloom.reproduce.charts import WORDS, WORDS_DARK
-from fedloom.reproduce.estimate import keep
-from fedloom.reproduce.figures import Reference, unit
-from fedloom.reproduce.judge import between, claims
-from fedloom.reproduce.page import last, not_run, page, plot
-from fedloom.reproduce.papers import overview, pages, sheets
-from fedloom.reproduce.recipe import Recipe, label_of, make_recipe, merged
-from fedloom.reproduce.summary import Need, Summary, needs
+from fedloom_studies.reproduce import papers, recipes
+from fedloom_studies.reproduce import summary as summaries
+from fedloom_studies.reproduce.charts import WORDS, WORDS_DARK
+from fedloom_studies.reproduce.estimate import keep
+from fedloom_studies.reproduce.figures import Reference, unit
+from fedloom_studies.reproduce.judge import between, claims
+from fedloom_studies.reproduce.page import last, not_run, page, plot
+from fedloom_studies.reproduce.papers import overview, pages, sheets
+from fedloom_studies.reproduce.recipe import Recipe, label_of, make_recipe, merged
+from fedloom_studies.reproduce.summary import Need, Summary, needs
 
 ROOT = Path(__file__).parent.parent.parent
 

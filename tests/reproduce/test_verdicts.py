@@ -18,11 +18,11 @@ from small_recipe import FAR, NEAR, TINY, numbers, tiny, with_claim
 
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.report.reading import read_runs
-from fedloom.reproduce import reproduce
-from fedloom.reproduce import summary as summaries
-from fedloom.reproduce.cells import cells, within
-from fedloom.reproduce.figures import Reference, unit, values
-from fedloom.reproduce.judge import (
+from fedloom_studies.reproduce import reproduce
+from fedloom_studies.reproduce import summary as summaries
+from fedloom_studies.reproduce.cells import cells, within
+from fedloom_studies.reproduce.figures import Reference, unit, values
+from fedloom_studies.reproduce.judge import (
     AVERAGE,
     FAILS,
     FEW,
@@ -35,7 +35,7 @@ from fedloom.reproduce.judge import (
     claims,
     papers_lead,
 )
-from fedloom.reproduce.recipe import Recipe, make_recipe, merged, recipes
+from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merged, recipes
 from tests import commands
 
 ROOT = Path(__file__).parent.parent.parent

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from fedloom.cli import bench, deploy, facts, init, map, models, reproduce, runs, tune, watch
+from importlib.metadata import entry_points
+
+from fedloom.cli import bench, deploy, facts, init, models, runs, tune, watch
 from fedloom.cli._app import app
 
-__all__ = ["app", "bench", "deploy", "facts", "init", "main", "map", "models", "reproduce", "runs", "tune", "watch"]
+__all__ = ["app", "bench", "deploy", "facts", "init", "main", "models", "runs", "tune", "watch"]
+
+for _package in entry_points(group="fedloom.commands"):
+    _package.load()
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,9 @@ Offer = Callable[[str], list[str]]
 PACKAGE = Path(__file__).parents[1]
 
 
-def _offer(words: Callable[[], Iterable[str]]) -> Offer:
+def offer(words: Callable[[], Iterable[str]]) -> Offer:
+    """Complete a word by those of ``words()`` that begin with it."""
+
     def offered(incomplete: str) -> list[str]:
         return [word for word in words() if word.startswith(incomplete)]
 
@@ -25,7 +26,7 @@ def _offer(words: Callable[[], Iterable[str]]) -> Offer:
 
 def one_of(*words: str) -> Offer:
     """Fixed words."""
-    return _offer(lambda: words)
+    return offer(lambda: words)
 
 
 def _keys(module: str, name: str) -> Iterator[str]:
@@ -58,18 +59,14 @@ def _summary() -> dict[str, Any]:
 
 
 def _of_runs(key: str) -> Offer:
-    return _offer(lambda: dict.fromkeys(str(run[key]) for run in _summary().get("runs", ()) if key in run))
+    return offer(lambda: dict.fromkeys(str(run[key]) for run in _summary().get("runs", ()) if key in run))
 
 
-algorithms = _offer(_algorithms)
+algorithms = offer(_algorithms)
 """Names for ``fedloom describe``."""
-sources = _offer(lambda: _keys("data/sources/__init__.py", "SOURCES"))
+sources = offer(lambda: _keys("data/sources/__init__.py", "SOURCES"))
 """Names for ``fedloom data``."""
-recipes = _offer(lambda: sorted(file.stem for file in (PACKAGE / "reproduce" / "recipes").glob("*.toml")))
-"""Names for ``fedloom reproduce``."""
-setups = _offer(lambda: tomllib.loads((PACKAGE / "map" / "setups.toml").read_text(encoding="utf-8"))["setup"])
-"""Names for ``fedloom map``."""
 methods, seeds = _of_runs("method"), _of_runs("seed")
 """Labels and seeds of a run directory."""
-clients = _offer(lambda: _summary().get("partition", {}).get("clients", ()))
+clients = offer(lambda: _summary().get("partition", {}).get("clients", ()))
 """Clients of a run directory."""

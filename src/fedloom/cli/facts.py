@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
@@ -11,11 +12,13 @@ from fedloom.cli import _complete as offer
 from fedloom.cli._app import DataDir, app, errors
 from fedloom.errors import unknown
 
+LISTS = entry_points(group="fedloom.lists")
+"""Kinds of parts that other packages add; each is a function that returns names with a line each."""
 KINDS = (
     "methods", "partitions", "models", "data", "samplers", "weighers", "aggregators", "attacks", "channels", "metrics",
-    "recipes",
+    *LISTS.names,
 )  # fmt: skip
-"""What can be listed."""
+"""Kinds of parts that can be listed."""
 
 
 @app.command(name="list")
@@ -37,10 +40,8 @@ def list_command(
             for family, methods in index().families.items():
                 typer.echo(family)
                 _print(methods)
-        elif what == "recipes":
-            from fedloom.reproduce.recipe import recipes
-
-            _print([(name, recipe.paper.title) for name, recipe in recipes().items()])
+        elif what in LISTS.names:
+            _print(LISTS[what].load()())
         else:
             from fedloom.experiment.cards import parts
 

@@ -9,7 +9,8 @@ import typer
 
 from fedloom.cli import _complete as offer
 from fedloom.cli._app import DataDir, app, errors
-from fedloom.cli.reproduce import seconds
+from fedloom_studies.cli._complete import setups as setup_names
+from fedloom_studies.cli.reproduce import seconds
 
 
 @app.command(name="map")
@@ -20,7 +21,7 @@ def map_command(
     ] = None,
     space: Annotated[Path | None, typer.Option(help="search space of that method's own settings (TOML)")] = None,
     setup: Annotated[
-        list[str] | None, typer.Option(help="only this setup; may be repeated", autocompletion=offer.setups)
+        list[str] | None, typer.Option(help="only this setup; may be repeated", autocompletion=setup_names)
     ] = None,
     budget: Annotated[str | None, typer.Option(help="stop in time and resume later, e.g. 60m or 2h")] = None,
     list_: Annotated[bool, typer.Option("--list", help="all setups: what is recorded, estimated time here")] = False,
@@ -52,15 +53,15 @@ def map_command(
     if space is not None and len(method or ()) != 1:
         raise typer.BadParameter("--space needs one --method")
     with errors():
-        from fedloom.map.judge import judge
-        from fedloom.map.measure import due, estimates, measure_all
-        from fedloom.map.page import FOLDER, pages, standing_table
-        from fedloom.map.records import read
-        from fedloom.map.setups import Cell, Scale, setups, space_from
         from fedloom.progress import counted, print_rows
-        from fedloom.reproduce import Budget
         from fedloom.storage.files import make_folder, write_atomic
         from fedloom.values import choose
+        from fedloom_studies.map.judge import judge
+        from fedloom_studies.map.measure import due, estimates, measure_all
+        from fedloom_studies.map.page import FOLDER, pages, standing_table
+        from fedloom_studies.map.records import read
+        from fedloom_studies.map.setups import Cell, Scale, setups, space_from
+        from fedloom_studies.reproduce import Budget
 
         scales: dict[str, Scale] = {"smoke": "smoke", "full": "full"}
         every, recorded = setups(choose("scale", scales, scale)), results / scale

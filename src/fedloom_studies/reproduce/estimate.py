@@ -29,13 +29,13 @@ from fedloom.experiment.bench import duration
 from fedloom.experiment.schema import Method
 from fedloom.local import LocalSGD
 from fedloom.models import MLP, ModelSpec
-from fedloom.reproduce.choices import candidates, first, rounds_of
-from fedloom.reproduce.execute import experiment
-from fedloom.reproduce.page import last, state
-from fedloom.reproduce.recipe import NOMINAL, Nominal, Recipe, Scale
-from fedloom.reproduce.summary import ESTIMATES, Need, read
 from fedloom.seeds import generator
 from fedloom.storage.files import make_folder, write_atomic
+from fedloom_studies.reproduce.choices import candidates, first, rounds_of
+from fedloom_studies.reproduce.execute import experiment
+from fedloom_studies.reproduce.page import last, state
+from fedloom_studies.reproduce.recipe import NOMINAL, Nominal, Recipe, Scale
+from fedloom_studies.reproduce.summary import ESTIMATES, Need, read
 
 HEAVY = 10
 """Largest batch with which convolutional networks are timed."""

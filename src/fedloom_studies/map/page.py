@@ -11,13 +11,13 @@ import pyarrow.csv as pc
 import pyarrow.parquet as pq
 
 from fedloom.algorithms import REGISTRY
-from fedloom.map.judge import Judged, Overall, Standing, judge, overall
-from fedloom.map.pictures import SIGNS, ladder, overview
-from fedloom.map.records import NOT_RUN, Record, stale
-from fedloom.map.setups import MARKS, POOLED, Cell, Setup
 from fedloom.report.compare import LEVEL
 from fedloom.report.numbers import ENOUGH, Estimate
 from fedloom.report.tables import inert
+from fedloom_studies.map.judge import Judged, Overall, Standing, judge, overall
+from fedloom_studies.map.pictures import SIGNS, ladder, overview
+from fedloom_studies.map.records import NOT_RUN, Record, stale
+from fedloom_studies.map.setups import MARKS, POOLED, Cell, Setup
 
 FOLDER = "map"
 """Beside the page: a page and pictures per setup, and the table."""

@@ -15,16 +15,16 @@ from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError, DataError, FedloomError, RunDirError, RunStopped, Stop
 from fedloom.experiment import Plan, parse
 from fedloom.experiment.events import Listener
-from fedloom.map.judge import best
-from fedloom.map.records import DONE, FAILED, NOT_APPLICABLE, Record, made, series_of, stale, write
-from fedloom.map.setups import MARKS, Cell, Setup
 from fedloom.processes.distributed import check_alone
 from fedloom.report.reading import read_runs
-from fedloom.reproduce import summary as summaries
-from fedloom.reproduce.estimate import per_round
-from fedloom.reproduce.execute import Budget, Show
-from fedloom.reproduce.recipe import Nominal
 from fedloom.storage.files import lock
+from fedloom_studies.map.judge import best
+from fedloom_studies.map.records import DONE, FAILED, NOT_APPLICABLE, Record, made, series_of, stale, write
+from fedloom_studies.map.setups import MARKS, Cell, Setup
+from fedloom_studies.reproduce import summary as summaries
+from fedloom_studies.reproduce.estimate import per_round
+from fedloom_studies.reproduce.execute import Budget, Show
+from fedloom_studies.reproduce.recipe import Nominal
 
 if TYPE_CHECKING:
     from fedloom.tune.search import Found

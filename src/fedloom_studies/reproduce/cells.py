@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from fedloom.report.numbers import half_width
-from fedloom.reproduce.figures import Reference, unit
-from fedloom.reproduce.recipe import Recipe
+from fedloom_studies.reproduce.figures import Reference, unit
+from fedloom_studies.reproduce.recipe import Recipe
 
 Numbers = Mapping[str, Mapping[str, Mapping[str, float | None]]]
 """variant -> reference -> seed -> value, as in a summary."""

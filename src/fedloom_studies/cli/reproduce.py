@@ -11,10 +11,11 @@ import typer
 from fedloom.cli import _complete as offer
 from fedloom.cli._app import DataDir, app, errors
 from fedloom.errors import ConfigError
+from fedloom_studies.cli._complete import recipes as recipe_names
 
 if TYPE_CHECKING:
-    from fedloom.reproduce import Budget, Recipe
-    from fedloom.reproduce.recipe import Scale
+    from fedloom_studies.reproduce import Budget, Recipe
+    from fedloom_studies.reproduce.recipe import Scale
 
 CHEAP = 30.0
 """Core-minutes at five seeds below which a recipe may have more seeds."""
@@ -23,7 +24,7 @@ CHEAP = 30.0
 @app.command()
 def reproduce(
     name: Annotated[
-        str | None, typer.Argument(help="a recipe, see --list", show_default=False, autocompletion=offer.recipes)
+        str | None, typer.Argument(help="a recipe, see --list", show_default=False, autocompletion=recipe_names)
     ] = None,
     scale: Annotated[
         str,
@@ -58,11 +59,11 @@ def reproduce(
     if sum((name is not None, list_, all_, page is not None, estimate)) != 1:
         raise typer.BadParameter("give one of NAME, --list, --all, --page, --estimate")
     with errors():
-        from fedloom.reproduce import Budget, recipe, recipes
-        from fedloom.reproduce.papers import FOLDER, pages
-        from fedloom.reproduce.recipe import SCALES
         from fedloom.storage.files import make_folder, write_atomic
         from fedloom.values import choose
+        from fedloom_studies.reproduce import Budget, recipe, recipes
+        from fedloom_studies.reproduce.papers import FOLDER, pages
+        from fedloom_studies.reproduce.recipe import SCALES
 
         how_much: Scale = choose("scale", {s: s for s in SCALES}, scale)
         if page is not None:
@@ -73,7 +74,7 @@ def reproduce(
             typer.echo(f"page: {page}")
             return
         if estimate:
-            from fedloom.reproduce.estimate import keep
+            from fedloom_studies.reproduce.estimate import keep
 
             typer.echo(f"estimates: {keep(recipes(), results, data_dir)}")
             return
@@ -105,9 +106,9 @@ def _run(
     """Run one recipe and print its verdicts; whether the next may follow."""
     from fedloom.errors import DataError
     from fedloom.progress import counted
-    from fedloom.reproduce import reproduce as run
-    from fedloom.reproduce.summary import read
-    from fedloom.reproduce.verdicts import print_verdicts
+    from fedloom_studies.reproduce import reproduce as run
+    from fedloom_studies.reproduce.summary import read
+    from fedloom_studies.reproduce.verdicts import print_verdicts
 
     known = read(results, recipe.name, scale)
     if several and known is not None and known.complete and known.protocol == recipe.protocol(scale):
@@ -133,8 +134,8 @@ def _run(
 
 def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[int]], bool]) -> bool:
     """Add seeds up to the next look while a claim is undecided and the recipe is cheap; False where time was over."""
-    from fedloom.reproduce.judge import LOOKS, OPEN, claims
-    from fedloom.reproduce.summary import read
+    from fedloom_studies.reproduce.judge import LOOKS, OPEN, claims
+    from fedloom_studies.reproduce.summary import read
 
     for count, _ in LOOKS[1:]:
         known = read(results, recipe.name, scale)
@@ -153,8 +154,8 @@ def _verify(
     from tempfile import TemporaryDirectory
 
     from fedloom.progress import counted
-    from fedloom.reproduce.execute import NOISE, verify
-    from fedloom.reproduce.summary import read
+    from fedloom_studies.reproduce.execute import NOISE, verify
+    from fedloom_studies.reproduce.summary import read
 
     known = read(results, recipe.name, scale)
     if known is None:
@@ -178,8 +179,8 @@ def _verify(
 
 
 def _list(recipes: dict[str, Recipe], scale: Scale, results: Path, data_dir: Path | None) -> None:
-    from fedloom.reproduce.estimate import listing
-    from fedloom.reproduce.verdicts import print_listing
+    from fedloom_studies.reproduce.estimate import listing
+    from fedloom_studies.reproduce.verdicts import print_listing
 
     print_listing(list(listing(recipes, scale, results, data_dir)))
 

@@ -246,7 +246,7 @@ def label_of(method: Mapping[str, Any]) -> str:
 
 def names() -> Iterator[str]:
     """Names of the recipes that the package brings."""
-    for file in files("fedloom.reproduce").joinpath("recipes").iterdir():
+    for file in files("fedloom_studies.reproduce").joinpath("recipes").iterdir():
         if file.name.endswith(".toml"):
             yield file.name.removesuffix(".toml")
 
@@ -257,6 +257,11 @@ def recipes() -> dict[str, Recipe]:
     known = dict.fromkeys(names())
     found = {name: make_recipe(name, _resolved(name, known)) for name in known}
     return dict(sorted(found.items(), key=lambda item: (item[1].paper.order, item[0])))
+
+
+def titles() -> list[tuple[str, str]]:
+    """List every recipe by name with the title of its table or figure."""
+    return [(name, recipe.paper.title) for name, recipe in recipes().items()]
 
 
 def recipe(name: str) -> Recipe:
@@ -271,7 +276,7 @@ def recipe(name: str) -> Recipe:
 def _resolved(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
     """The document of a recipe on top of those that it is based on."""
     choose("recipe", known, name)
-    text = files("fedloom.reproduce").joinpath("recipes", f"{name}.toml").read_text()
+    text = files("fedloom_studies.reproduce").joinpath("recipes", f"{name}.toml").read_text()
     document = tomllib.loads(text)
     if "base" not in document:
         return document

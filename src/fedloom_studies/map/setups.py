@@ -21,9 +21,9 @@ from typing import Any, Literal
 from fedloom.algorithms import REGISTRY, Algorithm, Preset
 from fedloom.experiment import Experiment, parse
 from fedloom.experiment.tuning import Tune
-from fedloom.reproduce.recipe import merged
 from fedloom.storage.files import file_name
 from fedloom.values import choose, dump, make, read_toml
+from fedloom_studies.reproduce.recipe import merged
 
 Scale = Literal["smoke", "full"]
 POOLED = "centralized"
@@ -63,7 +63,7 @@ class Setup:
 
 def setups(scale: Scale) -> dict[str, Setup]:
     """Every setup of a scale by name, in the order of the file."""
-    declared = tomllib.loads(files("fedloom.map").joinpath("setups.toml").read_text(encoding="utf-8"))
+    declared = tomllib.loads(files("fedloom_studies.map").joinpath("setups.toml").read_text(encoding="utf-8"))
     change = declared["smoke"] if scale == "smoke" else {}
     names = change.pop("setups", declared["setup"])
     found = {}

@@ -8,11 +8,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from fedloom.reproduce import judge
-from fedloom.reproduce.cells import cells
-from fedloom.reproduce.figures import unit
-from fedloom.reproduce.recipe import Recipe
-from fedloom.reproduce.summary import Summary
+from fedloom_studies.reproduce import judge
+from fedloom_studies.reproduce.cells import cells
+from fedloom_studies.reproduce.figures import unit
+from fedloom_studies.reproduce.recipe import Recipe
+from fedloom_studies.reproduce.summary import Summary
 
 WIDTH = 160
 

@@ -19,8 +19,9 @@ from fedloom.experiment import Experiment, Plan, parse
 from fedloom.experiment.events import Event, Listener
 from fedloom.processes.distributed import check_alone
 from fedloom.report.reading import read_runs
-from fedloom.reproduce import summary as summaries
-from fedloom.reproduce.choices import (
+from fedloom.storage.files import file_name, make_folder, write_atomic
+from fedloom_studies.reproduce import summary as summaries
+from fedloom_studies.reproduce.choices import (
     TRIALS,
     check_folder,
     chosen,
@@ -33,9 +34,8 @@ from fedloom.reproduce.choices import (
     trials_of,
     write_choices,
 )
-from fedloom.reproduce.recipe import Recipe, Scale, digest_of, label_of
-from fedloom.reproduce.summary import Summary
-from fedloom.storage.files import file_name, make_folder, write_atomic
+from fedloom_studies.reproduce.recipe import Recipe, Scale, digest_of, label_of
+from fedloom_studies.reproduce.summary import Summary
 
 PROTOCOL = "protocol.json"
 """In a recipe's folder: what its runs are of, as digests."""

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.special import nctdtrinc, stdtr, stdtrit
 
-from fedloom.reproduce.cells import Numbers, finite, printed
-from fedloom.reproduce.figures import Reference
-from fedloom.reproduce.recipe import Claim, Recipe
+from fedloom_studies.reproduce.cells import Numbers, finite, printed
+from fedloom_studies.reproduce.figures import Reference
+from fedloom_studies.reproduce.recipe import Claim, Recipe
 
 LOOKS = ((5, 0.01), (10, 0.015), (20, 0.025))
 """Seeds at which a claim is looked at, and the level of each look, two-sided; with fewer seeds nothing is decided."""

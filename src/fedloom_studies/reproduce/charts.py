@@ -9,8 +9,8 @@ from typing import Any
 
 import vl_convert
 
-from fedloom.reproduce.cells import Cell
-from fedloom.reproduce.figures import unit
+from fedloom_studies.reproduce.cells import Cell
+from fedloom_studies.reproduce.figures import unit
 
 INK, OURS, PAPER = "#808690", "#3b82f6", "#e0730d"
 """Colours of lines, of ours and of the paper's: each at least 3 to 1 on white and on the dark ground."""

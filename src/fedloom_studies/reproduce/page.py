@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.report.numbers import WORK
-from fedloom.reproduce import judge
-from fedloom.reproduce.cells import cells
-from fedloom.reproduce.charts import alt, chart, charted
-from fedloom.reproduce.choices import at_an_edge
-from fedloom.reproduce.figures import Reference, unit
-from fedloom.reproduce.recipe import SCALES, Recipe, Scale
-from fedloom.reproduce.summary import Need, Summary, read
+from fedloom_studies.reproduce import judge
+from fedloom_studies.reproduce.cells import cells
+from fedloom_studies.reproduce.charts import alt, chart, charted
+from fedloom_studies.reproduce.choices import at_an_edge
+from fedloom_studies.reproduce.figures import Reference, unit
+from fedloom_studies.reproduce.recipe import SCALES, Recipe, Scale
+from fedloom_studies.reproduce.summary import Need, Summary, read
 
 MODES = {
     "published": "The paper's own settings, its public code's variants and its own way to choose.",

@@ -18,10 +18,11 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
-from fedloom.reproduce import judge
-from fedloom.reproduce.cells import cells, finite
-from fedloom.reproduce.figures import Reference, unit
-from fedloom.reproduce.page import (
+from fedloom.values import Value
+from fedloom_studies.reproduce import judge
+from fedloom_studies.reproduce.cells import cells, finite
+from fedloom_studies.reproduce.figures import Reference, unit
+from fedloom_studies.reproduce.page import (
     MODES,
     difference,
     earlier,
@@ -35,9 +36,8 @@ from fedloom.reproduce.page import (
     state,
     without,
 )
-from fedloom.reproduce.recipe import Claim, Recipe
-from fedloom.reproduce.summary import Need, Summary, needs
-from fedloom.values import Value
+from fedloom_studies.reproduce.recipe import Claim, Recipe
+from fedloom_studies.reproduce.summary import Need, Summary, needs
 
 FOLDER = "papers"
 """Beside the page: a page and a figure per recipe."""
@@ -89,7 +89,7 @@ class Sheet(Value):
 
 def sheets() -> tuple[Sheet, ...]:
     """The papers in their order."""
-    document = tomllib.loads(files("fedloom.reproduce").joinpath("papers.toml").read_text())
+    document = tomllib.loads(files("fedloom_studies.reproduce").joinpath("papers.toml").read_text())
     return tuple(Sheet(**one) for one in document["paper"])
 
 

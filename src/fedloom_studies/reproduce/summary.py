@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 from fedloom.errors import RunDirError
 from fedloom.report.numbers import MODELS, WORK
 from fedloom.report.reading import Run, read_runs
-from fedloom.reproduce.choices import TRIALS, settled, trials_of
-from fedloom.reproduce.figures import Reference, values
-from fedloom.reproduce.recipe import Recipe, Scale, label_of
 from fedloom.storage.files import file_name, make_folder, write_atomic
+from fedloom_studies.reproduce.choices import TRIALS, settled, trials_of
+from fedloom_studies.reproduce.figures import Reference, values
+from fedloom_studies.reproduce.recipe import Recipe, Scale, label_of
 
 SPENT = "spent.json"
 PAUSE = 5.0
@@ -110,8 +110,9 @@ def summarise(
 
 @cache
 def commit() -> str:
-    """The commit of this code, with "-dirty" where the package differs from it; empty outside its repository."""
+    """The commit of this code, with "-dirty" where a package differs from it; empty outside its repository."""
     here = Path(__file__)
+    source = here.parents[2]
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -121,7 +122,7 @@ def commit() -> str:
 
     try:
         git("ls-files", "--error-unmatch", here.name)
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", str(here.parents[1]))
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", *map(str, source.glob("fedloom*")))
         return git("rev-parse", "HEAD") + "-dirty" * bool(changed)
     except (OSError, subprocess.CalledProcessError):
         return ""

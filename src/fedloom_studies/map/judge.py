@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.algorithms import REGISTRY
-from fedloom.map.records import DONE, Record, Series
-from fedloom.map.setups import MARKS, Scale, Setup, setups
 from fedloom.metrics import variance, worst
 from fedloom.report.compare import LEVEL, NEAR, holm, paired_p
 from fedloom.report.numbers import ENOUGH, Estimate
+from fedloom_studies.map.records import DONE, Record, Series
+from fedloom_studies.map.setups import MARKS, Scale, Setup, setups
 
 T = TypeVar("T")
 

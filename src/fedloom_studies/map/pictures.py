@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fedloom.map.judge import Groups, Judged
-from fedloom.map.records import DONE, FAILED, NOT_APPLICABLE, NOT_RUN
 from fedloom.report.figure import Spec, mark
 from fedloom.report.numbers import rounded
-from fedloom.reproduce.charts import INK, OURS, PAPER, drawn
+from fedloom_studies.map.judge import Groups, Judged
+from fedloom_studies.map.records import DONE, FAILED, NOT_APPLICABLE, NOT_RUN
+from fedloom_studies.reproduce.charts import INK, OURS, PAPER, drawn
 
 CLIP = 0.1
 """Gains beyond this have the fullest colour."""

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedloom.errors import FedloomError, RunDirError
-from fedloom.map.setups import Cell
 from fedloom.metrics import leading
 from fedloom.report.compare import cumulative
 from fedloom.report.numbers import MODELS, curve, test_metrics
 from fedloom.report.reading import Key, Run
-from fedloom.reproduce.summary import commit, machine
 from fedloom.storage.files import make_folder, write_atomic
+from fedloom_studies.map.setups import Cell
+from fedloom_studies.reproduce.summary import commit, machine
 
 DONE, FAILED, NOT_APPLICABLE, NOT_RUN = "done", "failed", "not applicable", "not run"
 DIGITS = 6
