@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
 """What an import path looks like."""
+PACKAGES = {"fedloom", "fedloom_studies"}
+"""Top packages of this distribution."""
 
 
 def is_path(name: object) -> bool:
@@ -152,8 +154,8 @@ def function(given: Any, what: str) -> Function:
 
 
 def path_of(found: Any) -> str | None:
-    """The import path of a class of user code; None for fedloom's own."""
-    if found.__module__.partition(".")[0] == "fedloom":
+    """The import path of a class of user code; None for a class of this distribution."""
+    if found.__module__.partition(".")[0] in PACKAGES:
         return None
     return f"{found.__module__}:{found.__qualname__}"
 

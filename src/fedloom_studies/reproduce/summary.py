@@ -110,9 +110,8 @@ def summarise(
 
 @cache
 def commit() -> str:
-    """The commit of this code, with "-dirty" where a package differs from it; empty outside its repository."""
+    """The commit of this code, with "-dirty" where the source differs from it; empty outside its repository."""
     here = Path(__file__)
-    source = here.parents[2]
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -122,7 +121,7 @@ def commit() -> str:
 
     try:
         git("ls-files", "--error-unmatch", here.name)
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", *map(str, source.glob("fedloom*")))
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", str(here.parents[2]))
         return git("rev-parse", "HEAD") + "-dirty" * bool(changed)
     except (OSError, subprocess.CalledProcessError):
         return ""
