@@ -23,6 +23,11 @@ OPTION = "an option of fedloom; the default is what the paper does"
 PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
     "fedavg": {"server_lr": (1.0, "McMahan et al. 2017, Algorithm 1: the mean itself")},
     "fedprox": {"mu": (0.01, "Li et al. 2020, Sec. 5.1: tuned in {0.001, 0.01, 0.1, 1}")},
+    "fedavg-ft": {
+        "epochs": (ANY, OURS),
+        "steps": (None, OPTION),
+        "lr": (None, "Yu et al. 2020, Sec. 4.1: that of training, or smaller"),
+    },
     "local": {},
     "centralized": {"server_lr": (1.0, "as FedAvg")},
     "scaffold": {

@@ -66,6 +66,11 @@ def mean_of_descents(p: Problem, mu: float = 0.0, share: Tensor | None = None) -
     return x
 
 
+def fedavg_ft(p: Problem, end: Models) -> Models:
+    x = mean_of_descents(p)
+    return {"global": x, "personal": p.descent(x, 2 * steps_of(p), 0.2)}
+
+
 def ditto(p: Problem, end: Models) -> Models:
     x = mean_of_descents(p)
     return {"global": x, "personal": p.proximal(0.7, x)}
@@ -268,6 +273,7 @@ def sparse(p: Problem, end: Models) -> Models:
 
 ROWS: dict[str, Row] = {
     "fedavg": Row(lambda p, end: {"global": mean_of_descents(p)}, variants=({"server_lr": 0.5},)),
+    "fedavg-ft": Row(fedavg_ft, options={"epochs": 2, "lr": 0.2}, variants=({"steps": 3}, {"epochs": 0})),
     "fedprox": Row(lambda p, end: {"global": mean_of_descents(p, 0.5)}, options={"mu": 0.5}),
     "local": Row(lambda p, end: {"personal": p.minimiser}, rounds=120),
     "scaffold": Row(consensus, rounds=150, local=LocalSGD(lr=0.2, batch_size=2), variants=({"option": "I"},)),

@@ -14,7 +14,7 @@ from fedloom.data import load
 from fedloom.data.partition import Dirichlet
 from fedloom.engine.records import Scores
 from fedloom.engine.result import Result
-from fedloom.engine.scoring import personal_models, score
+from fedloom.engine.scoring import COST, personal_models, score
 from fedloom.engine.setting import Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.local import LocalSGD
@@ -65,9 +65,11 @@ def check(found: Scores, wanted: Scores, sizes: dict[str, Tensor]) -> None:
 def test_scores_do_not_depend_on_who_is_scored_together(result: Result) -> None:
     sizes = {part: result.job.judge.sizes(part).double() for part in ("train", "validation", "test")}
     whole = scored(result, [17])
-    assert {model for model, _ in whole} == {"global", "personal"}
+    assert {model for model, _ in whole} == {"global", "personal", ""}
     for split in SPLITS:
-        check(scored(result, split), whole, sizes)
+        found = scored(result, split)
+        check(found, whole, sizes)
+        assert all(torch.equal(found[COST][name], count) for name, count in whole[COST].items())
 
 
 def test_scores_are_those_of_the_models_on_the_clients_samples(result: Result) -> None:

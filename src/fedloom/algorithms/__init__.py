@@ -25,6 +25,7 @@ from fedloom.algorithms.fedadmm_composite import FedADMMComposite as FedADMMComp
 from fedloom.algorithms.fedadmm_inexact import FedADMMInexact as FedADMMInexact
 from fedloom.algorithms.fedamp import FedAMP as FedAMP
 from fedloom.algorithms.fedavg import FedAvg as FedAvg
+from fedloom.algorithms.fedavg_ft import FedAvgFT as FedAvgFT
 from fedloom.algorithms.fedbn import FedBN as FedBN
 from fedloom.algorithms.feddr import FedDR as FedDR
 from fedloom.algorithms.feddualavg import FedDualAvg as FedDualAvg
@@ -74,6 +75,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedskip": FedSkip,
     "fedslr": FedSLR,
     "lpgd": LPGD,
+    "fedavg-ft": FedAvgFT,
     "ditto": Ditto,
     "flame": FLAME,
     "fedacs": FedACS,

@@ -24,6 +24,8 @@ from fedloom.processes.pool import Crew
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox import made_by
 
+COST = ("", "")
+"""Where `Scores` have the work that personal models took, per client: samples backward and forward."""
 WORTH = 2e9
 """Multiply-adds that the singular values of one evaluation may cost; ranks of more or larger models are left out."""
 
@@ -72,15 +74,22 @@ def scores_of(job: Job, pool: Crew, state: State) -> Scores:
 
 
 def record(job: Job, state: State, scores: Scores) -> None:
-    """Record the scores of a round, what the clients did so far, the privacy that is left, and recovered groups."""
+    """Record the scores of a round, what the clients did so far, the privacy that is left, and recovered groups.
+
+    What the clients did is the training of all rounds and what the personal models after this one took; where some
+    clients are scored only, as much per client for the others.
+    """
     records, t = state.records, state.round
+    cost, scores = scores.get(COST, {}), {key: values for key, values in scores.items() if key != COST}
     judged = job.judged
     benign = torch.where(job.malicious[judged], torch.nan, 1.0).double().numpy() if len(job.attackers) else None
     parts = job.setting.evaluate.parts
     sizes: dict[str, Any] = {part: job.judge.sizes(part).cpu()[judged].double().numpy() for part in parts}
     records.scores(t, scores, sizes, benign)
+    share = job.n / len(job.judged)
     for name, value in zip((*COUNTS, "dropped"), state.totals.tolist(), strict=True):
-        records.total(t, "", "", name, value)
+        own = float(cost[name].nansum()) if name in cost else 0.0
+        records.total(t, "", "", name, value + round(own * share))
     noise = accounted(job.setting.channel, job.setting.aggregator)
     if noise is not None:
         records.total(t, "", "", "epsilon", spent(noise, job.setting.sampler, state.uploads, t))
@@ -157,7 +166,8 @@ def _scores(job: Job, down: Any, global_model: Tensor | None, task: ScoreTask) -
             scores["global", "common"] = _score_common(job, row)
             scores["global", ""] = sizes_of(job.algorithm, job.oracle.layout, row[None])
     if job.has_personal:
-        models = personal_models(job, down, task.round, task.ids)
+        models, cost = _personal_models(job, down, task.round, task.ids)
+        scores[COST] = dict(zip(COUNTS[:2], cost.double().T.contiguous(), strict=True))
         scores |= _score_personal(job, models, task.ids)
         scores["personal", ""] = sizes_of(job.algorithm, job.oracle.layout, models)
         if job.setting.evaluate.personal_on_common:
@@ -172,19 +182,26 @@ def personal_models(job: Job, down: Any, round: int, ids: Tensor) -> Tensor:
     Raises:
         ClientError: code of the method failed.
     """
+    return _personal_models(job, down, round, ids)[0]
+
+
+def _personal_models(job: Job, down: Any, round: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """`personal_models`, and the work that they took ``[m, 2]``: samples backward and forward."""
     fresh = ~job.clients.seen[ids]
-    if not (round > 0 or job.setting.evaluate.personal_at_start):
+    if not ((round > 0 or job.setting.evaluate.personal_at_start) and job.clients.template):
         fresh = torch.zeros_like(fresh)
     if bool(fresh.all()) or not bool(fresh.any()):
         return _personal(job, down, round, ids, trains=bool(fresh.any()))
     models = torch.empty(len(ids), job.oracle.layout.d, dtype=job.oracle.dtype, device=job.oracle.device)
+    cost = torch.zeros(len(ids), 2, dtype=torch.long)
     for trains in (False, True):
         which = (fresh == trains).nonzero()[:, 0]
-        models.index_copy_(0, which.to(models.device), _personal(job, down, round, ids[which], trains=trains))
-    return models
+        some, cost[which] = _personal(job, down, round, ids[which], trains=trains)
+        models.index_copy_(0, which.to(models.device), some)
+    return models, cost
 
 
-def _personal(job: Job, down: Any, round: int, ids: Tensor, *, trains: bool) -> Tensor:
+def _personal(job: Job, down: Any, round: int, ids: Tensor, *, trains: bool) -> tuple[Tensor, Tensor]:
     device = job.oracle.device
     rows = to_device(job.clients.read(ids), device)
     mine = to_device(rows_of(down, ids), device)
@@ -200,8 +217,7 @@ def _personal(job: Job, down: Any, round: int, ids: Tensor, *, trains: bool) -> 
         raise
     except Exception as error:
         raise ClientError("personal model", round, ids.tolist(), cause_of(error)) from error
-    found: Tensor = models
-    return found
+    return models, torch.stack([work.counts.backward, work.counts.forward], 1)
 
 
 def _score_shared(job: Job, row: Tensor, ids: Tensor, part: str) -> dict[str, Tensor]:

@@ -26,8 +26,10 @@ from fedloom.deploy.exchange.identity import is_signed
 from fedloom.deploy.settings import Schema, Server
 from fedloom.engine.chunk import usable
 from fedloom.engine.job import Job
+from fedloom.engine.scoring import COST
 from fedloom.errors import FedloomError, WireError
 from fedloom.metrics import metric
+from fedloom.processes.chunks import COUNTS
 from fedloom.version import __version__
 
 MOST = 10**15
@@ -223,6 +225,7 @@ class Judge:
         """Step 10: what is not a metric of this run, not finite or out of its range is left out."""
         assert self._job is not None
         known = {"/".join(name) for name in score_names(self._job) if name[0] != "hybrid"}
+        known |= {"/".join((*COST, name)) for name in COUNTS[:2]}
         found = {}
         for key, value in letter.metrics.items():
             low, high = metric(key.rpartition("/")[2]).bounds

@@ -1,0 +1,61 @@
+"""FedAvg-FT: FedAvg, and every client tunes its model by some local steps.
+
+Problem: min over x of sum_i alpha_i f_i(x), then a few steps towards min over v_i of f_i(v_i) from there.
+
+Reference: T. Yu, E. Bagdasaryan, V. Shmatikov, "Salvaging Federated Learning by Local Adaptation", arXiv:2002.04758v3,
+Section 4.1 (fine-tuning); the mean is FedAvg's.
+
+    paper    here         meaning
+    G_T      x            server's model
+    L        v            personal model, G_T after local SGD
+    E        epochs       passes of the adaptation over the client's training part, or ``steps``
+    eta      lr           its step size
+
+Kept by a client: nothing. Sent per round: d down, d up. The personal model is made where it is asked for, at an
+evaluation or at the end, from the server's newest model; it is never sent, so when it is made changes no other number.
+Its gradients count as work of the round after which it was made.
+
+Deviations: all parameters are tuned with the run's local SGD, momentum and weight decay included.
+
+Defaults: five epochs at the step size of the round. With as many epochs as a run has rounds it costs as much again as
+FedAvg's training; with none it is FedAvg.
+
+Use it as the first reference of every comparison of personalised methods.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms._base import Algorithm, Delta, Model
+from fedloom.local import Ctx, Nothing, Work, descend
+from fedloom.rows.layout import Layout
+
+
+class FedAvgFT(Algorithm):
+    """FedAvg with fine-tuning (Yu et al. 2020, Section 4.1)."""
+
+    epochs: int = Field(5, ge=0, description="passes of the fine-tuning over the client's training part")
+    steps: int | None = Field(
+        None, ge=0, description="its steps, the same for every client; in place of epochs when given"
+    )
+    lr: float | None = Field(None, gt=0, description="its step size; that of the round when not given")
+
+    family: ClassVar[str] = "personalised"
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        tunes = self.epochs if self.steps is None else self.steps
+        return [] if tunes else ["FedAvgFT without steps of fine-tuning is FedAvg: set epochs to 1 or more"]
+
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
+        return Delta(descend(down.x, work) - down.x), rows
+
+    def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
+        return Model(server.x + up.dw)  # G_{t+1} = G_t + mean of L_i - G_t
+
+    def personal(self, down: Model, rows: Nothing, work: Work) -> Tensor:
+        steps = work.epochs(self.epochs) if self.steps is None or work.is_idle else self.steps
+        return descend(down.x, work, steps=steps, stream="fine-tuning", lr=self.lr)  # L <- L - eta g(L)
