@@ -11,6 +11,7 @@ FedloomError
 ├── WireError (ValueError)        bytes that are not a message of this experiment
 ├── RunDirError (ValueError)      a run directory that is missing or belongs to another experiment
 ├── CheckpointError               no checkpoint could be read, or none could be written
+│   └── DamagedCheckpoint         what one run has saved is damaged; other runs are not concerned
 ├── CodeError                     code of a part failed, or gave what it must not: part, round and cause are named
 │   └── ClientError               code of a client failed: round, client and stage are named
 └── RunStopped                    a run that ended early, with its `Stop` reason
@@ -87,6 +88,21 @@ class RunDirError(FedloomError, ValueError):
 
 class CheckpointError(FedloomError):
     """A checkpoint that cannot be read or written."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """What a run has saved is missing in part, or is not what was written.
+
+    Args:
+        damage: the file, and what is wrong with it.
+    """
+
+    def __init__(self, damage: str) -> None:
+        self.damage = damage
+        super().__init__(f"{damage}; start anew with --force")
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return type(self), (self.damage,)
 
 
 class CodeError(FedloomError):

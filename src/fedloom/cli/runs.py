@@ -21,7 +21,13 @@ def run(
     out: Annotated[Path | None, typer.Option(help="run directory; runs/<name of the file> by default")] = None,
     workers: Annotated[str | None, typer.Option(help="processes, or 'auto'; replaces [engine] workers")] = None,
     data_dir: DataDir = None,
-    force: Annotated[bool, typer.Option("--force", help="forget what the run directory holds and start anew")] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="forget what the run directory holds and start anew; with --method, of these methods only",
+        ),
+    ] = False,
     track: Annotated[
         str | None,
         typer.Option(
@@ -69,7 +75,7 @@ def run(
         with joined() as ranks:
             where = out or Path("runs") / file.stem
             check_tracker(track)
-            plan = Plan(experiment, where, data_dir, force=force, dry=dry_run, ranks=ranks)
+            plan = Plan(experiment, where, data_dir, force=force, partly=bool(method), dry=dry_run, ranks=ranks)
             for label, notes in plan.notes.items() if ranks.rank == 0 else ():
                 for note in notes:
                     typer.echo(f"{label}: {note}", err=True)

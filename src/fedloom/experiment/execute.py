@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import tomllib
 from collections.abc import Collection
@@ -14,7 +15,7 @@ from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import Progress, simulate
-from fedloom.errors import CodeError, RunDirError
+from fedloom.errors import CodeError, DamagedCheckpoint, RunDirError
 from fedloom.experiment.events import PAUSE, Emitter, Event, Line, Listener
 from fedloom.experiment.inspection import check_inspection
 from fedloom.experiment.outputs import (
@@ -44,7 +45,8 @@ class Plan:
         experiment: what to run.
         out: the run directory, created if need be.
         data_dir: folder of data sets.
-        force: forget what is there.
+        force: forget what is there, once `run` has the directory for itself.
+        partly: what is forgotten is of the experiment's methods only; the directory must be of this experiment.
         dry: look only; nothing is written or forgotten.
         ranks: processes that all make the same calls; rank 0 alone uses the directory, but for rows on its machine.
 
@@ -64,12 +66,14 @@ class Plan:
         data_dir: Path | None = None,
         *,
         force: bool = False,
+        partly: bool = False,
         dry: bool = False,
         ranks: Ranks = ALONE,
     ) -> None:
         self.experiment, self.out, self.ranks = experiment, out, ranks
+        self._force, self._partly = force, partly
         if ranks.rank == 0:
-            _check_directory(out, None if force else experiment)
+            self._check_directory()
         data = experiment.source.read(data_dir)
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}
         self.runs = [(m, seed) for m in experiment.methods for seed in experiment.head.seeds]
@@ -78,8 +82,6 @@ class Plan:
         fed = self.federations[experiment.head.seeds[0]]
         self.notes = {m.label: make_job(m.setting, fed)[0].notes for m in experiment.methods}
         if ranks.rank == 0 and not dry:
-            if force:
-                _clear(out)
             make_folder(out)
 
     @property
@@ -96,10 +98,14 @@ class Plan:
 
         Raises:
             CheckpointError: a disk that is full or refuses; what was finished is kept.
+            RunDirError: another process works in the directory, or has made it another experiment's.
         """
         if self.ranks.rank > 0:
             return self._run_all(listeners)
         with lock(self.out):
+            self._check_directory()
+            if self._force:
+                self._clear()
             write_settings(self.out, self.experiment)
             write_splits(self.out, self.federations)
             processes = 1 if self.ranks.size > 1 else side_by_side(self.experiment, self.federations.values())
@@ -143,6 +149,11 @@ class Plan:
             outcome = Outcome(method.label, method.algorithm, seed, result)
         except CodeError as error:
             outcome = Outcome(method.label, method.algorithm, seed, None, str(error))
+        except DamagedCheckpoint as error:
+            if self.ranks.size > 1:  # the other ranks wait for what the first has read
+                raise
+            again = f"the other methods went on; to begin it anew: --force --method {shlex.quote(method.label)}"
+            outcome = Outcome(method.label, method.algorithm, seed, None, f"{error.damage}; {again}", damaged=True)
         emitter.end(None if outcome.result is None else outcome.result.state, outcome.status)
         return outcome
 
@@ -171,6 +182,47 @@ class Plan:
         write_summary(self.out, self.experiment, outcomes, self.federations, more)
         shutil.rmtree(self.out / LIVE, ignore_errors=True)
 
+    def _check_directory(self) -> None:
+        """Refuse what is not a run directory, or one of another experiment; methods and seeds may come and go."""
+        if is_unused(self.out):
+            return
+        settings = self.out / "experiment.toml"
+        if not settings.exists():
+            raise RunDirError(
+                f"{self.out} is not empty and not a run directory (no experiment.toml); choose another --out"
+            )
+        if self._force and not self._partly:
+            return
+        free = [f"{table}.{field}" for table, value in Setting.tables().items() for field in value.base.free]
+        patterns = [*map(re.escape, ["name", "rounds", "seeds", *free])]
+        if self._force:
+            patterns += [f"method {re.escape(method.label)}: .*" for method in self.experiment.methods]
+        try:
+            before = {key: value for key, value in tomllib.loads(settings.read_text()).items() if key != "resolved"}
+            difference = changed(before, self.experiment.settings(), "|".join(patterns))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+            raise RunDirError(
+                f"{settings} is damaged: {error}; choose another --out, or start anew with --force"
+            ) from None
+        if difference:
+            raise RunDirError(
+                f"{self.out} holds another experiment: {difference}; choose another --out, or start anew with --force"
+            )
+
+    def _clear(self) -> None:
+        """Forget what the directory holds; ``experiment.toml`` stays until it is replaced, so that it is still one."""
+        self._force = False
+        if self._partly:
+            for method, seed in self.runs:
+                for kind in ("checkpoints", "models"):
+                    shutil.rmtree(self._folder(kind, method, seed), ignore_errors=True)
+            return
+        for name in ("checkpoints", "models", "adapted", "tracking", LIVE):
+            shutil.rmtree(self.out / name, ignore_errors=True)
+        tables = (f"{name}.parquet" for name in ("metrics", "timings", "partition", "confusion", "tsne"))
+        for name in (*tables, "summary.json", "report.html"):
+            (self.out / name).unlink(missing_ok=True)
+
     def _folder(self, kind: str, method: Method, seed: int) -> Path:
         return folder_of(self.out, kind, method.label, seed)
 
@@ -192,30 +244,3 @@ def folder_of(out: Path, kind: str, label: str, seed: int) -> Path:
 def _save_models(result: Result, folder: Path) -> None:
     if not all((folder / f"{name}.safetensors").exists() for name in result.models.files()):
         result.models.save(folder)
-
-
-def _clear(out: Path) -> None:
-    for name in ("checkpoints", "models", "adapted", "tracking", LIVE):
-        shutil.rmtree(out / name, ignore_errors=True)
-    tables = (f"{name}.parquet" for name in ("metrics", "timings", "partition", "confusion", "tsne"))
-    for name in ("experiment.toml", *tables, "summary.json", "report.html"):
-        (out / name).unlink(missing_ok=True)
-
-
-def _check_directory(out: Path, experiment: Experiment | None) -> None:
-    """Refuse what is not a run directory, or one of another experiment; methods and seeds may be added or left out."""
-    if is_unused(out):
-        return
-    settings = out / "experiment.toml"
-    if not settings.exists():
-        raise RunDirError(f"{out} is not empty and not a run directory (no experiment.toml); choose another --out")
-    if experiment is None:
-        return
-    free = [f"{table}.{field}" for table, value in Setting.tables().items() for field in value.base.free]
-    try:
-        before = {key: value for key, value in tomllib.loads(settings.read_text()).items() if key != "resolved"}
-        found = changed(before, experiment.settings(), "|".join(map(re.escape, ["name", "rounds", "seeds", *free])))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise RunDirError(f"{settings} is damaged: {error}; choose another --out, or start anew with --force") from None
-    if found:
-        raise RunDirError(f"{out} holds another experiment: {found}; choose another --out, or start anew with --force")

@@ -40,13 +40,17 @@ Spent = tuple[Sequence[float], Sequence[float]]
 
 
 class Outcome(NamedTuple):
-    """One run of the comparison: its result, or why there is none."""
+    """One run of the comparison: its result, or why there is none.
+
+    damaged: what it had saved cannot be read, so that its figures of before stay in the tables.
+    """
 
     label: str
     algorithm: str
     seed: int
     result: Result | None
     failure: str = ""
+    damaged: bool = False
 
     @property
     def status(self) -> str:
@@ -84,17 +88,23 @@ def write_settings(out: Path, experiment: Experiment) -> None:
 def write_tables(out: Path, outcomes: Sequence[Outcome]) -> None:
     """``metrics.parquet`` (no times in it) and ``timings.parquet``."""
     done = [(o, o.result) for o in outcomes if o.result is not None]
-    write_measured(out, [(o.label, o.seed, r.table(), (r.seconds, r.startup)) for o, r in done])
+    runs = [(o.label, o.seed, r.table(), (r.seconds, r.startup)) for o, r in done]
+    write_measured(out, runs, [(o.label, o.seed) for o in outcomes if o.damaged])
 
 
 def write_measured(
-    out: Path, runs: Sequence[tuple[str, int, pa.Table, tuple[Sequence[float], Sequence[float]]]]
+    out: Path,
+    runs: Sequence[tuple[str, int, pa.Table, tuple[Sequence[float], Sequence[float]]]],
+    keep: Sequence[tuple[str, int]] = (),
 ) -> None:
-    """The same files, from a method's label, a seed, its figures, and the seconds and one-off costs of its rounds."""
+    """The same files, from a method's label, a seed, its figures, and the seconds and one-off costs of its rounds.
+
+    Of the runs to ``keep``, the rows that the files have stay.
+    """
     metrics = [_labelled(table, label, seed) for label, seed, table, _ in runs]
     seconds = [_labelled(_timings(*spent), label, seed) for label, seed, _, spent in runs]
-    _write(out / "metrics.parquet", metrics)
-    _write(out / "timings.parquet", seconds)
+    _write(out / "metrics.parquet", metrics, keep)
+    _write(out / "timings.parquet", seconds, keep)
 
 
 def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome]) -> list[str]:
@@ -104,6 +114,7 @@ def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome])
         key=lambda pair: (pair[0].label, pair[0].seed),
     )
     counts, places, notes = [], [], []
+    keep = [(o.label, o.seed) for o in outcomes if o.damaged]
     for outcome, result in done:
         if evaluate.confusion:
             counts.append(_labelled(confusion(result), outcome.label, outcome.seed))
@@ -111,13 +122,17 @@ def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome])
             table, said = tsne(result, evaluate.tsne)
             places.append(_labelled(table, outcome.label, outcome.seed))
             notes += said
-    _write(out / "confusion.parquet", counts)
-    _write(out / "tsne.parquet", places)
+    _write(out / "confusion.parquet", counts, keep)
+    _write(out / "tsne.parquet", places, keep)
     return notes
 
 
-def _write(path: Path, tables: list[pa.Table]) -> None:
-    """One table of all; none is left where there is nothing to say."""
+def _write(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, int]] = ()) -> None:
+    """One table of all, and of the rows of the runs to ``keep`` that are there; without any, no file is left."""
+    if keep and path.exists():
+        before = pq.read_table(path)
+        runs = zip(before["method"].to_pylist(), before["seed"].to_pylist(), strict=True)
+        tables = [*tables, before.filter(pa.array([run in keep for run in runs], pa.bool_()))]
     if not tables:
         path.unlink(missing_ok=True)
         return

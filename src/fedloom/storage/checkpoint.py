@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from fedloom.errors import CheckpointError, RunDirError
+from fedloom.errors import CheckpointError, DamagedCheckpoint, RunDirError
 from fedloom.storage.files import discard, make_folder, write_atomic
 from fedloom.storage.journal import raw
 from fedloom.values import difference
@@ -173,7 +173,7 @@ class Checkpoints:
             numbers: the experiment by dotted key, to name what differs from the ``numbers`` in the generation's meta.
 
         Raises:
-            CheckpointError: every generation is damaged.
+            DamagedCheckpoint: every generation is damaged.
             RunDirError: the generation is of another experiment, or another version wrote it.
         """
         warnings: list[str] = []
@@ -193,7 +193,7 @@ class Checkpoints:
                 )
             return Loaded(generation, tensors, body["meta"], warnings)
         if warnings:
-            raise CheckpointError(f"no checkpoint can be read: {'; '.join(warnings)}; start anew with --force")
+            raise DamagedCheckpoint(f"no checkpoint can be read: {'; '.join(warnings)}")
         return None
 
     def meta(self) -> dict[str, Any] | None:
@@ -217,7 +217,7 @@ class Checkpoints:
         """`load`, and brings the stores back to that generation (or to no row); newer ones are forgotten.
 
         Raises:
-            CheckpointError: every generation is damaged, or the rows of a store are.
+            DamagedCheckpoint: every generation is damaged, or the rows of a store are.
             RunDirError: the generation is of another experiment.
         """
         stores = stores or {}

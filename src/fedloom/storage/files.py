@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote_plus
 
-from fedloom.errors import CheckpointError, RunDirError, explained
+from fedloom.errors import DamagedCheckpoint, RunDirError, explained
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -238,7 +238,7 @@ class RowFile:
         self.path = path
         with _explained(path):
             if not new and (not path.exists() or path.stat().st_size != length):
-                raise CheckpointError(f"{path} is missing or has not its {length} bytes; start anew with --force")
+                raise DamagedCheckpoint(f"{path} is missing or has not its {length} bytes")
             self._fd = _open(path, os.O_RDWR | (os.O_CREAT | os.O_TRUNC if new else 0))
             self._close = weakref.finalize(self, os.close, self._fd)
             if new:
@@ -251,7 +251,7 @@ class RowFile:
         while into:
             done = os.preadv(self._fd, into, at)
             if done == 0:
-                raise CheckpointError(f"{self.path} is cut short: no byte {at}; start anew with --force")
+                raise DamagedCheckpoint(f"{self.path} is cut short: no byte {at}")
             into, at = _left(into, done), at + done
 
     def write(self, pieces: Iterable[tuple[Sequence[memoryview], int]]) -> None:

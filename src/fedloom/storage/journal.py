@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from fedloom.errors import CheckpointError, RunDirError
+from fedloom.errors import DamagedCheckpoint, RunDirError
 from fedloom.storage.files import append_synced, discard, write_atomic
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Journal:
 
         Raises:
             RunDirError: it is of other clients or another model.
-            CheckpointError: it is damaged.
+            DamagedCheckpoint: it is damaged.
         """
         newest = self.generations()[-1:]
         return bool([self._header(g) for g in newest])
@@ -157,15 +157,15 @@ class Journal:
         """Headers from a checkpoint's journal to the newest.
 
         Raises:
-            CheckpointError: a journal on the way is missing or damaged.
+            DamagedCheckpoint: a journal on the way is missing or damaged.
             RunDirError: the journals are of other clients or another model.
         """
         headers = [self._header(g) for g in self.generations() if g >= generation]
         linked = all(b.previous == a.generation for a, b in pairwise(headers))
         if not headers or headers[0].generation != generation or not linked:
-            raise CheckpointError(
+            raise DamagedCheckpoint(
                 f"{self._folder}: the clients' rows of checkpoint {generation} cannot be brought back, since the "
-                f"journals there are of {self.generations() or 'no checkpoint'}; start anew with --force"
+                f"journals there are of {self.generations() or 'no checkpoint'}"
             )
         return headers
 
@@ -180,7 +180,7 @@ class Journal:
             Ids [k] and rows [k, bytes of a row] uint8.
 
         Raises:
-            CheckpointError: the journal is damaged.
+            DamagedCheckpoint: the journal is damaged.
         """
         path = self.path(header.generation)
         with path.open("rb") as file:
@@ -190,7 +190,7 @@ class Journal:
                 records.append(record)
                 at += self._size(len(record.ids))
             if at != sealed and (sealed is not None or _holds(file.fileno(), header.tag, at + 1)):
-                raise CheckpointError(f"{path} is damaged at byte {at}; start anew with --force")
+                raise DamagedCheckpoint(f"{path} is damaged at byte {at}")
             for record in reversed(records):
                 at = record.at + _RECORD.size + 8 * len(record.ids)
                 for ids in self._cut(record.ids):
@@ -228,7 +228,7 @@ class Journal:
             magic, length, crc = _START.unpack(file.read(_START.size).ljust(_START.size, b"\0"))
             text = file.read(length) if magic == _MAGIC else b""
         if zlib.crc32(text) != crc or not text:
-            raise CheckpointError(f"{path} is damaged at its beginning; start anew with --force")
+            raise DamagedCheckpoint(f"{path} is damaged at its beginning")
         values = json.loads(text)
         if values["layout"] != self._layout:
             raise RunDirError(

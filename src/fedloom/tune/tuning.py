@@ -105,7 +105,8 @@ class Tuning:
             search = Search(space, self.tune, method.label, goal.higher, own_params(method, space))
             self.studies.append(Study(place, method, space, goal, search))
         self.goal = self.studies[0].goal._replace(rounds=rounds)
-        self._claim(force)
+        self._force = force
+        self._check_directory()
 
     @property
     def rounds(self) -> int:
@@ -127,6 +128,7 @@ class Tuning:
         """
         self._stopped = False
         with lock(self.out), interruptible() as asked:
+            self._claim()
             workers = self._workers()
             processes = min(workers, len(self.studies))
             line = Line()
@@ -230,21 +232,30 @@ class Tuning:
             wanted = cores()
         return wanted if self.experiment.common.engine.device == "cpu" else 1
 
-    def _claim(self, force: bool) -> None:
-        """Make the directory this search's own; ``search.toml`` says what its trials depend on."""
-        out, path, trials = self.out, self.out / "search.toml", self.out / "trials"
-        document = tomli_w.dumps(self._identity())
+    def _check_directory(self) -> None:
+        """Refuse a directory that is not this search's; ``search.toml`` says what its trials depend on."""
+        out, path = self.out, self.out / "search.toml"
         if not is_unused(out) and not path.exists():
             raise RunDirError(f"{out} is not empty and holds no search (no search.toml); choose another --out")
-        if force:
-            for old in (trials, out / "checkpoints"):
-                shutil.rmtree(old, ignore_errors=True)
-        elif any(trials.glob("*.json")):
+        if self._force:
+            return
+        if any((out / "trials").glob("*.json")):
             raise RunDirError(f"{out} holds a search of an earlier version; choose another --out, or use --force")
-        elif path.exists() and (found := _changed(tomllib.loads(path.read_text()), tomllib.loads(document))):
-            raise RunDirError(f"{out} holds another search: {found}; choose another --out, or start anew with --force")
-        make_folder(trials)
-        write_atomic(path, document.encode())
+        now = tomllib.loads(tomli_w.dumps(self._identity()))
+        if path.exists() and (difference := _changed(tomllib.loads(path.read_text()), now)):
+            raise RunDirError(
+                f"{out} holds another search: {difference}; choose another --out, or start anew with --force"
+            )
+
+    def _claim(self) -> None:
+        """Make the directory this search's own, forgetting what it holds where that was asked for."""
+        self._check_directory()
+        if self._force:
+            for folder in (self.out / "trials", self.out / "checkpoints"):
+                shutil.rmtree(folder, ignore_errors=True)
+        self._force = False
+        write_atomic(self.out / "search.toml", tomli_w.dumps(self._identity()).encode())
+        make_folder(self.out / "trials")
 
     def _identity(self) -> dict[str, Any]:
         """What trials depend on, as a TOML document."""
