@@ -24,7 +24,7 @@ from fedloom_studies.map.setups import setups
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = ROOT / "docs" / "defaults.json"
 HELD_OUT = ROOT / "docs" / "held-out.json"
-COLUMNS = ("mean, %", "over the better of local and FedAvg", "that is", "level with places")
+COLUMNS = ("mean, %", "over the better of local and FedAvg", "difference", "place", "level with the best")
 """Of `standing_table`."""
 FAMILIES = {
     "consensus": "One model for all",

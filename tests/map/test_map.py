@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.csv as pc
@@ -18,13 +20,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
+from statsmodels.stats.multitest import multipletests
 from typer.testing import CliRunner
 
 from fedloom.algorithms import REGISTRY
 from fedloom.cli import app
 from fedloom.errors import DataError
 from fedloom.experiment import Plan, parse
-from fedloom_studies.map.judge import Judged, groups, judge, overall
+from fedloom_studies.map.judge import Judged, groups, judge, overall, ranked
 from fedloom_studies.map.measure import due, estimates
 from fedloom_studies.map.page import pages, sentences, tabled
 from fedloom_studies.map.records import DONE, FAILED, NOT_APPLICABLE, Record, Series, read, write
@@ -130,7 +133,8 @@ def test_figures_of_a_method_by_their_definitions() -> None:
     assert (figures["gain_fedavg"], figures["gainers_fedavg"]) == (pytest.approx(-0.1), 0.0)
     assert (figures["gradients"], figures["bytes"]) == (800, 2)
     assert math.isnan(figures["rounds_to_95"])  # 0.7 is below 95 % of 0.8
-    assert found.gain.by_seed[1] == pytest.approx(0.7 - 0.8)
+    assert found.gain is not None
+    assert found.gain.mean == pytest.approx(0.64 - 0.8)
 
 
 def test_a_method_of_more_gradients_is_also_read_at_those_of_fedavg() -> None:
@@ -149,15 +153,16 @@ def test_one_gain_is_clear_as_the_paired_t_test_says(a: list[float], b: list[flo
     found = judged(local=a, fedavg=b)
     other = next(s for s in found.standings if s.method != found.reference)
     differences = np.subtract(a, b)
+    assert other.gain is not None
     if np.ptp(differences) > 1e-6:
-        assert other.clear == (stats.ttest_1samp(differences, 0).pvalue <= 0.05)
+        assert other.gain.significant == (stats.ttest_1samp(differences, 0).pvalue <= 0.05)
     assert other.gain.mean <= 1e-12
 
 
 def test_fewer_seeds_than_five_decide_nothing() -> None:
     found = judged(local=[0.1, 0.1001], fedavg=[0.9, 0.9001])
-    assert not any(s.clear for s in found.standings)
-    assert found.groups == [(0, 1)]
+    assert not any(s.better or s.worse for s in found.standings)
+    assert all(s.level for s in found.standings)
 
 
 def test_a_second_look_confirms_what_goes_the_same_way_and_nothing_else() -> None:
@@ -168,7 +173,7 @@ def test_a_second_look_confirms_what_goes_the_same_way_and_nothing_else() -> Non
         both = {k: replace(r, again=r.seeds) for k, r in marks.items()}
         found = judge(setup, {**both, ("iid", "ditto"): replace(ditto, again=again)}).of("ditto")
         assert found is not None
-        assert (found.clear, found.confirmed) == (True, confirmed)
+        assert (found.better, found.confirmed) == (True, confirmed)
     other = record(setup, "ditto", [0.5, 0.49, 0.52, 0.53, 0.48]).seeds
     both = {k: replace(r, again=r.seeds) for k, r in marks.items()}
     found = judge(setup, {**both, ("iid", "ditto"): replace(ditto, again=other)}).of("ditto")
@@ -226,7 +231,7 @@ def test_a_map_without_a_record_says_so(tmp_path: Path) -> None:
     files = dict(pages(FULL, {}))
     assert "in 15 setups, 0 of" in files[""].decode()
     assert files[""].decode().count("). Not run.") == 15
-    assert "Too few setups" in files[""].decode()
+    assert "Too few tuned setups" in files[""].decode()
     assert "Not run: every method. Command: `fedloom map --setup iid`" in files["iid.md"].decode()
     assert pq.read_table(_file(tmp_path, files["map.parquet"])).num_rows == 0
     assert files["map.svg"].count("·".encode()) >= 15 * len(REGISTRY)
@@ -238,16 +243,112 @@ def _file(folder: Path, content: bytes) -> Path:
     return path
 
 
-def test_what_is_said_names_what_is_clear_and_nothing_else() -> None:
+def test_sentences_name_what_is_significant_and_nothing_else() -> None:
     first, second, third = sentences(judged(
         local=[0.5, 0.51, 0.52, 0.5, 0.51], fedavg=[0.7, 0.72, 0.71, 0.7, 0.73], ditto=[0.8, 0.83, 0.81, 0.8, 0.82],
         apfl=[0.6, 0.8, 0.7, 0.6, 0.8],
     ))  # fmt: skip
-    assert "FedAvg is at 71.2" in first
-    assert "100 % of the clients do gain." in first
-    assert "Of 2 methods with a result 1 are clearly better than the better of the two (ditto +10.0" in second
-    assert "0 clearly worse" in second
+    assert "FedAvg reaches 71.2" in first
+    assert "100 % of the clients gain from FedAvg" in first
+    assert "Of 2 other methods 1 is significantly better than the better of the two (ditto +10.0" in second
+    assert "none is significantly worse" in second
     assert third.startswith("The best mean is that of ditto")
+
+
+class Recomputed:
+    """What the page states of a setup, from the rows of the table alone, by SciPy and statsmodels."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        means: dict[str, dict[int, float]] = {}
+        for row in rows:
+            if row["mean"] is not None:
+                means.setdefault(row["method"], {})[row["seed"]] = row["mean"]
+        self.means = {m: np.array([by_seed[s] for s in sorted(by_seed)]) for m, by_seed in means.items()}
+        order = sorted(self.means, key=lambda m: -self.means[m].mean())
+        rivals = [m for m in order if m != "centralized"]
+        self.top, self.reference = rivals[0], next(m for m in order if m in ("local", "fedavg"))
+        pairs = {frozenset((m, self.reference)) for m in order if m != self.reference}
+        pairs |= {frozenset((self.top, m)) for m in rivals[1:]}
+        keys = [sorted(pair, key=order.index) for pair in pairs]
+        p = [stats.ttest_rel(self.means[a], self.means[b]).pvalue for a, b in keys]
+        rejections = multipletests(p, alpha=0.05, method="holm")[0]
+        self.apart = {frozenset(key): bool(one) for key, one in zip(keys, rejections, strict=True)}
+        others = [m for m in order if m not in ("local", "fedavg", "centralized")]
+        beyond = [m for m in others if self.apart[frozenset((m, self.reference))]]
+        self.others = len(others)
+        self.better = [m for m in beyond if self.means[m].mean() > self.means[self.reference].mean()]
+        self.worse = [m for m in beyond if m not in self.better]
+        self.level = [m for m in rivals[1:] if not self.apart[frozenset((self.top, m))]]
+        sent = {row["method"]: row["bytes"] for row in rows}
+        self.frugal = {m for m in (self.top, *self.level) if sent[m] <= min(sent[k] for k in (self.top, *self.level))}
+        self.rivals = len(rivals)
+
+
+def checked(text: str, rows: list[dict[str, Any]]) -> None:
+    """Compare the sentences on a setup with what its rows give."""
+    fresh = Recomputed(rows)
+    words = re.search(r"Of (\d+) other methods (\w+) (?:is|are) significantly better .*?, and (\w+) (?:is|are) ", text)
+    assert words is not None
+    counts = [0 if word == "none" else int(word) for word in words.groups()]
+    assert counts == [fresh.others, len(fresh.better), len(fresh.worse)]
+    assert all(f"{m} +" in text for m in fresh.better[:5])
+    assert f"The best mean is that of {fresh.top}, {100 * fresh.means[fresh.top].mean():.1f}" in text
+    level = re.search(r"; (\d+) of the (\d+) others (?:is|are) level with it; of these and \S+, (\S+) sends", text)
+    if level is None:
+        assert f"significantly better than each of the {fresh.rivals - 1} others" in text
+        assert fresh.level == []
+    else:
+        assert [int(level[1]), int(level[2])] == [len(fresh.level), fresh.rivals - 1]
+        assert level[3] in fresh.frugal
+    marks = frozenset(("local", "fedavg"))
+    assert ("not significant" not in text) == fresh.apart[marks]
+    change = re.search(r"the mean change is \+?(-?[\d.]+) ± ([\d.]+) points", text)
+    assert change is not None
+    difference = fresh.means["fedavg"] - fresh.means["local"]
+    assert float(change[1]) == pytest.approx(100 * difference.mean(), abs=0.051)
+    assert (abs(float(change[1])) > float(change[2]) - 0.1) or not fresh.apart[marks]
+
+
+def test_the_page_of_the_repository_says_what_its_table_gives() -> None:
+    docs = Path(__file__).resolve().parents[2] / "docs"
+    rows = pc.read_csv(docs / "map" / "map.csv").to_pylist()
+    paragraphs = re.findall(r"^\*\*\[.*?\]\(map/(\S+)\.md\)\*\* (.*)$", (docs / "map.md").read_text(), re.MULTILINE)
+    assert [name for name, _ in paragraphs] == list(FULL)
+    for name, text in paragraphs:
+        checked(text, [row for row in rows if row["setup"] == name])
+
+
+@pytest.mark.parametrize("draw", range(6))
+def test_sentences_are_those_of_scipy_and_statsmodels_on_any_records(draw: int) -> None:
+    rng, setup = np.random.default_rng(draw), FULL["labels"]
+    names = ["local", "fedavg", "centralized", *[m for m in REGISTRY if m not in MARKS][:12]]
+    centres, common = rng.uniform(0.55, 0.85, len(names)), rng.normal(0, 0.03, 5)
+    cells = {
+        (setup.name, m): record(setup, m, (centre + common + rng.normal(0, 0.02, 5)).tolist())
+        for m, centre in zip(names, centres, strict=True)
+    }
+    found = judge(setup, cells)
+    checked(" ".join(sentences(found)), tabled([found]).to_pylist())
+    for s in found.standings:
+        for one in (s.gain, s.lead):
+            assert one is None or one.significant == (abs(one.mean) > one.half)
+
+
+def test_an_untuned_setup_counts_in_no_rank() -> None:
+    names = [name for name, setup in FULL.items() if not setup.best]
+    assert not FULL["femnist"].ranks
+    cells = {(n, m): record(FULL[n], m, [0.5 + k / 100] * 5) for n in names for k, m in enumerate(REGISTRY)}
+    setups_, _, _, ranks = ranked([judge(setup, cells) for setup in FULL.values()])
+    assert set(setups_) == set(names) - {"femnist"}
+    reversed_ = {k: replace(cells[k], seeds=record(FULL["femnist"], k[1], [0.9 - i / 100] * 5).seeds)
+                 for i, k in enumerate([k for k in cells if k[0] == "femnist"])}  # fmt: skip
+    assert ranked([judge(setup, cells | reversed_) for setup in FULL.values()])[3] == ranks
+
+
+def test_the_page_names_model_rounds_and_trials() -> None:
+    text = dict(pages({"femnist": FULL["femnist"]}, {}))[""].decode()
+    assert "cnn (channels [4, 8], hidden [64]), 40 rounds, not tuned" in text
+    assert "mlp (hidden [64]), 40 rounds, 8 trials a method" in dict(pages({"iid": FULL["iid"]}, {}))["iid.md"].decode()
 
 
 def test_pooled_data_are_a_mark_and_no_advice() -> None:

@@ -1,8 +1,8 @@
 """Which method wins by which criterion, and how sure that is.
 
-Methods are compared seed by seed (same seed, same data split), with a paired t test of the leader against every row of
-another method and Holm's correction for their number; a lead is called clear when every corrected p is below 0.05. With
-fewer than five common seeds nothing is decided: the test would rest on a spread that so few numbers cannot show.
+Methods are compared seed by seed (same seed, same data split): the leader against every row of another method, as one
+family of tests (`fedloom.report.family`). With fewer than five common seeds nothing is decided: the test would rest on
+a spread that so few numbers cannot show.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fedloom.report.family import differences, family
 from fedloom.report.naming import MB, metric
-from fedloom.report.numbers import EMPTY, ENOUGH, LOST, Curve, Estimate, Row, curve, half_width, run_of
+from fedloom.report.numbers import EMPTY, LOST, Curve, Estimate, Row, curve, run_of
 from fedloom.report.reading import Key, Run
 
-LEVEL = 0.05
 NEAR = 0.95
 """The common target of the cost criteria is this share of the best result."""
 
@@ -48,7 +48,7 @@ class Winner:
         rivals: rows of other methods that it does not beat clearly, the nearest first.
         runner_up: the best row of another method.
         lead: mean lead over the runner-up over common seeds, in the criterion's own units (before scaling), positive.
-        half: half width of the lead's 95 % interval; nan with fewer than two common seeds.
+        half: half width of the lead's interval at the family's level; nan with fewer than two common seeds.
         provisional: whether some runs are unfinished.
         seeds: common seeds of the leader and the runner-up.
         decidable: whether there were enough common seeds to test.
@@ -172,45 +172,16 @@ def winner(criterion: Criterion, rows: list[Row]) -> Winner:
     others = [i for i in order if rows[i].name != rows[best].name]
     if not others:
         return Winner(criterion, best, provisional=provisional)
-    leads = {i: _leads(fair[best], fair[i], sign) for i in others}
-    clear = holm({i: paired_p(lead) if len(lead) >= ENOUGH else 1.0 for i, lead in leads.items()})
-    nearest = leads[others[0]]
+    leads = family({i: differences(fair[best], fair[i]) for i in others})
+    nearest = leads[others[0]] if criterion.higher else -leads[others[0]]
     return Winner(
         criterion,
         best,
-        tuple(i for i in others if not clear[i]),
+        tuple(i for i in others if not leads[i].significant),
         others[0],
-        float(np.mean(nearest)) if nearest else math.nan,
-        half_width(nearest),
+        nearest.mean,
+        nearest.half,
         provisional,
-        len(nearest),
-        any(len(lead) >= ENOUGH for lead in leads.values()),
+        nearest.seeds,
+        any(lead.testable for lead in leads.values()),
     )
-
-
-def _leads(best: Estimate, other: Estimate, sign: int) -> list[float]:
-    common = best.finite.keys() & other.finite.keys()
-    return [sign * (best.finite[seed] - other.finite[seed]) for seed in sorted(common)]
-
-
-def paired_p(leads: list[float]) -> float:
-    """Two-sided p of the paired t test; 1 with fewer than two seeds."""
-    if len(leads) < 2:
-        return 1.0
-    if np.ptp(leads) == 0:
-        return 0.0 if leads[0] else 1.0
-    from scipy.special import stdtr  # slow to import, needed with two seeds and more
-
-    t = abs(np.mean(leads)) / (np.std(leads, ddof=1) / math.sqrt(len(leads)))
-    return 2 * float(stdtr(len(leads) - 1, -t))
-
-
-def holm(p: dict[int, float]) -> dict[int, bool]:
-    """Which hypotheses Holm's step-down procedure rejects at `LEVEL`."""
-    order = sorted(p, key=lambda i: p[i])
-    rejected = dict.fromkeys(p, False)
-    for rank, i in enumerate(order):
-        if p[i] > LEVEL / (len(order) - rank):
-            break
-        rejected[i] = True
-    return rejected

@@ -8,6 +8,7 @@ or diverged before its end, has no result. The work of seeds that ended early is
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -110,14 +111,14 @@ def rounded(value: float) -> float | None:
     return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
-def half_width(values: list[float]) -> float:
-    """Half width of the 95 % t interval of the mean of ``values``; nan with fewer than two."""
+def half_width(values: Sequence[float], level: float = 0.05) -> float:
+    """Half width of the t interval of the mean of ``values`` at level 1 - ``level``; nan with fewer than two."""
     if len(values) < 2:
         return math.nan
     from scipy.special import stdtrit  # slow to import, needed with two seeds and more
 
     spread = float(np.std(values, ddof=1))
-    return float(stdtrit(len(values) - 1, 0.975)) * spread / math.sqrt(len(values))
+    return float(stdtrit(len(values) - 1, 1 - level / 2)) * spread / math.sqrt(len(values))
 
 
 @dataclass(frozen=True)

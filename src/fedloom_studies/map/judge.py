@@ -1,9 +1,9 @@
 """What the records say: figures per seed, gains over the better of local and FedAvg, and who cannot be told apart.
 
-Within a setup everything is paired over seeds: differences have the 95 % t interval over seeds, and are clear by the
-paired t test with Holm's correction over the methods that are compared at once; with fewer than five common seeds
-nothing is clear. Over setups methods are compared by Friedman's test of the ranks of their means with Nemenyi's test of
-every pair (scikit-posthocs), over the setups and methods in which nothing is missing.
+All differences of a setup are one family of tests (`fedloom.report.family`): every method against the better of local
+and FedAvg, and the best method against every other; pooled data are compared with the former only. Over setups methods
+are compared by Friedman's test of the ranks of their means with Nemenyi's test of every pair (scikit-posthocs), over
+the setups and methods in which nothing is missing; a setup that is not tuned is none of these.
 """
 
 from __future__ import annotations
@@ -11,26 +11,24 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.algorithms import REGISTRY
 from fedloom.metrics import variance, worst
-from fedloom.report.compare import LEVEL, NEAR, holm, paired_p
-from fedloom.report.numbers import ENOUGH, Estimate
+from fedloom.report.compare import NEAR
+from fedloom.report.family import LEVEL, Comparison, differences, family
+from fedloom.report.numbers import Estimate
 from fedloom_studies.map.records import DONE, Record, Series
-from fedloom_studies.map.setups import MARKS, Scale, Setup, setups
-
-T = TypeVar("T")
+from fedloom_studies.map.setups import MARKS, POOLED, Scale, Setup, setups
 
 LEAST = 3
 """Setups, and methods, without which nothing is said of all setups together."""
 Table = NDArray[np.float64]
 Groups = list[tuple[int, int]]
-"""First and last place of every group of neighbours that cannot be told apart."""
+"""First and last place of every group of neighbours that are level."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +42,32 @@ class Standing:
             ``mean_at_fedavg_work``, the mean at the last evaluated round with no more gradients than FedAvg took in
             all; ``gradients`` of samples and ``bytes`` of the whole run; ``rounds_to_95``, the first evaluated round
             with 95 % of the setup's best mean, nan where it is not reached.
-        gain: of ``mean`` over the better of local and FedAvg.
-        clear: whether the gain is.
-        confirmed: whether the same holds with the seeds of the second look; None without one.
+        gain: of ``mean`` over the better of local and FedAvg; None for that one, and where these are not both done.
+        lead: of the best method over this one; None for the best, and for pooled data, which are no rival.
+        confirmed: whether the gain is significant with the seeds of the second look too; None without one.
     """
 
     method: str
     record: Record
     figures: dict[str, Estimate]
-    gain: Estimate
-    clear: bool
+    gain: Comparison | None
+    lead: Comparison | None
     confirmed: bool | None
+
+    @property
+    def better(self) -> bool:
+        """Whether it is significantly better than the better of local and FedAvg."""
+        return self.gain is not None and self.gain.significant and self.gain.mean > 0
+
+    @property
+    def worse(self) -> bool:
+        """Whether it is significantly worse than the better of local and FedAvg."""
+        return self.gain is not None and self.gain.significant and self.gain.mean < 0
+
+    @property
+    def level(self) -> bool:
+        """Whether it is the best method, or not significantly below it."""
+        return self.method != POOLED and not (self.lead is not None and self.lead.significant)
 
 
 @dataclass(frozen=True)
@@ -76,42 +89,42 @@ class Judged:
         """The standing of a method; None where it has no result."""
         return next((s for s in self.standings if s.method == method), None)
 
-    @cached_property
-    def groups(self) -> Groups:
-        """Every method's group goes on up to the first of those below it that it clearly leads."""
-        return groups(len(self.standings), lambda i, k: self._leads[i][k])
-
-    def beside(self, first: Standing) -> tuple[Standing, ...]:
-        """Those below a method, up to the first that it clearly leads."""
-        i = self.standings.index(first)
-        end = next((k for k, leads in self._leads[i].items() if leads), len(self.standings))
-        return self.standings[i + 1 : end]
-
-    @cached_property
-    def _leads(self) -> list[dict[int, bool]]:
-        """Of every method, whom of those below it it clearly leads, by place."""
-        means = [s.figures["mean"] for s in self.standings]
-        return [_clear({k: _paired(a, b) for k, b in enumerate(means) if k > i}) for i, a in enumerate(means)]
+    @property
+    def rivals(self) -> list[Standing]:
+        """The standings without that of pooled data, the best mean first."""
+        return [s for s in self.standings if s.method != POOLED]
 
 
 def judge(setup: Setup, records: Mapping[tuple[str, str], Record]) -> Judged:
-    """A setup with the records of it."""
-    own = {method: record for (name, method), record in records.items() if name == setup.name}
-    done = {method: record for method, record in own.items() if record.status == DONE}
+    """A setup with the records of it, and every difference that is stated of it as one family of tests."""
+    cells = {method: record for (name, method), record in records.items() if name == setup.name}
+    done = {method: record for method, record in cells.items() if record.status == DONE}
     means = {method: _last(record.seeds) for method, record in done.items()}
     order = sorted(done, key=lambda method: -means[method].mean)
     reference = next((m for m in order if m in MARKS[:2]), "") if {*MARKS[:2]} <= done.keys() else ""
-    gains = {m: _paired(means[m], means[reference]) if reference else Estimate({}) for m in order}
-    clear = _clear({m: gain for m, gain in gains.items() if m != reference}) | {reference: False}
+    top = next((m for m in order if m != POOLED), "")
+    pairs = [(m, reference) for m in order if reference and m != reference]
+    pairs += [(top, m) for m in order if top != reference and m not in (top, reference, POOLED)]
+    tests = family({(a, b): differences(means[a], means[b]) for a, b in pairs})
     again = {m: _last(record.again) for m, record in done.items()}
-    seen = {m: _paired(again[m], again[reference]) for m in order if reference and again[m].by_seed}
-    seen_clear = _clear({m: gain for m, gain in seen.items() if m != reference and gain.by_seed})
-    confirmed = {m: is_clear and seen[m].mean * gains[m].mean > 0 for m, is_clear in seen_clear.items()}
+    look = family({m: differences(again[m], again[reference]) for m in order if reference and again[m].by_seed})
+
+    def lead(method: str) -> Comparison | None:
+        if method in (top, POOLED):
+            return None
+        return -tests[method, reference] if top == reference else tests[top, method]
+
+    def confirmed(method: str) -> bool | None:
+        if method not in look or method == reference:
+            return None
+        return look[method].significant and look[method].mean * tests[method, reference].mean > 0
+
     best = means[order[0]].mean if order else math.nan
     standings = tuple(
-        Standing(m, own[m], _figures(own[m], done, best), gains[m], clear[m], confirmed.get(m)) for m in order
+        Standing(m, cells[m], _figures(cells[m], done, best), tests.get((m, reference)), lead(m), confirmed(m))
+        for m in order
     )
-    return Judged(setup, reference, standings, own)
+    return Judged(setup, reference, standings, cells)
 
 
 def _last(seeds: Mapping[str, Series]) -> Estimate:
@@ -120,18 +133,6 @@ def _last(seeds: Mapping[str, Series]) -> Estimate:
 
 def _array(values: object) -> Table:
     return np.array(values, np.float64)
-
-
-def _paired(one: Estimate, other: Estimate) -> Estimate:
-    """Differences by common seed."""
-    return Estimate({seed: value - other.finite[seed] for seed, value in one.finite.items() if seed in other.finite})
-
-
-def _clear(leads: Mapping[T, Estimate]) -> dict[T, bool]:
-    """Which differences are clear, by Holm over all of them."""
-    values = {k: list(lead.finite.values()) for k, lead in leads.items()}
-    found = holm({i: paired_p(v) if len(v) >= ENOUGH else 1.0 for i, v in enumerate(values.values())})
-    return dict(zip(values, found.values(), strict=True))
 
 
 def _figures(record: Record, done: Mapping[str, Record], best: float) -> dict[str, Estimate]:
@@ -214,11 +215,11 @@ def overall(judged: list[Judged]) -> Overall | None:
 def ranked(judged: list[Judged]) -> tuple[tuple[str, ...], tuple[str, ...], Table, tuple[float, ...]]:
     """Setups and methods of the largest block without a gap, the means in it, and the mean ranks, the best first.
 
-    There is nothing in it where it has fewer than `LEAST` setups or methods.
+    There is nothing in it where it has fewer than `LEAST` setups or methods. Only setups with `Setup.ranks` are in it.
     """
     from scipy.stats import rankdata
 
-    known = {j.setup.name: {s.method: s.figures["mean"].mean for s in j.standings} for j in judged if not j.setup.best}
+    known = {j.setup.name: {s.method: s.figures["mean"].mean for s in j.standings} for j in judged if j.setup.ranks}
     order = sorted(known, key=lambda name: -len(known[name]))
     blocks = [(order[:k], set.intersection(*(set(known[n]) for n in order[:k]))) for k in range(LEAST, len(order) + 1)]
     setups, methods = max(blocks, key=lambda block: len(block[0]) * len(block[1]), default=([], set[str]()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from fedloom.report.figure import Spec, mark
@@ -19,16 +19,17 @@ SIGNS = {NOT_RUN: "·", NOT_APPLICABLE: "\N{EN DASH}", FAILED: "\N{MULTIPLICATIO
 
 
 def overview(judged: Sequence[Judged], methods: Sequence[str]) -> str:
-    """Methods x setups: the colour is the gain over the better of local and FedAvg, pale where it is not decidable."""
+    """Methods x setups: the colour is the gain over the better of local and FedAvg, pale where not significant."""
     cells = []
     for j in judged:
         for method in methods:
             record, standing = j.records.get(method), j.of(method)
-            gain = rounded(100 * standing.gain.mean) if standing else None
+            gain = rounded(100 * standing.gain.mean) if standing and standing.gain else None
+            gain = 0.0 if method == j.reference else gain
             status = record.status if record else NOT_RUN
-            sign = SIGNS.get(status, "") if gain is None or status != DONE else ""
+            sign = SIGNS.get(status, "") if status != DONE else ""
             cells.append({"setup": j.setup.name, "method": method, "gain": gain, "sign": sign,
-                          "clear": 1.0 if standing and standing.clear else 0.3})  # fmt: skip
+                          "clear": 1.0 if standing and (standing.better or standing.worse) else 0.3})  # fmt: skip
     y = _names("method", methods)
     x = _names("setup", [j.setup.name for j in judged], orient="top", labelAngle=-45)
     limit = 100 * CLIP
@@ -46,28 +47,44 @@ def overview(judged: Sequence[Judged], methods: Sequence[str]) -> str:
     return drawn({"data": {"values": cells}, "width": {"step": 34}, "height": {"step": 15}, "layer": layers})
 
 
-def ladder(names: Sequence[str], values: Sequence[float], halves: Sequence[float], groups: Groups, title: str) -> str:
-    """A critical-difference view: a row per method with its value and interval, and a bar beside every group.
+def ladder(
+    names: Sequence[str],
+    values: Sequence[float],
+    halves: Sequence[float],
+    title: str,
+    *,
+    groups: Groups | None = None,
+    level: Collection[str] | None = None,
+) -> str:
+    """A row per method with its value and interval, and which methods are level.
 
     Args:
         names: of the methods, the best first.
         values: of each.
         halves: half of the interval of each; nan where there is none.
-        groups: of methods that cannot be told apart.
         title: of the values.
+        groups: of methods that are level, each drawn as a bar beside its rows.
+        level: methods that are level with the first one, drawn as full circles, the others as empty ones.
     """
     rows = [
-        {"method": name, "value": rounded(value), "low": rounded(value - half), "high": rounded(value + half)}
+        {
+            "method": name,
+            "value": rounded(value),
+            "low": rounded(value - half),
+            "high": rounded(value + half),
+            "full": float(level is None or name in level),
+        }
         for name, value, half in zip(names, values, halves, strict=True)
         if math.isfinite(value)
     ]
-    bars = [{"group": k, "method": names[a], "last": names[b]} for k, (a, b) in enumerate(groups) if b > a]
+    bars = [{"group": k, "method": names[a], "last": names[b]} for k, (a, b) in enumerate(groups or ()) if b > a]
     y = _names("method", names)
     x = {"field": "value", "type": "quantitative", "title": title, "scale": {"zero": False}, "axis": {"tickCount": 6}}
     known = {"filter": "isValid(datum.low)"}
     points = {"width": 360, "height": {"step": 13}, "data": {"values": rows}, "layer": [
         mark("rule", {"y": y, "x": {**x, "field": "low"}, "x2": {"field": "high"}}, known, color=OURS, strokeWidth=2),
-        mark("point", {"y": y, "x": x}, color=OURS, filled=True, size=42),
+        mark("point", {"y": y, "x": x, "fillOpacity": {"field": "full", "type": "quantitative", "scale": None}},
+             fill=OURS, stroke=OURS, strokeWidth=1.5, size=42),
     ]}  # fmt: skip
     if not bars:
         return drawn(points)

@@ -60,6 +60,19 @@ class Setup:
     document: dict[str, Any]
     best: int = 0
 
+    @property
+    def ranks(self) -> bool:
+        """Whether its means count in ranks over setups: every method runs in it, with settings that were tuned."""
+        return not self.best and self.trials > 1
+
+    @property
+    def training(self) -> str:
+        """The model, the rounds and the tuning in words."""
+        model = ", ".join(f"{key} {value}" for key, value in self.document["model"].items() if key != "kind")
+        tuned = f"{self.trials} trials a method" if self.trials > 1 else "not tuned, every method as it comes"
+        kind = self.document["model"]["kind"]
+        return f"{kind}{f' ({model})' if model else ''}, {self.document['rounds']} rounds, {tuned}"
+
 
 def setups(scale: Scale) -> dict[str, Setup]:
     """Every setup of a scale by name, in the order of the file."""

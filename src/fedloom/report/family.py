@@ -1,0 +1,104 @@
+"""A family of paired tests: differences over common seeds, Holm's correction, and intervals that agree with it.
+
+Every comparison that one page, card or table states at once belongs to one family. A difference is tested by the paired
+t test (`scipy.stats.ttest_1samp` of the differences by seed); Holm's step-down procedure (`statsmodels`) keeps the
+chance of any false claim in the family at 5 % or less. The interval of a difference has the level of the step at which
+Holm's procedure decides it, so it leaves out 0 exactly where the difference is significant; its own coverage is 95 % or
+more. A comparison with fewer than five common seeds is not tested and is no member of the family.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+from fedloom.report.numbers import ENOUGH, Estimate, half_width
+
+Name = TypeVar("Name", bound=Hashable)
+
+LEVEL = 0.05
+"""Chance of any false claim in a family."""
+
+
+class Comparison(NamedTuple):
+    """One difference of a family.
+
+    Attributes:
+        mean: mean over the common seeds; nan without one.
+        half: half width of its interval, at the family's level; of the plain 95 % interval where it is not tested; nan
+            with fewer than two seeds.
+        p: two-sided p of the paired t test; nan where it is not tested.
+        holm: the same, adjusted by Holm for the family.
+        significant: whether Holm's procedure rejects that there is no difference.
+        seeds: number of common seeds.
+    """
+
+    mean: float
+    half: float
+    p: float
+    holm: float
+    significant: bool
+    seeds: int
+
+    @property
+    def testable(self) -> bool:
+        """Whether there are seeds enough for a test."""
+        return self.seeds >= ENOUGH
+
+    def __neg__(self) -> Comparison:
+        """The comparison seen from its other side."""
+        return self._replace(mean=-self.mean)
+
+
+def differences(one: Estimate, other: Estimate) -> dict[int, float]:
+    """One minus the other by common seed.
+
+    >>> differences(Estimate({0: 3.0, 1: 4.0}), Estimate({1: 1.0, 2: 9.0}))
+    {1: 3.0}
+    """
+    return {seed: one.finite[seed] - other.finite[seed] for seed in sorted(one.finite.keys() & other.finite.keys())}
+
+
+def family(members: Mapping[Name, Mapping[int, float]]) -> dict[Name, Comparison]:
+    """Test every difference of a family.
+
+    Args:
+        members: differences by seed, by a name of the comparison.
+    """
+    values = {name: [*by_seed.values()] for name, by_seed in members.items()}
+    p = {name: _paired_p(one) for name, one in values.items() if len(one) >= ENOUGH}
+    rejections, corrected = _holm(p)
+    step = {name: min(place, sum(rejections.values())) for place, name in enumerate(sorted(p, key=p.__getitem__))}
+    return {
+        name: Comparison(
+            sum(one) / len(one) if one else math.nan,
+            half_width(one, LEVEL / (len(p) - step[name]) if name in p else LEVEL),
+            p.get(name, math.nan),
+            corrected.get(name, math.nan),
+            rejections.get(name, False),
+            len(one),
+        )
+        for name, one in values.items()
+    }
+
+
+def _paired_p(values: Sequence[float]) -> float:
+    """Two-sided p of the paired t test of differences ``[k]``; equal ones are certain, unless they are all 0."""
+    if max(values) == min(values):
+        return 0.0 if values[0] else 1.0
+    from scipy.stats import ttest_1samp  # slow to import, needed with seeds enough only
+
+    with warnings.catch_warnings():  # scipy warns of differences that are nearly equal
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return float(ttest_1samp(values, 0.0).pvalue)
+
+
+def _holm(p: Mapping[Name, float]) -> tuple[dict[Name, bool], dict[Name, float]]:
+    if not p:
+        return {}, {}
+    from statsmodels.stats.multitest import multipletests  # slow to import, needed with seeds enough only
+
+    rejections, corrected, *_ = multipletests(list(p.values()), alpha=LEVEL, method="holm")
+    return dict(zip(p, rejections.tolist(), strict=True)), dict(zip(p, corrected.tolist(), strict=True))

@@ -1,0 +1,57 @@
+"""A family of paired tests agrees with SciPy and statsmodels, and its intervals with its verdicts."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from statsmodels.stats.multitest import multipletests
+
+from fedloom.report.family import LEVEL, differences, family
+from fedloom.report.numbers import Estimate
+
+VALUES = st.lists(st.floats(-1, 1).map(lambda v: round(v, 4)), min_size=5, max_size=8)
+
+
+@given(st.lists(VALUES, min_size=1, max_size=9))
+def test_p_values_verdicts_and_intervals_agree(members: list[list[float]]) -> None:
+    found = family({k: dict(enumerate(values)) for k, values in enumerate(members)})
+    spread = {k: values for k, values in enumerate(members) if len(set(values)) > 1}
+    p = [stats.ttest_1samp(spread[k], 0).pvalue if k in spread else float(v[0] == 0) for k, v in enumerate(members)]
+    rejections, corrected, *_ = multipletests(p, alpha=LEVEL, method="holm")
+    for k, values in enumerate(members):
+        one = found[k]
+        assert one.mean == pytest.approx(np.mean(values), abs=1e-12)
+        assert (one.p, one.holm) == (pytest.approx(p[k], abs=1e-12), pytest.approx(corrected[k], abs=1e-12))
+        assert one.significant == rejections[k]
+        assert one.testable
+        if k in spread and not math.isclose(one.half, abs(one.mean)):
+            assert one.significant == (abs(one.mean) > one.half)
+            plain = stats.ttest_1samp(values, 0).confidence_interval(1 - LEVEL)
+            assert one.half >= (plain.high - plain.low) / 2 * (1 - 1e-9)
+
+
+def test_a_family_of_one_has_the_plain_interval() -> None:
+    values = {0: 0.1, 1: 0.3, 2: 0.2, 3: 0.15, 4: 0.22}
+    one = family({"a": values})["a"]
+    low, high = stats.ttest_1samp([*values.values()], 0).confidence_interval(0.95)
+    assert (one.mean - one.half, one.mean + one.half) == (pytest.approx(low), pytest.approx(high))
+    assert -one == one._replace(mean=-one.mean)
+
+
+def test_few_seeds_are_no_member_of_the_family() -> None:
+    many = dict(enumerate([0.1, 0.3, 0.2, 0.15, 0.22]))
+    few = dict(enumerate([0.1, 0.1001, 0.1, 0.1]))
+    both = family({"many": many, "few": few, "none": {}})
+    assert both["many"] == family({"many": many})["many"]
+    assert (both["few"].significant, both["few"].testable, math.isnan(both["few"].p)) == (False, False, True)
+    assert math.isnan(both["none"].mean)
+
+
+def test_differences_are_of_common_seeds_with_finite_values() -> None:
+    one, other = Estimate({0: 1.0, 1: math.nan, 3: 5.0}), Estimate({0: 0.5, 1: 1.0, 2: 1.0, 3: 2.0})
+    assert differences(one, other) == {0: 0.5, 3: 3.0}
