@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from statsmodels.stats.multitest import multipletests
 
-from fedloom.report.family import LEVEL, differences, family
+from fedloom.report.comparison.family import LEVEL, differences, family
 from fedloom.report.numbers import Estimate
 
 VALUES = st.lists(st.floats(-1, 1).map(lambda v: round(v, 4)), min_size=5, max_size=8)

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedloom import report
-from fedloom.report import compare, numbers
+from fedloom.report import numbers
+from fedloom.report.comparison import criteria as compare
 from fedloom.report.numbers import Estimate, Row, rows_of
 from fedloom.report.reading import Key, Record, read_runs
 

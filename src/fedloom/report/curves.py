@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedloom.report import figure as vl
-from fedloom.report.compare import cumulative
+from fedloom.report.comparison.criteria import cumulative
 from fedloom.report.figure import Figure, Rows
 from fedloom.report.naming import GROUPS, MB, figure, metric, titled
 from fedloom.report.numbers import (

@@ -8,7 +8,7 @@ from html import escape
 
 import numpy as np
 
-from fedloom.report.compare import Winner, tasks, winners
+from fedloom.report.comparison.criteria import Winner, tasks, winners
 from fedloom.report.curves import share_of
 from fedloom.report.figure import off_axis
 from fedloom.report.naming import COSTS, figure

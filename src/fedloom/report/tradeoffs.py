@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from fedloom.report import figure as vl
-from fedloom.report.compare import common_target, cost_to_reach, tasks
+from fedloom.report.comparison.criteria import common_target, cost_to_reach, tasks
 from fedloom.report.figure import KNOWN, MEAN, SINGLE, Figure, Rows, Spec
 from fedloom.report.naming import COSTS, MB, figure, metric, titled
 from fedloom.report.numbers import Estimate, Row

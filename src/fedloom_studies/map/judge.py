@@ -1,9 +1,9 @@
 """What the records say: figures per seed, gains over the better of local and FedAvg, and who cannot be told apart.
 
-All differences of a setup are one family of tests (`fedloom.report.family`): every method against the better of local
-and FedAvg, and the best method against every other; pooled data are compared with the former only. Over setups methods
-are compared by Friedman's test of the ranks of their means with Nemenyi's test of every pair (scikit-posthocs), over
-the setups and methods in which nothing is missing; a setup that is not tuned is none of these.
+All differences of a setup are one family of tests (`fedloom.report.comparison.family`): every method against the better
+of local and FedAvg, and the best method against every other; pooled data are compared with the former only. Over setups
+methods are compared by Friedman's test of the ranks of their means with Nemenyi's test of every pair (scikit-posthocs),
+over the setups and methods in which nothing is missing; a setup that is not tuned is none of these.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from fedloom.algorithms import REGISTRY
 from fedloom.metrics import variance, worst
-from fedloom.report.compare import NEAR
-from fedloom.report.family import LEVEL, Comparison, differences, family
+from fedloom.report.comparison.criteria import NEAR
+from fedloom.report.comparison.family import LEVEL, Comparison, differences, family
 from fedloom.report.numbers import Estimate
 from fedloom_studies.map.records import DONE, Record, Series
 from fedloom_studies.map.setups import MARKS, POOLED, Scale, Setup, setups

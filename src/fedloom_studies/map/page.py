@@ -11,7 +11,7 @@ import pyarrow.csv as pc
 import pyarrow.parquet as pq
 
 from fedloom.algorithms import REGISTRY
-from fedloom.report.family import LEVEL, Comparison
+from fedloom.report.comparison.family import LEVEL, Comparison
 from fedloom.report.numbers import ENOUGH, Estimate
 from fedloom.report.tables import inert
 from fedloom_studies.map.judge import Judged, Overall, Standing, judge, overall

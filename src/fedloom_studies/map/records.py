@@ -14,7 +14,7 @@ import numpy as np
 
 from fedloom.errors import FedloomError, RunDirError
 from fedloom.metrics import leading
-from fedloom.report.compare import cumulative
+from fedloom.report.comparison.criteria import cumulative
 from fedloom.report.numbers import MODELS, curve, test_metrics
 from fedloom.report.reading import Key, Run
 from fedloom.storage.files import make_folder, write_atomic

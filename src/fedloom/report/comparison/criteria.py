@@ -1,8 +1,8 @@
 """Which method wins by which criterion, and how sure that is.
 
 Methods are compared seed by seed (same seed, same data split): the leader against every row of another method, as one
-family of tests (`fedloom.report.family`). With fewer than five common seeds nothing is decided: the test would rest on
-a spread that so few numbers cannot show.
+family of tests (`fedloom.report.comparison.family`). With fewer than five common seeds nothing is decided: the test
+would rest on a spread that so few numbers cannot show.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fedloom.report.family import differences, family
+from fedloom.report.comparison.family import differences, family
 from fedloom.report.naming import MB, metric
 from fedloom.report.numbers import EMPTY, LOST, Curve, Estimate, Row, curve, run_of
 from fedloom.report.reading import Key, Run
