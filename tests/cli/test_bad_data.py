@@ -161,7 +161,7 @@ CASES = {
     "missing label": by_path("t.csv", b"a,b\n1,0\n2,\n3,1\n", "row 3, column 'b': missing value; repair it"),
     "label with fractions": by_path("t.csv", b"a,b\n1,0\n2,.5\n", "t.csv: the label has fractions; set task"),
     "short row": by_path("t.csv", b"a,b\n1,0\n2\n3,1\n", "row 3 has 1 cells, expected 2; .*repair the row"),
-    "no feature": by_path("t.csv", b"a;b\n1;0\n2;1\n", "no column is left as a feature, the header has 'a;b'; "),
+    "no feature": by_path("t.csv", b"ab\n1\n2\n", "no column is left as a feature, the header has 'ab'; "),
     "empty table": by_path("t.csv", b"", "t.csv: empty; a table needs a header row"),
     "two tables": Case("csv", {"s.csv": b"a,b\n1,0\n", "t.csv": b"a,b\n1,0\n"}, "more than one table, .*; give"),
     "nothing there": Case("mnist", {}, "not found; looked in .*; put its original files there"),

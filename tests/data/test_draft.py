@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import fedloom as fl
 from fedloom.cli import app
 from fedloom.data.column_facts import Facts
-from fedloom.data.survey import separator
+from fedloom.data.sources import source
 from fedloom.experiment import Plan, parse
 
 RUNNER, N = CliRunner(), 240
@@ -237,7 +237,7 @@ def test_a_separator_is_found_by_what_cuts_rows_alike(tmp_path: Path) -> None:
         (",", "a\n1\n"),
     ):
         (tmp_path / "t.csv").write_text(text)
-        assert separator(tmp_path / "t.csv") == sign, text
+        assert source(tmp_path / "t.csv").signs().separator == sign, text
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.sources.cells import is_number
+from fedloom.data.tables import is_number
 
 Kind = Literal["number", "text", "date", "empty"]
 

@@ -62,6 +62,7 @@ class Dataset:
         centre: what was subtracted from the targets of a regression.
         unit: what divided them after that; figures are in this unit.
         vocabulary: names of the tokens; empty where samples are numbers.
+        notes: sentences on how the source was read, for the report.
 
     Raises:
         DataError: lengths that disagree, labels outside 0..C-1, values that are not finite, wrong types.
@@ -84,6 +85,7 @@ class Dataset:
     centre: float = 0.0
     unit: float = 1.0
     vocabulary: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.x)

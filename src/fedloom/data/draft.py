@@ -11,8 +11,8 @@ import tomli_w
 from numpy.typing import NDArray
 
 from fedloom.data.column_facts import FEW, PER_LEVEL, TOKENS, Facts
-from fedloom.data.sources.cells import is_number
 from fedloom.data.survey import TELLS, Survey
+from fedloom.data.tables import is_number
 from fedloom.errors import ConfigError, DataError
 
 LEAST = 10

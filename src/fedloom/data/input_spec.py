@@ -172,14 +172,14 @@ class InputSpec(Value):
         if not isinstance(data.prepare, Table):
             if data.shape != (len(wanted),) or any(c.levels for c in table.columns):
                 raise DataError(f"{data.name}: is no table with the columns {', '.join(wanted)}")
-            return data.x.double()
+            return table.unmarked(data.x.double())
         found = {c.name: (k, c) for k, c in enumerate(data.prepare.columns)}
         missing, extra = [n for n in wanted if n not in found], [n for n in found if n not in wanted]
         if missing or extra:
             lacks = f"lacks {', '.join(map(repr, missing))}" if missing else f"has {', '.join(map(repr, extra))} too"
             raise DataError(f"{data.name}: {lacks}; the model was trained on the columns {', '.join(wanted)}")
         pairs = [(old, found[old.name][1], data.x[:, found[old.name][0]]) for old in table.columns]
-        return torch.stack([_recoded(old, new, values, data.name) for old, new, values in pairs], 1)
+        return table.unmarked(torch.stack([_recoded(old, new, values, data.name) for old, new, values in pairs], 1))
 
 
 def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0, fitted: Tensor | None = None) -> Federation:

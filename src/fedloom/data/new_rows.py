@@ -13,7 +13,7 @@ from torch import Tensor
 from fedloom.data.dataset import Dataset, refuse
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.sources.arrays import plain
-from fedloom.data.sources.cells import Piece, Problems, is_missing, numbers
+from fedloom.data.sources.cells import Piece, Problems, is_missing, level, numbers
 from fedloom.data.sources.memory import frame_cells, is_frame
 from fedloom.data.sources.tabular import Raw
 from fedloom.data.tables import Column, Table
@@ -101,7 +101,7 @@ def _by_column(
     for piece in cells:
         if piece.column == users:
             gone = is_missing(piece.cells, table.missing)
-            sites += ["" if out else str(cell) for cell, out in zip(piece.cells, gone, strict=True)]
+            sites += ["" if out else level(cell) for cell, out in zip(piece.cells, gone, strict=True)]
         if (k := place.get(piece.column)) is None:
             continue
         values, count = _values(table, table.columns[k], piece, problems)
@@ -129,7 +129,7 @@ def _values(table: Table, column: Column, piece: Piece, problems: Problems) -> t
             problems.add("code", column.name, what, out[wrong].tolist(), "repair the cell")
         return out, int(gone.sum())
     code = {level: k for k, level in enumerate(column.names)}
-    out = np.array([np.nan if g else code.get(str(c), -1) for c, g in zip(piece.cells, gone, strict=True)], float)
+    out = np.array([np.nan if g else code.get(level(c), -1) for c, g in zip(piece.cells, gone, strict=True)], float)
     if (strange := out == -1).any():
         at = int(strange.argmax())
         if not table.impute:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import codecs
-import csv
 import re
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +11,7 @@ import numpy as np
 
 from fedloom.data.column_facts import FEW, PER_LEVEL, Facts
 from fedloom.data.sources import source
-from fedloom.data.sources.archive import entries
-from fedloom.data.sources.cells import is_missing, is_number, pointed
+from fedloom.data.sources.cells import is_missing
 from fedloom.data.sources.tabular import Csv, TableSource
 from fedloom.errors import ConfigError, DataError, NoSamples, nearest
 
@@ -28,8 +24,6 @@ SITES = (
     "branch", "bank", "school", "store", "shop", "region", "country", "county", "state", "city", "device", "sensor",
     "machine", "plant", "group", "klinik", "standort", "writer", "speaker", "subject",
 )  # fmt: skip
-GROUPED = re.compile(r"[-+]?\d{1,3}(,\d{3})+")
-"""A whole number with commas between thousands, or one with a decimal comma and three digits behind it."""
 TELLS = 0.99
 """Share of the target's spread that a single column explains when it leaks."""
 
@@ -53,9 +47,10 @@ class Survey:
         if not isinstance(kind, TableSource):
             raise DataError(f"{path}: is no table but {type(kind).__name__.lower()}; give a CSV or Parquet file")
         if isinstance(kind, Csv):
-            self.options["separator"] = separator(path)
-            kind = kind.with_(**self.options)
-        self.known = kind.missing
+            signs = kind.signs()
+            kind = kind.with_(**signs._asdict())
+            self.options = {"separator": signs.separator} | ({"decimal": ","} if signs.decimal == "," else {})
+        self.known = kind.markers
         cells: dict[str, list[str]] = {}
         with kind.open() as raw:
             self.names = raw.names
@@ -73,9 +68,6 @@ class Survey:
             raise NoSamples(f"{path}: empty; a table needs a header row and rows below it")
         if not cells[raw.names[0]]:
             raise NoSamples(f"{path}: no rows below the header; an empty table")
-        if isinstance(kind, Csv) and self._commas(list(cells.values())):
-            self.options["decimal"] = ","
-            cells = {name: [pointed(c) for c in column] for name, column in cells.items()}
         self.columns = {name: Facts(name, np.array(column, object)) for name, column in cells.items()}
         self.rows = len(next(iter(cells.values())))
 
@@ -88,19 +80,6 @@ class Survey:
         if name not in self.columns:
             raise ConfigError(f"{self.path}: {what}: no column {name!r}; {nearest(name, self.names)}")
         return self.columns[name]
-
-    def _commas(self, columns: list[list[str]]) -> bool:
-        """Whether numbers have a decimal comma: some columns are numbers with it that are none without.
-
-        Commas before three digits, as in 1,000, are none where commas part cells, or other numbers have a point.
-        """
-        found = [[c for c in column if c != ""] for column in columns]
-        split = [[c for c in cells if "," in c and is_number(pointed(c))] for cells in found]
-        split = [part for cells, part in zip(found, split, strict=True) if len(part) > len(cells) / 2]
-        if all(GROUPED.fullmatch(c.strip()) for part in split for c in part):
-            points = (c for cells in found for c in cells if "." in c and pointed(c) == c and is_number(c))
-            return bool(split) and self.options["separator"] != "," and next(points, None) is None
-        return True
 
     def targets(self) -> list[str]:
         """Columns that may be the target, the likeliest first: by name, then those with few classes, from the right."""
@@ -156,37 +135,6 @@ class Survey:
             if key in seen:
                 yield name, seen[key]
             seen.setdefault(key, name)
-
-
-def separator(path: Path) -> str:
-    """The character between the cells of a CSV file: the one that cuts its first rows into the same number, above one.
-
-    Raises:
-        DataError: no such file, or not text in UTF-8.
-    """
-    for entry in entries(path, lambda name: True):
-        head = entry.stream.read(2**16)
-        break
-    else:
-        raise DataError(f"{path}: no file there")
-    try:
-        text = head.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        if error.start < len(head) - 4:
-            encoding = "UTF-16" if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "WINDOWS-1252"
-            raise DataError(
-                f"{path}: not text in UTF-8 (byte {error.start}); save it as UTF-8, or convert it: "
-                f"iconv -f {encoding} -t UTF-8 {path.name} > utf8.csv"
-            ) from None
-        text = head[: error.start].decode("utf-8-sig")
-    lines = text.splitlines(keepends=True)
-    best, most = ",", 1
-    for sign in (",", ";", "\t", "|"):
-        widths = [len(row) for row in islice(csv.reader(lines[:-1] or lines, delimiter=sign), 200) if row]
-        common = max(set(widths), key=widths.count, default=1)
-        if common > most and widths.count(common) >= 0.8 * len(widths) and widths[0] == common:
-            best, most = sign, common
-    return best
 
 
 def _words(name: str) -> set[str]:

@@ -2,14 +2,54 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from fedloom.errors import DataError
 from fedloom.values import Value
+
+MARKERS = ("", "?", "NA", "NaN", "nan", "null")
+"""Cells that mean missing in every table, whatever other markers it has."""
+
+
+def is_number(cell: Any) -> bool:
+    """Whether a cell is a finite number."""
+    try:
+        return bool(np.isfinite(float(cell)))
+    except (ValueError, TypeError, OverflowError):
+        return False
+
+
+class Markers:
+    """Cells that mean missing, by value: the marker -9 is the number -9, and the texts "-9", " -9" and "-9.0" alike.
+
+    Args:
+        markers: texts; one that reads as a number is compared as a number.
+    """
+
+    def __init__(self, markers: Sequence[str]) -> None:
+        self._texts = frozenset(marker.strip() for marker in markers)
+        values = [float(marker) for marker in self._texts if is_number(marker)]
+        self._values = frozenset([*values, *np.array(values, np.float32).tolist()])  # as a column of 32 bits has it
+        self.numbers = sorted(self._values)
+
+    def hold(self, cell: Any) -> bool:
+        """Whether a cell is one of them."""
+        if isinstance(cell, str):
+            text = cell.strip()
+            return text in self._texts or bool(self._values and is_number(text) and float(text) in self._values)
+        if isinstance(cell, int | float | np.number) and not isinstance(cell, bool):
+            return cell in self._values
+        return False
+
+
+markers_of = lru_cache(maxsize=64)(Markers)
 
 
 class Column(Value):
@@ -34,7 +74,7 @@ class Table(Value):
 
     columns: tuple[Column, ...] = Field(min_length=1)
     min_observed: int = Field(default=5, ge=1, description="observed training values below which a column is dropped")
-    missing: tuple[str, ...] = Field(default=("",), description="texts of cells that mean missing")
+    missing: tuple[str, ...] = Field(default=("",), description="cells that mean missing, by value")
     impute: bool = Field(default=True, description="whether missing cells of new rows are filled")
 
     @classmethod
@@ -46,6 +86,12 @@ class Table(Value):
     def width(self) -> int:
         """Number of features q."""
         return sum(max(column.levels, 1) + column.flag for column in self.columns)
+
+    def unmarked(self, x: Tensor) -> Tensor:
+        """Raw columns ``[N, p]`` with NaN in the place of numbers that mean missing."""
+        marks = torch.tensor(markers_of(self.missing).numbers, dtype=x.dtype)
+        numbers = torch.tensor([not column.levels for column in self.columns])
+        return torch.where(torch.isin(x, marks) & numbers, torch.nan, x) if len(marks) else x
 
     def __call__(self, x: Tensor, owner: Tensor, train: Tensor) -> Tensor:
         """Features [N, q] float32; see `Prepare`."""

@@ -163,7 +163,12 @@ class Partition(Value):
             seed=seed,
             groups=None if draw.groups is None else torch.from_numpy(draw.groups),
             noise=noise,
-            notes=(*draw.notes, *_unused(draw.dealt, pool), *_notes(cut, y, names, data.classes, len(data))),
+            notes=(
+                *data.notes,
+                *draw.notes,
+                *_unused(draw.dealt, pool),
+                *_notes(cut, y, names, data.classes, len(data)),
+            ),
         )
 
     def _pool(self, data: Dataset) -> Pool:

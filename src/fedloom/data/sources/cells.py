@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import re
@@ -9,22 +10,34 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import date, timedelta
 from itertools import islice, repeat
-from typing import Any, NamedTuple, cast
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.sources.archive import Entry
+from fedloom.data.tables import is_number, markers_of
 from fedloom.errors import DataError
 
 BATCH = 512
 csv.field_size_limit(2**24)  # characters of a cell: a text may be long, a quote that nothing closes may not fill memory
 LEVELS = 6
 """Levels of a column that an error shows."""
-ROLES = "repair the cell, or say what the column is: label, users (whose row it is), categorical or drop"
+ROLES = (
+    "repair the cell, name it in missing, or say what the column is: label, users (whose row it is), categorical or "
+    "drop"
+)
 COMMA = re.compile(r"[-+]?(\d{1,3}(\.\d{3})+|\d+)(,\d+)?([eE][-+]?\d+)?")
 """A number with a decimal comma, perhaps with points between thousands."""
+GROUPED = re.compile(r"[-+]?\d{1,3}(,\d{3})+")
+"""A whole number with commas between thousands, or one with a decimal comma and three digits behind it."""
+HEAD = 2**18
+"""Bytes of a CSV file from which its signs are found out."""
 Cells = Sequence[Any]
+WHOLE = re.compile(r"([-+]?\d+)\.0+")
+"""A whole number that is written with zeros behind its point."""
+TRUTH = {"true": 1.0, "false": 0.0}
 
 
 class Piece(NamedTuple):
@@ -33,6 +46,61 @@ class Piece(NamedTuple):
     start: int
     column: str
     cells: Cells
+
+
+class Signs(NamedTuple):
+    """The signs of a CSV file: the character between cells, and the decimal sign of numbers."""
+
+    separator: str
+    decimal: Literal[".", ","]
+
+
+def signs_of(head: bytes, where: object) -> Signs:
+    """The signs of a CSV file from its first bytes.
+
+    The separator cuts the first rows into the same number of cells, above one; the decimal sign is a comma where some
+    columns are numbers with it that are none without.
+
+    Raises:
+        DataError: no text in UTF-8.
+    """
+    try:
+        text = head.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        if error.start < len(head) - 4:
+            encoding = "UTF-16" if head[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "WINDOWS-1252"
+            raise DataError(
+                f"{where}: not text in UTF-8 (byte {error.start}); save it as UTF-8, or convert it: "
+                f"iconv -f {encoding} -t UTF-8 {Path(str(where)).name} > utf8.csv"
+            ) from None
+        text = head[: error.start].decode("utf-8-sig")
+    lines = text.splitlines(keepends=True)
+    if len(head) >= HEAD:
+        lines = lines[:-1] or lines  # the last one is cut
+    best, most, table = ",", 1, list[list[str]]()
+    with suppress(csv.Error):
+        for sign in (",", ";", "\t", "|"):
+            rows = [row for row in csv.reader(lines, delimiter=sign, skipinitialspace=True) if row]
+            widths = [len(row) for row in rows[:200]]
+            common = max(set(widths), key=widths.count, default=1)
+            if common > most and widths.count(common) >= 0.8 * len(widths) and widths[0] == common:
+                best, most, table = sign, common, rows[1:]
+    columns = list(zip(*(row for row in table if len(row) == most), strict=True))
+    return Signs(best, "," if _commas(columns, best) else ".")
+
+
+def _commas(columns: Sequence[Sequence[str]], separator: str) -> bool:
+    """Whether numbers have a decimal comma: some columns are numbers with it that are none without.
+
+    Commas before three digits, as in 1,000, are none where commas part cells, or other numbers have a point.
+    """
+    filled = [[c for c in column if c != ""] for column in columns]
+    pairs = [(cells, [c for c in cells if "," in c and is_number(pointed(c))]) for cells in filled]
+    split = [part for cells, part in pairs if len(part) > len(cells) / 2]
+    if all(GROUPED.fullmatch(c.strip()) for part in split for c in part):
+        points = (c for cells in filled for c in cells if "." in c and pointed(c) == c and is_number(c))
+        return bool(split) and separator != "," and next(points, None) is None
+    return True
 
 
 class Problems:
@@ -106,9 +174,23 @@ def pointed(cell: str) -> str:
     return cell.replace(".", "").replace(",", ".") if COMMA.fullmatch(cell.strip()) else cell
 
 
-def is_missing(cells: Cells, missing: Sequence[str]) -> NDArray[np.bool_]:
-    """Which cells are missing: None, NaN, or a text that means it; bool ``[k]``."""
-    return np.array([cell is None or cell in missing or cell != cell for cell in cells], bool)
+def is_missing(cells: Cells, missing: tuple[str, ...]) -> NDArray[np.bool_]:
+    """Which cells are missing: None, NaN, or one of the markers; bool ``[k]``."""
+    hold = markers_of(missing).hold
+    return np.array([cell is None or cell != cell or hold(cell) for cell in cells], bool)
+
+
+def level(cell: Any) -> str:
+    """The name of a level, the same from every kind of file: 1, 1.0, "1", "1.0" and " 1" are "1".
+
+    >>> [level(cell) for cell in (1, 1.0, "1.0", " 1", "01", True, "b ")]
+    ['1', '1', '1', '1', '01', 'True', 'b']
+    """
+    if isinstance(cell, float) and cell.is_integer():
+        return str(int(cell))
+    text = str(cell).strip()
+    whole = WHOLE.fullmatch(text)
+    return text if whole is None else whole[1]
 
 
 class Codes:
@@ -121,7 +203,7 @@ class Codes:
     def add(self, cells: Cells, missing: NDArray[np.bool_]) -> None:
         """More rows."""
         codes = [
-            -1 if gone else self.levels.setdefault(str(cell), len(self.levels))
+            -1 if gone else self.levels.setdefault(level(cell), len(self.levels))
             for cell, gone in zip(cells, missing.tolist(), strict=True)
         ]
         self.rows.append(np.array(codes, np.int32))
@@ -147,10 +229,15 @@ def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: 
     """The cells as numbers, NaN where missing; any other cell is a problem."""
     start, column, cells = piece
     out = np.full(len(cells), np.nan)
+    some = [cell for cell, gone in zip(cells, missing, strict=True) if not gone]
     with suppress(ValueError, TypeError, OverflowError):
-        out[~missing] = np.array([cell for cell, gone in zip(cells, missing, strict=True) if not gone], np.float64)
+        out[~missing] = np.array(some, np.float64)
     if not np.isfinite(out[~missing]).all():
-        bad = [k for k, gone in enumerate(missing.tolist()) if not gone and not is_number(cells[k])]
+        some = [TRUTH.get(cell.strip().lower(), cell) if isinstance(cell, str) else cell for cell in some]
+        with suppress(ValueError, TypeError, OverflowError):
+            out[~missing] = np.array(some, np.float64)
+    if not np.isfinite(out[~missing]).all():
+        bad = [k for k, gone in enumerate(missing.tolist()) if not gone and not _readable(cells[k])]
         what = f"row {problems.first + start + bad[0]}, column {column!r}: expected a finite number, got "
         if isinstance(cells[bad[0]], date | timedelta):
             cure = "drop the column, or give a number, such as days since a date"
@@ -158,9 +245,6 @@ def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: 
     return out
 
 
-def is_number(cell: Any) -> bool:
-    """Whether a cell is a finite number."""
-    try:
-        return bool(np.isfinite(float(cell)))
-    except (ValueError, TypeError, OverflowError):
-        return False
+def _readable(cell: Any) -> bool:
+    """Whether a cell is a finite number, or true or false."""
+    return is_number(cell) or (isinstance(cell, str) and cell.strip().lower() in TRUTH)

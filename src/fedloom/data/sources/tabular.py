@@ -15,9 +15,23 @@ from pydantic import Field
 from fedloom.data.dataset import Dataset, Task, refuse
 from fedloom.data.sources._base import FileSource, lies_at, locate
 from fedloom.data.sources.archive import Rows, check_size, entries
-from fedloom.data.sources.cells import BATCH, Codes, Piece, Problems, csv_rows, is_missing, natural, numbers, pieces
-from fedloom.data.sources.cells import with_points as pointed
-from fedloom.data.tables import Column, Table
+from fedloom.data.sources.cells import (
+    BATCH,
+    HEAD,
+    Codes,
+    Piece,
+    Problems,
+    Signs,
+    csv_rows,
+    is_missing,
+    natural,
+    numbers,
+    pieces,
+    pointed,
+    signs_of,
+    with_points,
+)
+from fedloom.data.tables import MARKERS, Column, Table, markers_of
 from fedloom.errors import ConfigError, DataError, NoSamples, nearest
 
 CELL = np.dtype(np.float64).itemsize
@@ -45,7 +59,7 @@ class TableSource(FileSource):
     users: str | None = Field(default=None, description="column that names the client of a row; no feature")
     columns: tuple[str, ...] = Field(default=(), description="columns a partition may split by; features all the same")
     missing: tuple[str, ...] = Field(
-        default=("", "?", "NA", "NaN", "nan", "null"), description="cells that mean missing"
+        default=(), description=f"cells that mean missing, by value, beside empty ones and {', '.join(MARKERS[1:])}"
     )
     impute: bool = Field(default=False, description="allow missing cells: filled per client from its training part")
     unlabelled: Literal["refuse", "drop"] = Field(
@@ -54,6 +68,11 @@ class TableSource(FileSource):
     scale: bool = Field(default=True, description="centre and scale numbers, per client on its training part")
     centre: float = Field(default=0.0, description="subtracted from the label of a regression")
     unit: float = Field(default=1.0, gt=0, description="divides the label of a regression after that; errors are in it")
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All cells that mean missing: those of every table, then this one's."""
+        return tuple(dict.fromkeys((*MARKERS, *self.missing)))
 
     @abstractmethod
     def open(self, data_dir: str | Path | None = None) -> AbstractContextManager[Raw]:
@@ -73,23 +92,47 @@ class TableSource(FileSource):
 class Csv(TableSource):
     """A CSV file with a header row; plain, gz, xz, or the one such file of a zip or tar."""
 
-    separator: str = Field(default=",", min_length=1, max_length=1, description="character between cells")
-    decimal: Literal[".", ","] = Field(default=".", description="decimal sign of numbers")
+    separator: str | None = Field(
+        default=None, min_length=1, max_length=1, description="character between cells; None: found out"
+    )
+    decimal: Literal[".", ","] | None = Field(default=None, description="decimal sign of numbers; None: found out")
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All cells that mean missing; those of a file with decimal commas may be written with one."""
+        markers = super().markers
+        return markers if self.decimal == "." else tuple(pointed(m) if "," in m else m for m in markers)
+
+    def signs(self, data_dir: str | Path | None = None) -> Signs:
+        """The signs that the file is read with: those of the fields, else found out.
+
+        Raises:
+            DataError: no such file, or not text in UTF-8.
+        """
+        place = locate("CSV", self.path, data_dir, (), lambda p: True)
+        if self.separator is not None and self.decimal is not None:
+            return Signs(self.separator, self.decimal)
+        for entry in entries(place, _is_csv):
+            separator, decimal = signs_of(entry.stream.read(HEAD), entry.where)
+            return Signs(self.separator or separator, self.decimal or decimal)
+        raise DataError(f"{place}: no .csv file there; give its path")
 
     @contextmanager
     def open(self, data_dir: str | Path | None = None) -> Iterator[Raw]:
         """The one table that is there."""
-        place = locate("CSV", self.path, data_dir, (), lambda p: True)
-        files = entries(place, lambda name: name.endswith((".csv", ".tsv", ".data", ".txt")))
+        place, signs = locate("CSV", self.path, data_dir, (), lambda p: True), self.signs(data_dir)
+        files = entries(place, _is_csv)
         for entry in files:
-            rows, problems = csv_rows(entry, self.separator), Problems(entry.where)
+            rows, problems = csv_rows(entry, signs.separator), Problems(entry.where)
             names = next(rows, [])
             cells = pieces(rows, names, problems)
-            yield Raw(place.stem, names, pointed(cells) if self.decimal == "," else cells, problems)
+            yield Raw(place.stem, names, with_points(cells) if signs.decimal == "," else cells, problems)
             if (other := next(files, None)) is not None:
                 raise DataError(f"{place}: more than one table, {entry.name} and {other.name}; give the path of one")
-            return
-        raise DataError(f"{place}: no .csv file there; give its path")
+
+
+def _is_csv(name: str) -> bool:
+    return name.endswith((".csv", ".tsv", ".data", ".txt"))
 
 
 class Parquet(TableSource):
@@ -161,11 +204,15 @@ def read_table(spec: TableSource, name: str, names: list[str], cells: Iterable[P
     numeric = [c for c in features if c not in spec.categorical]
     plain = [c for c in features if c not in special]
     x, measured = Rows((len(features),), np.float64), Rows((), np.float64)
+    markers, unmatched = spec.markers, [text for text in spec.missing if text not in MARKERS]
     for piece in cells:
         start, column, block = piece
         if column in spec.drop and column not in coded:
             continue
-        rows, gone = x.at(start, len(block)), is_missing(block, spec.missing)
+        rows, gone = x.at(start, len(block)), is_missing(block, markers)
+        if unmatched and gone.any():
+            holes = [cell for cell, hole in zip(block, gone, strict=True) if hole]
+            unmatched = [text for text in unmatched if not any(map(markers_of((text,)).hold, holes))]
         if (
             gone.any()
             and column not in spec.drop
@@ -204,7 +251,7 @@ def read_table(spec: TableSource, name: str, names: list[str], cells: Iterable[P
             for c, flag in zip(features, flags, strict=True)
             for levels in [done[c][1] if c in spec.categorical else ()]
         ),
-        missing=spec.missing,
+        missing=markers,
         impute=spec.impute,
     )
     y = torch.from_numpy(target)[keep]
@@ -223,6 +270,7 @@ def read_table(spec: TableSource, name: str, names: list[str], cells: Iterable[P
             prepare=table,
             centre=spec.centre if regression else 0.0,
             unit=spec.unit if regression else 1.0,
+            notes=tuple(f"missing: no cell of {name} is {text!r}" for text in unmatched),
         )
 
 

@@ -1,0 +1,139 @@
+"""One meaning of a table: the same rows by any door give the same bits, and a marker of gaps is compared by value."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+import fedloom as fl
+from fedloom.data import Dataset
+from fedloom.data.input_spec import InputSpec
+from fedloom.data.new_rows import new_rows
+from fedloom.errors import DataError
+from tests import hospitals
+
+SPEC: dict[str, Any] = {
+    "label": "died",
+    "task": "binary",
+    "users": "site",
+    "categorical": ("ward", "grade"),
+    "missing": ("-9", "999"),
+    "impute": True,
+}
+NUMBERS = st.one_of(st.sampled_from([-9.0, 999.0, 0.0, -9.5]), st.integers(-50, 50).map(lambda k: k / 4))
+ROWS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "dose": st.one_of(st.none(), NUMBERS),
+            "count": st.sampled_from([-9, 0, 1, 999, 12]),
+            "alive": st.booleans(),
+            "ward": st.sampled_from(["A", "B", "NA", "-9"]),
+            "grade": st.one_of(st.none(), st.sampled_from([1, 2, 10, -9])),
+            "site": st.sampled_from(["x", "y"]),
+            "died": st.sampled_from([0, 1]),
+        }
+    ),
+    min_size=6,
+    max_size=20,
+)
+
+
+class Hub(list[dict[str, Any]]):
+    """A data set of the hub, as far as a table is read from it."""
+
+    features: ClassVar[dict[str, Any]] = {}
+
+    @property
+    def column_names(self) -> list[str]:
+        return [*self[0]]
+
+    def __getitem__(self, key: Any) -> Any:
+        return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
+
+
+NAMES = ("dose", "count", "alive", "ward", "grade", "site", "died")
+Hub.features = dict.fromkeys(NAMES)
+
+
+def doors(rows: list[dict[str, Any]], folder: Path, spec: dict[str, Any]) -> dict[str, Dataset]:
+    """The rows as a data set by every door, the CSV file with markers as a program and as a person writes them."""
+    found: dict[str, Dataset] = {}
+    for name, change in (("plain", str), ("blanks", lambda v: f" {float(v)} " if v in (-9, 999, "-9") else str(v))):
+        path = folder / f"{name}.csv"
+        with path.open("w", newline="") as file:
+            table = csv.DictWriter(file, [*rows[0]])
+            table.writeheader()
+            table.writerows({k: "" if v is None else change(v) for k, v in row.items()} for row in rows)
+        found[name] = fl.load(path, **spec)
+    frame = pd.DataFrame(rows)
+    found["pandas"] = Dataset.of(frame, spec["label"], **{k: v for k, v in spec.items() if k != "label"})
+    parquet.write_table(pa.Table.from_pylist(rows), folder / "t.parquet")
+    found["parquet"] = fl.load(folder / "t.parquet", **spec)
+    found["hub"] = Dataset.of(Hub(rows), spec["label"], **{k: v for k, v in spec.items() if k != "label"})
+    return found
+
+
+@given(rows=ROWS)
+def test_the_same_rows_by_any_door_are_the_same_bits(tmp_path_factory: pytest.TempPathFactory, rows: list[Any]) -> None:
+    rows = [{name: row[name] for name in NAMES} for row in rows]
+    rows = [*rows, {**rows[0], "died": 0, "dose": 1.5}, {**rows[0], "died": 1, "ward": "A", "grade": 1}]
+    found = doors(rows, tmp_path_factory.mktemp("doors"), SPEC)
+    first = found.pop("plain")
+    gaps = [row["dose"] in (None, -9.0, 999.0) for row in rows]
+    assert first.x[:, 0].isnan().tolist() == gaps
+    table: Any = first.prepare
+    features = {name: [row[name] for row in rows] for name in ("dose", "count", "alive", "ward", "grade")}
+    spec = InputSpec(shape=(table.width,), task="binary", classes=first.classes, table=table)
+    want = new_rows(spec, features).x
+    assert torch.equal(want.nan_to_num(-1e9), first.x.nan_to_num(-1e9))
+    for door, data in found.items():
+        assert torch.equal(data.x.nan_to_num(-1e9), first.x.nan_to_num(-1e9)), door
+        assert torch.equal(data.y, first.y), door
+        assert (data.classes, data.user_names, data.prepare) == (first.classes, first.user_names, table), door
+        assert torch.equal(new_rows(spec, data).x.nan_to_num(-1e9), want.nan_to_num(-1e9)), door
+
+
+def test_a_data_set_made_without_the_markers_has_the_model_s_gaps() -> None:
+    """What a model was trained to see as missing is missing in whatever table it is given."""
+    rows = [{"a": float(k), "y": k % 2} for k in range(8)]
+    trained = Dataset.of(pd.DataFrame(rows), "y", missing=("-9",), impute=True)
+    spec = InputSpec(shape=(1,), task="binary", classes=("0", "1"), table=trained.prepare)  # type: ignore[arg-type]
+    plain = Dataset.of(pd.DataFrame([{"a": -9, "y": 0}, {"a": 2, "y": 1}]), "y")
+    assert spec.raw(plain).isnan().flatten().tolist() == [True, False]
+
+
+def test_markers_add_to_those_of_every_table_and_a_useless_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("a,b,y\n-9.0,1,0\nNA,2,1\n3,-99,0\n4,5,1\n")
+    data = fl.load(path, missing=("-9", "-99", "-77"), impute=True)
+    assert data.x.isnan().tolist() == [[True, False], [True, False], [False, True], [False, False]]
+    assert list(data.notes) == ["missing: no cell of t is '-77'"]
+    assert "missing: no cell of t is '-77'" in fl.partition.iid(clients=2, test=0.0)(data, seed=0).notes
+    path.write_text("a,y\n1;5,0\n2,1\n")
+    with pytest.raises(DataError, match="name it in missing"):
+        fl.load(path)
+
+
+def test_a_decimal_comma_and_its_separator_are_found_at_every_door(tmp_path: Path) -> None:
+    rows = hospitals.patients("Dorn", si=False)
+    options: dict[str, Any] = {
+        "label": "died", "categorical": ("sex", "ward"), "missing": ("-9",), "impute": True,
+        "drop": ("patient_id", "hospital", "troponin_hs", hospitals.LEAK),
+    }  # fmt: skip
+    plain = fl.load(hospitals.write(tmp_path / "plain.csv", rows), **options)
+    for sign in ";\t|":
+        data = fl.load(hospitals.write(tmp_path / "other.csv", rows, separator=sign, comma=True), **options)
+        assert torch.equal(data.x.nan_to_num(-1e9), plain.x.nan_to_num(-1e9)), sign
+        assert torch.equal(data.y, plain.y)
+    table: Any = plain.prepare
+    place = [column.name for column in table.columns].index("systolic")
+    assert int(plain.x[:, place].isnan().sum()) == sum(row["systolic"] == -9 for row in rows) > 5
