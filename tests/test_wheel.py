@@ -82,6 +82,7 @@ def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
         names, about = set(file.namelist()), [n for n in file.namelist() if n.endswith("METADATA")]
         metadata = file.read(about[0]).decode()
     assert {name.removeprefix("src/") for name in listed.stdout.split()} <= names
+    assert {"fedloom_studies/results/papers.jsonl", "fedloom_studies/results/map-full.jsonl"} <= names
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert f"Requires-Python: {project['requires-python']}" in metadata
     assert "Version: 0.1.0" in metadata

@@ -20,6 +20,7 @@ from fedloom_studies.map.judge import Judged, judge
 from fedloom_studies.map.page import standing_table
 from fedloom_studies.map.records import NOT_RUN, read
 from fedloom_studies.map.setups import setups
+from fedloom_studies.store import CHECKOUT
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = ROOT / "docs" / "defaults.json"
@@ -159,7 +160,7 @@ def page(name: str) -> str:
 
 @cache
 def _judged_setups() -> tuple[Judged, ...]:
-    records = read(ROOT / "results" / "map" / "full")
+    records = read(ROOT / CHECKOUT / "map-full.jsonl")
     return tuple(judge(setup, records) for setup in setups("full").values())
 
 

@@ -398,6 +398,7 @@ def called(*words: str, code: int = 0) -> str:
     return result.output
 
 
+RECORDS = Path("runs/results/map-smoke.jsonl")
 SOME = ("fedbn", "flame")
 
 
@@ -405,7 +406,7 @@ SOME = ("fedbn", "flame")
 def test_the_map_at_smoke_scale(here: Path, methods: tuple[str, ...]) -> None:
     words = [word for method in methods for word in ("--method", method)]
     called(*words)
-    found = read(Path("results/map/smoke"))
+    found = read(RECORDS)
     wanted = {*methods, *MARKS[:2]} if methods else REGISTRY.keys()
     assert found.keys() == {(setup, method) for setup in SMOKE for method in wanted}
     refused = {key for key, r in found.items() if r.status == NOT_APPLICABLE}
@@ -418,28 +419,28 @@ def test_the_map_at_smoke_scale(here: Path, methods: tuple[str, ...]) -> None:
         assert len(r.seeds["0"].clients) == 20
         assert r.minutes > 0
     assert found["iid", "flame"].model == "hybrid"
-    before = {path: path.stat().st_mtime_ns for path in Path("results").rglob("*.json")}
+    before = RECORDS.stat().st_mtime_ns
     called(*words)
-    assert {path: path.stat().st_mtime_ns for path in Path("results").rglob("*.json")} == before
+    assert RECORDS.stat().st_mtime_ns == before
 
 
 def test_a_method_of_a_user_gets_its_row_beside_the_recorded_ones(here: Path) -> None:
     Path("space.toml").write_text('"local.lr" = [0.05, 0.1]\n')
     output = called("--method", "mine:Half", "--space", "space.toml", "--setup", "iid")
     assert "of 3" in output
-    found = read(Path("results/map/smoke"))
+    found = read(RECORDS)
     assert found.keys() == {("iid", m) for m in ("local", "fedavg", "mine:Half")}
     assert {values["local.lr"] for values, _ in found["iid", "mine:Half"].trials} == {0.05, 0.1}
-    times = {path.name: path.stat().st_mtime_ns for path in Path("results").rglob("*.json")}
+    before = RECORDS.read_bytes()
     own(here, **{"Half a step": "Another word"})
     called("--method", "mine:Half", "--space", "space.toml", "--setup", "iid")
-    assert {path.name: path.stat().st_mtime_ns for path in Path("results").rglob("*.json")} == times
+    assert RECORDS.read_bytes() == before
     own(here, "0.25")
     called("--page", "map.md")
     assert "stale: of another commit of the method" in Path("map/iid.md").read_text()
     called("--method", "mine:Half", "--space", "space.toml", "--setup", "iid")
-    now = {path.name: path.stat().st_mtime_ns for path in Path("results").rglob("*.json")}
-    assert [name for name in now if now[name] != times[name]] == ["mine%3AHalf.json"]
+    (changed,) = set(RECORDS.read_bytes().splitlines()) - set(before.splitlines())
+    assert json.loads(changed)["method"] == "mine:Half"
     called("--page", "map.md")
     assert "mine:Half" in Path("map/iid.md").read_text()
     assert "stale" not in Path("map/iid.md").read_text()
@@ -448,7 +449,7 @@ def test_a_method_of_a_user_gets_its_row_beside_the_recorded_ones(here: Path) ->
 def test_a_method_that_diverges_or_refuses_has_its_cell_with_the_reason(here: Path) -> None:
     own(here, "1e30")
     called("--method", "mine:Half", "--method", "mine:Refuses", "--setup", "iid")
-    found = read(Path("results/map/smoke"))
+    found = read(RECORDS)
     assert found["iid", "mine:Half"].status == FAILED
     assert "no trial completed" in found["iid", "mine:Half"].reason
     assert found["iid", "mine:Refuses"].status in (NOT_APPLICABLE, FAILED)
@@ -478,17 +479,16 @@ def test_what_is_asked_for_and_cannot_be(here: Path) -> None:
     assert "did you mean 'iid'" in called("--setup", "iidd", code=2)
     assert "a time such as" in called("--budget", "soon", "--setup", "iid", code=2)
     assert "--space needs one --method" in called("--space", "space.toml", code=2)
-    results = Path("results/map/smoke/iid")
-    results.mkdir(parents=True)
-    (results / "fedavg.json").write_text("{}")
-    assert "is not a record of the map" in called("--list", code=2)
+    RECORDS.parent.mkdir(parents=True)
+    for line in ("{}", "[]", "no"):
+        RECORDS.write_text(line + "\n")
+        assert "map-smoke.jsonl, line 1, is not a record" in called("--list", code=2)
 
 
 def test_a_search_that_was_stopped_goes_on_to_the_same_record(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("--method", "fedprox", "--setup", "iid")
     called(*words)
-    whole = read(Path("results/map/smoke"))
-    shutil.rmtree("results")
+    whole = read(RECORDS)
     shutil.rmtree("runs")
     commands.reading_takes_a_second(monkeypatch)
     assert "the same command goes on" in called(*words, "--budget", "10s", code=130)
@@ -496,7 +496,7 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_record(here: Path, monkey
         result = CliRunner().invoke(app, ["map", "--scale", "smoke", *words, "--budget", "50s"])
         if result.exit_code == 0:
             break
-    parts = read(Path("results/map/smoke"))
+    parts = read(RECORDS)
     assert parts.keys() == whole.keys()
     for key, record in parts.items():
         assert (record.chosen, record.trials, record.seeds) == (whole[key].chosen, whole[key].trials, whole[key].seeds)
@@ -506,7 +506,7 @@ def test_with_one_trial_every_method_runs_as_it_comes(here: Path, monkeypatch: p
     one = {name: replace(setup, trials=1) for name, setup in setups("smoke").items()}
     monkeypatch.setattr("fedloom_studies.map.setups.setups", lambda _scale: one)
     called("--method", "fedprox", "--method", "fedbn", "--setup", "iid")
-    found = read(Path("results/map/smoke"))
+    found = read(RECORDS)
     record = found["iid", "fedprox"]
     assert (record.status, record.chosen, [*map(tuple, record.trials)]) == (DONE, {}, [({}, None)])
     assert found["iid", "fedbn"].status == NOT_APPLICABLE
@@ -518,24 +518,23 @@ def test_with_one_trial_every_method_runs_as_it_comes(here: Path, monkeypatch: p
     np.testing.assert_allclose(record.seeds["0"].clients, want, atol=1e-6)  # records have six digits
 
 
-def test_records_of_several_machines_merge_by_copying(here: Path) -> None:
+def test_records_of_several_machines_merge_line_by_line(here: Path) -> None:
+    lines = set[str]()
     for name, method in (("a", "fedavg"), ("b", "local")):
         called("--method", method, "--setup", "iid", "--results", name, "--out", f"runs-{name}")
-        for other in Path(name, "smoke", "iid").glob("*.json"):
-            if other.stem != method:
-                other.unlink()
-    shutil.copytree("a", "both")
-    shutil.copytree("b", "both", dirs_exist_ok=True)
-    found = read(Path("both/smoke"))
+        lines |= {x for x in Path(name, RECORDS.name).read_text().splitlines() if json.loads(x)["method"] == method}
+    RECORDS.parent.mkdir(parents=True)
+    RECORDS.write_text("\n".join(lines))
+    found = read(RECORDS)
     assert found.keys() == {("iid", "fedavg"), ("iid", "local")}
     assert judge(SMOKE["iid"], found).reference
 
 
 def test_a_second_look_has_other_seeds_and_what_was_chosen(here: Path) -> None:
     called("--method", "fedavg", "--setup", "iid")
-    before = read(Path("results/map/smoke"))
+    before = read(RECORDS)
     called("--method", "fedavg", "--setup", "iid", "--again")
-    after = read(Path("results/map/smoke"))
+    after = read(RECORDS)
     for key, record in after.items():
         assert record.again.keys() == {"10"}
         assert replace(record, again={}, minutes=0) == replace(before[key], minutes=0)
@@ -543,8 +542,11 @@ def test_a_second_look_has_other_seeds_and_what_was_chosen(here: Path) -> None:
 
 def test_a_record_is_written_and_read_alike(tmp_path: Path) -> None:
     one = record(FULL["iid"], "fedavg", [0.5, 0.6], chosen={"local.lr": 0.1}, trials=[({"local.lr": 0.1}, 0.5)])
-    write(one, tmp_path / "iid" / "fedavg.json")
-    (found,) = read(tmp_path).values()
+    other = record(FULL["iid"], "local", [0.5, 0.6])
+    for each in (other, one, other):
+        write(each, tmp_path / "map.jsonl")
+    assert [method for _, method in read(tmp_path / "map.jsonl")] == ["fedavg", "local"]
+    found = read(tmp_path / "map.jsonl")["iid", "fedavg"]
     assert json.loads(json.dumps(found.__dict__)) == json.loads(json.dumps(one.__dict__))
 
 

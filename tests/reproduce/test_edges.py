@@ -12,6 +12,7 @@ from fedloom_studies.reproduce import recipes, reproduce
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.choices import at_an_edge, candidates, extensions
 from fedloom_studies.reproduce.recipe import label_of, make_recipe, merged
+from fedloom_studies.store import CHECKOUT
 
 ALL = recipes()
 KEYS = {"lr": [0.009, 0.03], "tau": [0.5, 1.0], "beta": [0.1, 1.0, 10.0]}
@@ -77,7 +78,7 @@ def test_a_grid_of_one_key_goes_on_by_its_one_candidate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["equitable-table2-mnist-fair", "fedacs-figure1-fair", "fiaelt-synthetic-fair"])
 def test_recorded_searches_went_on_as_they_would_now(name: str) -> None:
-    done = summaries.read(Path(__file__).parents[2] / "results", name, "laptop")
+    done = summaries.read(Path(__file__).parents[2] / CHECKOUT, name, "laptop")
     assert done is not None
     assert done.protocol == ALL[name].protocol("laptop")
     for variant, document in ALL[name].at("laptop").items():

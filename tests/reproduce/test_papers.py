@@ -20,6 +20,7 @@ from fedloom_studies.reproduce.page import last, not_run, page, plot
 from fedloom_studies.reproduce.papers import overview, pages, sheets
 from fedloom_studies.reproduce.recipe import Recipe, label_of, make_recipe, merged
 from fedloom_studies.reproduce.summary import Need, Summary, needs
+from fedloom_studies.store import CHECKOUT
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -55,7 +56,7 @@ def test_cells_are_compared_only_where_the_data_have_the_papers_size(finished: P
 
 def test_the_pages_in_the_documentation_are_the_generated_ones() -> None:
     there = {file.name for file in (ROOT / "docs" / "papers").iterdir()}
-    made = dict(pages(recipes(), ROOT / "results"))
+    made = dict(pages(recipes(), ROOT / CHECKOUT))
     assert {name for name in made if name} == there
     for name, text in made.items():
         assert len(text) < 60_000 or name.endswith(".svg"), name
@@ -97,7 +98,7 @@ def test_the_page_of_all_papers_counts_a_claim_once_per_table_data_and_mode_and_
     start = f"Of {len(known)} recipes {{}} were run. Claims of recipes that came to their end, each counted once per "
 
     def totals(*names: str) -> str:
-        found = {name: last(one, ROOT / "results") if name in names else None for name, one in known.items()}
+        found = {name: last(one, ROOT / CHECKOUT) if name in names else None for name, one in known.items()}
         (line,) = [line for line in overview(known, found, {}).splitlines() if line.startswith("Of ")]
         assert line.startswith(start.format(len(names)))
         return line
@@ -113,7 +114,7 @@ def test_the_page_of_all_papers_counts_a_claim_once_per_table_data_and_mode_and_
 
 
 def test_the_page_of_all_papers_is_a_screen_a_paper() -> None:
-    text = overview(recipes(), {name: last(one, ROOT / "results") for name, one in recipes().items()}, {})
+    text = overview(recipes(), {name: last(one, ROOT / CHECKOUT) for name, one in recipes().items()}, {})
     for part in text.split("\n## ")[1:]:
         figures = re.findall(r"^!\[(.+)\]\(papers/(.+)\.svg\)$", part, re.MULTILINE)
         assert 0 < len(figures) <= 2

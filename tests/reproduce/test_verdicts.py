@@ -7,6 +7,7 @@ import math
 import subprocess
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -36,6 +37,7 @@ from fedloom_studies.reproduce.judge import (
     papers_lead,
 )
 from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merged, recipes
+from fedloom_studies.store import records
 from tests import commands
 
 ROOT = Path(__file__).parent.parent.parent
@@ -334,16 +336,15 @@ def _per_client(table: list[dict[str, object]], seed: int) -> list[list[tuple[fl
 # --- summaries
 
 
-def test_a_summary_is_read_as_it_was_written(finished: Path) -> None:
+def test_a_summary_is_read_as_it_was_written(finished: Path, tmp_path: Path) -> None:
     done = summaries.read(finished / "results", "tiny", "full")
     assert done is not None
     assert done.complete
     assert done.command == "fedloom reproduce tiny --scale full --seeds 3,4 --only flame"
     assert summaries.read(finished / "results", "tiny", "laptop") is None
-    (finished / "results" / "tiny@laptop.json").write_text("{}")
-    with pytest.raises(RunDirError, match="not a summary"):
-        summaries.read(finished / "results", "tiny", "laptop")
-    (finished / "results" / "tiny@laptop.json").unlink()
+    (tmp_path / summaries.SUMMARIES).write_text('{"recipe": "tiny", "scale": "laptop"}')
+    with pytest.raises(RunDirError, match="line 1, is not a record"):
+        summaries.read(tmp_path, "tiny", "laptop")
 
 
 def test_time_that_was_spent_outlives_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,7 +399,7 @@ def test_the_command_runs_a_recipe_and_writes_its_page(tmp_path: Path) -> None:
     output = call("flame-table3-mnist", "--scale", "smoke", "--only", "flame", *where)
     assert "FLAME-HM" in output
     assert "handwritten digits in place of the data" in output
-    assert (tmp_path / "results" / "flame-table3-mnist@smoke.json").exists()
+    assert summaries.read(tmp_path / "results", "flame-table3-mnist", "smoke") is not None
     call("--page", str(tmp_path / "page.md"), "--results", str(tmp_path / "results"))
     assert "Of " in (tmp_path / "page.md").read_text()
     text = (tmp_path / "papers" / "flame-table3-mnist.md").read_text()
@@ -411,7 +412,7 @@ def test_one_seed_of_a_summary_is_verified(tmp_path: Path) -> None:
     assert "holds no summary of flame-table3-as-published" in call("--verify", *smoke, code=2)
     call(*smoke, "--out", str(tmp_path / "out"))
     assert "seed 1: equal:" in call("--verify", *smoke)
-    file = tmp_path / "results" / "flame-table3-as-published@smoke.json"
+    file = tmp_path / "results" / summaries.SUMMARIES
     kept = json.loads(file.read_text())
     (by_reference,) = kept["numbers"].values()
     for change, code, words in ((1e-5, 0, "within numerical noise"), (0.1, 1, "not equal")):
@@ -426,14 +427,14 @@ def test_all_stops_in_time_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     commands.reading_takes_a_second(monkeypatch)
     where = ("--out", str(tmp_path / "out"), "--results", str(tmp_path / "results"))
 
-    def stopped() -> dict[str, bytes]:
+    def stopped() -> dict[str, Any]:
         output = call("--all", "--scale", "smoke", "--budget", "60s", *where, code=130)
         assert "the same command goes on from here" in output
-        return {file.name: file.read_bytes() for file in (tmp_path / "results").glob("*.json")}
+        return {summary["recipe"]: summary for summary in records(tmp_path / "results" / summaries.SUMMARIES)}
 
     first = stopped()
     assert 0 < len(first) < len(recipes()) / 4
-    whole = {name: content for name, content in first.items() if json.loads(content)["complete"]}
+    whole = {name: summary for name, summary in first.items() if summary["complete"]}
     then = stopped()
     assert len(then) > len(first)
     assert then.items() >= whole.items()

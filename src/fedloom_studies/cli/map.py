@@ -36,9 +36,9 @@ def map_command(
         str, typer.Option(help="full, or smoke: two setups, one seed", autocompletion=offer.one_of("smoke", "full"))
     ] = "full",
     out: Annotated[Path, typer.Option(help="folder of the run directories")] = Path("runs/map"),
-    results: Annotated[Path, typer.Option(help="folder of the records; those of several machines merge by copying")] = (
-        Path("results/map")
-    ),
+    results: Annotated[
+        Path | None, typer.Option(help="folder of the records, read and written; lines of several machines merge")
+    ] = None,
     data_dir: DataDir = None,
 ) -> None:
     """Measure every method in every kind of federation; run again to resume, in any order, on as many machines.
@@ -62,9 +62,10 @@ def map_command(
         from fedloom_studies.map.records import read
         from fedloom_studies.map.setups import Cell, Scale, setups, space_from
         from fedloom_studies.reproduce import Budget
+        from fedloom_studies.store import folder_of
 
         scales: dict[str, Scale] = {"smoke": "smoke", "full": "full"}
-        every, recorded = setups(choose("scale", scales, scale)), results / scale
+        every, recorded = setups(choose("scale", scales, scale)), folder_of(results) / f"map-{scale}.jsonl"
         wanted = [choose("setup", every, name) for name in setup or every]
         methods, known = method or [], read(recorded)
         if page is not None:

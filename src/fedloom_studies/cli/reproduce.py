@@ -35,7 +35,7 @@ def reproduce(
     seeds: Annotated[str | None, typer.Option(help="seeds instead of the recipe's, e.g. 1,10,100")] = None,
     only: Annotated[list[str] | None, typer.Option(help="run this method only; may be repeated")] = None,
     out: Annotated[Path, typer.Option(help="folder of the run directories")] = Path("runs/reproduce"),
-    results: Annotated[Path, typer.Option(help="folder of the summaries")] = Path("results"),
+    results: Annotated[Path | None, typer.Option(help="folder of the summaries, read and written")] = None,
     data_dir: DataDir = None,
     workers: Annotated[str, typer.Option(help="processes, or 'auto'")] = "1",
     list_: Annotated[bool, typer.Option("--list", help="all recipes: data, state, estimated time here")] = False,
@@ -64,27 +64,29 @@ def reproduce(
         from fedloom_studies.reproduce import Budget, recipe, recipes
         from fedloom_studies.reproduce.papers import FOLDER, pages
         from fedloom_studies.reproduce.recipe import SCALES
+        from fedloom_studies.store import folder_of
 
+        recorded = folder_of(results)
         how_much: Scale = choose("scale", {s: s for s in SCALES}, scale)
         if page is not None:
             beside = page.resolve().parent / FOLDER
             make_folder(beside)
-            for file, text in pages(recipes(), results):
+            for file, text in pages(recipes(), recorded):
                 write_atomic(beside / file if file else page, text.encode())
             typer.echo(f"page: {page}")
             return
         if estimate:
             from fedloom_studies.reproduce.estimate import keep
 
-            typer.echo(f"estimates: {keep(recipes(), results, data_dir)}")
+            typer.echo(f"estimates: {keep(recipes(), recorded, data_dir)}")
             return
         if verify:
             if name is None:
                 raise typer.BadParameter("--verify needs NAME")
-            _verify(recipe(name), how_much, results, data_dir, workers, only or [])
+            _verify(recipe(name), how_much, recorded, data_dir, workers, only or [])
             return
         if list_:
-            _list(recipes(), how_much, results, data_dir)
+            _list(recipes(), how_much, recorded, data_dir)
             return
         time = Budget(None if budget is None else seconds(budget))
         chosen = [recipe(name)] if name is not None else list(recipes().values())
@@ -92,9 +94,9 @@ def reproduce(
         for one in chosen:
 
             def run_with(count: list[int], one: Recipe = one) -> bool:
-                return _run(one, how_much, out, results, data_dir, workers, count, only or [], time, all_)
+                return _run(one, how_much, out, recorded, data_dir, workers, count, only or [], time, all_)
 
-            if time.left <= 0 or not run_with(given) or (decide and not _decided(one, how_much, results, run_with)):
+            if time.left <= 0 or not run_with(given) or (decide and not _decided(one, how_much, recorded, run_with)):
                 typer.echo(f"stopped at {one.name}: the same command goes on from here", err=True)
                 raise typer.Exit(130)
 

@@ -19,7 +19,7 @@ from fedloom.processes.distributed import check_alone
 from fedloom.report.reading import read_runs
 from fedloom.storage.files import lock
 from fedloom_studies.map.judge import best
-from fedloom_studies.map.records import DONE, FAILED, NOT_APPLICABLE, Record, made, series_of, stale, write
+from fedloom_studies.map.records import DONE, FAILED, NOT_APPLICABLE, Record, made, read, series_of, stale, write
 from fedloom_studies.map.setups import MARKS, Cell, Setup
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.estimate import per_round
@@ -69,7 +69,7 @@ def measure_all(
     Args:
         todo: what to run.
         known: the records that there were.
-        results: folder of the records.
+        results: file of the records.
         out: folder of the run directories; a cell has one of its own in it.
         data_dir: folder of data sets; a setup without its data is left out.
         budget: time that may be spent.
@@ -85,14 +85,15 @@ def measure_all(
     for cell in todo:
         if budget.left <= 0:
             return False
-        before, path = known.get((cell.setup.name, cell.method)), results / f"{cell.file}.json"
+        key = cell.setup.name, cell.method
+        before = known.get(key)
         with ExitStack() as stack:
             try:
                 stack.enter_context(lock(out / cell.file))
             except RunDirError as busy:
                 say(f"{cell.where}: left out: {busy}")
                 continue
-            if cell.setup.name in missing or (before is None and path.exists()):
+            if cell.setup.name in missing or (before is None and key in read(results)):
                 continue
             try:
                 work = _Work(cell, out / cell.file, data_dir, budget, show)
@@ -103,7 +104,7 @@ def measure_all(
                 continue
         if record is None:
             return False
-        write(record, path)
+        write(record, results)
         say(f"{cell.where}: {record.status}{record.reason and f': {record.reason}'}")
     return True
 

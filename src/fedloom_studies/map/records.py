@@ -1,9 +1,8 @@
-"""Records: what came of a cell, one small file each, so that results of several machines merge by copying."""
+"""Records of the cells of the map."""
 
 from __future__ import annotations
 
 import datetime
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedloom.errors import FedloomError, RunDirError
+from fedloom.errors import FedloomError
 from fedloom.metrics import leading
 from fedloom.report.comparison.criteria import cumulative
 from fedloom.report.numbers import MODELS, curve, test_metrics
 from fedloom.report.reading import Key, Run
-from fedloom.storage.files import make_folder, write_atomic
 from fedloom_studies.map.setups import Cell
 from fedloom_studies.reproduce.summary import commit, machine
+from fedloom_studies.store import not_a_record, put, records
 
 DONE, FAILED, NOT_APPLICABLE, NOT_RUN = "done", "failed", "not applicable", "not run"
 DIGITS = 6
@@ -95,30 +94,27 @@ def made(cell: Cell, status: str, reason: str, minutes: float, **more: Any) -> R
     )  # fmt: skip
 
 
-def write(record: Record, path: Path) -> None:
-    """A file with a line per field."""
-    make_folder(path.parent)
-    lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in record.__dict__.items()]
-    write_atomic(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
+def write(record: Record, file: Path) -> None:
+    """Record a cell in a file."""
+    put(file, record.__dict__, ("setup", "method"))
 
 
-def read(results: Path) -> dict[tuple[str, str], Record]:
-    """Every record of a folder by setup and method.
+def read(file: Path) -> dict[tuple[str, str], Record]:
+    """Every record of a file by setup and method.
 
     Raises:
-        RunDirError: a file is not a record.
+        RunDirError: a line is not a record of the map.
     """
-    found = {}
-    for path in sorted(results.glob("*/*.json")):
+    cells = {}
+    for number, fields in enumerate(records(file), 1):
         try:
-            fields = json.loads(path.read_text())
             for looks in ("seeds", "again"):
                 fields[looks] = {seed: Series(*values) for seed, values in fields[looks].items()}
             record = Record(**fields)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise RunDirError(f"{path} is not a record of the map: {error}; delete it and run its cell again") from None
-        found[record.setup, record.method] = record
-    return found
+            raise not_a_record(file, number, error) from None
+        cells[record.setup, record.method] = record
+    return cells
 
 
 def stale(cell: Cell, record: Record) -> str:

@@ -1,4 +1,4 @@
-"""Summaries: what a recipe's runs gave, as a small JSON file that is kept with the code; verdicts are made from it."""
+"""Summaries of the runs of recipes: one record each, kept with the code; verdicts are made from them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedloom.errors import RunDirError
 from fedloom.report.numbers import MODELS, WORK
 from fedloom.report.reading import Run, read_runs
-from fedloom.storage.files import file_name, make_folder, write_atomic
+from fedloom.storage.files import file_name, write_atomic
 from fedloom_studies.reproduce.choices import TRIALS, settled, trials_of
 from fedloom_studies.reproduce.figures import Reference, values
 from fedloom_studies.reproduce.recipe import Recipe, Scale, label_of
+from fedloom_studies.store import not_a_record, put, records
 
+SUMMARIES = "papers.jsonl"
+"""File of the summaries."""
 SPENT = "spent.json"
 PAUSE = 5.0
 """Seconds of the processor after which ``spent.json`` is brought up to date."""
@@ -137,27 +139,26 @@ def machine() -> str:
     return f"{name}, one thread per process"
 
 
-def write(summary: Summary, folder: Path) -> Path:
-    """``<recipe>@<scale>.json`` in a folder."""
-    make_folder(folder)
-    path = folder / f"{summary.recipe}@{summary.scale}.json"
-    write_atomic(path, (json.dumps(summary.__dict__, indent=1) + "\n").encode())
-    return path
+def write(summary: Summary, folder: Path) -> None:
+    """Record a summary in a folder."""
+    put(folder / SUMMARIES, summary.__dict__, ("recipe", "scale"))
 
 
 def read(folder: Path, recipe: str, scale: Scale) -> Summary | None:
     """The summary of a recipe at a scale, or None.
 
     Raises:
-        RunDirError: the file is not a summary.
+        RunDirError: a line of the file is not a summary.
     """
-    path = folder / f"{recipe}@{scale}.json"
-    if not path.exists():
-        return None
-    try:
-        return Summary(**json.loads(path.read_text()))
-    except (TypeError, ValueError) as error:
-        raise RunDirError(f"{path} is not a summary: {error}; delete it and run the recipe again") from None
+    file = folder / SUMMARIES
+    summary = None
+    for number, record in enumerate(records(file), 1):
+        if (record.get("recipe"), record.get("scale")) == (recipe, scale):
+            try:
+                summary = Summary(**record)
+            except TypeError as error:
+                raise not_a_record(file, number, error) from None
+    return summary
 
 
 def needs(folder: Path) -> dict[str, Need]:

@@ -1,0 +1,88 @@
+"""Records of studies: a file with one line of JSON for each, so that files of several machines merge line by line."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fedloom.errors import RunDirError
+from fedloom.storage.files import make_folder, write_atomic
+
+RECORDED = Path(__file__).parent / "results"
+"""Records that the wheel brings; a checkout has them in ``studies/results``."""
+CHECKOUT = Path("studies") / "results"
+OWN = Path("runs") / "results"
+"""Folder of the records of someone who has no checkout."""
+
+
+def folder_of(results: Path | None) -> Path:
+    """Choose the folder of records: the one that is named, else the checkout's, else ``runs/results``.
+
+    ``runs/results`` begins with the records that the wheel brings.
+    """
+    if results is not None or CHECKOUT.is_dir():
+        return results or CHECKOUT
+    if not OWN.is_dir() and RECORDED.is_dir():
+        make_folder(OWN)
+        for file in RECORDED.iterdir():
+            write_atomic(OWN / file.name, file.read_bytes())
+    return OWN
+
+
+def records(file: Path) -> Iterator[dict[str, Any]]:
+    """Read the records of a file, each a new dictionary; a record that was merged twice comes twice, in order.
+
+    Raises:
+        RunDirError: a line is not a record; names the file and the line.
+    """
+    try:
+        state = file.stat()
+    except FileNotFoundError:
+        return
+    for number, record in enumerate(_parsed(file, state.st_mtime_ns, state.st_size, state.st_ino), 1):
+        if not isinstance(record, dict):
+            raise not_a_record(file, number, "it holds no fields")
+        yield dict(record)
+
+
+@lru_cache(maxsize=4)
+def _parsed(file: Path, *_state: int) -> list[Any]:
+    """The lines of a file in this state, parsed."""
+    lines = []
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        try:
+            lines.append(json.loads(line))
+        except ValueError as error:
+            raise not_a_record(file, number, error) from None
+    return lines
+
+
+def not_a_record(file: Path, number: int, reason: object) -> RunDirError:
+    """The error of a line that cannot be used."""
+    return RunDirError(f"{file}, line {number}, is not a record: {reason}; delete the line and run it again")
+
+
+def put(file: Path, record: Mapping[str, Any], key: tuple[str, ...]) -> None:
+    """Write a record in the place of the one with the same fields ``key``; lines are sorted by these fields."""
+    make_folder(file.parent)
+    with _alone(file.parent):
+        by_key = {tuple(r.get(k, "") for k in key): r for r in records(file)}
+        by_key[tuple(record[k] for k in key)] = dict(record)
+        write_atomic(file, "".join(json.dumps(r) + "\n" for _, r in sorted(by_key.items())).encode())
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Wait until no other process writes records in a folder."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
