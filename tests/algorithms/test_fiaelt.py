@@ -140,9 +140,9 @@ def test_gradient_descent_stops_after_its_own_number_of_steps() -> None:
 
 @pytest.mark.parametrize("given", [{}, {"smooth": 1.3}])
 def test_gradient_descent_until_the_bound_written_out(given: dict[str, float]) -> None:
-    """Steps 1/beta until ||grad L_i|| <= sqrt(r) (beta - L)/(beta + L) times the first; L = beta/5 if unknown."""
+    """Steps 1/beta until ||grad L_i|| <= sqrt(r) (beta - L)/(beta + L) times the first; L is measured if unknown."""
     p, beta, r = Problem.random(12), 4.0, 0.003
-    smooth = given.get("smooth", beta / 5)
+    smooth = given.get("smooth", measured(p))
     before, after = federate(FIAELT(beta=beta, r=r, solver="gd", **given), p, 4)[-2:]
     y, counts = before.server.y, []
     for i in range(p.n):
@@ -157,6 +157,42 @@ def test_gradient_descent_until_the_bound_written_out(given: dict[str, float]) -
         same(after.rows.x[i], x)
     assert float(after.server.iterations) == pytest.approx(sum(counts) / p.n)
     assert len(set(counts)) > 1
+
+
+def measured(p: Problem) -> float:
+    """The largest L of the clients, as the first round of a run measures it."""
+    return float(smoothness(p.x0, Federation(p.oracle(), p.alpha, LocalSGD()).work(1, range(p.n))).max())
+
+
+@pytest.mark.parametrize("solver", ["gd", "svrg", "sgd"])
+@pytest.mark.parametrize("factor", [0.4, 1.5])
+def test_l_is_measured_beside_a_given_beta_and_a_beta_below_it_is_said(solver: Solver, factor: float) -> None:
+    p = Problem.random(12)
+    method = FIAELT(beta=factor * measured(p), solver=solver, iterations=3, inner=4)
+    start, first, second = federate(method, p, 2)
+    assert float(start.server.smooth) == 0
+    assert float(first.server.smooth) == measured(p)
+    assert torch.equal(first.server.y, start.server.y)
+    assert (second.server.y - first.server.y).abs().max() > 1e-6
+    below = factor < 1
+    assert (float(second.server.iterations) == {"sgd": 2 * 10, "svrg": 3, "gd": 3}[solver]) or not below
+    assert [method.remarks(s.server) != [] for s in (start, first, second)] == [False, below, below]
+
+
+@pytest.mark.parametrize("options", [{"solver": "sgd", "passes": 1}, {"solver": "gd", "r": 0.0}, {}])
+def test_l_is_not_measured_where_the_criterion_is_not_looked_at(options: dict[str, Any]) -> None:
+    p = Problem.random(12)
+    method = FIAELT(**options, **({"beta": 3.0} if options else {}))
+    start, first = federate(method.settled(Federation(p.oracle(), p.alpha, LocalSGD()).ctx(0, range(p.n))), p, 1)
+    assert (first.server.y - start.server.y).abs().max() > 1e-6
+
+
+def test_a_run_notes_a_beta_below_the_measured_l_once() -> None:
+    fed = fl.partition.iid(clients=3)(fl.data.Digits().load(), seed=0)
+    run = fl.simulate(FIAELT(beta=0.01, solver="gd", iterations=2), fed, rounds=3)
+    assert sum("needs beta > L, got beta = 0.01" in note for note in run.notes) == 1
+    run = fl.simulate(FIAELT(beta=1e4, solver="gd", iterations=2), fed, rounds=3)
+    assert not any("needs beta > L" in note for note in run.notes)
 
 
 @pytest.mark.parametrize(("lr", "step"), [(None, 1 / 32), (0.05, 0.05)])
@@ -208,7 +244,7 @@ def test_what_travels() -> None:
         down = method.down(state.server, None, fed.ctx(1, range(p.n)))
         up, _ = method.client(down, state.rows, fed.work(1, range(p.n)))
         assert [tuple(f.shape) for f in up] == [(p.n, p.d), (p.n, p.d), (p.n, 1), (p.n, 1)]
-        assert [tuple(f.shape) for f in down] == [(p.d,), (1,)]
+        assert [tuple(f.shape) for f in down] == [(p.d,), (1,), (1,)]
 
 
 # ------------------------------------------------------------------------------------------------------------- L
@@ -350,7 +386,7 @@ def test_lyapunov_value_is_its_definition(smooth: float | None) -> None:
         0.5 * (after.rows.x[i] - p.minimiser[i]) @ p.hessian[i] @ (after.rows.x[i] - p.minimiser[i]) for i in range(p.n)
     )
     h = h + 0.8 * y.abs().sum() + (gap * after.rows.z).sum() + 3.5 * gap.square().sum()
-    upsilon = (2 * 49 + 4 * (smooth or 1.4) ** 2) / (0.6 * 7) * 0.04 / 0.98
+    upsilon = (2 * 49 + 4 * (smooth or measured(p)) ** 2) / (0.6 * 7) * 0.04 / 0.98
     h = h + (0.4 / 0.6) / (0.6 * 7) * (after.rows.z - before.rows.z).square().sum()
     h = h + upsilon * (after.rows.x - before.rows.x).square().sum()
     assert figures(method, p, after)["lyapunov"] == pytest.approx(float(h), rel=1e-12)

@@ -188,6 +188,10 @@ class Algorithm(Value, ABC):
         """``[m, d]``, or None for a method without personal models."""
         return None
 
+    def remarks(self, server: Any) -> list[str]:
+        """Sentences that warn of what the server's state shows after a round; a run notes each of them once."""
+        return []
+
     def observe(self, down: Any, rows: Any, work: Work) -> Any:
         """What `diagnostics` needs of every client after a round: a NamedTuple of ``[m, .]``, or None.
 

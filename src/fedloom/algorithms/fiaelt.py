@@ -13,17 +13,19 @@ Cross-Silo Federated Learning", anonymous, under review at TMLR 2024, Algorithm 
     r_i           r             tolerance of criterion (9)
     m_i, eta_i    inner, lr     SVRG's inner steps and step size
 
-Kept by a client: 2d + 1 (x, z, moved). Sent per round: d + 1 down (y as sparse as the prox makes it), 2d + 2 up.
+Kept by a client: 2d + 1 (x, z, moved). Sent per round: d + 2 down (y as sparse as the prox makes it), 2d + 2 up.
 
 Deviations: criterion (9) needs the unknown minimiser x*; the check is ||grad L_i(x)|| <= sqrt(r) (beta - L)/(beta + L)
-||grad L_i(x^t)||, which implies it (`fedloom.local.inexact`). SVRG and gradient descent without beta and L measure L
-(the largest of the cohort) in the first round, which does nothing else, and once more where over half of a cohort use
-up their iterations. Local SGD takes the steps of ``[local]``, again until (9) holds. Absent clients keep x_i and z_i.
-The public code is another method: it has no dual and no penalty. With ``start = "server"`` the check is against the
-gradient at y. The server sees the iterations and L of each client.
+||grad L_i(x^t)||, which implies it (`fedloom.local.inexact`). Where (9) is looked at and L is not given, the first
+round measures L (the largest of the cohort) and does nothing else; where beta follows from L, so does a later round if
+over half of a cohort use up their iterations. A beta at or below L promises nothing: all iterations are taken, and the
+run warns. Local SGD takes the steps of ``[local]``, again until (9) holds. Absent clients keep x_i and z_i. The public
+code is another method: it has no dual and no penalty. With ``start = "server"`` the check is against the gradient at y.
+The server sees the iterations and L of each client.
 
 Defaults: beta = 1/(passes reach) for local SGD, reach the length of a round (lr times its mean number of steps), so
-that penalty and data balance over the local work. No regulariser; models have no zeros then, of which a run warns.
+that penalty and data balance over the local work; (9) is then looked at with L = beta/5, which nothing shows. No
+regulariser; models have no zeros then, of which a run warns.
 
 Use it for composite problems on a few clients that all take part.
 """
@@ -46,21 +48,23 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """y, xbar, zbar ``[d]``, beta (0: unknown), before (measured twice, the first) and mean iterations ``[1]``."""
+    """y, xbar, zbar ``[d]``, beta, smooth (0: unknown), before (the beta measured first) and mean iterations ``[1]``."""
 
     y: Tensor
     xbar: Tensor
     zbar: Tensor
     beta: Tensor
+    smooth: Tensor
     before: Tensor
     iterations: Tensor
 
 
 class Down(NamedTuple):
-    """y ``[d]``, beta ``[1]``."""
+    """y ``[d]``, beta, smooth ``[1]``."""
 
     y: Annotated[Tensor, Sent(prox="regulariser")]
     beta: Tensor
+    smooth: Tensor
 
 
 class Client(NamedTuple):
@@ -87,7 +91,7 @@ class FIAELT(Algorithm):
     tau: float = Field(0.5, gt=0, le=1, description="dual step (Corollary 2); 1 gives ADMM")
     r: float = Field(0.005, ge=0, lt=0.5, description="tolerance r_i of (9) (Corollary 2); 0: all iterations are taken")
     beta: Derived = by_rule(description="penalty; 1/(passes reach) for sgd, 5 L (Cor. 2) when not given")
-    smooth: float | None = Field(None, gt=0, description="L; beta/5, or measured in the first round, when not given")
+    smooth: float | None = Field(None, gt=0, description="L; measured in the first round when not given and (9) is looked at")
     solver: Solver = Field("sgd", description="local SGD, SVRG (Corollary 2) or gradient descent until (9)")
     passes: int = Field(2, ge=1, description="most rounds of sgd until (9); 1: one, and (9) is not looked at")
     iterations: int = Field(10, ge=1, description="most outer iterations of svrg (Corollary 2), or steps of gd")
@@ -100,39 +104,62 @@ class FIAELT(Algorithm):
     needs: ClassVar[dict[str, str]] = {"passes": "solver sgd", "iterations": "solver svrg gd", "inner": "solver svrg"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        return {"beta": 1 / (self.passes * ctx.reach)} if self.solver == "sgd" and self.smooth is None else {}
+        if self.solver != "sgd" or self.smooth is not None:
+            return {}
+        beta = 1 / (self.passes * ctx.reach)
+        return {"beta": beta, "smooth": beta / 5} if self.beta is None else {"beta": beta}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         zero, none = torch.zeros_like(x0), x0.new_zeros(1)
-        beta = x0.new_tensor([self.beta or 5 * (self.smooth or 0.0)])
-        return Server(x0, x0, zero, beta, none, none), Client(x0, zero, none), None
+        smooth = self.smooth or 0.0
+        beta, smooth = x0.new_tensor([self.beta or 5 * smooth]), x0.new_tensor([smooth])
+        return Server(x0, x0, zero, beta, smooth, none, none), Client(x0, zero, none), None
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        if self.beta and self.smooth and self.beta <= self.smooth:
-            return [f"FIAELT may not converge: it needs beta > L, got {self.beta:g} and {self.smooth:g}"]
-        return unregularised(self, c=0.01 * ctx.n)  # 0.01 in a mean
+        return [*self._below(self.smooth or 0.0), *unregularised(self, c=0.01 * ctx.n)]  # 0.01 in a mean
+
+    def remarks(self, server: Server) -> list[str]:
+        return self._below(float(server.smooth))
+
+    def _below(self, smooth: float) -> list[str]:
+        """The warning that a given beta is at most L, if it is."""
+        if not self.beta or self.beta > smooth:
+            return []
+        return [
+            f"FIAELT may not converge: it needs beta > L, got beta = {self.beta:g} and L = {smooth:.3g}; criterion (9) "
+            "promises nothing, so all local iterations are taken"
+        ]
+
+    def _measures(self, beta: float, smooth: float) -> bool:
+        """Whether a round measures L and does nothing else."""
+        looked_at = self.r > 0 and (self.solver != "sgd" or self.passes > 1)
+        return not beta or (looked_at and not smooth)
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
-        y, beta, (x, z, _) = down.y, float(down.beta), rows
+        y, beta, smooth, (x, z, _) = down.y, float(down.beta), float(down.smooth), rows
         none = torch.zeros_like(x[:, :1])
-        if not beta:
+        if self._measures(beta, smooth):
             return Up(torch.zeros_like(x), torch.zeros_like(z), none, smoothness(y, work)), rows
-        smooth, most = self.smooth or beta / 5, self.passes if self.solver == "sgd" else self.iterations
+        smooth, most = smooth or beta / 5, self.passes if self.solver == "sgd" else self.iterations
         start = x if self.start == "own" else where_moved(work, y.expand_as(x), x)
         new, taken = inexact(start, work, (beta, y), z, self.solver, smooth, self.r, most, self.inner, self.lr)  # Eq. 8
         dx, dz = new - x, self.tau * beta * (new - y) * (work.steps > 0)  # line 4
         return Up(dx, dz, taken.to(x), none), Client(new, z + dz, lyapunov_step(dx, dz, beta, smooth, self.tau, self.r))
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        if not server.beta:
-            return server._replace(beta=torch.maximum(5 * largest(up.smooth, "beta or smooth"), server.before))
-        beta, before, share = server.beta, server.before, ctx.m / ctx.n
+        beta, smooth, before, share = server.beta, server.smooth, server.before, ctx.m / ctx.n
+        if self._measures(float(beta), float(smooth)):
+            top = largest(up.smooth, "smooth")
+            if not self.beta:  # Corollary 2
+                beta = torch.maximum(5 * top, before)
+                top = beta / 5
+            return server._replace(beta=beta, smooth=top)
         xbar, zbar = server.xbar + up.dx * share, server.zbar + up.dz * share  # line 6
         y = proximal(self.regulariser, xbar + zbar / beta, 1 / (beta * ctx.n), ctx.layout)  # prox_{g/(beta p)}
         if self.r and not before and not self.beta and self.smooth is None:
             fails = (up.iterations >= self.iterations).double().mean() > 0.5
-            before, beta = beta * fails, beta * ~fails  # (9) fails for many: L is measured once more
-        return Server(y, xbar, zbar, beta, before, up.iterations.mean(0))
+            before, beta, smooth = beta * fails, beta * ~fails, smooth * ~fails  # (9) fails for many: L once more
+        return Server(y, xbar, zbar, beta, smooth, before, up.iterations.mean(0))
 
     def global_model(self, server: Server) -> Tensor:
         return server.y
@@ -141,7 +168,7 @@ class FIAELT(Algorithm):
         return seen(rows.x, work, (down.beta, down.y), rows.z, rows.moved)
 
     def diagnostics(self, server: Server, total: Seen, ctx: Ctx) -> dict[str, float]:
-        y, xbar, zbar, beta, before, iterations = server
+        y, xbar, zbar, beta, _, before, iterations = server
         xi = ctx.n * ((beta if beta else before) * (xbar - y) + zbar)  # in dg(y), by the server's prox
         kkt = torch.linalg.vector_norm(total.gradient + xi)  # Theorem 1; at least dist(0, sum grad f_i(y) + dg(y))
         h = total.energy + penalty(self.regulariser, y, ctx.layout)  # H_t, Proposition 5

@@ -62,6 +62,7 @@ def play(job: Job, pool: Crew, state: State) -> State:
         server = job.algorithm.server(state.server, up, accepted)
         if getattr(server, "_fields", None) != state.server._fields:
             raise TypeError(f"server must return a {type(state.server).__name__}, got {type(server).__name__}")
+        state.notes.extend(note for note in job.algorithm.remarks(server) if note not in state.notes)
     if not all(bool(f.isfinite().all()) for f in server):
         raise RunStopped(Stop.DIVERGED, f"round {t}: the server's state is not finite")
     if (told := uploads.answers("told")) is not None:

@@ -99,8 +99,9 @@ def inexact(
 
     "svrg" and "gd" end with ||grad L(w')|| <= sqrt(r) (beta - L)/(beta + L) ||grad L(w)||. With gradients of f_i that
     have the Lipschitz constant L < beta, this implies ||w' - w*||^2 <= r ||w - w*||^2, w* the minimiser, as
-    (beta - L) ||x - w*|| <= ||grad L(x)|| <= (beta + L) ||x - w*||. "sgd" repeats the local steps of the
-    round until the criterion holds; with one iteration it is `descend`, which looks at no criterion.
+    (beta - L) ||x - w*|| <= ||grad L(x)|| <= (beta + L) ||x - w*||. With L >= beta nothing implies it, and the bound is
+    0: all iterations are taken. "sgd" repeats the local steps of the round until the criterion holds; with one
+    iteration it is `descend`, which looks at no criterion.
 
     Args:
         w: ``[m, d]``.
@@ -119,7 +120,7 @@ def inexact(
         The last point, and the iterations (steps of "gd" and "sgd") of each client.
     """
     beta, limit = pull[0], most * (work.steps > 0)
-    bound = r * ((beta - smooth) / (beta + smooth)) ** 2
+    bound = r * (max(beta - smooth, 0.0) / (beta + smooth)) ** 2
 
     def met(now: Tensor, start: Tensor) -> Tensor:
         return now.square().sum(1, keepdim=True) <= bound * start.square().sum(1, keepdim=True)
