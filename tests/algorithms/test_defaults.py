@@ -112,7 +112,7 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "centre": ("own", "Eq. 11; public code: received"),
         "dual": ("round", "Algorithm 1; public code: epoch"),
     },
-    "fedacs": {"quantile": (ANY, OURS)},
+    "fedacs": {"quantile": (ANY, OURS), "among": ("cohort", OPTION), "lam": (None, OPTION)},
     "pfedme": {
         "lam": (15.0, "Dinh et al. 2020, experiments: 15 for MNIST"),
         "eta": (0.005, "experiments: 0.005"),

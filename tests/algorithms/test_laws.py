@@ -335,7 +335,9 @@ ROWS: dict[str, Row] = {
         problem=lambda: Problem.random(3, weights="samples"),
         variants=({"eps0": 1e-2},),
     ),
-    "fedacs": Row(fedacs, options={"quantile": 0.6}, variants=({"quantile": 0.0},)),
+    "fedacs": Row(
+        fedacs, options={"quantile": 0.6}, variants=({"quantile": 0.0}, {"among": "all"}, {"among": "seen", "lam": 2.0})
+    ),
     "pfedme": Row(pfedme, 120, {"lam": 2.0, "eta": 0.25, "inner": 25, "personal_lr": 0.3}, variants=({"beta": 0.5},)),
     "perfedavg": Row(perfedavg, 150, {"alpha": 0.3}, variants=({"variant": "fo"},)),
     "apfl": Row(apfl, 250, {"alpha": 0.8}, variants=({"adaptive": True},)),

@@ -303,6 +303,7 @@ Further rules:
   start.
 - An attacker forges the field that carries the model; its other fields are those of a client that takes no step.
   `local` uploads nothing to forge: it runs as without the attack, and attackers count in none of its figures either.
+- `clip` and `gaussian-noise` act on the change to the model that a client received, whatever the method uploads.
 - Of a part of the model that does not travel (personal layers), nothing is compressed, noised or counted.
 - Methods whose mathematics needs plain SGD refuse momentum and other optimisers (`[local] optimizer`); FedNova,
   GIFAIR-FL and the composite FedADMM take momentum, but no other optimiser.

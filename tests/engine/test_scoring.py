@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from fedloom.choose import Uniform
 from fedloom.data import load
-from fedloom.data.partition import Dirichlet
+from fedloom.data.partition import Clusters, Dirichlet
 from fedloom.engine.records import Scores
 from fedloom.engine.result import Result
 from fedloom.engine.scoring import COST, personal_models, score
@@ -83,3 +83,15 @@ def test_scores_are_those_of_the_models_on_the_clients_samples(result: Result) -
         wanted[model, part] = {"accuracy": hits / sizes[part], "loss": losses}
     whole = scored(result, [17])
     check({key: whole[key] for key in wanted}, wanted, sizes)
+
+
+def test_recovery_counts_no_round_of_one_planted_group() -> None:
+    """Clusters that are recovered in every round have NMI 1 on average: a cohort of one group shows none of them."""
+    fed = Clusters(classes=(4, 6), sizes=(4, 6), per_class=25)(load("digits"), seed=0)
+    cohorts = [[0, 1, 5, 6], [0, 1, 2, 3], [4, 5, 6, 7], [2, 3, 8, 9], [0, 1, 2, 3]]
+    run = simulate(
+        "equitable-fl", fed, MLP(hidden=(20,)), rounds=len(cohorts), cohorts=cohorts, local=LocalSGD(lr=0.1, epochs=3),
+        evaluate=Evaluate(every=1),
+    )  # fmt: skip
+    nmi = {r.round: float(r.values[0]) for r in run.state.records.items if r.metric == "nmi"}
+    assert nmi == {1: 1.0, 4: 1.0}

@@ -123,6 +123,11 @@ class Algorithm(Value, ABC):
             raise ConfigError(f"{said}, got {getattr(self, name)!r}; give a number") from None
 
     @property
+    def mixes_all(self) -> bool:
+        """Whether a method that mixes is given the kept rows of all clients ``[n, .]``, not those of the cohort."""
+        return False
+
+    @property
     def counts_absent(self) -> bool:
         """Whether the server's model is a mean over all clients, absent ones as it keeps them."""
         return any(kind.keeps for kind in upload_fields(type(self)).values())

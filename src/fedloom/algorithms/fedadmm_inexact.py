@@ -104,6 +104,7 @@ class FedADMMInexact(Algorithm):
 
     def client(self, down: Model, rows: Client, work: Work) -> tuple[Point, Client]:
         def linearised(s: _Solve, work: Work) -> _Solve:
+            work.count_steps()
             s.w.sub_(s.residual, alpha=1 / (1 / work.lr + self.rho))  # x_i = (r x_i + sigma x - pi_i - g_i)/(r + sigma)
             residual_(s.residual, s.w, s.y, work)
             return s

@@ -48,7 +48,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """y, xbar, zbar ``[d]``, beta, smooth (0: unknown), before (the beta measured first) and mean iterations ``[1]``."""
+    """y, xbar, zbar ``[d]``, beta, smooth (0: unknown), before (first beta measured) and mean iterations ``[1]``."""
 
     y: Tensor
     xbar: Tensor
@@ -91,7 +91,9 @@ class FIAELT(Algorithm):
     tau: float = Field(0.5, gt=0, le=1, description="dual step (Corollary 2); 1 gives ADMM")
     r: float = Field(0.005, ge=0, lt=0.5, description="tolerance r_i of (9) (Corollary 2); 0: all iterations are taken")
     beta: Derived = by_rule(description="penalty; 1/(passes reach) for sgd, 5 L (Cor. 2) when not given")
-    smooth: float | None = Field(None, gt=0, description="L; measured in the first round when not given and (9) is looked at")
+    smooth: float | None = Field(
+        None, gt=0, description="L; measured in the first round when not given and (9) is looked at"
+    )
     solver: Solver = Field("sgd", description="local SGD, SVRG (Corollary 2) or gradient descent until (9)")
     passes: int = Field(2, ge=1, description="most rounds of sgd until (9); 1: one, and (9) is not looked at")
     iterations: int = Field(10, ge=1, description="most outer iterations of svrg (Corollary 2), or steps of gd")

@@ -137,6 +137,7 @@ class FLAME(Algorithm):
         """Gradient descent on f_i + lam/2 ||theta - w||^2 from theta until Eq. 17 holds."""
 
         def step(s: _Solve, work: Work) -> _Solve:
+            work.count_steps()
             theta = s.theta - work.lr * s.g
             return s._replace(theta=theta, g=work.full_grad(theta) + self.lam * (theta - s.w))
 

@@ -93,7 +93,7 @@ def attack(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | N
     assert isinstance(job.setting.attack, Forgery)
     sides = _sides(job, to_device(rows_of(down, task.place), job.oracle.device), task)
     up, new = _client(job, sides, sides.work.idle())
-    own = _client(job, sides, sides.work)[0] if job.setting.attack.trains else up
+    own = _client(job, sides, sides.work)[0] if job.setting.attack.reads_own else up
     name = primary_field(type(job.algorithm))
     base = base_of(job.fields[name], sides.down, sides.rows)
     absolute = getattr(own, name) + base
@@ -160,10 +160,12 @@ def _made(job: Job, sides: _Sides, up: Any, new: Any) -> Made:
             told = job.setting.sampler.report(model, work) if job.setting.sampler.learns else None
     if job.setting.channel is not None:
         with blamed("channel", job.setting.channel, f"round {work.round}"):
+            up = job.messages.change(up, sides.down[0])
             up, residue = _through(job, up, job.residue.read(work.ids), work.rng("channel"))
+            up = job.messages.absolute(up, sides.down[0])
     if name:
         model = getattr(up, name) + base_of(job.fields[name], sides.down, sides.rows)
-    return Made(up, info, told, model, new, residue, _done(work, work.steps[:, 0].cpu()), _states(job, work))
+    return Made(up, info, told, model, new, residue, _done(work), _states(job, work))
 
 
 def _states(job: Job, work: Work) -> Any:
@@ -234,7 +236,7 @@ def ask(job: Job, model: Tensor, task: AskTask) -> tuple[Tensor, Tensor]:
     work = job.work(task.round, task.ids)
     with blamed("sampler", job.setting.sampler, f"round {task.round}"):
         answer = job.setting.sampler.probe(model.to(job.oracle.device), work).cpu()
-    return answer, asked_counts(job, answer, _done(work, torch.zeros_like(task.ids)))
+    return answer, asked_counts(job, answer, _done(work))
 
 
 def asked_counts(job: Job, answer: Tensor, work: Tensor) -> Tensor:
@@ -243,8 +245,8 @@ def asked_counts(job: Job, answer: Tensor, work: Tensor) -> Tensor:
     return torch.cat([work, torch.tensor([k * item, d * item, 4 * k, 4 * d]).expand(len(work), -1)], 1)
 
 
-def _done(work: Work, steps: Tensor) -> Tensor:
-    return torch.stack([work.counts.backward, work.counts.forward, steps], 1)
+def _done(work: Work) -> Tensor:
+    return torch.stack([work.counts.backward, work.counts.forward, work.counts.steps], 1)
 
 
 def usable(fields: tuple[Tensor, ...], m: int, bound: float | None, weights: Sequence[Tensor] = ()) -> Tensor:

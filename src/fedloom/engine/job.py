@@ -199,10 +199,14 @@ class Job:
             memory=memory,
         )
 
+    def mixed(self, ids: Tensor) -> Tensor:
+        """Clients whose kept rows the download of a cohort is mixed from."""
+        return self.everyone if self.algorithm.mixes_all else ids
+
     def down(self, server: Any, round: int, ids: Tensor | None = None) -> Any:
         """The download of a cohort; all clients when None."""
         ctx = self.ctx(round, ids)
-        kept = self.kept.read(ctx.ids) if self.algorithm.mixes else None
+        kept = self.kept.read(self.mixed(ctx.ids)) if self.algorithm.mixes else None
         with blamed("method", self.algorithm, f"round {round}"):
             return self.algorithm.down(server, kept, ctx)
 

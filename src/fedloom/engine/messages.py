@@ -108,6 +108,25 @@ class Messages:
         sent = self._sent["down"].get(field, Sent())
         return sent.part is None and sent.encoding == "dense"
 
+    @cached_property
+    def clipped(self) -> str:
+        """The absolute upload field of which the channel gets the change to the received model; empty if none is.
+
+        A norm is clipped, and noise is scaled to it: that of a change, whatever a method uploads.
+        """
+        name = next((n for n, kind in upload_fields(type(self._algorithm)).items() if kind.primary), "")
+        if not name or self._channel is None or self._channel.remembers:
+            return ""
+        return name if upload_fields(type(self._algorithm))[name].base == "zero" else ""
+
+    def change(self, up: Any, received: Tensor) -> Any:
+        """The upload with the change to the received model ``[d]`` or ``[m, d]`` in place of an absolute one."""
+        return up._replace(**{self.clipped: getattr(up, self.clipped) - received}) if self.clipped else up
+
+    def absolute(self, up: Any, received: Tensor) -> Any:
+        """The upload whose `change` this is."""
+        return up._replace(**{self.clipped: getattr(up, self.clipped) + received}) if self.clipped else up
+
     def update(self, up: Any) -> Tensor:
         """What passes the channel of an upload ``[m, D]``: its fields side by side, of a part only what travels."""
         pieces = {name: getattr(up, name) for name in channel_fields(type(self._algorithm), self._channel)}

@@ -34,7 +34,7 @@ def play(job: Job, pool: Crew, state: State) -> State:
     for store in job.stores.values():
         store.touch(cohort)
     if job.algorithm.mixes:
-        job.homes.everywhere(cohort)
+        job.homes.everywhere(job.mixed(cohort))
     down = job.down(state.server, t, cohort)
     forges = job.forgers[cohort]
     places = (~forges).nonzero()[:, 0]

@@ -72,6 +72,7 @@ def gradient_descent(
         return work.add_full_grad_(torch.addcmul(steady, w, mu), w)
 
     def step(rows: _Rows, work: Work) -> _Rows:
+        work.count_steps()
         w = rows.w.sub_(rows.direction, alpha=rate)
         return rows._replace(direction=direction(w, work, rows.mu, rows.steady), done=rows.done + 1)
 

@@ -80,6 +80,8 @@ def _sorted(
             break
         drawn = [plan.batch(k * batches + j) for j in range(batches)] if plan else []
         now = work.at(k)
+        if drawn:
+            now.count_steps()
         rows = step(rows, now, *drawn)
         if until is not None:
             done = until(rows, now)[:, 0].cpu()

@@ -23,15 +23,16 @@ PIECE = 1024
 
 @dataclass(frozen=True)
 class Counts:
-    """Work done for every client of a chunk: samples ``[m]`` backward and forward."""
+    """Work done for every client of a chunk: samples ``[m]`` backward and forward, and steps ``[m]`` of any solver."""
 
     backward: Tensor
     forward: Tensor
+    steps: Tensor
 
     @classmethod
     def zeros(cls, m: int) -> Counts:
         """Counters of ``m`` clients."""
-        return cls(torch.zeros(m, dtype=torch.long), torch.zeros(m, dtype=torch.long))
+        return cls(*(torch.zeros(m, dtype=torch.long) for _ in range(3)))
 
 
 class Work:
@@ -156,8 +157,13 @@ class Work:
         count = self.counted_steps(steps)
         plan = self.plan(stream, count)
         self.counts.backward.index_add_(0, self.slots, plan.count.sum((0, 2)))
+        self.count_steps(count)
         descend(w, plan, count, step)
         return True
+
+    def count_steps(self, steps: Tensor | int = 1) -> None:
+        """Count steps ``[m]``, or one number for every client at hand; `iterate` counts those that draw batches."""
+        self.counts.steps.index_add_(0, self.slots, torch.as_tensor(steps).expand(self.m))
 
     def counted_steps(self, steps: Tensor | int | None = None, batches: int = 1) -> Tensor:
         """Steps ``[m]`` of every client on the CPU; when None those of the round, of ``batches`` batches each."""

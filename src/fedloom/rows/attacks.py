@@ -51,6 +51,11 @@ class Forgery(Attack, ABC):
     trains: ClassVar[bool] = False
     """Reads the rows that the attackers would send if they were honest."""
 
+    @property
+    def reads_own(self) -> bool:
+        """Whether the attackers train as these settings have it."""
+        return self.trains
+
     @abstractmethod
     def forge(self, honest: Tensor | None, base: Tensor, own: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
         """What the attackers send, in absolute form (a model, not a difference).
@@ -105,13 +110,22 @@ class SameValue(Forgery):
 
 
 class SignFlip(Forgery):
-    """-|p| times the received model, p ~ N(0, variance) (FLAME, V-D; as its code, the attackers do not train)."""
+    """-|p| times the received model, or the attacker's own message, p ~ N(0, variance) (FLAME, V-D)."""
 
     kind: Literal["sign-flip"] = "sign-flip"
     variance: float = Field(0.1, gt=0, description="variance of p (FLAME, VI-A)")
+    of: Literal["received", "own"] = Field(
+        "received",
+        description="what is flipped: the received model (FLAME's public code, whose attackers do not train), or the "
+        "message that the attacker would send (its text and Proposition 2)",
+    )
+
+    @property
+    def reads_own(self) -> bool:
+        return self.of == "own"
 
     def forge(self, honest: Tensor | None, base: Tensor, own: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
-        return -_normal(base[:, :1], self.variance, gens).abs() * base
+        return -_normal(base[:, :1], self.variance, gens).abs() * (own if self.reads_own else base)
 
 
 class Gaussian(Forgery):

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedloom.algorithms import primary_field, upload_fields
 from fedloom.algorithms._messages import base_of
 from fedloom.local.rows import map_rows
-from fedloom.testing.federate import Federation, State, begin, personal_models
+from fedloom.testing.federate import Federation, State, begin, mixed, personal_models
 from fedloom.testing.scene import COHORT, HISTORY, SETTINGS, TIGHT, Scene, Subject, agree, demand, law_problem
 from fedloom.testing.trees import difference, named, picked, plus
 
@@ -149,8 +149,7 @@ def translation(s: Subject) -> None:
         return {n: v - named(old)[n] for n, v in named(new).items() if v.is_floating_point()}
 
     def first_down(state: State, f: Federation) -> Any:
-        kept = picked(state.kept, ids) if a.mixes else None
-        return a.down(state.server, kept, f.ctx(1, ids))
+        return a.down(state.server, mixed(a, state.kept, ids), f.ctx(1, ids))
 
     by = {
         "down": shift(first_down(moved, fed), first_down(here, scene.fed)),

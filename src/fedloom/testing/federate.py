@@ -86,6 +86,13 @@ class Federation(NamedTuple):
         return Work(self.oracle, cohort, self.weight[cohort], self.local, seed=self.seed, round=round, steps=steps)
 
 
+def mixed(algorithm: Algorithm, kept: Any, ids: Sequence[int]) -> Any:
+    """The kept rows that the download of a cohort is mixed from: its own, or those of all clients; None without."""
+    if not algorithm.mixes:
+        return None
+    return kept if algorithm.mixes_all else picked(kept, ids)
+
+
 def begin(algorithm: Algorithm, fed: Federation, x0: Tensor, weigher: Weigher | None = None) -> State:
     """The state before the first round: every client has the template's rows."""
     ctx = fed.ctx(0, range(fed.n))
@@ -122,8 +129,7 @@ def play(
     algorithm = algorithm.settled(fed.ctx(0, range(fed.n)))
     round, ids = state.round + 1, sorted(cohort)
     accepted = [i for i in ids if i not in set(dropped)]
-    kept = picked(state.kept, ids) if algorithm.mixes else None
-    down = algorithm.down(state.server, kept, fed.ctx(round, ids))
+    down = algorithm.down(state.server, mixed(algorithm, state.kept, ids), fed.ctx(round, ids))
     answers: dict[int, Any] = {}
     for group in [[i] for i in ids] if alone else [ids]:
         places = [ids.index(i) for i in group]

@@ -26,7 +26,7 @@ from fedloom.testing.declared import (
     shapes,
     translation,
 )
-from fedloom.testing.federate import State, play
+from fedloom.testing.federate import State, mixed, play
 from fedloom.testing.scene import COHORT, HISTORY, TIGHT, Scene, Subject, agree, demand, law_problem
 from fedloom.testing.trees import named, picked, received, through_checkpoint
 
@@ -49,7 +49,7 @@ def permutation(s: Subject) -> None:
     ids = [scene.ids[k] for k in order]
 
     a, state = s.algorithm, scene.state
-    down = a.down(state.server, picked(scene.kept, order), scene.ctx(ids))
+    down = a.down(state.server, mixed(a, state.kept, ids), scene.ctx(ids))
     agree(down, received(scene.down, order), "the download", TIGHT)
     up, rows = a.client(scene.down, scene.rows, scene.work())
     got = a.client(down, picked(scene.rows, order), scene.work(ids=ids))
@@ -62,7 +62,7 @@ def arguments_unmodified(s: Subject) -> None:
     """No function changes what it is given, nor the rows of the clients that do not take part."""
     scene = Scene(s, ids=(0, 1, 2))
     a, state = s.algorithm, scene.state
-    kept = picked(state.kept, slice(3)) if a.mixes else None  # views: a write shows in the whole state
+    kept = picked(state.kept, slice(None if a.mixes_all else 3)) if a.mixes else None  # views: a write shows
     rows = picked(state.rows, slice(3))
     down, work = scene.down, scene.work()
     up, new = a.client(down, rows, work)

@@ -10,7 +10,7 @@ from typing import Any
 from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.choose import Weigher
 from fedloom.local import Ctx, LocalSGD, Work
-from fedloom.testing.federate import Federation, State, federate
+from fedloom.testing.federate import Federation, State, federate, mixed
 from fedloom.testing.problems import Problem
 from fedloom.testing.trees import difference, picked
 
@@ -53,7 +53,7 @@ class Scene:
         self.problem = law_problem() if problem is None else problem
         self.fed = Federation(self.problem.oracle(noise=0.5), self.problem.alpha, SETTINGS)
         self.state = subject.run(HISTORY, problem=self.problem)[-1]
-        self.kept = picked(self.state.kept, self.ids) if self.a.mixes else None
+        self.kept = mixed(self.a, self.state.kept, self.ids)
         self.rows = picked(self.state.rows, self.ids)
         self.down = self.a.down(self.state.server, self.kept, self.ctx())
 

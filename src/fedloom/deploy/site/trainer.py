@@ -178,15 +178,15 @@ class Trainer:
             if self._noise is None:
                 raise
             self.withheld(said(error))
-            return self._noise_alone(job)
+            return self._noise_alone(job, down)
         return made
 
-    def _noise_alone(self, job: Job) -> Made:
+    def _noise_alone(self, job: Job, down: Any) -> Made:
         up, ids = self.forms.idle, self.ids
         if accounted(job.setting.channel) is not None:
             assert job.setting.channel is not None
             sent, _ = job.setting.channel.apply(None, torch.zeros_like(job.messages.update(up)), ())
-            up = job.messages.with_update(up, sent)
+            up = job.messages.absolute(job.messages.with_update(up, sent), down[0])
         rows, residue, optimizer = (s.read(ids) for s in (job.clients, job.residue, job.optimizer))
         return Made(up, None, None, None, rows, residue, torch.zeros(1, 3).long(), optimizer)
 
