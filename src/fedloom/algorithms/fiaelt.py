@@ -109,12 +109,12 @@ class FIAELT(Algorithm):
         if self.solver != "sgd" or self.smooth is not None:
             return {}
         beta = 1 / (self.passes * ctx.reach)
-        return {"beta": beta, "smooth": beta / 5} if self.beta is None else {"beta": beta}
+        return {"beta": beta} | ({} if self.beta else {"smooth": beta / 5})
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         zero, none = torch.zeros_like(x0), x0.new_zeros(1)
-        smooth = self.smooth or 0.0
-        beta, smooth = x0.new_tensor([self.beta or 5 * smooth]), x0.new_tensor([smooth])
+        smooth = x0.new_tensor([self.smooth or 0.0])
+        beta = x0.new_tensor([self.beta]) if self.beta else 5 * smooth
         return Server(x0, x0, zero, beta, smooth, none, none), Client(x0, zero, none), None
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
