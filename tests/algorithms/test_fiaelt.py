@@ -189,7 +189,7 @@ def test_l_is_not_measured_where_the_criterion_is_not_looked_at(options: dict[st
 
 
 def test_a_run_notes_a_beta_below_the_measured_l_once() -> None:
-    fed = fl.partition.iid(clients=3)(fl.data.Digits().load(), seed=0)
+    fed = fl.partition.iid(clients=3)(fl.data.load("digits"), seed=0)
     run = fl.simulate(FIAELT(beta=0.01, solver="gd", iterations=2), fed, rounds=3)
     assert sum("needs beta > L, got beta = 0.01" in note for note in run.notes) == 1
     run = fl.simulate(FIAELT(beta=1e4, solver="gd", iterations=2), fed, rounds=3)
