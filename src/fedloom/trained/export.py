@@ -24,6 +24,7 @@ from fedloom.models import factorise, merged
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
 from fedloom.trained.model import Model
+from fedloom.trained.program import checked_archive
 from fedloom.trained.raw import RawModel, said
 
 FORMATS = ("safetensors", "torch", "onnx")
@@ -80,7 +81,7 @@ def export(model: Model, path: Path | str, format: str = "safetensors", *, facto
 
 
 class Program:
-    """A model that was exported for torch: no code of its architecture is needed.
+    """A model that was exported for torch: no code of its architecture is needed, and none of the file's is run.
 
     Attributes:
         facts: of the data that it takes.
@@ -90,7 +91,8 @@ class Program:
     def __init__(self, path: Path | str) -> None:
         extra = {FACTS: ""}
         try:
-            program = torch.export.load(io.BytesIO(Path(path).read_bytes()), extra_files=extra)
+            content = checked_archive(Path(path).read_bytes(), FACTS)
+            program = torch.export.load(io.BytesIO(content), extra_files=extra)
             self.facts = InputSpec.model_validate_json(extra[FACTS])
         except Exception as error:  # a file from elsewhere may break torch in any way
             raise LayoutError(f"{path}: no model exported for torch ({cause_of(error)})") from None

@@ -1,0 +1,152 @@
+"""Read a torch program from a file of unknown origin: its parts are checked one by one, and none of it is a pickle.
+
+`torch.export.load` alone is no safe reader: it falls back to the full unpickler, loads compiled libraries, evaluates
+expressions of sizes and guards as Python, and calls any function of torch that a graph names.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+from typing import Any
+from zipfile import ZIP_STORED, ZipFile
+
+import torch
+
+WRITTEN_BY_TORCH = ("archive_format", "archive_version", "byteorder", ".data/version", ".data/serialization_id")
+GRAPH, SAMPLES = "models/model.json", "data/sample_inputs/model.pt"
+CONFIGS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
+TENSOR = re.compile(r"data/(weights/weight|constants/tensor)_\d+")
+NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn")
+"""What a graph tells of the code that it was made from; left out."""
+WORD = re.compile(r"[\w.+-]*")
+"""Text of a graph: names, versions and numbers; it becomes a part of generated code."""
+ARITHMETIC = ("getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "eq", "ne", "lt", "le",
+              "gt", "ge", "and_", "or_", "not_")  # fmt: skip
+FILE_OPERATIONS = ("from_file", "save")
+SIZES = ("Symbol", "Integer", "Rational", "Add", "Mul", "Pow", "Max", "Min", "Mod", "PythonMod", "FloorDiv", "CeilDiv",
+         "CleanDiv", "IntTrueDiv", "Eq", "Ne", "Lt", "Le", "Gt", "Ge", "And", "Or", "Not")  # fmt: skip
+"""Functions in an expression of sizes."""
+CONTAINERS = (None, "builtins.tuple", "builtins.list", "builtins.dict")
+
+
+def checked_archive(content: bytes, facts: str) -> bytes:
+    """The archive of a program, written anew from its checked parts.
+
+    Args:
+        content: a file of `torch.export.save`.
+        facts: name of its extra file.
+
+    Raises:
+        ValueError: it holds more than a graph of tensor operations, its tensors and that extra file.
+    """
+    with ZipFile(io.BytesIO(content)) as archive:
+        entries = archive.infolist()
+        if any(entry.compress_type != ZIP_STORED for entry in entries):
+            raise ValueError("its parts are compressed")
+        parts = {entry.filename.partition("/")[2]: archive.read(entry) for entry in entries}
+    if len(parts) < len(entries):
+        raise ValueError("two of its parts have one name")
+    known = (*WRITTEN_BY_TORCH, GRAPH, SAMPLES, *CONFIGS, f"extra/{facts}")
+    for name in parts:
+        if name not in known and not TENSOR.fullmatch(name):
+            raise ValueError(f"it holds {name!r}")
+    for name in CONFIGS:
+        _check_config(json.loads(parts[name]))
+    inputs = torch.load(io.BytesIO(parts[SAMPLES]), weights_only=True)
+    parts[SAMPLES] = _saved(inputs)
+    parts[GRAPH] = json.dumps(_checked_graph(json.loads(parts[GRAPH]))).encode()
+    out = io.BytesIO()
+    writer = torch._C.PyTorchFileWriter(out)
+    for name, part in parts.items():
+        if name not in WRITTEN_BY_TORCH[2:]:
+            writer.write_record(name, part, len(part))
+    writer.write_end_of_file()
+    return out.getvalue()
+
+
+def _saved(value: Any) -> bytes:
+    out = io.BytesIO()
+    torch.save(value, out)
+    return out.getvalue()
+
+
+def _check_config(config: dict[str, Any]) -> None:
+    """Refuse tensors that are pickles, or lie elsewhere."""
+    for name, payload in config["config"].items():
+        if payload["use_pickle"] is not False or not re.fullmatch(r"(weight|tensor)_\d+", payload["path_name"]):
+            raise ValueError(f"{name!r} is no plain tensor")
+    _check_words(config)
+
+
+def _checked_graph(document: dict[str, Any]) -> dict[str, Any]:
+    """A graph without notes and guards, of tensor operations only."""
+    document = {**document, "guards_code": []}
+    for node in document["graph_module"]["graph"]["nodes"]:
+        node["metadata"] = {key: text for key, text in node["metadata"].items() if key not in NOTES}
+        _check_operation(node["target"])
+    _check_words(document)
+    return document
+
+
+def _check_operation(target: str) -> None:
+    first, *names = target.split(".")
+    if first == "_operator" and len(names) == 1 and names[0] in ARITHMETIC:
+        return
+    operation: Any = torch
+    if first == "torch" and names[:2] == ["ops", "aten"] and len(names) == 4:
+        for name in names:
+            operation = getattr(operation, name, None)
+    if not isinstance(operation, torch._ops.OpOverload) or names[2] in FILE_OPERATIONS:
+        raise ValueError(f"its graph calls {target!r}")
+
+
+def _check_words(value: object, key: str = "") -> None:
+    """Refuse text that is more than a word, parts of the graph that are code, and graphs within graphs."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if name in ("as_graph", "as_custom_obj", "as_operator") and item is not None:
+                raise ValueError(f"its graph has an argument {name}")
+            _check_words(name)
+            _check_words(item, name)
+    elif isinstance(value, list):
+        for item in value:
+            _check_words(item, key)
+    elif isinstance(value, str) and key == "expr_str":
+        _check_size(ast.parse(value, mode="eval").body)
+    elif isinstance(value, str) and key in ("in_spec", "out_spec"):
+        if value:
+            _check_tree(json.loads(value)[1])
+    elif isinstance(value, str) and WORD.fullmatch(value) is None:
+        raise ValueError(f"its graph has the text {value[:40]!r}")
+
+
+def _check_size(node: ast.AST) -> None:
+    """Refuse an expression that is more than arithmetic of sizes."""
+    match node:
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=keywords) if name in SIZES:
+            inner: list[ast.AST] = [*args, *(keyword.value for keyword in keywords)]
+        case ast.BinOp(left=left, right=right):
+            inner = [left, right]
+        case ast.UnaryOp(operand=operand):
+            inner = [operand]
+        case ast.Compare(left=left, comparators=others):
+            inner = [left, *others]
+        case ast.Constant(value=value) if not isinstance(value, str) or re.fullmatch(r"[a-z]{1,2}\d+", value):
+            inner = []
+        case ast.Name(id=name) if re.fullmatch(r"[a-z]{1,2}\d+", name):
+            inner = []
+        case _:
+            raise ValueError("a size in its graph is an expression of another kind")
+    for part in inner:
+        _check_size(part)
+
+
+def _check_tree(tree: dict[str, Any]) -> None:
+    """Refuse inputs and outputs in containers that a file could choose code with."""
+    if tree["type"] not in CONTAINERS:
+        raise ValueError(f"its inputs or outputs are a {tree['type']!r}")
+    for child in tree["children_spec"]:
+        _check_tree(child)
