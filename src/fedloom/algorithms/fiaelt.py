@@ -91,8 +91,8 @@ class FIAELT(Algorithm):
     tau: float = Field(0.5, gt=0, le=1, description="dual step (Corollary 2); 1 gives ADMM")
     r: float = Field(0.005, ge=0, lt=0.5, description="tolerance r_i of (9) (Corollary 2); 0: all iterations are taken")
     beta: Derived = by_rule(description="penalty; 1/(passes reach) for sgd, 5 L (Cor. 2) when not given")
-    smooth: float | None = Field(
-        None, gt=0, description="L; measured in the first round when not given and (9) is looked at"
+    smooth: Derived = by_rule(
+        description="L; beta/5 beside a beta that is not given, else measured in the first round where (9) is looked at"
     )
     solver: Solver = Field("sgd", description="local SGD, SVRG (Corollary 2) or gradient descent until (9)")
     passes: int = Field(2, ge=1, description="most rounds of sgd until (9); 1: one, and (9) is not looked at")
@@ -106,7 +106,7 @@ class FIAELT(Algorithm):
     needs: ClassVar[dict[str, str]] = {"passes": "solver sgd", "iterations": "solver svrg gd", "inner": "solver svrg"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        if self.solver != "sgd" or self.smooth is not None:
+        if self.solver != "sgd" or self.smooth:
             return {}
         beta = 1 / (self.passes * ctx.reach)
         return {"beta": beta} | ({} if self.beta else {"smooth": beta / 5})
@@ -158,7 +158,7 @@ class FIAELT(Algorithm):
             return server._replace(beta=beta, smooth=top)
         xbar, zbar = server.xbar + up.dx * share, server.zbar + up.dz * share  # line 6
         y = proximal(self.regulariser, xbar + zbar / beta, 1 / (beta * ctx.n), ctx.layout)  # prox_{g/(beta p)}
-        if self.r and not before and not self.beta and self.smooth is None:
+        if self.r and not before and not self.beta and not self.smooth:
             fails = (up.iterations >= self.iterations).double().mean() > 0.5
             before, beta, smooth = beta * fails, beta * ~fails, smooth * ~fails  # (9) fails for many: L once more
         return Server(y, xbar, zbar, beta, smooth, before, up.iterations.mean(0))
