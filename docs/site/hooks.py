@@ -23,6 +23,8 @@ def pages() -> Iterator[tuple[str, str]]:
     yield "experiment-file.md", experiment_file.page()
     yield "choosing.md", choosing.page()
     yield from notebooks.pages()
+    for file in (*(ROOT / "studies" / "pages").glob("*.md"), ROOT / "tests" / "mutants.md"):
+        yield file.name, file.read_text()
     for name in ("CONTRIBUTING", "CHANGELOG"):
         yield f"{name.lower()}.md", (ROOT / f"{name}.md").read_text()
 
@@ -33,6 +35,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         if entry.get("Methods") == "methods/":
             entry["Methods"] = methods.navigation()
     return config
+
+
+def on_page_markdown(markdown: str, **more: object) -> str:
+    """Links between ``docs`` and ``studies`` as they are on the site, where both lie in one folder."""
+    return re.sub(r"\]\((?:\.\./studies/pages|\.\./\.\./docs)/", "](", markdown)
 
 
 def on_page_content(html: str, **more: object) -> str:

@@ -23,8 +23,8 @@ from fedloom_studies.map.setups import setups
 from fedloom_studies.store import CHECKOUT
 
 ROOT = Path(__file__).resolve().parents[2]
-DEFAULTS = ROOT / "docs" / "defaults.json"
-HELD_OUT = ROOT / "docs" / "held-out.json"
+DEFAULTS = ROOT / "studies" / "data" / "defaults.json"
+HELD_OUT = ROOT / "studies" / "data" / "held-out.json"
 COLUMNS = ("mean, %", "over the better of local and FedAvg", "difference", "place", "level with the best")
 """Of `standing_table`."""
 FAMILIES = {
@@ -45,7 +45,7 @@ DEFAULTS_SAY = (
     "that their card names. A method that cannot keep a part says so on its card and in a note before the first round.",
     "",
     "Factors that theory leaves open were chosen on validation parts of other federations than these "
-    "(`benchmarks/factors.py`, `docs/factors.json`).",
+    "(`studies/benchmarks/factors.py`, `studies/data/factors.json`).",
     "",
     "Where a paper's constant belongs to its own problem, the default is derived before the first round from the "
     "*reach* of a round, the step size times the mean number of local steps; every card gives its rule. "

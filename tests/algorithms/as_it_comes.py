@@ -1,7 +1,7 @@
 """Every method with its defaults on small federations, and the law that a default must obey.
 
-    python tests/algorithms/as_it_comes.py docs/defaults.json      # names after it: these methods, these federations
-    python tests/algorithms/as_it_comes.py docs/held-out.json      # on federations that shaped no rule, by validation
+    python tests/algorithms/as_it_comes.py studies/data/defaults.json  # names after it: methods and federations
+    python tests/algorithms/as_it_comes.py studies/data/held-out.json  # federations that shaped no rule, by validation
 
 The federations are small on purpose: what a default does wrong shows in seconds. Those held out have no test parts, so
 that a rule that they break may be looked into.

@@ -13,12 +13,12 @@ from fedloom.algorithms import REGISTRY
 from fedloom.errors import DataError
 from fedloom.experiment.cards import text
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DATA = Path(__file__).resolve().parents[2] / "studies" / "data"
 
 
 def test_the_held_out_runs_are_judged_as_recorded() -> None:
     """Every method on every federation; a break is known with its reason."""
-    found = json.loads((DOCS / "held-out.json").read_text())
+    found = json.loads((DATA / "held-out.json").read_text())
     rows = {(row["method"], row["case"]): row for row in found["rows"]}
     assert list(rows) == [(m, case) for m in REGISTRY for case in HELD_OUT]
     assert {key for key, row in rows.items() if row["broken"]} == set(KNOWN)
@@ -27,7 +27,7 @@ def test_the_held_out_runs_are_judged_as_recorded() -> None:
 
 def test_the_recorded_runs_are_whole_and_keep_the_law() -> None:
     """Every method on every federation, all of them at one commit; judged anew, not as the file says."""
-    found = json.loads((DOCS / "defaults.json").read_text())
+    found = json.loads((DATA / "defaults.json").read_text())
     commits = {name: {row["commit"] for row in found["rows"] if row["method"] == name} for name in REGISTRY}
     assert all(len(at) == 1 and re.fullmatch(r"[0-9a-f]{12}", *at) for at in commits.values()), commits
     assert found["rounds"] == ROUNDS

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
     "README.md",
     "CONTRIBUTING.md",
-    *(f"docs/{p.relative_to(ROOT / 'docs')}" for p in (ROOT / "docs").rglob("*.md")),
+    *(str(p.relative_to(ROOT)) for folder in ("docs", "studies/pages") for p in (ROOT / folder).rglob("*.md")),
 ]
 FENCE = re.compile(
     r"(?P<mark><!-- not run: [^>]+ -->\n)?"

@@ -145,7 +145,7 @@ def test_the_gallery_has_every_entry_with_its_experiment_as_it_is_and_its_chart(
 @pytest.mark.timeout(1800)
 def test_an_entry_of_the_gallery_is_what_its_experiment_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    script = runpy.run_path(str(ROOT / "scripts" / "gallery"), run_name="gallery")
+    script = runpy.run_path(str(ROOT / "studies" / "scripts" / "gallery"), run_name="gallery")
     for name in ("fair", "attack"):
         documents.assert_alike(script["made"](name, tmp_path, tmp_path), script["kept"]()[name], name)
 

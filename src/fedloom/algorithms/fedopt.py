@@ -22,7 +22,7 @@ mean over the cohort is uniform unless the run's weigher says otherwise.
 
 Defaults: the adaptive optimisers move no coordinate by much more than server_lr in a round: reach/10, reach the length
 of a local round (lr times its mean number of steps), is what a gradient of 0.1 moves one; the smallest of the factors
-in benchmarks/factors.py that keeps up with FedAvg. With momentum 0.1 = 1 - beta1, FedAvg's speed in the end.
+in studies/benchmarks/factors.py that keeps up with FedAvg. With momentum 0.1 = 1 - beta1, FedAvg's speed in the end.
 
 Use it where some coordinates see rare gradients (embeddings); tune server_lr and tau together with the local lr.
 """

@@ -26,9 +26,9 @@ is then pulled to the new w_i). With ``eps0`` the theta step is gradient descent
 
 Defaults: lam = 2/(reach sqrt(rounds)), reach the length of a round (lr times its mean number of steps): between
 1/reach, whose pull halves the speed of a round, and 1/(reach rounds), which holds models together only by the end of a
-run; the 2 by benchmarks/factors.py. rho is the largest lam alpha_i: w is then the mean of the theta_i, in every round
-where shares are equal. Theorem 1 also asks for (lam alpha_i/rho)^2 (1 + rho) < (lam alpha_i + rho)/2, which no small
-rho meets, nor the paper's own values.
+run; the 2 by studies/benchmarks/factors.py. rho is the largest lam alpha_i: w is then the mean of the theta_i, in every
+round where shares are equal. Theorem 1 also asks for (lam alpha_i/rho)^2 (1 + rho) < (lam alpha_i + rho)/2, which no
+small rho meets, nor the paper's own values.
 
 Use it for personal models of clients with skewed labels, with a global model beside them; the hybrid model takes for
 each client the better of both on its validation part. Where most clients are absent the global model moves little, of

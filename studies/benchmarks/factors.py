@@ -1,6 +1,6 @@
 """The factors of derived defaults, on the validation parts of federations that no test judges.
 
-    python benchmarks/factors.py docs/factors.json flame.lam feddr.eta    # all of OPTIONS when none are named
+    python studies/benchmarks/factors.py studies/data/factors.json flame.lam feddr.eta  # all when none are named
 
 Every derived option is tried at 1/4, 1/2, 1, 2 and 4 times what theory gives for it. The clients' test parts are taken
 out before anything runs; each figure is the validation score of a model, less that of the worse of FedAvg and Local

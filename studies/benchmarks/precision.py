@@ -1,7 +1,7 @@
 """Does training in bfloat16 cost accuracy? Two runs per seed that differ in the precision alone.
 
-    python benchmarks/precision.py --data-dir DATA                   # MNIST, 10 seeds
-    python benchmarks/precision.py --data-dir DATA --on cifar-10     # 5 seeds
+    python studies/benchmarks/precision.py --data-dir DATA                   # MNIST, 10 seeds
+    python studies/benchmarks/precision.py --data-dir DATA --on cifar-10     # 5 seeds
 
 20 clients with Dirichlet 0.5 labels and 100 training samples each. A row per method and model: mean test accuracy of
 the clients after the last round in float32, and the difference of bfloat16 to it, with the 95 % t interval over seeds,

@@ -1,6 +1,6 @@
 """Personal models for clients that no round has seen, against the global model: held-out digit clients, skewed labels.
 
-    python benchmarks/adapt.py
+    python studies/benchmarks/adapt.py
 
 A federation of 30 clients is cut; 20 of them train, ten are held out. For each of these the method adapts on the
 client's training part with the server's state fixed, and is scored on its test part.
