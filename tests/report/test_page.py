@@ -25,7 +25,7 @@ from fedloom.report import page as page_module
 from fedloom.report.figure import slug
 from fedloom.report.numbers import Estimate, Row, rows_of
 from fedloom.report.page import figures
-from fedloom.report.reading import Key, read_runs
+from fedloom.report.reading import Key, Record, read_runs
 from fedloom.report.tables import csv_text, latex
 
 
@@ -127,6 +127,24 @@ def test_the_best_of_a_column_is_bold_and_ties_are_too() -> None:
     ]
     bold = re.findall(r'<span class="best">([\d.]+)</span>', overview.results(rows))
     assert bold == ["90.00", "90.00", "0.1000", "0.1000"]
+
+
+@pytest.mark.parametrize(
+    ("work", "sentence"),
+    [
+        ({"fedavg": 100.0, "fedala": 245.0, "near": 109.0}, "of the gradients of fedavg took: fedala 245 %"),
+        ({"a": 100.0, "b": 300.0}, "of the gradients of a took: b 300 %"),
+        ({"fedavg": 100.0, "cheap": 50.0}, "50 to 100 samples backward. Compare"),
+        ({"fedavg": 100.0, "b": 100.5}, ""),
+    ],
+)  # fmt: skip
+def test_unequal_work_is_named_by_method(work: dict[str, float], sentence: str) -> None:
+    done = (Record(method="m", seed=0, status="done"),)
+    rows = [Row("", m, m, "global", done, {"samples_backward": Estimate({0: w})}) for m, w in work.items()]
+    text = overview._work(rows)
+    assert sentence in text
+    assert bool(text) == bool(sentence)
+    assert "near" not in text
 
 
 def test_every_control_and_chart_has_a_name(page: Path) -> None:

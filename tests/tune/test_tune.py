@@ -6,7 +6,9 @@ import csv
 import errno
 import shutil
 import signal
+import sys
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,82 @@ def test_equal_work_of_the_tuned_file(finished: Path) -> None:
         assert counted is not None
         work.add(counted[0])
     assert len(work) == 1
+
+
+UNEVEN = """
+from fedloom.algorithms import Algorithm, Delta, Model
+from fedloom.local import Ctx, Nothing, Work, descend
+
+
+class Uneven(Algorithm):
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
+        epochs = EPOCHS(work.round)
+        return Delta(descend(down.x, work, steps=work.epochs(epochs)) - down.x), rows
+
+    def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
+        return Model(server.x + up.dw)
+"""
+ONE = SMALL.partition("[[method]]")[0].replace("rounds = 4", "rounds = 24").replace("trials = 4", "trials = 1")
+
+
+@pytest.fixture
+def tune_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[str, dict[str, str]]]]:
+    """Tune one method from the command line: what was printed, and its row of the trials."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(method: str, before: str = ONE, epochs: str = "") -> tuple[str, dict[str, str]]:
+        Path("uneven.py").write_text(UNEVEN.replace("EPOCHS", f"(lambda round: {epochs or 1})"))
+        Path("one.toml").write_text(f"{before}\n[[method]]\n{method}\n")
+        result = RUNNER.invoke(app, ["tune", "one.toml", "--out", "out"])
+        assert result.exit_code == 0, result.output
+        (row,) = rows(Path("out"))
+        return result.output, row
+
+    yield run
+    sys.modules.pop("uneven", None)
+
+
+PLAIN = 24 * sum(
+    fl.partition.hybrid(clients=6, labels_per_client=2, beta=0.5)(fl.load("digits"), seed=0).sizes("train")
+)
+
+
+@pytest.mark.parametrize(
+    "epochs",
+    ["1 if round == 1 else 3", "20 if round == 2 else 1.5", "1 if round < 6 else 4", "5 if round < 4 else 1",
+     "max(1, 6 - round // 3)", "1 + round % 2"],
+)  # fmt: skip
+def test_work_is_equal_where_the_cost_of_a_round_changes(epochs: str, tune_alone: Any) -> None:
+    output, row = tune_alone('algorithm = "uneven:Uneven"', epochs=epochs)
+    assert 0.85 <= int(row["samples_backward"]) / int(PLAIN) <= 1.1
+    assert "warning" not in output
+    tuned = tomllib.loads(Path("out/tuned.toml").read_text())
+    result = fl.simulate(parse(tuned).methods[0].setting, parse(tuned).partition(fl.load("digits"), 0))
+    assert result.state.records.last("", "", "samples_backward")[0] == int(row["samples_backward"])
+
+
+def test_the_gradients_of_personal_models_are_part_of_the_budget(tune_alone: Any) -> None:
+    _, row = tune_alone('algorithm = "fedavg-ft"\nsteps = 40\n[tune.space.fedavg-ft]\nsteps = []')
+    assert 0.9 <= int(row["samples_backward"]) / int(PLAIN) <= 1.1
+    assert int(row["rounds"]) < 24
+
+
+def test_work_beyond_the_budget_is_named_everywhere(tune_alone: Any) -> None:
+    two = ONE.replace("rounds = 24", "rounds = 2")
+    output, row = tune_alone('algorithm = "uneven:Uneven"', two, "3")
+    sentence = "Uneven did not have equal work: it took 150 % of the gradients of 2 plain rounds in 1 of its own."
+    assert int(row["rounds"]) == 1
+    assert f"warning: {sentence}" in output
+    assert f"# {sentence}" in Path("out/tuned.toml").read_text()
+    assert f"**{sentence}**" in Path("out/tuning.md").read_text()
+
+
+def test_a_longer_final_run_has_equal_work_too(tune_alone: Any) -> None:
+    longer = ONE.replace("[tune]", "[tune]\nrounds = 6")
+    tune_alone('algorithm = "ditto"', longer)
+    tuned = tomllib.loads(Path("out/tuned.toml").read_text())
+    result = fl.simulate(parse(tuned).methods[0].setting, parse(tuned).partition(fl.load("digits"), 0))
+    assert 0.9 <= result.state.records.last("", "", "samples_backward")[0] / int(PLAIN) <= 1.1
 
 
 def test_the_tuned_file_runs(finished: Path, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def tune(
                 document[name] = {**table(document.get(name, {}), f"{file}: [{name}]"), key: value}
         refuse(document, str(file))
         from fedloom.tune import Tuning
+        from fedloom.tune.search import beyond
 
         search = Tuning(document, str(file), out or Path("runs") / f"{file.stem}-tune", data_dir, force=force)
         try:
@@ -53,6 +54,8 @@ def tune(
     for f in found:
         if f.best is not None:
             typer.echo(f"{f.study.method.label}: {f.best.setting}, validation {search.goal.metric} {f.best.value:.4f}")
+    for sentence in beyond(found):
+        typer.echo(f"warning: {sentence}", err=True)
     typer.echo(f"report: {search.out / 'tuning.md'}\nnext:   fedloom run {search.out / 'tuned.toml'}")
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from fedloom.data.federation import Federation
 from fedloom.engine.round import play
+from fedloom.engine.scoring import COST, scores_of
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import one_thread, pool_of
@@ -19,6 +20,8 @@ from fedloom.engine.state import initial_state
 from fedloom.processes.chunks import COUNTS
 from fedloom.processes.pool import Crew
 
+BACKWARD = COUNTS.index("samples_backward")
+"""Place of the samples whose gradient was taken in the totals of a state."""
 QUIET = 0.1
 """Cores that other processes may use while something is measured."""
 
@@ -68,10 +71,33 @@ def played(
         for _ in range(count):
             start = clock()
             state = play(job, crew(pool), state)
-            seconds, samples = clock() - start, int(state.totals[COUNTS.index("samples_backward")])
+            seconds, samples = clock() - start, int(state.totals[BACKWARD])
             rounds.append(Round(seconds, samples - before))
             before = samples
     return Played(rounds, job.oracle.name, job.workers)
+
+
+def spending(setting: Setting, fed: Federation) -> Generator[tuple[int, Callable[[], int]]]:
+    """Play a run in memory, without evaluation, as long as it is asked for a further round.
+
+    Yields:
+        Samples whose gradient all rounds so far took, and a function that gives those that the personal models after
+        this round would take.
+
+    Raises:
+        ConfigError, RunStopped, ClientError: as `played`.
+    """
+    job, server = make_job(setting, fed)
+    with one_thread(), pool_of(job) as pool:
+        state = initial_state(job, server)
+
+        def personal() -> int:
+            cost = scores_of(job, pool, state).get(COST, {})
+            return round(float(cost[COUNTS[BACKWARD]].nansum()) * job.n / len(job.judged)) if cost else 0
+
+        while True:
+            state = play(job, pool, state)
+            yield int(state.totals[BACKWARD]), personal
 
 
 def samples_per_round(setting: Setting, fed: Federation) -> int:

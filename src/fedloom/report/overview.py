@@ -19,6 +19,8 @@ from fedloom.report.tradeoffs import REACHED
 
 SHOWN = 4
 """Further notes are folded away."""
+EQUAL, BEYOND = 1.01, 1.1
+"""Work up to the first share of the least is called equal; more than the second of FedAvg's is named."""
 TIE = 1e-6
 """Results that differ by less than this share are called equal."""
 
@@ -240,12 +242,20 @@ def _attack(run: Run) -> str:
 
 
 def _work(own: list[Row]) -> str:
-    work = [row.figures["samples_backward"].mean for row in own if row.done and "samples_backward" in row.figures]
-    if not work or max(work) <= 1.01 * min(work):
+    work = {
+        row.method: row.figures["samples_backward"].mean
+        for row in own
+        if row.done and "samples_backward" in row.figures
+    }
+    if not work or max(work.values()) <= EQUAL * min(work.values()):
         return ""
+    algorithms = {row.algorithm: row.method for row in reversed(own) if row.method in work}
+    least = algorithms.get("fedavg") or min(work, key=work.__getitem__)
+    beyond = [f"{m} {100 * w / work[least]:.0f} %" for m, w in work.items() if w > BEYOND * work[least]]
+    named = f"; of the gradients of {least} took: {', '.join(beyond)}" if work[least] and beyond else ""
     return (
-        f"The methods did not do equal work: {plain(min(work))} to {plain(max(work))} samples backward. Compare them "
-        "by gradients of samples too."
+        f"The methods did not do equal work: {plain(min(work.values()))} to {plain(max(work.values()))} samples "
+        f"backward{named}. Compare them by gradients of samples too."
     )
 
 

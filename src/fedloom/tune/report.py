@@ -15,7 +15,7 @@ from fedloom.report.naming import metric as named
 from fedloom.report.naming import titled
 from fedloom.report.tables import inert
 from fedloom.storage.files import write_atomic
-from fedloom.tune.search import ALL, Found, defaults
+from fedloom.tune.search import ALL, Found, beyond, defaults
 from fedloom.tune.trial import Goal, Trial
 
 
@@ -74,11 +74,12 @@ def _page(name: str, tune: Tune, goal: Goal, found: Sequence[Found], *, tuned: b
             share = "" if goal.samples is None else " - |"
             lines.append(f"| {label} | {f.study.model} | - | no trial completed | - | - |{share} {ends} |")
             continue
-        share = "" if goal.samples is None else f" {100 * b.samples_backward / goal.samples:.1f} % |"
+        share = "" if f.share is None else f" {100 * f.share:.1f} % |"
         lines.append(
             f"| {label} | {f.study.model} | {_value(b, goal)} | {b.setting} | {b.rounds} | "
             f"{b.samples_backward:,} |{share} {ends} |"
         )
+    lines += [line for sentence in beyond(found) for line in ("", f"**{sentence}**")]
     lines += ["", "## Where was looked", "", "| method | setting | where | from |", "|---|---|---|---|"]
     for f in found:
         for key, dimension in f.study.space.items():

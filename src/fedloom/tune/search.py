@@ -28,6 +28,7 @@ from fedloom.experiment.tuning import Dimension, Range, Tune
 from fedloom.local import LocalSGD
 from fedloom.seeds import generator, words
 from fedloom.tune.trial import Goal, Params, Trial
+from fedloom.tune.work import BEYOND
 from fedloom.values import fields_of
 
 Read = Callable[[Mapping[str, Any], str], Experiment]
@@ -224,6 +225,22 @@ class Found(NamedTuple):
     study: Study
     trials: Sequence[Trial]
     best: Trial | None
+
+    @property
+    def share(self) -> float | None:
+        """Share of the budget that the best trial took; None without one, and where work is not equal."""
+        samples = self.study.goal.samples
+        return None if self.best is None or samples is None else self.best.samples_backward / samples
+
+
+def beyond(found: Sequence[Found]) -> list[str]:
+    """A sentence on every method whose best trial took more than its budget allows (`fedloom.tune.work.BEYOND`)."""
+    return [
+        f"{f.study.method.label} did not have equal work: it took {100 * f.share:.0f} % of the gradients of "
+        f"{f.study.goal.rounds} plain rounds in {f.best.rounds} of its own."
+        for f in found
+        if f.best is not None and f.share is not None and f.share > BEYOND
+    ]
 
 
 def settings_of(space: Mapping[str, Dimension]) -> float:

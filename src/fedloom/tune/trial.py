@@ -24,12 +24,12 @@ from fedloom.engine.setting import Evaluate, Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import Progress, simulate
 from fedloom.engine.state import State
-from fedloom.engine.timing import samples_per_round
 from fedloom.errors import CodeError, ConfigError, FedloomError, InvalidValue, RunDirError, RunStopped, Stop
 from fedloom.experiment.schema import Method
 from fedloom.metrics import METRICS, leading
 from fedloom.metrics import metric as facts
 from fedloom.storage.files import append_synced, write_atomic
+from fedloom.tune.work import Budget
 from fedloom.values import Value
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -158,7 +158,7 @@ class Goal(NamedTuple):
 
     Attributes:
         rounds: work of a trial, in rounds of plain local training, or in the method's own.
-        plain: samples whose gradient a round of plain local training takes; None: rounds are the method's own.
+        budget: work of a trial with one seed; None: its rounds are the method's own.
         metric: name of the validation metric.
         seeds: the score is the mean over them.
         models: the score is the mean over them.
@@ -167,7 +167,7 @@ class Goal(NamedTuple):
     """
 
     rounds: int
-    plain: int | None
+    budget: Budget | None
     metric: str
     seeds: tuple[int, ...]
     models: tuple[str, ...]
@@ -182,12 +182,7 @@ class Goal(NamedTuple):
     @property
     def samples(self) -> int | None:
         """Samples whose gradient a trial takes, over all its seeds; None: what its rounds cost."""
-        return None if self.plain is None else self.rounds * self.plain * len(self.seeds)
-
-    def rounds_of(self, setting: Setting, fed: Federation, rounds: int) -> int:
-        """Rounds of a run whose work is nearest to that of ``rounds`` plain ones; ``rounds`` where they are its own."""
-        cost = 0 if self.plain is None else samples_per_round(setting, fed)
-        return max(1, round(rounds * self.plain / cost)) if self.plain is not None and cost else rounds
+        return None if self.budget is None else self.budget.samples * len(self.seeds)
 
 
 def without_test(fed: Federation) -> Federation:
@@ -259,31 +254,52 @@ def attempt(
     marks: dict[int, float] = {}
     values: list[float] = []
     done = Trial(number=trial.number, params=trial.params, state="complete", rounds=0, samples_backward=0)
+
+    def run(place: int, rounds: int, *, prune: bool = True) -> State:
+        seed, every = goal.seeds[place], -(-rounds // POINTS)
+        watch = _watch(marks, place * POINTS, rounds, every, goal, trial if prune else None)
+        chosen = judged(method.setting, seed, every).with_(rounds=rounds)
+        tell = emitter(f"{method.label}: {setting(trial.params)}", chosen)
+        result = simulate(chosen, federations[seed], folder=folder / f"{seed}-{rounds}", progress=[tell, watch])
+        if result.stop is Stop.INTERRUPTED:
+            raise Interrupted
+        watch(result.state)  # a run that had ended before an interruption is not played again
+        if result.stop is not Stop.DONE:
+            raise _Lost(result.state, RunStopped(result.stop, result.detail))
+        return result.state
+
     try:
-        first = goal.seeds[0]
-        wanted = goal.rounds_of(judged(method.setting, first), federations[first], goal.rounds)
-        every = -(-wanted // POINTS)
-        for place, seed in enumerate(goal.seeds):
-            watch = _watch(marks, place * POINTS, wanted, every, goal, trial)
-            run = judged(method.setting, seed, every).with_(rounds=wanted)
-            tell = emitter(f"{method.label}: {setting(trial.params)}", run)
-            result = simulate(run, federations[seed], folder=folder / str(seed), progress=[tell, watch])
-            if result.stop is Stop.INTERRUPTED:
-                raise Interrupted
-            watch(result.state)  # a run that had ended before an interruption is not played again
-            done = _further(done, result.state)
-            if result.stop is not Stop.DONE:
-                raise RunStopped(result.stop, result.detail)
-            values.append(_score(result.state.records, goal))
+        first = judged(method.setting, goal.seeds[0]), federations[goal.seeds[0]]
+        rounds = goal.rounds if goal.budget is None else goal.budget.rounds(*first)
+        state = run(0, rounds)
+        if goal.budget is not None and goal.budget.missed(_samples(state)):
+            again = goal.budget.rounds(*first, whole=True)
+            if again != rounds:
+                rounds = again
+                marks.clear()
+                state = run(0, rounds, prune=False)
+        for place in range(len(goal.seeds)):
+            state = state if place == 0 else run(place, rounds)
+            done = _further(done, state)
+            values.append(_score(state.records, goal))
     except _Hopeless as hopeless:
         reason = "below the median of the complete trials at this point"
         done = _further(done, hopeless.state).with_(state="pruned", reason=reason)
+    except _Lost as lost:
+        done = _further(done, lost.state).with_(state="failed", reason=str(lost.reason))
     except (RunStopped, CodeError) as error:
         done = done.with_(state="failed", reason=str(error))
     else:
         done = done.with_(value=sum(values) / len(values))
     marked: Trial = done.with_(marks=marks)
     return marked
+
+
+class _Lost(Exception):
+    """A run without a score, with the state it had reached and the reason."""
+
+    def __init__(self, state: State, reason: RunStopped) -> None:
+        self.state, self.reason = state, reason
 
 
 class _Hopeless(Exception):
@@ -294,9 +310,9 @@ class _Hopeless(Exception):
 
 
 def _watch(
-    marks: dict[int, float], first: int, rounds: int, every: int, goal: Goal, trial: optuna.Trial
+    marks: dict[int, float], first: int, rounds: int, every: int, goal: Goal, trial: optuna.Trial | None
 ) -> Callable[[State], None]:
-    """A callback of `simulate` that notes the metric at the points of a trial, and stops a hopeless one."""
+    """A callback of `simulate` that notes the metric at the points of a trial, and stops a hopeless one if given."""
 
     def tell(state: State) -> None:
         measured: dict[int, list[float]] = {}
@@ -308,6 +324,8 @@ def _watch(
             point, value = first + round // every, sum(values) / len(values)
             if point not in marks and math.isfinite(value):
                 marks[point] = value
+                if trial is None:
+                    continue
                 trial.report(value, point)
                 if trial.should_prune():
                     raise _Hopeless(state)
@@ -323,9 +341,14 @@ def _score(records: Records, goal: Goal) -> float:
     return sum(values) / len(values)
 
 
+def _samples(state: State) -> int:
+    """Samples whose gradient a run has taken, those of its personal models after the last round included."""
+    total = state.records.last("", "", "samples_backward")
+    return 0 if total is None else int(total[0])
+
+
 def _further(trial: Trial, state: State) -> Trial:
     """The trial after a run of one more seed."""
-    found = state.records.last("", "", "samples_backward")
-    more = 0 if found is None else int(found[0])
-    further: Trial = trial.with_(rounds=state.round, samples_backward=trial.samples_backward + more)
+    samples = trial.samples_backward + _samples(state)
+    further: Trial = trial.with_(rounds=state.round, samples_backward=samples)
     return further

@@ -14,7 +14,6 @@ import tomli_w
 
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Engine, Setting
-from fedloom.engine.timing import samples_per_round
 from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop
 from fedloom.experiment import Experiment, parse
 from fedloom.experiment.events import PAUSE, Emitter, Line, Listener
@@ -30,6 +29,7 @@ from fedloom.tune.search import (
     Read,
     Search,
     Study,
+    beyond,
     check_names,
     check_values,
     own_params,
@@ -37,6 +37,7 @@ from fedloom.tune.search import (
     with_params,
 )
 from fedloom.tune.trial import PART, Goal, Interrupted, Journal, Trial, attempt, judged, judged_models, without_test
+from fedloom.tune.work import Budget, plain_budget
 from fedloom.values import difference, dump, flat
 
 FREE = ("seeds", "name", "evaluate")
@@ -93,15 +94,15 @@ class Tuning:
                 f"{where}: settings are chosen on validation data, but the clients have none; set [partition] "
                 "validation, for example 0.1"
             )
-        plain = self._plain() if self.tune.equal_work else None
         rounds = self.tune.rounds or self.experiment.common.rounds
+        budget = self._budget(rounds) if self.tune.equal_work else None
         wanted, _, statistic = (self.tune.metric or "").partition("/")
         self.studies: list[Study] = []
         for place, (method, space) in enumerate(zip(self.experiment.methods, spaces, strict=True)):
             given = self._run(self._document, place)
             models, metric, higher = judged_models(*given, self.tune.model, wanted or None, method.label)
             own = rounds if self.tune.equal_work else document["method"][place].get("rounds", rounds)
-            goal = Goal(own, plain, metric, tuple(seeds), models, higher, statistic or "mean")
+            goal = Goal(own, budget, metric, tuple(seeds), models, higher, statistic or "mean")
             search = Search(space, self.tune, method.label, goal.higher, own_params(method, space))
             self.studies.append(Study(place, method, space, goal, search))
         self.goal = self.studies[0].goal._replace(rounds=rounds)
@@ -193,29 +194,34 @@ class Tuning:
     def _write(self, found: Sequence[Found]) -> None:
         """``tuned.toml``: the experiment with the settings of each method's best trial."""
         document = self._document
-        for study, _, best in found:
-            assert best is not None
-            document = with_params(document, study.place, best.params, **self._rounds(study, document, best))
+        for one in found:
+            assert one.best is not None
+            document = with_params(document, one.study.place, one.best.params, **self._rounds(one, document))
         self._read(document, "tuned.toml")
         chosen = f"the best of {self.tune.trials} trials each by validation {self.tune.metric or self.goal.metric}"
         head = f"# {self.experiment.head.name}: settings chosen by 'fedloom tune', {chosen}.\n"
         if self.tune.equal_work:
-            head += "# Every method has the rounds that make its samples_backward those of `rounds` plain ones.\n"
+            head += "# The rounds of every method bring its samples_backward nearest to those of `rounds` plain ones.\n"
+            head += "".join(f"# {sentence}\n" for sentence in beyond(found))
         write_atomic(self.out / "tuned.toml", (head + tomli_w.dumps(document)).encode())
 
-    def _rounds(self, study: Study, document: Mapping[str, Any], best: Trial) -> dict[str, int]:
+    def _rounds(self, found: Found, document: Mapping[str, Any]) -> dict[str, int]:
+        study, _, best = found
+        assert best is not None
         if not self.tune.equal_work or "rounds" in document["method"][study.place]:
             return {}
-        rounds = self.experiment.common.rounds
-        needed = self.goal.rounds_of(*self._run(with_params(document, study.place, best.params), study.place), rounds)
-        return {} if needed == rounds else {"rounds": needed}
+        wanted = self.experiment.common.rounds
+        needed = best.rounds
+        if wanted != study.goal.rounds:  # a round of the best trial had its share of the trial's work
+            needed = max(1, round(best.rounds * wanted / study.goal.rounds / (found.share or 1.0)))
+        return {} if needed == wanted else {"rounds": needed}
 
-    def _plain(self) -> int:
-        """Samples whose gradient a round of plain local training takes."""
+    def _budget(self, rounds: int) -> Budget:
+        """The work of so many rounds of plain local training, with the first seed."""
         plain = {**self._document, "method": [{"algorithm": "fedavg"}]}
         for table in ("weigher", "aggregator", "channel"):
             plain.pop(table, None)
-        return samples_per_round(*self._run(plain, 0))
+        return plain_budget(*self._run(plain, 0), rounds)
 
     def _run(self, document: Mapping[str, Any], place: int) -> tuple[Setting, Federation]:
         seed, fed = next(iter(self.federations.items()))
