@@ -32,7 +32,7 @@ from workloads import WORKLOADS, Workload
 
 from fedloom.algorithms import ALGORITHMS, REGISTRY, Composition
 from fedloom.engine import simulate as running
-from fedloom.engine.round import play
+from fedloom.engine.round import run_round
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import initial_state
@@ -101,7 +101,7 @@ class Run:
         own, plan = FUNCTIONS[type(self.job.algorithm)], PLANS
         before = (own.seconds, plan.seconds, self.inside.seconds)
         start = time.process_time()
-        self.state = play(self.job, self.pool, self.state)
+        self.state, _ = run_round(self.job, self.pool, self.state)
         whole = time.process_time() - start
         functions, plans, oracle = (
             now - then for now, then in zip((own.seconds, plan.seconds, self.inside.seconds), before, strict=True)

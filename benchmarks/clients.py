@@ -42,9 +42,9 @@ from fedloom.data.partition import Iid
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.engine.state import State
-from fedloom.engine.timing import QUIET, watched
 from fedloom.experiment import Plan, parse
 from fedloom.local import LocalSGD
+from fedloom.processes.machine_load import QUIET, watch_others
 from fedloom.report import write
 
 CLASSES, SAMPLES = 10, 10
@@ -140,7 +140,7 @@ def lines(clients: int, given: argparse.Namespace, place: Path, clock: Clock) ->
     """The rows of a number of clients."""
     data = make(place / f"{clients}", clients * SAMPLES, given.features)
     if given.report:
-        with watched() as others:
+        with watch_others() as others:
             found = reported(data, clients, given, place, clock)
         yield row("fedavg", clients, found, others.cores)
         return
@@ -152,7 +152,7 @@ def lines(clients: int, given: argparse.Namespace, place: Path, clock: Clock) ->
     for method in given.method or ("fedavg", "scaffold", "flame"):
         if given.cold:
             forget(data)
-        with watched() as others:
+        with watch_others() as others:
             found = [loaded, *measure(method, fed, given, place, clock)]
         yield row(method, clients, found, others.cores)
 

@@ -32,10 +32,10 @@ from fedloom.choose import Uniform
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
-from fedloom.engine.timing import QUIET, wait_for_quiet, watched
 from fedloom.local import LocalSGD
 from fedloom.local.oracles.precision import has_bf16
 from fedloom.models import MLP, Softmax
+from fedloom.processes.machine_load import QUIET, wait_for_quiet, watch_others
 
 WORKERS = {"auto": 1, "auto x2": 2, "bf16": 1, "bf16 x2": 2}
 """Whole runs of `fedloom.simulate`: the oracle that the engine picks, and the processes; bf16 where it can be had."""
@@ -58,7 +58,7 @@ class Block(NamedTuple):
 
 def measure(run: Run, first: int, rounds: int, clock: Clock) -> Block:
     """One block of ``rounds`` rounds, numbered from ``first``."""
-    with watched() as others:
+    with watch_others() as others:
         seconds = run(first, rounds, clock)
     return Block(seconds, others.cores)
 

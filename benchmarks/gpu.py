@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 from workloads import CLASSES, Workload
 
-from fedloom.engine.timing import QUIET, watched
 from fedloom.errors import FedloomError, Refused
 from fedloom.local import LocalSGD, Work, descend
 from fedloom.local.oracles import chunk_count, chunk_limit, make_oracle
 from fedloom.models import CNN, MLP, ResNet18, Softmax
+from fedloom.processes.machine_load import QUIET, watch_others
 from fedloom.tasks import Classification
 
 IMAGE, COLOUR = (1, 28, 28), (3, 32, 32)
@@ -160,7 +160,7 @@ def main() -> str | int:
         for clients in given.clients or CLIENTS:
             for precision in given.precision or ("float32",):
                 ways = [way for way in WAYS if way != "fused" or name in ("softmax", "mlp")]
-                with watched() as others:
+                with watch_others() as others:
                     found = {way: seconds(name, clients, way, precision, given) for way in ways}
                 cells = [f"{found[way][0] * 1e3:.2f}" if way in found else "-" for way in WAYS]
                 cells += [f"{found['stacked'][1]:.2f}", f"{found['looped'][0] / found['stacked'][0]:.2f}"]

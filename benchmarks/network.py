@@ -206,19 +206,22 @@ def main() -> int:
         return 0
     from workloads import WORKLOADS
 
-    from fedloom.engine.timing import QUIET, watched
     from fedloom.experiment.bench import costs_of
     from fedloom.processes.costs import Link
+    from fedloom.processes.machine_load import QUIET, watch_others
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     with tempfile.TemporaryDirectory() as folder:
         counts = Path(folder, "counts")
         connection = Link(given.rate * 1e6 / 8, given.trip / 1000)
         for method in given.method or METHODS:
-            with watched() as before:
+            with watch_others() as before:
                 costs = costs_of(setting(method, given.workload, 1), WORKLOADS[given.workload].federation(), 10)
             for place in PLACES:
-                with watched() as others, link(connection.rate, connection.trip / 2, counts):  # its process is not one
+                with (
+                    watch_others() as others,
+                    link(connection.rate, connection.trip / 2, counts),
+                ):  # its process is not one
                     found = measure(method, given.workload, given.rounds, place, counts)
                 seconds = found["seconds"][1:]
                 both = [sum(c) for c in found["carried"]]

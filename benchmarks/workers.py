@@ -27,9 +27,9 @@ from fedloom.choose import Uniform
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
-from fedloom.engine.timing import QUIET, busy, own, wait_for_quiet
 from fedloom.local import LocalSGD
 from fedloom.processes.distributed import joined
+from fedloom.processes.machine_load import QUIET, machine_seconds, own_seconds, wait_for_quiet
 from fedloom.processes.ranks import ALONE, Ranks
 
 WANTED = 1.7
@@ -39,7 +39,7 @@ WANTED = 1.7
 def block(fed: Federation, name: str, rounds: int, workers: int, ranks: Ranks) -> tuple[Block, torch.Tensor]:
     """Median seconds per round, the first round dropped, and the model that came of it."""
     workload = WORKLOADS[name]
-    before, mine = busy(), own()
+    before, mine = machine_seconds(), own_seconds()
     result = simulate(
         FedAvg(),
         fed,
@@ -51,7 +51,7 @@ def block(fed: Federation, name: str, rounds: int, workers: int, ranks: Ranks) -
         engine=Engine(workers=workers),
         ranks=ranks,
     )
-    used, all_ranks = busy() - before, sum(ranks.gather(own() - mine))
+    used, all_ranks = machine_seconds() - before, sum(ranks.gather(own_seconds() - mine))
     others = max(0.0, used - all_ranks) / sum(result.seconds)
     return Block(statistics.median(result.seconds[1:]), others), result.models.rows("global")
 

@@ -14,6 +14,7 @@ FedloomError
 │   └── DamagedCheckpoint         what one run has saved is damaged; other runs are not concerned
 ├── CodeError                     code of a part failed, or gave what it must not: part, round and cause are named
 │   └── ClientError               code of a client failed: round, client and stage are named
+├── GivenUp                       a round of a deployment that changes nothing but what it cost of privacy
 └── RunStopped                    a run that ended early, with its `Stop` reason
 """
 
@@ -25,7 +26,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -182,20 +183,42 @@ def explained(path: Path, kept: str, again: str) -> Iterator[None]:
 
 
 class Stop(Enum):
-    """Why a run ended; the value is the sentence shown to people."""
+    """Why a run ended; the value is the sentence shown to people.
+
+    The same end has the same status in a simulation and in a deployment, and a run with the status "interrupted" is the
+    only one that the same command resumes.
+    """
 
     DONE = "all rounds done"
-    INTERRUPTED = "interrupted; run the same command again to go on"
     STOPPED = "stopped by a callback"
-    DIVERGED = "diverged: the loss of the model is not finite or far beyond its start"
+    INTERRUPTED = "interrupted; run the same command again to go on"
     TOO_FEW = "too few clients returned a usable update"
-    FAILED = "a client's code failed"
     BUDGET = "the privacy budget is spent"
+    DIVERGED = "diverged: the loss of the model is not finite or far beyond its start"
+    UNUSABLE = "too few uploads can be used"
+    FAILED = "a client's code failed"
 
     @property
-    def status(self) -> str:
-        """In a word: done, diverged, interrupted or failed."""
-        return {"STOPPED": "done", "TOO_FEW": "failed", "BUDGET": "failed"}.get(self.name, self.name.lower())
+    def status(self) -> Literal["done", "interrupted", "diverged", "failed"]:
+        """The end in a word."""
+        return _STATUSES[self]
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the same command resumes the run: sites may answer then, or a budget may be larger."""
+        return self.status == "interrupted"
+
+
+_STATUSES: dict[Stop, Literal["done", "interrupted", "diverged", "failed"]] = {
+    Stop.DONE: "done",
+    Stop.STOPPED: "done",
+    Stop.INTERRUPTED: "interrupted",
+    Stop.TOO_FEW: "interrupted",
+    Stop.BUDGET: "interrupted",
+    Stop.DIVERGED: "diverged",
+    Stop.UNUSABLE: "failed",
+    Stop.FAILED: "failed",
+}
 
 
 class RunStopped(FedloomError):
@@ -204,14 +227,28 @@ class RunStopped(FedloomError):
     Args:
         reason: one of `Stop`.
         detail: round, clients and numbers.
+        events: sentences on what happened in the round that ended it.
     """
 
-    def __init__(self, reason: Stop, detail: str) -> None:
-        self.reason, self.detail = reason, detail
+    def __init__(self, reason: Stop, detail: str, events: Iterable[str] = ()) -> None:
+        self.reason, self.detail, self.events = reason, detail, tuple(events)
         super().__init__(f"{reason.value} ({detail})")
 
-    def __reduce__(self) -> tuple[type, tuple[Stop, str]]:
-        return type(self), (self.reason, self.detail)
+    def __reduce__(self) -> tuple[type, tuple[Stop, str, tuple[str, ...]]]:
+        return type(self), (self.reason, self.detail, self.events)
+
+
+class GivenUp(FedloomError):
+    """A round whose sum was asked for and never revealed; to ask for a sum of other sites would reveal the difference.
+
+    Args:
+        reason: a sentence.
+        clients: the sites that the sum was to be of.
+    """
+
+    def __init__(self, reason: str, clients: Iterable[int]) -> None:
+        self.clients = sorted(clients)
+        super().__init__(reason)
 
 
 ELSEWHERE = {

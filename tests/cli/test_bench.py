@@ -11,10 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from fedloom.cli import app
-from fedloom.engine import timing
 from fedloom.engine.setup import make_job
+from fedloom.engine.simulate import samples_per_round
 from fedloom.experiment import Experiment, parse
 from fedloom.experiment.bench import Bench
+from fedloom.processes import machine_load
 
 RUNNER = CliRunner()
 FILE = """
@@ -82,7 +83,7 @@ def test_samples_are_those_of_the_method_and_the_estimate_adds_up_all_runs() -> 
     plan = Bench(experiment(), rounds=2, oracles=["fused"], workers=[1])
     speeds = list(plan.measure())
     assert [s.method for s in speeds] == ["fedavg", "ditto"]
-    assert timing.samples_per_round(plan.experiment.methods[0].setting, plan.federation) == 4 * 3 * 10
+    assert samples_per_round(plan.experiment.methods[0].setting, plan.federation) == 4 * 3 * 10
     assert plan.minutes(speeds) == pytest.approx((2 * 30 * speeds[0].seconds + 2 * 10 * speeds[1].seconds) / 60)
     assert all(s.seconds > 0 and s.samples > 0 for s in speeds)
 
@@ -100,25 +101,25 @@ def test_runs_side_by_side_take_less_time() -> None:
 
 def test_other_processes_are_seen_and_ones_own_work_is_not() -> None:
     def work() -> None:
-        end = timing.own() + 0.6
-        while timing.own() < end:
+        end = machine_load.own_seconds() + 0.6
+        while machine_load.own_seconds() < end:
             sum(range(1000))
 
     other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        with timing.watched() as disturbed:
+        with machine_load.watch_others() as disturbed:
             work()
     finally:
         other.kill()
         other.wait()
-    assert disturbed.cores > timing.QUIET
+    assert disturbed.cores > machine_load.QUIET
 
 
 def test_own_work_is_not_that_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "busy", timing.own)  # as if nobody else were there
-    with timing.watched() as quiet:
+    monkeypatch.setattr(machine_load, "machine_seconds", machine_load.own_seconds)  # as if nobody else were there
+    with machine_load.watch_others() as quiet:
         sum(range(10_000_000))
-    assert quiet.cores < timing.QUIET
+    assert quiet.cores < machine_load.QUIET
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,17 @@ def test_too_few_for_the_rule(tmp_path: Path) -> None:  # 21
     here = scene(tmp_path / "five", "fedavg", **five, **krum)
     assert here.serve(here.grid(loses(client=LOST, rounds={2})), quorum=2) is Stop.TOO_FEW
     assert "krum needs" in here.summary()["detail"]
+    assert here.summary()["runs"][0]["status"] == "interrupted"
     assert here.serve() is Stop.DONE
+
+
+def test_too_few_kept_rows_for_the_rule_are_awaited(tmp_path: Path) -> None:
+    """The rule decides on rows that the server keeps, of which there are too few until other sites have answered."""
+    krum = {"aggregator": {"kind": "krum", "f": 1}}
+    five = {**SMALL, "partition": {"kind": "iid", "clients": 5, "keep": 12}}
+    here = scene(tmp_path, "flame", **five, **krum)
+    assert here.serve(here.grid(loses(client=LOST, rounds={1})), quorum=2) is Stop.TOO_FEW
+    assert here.serve(here.grid(loses(client=LOST, rounds={2})), quorum=2) is Stop.DONE
 
 
 @pytest.mark.parametrize("cut", [0, 100, -1])

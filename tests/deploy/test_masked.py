@@ -31,9 +31,9 @@ from fedloom.deploy.site.masking import Masking, check_maskable
 from fedloom.deploy.site.state import models
 from fedloom.deploy.site.vectors import Figures, Uploads
 from fedloom.deploy.status import lines, status_of
+from fedloom.engine.checkpoints import RunCheckpoints
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import epsilon
-from fedloom.engine.resume import Disk
 from fedloom.errors import ConfigError, Refused, Stop
 from fedloom.rows.aggregate import PrivateMean
 from fedloom.version import __version__
@@ -249,15 +249,15 @@ def test_a_sum_that_was_asked_for_is_told_by_a_threshold_of_its_sites(tmp_path: 
 def test_a_server_that_was_killed_after_a_sum_asks_no_site_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, save = secured(tmp_path, "flame", evaluate={"every": 1}), Disk.save
+    here, save = secured(tmp_path, "flame", evaluate={"every": 1}), RunCheckpoints.save
 
-    def killed(self: Disk, state: Any, *more: Any) -> None:
+    def killed(self: RunCheckpoints, state: Any, *more: Any, **extras: Any) -> None:
         if state.round == 2:
             raise KeyboardInterrupt
-        save(self, state, *more)
+        save(self, state, *more, **extras)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Disk, "save", killed)
+        patch.setattr(RunCheckpoints, "save", killed)
         with pytest.raises(KeyboardInterrupt):
             here.serve()
     grid = here.grid()
@@ -453,8 +453,10 @@ def test_a_sum_out_of_range_is_rejected(tmp_path: Path) -> None:
         vector = np.frombuffer(arrays_of(reply)[0], dtype="<u8") + np.uint64(1 << 60)
         return changed(reply, 0, arrays=[vector.tobytes()])
 
-    assert here.serve(here.grid(spoil)) is Stop.DIVERGED
+    assert here.serve(here.grid(spoil)) is Stop.TOO_FEW
     assert "out of range" in here.summary()["detail"]
+    assert here.summary()["runs"][0]["status"] == "interrupted"
+    assert here.serve() is Stop.DONE  # one site cannot end the run for all
 
 
 def test_the_bound_holds_at_the_sites_and_for_the_sum(tmp_path: Path) -> None:
@@ -470,7 +472,7 @@ def test_the_bound_holds_at_the_sites_and_for_the_sum(tmp_path: Path) -> None:
         vector[0] += np.uint64(1000 << secure.BITS)
         return changed(reply, 0, arrays=[vector.tobytes()])
 
-    assert here.serve(here.grid(spoil)) is Stop.DIVERGED
+    assert here.serve(here.grid(spoil)) is Stop.TOO_FEW
     assert "the most it can be" in here.summary()["detail"]
 
 

@@ -13,7 +13,7 @@ import pytest
 import fedloom as fl
 from fedloom.algorithms import Ditto, FedAvg
 from fedloom.data.federation import Federation
-from fedloom.engine.records import Records
+from fedloom.engine.records import Record, Records
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.state import State
 from fedloom.errors import ConfigError, Stop
@@ -31,8 +31,8 @@ def state(
     """A state whose records have these means on the validation parts."""
     records = Records()
     for k, value in enumerate(values):
-        records.total(k * every, model, "validation", f"{metric}/mean", value)
-        records.total(k * every, model, "test", f"{metric}/mean", -k)
+        validation = Record.of_federation(k * every, model, "validation", f"{metric}/mean", value)
+        records = records.plus([validation, Record.of_federation(k * every, model, "test", f"{metric}/mean", -k)])
     return SimpleNamespace(records=records, round=2 * (len(values) - 1) if at is None else at)
 
 

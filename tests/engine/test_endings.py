@@ -10,14 +10,19 @@ from statistics import median
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import fedloom as fl
 from fedloom.cli import app
 from fedloom.data.federation import Federation
-from fedloom.engine.records import EVALUATIONS, FACTOR, Divergence, Records
+from fedloom.engine.records import EVALUATIONS, FACTOR, Divergence, Record, Records
 from fedloom.engine.result import Result
-from fedloom.engine.state import State, Times
+from fedloom.engine.round import run_round
+from fedloom.engine.scoring import evaluate
+from fedloom.engine.setup import make_job
+from fedloom.engine.simulate import pool_of
+from fedloom.engine.state import State, Times, initial_state
 from fedloom.errors import ConfigError, Stop
 from fedloom.experiment import Plan, parse
 from fedloom.experiment.events import Event
@@ -33,10 +38,8 @@ def fed() -> Federation:
 
 
 def records(*losses: float, model: str = "global", part: str = "train") -> Records:
-    found = Records()
-    for k, loss in enumerate(losses):
-        found.total(5 * k, model, part, "loss/mean", loss)
-    return found
+    items = (Record.of_federation(5 * k, model, part, "loss/mean", loss) for k, loss in enumerate(losses))
+    return Records(items)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +80,7 @@ def test_a_run_with_few_evaluations_needs_them_all() -> None:
 
 def test_the_start_is_that_of_the_worst_model() -> None:
     both = records(0.1, 15.0, 15.0, 15.0, model="personal")
-    both.items.insert(0, records(2.0).items[0])
-    assert not Divergence().read(both, ended=True)
+    assert not Divergence().read(Records((*records(2.0).items, *both.items)), ended=True)
 
 
 def test_a_diverged_run_goes_on_and_stays_diverged_when_resumed(fed: Federation, tmp_path: Path) -> None:
@@ -202,35 +204,80 @@ def test_a_first_round_without_a_gradient_is_told(fed: Federation) -> None:
     assert told not in fl.simulate("fedavg", fed, rounds=2).notes
 
 
+def test_an_end_has_one_status_and_only_an_interrupted_run_is_resumed() -> None:
+    assert {stop for stop in Stop if stop.resumable} == {stop for stop in Stop if stop.status == "interrupted"}
+    assert {stop.status for stop in Stop} == {"done", "diverged", "interrupted", "failed"}
+
+
+def test_a_round_that_ends_the_run_changes_nothing_and_says_whom_it_dropped(fed: Federation, tmp_path: Path) -> None:
+    bounded = {"model": "softmax", "rounds": 3, "engine": {"norm_bound": 1e-9}, "folder": tmp_path}
+    whole = fl.simulate("fedavg", fed, **bounded)
+    assert (whole.stop, whole.rounds) == (Stop.DIVERGED, 0)
+    assert "round 1: dropped 4 unusable uploads, of clients" in whole.notes[-1]
+    again = fl.simulate("fedavg", fed, **bounded)
+    assert (again.stop, again.notes, again.detail) == (whole.stop, whole.notes, whole.detail)
+    assert again.table().equals(whole.table())
+
+
+def test_too_few_usable_uploads_end_a_simulation_for_good(fed: Federation, tmp_path: Path) -> None:
+    largest = torch.zeros(4)
+
+    class Watched(fl.algorithms.FedAvg):
+        def client(self, down, rows, work):  # type: ignore[no-untyped-def]
+            up, rows = super().client(down, rows, work)
+            largest[work.ids] = up.dw.norm(dim=1).float()
+            return up, rows
+
+    fl.simulate(Watched(), fed, model="softmax", rounds=1)
+    engine = {"norm_bound": float(largest.median()), "quorum": 1.0}
+    for _ in range(2):
+        result = fl.simulate("fedavg", fed, model="softmax", rounds=2, engine=engine, folder=tmp_path)
+        assert (result.stop, result.status, result.rounds) == (Stop.UNUSABLE, "failed", 0)
+
+
+def test_a_round_modifies_no_state(fed: Federation) -> None:
+    setting = fl.Setting.of("flame", model="softmax", rounds=2)
+    job, server = make_job(setting, fed)
+    with pool_of(job) as pool:
+        begin = initial_state(job, server)
+        copies = {name: tensor.clone() for name, tensor in begin.tensors().items()}
+        state, events = run_round(job, pool, begin)
+        scored, _ = evaluate(job, pool, state)
+    assert (state.round, state.trained, events) == (1, 1, ())
+    assert begin.round == 0 == len(begin.records.items) == len(state.records.items)
+    assert not state.is_scored
+    assert scored.is_scored
+    assert begin.tensors().keys() == copies.keys()
+    assert all(torch.equal(copies[name], tensor) for name, tensor in begin.tensors().items())
+
+
 # --- times
 
 
 def test_what_first_rounds_cost_is_apart_in_every_process() -> None:
-    times = Times([40.0, 1.0, 2.0, 3.0], [0])
-    times.rounds += [30.0, 5.0]
-    assert times.settled() == [2.0, 1.0, 2.0, 3.0, 5.0, 5.0]
+    times = Times.resumed([40.0, 1.0, 2.0, 3.0], [0]).with_round(30.0).with_round(5.0)
+    assert times.without_startup() == [2.0, 1.0, 2.0, 3.0, 5.0, 5.0]
     assert times.startup() == [38.0, 0.0, 0.0, 0.0, 25.0, 0.0]
-    assert [a + b for a, b in zip(times.settled(), times.startup(), strict=True)] == times.rounds
-    again = Times(times.rounds, times.firsts)
-    assert again.settled() == times.settled()
-    again.rounds.append(9.0)  # the only round of its process: the others tell
-    assert again.settled()[-1] == median([1.0, 2.0, 3.0, 5.0])
-    assert Times([1.0, 4.0]).settled() == [1.0, 4.0]
-    alone = Times()
-    alone.rounds.append(7.0)
-    assert (alone.settled(), alone.startup()) == ([7.0], [0.0])
+    assert [a + b for a, b in zip(times.without_startup(), times.startup(), strict=True)] == [*times.rounds]
+    again = Times.resumed(times.rounds, times.process_starts)
+    assert again.without_startup() == times.without_startup()
+    again = again.with_round(9.0)  # the only round of its process: the others tell
+    assert again.without_startup()[-1] == median([1.0, 2.0, 3.0, 5.0])
+    assert Times((1.0, 4.0)).without_startup() == [1.0, 4.0]
+    alone = Times().with_round(7.0)
+    assert (alone.without_startup(), alone.startup()) == ([7.0], [0.0])
 
 
 def test_the_pace_is_silent_before_the_third_round_and_counts_evaluation() -> None:
-    times = Times([9.0] * 50, [0])
+    times = Times.resumed([9.0] * 50, [0])
     paces = []
     for seconds in (40.0, 1.0, 1.0, 1.2):
-        times.rounds.append(seconds)
+        times = times.with_round(seconds)
         paces.append(times.pace(5))
     assert paces == [None, None, 1.0, 1.0]
-    times.evaluations.append(30.0)
+    times = times.with_evaluation(30.0)
     assert times.pace(5) is None  # its one-off costs would weigh
-    times.evaluations.append(10.0)
+    times = times.with_evaluation(10.0)
     assert times.pace(5) == 3.0
 
 

@@ -14,7 +14,7 @@ from fedloom.algorithms import FedAvg
 from fedloom.choose import SAMPLERS, Uniform
 from fedloom.data import load
 from fedloom.data.partition import Iid
-from fedloom.engine.round import play
+from fedloom.engine.round import run_round
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import pool_of
@@ -88,7 +88,7 @@ def states(watch: bool) -> tuple[Any, list[Watched]]:
         state = initial_state(job, server)
         for _ in range(3):
             seen.append(Watched(pool))
-            state = play(job, seen[-1] if watch else pool, state)
+            state, _ = run_round(job, seen[-1] if watch else pool, state)
     return state.server, seen
 
 

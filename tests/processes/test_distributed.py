@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from typer.testing import CliRunner
 
 from fedloom.cli import app
-from fedloom.engine.resume import check_ranks
+from fedloom.engine.checkpoints import check_ranks
 from fedloom.engine.simulate import simulate
 from fedloom.errors import CheckpointError, ClientError, ConfigError, FedloomError
 from fedloom.experiment import Plan, read

@@ -12,7 +12,7 @@ from fedloom.deploy.audit import lines_of
 from fedloom.deploy.settings import Server
 from fedloom.deploy.status import tallies
 from fedloom.engine.job import Job
-from fedloom.engine.state import State, Times
+from fedloom.engine.state import State
 from fedloom.errors import Stop
 from fedloom.experiment import Experiment
 from fedloom.experiment.outputs import partition_table, write_measured, write_partition, write_settings
@@ -20,8 +20,6 @@ from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
 
 SUMMARY = "summary.json"
-STATUSES = {Stop.DONE: "done", Stop.DIVERGED: "diverged"}
-"""Of a run in a summary; another end can be gone on from, as can a run that has not ended."""
 
 
 class Results:
@@ -38,19 +36,20 @@ class Results:
     def __init__(self, settings: Server, experiment: Experiment) -> None:
         self._settings, self._experiment = settings, experiment
         self._job: Job | None = None
-        self._rounds, self._notes = 0, list[str]()
+        self._rounds, self._notes = 0, tuple[str, ...]()
 
     def tell(self, job: Job, state: State) -> None:
         """Remember what the summary says, however the run ends."""
         self._job, self._rounds, self._notes = job, state.round, state.notes
 
-    def tables(self, job: Job, state: State, times: Times) -> None:
+    def tables(self, job: Job, state: State) -> None:
         """What was measured, the public sizes of the sites, and the global model."""
         self.tell(job, state)
         out, method, seed = self._settings.results, self._experiment.methods[0], self._experiment.head.seeds[0]
         make_folder(out)
         write_settings(out, self._experiment)
-        write_measured(out, [(method.label, seed, state.records.table(), (times.settled(), times.startup()))])
+        seconds = (state.times.without_startup(), state.times.startup())
+        write_measured(out, [(method.label, seed, state.records.table(), seconds)])
         known = {m.client: m.site for m in self._settings.sites}
         names = [known.get(c, str(c)) for c in range(job.n)]
         sizes = job.fed.sizes("train").numpy()
@@ -73,7 +72,7 @@ class Results:
         reason = "the run has not ended" if stop is None else f"{stop.value}{f' ({detail})' if detail else ''}"
         run: dict[str, Any] = {
             "method": method.label, "algorithm": method.algorithm, "seed": self._experiment.head.seeds[0],
-            "status": "interrupted" if stop is None else STATUSES.get(stop, "interrupted"), "reason": reason,
+            "status": (stop or Stop.INTERRUPTED).status, "reason": reason,
             "rounds": self._rounds,
         }  # fmt: skip
         if diverged is not None:

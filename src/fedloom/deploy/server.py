@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from fedloom.choose import Uniform, UniformWeigher
 from fedloom.deploy.audit import Audit
 from fedloom.deploy.code import read_agreed
 from fedloom.deploy.exchange.forms import Forms
-from fedloom.deploy.exchange.masked import GivenUp, MaskedSites
+from fedloom.deploy.exchange.masked import MaskedSites
 from fedloom.deploy.exchange.post import Post
 from fedloom.deploy.noise import SharedMean, released
 from fedloom.deploy.results import SUMMARY, Results
@@ -27,15 +26,15 @@ from fedloom.deploy.site.local_data import federation_of
 from fedloom.deploy.site.masking import check_maskable
 from fedloom.deploy.sites import Sites
 from fedloom.deploy.status import serve_metrics
+from fedloom.engine.checkpoints import RunCheckpoints
 from fedloom.engine.job import Job
+from fedloom.engine.loop import End, Hooks, run_rounds
 from fedloom.engine.privacy import accounted, check_privacy, spent
-from fedloom.engine.records import Divergence
-from fedloom.engine.resume import Disk
-from fedloom.engine.round import play
-from fedloom.engine.scoring import record, scores_of
+from fedloom.engine.records import Record
+from fedloom.engine.scoring import records_of, scores_of
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
-from fedloom.errors import Refused, RunStopped, Stop
+from fedloom.errors import GivenUp, Refused, RunStopped, Stop
 from fedloom.experiment import Experiment
 from fedloom.local import Nothing
 from fedloom.rows.channel import GaussianNoise
@@ -73,14 +72,14 @@ def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
     with lock(settings.checkpoints):
         ended = finished(settings)
         if ended is not None:
-            say(f"fedloom: {FINISHED}")
+            say(f"fedloom: {FINISHED if ended in (Stop.DONE, Stop.DIVERGED) else ended.value}")
             return ended
         with serve_metrics(settings):
             return _Run(grid, settings, experiment, say).go()
 
 
 def finished(settings: Server) -> Stop | None:
-    """How a run ended whose rounds are all done and whose results are written, so that no site is needed any more.
+    """How a run ended that cannot be resumed and whose results are written, so that no site is needed any more.
 
     Raises:
         CheckpointError: no checkpoint can be read.
@@ -88,10 +87,12 @@ def finished(settings: Server) -> Stop | None:
     """
     newest = Checkpoints(settings.checkpoints).load(settings.fingerprint[:16])
     try:
-        told = json.loads((settings.results / SUMMARY).read_bytes())["stop"]
+        recorded = json.loads((settings.results / SUMMARY).read_bytes())["stop"]
+        stop = Stop[recorded]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return Stop[told] if told is not None and newest is not None and newest.meta["stop"] == told else None
+    ended = newest is not None and newest.meta["stop"] == recorded and not stop.resumable
+    return stop if ended else None
 
 
 def check_deployable(experiment: Experiment, *, masked: bool = False) -> None:
@@ -124,111 +125,103 @@ def check_deployable(experiment: Experiment, *, masked: bool = False) -> None:
         check_maskable(setting)
 
 
-class _Run:
-    """One run: what it has, and its rounds."""
+class _Run(Hooks):
+    """One run: what it has, and what it does around its rounds."""
 
     def __init__(self, grid: Grid, settings: Server, experiment: Experiment, say: Say) -> None:
         self._settings, self._experiment, self._say = settings, experiment, say
         self._audit = Audit(settings.audit)
         self._post = Post(grid, settings, self._audit, say)
         self._results = Results(settings, experiment)
-        self._divergence = Divergence()
+        secure = settings.secure
+        self.scores_with_training = secure is None or secure.scores != "per-site"  # for which a masked sum has no place
 
     def go(self) -> Stop:
         """Begin or go on, to the end."""
-        settings, stop, detail = self._settings, Stop.DONE, ""
-        diverged: int | None = None
         self._audit.write("wait", release=__version__)
         try:
             self._gather()
-            job, server, forms = self._job()
-            disk = Disk(job, settings.checkpoints, settings.fingerprint[:16])
-            sites = (Sites if settings.secure is None else MaskedSites)(job, forms, self._post, settings)
-            state, ended = disk.resume(initial_state(job, server))
-            if disk.more:
-                sites.accepted = torch.tensor(disk.more["accepted"])
-                self._say(f"fedloom: goes on after round {state.round}")
-            for note in job.notes:
-                self._say(f"fedloom: {note}")
-            self._audit.write("start", round=state.round, release=__version__, sites=sorted(self._post.nodes))
-            self._divergence.read(state.records)
-            if ended is None:
-                state = self._rounds(job, sites, disk, state)
-                self._divergence.read(state.records, ended=True)
-                diverged, detail = self._divergence.round, self._divergence.sentence
-                stop, disk.diverged = Stop.DONE if diverged is None else Stop.DIVERGED, diverged
-                disk.save(state, stop, detail)
-            else:
-                stop, detail, diverged = ended, disk.detail, disk.diverged
-            self._results.tables(job, state, disk.times)
+            end = self._run()
         except RunStopped as error:
-            stop, detail = error.reason, error.detail
-            self._say(f"{STOPS}{error}")
+            stop, detail, diverged = error.reason, error.detail, None
+        else:
+            _, stop, detail, diverged = end
+        if stop is not Stop.DONE and diverged is None:
+            self._say(f"{STOPS}{RunStopped(stop, detail)}")
         self._audit.write("stop", reason=stop.value, detail=detail or None)
         self._results.summary(stop, detail, self._post.nodes, diverged)
         return stop
 
-    def _rounds(self, job: Job, sites: Sites, disk: Disk, state: State) -> State:
-        pool: Any = sites
-        while True:
-            t = state.round
-            self._results.tell(job, state)
-            last = t == job.setting.rounds
-            due = (last or t % job.setting.evaluate.every == 0) and not _scored_before(state)
-            if last:
-                self._scored(job, pool, state, disk, due=due)
-                return state
-            try:
-                self._release(job, state)
-            except RunStopped:
-                self._scored(job, pool, state, disk, due=due)
-                raise
-            secure = self._settings.secure
-            carried = due and (secure is None or secure.scores != "per-site")  # which a masked vector has no place for
-            if carried:
-                sites.carry(state)
+    def _run(self) -> End:
+        """Run the rounds that are left."""
+        settings, audit = self._settings, self._audit
+        job, server, forms = self._make_job()
+        checkpoints = RunCheckpoints(job, settings.checkpoints, settings.fingerprint[:16], every_round=True)
+        sites = (Sites if settings.secure is None else MaskedSites)(job, forms, self._post, settings)
+        self._job, self._sites = job, sites
+        state, stop, detail, diverged, extras = checkpoints.resume(initial_state(job, server))
+        if extras:
+            sites.accepted = torch.tensor(extras["accepted"])
+            self._say(f"fedloom: goes on after round {state.round}")
+        for note in job.notes:
+            self._say(f"fedloom: {note}")
+        audit.write("start", round=state.round, release=__version__, sites=sorted(self._post.nodes))
+        end = End(state, stop, detail, diverged) if stop else run_rounds(job, self._pool, checkpoints, self, state)
+        if end.state.records.items:
+            self._results.tables(job, end.state)
+        return end
+
+    @property
+    def _pool(self) -> Any:
+        return self._sites
+
+    def before_round(self, state: State) -> RunStopped | None:
+        """Make sure that the next round stays within the budget, and enter it if the server adds the noise."""
+        self._results.tell(self._job, state)
+        setting, t = self._job.setting, state.round + 1
+        noise, limit = accounted(setting.channel, setting.aggregator), self._settings.epsilon
+        try:
+            if isinstance(noise, GaussianNoise | SharedMean):  # the sites have ledgers of their own
+                after = spent(noise, setting.sampler, state.uploads + 1, t)
+                if limit is not None and after > limit:
+                    raise Refused(f"round {t} would make epsilon {after:.4g}, the limit is {limit:.4g}")
             else:
-                self._scored(job, pool, state, disk, due=due)
-            before, start = state, time.monotonic()
-            try:
-                state = play(job, pool, before)
-                sites.accepted[state.cohort] = state.round
-            except GivenUp as error:
-                state = self._given_up(before, error)
-            except RunStopped:
-                if carried:
-                    self._scored(job, pool, before, disk, due=False)
-                raise
-            disk.times.rounds.append(time.monotonic() - start)
-            if carried:
-                self._scored(job, pool, before, disk, due=True)
-            disk.more = self._more(job, sites.accepted, state)
-            disk.save(state, None)
+                Ledger(self._settings.checkpoints, noise, limit, "the run").release(t)
+        except Refused as error:
+            return RunStopped(Stop.BUDGET, str(error))
+        return None
 
-    def _given_up(self, state: State, error: GivenUp) -> State:
-        """The state after a round of which nothing is known: all is as before it, but for what it cost of privacy."""
-        t, clients = state.round + 1, torch.tensor(error.clients)
-        self._post.note("given up", t, error.clients, str(error))
-        state.notes.append(f"{_gone(t)}{error}")
-        return state.with_(round=t, uploads=state.uploads.index_add(0, clients, torch.ones_like(clients)))
+    def ask_for_scores(self, state: State) -> None:
+        self._sites.carry(state)
 
-    def _scored(self, job: Job, pool: Any, state: State, disk: Disk, *, due: bool) -> None:
-        """Record the scores of a state where they are due, and say how its round went."""
-        if due:
-            record(job, state, scores_of(job, pool, state))
-            for model, part, name, value in pool.sums(state.round):
-                state.records.total(state.round, model, part, name, value)
-            if diverges := self._divergence.read(state.records):
-                self._say(f"fedloom: diverges: {diverges}; the run goes on")
-                self._audit.write("diverges", round=state.round, reason=diverges)
-            self._results.tables(job, state, disk.times)
-            self._results.summary(None, "", self._post.nodes)
-        if state.round > 0:
-            self._say(self._line(job, state))
+    def evaluate(self, state: State) -> tuple[State, str]:
+        records = [*records_of(self._job, state, scores_of(self._job, self._pool, state))]
+        sums = self._sites.sums(state.round)
+        records += [Record.of_federation(state.round, model, part, name, value) for model, part, name, value in sums]
+        state = state.with_(records=state.records.plus(records))
+        self._results.tables(self._job, state)
+        self._results.summary(None, "", self._post.nodes)
+        return state, ""
 
-    def _more(self, job: Job, accepted: Tensor, state: State) -> dict[str, Any]:
-        noise = accounted(job.setting.channel, job.setting.aggregator)
-        epsilon = None if noise is None else spent(noise, job.setting.sampler, state.uploads, state.round)
+    def diverges(self, state: State, sentence: str) -> None:
+        self._say(f"fedloom: diverges: {sentence}; the run goes on")
+        self._audit.write("diverges", round=state.round, reason=sentence)
+
+    def trained(self, state: State) -> tuple[str, ...]:
+        self._sites.accepted[state.cohort] = state.round
+        return ()
+
+    def given_up(self, state: State, error: GivenUp) -> None:
+        self._post.note("given up", state.round, error.clients, str(error))
+
+    def after_round(self, state: State) -> str | None:
+        self._say(self._line(state))
+        return None
+
+    def extras(self, state: State) -> dict[str, Any]:
+        setting, accepted = self._job.setting, self._sites.accepted
+        noise = accounted(setting.channel, setting.aggregator)
+        epsilon = None if noise is None else spent(noise, setting.sampler, state.uploads, state.round)
         return {"accepted": accepted.tolist(), "sizes": self._post.sizes.tolist(), "epsilon": epsilon}
 
     def _gather(self) -> None:
@@ -248,7 +241,7 @@ class _Run:
         loaded = Checkpoints(self._settings.checkpoints).load(self._settings.fingerprint[:16])
         return None if loaded is None or not loaded.meta["more"] else torch.tensor(loaded.meta["more"]["sizes"])
 
-    def _job(self) -> tuple[Job, Any, Forms]:
+    def _make_job(self) -> tuple[Job, Any, Forms]:
         """The run without samples or client state; a round needs the quorum of the settings."""
         fed = federation_of(self._settings.samples, self._post.sizes)
         experiment = self._experiment
@@ -262,36 +255,9 @@ class _Run:
         none = Store(job.n, Nothing())
         return replace(job, clients=none, residue=none, optimizer=none, memory=None), server, forms
 
-    def _release(self, job: Job, state: State) -> None:
-        """Make sure that the next round stays within the budget, and enter it if the server adds the noise.
-
-        Raises:
-            RunStopped: it does not.
-        """
-        noise, limit = accounted(job.setting.channel, job.setting.aggregator), self._settings.epsilon
-        try:
-            if isinstance(noise, GaussianNoise | SharedMean):  # the sites have ledgers of their own
-                after = spent(noise, job.setting.sampler, state.uploads + 1, state.round + 1)
-                if limit is not None and after > limit:
-                    raise Refused(f"round {state.round + 1} would make epsilon {after:.4g}, the limit is {limit:.4g}")
-            else:
-                Ledger(self._settings.checkpoints, noise, limit, "the run").release(state.round + 1)
-        except Refused as error:
-            raise RunStopped(Stop.BUDGET, str(error)) from error
-
-    def _line(self, job: Job, state: State) -> str:
-        text = f"fedloom: round {state.round}/{job.setting.rounds}: "
+    def _line(self, state: State) -> str:
+        text = f"fedloom: round {state.round}/{self._job.setting.rounds}: "
         text += f"{len(state.cohort)} of {len(self._post.members)} accepted"
-        here = ((state.round, "train", "loss", False), (state.round, "train", "loss/mean", True))
-        losses = [r for r in state.records.items if (r.round, r.part, r.metric, r.total) in here]
+        figures = ((state.round, "train", "loss", False), (state.round, "train", "loss/mean", True))
+        losses = [r for r in state.records.items if (r.round, r.part, r.metric, r.total) in figures]
         return f"{text}, loss {torch.from_numpy(losses[-1].values).nanmean():.4g}" if losses else text
-
-
-def _scored_before(state: State) -> bool:
-    """Whether these models were scored: two sums of the same scores, of other sites, would tell their difference."""
-    newest = max((r.round for r in state.records.items), default=-1)
-    return all(any(n.startswith(_gone(t)) for n in state.notes) for t in range(newest + 1, state.round + 1))
-
-
-def _gone(round: int) -> str:
-    return f"round {round} was given up: "

@@ -86,9 +86,10 @@ class Sites:
         replies = self._post.until(t, letters | asks, need)
         self._found = (scored, {c: reply.metrics for c, reply in replies.items()})
         replies = {c: reply for c, reply in replies.items() if c in letters}
-        if job.setting.aggregator is not None and not job.kept_fields:
+        if job.setting.aggregator is not None:
+            heard = len({*replies, *job.kept.seen.nonzero()[:, 0].tolist()} if job.kept_fields else replies)
             try:
-                job.setting.aggregator.check(len(replies))
+                job.setting.aggregator.check(heard)
             except ConfigError as error:
                 raise RunStopped(Stop.TOO_FEW, f"round {t}: {error}") from error
         for task in tasks:

@@ -24,8 +24,8 @@ from fedloom.metrics import BRIEF
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.files import in_use
 
-ENDS = {Stop.DONE.value: "done", Stop.DIVERGED.value: "diverged"}
-"""States of a run that ended, by the reason; another end can be gone on from."""
+ENDS = {stop.value: "stopped" if stop.resumable else stop.status for stop in Stop}
+"""States of a run that ended, by the reason; one that is stopped can be resumed."""
 TRAINING = ("train", "masked")
 """Kinds of messages whose replies are a share of a round."""
 
@@ -83,8 +83,9 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
 def status_of(server: Server) -> dict[str, Any]:
     """How far a deployment is; plain values, as ``fedloom deploy status --json`` prints them.
 
-    ``state``: "not started", "running", "stopped", "killed", "diverged" or "done", with ``reason``; ``rounds`` done of
-    ``planned``; ``round_seconds``: ``last`` and ``median``; ``epsilon`` spent after these rounds, None without a delta;
+    ``state``: "not started", "running", "stopped", "killed", "diverged", "failed" or "done", with ``reason``;
+    ``rounds`` done of ``planned``; ``round_seconds``: ``last`` and ``median``; ``epsilon`` spent after these rounds,
+    None without a delta;
     ``sites``: see `tallies`, with ``share`` (of the rounds done), ``samples`` ``[3]`` and the site's newest ``scores``;
     ``means``: newest figures of the federation, a row per model, see `mean_table`;
     ``disk``: bytes by what is there, and ``free``; ``last_event``: time of the log's last line.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -47,9 +47,19 @@ class Record(NamedTuple):
     values: NDArray[np.float64]
     total: bool
 
+    @classmethod
+    def of_clients(cls, round: int, model: str, part: str, metric: str, values: Tensor) -> Record:
+        """Make the record of a figure of every client that is scored, ``[s]``."""
+        return cls(round, model, part, metric, values.double().numpy(), total=False)
+
+    @classmethod
+    def of_federation(cls, round: int, model: str, part: str, metric: str, value: float) -> Record:
+        """Make the record of a figure of the federation."""
+        return cls(round, model, part, metric, np.array([float(value)]), total=True)
+
 
 class Records:
-    """A list of records that becomes a table, and tensors for a checkpoint.
+    """Records of a run, an immutable value that becomes a table, and tensors for a checkpoint.
 
     Args:
         items: the records.
@@ -57,15 +67,16 @@ class Records:
     """
 
     def __init__(self, items: Iterable[Record] = (), ids: Tensor | None = None) -> None:
-        self.items, self.ids = list(items), ids
+        self.items, self.ids = tuple(items), ids
 
-    def clients(self, round: int, model: str, part: str, metric: str, values: Tensor) -> None:
-        """Add a figure of every client that is scored, ``[s]``."""
-        self.items.append(Record(round, model, part, metric, values.double().numpy(), total=False))
+    def plus(self, items: Iterable[Record]) -> Records:
+        """These records and then others."""
+        return Records((*self.items, *items), self.ids)
 
-    def total(self, round: int, model: str, part: str, metric: str, value: float) -> None:
-        """Add a figure of the federation."""
-        self.items.append(Record(round, model, part, metric, np.array([float(value)]), total=True))
+    @property
+    def round(self) -> int:
+        """The round of the newest record; -1 before the first."""
+        return self.items[-1].round if self.items else -1
 
     def table(self) -> pa.Table:
         """Columns round, client, model, part, metric, value; sorted."""
@@ -85,35 +96,6 @@ class Records:
                 "value": pa.array(np.concatenate([*(r.values for r in items), np.array([])]), pa.float64()),
             }
         )
-
-    def scores(
-        self, round: int, scores: Scores, sizes: Mapping[str, NDArray[np.float64]], benign: NDArray[np.float64] | None
-    ) -> None:
-        """Add scores, and the figures of the federation that follow from them.
-
-        Args:
-            round: after which they were found.
-            scores: of every model.
-            sizes: ``[s]`` samples of the clients that are scored, by part.
-            benign: ``[s]`` nan for attackers, who count in no figure of the federation; None without them.
-        """
-        for (model, part), values in scores.items():
-            for name, value in values.items():
-                if not part or (part == "common" and len(value) == 1):
-                    self.total(round, model, part, name, float(value.mean()))
-                    continue
-                self.clients(round, model, part, name, value)
-                found = value.numpy() if benign is None else value.numpy() * benign
-                if part == "common":
-                    self.total(round, model, part, f"{name}/mean", metrics.mean(found))
-                    continue
-                centre = scores.get(("global", "common"), {}).get(name)
-                with np.errstate(over="ignore", invalid="ignore"):
-                    figures = metrics.over_clients(
-                        name, found, sizes[part], None if centre is None else float(centre[0])
-                    )
-                for figure, one in figures.items():
-                    self.total(round, model, part, figure, one)
 
     def last(self, model: str, part: str, metric: str) -> NDArray[np.float64] | None:
         """The newest values of a figure."""
@@ -139,6 +121,34 @@ class Records:
         pieces = np.split(tensors["values"].numpy(), np.cumsum([k[-1] for k in keys])[:-1]) if keys else []
         items = (Record(k[0], k[1], k[2], k[3], values, total=k[4]) for k, values in zip(keys, pieces, strict=True))
         return cls(items, tensors.get("ids"))
+
+
+def score_records(
+    round: int, scores: Scores, sizes: Mapping[str, NDArray[np.float64]], benign: NDArray[np.float64] | None
+) -> Iterator[Record]:
+    """Yield the records of scores, and of the federation's figures that follow from them.
+
+    Args:
+        round: the round after which the models were scored.
+        scores: the scores of every model.
+        sizes: ``[s]`` samples of the clients that are scored, by part.
+        benign: ``[s]`` nan for attackers, who count in no figure of the federation; None without them.
+    """
+    for (model, part), metrics_of_part in scores.items():
+        for name, value in metrics_of_part.items():
+            if not part or (part == "common" and len(value) == 1):
+                yield Record.of_federation(round, model, part, name, float(value.mean()))
+                continue
+            yield Record.of_clients(round, model, part, name, value)
+            counted = value.numpy() if benign is None else value.numpy() * benign
+            if part == "common":
+                yield Record.of_federation(round, model, part, f"{name}/mean", metrics.mean(counted))
+                continue
+            centre = scores.get(("global", "common"), {}).get(name)
+            with np.errstate(over="ignore", invalid="ignore"):
+                figures = metrics.over_clients(name, counted, sizes[part], None if centre is None else float(centre[0]))
+            for figure, figure_value in figures.items():
+                yield Record.of_federation(round, model, part, figure, figure_value)
 
 
 class Divergence:

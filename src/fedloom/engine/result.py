@@ -44,8 +44,8 @@ class Result:
 
     def __init__(self, job: Job, state: State, stop: Stop, detail: str, diverged: int | None = None) -> None:
         self.job, self.state, self.stop, self.detail, self.diverged = job, state, stop, detail, diverged
-        self.rounds, self.notes, self.status = state.round, state.notes, stop.status
-        self.seconds, self.startup = state.times.settled(), state.times.startup()
+        self.rounds, self.notes, self.status = state.round, [*state.notes], stop.status
+        self.seconds, self.startup = state.times.without_startup(), state.times.startup()
         self.models = Models(Live(job, state))
 
     def table(self) -> pa.Table:

@@ -17,8 +17,11 @@ from fedloom.processes.chunks import COUNTS, AskTask, TrainTask
 from fedloom.processes.pool import Crew
 
 
-def play(job: Job, pool: Crew, state: State) -> State:
-    """One round.
+def run_round(job: Job, pool: Crew, state: State) -> tuple[State, tuple[str, ...]]:
+    """Run one round.
+
+    Returns:
+        The state after the round, and sentences on what happened in it.
 
     Raises:
         RunStopped: too few uploads are usable, or the server's state is not finite.
@@ -49,22 +52,19 @@ def play(job: Job, pool: Crew, state: State) -> State:
         task = TrainTask(t, place, cohort[place], shares[place])
         honest, m = uploads.answers("models"), len(cohort)
         uploads.add(task, pool.once(task.ids, lambda: attack(job, down, state.server, task, honest, m)))
-    if uploads.dropped:
-        state.notes.append(
-            f"round {t}: dropped {len(uploads.dropped)} unusable uploads, of clients {uploads.dropped[:8]}"
-        )
-    accepted = job.ctx(t, torch.cat(uploads.ids))
+    events, accepted = uploads.events(t), job.ctx(t, torch.cat(uploads.ids))
     if accepted.m < max(1.0, job.setting.engine.quorum * len(cohort)):
-        reason = Stop.DIVERGED if accepted.m == 0 else Stop.TOO_FEW
-        raise RunStopped(reason, f"round {t}: {accepted.m} of {len(cohort)} uploads were finite and within bounds")
+        reason = Stop.DIVERGED if accepted.m == 0 else Stop.UNUSABLE
+        detail = f"round {t}: {accepted.m} of {len(cohort)} uploads were finite and within bounds"
+        raise RunStopped(reason, detail, events)
     up, weigher, aggregator = uploads.aggregate(accepted, state.weigher, state.aggregator)
     with blamed("method", job.algorithm, f"round {t}"):
         server = job.algorithm.server(state.server, up, accepted)
         if getattr(server, "_fields", None) != state.server._fields:
             raise TypeError(f"server must return a {type(state.server).__name__}, got {type(server).__name__}")
-        state.notes.extend(note for note in job.algorithm.remarks(server) if note not in state.notes)
+        events += tuple(note for note in job.algorithm.remarks(server) if note not in state.notes)
     if not all(bool(f.isfinite().all()) for f in server):
-        raise RunStopped(Stop.DIVERGED, f"round {t}: the server's state is not finite")
+        raise RunStopped(Stop.DIVERGED, f"round {t}: the server's state is not finite", events)
     if (told := uploads.answers("told")) is not None:
         with blamed("sampler", job.setting.sampler, f"round {t}"):
             sampler = job.setting.sampler.learn(sampler, told, accepted)
@@ -72,8 +72,8 @@ def play(job: Job, pool: Crew, state: State) -> State:
     return state.with_(
         round=t, server=server, sampler=sampler, weigher=weigher, aggregator=aggregator, sums=uploads.sums,
         totals=state.totals + counts, uploads=state.uploads.index_add(0, cohort, torch.ones_like(cohort)),
-        cohort=accepted.ids,
-    )  # fmt: skip
+        cohort=accepted.ids, trained=t,
+    ), events  # fmt: skip
 
 
 def _sample(job: Job, pool: Crew, state: State, t: int) -> tuple[Tensor, Any, Tensor]:

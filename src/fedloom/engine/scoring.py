@@ -12,9 +12,9 @@ from fedloom.algorithms import Algorithm
 from fedloom.data.federation import Federation
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted, spent
-from fedloom.engine.records import Scores
+from fedloom.engine.records import Record, Scores, score_records
 from fedloom.engine.state import State
-from fedloom.errors import ClientError, FedloomError, RunStopped, Stop, blamed, cause_of
+from fedloom.errors import ClientError, FedloomError, blamed, cause_of
 from fedloom.local import Ctx
 from fedloom.local.oracles import Network, chunk_count
 from fedloom.local.rows import rows_of, to_device
@@ -30,21 +30,22 @@ WORTH = 2e9
 """Multiply-adds that the singular values of one evaluation may cost; ranks of more or larger models are left out."""
 
 
-def evaluate(job: Job, pool: Crew, state: State) -> Scores:
-    """Score every model after a round and record the figures.
+def evaluate(job: Job, pool: Crew, state: State) -> tuple[State, str]:
+    """Score every model after a round.
 
-    Raises:
-        RunStopped: a model's training loss is not finite.
+    Returns:
+        The state with the scores among its records; and a sentence if a model's training loss is not finite.
     """
     scores, t = scores_of(job, pool, state), state.round
-    record(job, state, scores)
+    records = [*records_of(job, state, scores)]
     if type(job.algorithm).diagnostics is not Algorithm.diagnostics:
-        for name, figure in pool.once(job.ctx(t).ids, lambda: diagnose(job, state)).items():
-            state.records.total(t, "", "", name, figure)
+        figures = pool.once(job.ctx(t).ids, lambda: diagnose(job, state))
+        records += [Record.of_federation(t, "", "", name, figure) for name, figure in figures.items()]
+    unusable = ""
     for (model, part), values in scores.items():
-        if part == "train" and not bool(values["loss"].isfinite().all()):
-            raise RunStopped(Stop.DIVERGED, f"round {t}: the training loss of the {model} model is not finite")
-    return scores
+        if not unusable and part == "train" and not bool(values["loss"].isfinite().all()):
+            unusable = f"round {t}: the training loss of the {model} model is not finite"
+    return state.with_(records=state.records.plus(records)), unusable
 
 
 def scores_of(job: Job, pool: Crew, state: State) -> Scores:
@@ -73,35 +74,34 @@ def scores_of(job: Job, pool: Crew, state: State) -> Scores:
     return scores
 
 
-def record(job: Job, state: State, scores: Scores) -> None:
-    """Record the scores of a round, what the clients did so far, the privacy that is left, and recovered groups.
+def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
+    """Yield the records of a round: scores, what the clients did so far, the privacy spent, and recovered groups.
 
     What the clients did is the training of all rounds and what the personal models after this one took; where some
     clients are scored only, as much per client for the others.
     """
-    records, t = state.records, state.round
+    t, scored = state.round, job.judged
     cost, scores = scores.get(COST, {}), {key: values for key, values in scores.items() if key != COST}
-    judged = job.judged
-    benign = torch.where(job.malicious[judged], torch.nan, 1.0).double().numpy() if len(job.attackers) else None
+    benign = torch.where(job.malicious[scored], torch.nan, 1.0).double().numpy() if len(job.attackers) else None
     parts = job.setting.evaluate.parts
-    sizes: dict[str, Any] = {part: job.judge.sizes(part).cpu()[judged].double().numpy() for part in parts}
-    records.scores(t, scores, sizes, benign)
-    share = job.n / len(job.judged)
+    sizes: dict[str, Any] = {part: job.judge.sizes(part).cpu()[scored].double().numpy() for part in parts}
+    yield from score_records(t, scores, sizes, benign)
+    share = job.n / len(scored)
     for name, value in zip((*COUNTS, "dropped"), state.totals.tolist(), strict=True):
-        own = float(cost[name].nansum()) if name in cost else 0.0
-        records.total(t, "", "", name, value + round(own * share))
+        scoring = float(cost[name].nansum()) if name in cost else 0.0
+        yield Record.of_federation(t, "", "", name, value + round(scoring * share))
     noise = accounted(job.setting.channel, job.setting.aggregator)
     if noise is not None:
-        records.total(t, "", "", "epsilon", spent(noise, job.setting.sampler, state.uploads, t))
+        yield Record.of_federation(t, "", "", "epsilon", spent(noise, job.setting.sampler, state.uploads, t))
     labels = getattr(state.weigher, "labels", None)
     if labels is None or not bool((labels >= 0).any()):
         return
-    records.clients(t, "", "", "cluster", labels.cpu()[judged])
+    yield Record.of_clients(t, "", "", "cluster", labels.cpu()[scored])
     if job.judge.groups is not None:
         ids = state.cohort[labels[state.cohort] >= 0].sort().values
         planted = job.judge.groups[ids].cpu().numpy()
         if len(set(planted.tolist())) > 1:  # within one planted group the NMI is 0 whatever is recovered
-            records.total(t, "", "", "nmi", mutual_information(planted, labels[ids].cpu().numpy()))
+            yield Record.of_federation(t, "", "", "nmi", mutual_information(planted, labels[ids].cpu().numpy()))
 
 
 def diagnose(job: Job, state: State) -> dict[str, float]:

@@ -4,37 +4,39 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fedloom.algorithms import REGISTRY, Algorithm, Composition
 from fedloom.data.federation import Federation
+from fedloom.engine.checkpoints import RunCheckpoints, check_ranks
 from fedloom.engine.chunk import ask, train
 from fedloom.engine.job import Job
-from fedloom.engine.records import Divergence
+from fedloom.engine.loop import Hooks, run_rounds
 from fedloom.engine.result import Result
-from fedloom.engine.resume import Disk, check_ranks
-from fedloom.engine.round import play
-from fedloom.engine.scoring import evaluate as evaluate_round
-from fedloom.engine.scoring import score
+from fedloom.engine.round import run_round
+from fedloom.engine.scoring import COST, evaluate, score, scores_of
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
-from fedloom.errors import ConfigError, RunStopped, Stop
+from fedloom.errors import ConfigError, Stop
 from fedloom.models import ModelSpec
 from fedloom.processes.chunks import COUNTS
-from fedloom.processes.pool import Handler, Pool
+from fedloom.processes.pool import Crew, Handler, Pool
 from fedloom.processes.rank_pool import RankPool
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
 from fedloom.replay import Replay
 from fedloom.values import choose, make
+
+BACKWARD = COUNTS.index("samples_backward")
+"""Place of the samples whose gradient was taken in the totals of a state."""
 
 Progress = Callable[[State], object]
 """Called after every round, with the state after it; a sentence ends the run (`fedloom.engine.callbacks`)."""
@@ -114,53 +116,37 @@ def simulate(
         setting = Setting.of(algorithm, **choices)
     replay = Replay(initial, cohorts, batches, projection)
     job, server = make_job(setting, fed, folder=place, ranks=ranks, replay=replay)
-    rounds = setting.rounds
     check_ranks(job)
-    disk = Disk(job, place)
-    state, stop = disk.resume(initial_state(job, server))
-    state, divergence = state.with_(times=disk.times), Divergence()
-    if not advance or stop not in (None, Stop.INTERRUPTED):
-        stop = stop or Stop.INTERRUPTED
-        return Result(job, state, stop, disk.detail, disk.diverged)
-
-    def judge(state: State) -> None:
-        start = time.perf_counter()
-        evaluate_round(job, pool, state)
-        state.times.evaluations.append(time.perf_counter() - start)
-
-    stop, detail = Stop.DONE, ""
+    checkpoints = RunCheckpoints(job, place)
+    resumed = checkpoints.resume(initial_state(job, server))
+    if not advance or resumed.stop is not None:
+        return Result(job, resumed.state, resumed.stop or Stop.INTERRUPTED, resumed.detail, resumed.diverged)
     with one_thread(), pool_of(job) as pool, interruptible() as interrupted:
-        try:
-            if not state.records.items:
-                judge(state)
-            while state.round < rounds and stop is Stop.DONE:
-                start = time.perf_counter()
-                state = play(job, pool, state)
-                state.times.rounds.append(time.perf_counter() - start)
-                if state.round == 1 and not state.totals[COUNTS.index("samples_backward")]:
-                    state.notes.append("round 1 took no gradient of any client: nothing is trained")
-                if state.round % job.setting.evaluate.every == 0 or state.round == rounds:
-                    judge(state)
-                said = [sentence for tell in progress if isinstance(sentence := tell(state), str)]
-                if state.round == rounds:
-                    break
-                told, asked, late = ranks.any(bool(said), interrupted(), disk.late())
-                if told:
-                    stop, detail = Stop.STOPPED, "; ".join(said)
-                    if state.round % job.setting.evaluate.every:
-                        judge(state)
-                elif asked:
-                    stop = Stop.INTERRUPTED
-                elif late:
-                    disk.save(state, None)
-        except RunStopped as error:
-            stop, detail = error.reason, error.detail
-    divergence.read(state.records, ended=True)
-    if stop in (Stop.DONE, Stop.STOPPED) and divergence.round is not None:
-        stop, disk.diverged = Stop.DIVERGED, divergence.round
-        detail = "; ".join(filter(None, (divergence.sentence, detail)))
-    disk.save(state, stop, detail)
-    return Result(job, state, stop, detail, disk.diverged)
+        return Result(
+            job, *run_rounds(job, pool, checkpoints, _Simulation(job, pool, progress, interrupted), resumed.state)
+        )
+
+
+class _Simulation(Hooks):
+    """What a simulation does around its rounds."""
+
+    def __init__(self, job: Job, pool: Crew, progress: Sequence[Progress], interrupted: Callable[[], bool]) -> None:
+        self._job, self._pool, self._progress, self._interrupted = job, pool, progress, interrupted
+
+    def evaluate(self, state: State) -> tuple[State, str]:
+        return evaluate(self._job, self._pool, state)
+
+    def trained(self, state: State) -> tuple[str, ...]:
+        if state.round > 1 or state.totals[BACKWARD]:
+            return ()
+        return ("round 1 took no gradient of any client: nothing is trained",)
+
+    def after_round(self, state: State) -> str | None:
+        sentences = [sentence for call in self._progress if isinstance(sentence := call(state), str)]
+        return "; ".join(sentences) if sentences else None
+
+    def interrupted(self) -> bool:
+        return self._interrupted()
 
 
 def pool_of(job: Job) -> Pool | RankPool:
@@ -176,6 +162,83 @@ def pool_of(job: Job) -> Pool | RankPool:
     if job.ranks.size > 1:
         return RankPool(handlers, job.ranks, job.homes, up)
     return Pool(handlers, job.workers, down + (1 << 20), up + (1 << 20), ahead=True)
+
+
+class MeasuredRound(NamedTuple):
+    """Seconds of a round, and samples whose gradient it took, over its cohort."""
+
+    seconds: float
+    samples: int
+
+
+class Measured(NamedTuple):
+    """Rounds that were run in memory, without evaluation, and the engine's choices for them."""
+
+    rounds: list[MeasuredRound]
+    oracle: str
+    workers: int
+
+
+def measure_rounds(
+    setting: Setting,
+    fed: Federation,
+    count: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+    crew: Callable[[Crew], Crew] = lambda pool: pool,
+) -> Measured:
+    """Run the first rounds of a setting, in memory and without evaluation.
+
+    Args:
+        setting: the run.
+        fed: the clients and their data.
+        count: rounds to run, >= 1.
+        clock: the clock, in seconds.
+        crew: who computes in place of the pool, which it may use.
+
+    Raises:
+        ConfigError: values that cannot work, or (Refused) do not work together.
+        RunStopped: too few uploads of a round are usable, or it diverged.
+        ClientError: code of the method failed.
+    """
+    job, server = make_job(setting, fed)
+    rounds, before = [], 0
+    with one_thread(), pool_of(job) as pool:
+        state = initial_state(job, server)
+        for _ in range(count):
+            start = clock()
+            state, _ = run_round(job, crew(pool), state)
+            seconds, samples = clock() - start, int(state.totals[BACKWARD])
+            rounds.append(MeasuredRound(seconds, samples - before))
+            before = samples
+    return Measured(rounds, job.oracle.name, job.workers)
+
+
+def spending(setting: Setting, fed: Federation) -> Generator[tuple[int, Callable[[], int]]]:
+    """Run a setting in memory, without evaluation, as long as a further round is asked for.
+
+    Yields:
+        Samples whose gradient all rounds so far took, and a function that gives those that the personal models after
+        this round would take.
+
+    Raises:
+        ConfigError, RunStopped, ClientError: as `measure_rounds`.
+    """
+    job, server = make_job(setting, fed)
+    with one_thread(), pool_of(job) as pool:
+        state = initial_state(job, server)
+
+        def personal() -> int:
+            cost = scores_of(job, pool, state).get(COST, {})
+            return round(float(cost[COUNTS[BACKWARD]].nansum()) * job.n / len(job.judged)) if cost else 0
+
+        while True:
+            state, _ = run_round(job, pool, state)
+            yield int(state.totals[BACKWARD]), personal
+
+
+def samples_per_round(setting: Setting, fed: Federation) -> int:
+    """Samples whose gradient the first round takes, over its cohort; see `measure_rounds`."""
+    return measure_rounds(setting, fed).rounds[0].samples
 
 
 @contextmanager

@@ -16,11 +16,12 @@ from fedloom.engine.uploads import first_sums
 from fedloom.processes.chunks import COUNTS
 
 NEAR = 5
-"""Rounds after a process's first that tell what that would have taken without its one-off costs."""
+"""Rounds after a process's first to which that is compared, for its one-off costs."""
 LATELY = 10
-"""Rounds, and evaluations, that tell how fast a run is now."""
+"""Newest rounds, and evaluations, of which the pace is the median."""
 
 
+@dataclass(frozen=True)
 class Times:
     """Seconds of a run, as measured.
 
@@ -29,26 +30,39 @@ class Times:
     one round has nothing to compare it with, and no one-off costs.
 
     Attributes:
-        rounds: of every round, without evaluation, all costs included.
-        firsts: places in `rounds` at which a process began.
-        evaluations: of the evaluations of this process.
+        rounds: seconds of every round, without evaluation, all costs included.
+        process_starts: places in `rounds` at which a process began.
+        evaluations: seconds of the evaluations of this process.
     """
 
-    def __init__(self, rounds: Sequence[float] = (), firsts: Sequence[int] = ()) -> None:
-        self.rounds, self.firsts = [*rounds], [*dict.fromkeys([*firsts, len(rounds)])]
-        self.evaluations: list[float] = []
+    rounds: tuple[float, ...] = ()
+    process_starts: tuple[int, ...] = (0,)
+    evaluations: tuple[float, ...] = ()
+
+    @classmethod
+    def resumed(cls, rounds: Sequence[float], process_starts: Sequence[int]) -> Times:
+        """Continue the times of earlier processes in a new one."""
+        return cls(tuple(rounds), tuple(dict.fromkeys([*process_starts, len(rounds)])))
+
+    def with_round(self, seconds: float) -> Times:
+        """These times and one more round."""
+        return replace(self, rounds=(*self.rounds, seconds))
+
+    def with_evaluation(self, seconds: float) -> Times:
+        """These times and one more evaluation."""
+        return replace(self, evaluations=(*self.evaluations, seconds))
 
     def startup(self) -> list[float]:
         """One-off costs of every round, >= 0; they are part of `rounds`."""
-        found = [0.0] * len(self.rounds)
-        usual = [s for k, s in enumerate(self.rounds) if k not in self.firsts]
-        for first, end in zip(self.firsts, [*self.firsts[1:], len(self.rounds)], strict=True):
+        costs = [0.0] * len(self.rounds)
+        usual = [s for k, s in enumerate(self.rounds) if k not in self.process_starts]
+        for first, end in zip(self.process_starts, [*self.process_starts[1:], len(self.rounds)], strict=True):
             near = self.rounds[first + 1 : end][:NEAR] or usual
             if first < end and near:
-                found[first] = max(0.0, self.rounds[first] - median(near))
-        return found
+                costs[first] = max(0.0, self.rounds[first] - median(near))
+        return costs
 
-    def settled(self) -> list[float]:
+    def without_startup(self) -> list[float]:
         """Seconds of every round without its one-off costs."""
         return [s - cost for s, cost in zip(self.rounds, self.startup(), strict=True)]
 
@@ -58,7 +72,7 @@ class Times:
         None before this process's third round; and where evaluations weigh a fifth or more, before its second one, for
         the first has one-off costs too.
         """
-        rounds = self.rounds[self.firsts[-1] + 1 :][-LATELY:]
+        rounds = self.rounds[self.process_starts[-1] + 1 :][-LATELY:]
         if len(rounds) < 2:
             return None
         warm = self.evaluations[1:][-LATELY:]
@@ -80,7 +94,8 @@ class State:
         totals: ``[8]`` `COUNTS` and dropped uploads, over all rounds.
         uploads: ``[n]`` rounds in which every client sent something.
         cohort: ``[m]`` clients of the last round.
-        records: what was measured.
+        trained: the newest round that changed the server's state; earlier than `round` after a round that was given up.
+        records: figures measured so far.
         notes: sentences on dropped clients and such.
         times: seconds of the rounds; no number depends on them.
     """
@@ -94,9 +109,15 @@ class State:
     totals: Tensor
     uploads: Tensor
     cohort: Tensor
+    trained: int = 0
     records: Records = field(default_factory=Records)
-    notes: list[str] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
     times: Times = field(default_factory=Times)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the records have the scores of these models."""
+        return self.records.round >= self.trained
 
     def with_(self, **changes: Any) -> State:
         """A copy with some fields changed."""
@@ -105,21 +126,22 @@ class State:
     def tensors(self) -> dict[str, Tensor]:
         """Everything by name, for a checkpoint."""
         named: dict[str, Tensor] = {"totals": self.totals, "uploads": self.uploads, "cohort": self.cohort}
+        named["trained"] = torch.tensor(self.trained)
         for group, value in (("server", self.server), ("sampler", self.sampler), ("weigher", self.weigher)):
             named |= {f"{group}.{name}": t for name, t in zip(value._fields, value, strict=True)}
         named |= {f"aggregator.{name}": t for name, t in self.aggregator.items()}
         named |= {f"sums.{name}": t for name, t in self.sums.items()}
         return named | {f"records.{name}": t for name, t in self.records.tensors().items()}
 
-    def restored(self, round: int, tensors: dict[str, Tensor], notes: list[str]) -> State:
-        """This run's state after another round, from `tensors`; ``self`` gives the types."""
+    def restored(self, round: int, tensors: dict[str, Tensor], notes: Sequence[str], times: Times) -> State:
+        """Restore this run's state after another round from its `tensors`; ``self`` gives the types."""
 
         def group(name: str) -> dict[str, Tensor]:
             return {k.partition(".")[2]: t for k, t in tensors.items() if k.partition(".")[0] == name}
 
         def like(value: Any, name: str) -> Any:
-            found = group(name)
-            return type(value)(*[found[f].to(t.device) for f, t in zip(value._fields, value, strict=True)])
+            saved = group(name)
+            return type(value)(*[saved[f].to(t.device) for f, t in zip(value._fields, value, strict=True)])
 
         return State(
             round,
@@ -131,9 +153,10 @@ class State:
             tensors["totals"],
             tensors["uploads"],
             tensors["cohort"],
+            int(tensors.get("trained", round)),
             Records.from_tensors(group("records")),
-            notes,
-            self.times,
+            tuple(notes),
+            times,
         )
 
 
@@ -155,5 +178,5 @@ def initial_state(job: Job, server: Any) -> State:
         uploads,
         ctx.ids,
         records=records,
-        notes=list(job.notes),
+        notes=job.notes,
     )

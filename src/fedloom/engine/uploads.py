@@ -159,6 +159,11 @@ class Uploads:
         """``info``, ``models`` or ``told`` of every accepted client; see `Trained`."""
         return torch.cat(self._answers[name]) if name in self._answers else None
 
+    def events(self, round: int) -> tuple[str, ...]:
+        """The sentence on uploads that were dropped, if any were."""
+        dropped = self.dropped
+        return (f"round {round}: dropped {len(dropped)} unusable uploads, of clients {dropped[:8]}",) if dropped else ()
+
     @property
     def sums(self) -> dict[str, Tensor]:
         """Sums over all clients of the fields that the server keeps."""
@@ -202,7 +207,7 @@ class Uploads:
                 combined, aggregator = job.setting.aggregator.apply(state, rows, weights, primary, deciding)
                 _check_combined(combined, rows)
         except ConfigError as error:
-            raise RunStopped(Stop.TOO_FEW, f"round {ctx.round}: {error}") from error
+            raise RunStopped(Stop.UNUSABLE, f"round {ctx.round}: {error}", self.events(ctx.round)) from error
         return combined, aggregator
 
 

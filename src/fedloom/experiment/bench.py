@@ -15,15 +15,15 @@ from fedloom.choose import Uniform
 from fedloom.data.federation import Federation, Split
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
-from fedloom.engine.simulate import simulate
+from fedloom.engine.simulate import measure_rounds, simulate
 from fedloom.engine.state import State
-from fedloom.engine.timing import QUIET, played, wait_for_quiet, watched
 from fedloom.errors import Refused
 from fedloom.experiment.execute import Plan, side_by_side
 from fedloom.experiment.schema import Experiment, Method
 from fedloom.local.oracles import ORACLES
 from fedloom.processes.chunks import COUNTS
 from fedloom.processes.costs import Costs, Watched
+from fedloom.processes.machine_load import QUIET, wait_for_quiet, watch_others
 from fedloom.processes.pool import Crew, Pool, cores
 from fedloom.values import choose
 
@@ -59,7 +59,7 @@ class Speed(NamedTuple):
 
     @property
     def disturbed(self) -> bool:
-        """Whether other processes used more than `fedloom.engine.timing.QUIET` cores."""
+        """Whether other processes used more than `fedloom.processes.machine_load.QUIET` cores."""
         return self.others > QUIET
 
 
@@ -104,8 +104,10 @@ class Bench:
             for method in self.experiment.methods:
                 for way in self.ways[method.label]:
                     wait_for_quiet(patience)
-                    with watched() as others:
-                        found = played(self._setting(method, way.oracle, way.workers), self.federation, self.rounds + 1)
+                    with watch_others() as others:
+                        found = measure_rounds(
+                            self._setting(method, way.oracle, way.workers), self.federation, self.rounds + 1
+                        )
                     counted = found.rounds[1:]
                     seconds = statistics.median(r.seconds for r in counted)
                     samples = sum(r.samples for r in counted) / sum(r.seconds for r in counted)
@@ -194,7 +196,7 @@ def _watched(
         seen.append(Watched(pool))
         return seen[-1]
 
-    found = played(setting, fed, rounds + 1, crew=crew)
+    found = measure_rounds(setting, fed, rounds + 1, crew=crew)
     return [(r.seconds - w.work - w.passing, w) for r, w in zip(found.rounds, seen, strict=True)][1:]
 
 

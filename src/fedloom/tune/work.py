@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fedloom.choose.samplers import Uniform
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
-from fedloom.engine.timing import spending
+from fedloom.engine.simulate import spending
 
 BEYOND = 1.1
 """A run with more than this share of its budget is named: on the terminal, in the tuned file, in reports."""
@@ -53,7 +53,7 @@ class Budget(NamedTuple):
             whole: play every round, instead of the first ones until two cost the same share of plain training's.
 
         Raises:
-            ConfigError, RunStopped, ClientError: as `fedloom.engine.timing.played`.
+            ConfigError, RunStopped, ClientError: as `fedloom.engine.simulate.played`.
         """
         totals, ratio, after = [0.0], -1.0, 0
         with closing(spending(setting, fed)) as played:

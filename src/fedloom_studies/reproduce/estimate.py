@@ -22,7 +22,7 @@ from fedloom.data.dataset import Dataset
 from fedloom.data.partition import Iid
 from fedloom.data.sources import Source
 from fedloom.engine.setting import Setting
-from fedloom.engine.timing import played, samples_per_round
+from fedloom.engine.simulate import measure_rounds, samples_per_round
 from fedloom.errors import DataError, FedloomError
 from fedloom.experiment import Experiment
 from fedloom.experiment.bench import duration
@@ -132,7 +132,7 @@ def _seconds(spec: ModelSpec, shape: tuple[int, ...], classes: int, batch: int, 
     fed = Iid(clients=clients, test=0.0, validation=0.0)(data, 0)
     local = LocalSGD(batch_size=batch, lr=1e-4)
     setting = Setting(algorithm=FedAvg(), model=spec, local=local, rounds=2)
-    found = played(setting, fed, 2, time.process_time).rounds[1]
+    found = measure_rounds(setting, fed, 2, time.process_time).rounds[1]
     return found.seconds / found.samples
 
 

@@ -26,24 +26,11 @@ from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.engine.records import Scores
 from fedloom.engine.scoring import sizes_of
-from fedloom.errors import FedloomError, Refused, RunStopped, Stop, WireError
+from fedloom.errors import GivenUp, Refused, RunStopped, Stop, WireError
 from fedloom.processes.chunks import COUNTS, ScoreTask, Trained, TrainTask
 
 ATTEMPTS = 3
 """How often the shares of a sum are asked for before it is given up."""
-
-
-class GivenUp(FedloomError):
-    """A round whose sum was asked for and never told; to ask for one of other sites would tell the difference.
-
-    Args:
-        reason: a sentence.
-        clients: sites that the sum was to be of.
-    """
-
-    def __init__(self, reason: str, clients: Collection[int]) -> None:
-        self.clients = sorted(clients)
-        super().__init__(reason)
 
 
 class _Sum(NamedTuple):
@@ -101,7 +88,7 @@ class MaskedSites(Sites):
             if scored >= 0:
                 self._keep(scored, found.total[n:], accepted)
         except Refused as error:
-            raise RunStopped(Stop.DIVERGED, f"round {t}: {error}") from error
+            raise RunStopped(Stop.TOO_FEW, f"round {t}: {error}") from error
         paper = [int(letter.lengths()[1]) for letter in (job.messages.up(forms.idle), job.messages.down(down, server))]
         traffic = [found.traffic[0], found.traffic[1] + max(map(len, downs.values()))]
         counts = dict.fromkeys(tasks_of, torch.zeros(1, len(COUNTS), dtype=torch.long))

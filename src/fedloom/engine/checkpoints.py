@@ -1,4 +1,4 @@
-"""Disk: a run's checkpoints, from its state and back, and the fingerprint that they and all ranks must agree on.
+"""Checkpoints of a run, and the fingerprint that they and all ranks must agree on.
 
 Of several ranks, the first reads and writes for all.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,72 +23,92 @@ from fedloom.storage.checkpoint import Checkpoints
 from fedloom.version import __version__
 
 
-class Disk:
-    """The run's checkpoints; without a folder, nothing is saved.
+class Resumed(NamedTuple):
+    """A run as its newest checkpoint has it.
+
+    Attributes:
+        state: the state to go on from.
+        stop: why the run had ended there; None where the same command resumes it.
+        detail: round, clients and numbers of that end.
+        diverged: the round by which the run had diverged, if it went on to its end.
+        extras: what a kind of run saves beside its state.
+    """
+
+    state: State
+    stop: Stop | None = None
+    detail: str = ""
+    diverged: int | None = None
+    extras: Mapping[str, Any] = {}
+
+
+class RunCheckpoints:
+    """The checkpoints of a run; without a folder, nothing is saved.
 
     Args:
         job: the run.
-        folder: of the checkpoints.
+        folder: the folder of the checkpoints.
         mark: what the checkpoints must agree on; the job's fingerprint when None.
-
-    Attributes:
-        times: seconds of the rounds.
-        detail: round, clients and numbers of an early end.
-        diverged: by which round the run had diverged, if it went on to its end.
-        more: what else is saved with every checkpoint; what JSON can hold.
+        every_round: save after every round, whenever the last one was.
     """
 
-    def __init__(self, job: Job, folder: Path | None, mark: str | None = None) -> None:
+    def __init__(self, job: Job, folder: Path | None, mark: str | None = None, *, every_round: bool = False) -> None:
         self._job, self._stores = job, job.stores
-        self._kept = folder is not None
+        self._saves, self.every_round = folder is not None, every_round
         self._checkpoints = None if folder is None or job.ranks.rank > 0 else Checkpoints(folder)
         self._mark = "" if self._checkpoints is None else mark or fingerprint(job)
         self._numbers = {**job.setting.numbers(), **job.replay.marks()}
         self._saved = time.monotonic()
-        self.times, self.detail = Times(), ""
-        self.diverged: int | None = None
-        self.more: dict[str, Any] = {}
 
-    def resume(self, start: State) -> tuple[State, Stop | None]:
-        """The newest state, and why the run had stopped there, if it had."""
-        state, stop = self._resume(start)
-        ranks = self._job.ranks
+    def resume(self, start: State) -> Resumed:
+        """Read the newest checkpoint; ``start`` where there is none."""
+        resumed, ranks = self._resume(start), self._job.ranks
         if ranks.size == 1:
-            return state, stop
-        round, tensors, notes, name = ranks.share((state.round, state.tensors(), state.notes, stop and stop.name))
+            return resumed
+        state, stop, detail, diverged, _ = resumed
+        mine = (state.round, state.tensors(), [*state.notes], stop and stop.name, detail, diverged)
+        round, tensors, notes, name, detail, diverged = ranks.share(mine)
         self._job.homes.begin()
-        return (state if ranks.rank == 0 else start.restored(round, tensors, notes)), name and Stop[name]
+        if ranks.rank > 0:
+            state = start.restored(round, tensors, notes, start.times)
+        return Resumed(state, name and Stop[name], detail, diverged)
 
-    def _resume(self, start: State) -> tuple[State, Stop | None]:
-        loaded = (
-            None if self._checkpoints is None else self._checkpoints.resume(self._mark, self._stores, self._numbers)
-        )
+    def _resume(self, start: State) -> Resumed:
+        if self._checkpoints is None:
+            return Resumed(start)
+        loaded = self._checkpoints.resume(self._mark, self._stores, self._numbers)
         if loaded is None:
-            return start, None
+            return Resumed(start)
         meta = loaded.meta
-        self.times, self.diverged = Times(meta["seconds"], meta.get("firsts", [0])), meta.get("diverged")
-        self.detail, self.more = meta["detail"], meta["more"]
-        state = start.restored(meta["round"], loaded.tensors, meta["notes"] + loaded.warnings)
-        return state, meta["stop"] and Stop[meta["stop"]]
+        times = Times.resumed(meta["seconds"], meta.get("firsts", [0]))
+        state = start.restored(meta["round"], loaded.tensors, [*meta["notes"], *loaded.warnings], times)
+        stop = Stop[meta["stop"]] if meta["stop"] else None
+        ended = None if stop is None or stop.resumable else stop
+        return Resumed(state, ended, meta["detail"], meta.get("diverged"), meta["more"])
 
-    def save(self, state: State, stop: Stop | None, detail: str = "") -> None:
-        """A checkpoint of the state."""
+    def save(
+        self, state: State, stop: Stop | None = None, detail: str = "", diverged: int | None = None, **extras: Any
+    ) -> None:
+        """Write a checkpoint of the state; ``extras`` are what JSON can hold."""
         self._job.homes.collect()
         self._saved = time.monotonic()
         if self._checkpoints is None:
             return
         meta: dict[str, Any] = {
-            "round": state.round,
-            "stop": stop and stop.name, "detail": detail, "notes": state.notes, "seconds": self.times.rounds,
-            "firsts": self.times.firsts, "diverged": self.diverged, "more": self.more, "numbers": self._numbers,
+            "round": state.round, "stop": stop and stop.name, "detail": detail, "notes": [*state.notes],
+            "seconds": [*state.times.rounds], "firsts": [*state.times.process_starts], "diverged": diverged,
+            "more": extras, "numbers": self._numbers,
         }  # fmt: skip
         newest = max(self._checkpoints.generations(), default=0)
         self._checkpoints.save(newest + 1, state.tensors(), meta, fingerprint=self._mark, stores=self._stores)
         self._saved = time.monotonic()
 
-    def late(self) -> bool:
+    def is_due(self) -> bool:
         """Whether the last checkpoint is long enough ago for another."""
-        return self._kept and time.monotonic() - self._saved >= self._job.setting.engine.checkpoint_every
+        return (
+            self._saves
+            and not self.every_round
+            and time.monotonic() - self._saved >= self._job.setting.engine.checkpoint_every
+        )
 
 
 def fingerprint(job: Job) -> str:

@@ -1,0 +1,204 @@
+"""The loop: rounds, their evaluation and their checkpoints, in a simulation and in a deployment alike."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+from fedloom.engine.checkpoints import RunCheckpoints
+from fedloom.engine.job import Job
+from fedloom.engine.records import Divergence
+from fedloom.engine.round import run_round
+from fedloom.engine.state import State
+from fedloom.errors import GivenUp, RunStopped, Stop
+from fedloom.processes.pool import Crew
+
+
+class End(NamedTuple):
+    """The end of a run.
+
+    Attributes:
+        state: the run after its last round.
+        stop: why it ended.
+        detail: round, clients and numbers of an early end.
+        diverged: the round by which the run had diverged, if it went on to its end.
+    """
+
+    state: State
+    stop: Stop
+    detail: str = ""
+    diverged: int | None = None
+
+
+class Hooks:
+    """What a kind of run does around its rounds; this one does nothing.
+
+    Attributes:
+        scores_with_training: clients score the models of a round with the training of the next, in one message.
+    """
+
+    scores_with_training = False
+
+    def before_round(self, state: State) -> RunStopped | None:
+        """Prepare the next round; why it must not begin, if it must not."""
+        return None
+
+    def ask_for_scores(self, state: State) -> None:
+        """Have the next training bring the scores of this state, which `evaluate` then has."""
+
+    def evaluate(self, state: State) -> tuple[State, str]:
+        """Return the state with its scores among the records; and a sentence if the run cannot go on from them."""
+        return state, ""
+
+    def trained(self, state: State) -> tuple[str, ...]:
+        """Take note of a round that changed the server's state; sentences for the run's notes."""
+        return ()
+
+    def diverges(self, state: State, sentence: str) -> None:
+        """Take note that a run diverges which goes on."""
+
+    def given_up(self, state: State, error: GivenUp) -> None:
+        """Take note of a round that changes nothing."""
+
+    def after_round(self, state: State) -> str | None:
+        """Look at a round whose scores are there; a sentence ends the run."""
+        return None
+
+    def interrupted(self) -> bool:
+        """Whether the user wants the run to stop and to go on later."""
+        return False
+
+    def extras(self, state: State) -> dict[str, Any]:
+        """What a checkpoint has beside the state; what JSON can hold."""
+        return {}
+
+
+def run_rounds(job: Job, pool: Crew, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> End:
+    """Run the rounds that are left, and save the end.
+
+    A round that fails changes nothing: the end has the state before it. If such an end can be resumed, no checkpoint is
+    written, and the run goes on from the newest one.
+
+    Raises:
+        ClientError: code of the method failed.
+        CheckpointError: a checkpoint cannot be written.
+    """
+    loop = _Loop(job, pool, checkpoints, hooks, state)
+    saves = True
+    try:
+        stop, detail = loop.run()
+    except RunStopped as error:
+        stop, detail, saves = error.reason, error.detail, not error.reason.resumable
+        loop.state = loop.state.with_(notes=(*loop.state.notes, *error.events))
+    state, diverged = loop.state, None
+    loop.divergence.read(state.records, ended=True)
+    if stop in (Stop.DONE, Stop.STOPPED) and loop.divergence.round is not None:
+        stop, diverged = Stop.DIVERGED, loop.divergence.round
+        detail = "; ".join(filter(None, (loop.divergence.sentence, detail)))
+    if saves:
+        checkpoints.save(state, stop, detail, diverged, **hooks.extras(state))
+    return End(state, stop, detail, diverged)
+
+
+class _Loop:
+    """A run in progress; `state` is the newest that all of a round, or of an evaluation, has led to."""
+
+    def __init__(self, job: Job, pool: Crew, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> None:
+        self._job, self._pool, self._checkpoints, self._hooks = job, pool, checkpoints, hooks
+        self.state, self.divergence, self._begun = state, Divergence(), state.round
+        self.divergence.read(state.records)
+
+    def run(self) -> tuple[Stop, str]:
+        """Run to the end; why it ends, with the detail.
+
+        Raises:
+            RunStopped: it ends within a round or an evaluation.
+        """
+        hooks, rounds, every = self._hooks, self._job.setting.rounds, self._job.setting.evaluate.every
+        while True:
+            last = self.state.round >= rounds
+            due = not self.state.is_scored and (last or self.state.round % every == 0)
+            blocked = None if last else hooks.before_round(self.state)
+            if due and (last or blocked is not None or not hooks.scores_with_training):
+                self._evaluate()
+                due = False
+            sentence = None if due else self._after_round(self.state)
+            if blocked is not None:
+                raise blocked
+            if last:
+                return Stop.DONE, ""
+            if self.state.round > self._begun:
+                told, asked, save = self._job.ranks.any(
+                    sentence is not None, hooks.interrupted(), self._checkpoints.is_due()
+                )
+                if told:
+                    if not self.state.is_scored:
+                        self._evaluate()
+                    return Stop.STOPPED, sentence or ""
+                if asked:
+                    return Stop.INTERRUPTED, ""
+                if save:
+                    self._save()
+            if due:
+                self._train_and_score()
+            else:
+                self.state = self._trained(self.state)
+            if self._checkpoints.every_round:
+                self._save()
+
+    def _train_and_score(self) -> None:
+        """Train a round whose messages bring the scores of the round before."""
+        before = self.state
+        self._hooks.ask_for_scores(before)
+        try:
+            state = self._trained(before)
+        except RunStopped:
+            self._after_round(before)
+            raise
+        scored, _ = self._evaluated(before)
+        self.state = state.with_(records=scored.records)
+        self._after_round(scored)
+
+    def _trained(self, before: State) -> State:
+        """The state after the next round."""
+        start = time.perf_counter()
+        try:
+            state, events = run_round(self._job, self._pool, before)
+            events += self._hooks.trained(state)
+        except GivenUp as error:
+            state, events = _given_up(before, error), (f"round {before.round + 1} was given up: {error}",)
+            self._hooks.given_up(state, error)
+        times = state.times.with_round(time.perf_counter() - start)
+        return state.with_(notes=(*state.notes, *events), times=times)
+
+    def _evaluate(self) -> None:
+        """Score the state.
+
+        Raises:
+            RunStopped: the run cannot go on from these scores.
+        """
+        self.state, unusable = self._evaluated(self.state)
+        if unusable:
+            raise RunStopped(Stop.DIVERGED, unusable)
+
+    def _evaluated(self, state: State) -> tuple[State, str]:
+        start = time.perf_counter()
+        scored, unusable = self._hooks.evaluate(state)
+        if sentence := self.divergence.read(scored.records):
+            self._hooks.diverges(scored, sentence)
+        return scored.with_(times=scored.times.with_evaluation(time.perf_counter() - start)), unusable
+
+    def _after_round(self, state: State) -> str | None:
+        """Show the hooks a round of this process."""
+        return self._hooks.after_round(state) if state.round > self._begun else None
+
+    def _save(self) -> None:
+        self._checkpoints.save(self.state, **self._hooks.extras(self.state))
+
+
+def _given_up(before: State, error: GivenUp) -> State:
+    """The state after a round of which nothing is known: all is as before it, but for what it cost of privacy."""
+    clients = torch.tensor(error.clients)
+    return before.with_(round=before.round + 1, uploads=before.uploads.index_add(0, clients, torch.ones_like(clients)))

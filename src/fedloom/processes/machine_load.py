@@ -1,0 +1,55 @@
+"""The load of the machine: core seconds of this process and of the others, which disturb a measurement."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+QUIET = 0.1
+"""Cores that other processes may use while something is measured."""
+
+_STAT = Path("/proc/stat")
+
+
+def machine_seconds() -> float:
+    """Core seconds used by all processes of the machine since it started; of this one where they are not counted."""
+    try:
+        user, nice, system = map(int, _STAT.read_text().split(maxsplit=4)[1:4])
+    except OSError:
+        return own_seconds()
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK")
+
+
+def own_seconds() -> float:
+    """Core seconds used by this process and by its children that have ended."""
+    return sum(os.times()[:4])
+
+
+class OtherProcesses:
+    """Cores that other processes use, as ``cores``, once `watch_others` has ended."""
+
+    cores = 0.0
+
+
+@contextmanager
+def watch_others() -> Iterator[OtherProcesses]:
+    """Watch other processes; children that work meanwhile must end in it."""
+    gc.collect()
+    others = OtherProcesses()
+    before, own_before, start = machine_seconds(), own_seconds(), time.perf_counter()
+    yield others
+    others.cores = max(0.0, (machine_seconds() - before) - (own_seconds() - own_before)) / (time.perf_counter() - start)
+
+
+def wait_for_quiet(patience: float) -> None:
+    """Return when the machine has been quiet for a fifth of a second, or after ``patience`` seconds."""
+    end = time.perf_counter() + patience
+    while time.perf_counter() < end:
+        before = machine_seconds()
+        time.sleep(0.2)
+        if machine_seconds() - before <= 0.2 * QUIET:
+            return
