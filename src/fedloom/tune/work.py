@@ -53,7 +53,7 @@ class Budget(NamedTuple):
             whole: play every round, instead of the first ones until two cost the same share of plain training's.
 
         Raises:
-            ConfigError, RunStopped, ClientError: as `fedloom.engine.simulate.played`.
+            ConfigError, RunStopped, ClientError: as `fedloom.engine.simulate.measure_rounds`.
         """
         totals, ratio, after = [0.0], -1.0, 0
         with closing(spending(setting, fed)) as played:
