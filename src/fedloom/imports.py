@@ -1,7 +1,7 @@
 """Classes and functions of user code, named by an import path as ``my_package.my_module:MyMethod``.
 
 Code of the named module is executed, and only that: a path is written by a person in an experiment file or on the
-command line, never read from a file of data or of a model.
+command line, never read from a file of data or of a model. `fedloom.trust` says which are refused.
 """
 
 from __future__ import annotations
@@ -10,30 +10,20 @@ import hashlib
 import inspect
 import re
 import sys
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import ConfigError, nearest
+from fedloom.trust import PACKAGES, PATTERN, check_maker, check_module, check_part, here, is_path, vouch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_][\w.]*$"
-"""What an import path looks like."""
-PACKAGES = {"fedloom", "fedloom_studies"}
-"""Top packages of this distribution."""
-
-
-def is_path(name: object) -> bool:
-    """Whether a name is an import path, and not the name of something that fedloom has.
-
-    >>> is_path("my_module:MyMethod"), is_path("fedavg"), is_path("hub:owner/name")
-    (True, False, False)
-    """
-    return isinstance(name, str) and re.match(PATTERN, name) is not None
+__all__ = [
+    "PATTERN", "Function", "find", "find_class", "find_maker", "function", "importable", "is_path", "path_of",
+    "source_of", "text_of",
+]  # fmt: skip
 
 
 def find(path: str, what: str, where: str = "") -> Any:
@@ -45,13 +35,16 @@ def find(path: str, what: str, where: str = "") -> Any:
         where: file and table, for the message.
 
     Raises:
-        ConfigError: the module cannot be imported, or has no such name.
+        ConfigError: the module cannot be imported, or has no such name; or it is refused by `fedloom.trust`.
     """
     module, _, name = path.partition(":")
     place = f"{where}: " if where else ""
     try:
-        with _here():
+        with here():
+            check_module(path, f"{place}{what}")
             found: Any = import_module(module)
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
             f"{place}{what} {path!r}: cannot import {module!r} ({type(error).__name__}: {error}); its folder must be "
@@ -62,6 +55,19 @@ def find(path: str, what: str, where: str = "") -> Any:
             public = [entry for entry in vars(found) if not entry.startswith("_")]
             raise ConfigError(f"{place}{what} {path!r}: {module!r} has no {part!r}; {nearest(part, public)}")
         found = getattr(found, part)
+        check_part(found, path, f"{place}{what}")
+    return found
+
+
+def find_maker(path: str, what: str, base: type | tuple[type, ...], where: str = "") -> Any:
+    """What an import path names, to be called with options of a file: a subclass of ``base``, or the user's function.
+
+    Raises:
+        ConfigError: see `find`; or it is a function of an installed package.
+    """
+    found = find(path, what, where)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        check_maker(path, f"{where}: {what}" if where else what)
     return found
 
 
@@ -83,12 +89,15 @@ def find_class(path: str, what: str, base: type, where: str = "") -> Any:
 
 
 def importable(given: Any) -> str | None:
-    """The import path of a class or function; None for one that no other process could import."""
+    """The import path of a class or function in hand, which vouches for it; None if no process could import it."""
     module, name = getattr(given, "__module__", None) or "", getattr(given, "__qualname__", "")
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
-    return f"{module}:{name}" if found is given and module != "__main__" else None
+    if found is not given or module == "__main__":
+        return None
+    vouch([path := f"{module}:{name}"])
+    return path
 
 
 def text_of(given: Any) -> str:
@@ -169,14 +178,3 @@ def source_of(found: Any) -> str:
     except (OSError, TypeError, KeyError):
         return ""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-@contextmanager
-def _here() -> Iterator[None]:
-    """The current directory at the end of the places where modules are looked for."""
-    before = list(sys.path)
-    sys.path.append(str(Path.cwd()))
-    try:
-        yield
-    finally:
-        sys.path[:] = before

@@ -54,6 +54,13 @@ def options(
 
 
 FileArgument = Annotated[Path, typer.Argument(help="experiment file (TOML)", show_default=False)]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust",
+        help="run code that the file names by import path, though it is another user's or a package's; read it first",
+    ),
+]
 DataDir = Annotated[Path | None, typer.Option(help="folder of data sets; else the environment variable FEDLOOM_DATA")]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedloom.cli import _complete as offer
-from fedloom.cli._app import DataDir, FileArgument, app, errors
+from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors
 
 if TYPE_CHECKING:
     from fedloom.experiment.bench import Speed
@@ -46,6 +46,7 @@ def bench(
         int | None, typer.Option(min=1, help="with --ranks: clients of a round, if not as many as in the file")
     ] = None,
     data_dir: DataDir = None,
+    trust: Trust = False,
 ) -> None:
     """Measure how fast an experiment runs here, and estimate how long all of it takes; nothing is written.
 
@@ -66,7 +67,7 @@ def bench(
         unread: dict[str, Any] = {"--workers": workers, "--oracle": oracle} if ranks else elsewhere
         if wrong := [name for name, value in unread.items() if value is not None]:
             raise ConfigError(f"{' and '.join(wrong)}: {'not with' if ranks else 'only with'} --ranks")
-        plan = Bench(read(file), data_dir, rounds=rounds, oracles=oracle or (), workers=workers or ())
+        plan = Bench(read(file, trust=trust), data_dir, rounds=rounds, oracles=oracle or (), workers=workers or ())
         if ranks:
             link = Link((rate or 1000) * 1e6 / 8, (1 if trip is None else trip) / 1e3)
             places = [Place(r, machines or 1, link) for r in ranks]

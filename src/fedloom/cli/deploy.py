@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.cli._app import DataDir, FileArgument, app, errors
+from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors
 
 deploy = typer.Typer(
     no_args_is_help=True,
@@ -58,6 +58,7 @@ def init(
         int | None, typer.Option(help="sites without which no masked sum is opened; just more than half by default")
     ] = None,
     data_dir: DataDir = None,
+    trust: Trust = False,
 ) -> None:
     """Write a ready directory: certificates, keys, settings, systemd units, a gate, and the five commands to run it.
 
@@ -66,7 +67,7 @@ def init(
     with errors():
         from fedloom.experiment import read
 
-        experiment = read(file)
+        experiment = read(file, trust=trust)
         from fedloom.deploy.ops.directory import Place, write
         from fedloom.deploy.plan import plan
         from fedloom.values import make

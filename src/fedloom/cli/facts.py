@@ -70,7 +70,9 @@ def describe(
 
         if is_path(name):
             from fedloom.experiment.cards import card
+            from fedloom.trust import vouch
 
+            vouch([name])
             typer.echo(card(name))
             return
         from fedloom.experiment.index import index

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedloom.cli import _complete as offer
-from fedloom.cli._app import DataDir, app, errors
+from fedloom.cli._app import DataDir, Trust, app, errors
 from fedloom.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def evaluate(
     client: ClientOption = None,
     model: ModelOption = None,
     data_dir: DataDir = None,
+    trust: Trust = False,
 ) -> None:
     """Score models of a run on new data: the global ones, with --client that client's own too.
 
@@ -65,7 +66,7 @@ def evaluate(
         from fedloom.experiment import open_run
         from fedloom.progress import print_rows
 
-        opened = open_run(run)
+        opened = open_run(run, trust=trust)
         found = _models(opened, opened.runs(method, seed), client, model)
         fresh = opened.read(data, data_dir)
         rows = [{**_who(m), "samples": len(fresh), **m.score(fresh)} for m in found]
@@ -93,6 +94,7 @@ def predict(
     ] = None,
     out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
     data_dir: DataDir = None,
+    trust: Trust = False,
 ) -> None:
     """Predict rows without labels: class and probabilities, or value.
 
@@ -106,7 +108,7 @@ def predict(
         from fedloom.experiment import open_run
         from fedloom.storage.files import make_folder, write_atomic
 
-        found = open_run(run).predict(data, method, seed, client, model, data_dir)
+        found = open_run(run, trust=trust).predict(data, method, seed, client, model, data_dir)
         text = io.BytesIO()
         csv.write_csv(found.table(), text, csv.WriteOptions(quoting_style="needed"))
         make_folder(out.parent)
@@ -129,6 +131,7 @@ def adapt(
     holdout: Annotated[float, typer.Option(help="share of the data that is scored and not trained on")] = 0.2,
     out: Annotated[Path | None, typer.Option(help="safetensors file; RUN/adapted/... by default")] = None,
     data_dir: DataDir = None,
+    trust: Trust = False,
 ) -> None:
     """Make a personal model for a client that the run has never seen, by the method's own client step.
 
@@ -139,7 +142,7 @@ def adapt(
         from fedloom.progress import print_rows
         from fedloom.storage.files import file_name
 
-        opened = open_run(run)
+        opened = open_run(run, trust=trust)
         chosen = _one(opened, method, seed)
         if "personal" not in chosen.models.kinds():
             able = [r.method for r in opened.runs(seed=chosen.seed) if "personal" in r.models.kinds()]
@@ -179,6 +182,7 @@ def export(
         bool | None,
         typer.Option(help="two thin layers for each of low rank; by default for methods of low rank, as FedSLR"),
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Write a model for other programs: an ONNX or torch graph that takes raw rows, or its parameters alone.
 
@@ -188,7 +192,7 @@ def export(
         from fedloom.experiment import open_run
         from fedloom.trained.export import export as write
 
-        opened = open_run(run)
+        opened = open_run(run, trust=trust)
         runs = opened.runs(method, seed) if _is_file(model) else [_one(opened, method, seed)]
         found = _models(opened, runs, client, model, ready=True)
         best = next((m for m in found if m.about["kind"] == "personal"), found[0])

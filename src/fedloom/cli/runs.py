@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.cli import _complete as offer
-from fedloom.cli._app import DataDir, FileArgument, app, errors
+from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors
 from fedloom.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def run(
         list[str] | None, typer.Option(help="run this method only, by label or algorithm; may be repeated")
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="communication rounds of every method")] = None,
+    trust: Trust = False,
 ) -> None:
     """Run all methods and seeds of an experiment; run again to resume.
 
@@ -66,7 +67,7 @@ def run(
             count = int(workers)
         from fedloom.experiment import read
 
-        experiment = read(file, values or (), method or (), rounds, workers=count)
+        experiment = read(file, values or (), method or (), rounds, trust=trust, workers=count)
         from fedloom.experiment import Plan
         from fedloom.experiment.track import Tracker, check_tracker
         from fedloom.processes.distributed import joined

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli._app import DataDir, FileArgument, app, errors
+from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors
 from fedloom.errors import RunStopped, Stop
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ def tune(
     workers: Annotated[int | None, typer.Option(min=1, help="methods at a time; replaces [engine] workers")] = None,
     data_dir: DataDir = None,
     force: Annotated[bool, typer.Option("--force", help="forget what the directory holds and start anew")] = False,
+    trust: Trust = False,
 ) -> None:
     """Choose the settings of every method on validation data, with equal trials and equal work; run again to resume.
 
@@ -33,9 +34,11 @@ def tune(
     """
     with errors():
         from fedloom.experiment.index import refuse
+        from fedloom.trust import check_document
         from fedloom.values import read_toml, table
 
         document = read_toml(file, "experiment file")
+        check_document(document, file, trust=trust)
         for name, key, value in (("tune", "trials", trials), ("engine", "workers", workers)):
             if value is not None:
                 document[name] = {**table(document.get(name, {}), f"{file}: [{name}]"), key: value}

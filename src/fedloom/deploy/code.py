@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import hashlib
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,6 +19,8 @@ from fedloom.deploy.settings import Shared, check_fingerprint
 from fedloom.errors import ConfigError
 from fedloom.experiment import Experiment, read
 from fedloom.imports import is_path
+from fedloom.trust import is_installed, vouch
+from fedloom.values import read_toml
 
 FOLDER = "code"
 KEYS = ("algorithm", "kind", "source", "loss", "metrics", "optimizer")
@@ -61,7 +62,7 @@ def code_of(settings: Mapping[str, Any]) -> Code:
         if source.suffix != ".py":
             raise ConfigError(f"user code {name!r} has no source file; write it as a module in a .py file")
         source = source.resolve()
-        if _is_installed(source):
+        if is_installed(source):
             installed[name] = digest(source.read_bytes())
             continue
         root = source.parents[name.count(".") + (source.name == "__init__.py")]
@@ -112,7 +113,15 @@ def read_agreed(shared: Shared, **engine: Any) -> Experiment:
     folder = str(shared.experiment.parent / FOLDER)
     if shared.code and folder not in sys.path:
         sys.path.insert(0, folder)
+    agreed = {*shared.installed, *(module_of(path) for path in shared.code)}
+    document = read_toml(shared.experiment, "experiment file")
+    vouch(path for path in _paths(document) if path.partition(":")[0] in agreed)
     return read(shared.experiment, **engine)
+
+
+def module_of(path: str) -> str:
+    """The name of the module in a file of `FOLDER`."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def _compare(what: str, data: bytes, wanted: str, do: str) -> None:
@@ -135,12 +144,6 @@ def _paths(settings: object) -> Iterator[str]:
     elif isinstance(settings, list | tuple):
         for value in settings:
             yield from _paths(value)
-
-
-def _is_installed(file: Path) -> bool:
-    return any(
-        file.is_relative_to(Path(sysconfig.get_path(kind)).resolve()) for kind in ("purelib", "platlib", "stdlib")
-    )
 
 
 def _files(root: Path, first: str) -> set[Path]:

@@ -8,11 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, GetCoreSchemaHandler, NonNegativeInt, PlainValidator
 from pydantic_core import CoreSchema, core_schema
+from torch import nn
 
 from fedloom.algorithms import REGISTRY, Algorithm, Composition
 from fedloom.choose import SAMPLERS, WEIGHERS, Sampler, Uniform, UniformWeigher, Weigher
 from fedloom.errors import ConfigError, unknown
-from fedloom.imports import find, is_path
+from fedloom.imports import find_maker, is_path
 from fedloom.local import LocalSGD
 from fedloom.models import MODELS, PAPERS, Augment, Import, ModelSpec, Softmax, spec_of
 from fedloom.models.imported import given_model
@@ -137,7 +138,7 @@ def _model(options: Mapping[str, Any], where: str) -> ModelSpec:
     kind = options.get("kind", "softmax")
     rest = {k: v for k, v in options.items() if k != "kind"}
     if is_path(kind):
-        found = find(kind, "model", where)
+        found = find_maker(kind, "model", (nn.Module, ModelSpec), where)
         if not (isinstance(found, type) and issubclass(found, ModelSpec)):
             common = {k: v for k, v in rest.items() if k in ModelSpec.model_fields}
             own = {"path": kind, "options": {k: v for k, v in rest.items() if k not in common}}

@@ -19,6 +19,7 @@ from fedloom.errors import ConfigError
 from fedloom.experiment.check import Grammar, Table, check
 from fedloom.experiment.overrides import changed
 from fedloom.experiment.shapes import Shape, plain
+from fedloom.trust import check_document
 from fedloom.values import read_toml, table
 
 if TYPE_CHECKING:
@@ -84,7 +85,13 @@ def _sources() -> str:
 
 
 def read(
-    path: Path, values: Sequence[str] = (), methods: Sequence[str] = (), rounds: int | None = None, **engine: Any
+    path: Path,
+    values: Sequence[str] = (),
+    methods: Sequence[str] = (),
+    rounds: int | None = None,
+    *,
+    trust: bool = False,
+    **engine: Any,
 ) -> Experiment:
     """The experiment of a TOML file, with the changes of `fedloom.experiment.overrides.changed`.
 
@@ -93,12 +100,14 @@ def read(
         values: other values, as ``local.lr=0.1``.
         methods: the methods that stay; all when empty.
         rounds: of every method.
+        trust: run the code that it names by import path, though it is another user's.
         engine: replaces keys of its [engine], where it is not None.
 
     Raises:
-        ConfigError: the file is missing, not TOML, or says what cannot be.
+        ConfigError: the file is missing, not TOML, says what cannot be, or is another user's and names code.
     """
     given = {key: value for key, value in read_toml(path, "experiment file").items() if key != "resolved"}
+    check_document(given, path, trust=trust)
     document = changed(given, str(path), values, methods, rounds)
     chosen = {k: v for k, v in engine.items() if v is not None}
     if chosen:

@@ -38,6 +38,7 @@ from fedloom.trained.model import Model
 from fedloom.trained.models import OWN, Models
 from fedloom.trained.predictions import Predictions, predicted
 from fedloom.trained.saved import Shelf
+from fedloom.trust import check_document
 from fedloom.values import fields_of, read_toml
 
 COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric", "value")
@@ -114,12 +115,16 @@ class Opened:
 
     Iterating gives its runs; ``opened["flame", 0]`` is the run of a method and a seed.
 
+    Args:
+        path: the directory.
+        trust: run the code that it names by import path, though it is another user's.
+
     Raises:
         RunDirError: the directory is not one, or damaged.
     """
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+    def __init__(self, path: Path | str, *, trust: bool = False) -> None:
+        self.path, self._trust = Path(path), trust
         settings = self.path / "experiment.toml"
         if not self.path.is_dir() or not settings.is_file():
             what = "has no experiment.toml" if self.path.is_dir() else "is not a directory"
@@ -180,8 +185,9 @@ class Opened:
         """The settings; its data are not looked for, they may be elsewhere by now.
 
         Raises:
-            ConfigError: a part of user code cannot be imported any more.
+            ConfigError: a part of user code cannot be imported any more, or the directory is another user's.
         """
+        check_document(self._document, self.path / "experiment.toml", trust=self._trust)
         document = {k: v for k, v in self._document.items() if k != "resolved"}
         return parse({**document, "data": {"source": "digits"}}, str(self.path / "experiment.toml"))
 
@@ -341,13 +347,17 @@ def _text(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def open_run(path: Path | str) -> Opened:
+def open_run(path: Path | str, *, trust: bool = False) -> Opened:
     """A run directory that `fedloom run` wrote: its table, its runs, and their models; nothing is computed again.
 
     Only code that its ``experiment.toml`` names by import path is executed, and that when models are asked for; a file
     of a model never names any.
 
+    Args:
+        path: the directory.
+        trust: run that code though the directory is another user's.
+
     Raises:
         RunDirError: it is not a run directory, or damaged.
     """
-    return Opened(path)
+    return Opened(path, trust=trust)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from fedloom.errors import ConfigError
-from fedloom.imports import PATTERN, find, importable, text_of
+from fedloom.imports import PATTERN, find_maker, importable, text_of
 from fedloom.models.spec import ModelSpec
 
 
@@ -37,7 +37,7 @@ class Import(ModelSpec):
         return self._made((length,), outputs, (vocabulary, each))
 
     def _made(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
-        make = find(self.path, "model")
+        make = find_maker(self.path, "model", nn.Module)
         if not callable(make):
             raise ConfigError(f"model {self.path!r} must be a class or a function, got {type(make).__name__}")
         return _made(make, self.options, self.path, shape, outputs, tokens)
