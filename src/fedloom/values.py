@@ -246,7 +246,7 @@ def _exact(schema: Any, owner: type) -> Any:
         return {**schema, "strict": True}
     if kind == "function-before" and getattr(schema["function"]["function"], "func", None) is exact_number:
         return schema  # a class whose schema was made before
-    if kind in NUMBERS:
+    if isinstance(kind, str) and kind in NUMBERS:
         return core_schema.no_info_before_validator_function(partial(exact_number, NUMBERS[kind]), schema)
     return {key: value if key in LEFT else _exact(value, owner) for key, value in schema.items()}
 

@@ -23,7 +23,6 @@ from fedloom.errors import ConfigError, DataError
 from fedloom.experiment import Plan, parse
 from fedloom.experiment.opened import Opened
 from fedloom.trained.export import export, load
-from fedloom.trained.raw import Columns
 
 SITES = {"north": 0.0, "south": 1.0, "west": -1.0}
 EXPERIMENT = """
@@ -179,7 +178,7 @@ def test_what_cannot_be_predicted_is_a_sentence(opened: Opened, columns: dict[st
     with pytest.raises(DataError) as caught:
         new_rows(strict, {**columns, "ward": ["Q"] * 27})
     assert "row 0, column 'age': missing value (6 such)" in str(caught.value)
-    assert "unknown level 'Q', the model knows A, B, C (27 such)" in str(caught.value)
+    assert "unknown level 'Q', allowed are A, B, C (27 such)" in str(caught.value)
 
 
 def test_arrays_and_images_without_labels_are_predicted(tmp_path: Path) -> None:
@@ -253,5 +252,5 @@ def test_the_graph_s_features_are_those_of_training() -> None:
     assert fitted[1, 2].isnan().all()
     for client in (0, 1):
         rows = x[owner == client]
-        want = table.features(rows, torch.zeros(len(rows), dtype=torch.long), fitted[client][None])
-        assert torch.equal(Columns(columns, fitted[client])(rows), want)
+        want = table.encode(rows, torch.zeros(len(rows), dtype=torch.long), fitted[client][None])
+        assert torch.equal(table.encoder(fitted[client])(rows), want)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -58,7 +58,7 @@ def evaluate(
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
-    """Score models of a run on new data: the global ones, with --client that client's own too.
+    """Score models on new data as predict uses them: those of each row's site or of --client, else the global one.
 
     Example: fedloom evaluate runs/quickstart --data new.csv --method flame --client 3
     """
@@ -67,12 +67,12 @@ def evaluate(
         from fedloom.progress import print_rows
 
         opened = open_run(run, trust=trust)
-        found = _models(opened, opened.runs(method, seed), client, model)
         fresh = opened.read(data, data_dir)
-        rows = [{**_who(m), "samples": len(fresh), **m.score(fresh)} for m in found]
-        print_rows(rows)
-        if any(m.recipe.facts.table is not None and m.fitted is None for m in found):
-            typer.echo("columns were scaled on this data, as every client does on its own; --client takes a client's")
+        lines = list(opened.evaluate(fresh, method, seed, client, model))
+        print_rows([line.row() for line in lines])
+        notes = [note for line in lines for note in line.choice.strange(line.rows.x)]
+        for note in dict.fromkeys((*fresh.notes, *lines[0].rows.notes, *notes)):
+            typer.echo(note)
 
 
 @app.command()
@@ -90,7 +90,10 @@ def predict(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="global, personal or hybrid", autocompletion=offer.one_of("global", "personal", "hybrid")),
+        typer.Option(
+            help="global, personal, hybrid, or the file of an adapted model",
+            autocompletion=offer.one_of("global", "personal", "hybrid"),
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
     data_dir: DataDir = None,
@@ -193,8 +196,10 @@ def export(
         from fedloom.trained.export import export as write
 
         opened = open_run(run, trust=trust)
-        runs = opened.runs(method, seed) if _is_file(model) else [_one(opened, method, seed)]
-        found = _models(opened, runs, client, model, ready=True)
+        if model in (None, "global", "personal", "hybrid"):
+            found = _models(_one(opened, method, seed), client, model)
+        else:
+            found = [opened.adapted(model, method, seed)]
         best = next((m for m in found if m.about["kind"] == "personal"), found[0])
         thin = opened.low_rank(best.about["method"]) if factorise is None else factorise
         ranks = write(best, out, format, factorised=thin)
@@ -214,32 +219,9 @@ def _one(opened: Opened, method: str | None, seed: int | None) -> Recorded:
     return found[0]
 
 
-def _is_file(model: str | None) -> bool:
-    return model not in (None, "global", "personal", "hybrid")
-
-
-def _models(
-    opened: Opened, runs: list[Recorded], client: str | None, model: str | None, *, ready: bool = False
-) -> list[Model]:
-    """The models that are asked for: by file, by kind, or of every run the global one and those of the client.
-
-    With `ready`, a global model of a table without a client has the clients' scaling on average.
-    """
-    if model is not None and _is_file(model):
-        made = opened.load(model)
-        if (made.about.get("method"), made.about.get("seed")) not in {(r.method, r.seed) for r in runs}:
-            raise ConfigError(f"{model} was adapted to {made.about.get('method')}, seed {made.about.get('seed')}")
-        return [made]
-    found = []
-    for run in runs:
-        kinds = run.models.kinds() if client is not None else [k for k in run.models.kinds() if k == "global"]
-        take = run.models.ready if ready else run.models.model
-        found += [take(kind, client) for kind in (kinds if model is None else [model])]
-    if not found:
-        raise ConfigError(f"{', '.join(r.method for r in runs)} has no global model; give --client for a personal one")
-    return found
-
-
-def _who(model: Model) -> dict[str, Any]:
-    about = model.about
-    return {"method": about["method"], "seed": about["seed"], "model": about["kind"], "client": about.get("client", "")}
+def _models(run: Recorded, client: str | None, model: str | None) -> list[Model]:
+    """The models of a run that are asked for: by kind, or the global one and those of the client."""
+    kinds = run.models.kinds_for(None, client) if model is None else [model]
+    if not kinds:
+        raise ConfigError(f"{run.method} has no global model; give --client for a personal one")
+    return [run.models.ready(kind, client) for kind in kinds]

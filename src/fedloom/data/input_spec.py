@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 from pydantic import Field
@@ -179,18 +177,17 @@ class InputSpec(Value):
             lacks = f"lacks {', '.join(map(repr, missing))}" if missing else f"has {', '.join(map(repr, extra))} too"
             raise DataError(f"{data.name}: {lacks}; the model was trained on the columns {', '.join(wanted)}")
         pairs = [(old, found[old.name][1], data.x[:, found[old.name][0]]) for old in table.columns]
-        return table.unmarked(torch.stack([_recoded(old, new, values, data.name) for old, new, values in pairs], 1))
+        x = torch.stack([_recoded(old, new, values, data.name) for old, new, values in pairs], 1)
+        return x if set(table.missing) <= set(data.prepare.missing) else table.unmarked(x)
 
 
-def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0, fitted: Tensor | None = None) -> Federation:
-    """A federation of one client that holds all samples.
+def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federation:
+    """A federation of one client that holds all samples; a table is scaled on its training part.
 
     Args:
         data: what `InputSpec.take` gave.
         holdout: share of the samples for its test part, in [0, 1); every class keeps a training sample.
         seed: of the cut.
-        fitted: ``[p, 3]`` what the columns of a table were fitted to at that client; None: fitted to this training
-            part.
 
     Raises:
         ConfigError: holdout out of range.
@@ -200,10 +197,7 @@ def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0, fitted: Tens
     dealt = Dealt(np.arange(len(data)), np.array([0, len(data)]))
     y = None if data.labels is None else data.labels.numpy()
     cut = cut_parts(dealt, y, holdout, 0.0, None, None, None, numpy_generator(seed, purpose="parts"))
-    if fitted is not None and isinstance(data.prepare, Table):
-        x = data.prepare.features(data.x, torch.zeros(len(data), dtype=torch.long), fitted[None])
-        data = replace(data, x=x, prepare=None)
-    elif data.prepare is not None:
+    if data.prepare is not None:
         data = prepared(data, dealt, cut["train"], pool=True)
     parts = {part: Split(torch.from_numpy(d.index), torch.from_numpy(d.offsets)) for part, d in cut.items()}
     return Federation(data, parts, ("new",), seed=seed)

@@ -13,10 +13,9 @@ from torch import Tensor
 from fedloom.data.dataset import Dataset, refuse
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.sources.arrays import plain
-from fedloom.data.sources.cells import Piece, Problems, is_missing, level, numbers
+from fedloom.data.sources.cells import Agreed, Piece, Problems, is_missing, level
 from fedloom.data.sources.memory import frame_cells, is_frame
 from fedloom.data.sources.tabular import Raw
-from fedloom.data.tables import Column, Table
 from fedloom.data.text import UNKNOWN, encoded
 from fedloom.errors import DataError, NoSamples
 
@@ -40,7 +39,13 @@ class NewRows(NamedTuple):
     files: Sequence[str] | None = None
 
 
-def new_rows(facts: InputSpec, rows: Any, name: str = "rows", users: str | None = None) -> NewRows:
+def new_rows(
+    facts: InputSpec,
+    rows: Any,
+    name: str = "rows",
+    users: str | None = None,
+    factors: Mapping[str, float] | None = None,
+) -> NewRows:
     """Rows without labels as a model takes them: columns by name, levels by their old codes.
 
     Args:
@@ -50,6 +55,7 @@ def new_rows(facts: InputSpec, rows: Any, name: str = "rows", users: str | None 
             tokens ``[N, length]``. Columns that the model does not know are left alone.
         name: for messages.
         users: column that names the client of a row.
+        factors: numbers by which columns are multiplied; see `fedloom.data.sources.tabular.TableSource`.
 
     Raises:
         DataError: columns that are not there, another shape, text in numbers; and unless the table imputes, missing
@@ -61,16 +67,16 @@ def new_rows(facts: InputSpec, rows: Any, name: str = "rows", users: str | None 
         sites = None if rows.users is None else [rows.user_names[k] for k in rows.users.tolist()]
         return NewRows(facts.raw(rows), sites)
     if isinstance(rows, Raw):
-        found = _by_column(facts, rows.names, rows.cells, rows.problems, users)
+        found = _by_column(facts, rows.names, rows.cells, rows.problems, users, factors)
     elif is_frame(rows):
         names = [str(c) for c in (rows.columns if hasattr(rows, "columns") else rows.column_names)]
-        found = _by_column(facts, names, frame_cells(rows), Problems(name, first=0), users)
+        found = _by_column(facts, names, frame_cells(rows), Problems(name, first=0), users, factors)
     elif isinstance(rows, Mapping):
         columns = {str(c): plain(values, f"{name}, column {c!r}", mixed=True).tolist() for c, values in rows.items()}
         if len({len(cells) for cells in columns.values()}) > 1:
             raise DataError(f"{name}: columns of {', '.join(f'{len(v)} ({c})' for c, v in columns.items())} rows")
         cells = (Piece(0, c, values) for c, values in columns.items())
-        found = _by_column(facts, list(columns), cells, Problems(name, first=0), users)
+        found = _by_column(facts, list(columns), cells, Problems(name, first=0), users, factors)
     elif facts.vocabulary:
         found = _sequences(facts, plain(rows, name), name)
     else:
@@ -81,7 +87,12 @@ def new_rows(facts: InputSpec, rows: Any, name: str = "rows", users: str | None 
 
 
 def _by_column(
-    facts: InputSpec, names: Sequence[str], cells: Iterable[Piece], problems: Problems, users: str | None
+    facts: InputSpec,
+    names: Sequence[str],
+    cells: Iterable[Piece],
+    problems: Problems,
+    users: str | None,
+    factors: Mapping[str, float] | None = None,
 ) -> NewRows:
     table, where = facts.table, problems.where
     if table is None:
@@ -94,53 +105,25 @@ def _by_column(
         )
     if twice := sorted({c for c in names if list(names).count(c) > 1}):
         raise DataError(f"{where}: two columns have the same name, {', '.join(map(repr, twice))}; rename one")
-    place = {column.name: k for k, column in enumerate(table.columns)}
-    found: list[list[np.ndarray[Any, Any]]] = [[] for _ in place]
+    agreed = {
+        column.name: Agreed(column, table.impute, MEND, (factors or {}).get(column.name, 1.0))
+        for column in table.columns
+    }
+    parts: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in agreed}
     sites: list[str] = []
-    filled = [0] * len(place)
     for piece in cells:
-        if piece.column == users:
-            gone = is_missing(piece.cells, table.missing)
-            sites += ["" if out else level(cell) for cell, out in zip(piece.cells, gone, strict=True)]
-        if (k := place.get(piece.column)) is None:
+        if piece.column != users and piece.column not in agreed:
             continue
-        values, count = _values(table, table.columns[k], piece, problems)
-        found[k].append(values)
-        filled[k] += count
+        gone = is_missing(piece.cells, table.missing)
+        if piece.column == users:
+            sites += ["" if out else level(cell) for cell, out in zip(piece.cells, gone, strict=True)]
+        if piece.column in agreed:
+            parts[piece.column].append(agreed[piece.column].read(piece, gone, problems))
     refuse(where, problems.sentences())
-    columns = [np.concatenate(parts) if parts else np.empty(0) for parts in found]
-    notes = [
-        f"column {n!r}: {count} cells filled as in training" for n, count in zip(place, filled, strict=True) if count
-    ]
+    columns = [np.concatenate(blocks) if blocks else np.empty(0) for blocks in parts.values()]
+    notes = [f"column {n!r}: {one.filled} cells filled as in training" for n, one in agreed.items() if one.filled]
     x = torch.from_numpy(np.stack(columns, 1))
     return NewRows(x, sites if users in names else None, tuple(notes))
-
-
-def _values(table: Table, column: Column, piece: Piece, problems: Problems) -> tuple[np.ndarray[Any, Any], int]:
-    """A piece of a column as numbers or codes, NaN where it is missing or of an unknown level; how many are."""
-    gone = is_missing(piece.cells, table.missing)
-    if gone.any() and not table.impute:
-        what = f"row {problems.first + piece.start + int(gone.argmax())}, column {column.name!r}: missing value"
-        problems.add("missing", column.name, what, [None] * int(gone.sum()), MEND)
-    if not column.names:
-        out = numbers(piece, gone, problems, "repair the cell")
-        if column.levels and (wrong := ~np.isnan(out) & ~np.isin(out, np.arange(column.levels))).any():
-            what = f"column {column.name!r}: {out[wrong][0]:g} is no code from 0 to {column.levels - 1}"
-            problems.add("code", column.name, what, out[wrong].tolist(), "repair the cell")
-        return out, int(gone.sum())
-    code = {level: k for k, level in enumerate(column.names)}
-    out = np.array([np.nan if g else code.get(level(c), -1) for c, g in zip(piece.cells, gone, strict=True)], float)
-    if (strange := out == -1).any():
-        at = int(strange.argmax())
-        if not table.impute:
-            what = (
-                f"row {problems.first + piece.start + at}, column {column.name!r}: unknown level "
-                f"{str(piece.cells[at])!r}, the model knows {', '.join(column.names[:20])}"
-            )
-            cells = [c for c, odd in zip(piece.cells, strange, strict=True) if odd]
-            problems.add("level", column.name, what, cells, MEND)
-        out[strange] = np.nan
-    return out, int(gone.sum() + strange.sum())
 
 
 def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedloom.errors import DataError
 from fedloom.values import Value
@@ -52,6 +53,12 @@ class Markers:
 markers_of = lru_cache(maxsize=64)(Markers)
 
 
+FITTED = 5
+"""Numbers that are fitted to a column at a client."""
+FAR = 0.1
+"""Share of a column's rows from which it is said that they lie far from the training."""
+
+
 class Column(Value):
     """One raw column: a number, or a code 0..levels-1; NaN is missing."""
 
@@ -60,6 +67,8 @@ class Column(Value):
     names: tuple[str, ...] = Field(default=(), description="names of the levels, where the source knows them")
     flag: bool = Field(default=False, description="whether a feature tells that the value was missing")
     scale: bool = Field(default=True, description="whether a number is centred and scaled")
+    unit: str = Field(default="", description="unit of a number, where it was agreed on")
+    range: tuple[float, float] | None = Field(default=None, description="smallest and largest plausible number")
 
 
 class Table(Value):
@@ -70,6 +79,9 @@ class Table(Value):
     A code: missing values become the client's most frequent training level, then one feature per level of the schema.
     A column with fewer than `min_observed` observed training values at a client is 0 there. A flagged column has one
     more feature: 1 where the value was missing. Nothing is fitted across clients or on validation or test parts.
+
+    One rule of scaling for training, evaluation, prediction, exports and deployments: the rows of a client are encoded
+    by what was fitted to its training part, whichever model takes them; a new client, which has none, by `typical`.
     """
 
     columns: tuple[Column, ...] = Field(min_length=1)
@@ -95,14 +107,14 @@ class Table(Value):
 
     def __call__(self, x: Tensor, owner: Tensor, train: Tensor) -> Tensor:
         """Features [N, q] float32; see `Prepare`."""
-        return self.features(x, owner, self.fit(x, owner, train))
+        return self.encode(x, owner, self.fit(x, owner, train))
 
     def fit(self, x: Tensor, owner: Tensor, train: Tensor) -> Tensor:
         """What the columns look like in every client's training part; arguments as `Prepare`.
 
         Returns:
-            [n, p, 3] float64: what fills a missing value, what is subtracted, what divides; NaN for a column with too
-            few observed values.
+            [n, p, 5] float64: what fills a missing value, what is subtracted, what divides, and the values that a
+            hundredth of the observed ones is below and above; NaN for a column with too few observed values.
 
         Raises:
             DataError: samples of another number of columns.
@@ -112,10 +124,10 @@ class Table(Value):
             torch.stack([self._fit(c, x[rows, j], train[rows]) for j, c in enumerate(self.columns)])
             for rows in _clients(owner)
         ]
-        return torch.stack(fitted) if fitted else torch.zeros(0, len(self.columns), 3, dtype=torch.float64)
+        return torch.stack(fitted) if fitted else torch.zeros(0, len(self.columns), FITTED, dtype=torch.float64)
 
-    def features(self, x: Tensor, owner: Tensor, fitted: Tensor) -> Tensor:
-        """Features [N, q] float32 of samples x [N, p] of the clients `owner` [N] (-1: becomes 0), as fitted [n, p, 3].
+    def encode(self, x: Tensor, owner: Tensor, fitted: Tensor) -> Tensor:
+        """Features [N, q] float32 of samples x [N, p] of the clients `owner` [N] (-1: becomes 0), as fitted [n, p, .].
 
         Raises:
             DataError: samples of another number of columns.
@@ -123,8 +135,61 @@ class Table(Value):
         self._check(x)
         out = torch.zeros(len(x), self.width, dtype=torch.float32)
         for rows, own in zip(_clients(owner), fitted, strict=True):
-            out[rows] = torch.cat([_features(c, x[rows, j], own[j]) for j, c in enumerate(self.columns)], 1).float()
+            out[rows] = self.encoder(own)(x[rows])
         return out
+
+    def encoder(self, fitted: Tensor) -> Encoder:
+        """The transform of one client's rows, as fitted ``[p, .]``."""
+        return Encoder(self.columns, fitted)
+
+    def typical(self, fitted: Tensor) -> Tensor:
+        """What the columns look like to a client that has no training part, ``[p, .]`` of the others' ``[n, p, .]``.
+
+        Of a number the medians over the clients that have it, and the widest bounds; of a code the level that most of
+        them fill with.
+        """
+        middle = torch.stack([column.nanquantile(0.5, dim=0) for column in fitted.unbind(1)])
+        for k, column in enumerate(self.columns):
+            there = fitted[:, k][~fitted[:, k, 0].isnan()]
+            if column.levels and len(there):
+                middle[k, :3] = torch.tensor([float(torch.bincount(there[:, 0].long()).argmax()), 0.0, 1.0])
+            elif len(there) and fitted.shape[2] == FITTED:
+                middle[k, 3:] = torch.stack([there[:, 3].amin(), there[:, 4].amax()])
+        return middle
+
+    def strange(self, x: Tensor, fitted: Tensor) -> list[str]:
+        """Sentences on the numbers of raw columns ``[N, p]`` that lie far from the training, as fitted ``[p, .]``.
+
+        A number is far where it lies beyond the bounds of the training by more than a standard deviation; of a column
+        whose range was agreed on, where it lies beyond that. A column is named from `FAR` of its rows on.
+        """
+        found = []
+        for k, column in enumerate(self.columns):
+            values = x[:, k][~x[:, k].isnan()]
+            bounds = self._bounds(column, fitted[k])
+            if column.levels or bounds is None or not len(values):
+                continue
+            low, high = bounds
+            share = float(((values < low) | (values > high)).double().mean())
+            if share >= FAR:
+                unit = f" {column.unit}" if column.unit else ""
+                found.append(
+                    f"column {column.name!r}: {share:.0%} of the rows lie beyond {low:.4g} to {high:.4g}{unit}, where "
+                    f"those of the training lie (median here {float(values.median()):.4g}); another unit or another "
+                    "marker of missing cells?"
+                )
+        return found
+
+    @staticmethod
+    def _bounds(column: Column, fitted: Tensor) -> tuple[float, float] | None:
+        """Where the numbers of a column are expected; None where nothing is known."""
+        if column.range is not None:
+            return column.range
+        if len(fitted) < FITTED or bool(fitted.isnan().any()):
+            return None
+        _, _, scale, low, high = fitted.tolist()
+        margin = scale if column.scale else (high - low) / 2
+        return low - margin, high + margin
 
     def _check(self, x: Tensor) -> None:
         if x.ndim != 2 or x.shape[1] != len(self.columns):
@@ -134,38 +199,66 @@ class Table(Value):
         missing = values.isnan()
         observed = values[train & ~missing]
         if len(observed) < self.min_observed:
-            return torch.full((3,), torch.nan, dtype=torch.float64)
+            return torch.full((FITTED,), torch.nan, dtype=torch.float64)
         if column.levels:
             common = torch.bincount(observed.long(), minlength=column.levels).argmax()
-            return torch.tensor([float(common), 0.0, 1.0], dtype=torch.float64)
-        fill = observed.median()
+            return torch.tensor([float(common), 0.0, 1.0, 0.0, column.levels - 1.0], dtype=torch.float64)
+        fill, edge = observed.median(), math.ceil(len(observed) / 100)
+        bounds = [float(observed.kthvalue(place).values) for place in (edge, len(observed) + 1 - edge)]
         full = torch.where(missing, fill, values)
-        if not column.scale:
-            return torch.tensor([float(fill), 0.0, 1.0], dtype=torch.float64)
-        std = float(full[train].std(correction=0))
-        return torch.tensor([float(fill), float(full[train].mean()), std if std > 0 else 1.0], dtype=torch.float64)
+        centre, std = 0.0, 1.0
+        if column.scale:
+            centre, std = float(full[train].mean()), float(full[train].std(correction=0))
+        return torch.tensor([float(fill), centre, std if std > 0 else 1.0, *bounds], dtype=torch.float64)
 
 
 class Fitted(NamedTuple):
-    """A table and what it was fitted to at every client [n, p, 3]; see `Table.fit`."""
+    """A table and what it was fitted to at every client [n, p, 5]; see `Table.fit`."""
 
     table: Table
     values: Tensor
+
+
+class Encoder(nn.Module):
+    """Raw columns of one client as features: the one transform, and a graph that can be exported.
+
+    Args:
+        columns: of the table.
+        fitted: ``[p, .]`` what they were fitted to; see `Table.fit`.
+    """
+
+    def __init__(self, columns: tuple[Column, ...], fitted: Tensor) -> None:
+        super().__init__()
+        fitted = fitted[:, :3].double()
+        known = ~fitted.isnan().any(1)
+        self.known: Tensor
+        self.fitted: Tensor
+        self.order: Tensor
+        self.register_buffer("known", known)
+        self.register_buffer(
+            "fitted", torch.where(known[:, None], fitted, torch.tensor([0.0, 0.0, 1.0])).T.contiguous()
+        )
+        self.numbers = [k for k, c in enumerate(columns) if not c.levels]
+        self.codes = [(k, c.levels) for k, c in enumerate(columns) if c.levels]
+        self.flags = [k for k, c in enumerate(columns) if c.flag]
+        blocks = [*self.numbers, *(k for k, levels in self.codes for _ in range(levels)), *self.flags]
+        self.register_buffer("order", torch.argsort(torch.tensor(blocks), stable=True))
+
+    def forward(self, samples: Tensor) -> Tensor:
+        """Features ``[b, q]`` float32, in the order of the table's columns, of raw columns ``[b, p]``."""
+        missing, (fill, centre, scale) = samples.isnan(), self.fitted.unbind(0)
+        full = torch.where(missing, fill, samples.double())
+        scaled = torch.where(self.known, (full - centre) / scale, 0.0)
+        blocks = [scaled[:, self.numbers]] if self.numbers else []
+        for k, levels in self.codes:
+            hot = full[:, k : k + 1] == torch.arange(levels, dtype=full.dtype, device=full.device)
+            blocks.append((hot & self.known[k]).to(full.dtype))
+        if self.flags:
+            blocks.append(missing[:, self.flags].to(full.dtype))
+        return torch.cat(blocks, 1)[:, self.order].float()
 
 
 def _clients(owner: Tensor) -> list[Tensor]:
     """Rows of every client, in their order."""
     order = torch.argsort(owner, stable=True)
     return list(order.split(torch.bincount(owner + 1).tolist()))[1:]
-
-
-def _features(column: Column, values: Tensor, fitted: Tensor) -> Tensor:
-    missing, (fill, centre, scale) = values.isnan(), fitted.to(values.dtype)
-    block = torch.zeros(len(values), max(column.levels, 1), dtype=values.dtype)
-    if not fitted.isnan().any():
-        full = torch.where(missing, fill, values)
-        if column.levels:
-            block = torch.nn.functional.one_hot(full.long(), column.levels).to(values.dtype)
-        else:
-            block = ((full - centre) / scale)[:, None]
-    return torch.cat([block, missing[:, None].to(values.dtype)], 1) if column.flag else block

@@ -17,17 +17,10 @@ from torch import Tensor
 
 from fedloom.algorithms import encodings
 from fedloom.data.dataset import Dataset
-from fedloom.data.input_spec import InputSpec
-from fedloom.data.new_rows import NewRows, new_rows
-from fedloom.data.sources import SOURCES, Source, source
-from fedloom.data.sources._base import SampleSource
-from fedloom.data.sources.detect import detect
-from fedloom.data.sources.images import ImageFolder
-from fedloom.data.sources.leaf import Leaf
-from fedloom.data.sources.tabular import TableSource
-from fedloom.data.sources.texts import Sent140, Shakespeare, Texts
+from fedloom.data.new_data import NewData
+from fedloom.data.new_rows import new_rows
 from fedloom.engine.records import not_measured
-from fedloom.errors import ConfigError, DataError, NoSamples, RunDirError, nearest
+from fedloom.errors import ConfigError, RunDirError, nearest
 from fedloom.experiment.execute import folder_of
 from fedloom.experiment.schema import Experiment, Method, parse
 from fedloom.metrics import leading, metric
@@ -35,11 +28,20 @@ from fedloom.report import notebook as display
 from fedloom.report import result_table
 from fedloom.report.reading import read_table
 from fedloom.trained.model import Model
+from fedloom.trained.model_source import KINDS
 from fedloom.trained.models import OWN, Models
-from fedloom.trained.predictions import Predictions, predicted
+from fedloom.trained.predictions import (
+    OWN_SCALE,
+    Evaluated,
+    Predictions,
+    alone,
+    assigned,
+    evaluated,
+    predicted,
+)
 from fedloom.trained.saved import Shelf
 from fedloom.trust import check_document
-from fedloom.values import fields_of, read_toml
+from fedloom.values import read_toml
 
 COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric", "value")
 
@@ -198,26 +200,19 @@ class Opened:
         run = chosen.setting
         return Shelf(folder, run.method, run.model, run.local, seed, method, run.task)
 
+    @cached_property
+    def new_data(self) -> NewData:
+        """How new data are read: with the options of the run."""
+        return NewData(self._document.get("data", {}))
+
     def read(self, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
-        """New data: a name or a path, as ``[data] source`` has it, read with the run's options where they apply.
+        """New data with labels: a name or a path, as ``[data] source`` has it, in the terms of the run's models.
 
         Raises:
             DataError: it is missing or damaged.
             ConfigError: an unknown name.
         """
-        return self._source(data).read(data_dir)
-
-    def _source(self, data: str | Path) -> Source:
-        """The reader of new data, with the run's options where they apply."""
-        options = {k: v for k, v in self._document.get("data", {}).items() if k not in ("source", "path")}
-        named = SOURCES.get(self._document.get("data", {}).get("source", ""))
-        if str(data) in SOURCES or str(data).startswith("hub:"):
-            return source(str(data), **(options if str(data) == self._document["data"]["source"] else {}))
-        kind = detect(Path(data).expanduser())
-        if (named in (Shakespeare, Sent140) and kind is Leaf) or (named is Texts and issubclass(kind, TableSource)):
-            kind = named
-        mine = {k: v for k, v in options.items() if k in fields_of(kind)} if named in (None, kind) else {}
-        return kind(**{**mine, "path": str(data)})
+        return self.new_data.labelled(next(iter(self)).models.recipe.facts, data, data_dir)
 
     def predict(
         self,
@@ -236,7 +231,8 @@ class Opened:
             method: label; None: the best on validation, see `best`.
             seed: of the run; None: the first.
             client: whose model predicts all rows; None: each row its site's, without sites the global one.
-            kind: "global", "personal" or "hybrid"; None: a client's best.
+            kind: "global", "personal" or "hybrid", or the file of an adapted model, which takes all rows; None: a
+                client's best.
             data_dir: folder of data sets.
 
         Raises:
@@ -244,16 +240,62 @@ class Opened:
             DataError: other columns or shape, and cells that the training did not take.
         """
         first = self.runs(method, seed)[0].models
-        rows = self._rows(first.recipe.facts, data, data_dir)
+        rows = self.new_data.rows(first.recipe.facts, data, data_dir)
+        if kind is not None and kind not in KINDS:
+            model = self.adapted(kind, method, seed)
+            return predicted(rows, alone(model, rows)._replace(notes=(f"the model of {kind} for all rows",)))
         if method is None:
             sites = set(rows.sites or ()) if client is None else {first.names[0]}
             chosen = self.best(seed, own=bool(sites), shared=not sites or not sites <= set(first.names))
         else:
             chosen = self.runs(method, seed)[0]
-        found = predicted(chosen.models, rows, kind, client)
+        found = predicted(rows, assigned(chosen.models, rows, kind, client))
         known = len({run.method for run in self.runs(seed=seed)}) == 1 or method is not None
         said = f"{chosen.method}, seed {chosen.seed}" + ("" if known else ", the best method on validation")
         return replace(found, notes=(said, *found.notes))
+
+    def evaluate(
+        self,
+        data: Dataset,
+        method: str | None = None,
+        seed: int | None = None,
+        client: str | int | None = None,
+        kind: str | None = None,
+    ) -> Iterator[Evaluated]:
+        """Models scored on new data with labels, each as `predict` uses it; arguments and errors as `predict`.
+
+        Without a client and a kind: of every run all models where each row's site is a client of it, else the global
+        one. Where a table's model would be scaled as at the clients on average, a second line has it scaled on the new
+        rows themselves, as a client that has them for training would.
+        """
+        runs = self.runs(method, seed)
+        rows = new_rows(runs[0].models.recipe.facts, data)
+        if kind is not None and kind not in KINDS:
+            model = self.adapted(kind, method, seed)
+            yield Evaluated(model.about, model.about["kind"], OWN_SCALE, alone(model, rows), rows, data)
+            return
+        yield from evaluated([run.models for run in runs], data, rows, client, kind)
+
+    def load(self, path: Path | str) -> Model:
+        """A model that was adapted to one of the runs, from its file.
+
+        Raises:
+            LayoutError: no file of a model, or of another architecture.
+        """
+        return Model.load(path, self.experiment.common.model, self.experiment.common.task)
+
+    def adapted(self, path: Path | str, method: str | None = None, seed: int | None = None) -> Model:
+        """The model of a file, which must have been adapted to one of some runs.
+
+        Raises:
+            LayoutError: no file of a model, or of another architecture.
+            ConfigError: it was adapted to another run than asked for.
+        """
+        model = self.load(path)
+        run = (model.about.get("method"), model.about.get("seed"))
+        if run not in {(one.method, one.seed) for one in self.runs(method, seed)}:
+            raise ConfigError(f"{path} was adapted to {run[0]}, seed {run[1]}")
+        return model
 
     def best(self, seed: int | None = None, own: bool = True, shared: bool = False) -> Recorded:
         """The run of the method whose models are best on validation after the last round, mean over clients and seeds.
@@ -286,39 +328,10 @@ class Opened:
         top = max(figures, key=lambda name: figures[name])
         return next(run for run in done if run.method == top and seed in (None, run.seed))
 
-    def _rows(self, facts: InputSpec, data: Any, data_dir: str | Path | None) -> NewRows:
-        """Rows without labels, of a file or in memory."""
-        users = self._document.get("data", {}).get("users")
-        if not isinstance(data, str | Path):
-            return new_rows(facts, data, users=users)
-        if facts.vocabulary and Path(data).suffix == ".txt":
-            return new_rows(facts, _lines(Path(data)), str(data))
-        found = self._source(data)
-        if isinstance(found, Texts):
-            texts, sites = found.rows(data_dir)
-            return new_rows(facts, texts, str(data))._replace(sites=sites)
-        if isinstance(found, SampleSource):
-            if isinstance(found, ImageFolder) and found.rgb is None and len(facts.shape) == 3:
-                found = found.with_(rgb=facts.shape[0] == 3)
-            samples, files = found.samples(data_dir)
-            return new_rows(facts, samples, str(data))._replace(files=files)
-        if not isinstance(found, TableSource):
-            return new_rows(facts, found.read(data_dir), str(data))
-        with found.open(data_dir) as raw:
-            return new_rows(facts, raw, str(data), users)
-
     def low_rank(self, method: str) -> bool:
         """Whether a method's server sends a model of low rank."""
         chosen = next(m for m in self.experiment.methods if m.label == method)
         return any(s.encoding == "lowrank" for s in encodings(chosen.setting.method, "down").values())
-
-    def load(self, path: Path | str) -> Model:
-        """A model that was adapted to one of the runs, from its file.
-
-        Raises:
-            LayoutError: no file of a model, or of another architecture.
-        """
-        return Model.load(path, self.experiment.common.model, self.experiment.common.task)
 
     def _repr_html_(self) -> str:
         """The result table: a row per method and model, means over seeds."""
@@ -331,16 +344,6 @@ class Opened:
 
     def __repr__(self) -> str:
         return f"Opened({str(self.path)!r}, {len(self)} runs)"
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        lines = file.expanduser().read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: no readable text in UTF-8 ({error}); give a file with a text per line") from None
-    if not lines:
-        raise NoSamples(f"{file}: no rows to predict; give a text per line")
-    return lines
 
 
 def _text(value: object) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.federation import Federation
-from fedloom.data.input_spec import InputSpec, lone_client
+from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import new_rows
 from fedloom.errors import ConfigError, LayoutError
 from fedloom.local.oracles.network import BATCH_STATISTICS, evaluated_together
@@ -87,7 +87,7 @@ class Model:
         recipe: how it is built.
         row: ``[d]`` its parameters.
         statistics: ``[b]`` means and variances of its batch normalisation; empty without any.
-        fitted: ``[p, 3]`` what the columns of a table were fitted to at its client; None where that is not known.
+        fitted: ``[p, .]`` what the columns of a table were fitted to at its client; None where that is not known.
         about: method, algorithm, seed, kind, client and round, as far as they are known.
     """
 
@@ -149,23 +149,46 @@ class Model:
         return self.scores(new_rows(facts, rows).x)
 
     @torch.no_grad()
-    def scores(self, x: Tensor) -> NDArray[np.float64]:
-        """Probabilities ``[N, C]`` or values ``[N, k]`` of raw samples."""
+    def outputs(self, x: Tensor) -> Tensor:
+        """Outputs ``[N, k]`` (``[N, L, k]`` with a label per position) on raw samples; see `RawModel`."""
         raw = self.raw()
         together = evaluated_together(raw.module, raw.before(x[:1]).to(raw.takes))
-        found: NDArray[np.float64] = torch.cat([raw(piece) for piece in x.split(together)]).numpy()
+        return torch.cat([raw.outputs(piece) for piece in x.split(together)])
+
+    def scores(self, x: Tensor) -> NDArray[np.float64]:
+        """Probabilities ``[N, C]`` or values ``[N, k]`` of raw samples."""
+        found: NDArray[np.float64] = self.raw().after(self.outputs(x)).numpy()
         return found
 
     def score(self, data: Dataset) -> dict[str, float]:
-        """The task's metrics on all samples of new data.
+        """The task's metrics on all samples of new data, as the model predicts them.
 
         Args:
             data: with the columns and classes that the model was trained on, any number of the latter.
 
         Raises:
             DataError: other columns, classes or shape.
+            ConfigError: nothing is known of the scaling of the table's columns.
         """
-        return self.score_part(lone_client(self.recipe.facts.take(data), fitted=self.fitted), "train")
+        return figures(self.recipe, self.outputs(self.recipe.facts.raw(data)), data)
+
+    def rescaled(self, data: Dataset) -> Model:
+        """The same model, its columns scaled on all rows of a table: what a client with these for training would use.
+
+        Raises:
+            DataError: other columns.
+        """
+        table = self.recipe.facts.table
+        if table is None:
+            return self
+        x = self.recipe.facts.raw(data)
+        everyone = torch.zeros(len(x), dtype=torch.long)
+        return replace(self, fitted=table.fit(x, everyone, everyone == 0)[0])
+
+    def strange(self, x: Tensor) -> list[str]:
+        """Sentences on columns ``[N, p]`` that lie far from those of the training; see `Table.strange`."""
+        table = self.recipe.facts.table
+        return [] if table is None or self.fitted is None else table.strange(x, self.fitted)
 
     def score_part(self, fed: Federation, part: str) -> dict[str, float]:
         """The metrics on a part of a federation of one client; empty where there is no sample."""
@@ -216,6 +239,15 @@ class Model:
         check_layout(file_layout(path), recipe.layout, Path(path))
         empty = torch.zeros(0, dtype=recipe.dtype)
         return cls(recipe, found["rows"], found.get("statistics", empty), found.get("fitted"), about)
+
+
+def figures(recipe: Recipe, outputs: Tensor, data: Dataset) -> dict[str, float]:
+    """The task's metrics of outputs ``[N, k]`` or ``[N, L, k]`` on the targets of new data, all samples together."""
+    known = recipe.facts.take(data)
+    y = known.y.to(recipe.dtype) if known.task == "regression" else known.y.flatten()
+    owner = torch.zeros(len(known), dtype=torch.long)
+    values = task_of(known, recipe.objective).metrics(outputs.flatten(0, -2), y, owner, 1)
+    return {name: float(value) for name, value in values.items()}
 
 
 @torch.no_grad()

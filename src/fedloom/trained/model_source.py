@@ -34,7 +34,7 @@ class Source(Protocol):
 
     @property
     def fitted(self) -> Tensor | None:
-        """``[n, p, 3]`` what the columns of a table were fitted to at every client; None where there is no table."""
+        """``[n, p, .]`` what the columns of a table were fitted to at every client; None where there is no table."""
         ...
 
     def kinds(self) -> list[str]:

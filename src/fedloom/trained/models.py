@@ -19,7 +19,6 @@ from fedloom.local import LocalSGD
 from fedloom.trained.adapt import adapted
 from fedloom.trained.model import Model, Recipe, running_statistics
 from fedloom.trained.model_source import Source
-from fedloom.trained.raw import typical
 from fedloom.trained.saved import files, write
 
 NAMED = 20
@@ -54,7 +53,7 @@ class Models:
 
     @property
     def fitted(self) -> Tensor | None:
-        """``[n, p, 3]`` what the columns of a table were fitted to at every client; None where that is not known."""
+        """``[n, p, .]`` what the columns of a table were fitted to at every client; None where that is not known."""
         return self._source.fitted
 
     def kinds(self) -> list[str]:
@@ -108,7 +107,17 @@ class Models:
         table = model.recipe.facts.table
         if table is None or model.fitted is not None or fitted is None:
             return model
-        return replace(model, fitted=typical(table.columns, fitted))
+        return replace(model, fitted=table.typical(fitted))
+
+    def kinds_for(self, sites: Sequence[str] | None, client: object = None) -> list[str]:
+        """Kinds of models that rows can be scored by: all for clients of the run, else the global one.
+
+        Args:
+            sites: who owns each row; None: not known.
+            client: whose model takes all rows; None: each row its site's.
+        """
+        own = client is not None or (sites is not None and set(sites) <= set(self.names))
+        return [kind for kind in self.kinds() if own or kind == "global"]
 
     def predict(self, rows: Any, client: int | str | None = None, kind: str | None = None) -> NDArray[Any]:
         """Predictions for rows without labels, of one model.

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from fedloom.data.dataset import Dataset
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import NewRows
 from fedloom.errors import ConfigError
+from fedloom.trained.model import Model, figures
 from fedloom.trained.models import OWN, Models
 from fedloom.trained.raw import said
+
+OWN_SCALE, TYPICAL_SCALE, NEW_SCALE = "as its client's", "as the clients' on average", "on these rows"
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,33 +72,61 @@ class Predictions:
         return pa.table({**columns, "prediction": said(self.facts, scores).tolist(), **each})
 
 
-def predicted(models: Models, rows: NewRows, kind: str | None = None, client: int | str | None = None) -> Predictions:
-    """Predictions of a run's models.
+class Assignment(NamedTuple):
+    """Which model takes which rows.
+
+    Attributes:
+        groups: places of rows ``[k]`` and the model that takes them.
+        owners: of every row, the client whose model takes it, or ``"global"``.
+        notes: sentences on the choice.
+    """
+
+    groups: Sequence[tuple[Tensor, Model]]
+    owners: Sequence[str]
+    notes: tuple[str, ...] = ()
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """Outputs of the models on raw samples ``[N, ...]``, in the order of the rows."""
+        parts = [model.outputs(x[places]) for places, model in self.groups]
+        return torch.cat(parts)[torch.argsort(torch.cat([places for places, _ in self.groups]))]
+
+    def strange(self, x: Tensor) -> list[str]:
+        """Sentences on columns that lie far from the training of the model that takes them."""
+        return list(dict.fromkeys(note for places, model in self.groups for note in model.strange(x[places])))
+
+
+def alone(model: Model, rows: NewRows) -> Assignment:
+    """One model takes all rows."""
+    who = str(model.about.get("client", "global"))
+    return Assignment([(torch.arange(len(rows.x)), model)], [who] * len(rows.x))
+
+
+def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int | str | None = None) -> Assignment:
+    """Which of a run's models take rows.
 
     Args:
         models: of a run.
         rows: what `new_rows` gave.
         kind: "global", "personal" or "hybrid"; None: a client's best, without a client the global one.
-        client: whose model predicts all rows; None: each row that of its site, where a column names the sites.
+        client: whose model takes all rows; None: each row that of its site, where a column names the sites.
 
     Raises:
         ConfigError: no such model or client, or a site that is no client where there is no global model.
     """
     facts, names = models.recipe.facts, set(models.names)
-    there = (rows.x != 0).numpy() if facts.each else None
     if client is not None or rows.sites is None:
-        model = models.ready(kind, client)
-        who = str(model.about.get("client", "global"))
-        what = f"the {model.about['kind']} model" + (f" of {who}" if client is not None else "")
+        one = alone(models.ready(kind, client), rows)
+        what = f"the {one.groups[0][1].about['kind']} model" + (f" of {one.owners[0]}" if client is not None else "")
         if client is None and facts.table is not None:
             what += ", columns scaled as at the clients on average: neither a client is given nor does a column name it"
-        return Predictions(facts, model.scores(rows.x), [who] * len(rows.x), (*rows.notes, what), there, rows.files)
+        return one._replace(notes=(what,))
     own = kind or next(k for k in OWN if k in models.kinds())
-    groups: dict[str, list[int]] = {}
+    models.ready(own, models.names[0])  # a kind that does not exist is refused whoever owns the rows
+    places: dict[str, list[int]] = {}
     strange: dict[str, int] = {}
     for k, site in enumerate(rows.sites):
         known = site in names
-        groups.setdefault(site if known else "", []).append(k)
+        places.setdefault(site if known else "", []).append(k)
         if not known:
             strange[site] = strange.get(site, 0) + 1
     others = ", ".join(f"{site!r} ({count} rows)" for site, count in list(strange.items())[:8])
@@ -101,18 +134,95 @@ def predicted(models: Models, rows: NewRows, kind: str | None = None, client: in
         raise ConfigError(
             f"no client of the run: {others}; {models.about['method']} has no global model, give a client"
         )
-    scores: NDArray[np.float64] | None = None
-    owners = np.full(len(rows.x), "global", object)
-    for site, places in groups.items():
-        model = models.ready(own if site else "global", site or None)
-        part = model.scores(rows.x[torch.tensor(places)])
-        scores = np.empty((len(rows.x), *part.shape[1:])) if scores is None else scores
-        scores[places] = part
-        if site:
-            owners[places] = site
-    assert scores is not None
+    groups = [
+        (torch.tensor(some), models.ready(own if site else "global", site or None)) for site, some in places.items()
+    ]
+    owners = [site if site in names else "global" for site in rows.sites]
     notes = [
         f"each row by the {own} model of its site" if own != "global" else "the global model, scaled as each site's"
     ]
     notes += [f"no client of the run, so the global model: {others}"] if strange else []
-    return Predictions(facts, scores, owners.tolist(), (*rows.notes, *notes), there, rows.files)
+    return Assignment(groups, owners, tuple(notes))
+
+
+def predicted(rows: NewRows, choice: Assignment) -> Predictions:
+    """Predictions of rows by the models that take them."""
+    model = choice.groups[0][1]
+    facts = model.recipe.facts
+    there = (rows.x != 0).numpy() if facts.each else None
+    scores = model.raw().after(choice.outputs(rows.x)).numpy()
+    notes = (*rows.notes, *choice.notes, *choice.strange(rows.x))
+    return Predictions(facts, scores, choice.owners, notes, there, rows.files)
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluated:
+    """Models on new data with labels.
+
+    Attributes:
+        about: of the run.
+        kind: of the models.
+        scaling: how columns of a table are scaled: `OWN_SCALE`, `TYPICAL_SCALE` or `NEW_SCALE`.
+        choice: which model takes which rows.
+        rows: as the models take them.
+        data: the same samples, as their source gave them.
+    """
+
+    about: Mapping[str, Any]
+    kind: str
+    scaling: str
+    choice: Assignment
+    rows: NewRows
+    data: Dataset
+
+    def metrics(self) -> dict[str, float]:
+        """The task's metrics, of the outputs that `predicted` is made of.
+
+        Raises:
+            DataError: classes or targets that the models do not know.
+        """
+        recipe = self.choice.groups[0][1].recipe
+        return figures(recipe, self.choice.outputs(self.rows.x), self.data)
+
+    def row(self) -> dict[str, Any]:
+        """Method, seed, model, client, scaling, samples and metrics."""
+        owners = dict.fromkeys(self.choice.owners)
+        client = "" if owners.keys() == {"global"} else next(iter(owners)) if len(owners) == 1 else "each row's"
+        who = {"method": self.about["method"], "seed": self.about["seed"], "model": self.kind, "client": client}
+        table = self.choice.groups[0][1].recipe.facts.table is not None
+        return {
+            **who,
+            **({"columns scaled": self.scaling} if table else {}),
+            "samples": len(self.rows.x),
+        } | self.metrics()
+
+
+def evaluated(
+    runs: Sequence[Models], data: Dataset, rows: NewRows, client: int | str | None = None, kind: str | None = None
+) -> Iterator[Evaluated]:
+    """The models of runs on new data with labels, each as `predicted` uses it.
+
+    Where a table's model is scaled as at the clients on average, a second one is scaled on the new rows themselves, as
+    a client that has them for training would.
+
+    Args:
+        runs: the models of each.
+        data: as its source gave it.
+        rows: the same samples as the models take them.
+        client: whose models take all rows; None: each row its site's.
+        kind: of the models; None: all where each row's site is a client of the run, else the global one.
+
+    Raises:
+        ConfigError: no such model or client.
+    """
+    kinds = [models.kinds_for(rows.sites, client) if kind is None else [kind] for models in runs]
+    if not any(kinds):
+        names = ", ".join(str(models.about["method"]) for models in runs)
+        raise ConfigError(f"{names} has no global model; give --client for a personal one")
+    for models, one in ((models, one) for models, some in zip(runs, kinds, strict=True) for one in some):
+        choice = assigned(models, rows, one, client)
+        new = models.fitted is not None and set(choice.owners) == {"global"}
+        yield Evaluated(models.about, one, TYPICAL_SCALE if new else OWN_SCALE, choice, rows, data)
+        if new:
+            fresh = alone(choice.groups[0][1].rescaled(data), rows)
+            yield Evaluated(models.about, one, NEW_SCALE, fresh, rows, data)

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedloom.data.input_spec import InputSpec
-from fedloom.data.tables import Column
 
 
 class RawModel(nn.Module):
@@ -24,7 +23,7 @@ class RawModel(nn.Module):
     Args:
         module: takes what training gave it.
         facts: of the data that it was trained on.
-        fitted: ``[p, 3]`` what the columns of a table were fitted to; see `fedloom.data.tables.Table.fit`.
+        fitted: ``[p, .]`` what the columns of a table were fitted to; see `fedloom.data.tables.Table.fit`.
         dtype: of the module.
     """
 
@@ -36,14 +35,22 @@ class RawModel(nn.Module):
         self.centre, self.unit = facts.centre, facts.unit
         if facts.table is not None:
             assert fitted is not None
-            self.before: nn.Module = Columns(facts.table.columns, fitted)
+            self.before: nn.Module = facts.table.encoder(fitted)
         else:
             self.before = nn.Identity() if facts.vocabulary else Scaling(facts, dtype)
         self.takes = torch.int64 if facts.vocabulary else dtype
 
     def forward(self, samples: Tensor) -> Tensor:
         """Probabilities or values."""
+        return self.after(self.outputs(samples))
+
+    def outputs(self, samples: Tensor) -> Tensor:
+        """Outputs of the module, ``[b, k]``, or ``[b, L, k]`` with a label per position."""
         out: Tensor = self.module(self.before(samples).to(self.takes))
+        return out
+
+    def after(self, out: Tensor) -> Tensor:
+        """Probabilities or values of the module's outputs."""
         if self.task == "regression":
             return out.double() * self.unit + self.centre
         if self.task == "binary":
@@ -70,51 +77,6 @@ class Scaling(nn.Module):
     def forward(self, samples: Tensor) -> Tensor:
         """Samples ``[b, *shape]`` as a model takes them."""
         return samples.to(self.dtype) * self.scale + self.shift
-
-
-class Columns(nn.Module):
-    """`fedloom.data.tables.Table.features` of one client as a graph: all numbers at once, then levels and flags."""
-
-    def __init__(self, columns: tuple[Column, ...], fitted: Tensor) -> None:
-        super().__init__()
-        known = ~fitted.isnan().any(1)
-        fitted = fitted.double().nan_to_num(0.0)
-        self.known: Tensor
-        self.fitted: Tensor
-        self.order: Tensor
-        self.register_buffer("known", known.double())
-        self.register_buffer("fitted", torch.stack([*fitted.unbind(1)[:2], torch.where(known, fitted[:, 2], 1.0)]))
-        self.numbers = [k for k, c in enumerate(columns) if not c.levels]
-        self.codes = [(k, c.levels) for k, c in enumerate(columns) if c.levels]
-        self.flags = [k for k, c in enumerate(columns) if c.flag]
-        blocks = [*self.numbers, *(k for k, levels in self.codes for _ in range(levels)), *self.flags]
-        self.register_buffer("order", torch.argsort(torch.tensor(blocks), stable=True))
-
-    def forward(self, samples: Tensor) -> Tensor:
-        """Features ``[b, q]`` in the order of the table's columns."""
-        missing, (fill, centre, scale) = samples.isnan(), self.fitted.unbind(0)
-        full = torch.where(missing, fill, samples)
-        blocks = [(((full - centre) / scale) * self.known)[:, self.numbers]] if self.numbers else []
-        for k, levels in self.codes:
-            hot = full[:, k : k + 1] == torch.arange(levels, dtype=full.dtype, device=full.device)
-            blocks.append(hot.to(full.dtype) * self.known[k])
-        if self.flags:
-            blocks.append(missing[:, self.flags].to(full.dtype))
-        return torch.cat(blocks, 1)[:, self.order].float()
-
-
-def typical(columns: tuple[Column, ...], fitted: Tensor) -> Tensor:
-    """What columns look like at the clients together, for a row of none of them: ``[p, 3]`` of ``[n, p, 3]``.
-
-    Of a number the means over the clients that have it; of a code the level that most of them fill with.
-    """
-    mean = fitted.nanmean(0)
-    for k, column in enumerate(columns):
-        seen = fitted[:, k, 0]
-        seen = seen[~seen.isnan()]
-        if column.levels and len(seen):
-            mean[k] = torch.tensor([float(torch.bincount(seen.long()).argmax()), 0.0, 1.0])
-    return mean
 
 
 def said(facts: InputSpec, scores: NDArray[np.float64]) -> NDArray[Any]:

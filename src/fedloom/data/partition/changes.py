@@ -79,4 +79,4 @@ def prepared(data: Dataset, dealt: Dealt, train: Dealt, *, pool: bool) -> Datase
     if not isinstance(data.prepare, Table):
         return replace(data, x=data.prepare(data.x, who, fit_on), prepare=None)
     fitted = Fitted(data.prepare, data.prepare.fit(data.x, who, fit_on))
-    return replace(data, x=fitted.table.features(data.x, who, fitted.values), prepare=None, fitted=fitted)
+    return replace(data, x=fitted.table.encode(data.x, who, fitted.values), prepare=None, fitted=fitted)

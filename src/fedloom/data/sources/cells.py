@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.sources.archive import Entry
-from fedloom.data.tables import is_number, markers_of
+from fedloom.data.tables import Column, is_number, markers_of
 from fedloom.errors import DataError
 
 BATCH = 512
@@ -215,6 +215,57 @@ class Codes:
         place[[self.levels[name] for name in names]] = np.arange(len(names))
         place[-1] = np.nan  # of missing cells, whose code is -1
         return place[np.concatenate(self.rows)], tuple(names)
+
+
+class Agreed:
+    """Cells of a column that was agreed on, as numbers or codes of its levels.
+
+    Attributes:
+        column: the column.
+        filled: cells so far that are missing, or of an unknown level, and will be filled.
+
+    Args:
+        column: the column.
+        impute: missing cells and unknown levels are filled, and no problem.
+        cure: what to do about those that are one.
+        factor: by which numbers are multiplied.
+    """
+
+    def __init__(self, column: Column, impute: bool, cure: str, factor: float = 1.0) -> None:
+        self.column, self.filled, self._impute, self._cure, self._factor = column, 0, impute, cure, factor
+        self._codes = {name: code for code, name in enumerate(column.names)}
+
+    def read(self, piece: Piece, gone: NDArray[np.bool_], problems: Problems) -> NDArray[np.float64]:
+        """A piece of the column, NaN where it is missing or of an unknown level.
+
+        Args:
+            piece: of cells.
+            gone: ``[k]`` which of them are missing.
+            problems: takes what is no number, no code, and unless cells are filled what is missing or unknown.
+        """
+        column, name = self.column, self.column.name
+        if gone.any() and not self._impute:
+            what = f"row {problems.first + piece.start + int(gone.argmax())}, column {name!r}: missing value"
+            problems.add("missing", name, what, [None] * int(gone.sum()), self._cure)
+        self.filled += int(gone.sum())
+        if not column.names:
+            out = numbers(piece, gone, problems, "repair the cell, or name it in missing")
+            if column.levels and (wrong := ~np.isnan(out) & ~np.isin(out, np.arange(column.levels))).any():
+                what = f"column {name!r}: {out[wrong][0]:g} is no code from 0 to {column.levels - 1}"
+                problems.add("code", name, what, out[wrong].tolist(), "repair the cell")
+            return out if self._factor == 1 else out * self._factor
+        codes = (-1 if hole else self._codes.get(level(c), -2) for c, hole in zip(piece.cells, gone, strict=True))
+        out = np.fromiter(codes, np.float64, len(piece.cells))
+        strange = out == -2
+        if strange.any() and not self._impute:
+            what = (
+                f"row {problems.first + piece.start + int(strange.argmax())}, column {name!r}: unknown level "
+                f"{str(piece.cells[int(strange.argmax())])!r}, allowed are {', '.join(column.names[:20])}"
+            )
+            cells = [cell for cell, odd in zip(piece.cells, strange, strict=True) if odd]
+            problems.add("level", name, what, cells, self._cure)
+        self.filled += int(strange.sum())
+        return np.where(out < 0, np.nan, out)
 
 
 def natural(text: str) -> tuple[float, str]:

@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-import torch
-from pydantic import Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from fedloom.data.dataset import Dataset, Task, refuse
-from fedloom.data.sources._base import FileSource, lies_at, locate
-from fedloom.data.sources.archive import Rows, check_size, entries
+from fedloom.data.agreement import Agreement, agreement_of
+from fedloom.data.dataset import Dataset
+from fedloom.data.sources._base import FileSource, locate
+from fedloom.data.sources.archive import check_size, entries
 from fedloom.data.sources.cells import (
     BATCH,
     HEAD,
-    Codes,
     Piece,
     Problems,
     Signs,
     csv_rows,
-    is_missing,
-    natural,
-    numbers,
     pieces,
     pointed,
     signs_of,
     with_points,
 )
-from fedloom.data.tables import MARKERS, Column, Table, markers_of
-from fedloom.errors import ConfigError, DataError, NoSamples, nearest
+from fedloom.data.sources.table_reading import read_table
+from fedloom.data.tables import MARKERS
+from fedloom.errors import DataError
 
 CELL = np.dtype(np.float64).itemsize
 """Bytes of a cell in memory, however few a file has for it."""
@@ -68,11 +65,20 @@ class TableSource(FileSource):
     scale: bool = Field(default=True, description="centre and scale numbers, per client on its training part")
     centre: float = Field(default=0.0, description="subtracted from the label of a regression")
     unit: float = Field(default=1.0, gt=0, description="divides the label of a regression after that; errors are in it")
+    agreement: Annotated[
+        Agreement | None,
+        BeforeValidator(agreement_of),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}], "default": None}),
+    ] = Field(default=None, description="document that says what the columns mean at every site: a path, or its keys")
+    factors: dict[str, float] = Field(
+        default={}, description="numbers by which columns are multiplied, to be in the units that were agreed on"
+    )
 
     @property
     def markers(self) -> tuple[str, ...]:
         """All cells that mean missing: those of every table, then this one's."""
-        return tuple(dict.fromkeys((*MARKERS, *self.missing)))
+        agreed = () if self.agreement is None else self.agreement.missing
+        return tuple(dict.fromkeys((*MARKERS, *agreed, *self.missing)))
 
     @abstractmethod
     def open(self, data_dir: str | Path | None = None) -> AbstractContextManager[Raw]:
@@ -165,129 +171,3 @@ def _columns(file: Any, names: list[str], drop: tuple[str, ...]) -> Iterator[Pie
         for batch in file.iter_batches(BATCH, columns=[name], use_threads=False) if name not in drop else ():
             yield Piece(start, name, batch.column(name).to_pylist())
             start += len(batch)
-
-
-def read_table(spec: TableSource, name: str, names: list[str], cells: Iterable[Piece], problems: Problems) -> Dataset:
-    """The columns of a table as a data set.
-
-    Args:
-        spec: roles of the columns.
-        name: of the data set.
-        names: of the columns.
-        cells: all of them, by pieces of columns.
-        problems: what was or will be found wrong.
-
-    Raises:
-        ConfigError: columns that are not there, or none that is a feature.
-        DataError: missing values, text in numbers, rows of another length, a label that does not fit the task: all of
-            it at once.
-    """
-    where = problems.where
-    if not names:
-        raise NoSamples(f"{where}: empty; a table needs a header row and rows below it")
-    label = spec.label if spec.label is not None else names[-1]
-    special = [*spec.columns, *([spec.users] if spec.users else [])]
-    absent = sorted({label, *spec.categorical, *spec.drop, *special} - set(names))
-    if absent:
-        raise ConfigError(
-            f"{where}: " + "; ".join(f"no column {column!r}; {nearest(column, names)}" for column in absent)
-        )
-    if twice := sorted({column for column in names if names.count(column) > 1}):
-        raise DataError(f"{where}: two columns have the same name, {', '.join(map(repr, twice))}; rename one")
-    coded = {column: Codes() for column in {label, *spec.categorical, *special}}
-    features = [c for c in names if c not in {label, spec.users, *spec.drop}]
-    if not features:
-        raise ConfigError(
-            f"{where}: no column is left as a feature, the header has {', '.join(map(repr, names))}; check separator, "
-            "label and drop"
-        )
-    numeric = [c for c in features if c not in spec.categorical]
-    plain = [c for c in features if c not in special]
-    x, measured = Rows((len(features),), np.float64), Rows((), np.float64)
-    markers, unmatched = spec.markers, [text for text in spec.missing if text not in MARKERS]
-    for piece in cells:
-        start, column, block = piece
-        if column in spec.drop and column not in coded:
-            continue
-        rows, gone = x.at(start, len(block)), is_missing(block, markers)
-        if unmatched and gone.any():
-            holes = [cell for cell, hole in zip(block, gone, strict=True) if hole]
-            unmatched = [text for text in unmatched if not any(map(markers_of((text,)).hold, holes))]
-        if (
-            gone.any()
-            and column not in spec.drop
-            and not (spec.impute if column in plain else spec.unlabelled == "drop")
-        ):
-            what = f"row {problems.first + start + int(gone.argmax())}, column {column!r}: missing value"
-            cure = "repair it, name the column in drop, or set impute = true for a feature"
-            if column not in plain:
-                cure = "repair it, or set unlabelled = 'drop' to leave such rows out"
-            problems.add("missing", column, what, [None] * int(gone.sum()), cure)
-        if column in coded:
-            coded[column].add(block, gone)
-        if column in numeric:
-            rows[:, features.index(column)] = numbers(piece, gone, problems)
-        if column == label and spec.task == "regression":
-            measured.at(start, len(block))[:] = numbers(piece, gone, problems)
-    found = problems.sentences()
-    if x.size == 0 and not found:
-        raise NoSamples(f"{where}: no rows below the header; an empty table")
-    done = {column: codes.done() if codes.rows else (np.empty(0), ()) for column, codes in coded.items()}
-    task, wrong = _task(spec, label, done[label][1], bool(found))
-    if found := [*found, *wrong]:
-        refuse(where, found)
-    regression = task == "regression"
-    target = measured.done() if regression else done[label][0]
-    keep = torch.from_numpy(~np.isnan([target, *(done[c][0] for c in special)]).any(0))
-    values = torch.from_numpy(x.done())
-    for column in spec.categorical:
-        if column in features:
-            values[:, features.index(column)] = torch.from_numpy(done[column][0])
-    values = values if bool(keep.all()) else values[keep]
-    flags = [bool(column.isnan().any()) for column in values.T]
-    table = Table(
-        columns=tuple(
-            Column(name=c, levels=len(levels), names=levels, flag=flag, scale=spec.scale)
-            for c, flag in zip(features, flags, strict=True)
-            for levels in [done[c][1] if c in spec.categorical else ()]
-        ),
-        missing=markers,
-        impute=spec.impute,
-    )
-    y = torch.from_numpy(target)[keep]
-    codes = {c: torch.from_numpy(done[c][0])[keep].long() for c in special}
-    with lies_at(Path(where)):
-        return Dataset(
-            name,
-            values,
-            ((y - spec.centre) / spec.unit)[:, None] if regression else y.long(),
-            task,
-            () if regression else done[label][1],
-            columns=codes,
-            levels={c: done[c][1] for c in special},
-            users=codes[spec.users] if spec.users else None,
-            user_names=done[spec.users][1] if spec.users else (),
-            prepare=table,
-            centre=spec.centre if regression else 0.0,
-            unit=spec.unit if regression else 1.0,
-            notes=tuple(f"missing: no cell of {name} is {text!r}" for text in unmatched),
-        )
-
-
-def _task(spec: TableSource, label: str, levels: tuple[str, ...], doubtful: bool) -> tuple[Task, list[str]]:
-    """The task that the label's levels make, and what is wrong with them.
-
-    One level alone is no error, since a trained model may be tried on such a table; of a `doubtful` one it is told.
-    """
-    wrong: list[str] = []
-    if doubtful and len(levels) == 1:
-        wrong.append(
-            f"the label {label!r} is {levels[0]!r} in every row that can be read; nothing can be learned from it"
-        )
-    if spec.task == "regression":
-        return "regression", wrong
-    if spec.task == "auto" and any(np.isfinite(v := natural(level)[0]) and v != np.floor(v) for level in levels):
-        wrong.append("the label has fractions; set task = 'regression', or 'classification' if they are names")
-    if spec.task == "binary" and len(levels) != 2:
-        wrong.append(f"task = 'binary', but the label has {len(levels)} values; use classification")
-    return "binary" if spec.task != "classification" and len(levels) == 2 else "classification", wrong

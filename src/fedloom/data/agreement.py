@@ -1,0 +1,146 @@
+"""Agreement: what the columns of a table mean at every site, as a document that people read and sign."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+from pydantic import Field, model_validator
+
+from fedloom.data.dataset import Task
+from fedloom.data.tables import Column, Table
+from fedloom.errors import ConfigError
+from fedloom.values import Value, fields_of, make, read_toml
+
+
+class AgreedColumn(Value):
+    """One feature, as people write it down."""
+
+    name: str = Field(min_length=1, description="name in the header")
+    type: Literal["number", "level"] = Field("number", description="number: measured; level: one of the levels")
+    unit: str = Field("", description="unit of a number")
+    levels: tuple[str, ...] = Field((), description="all levels that may occur")
+    range: tuple[float, float] | None = Field(None, description="smallest and largest plausible number")
+    missing: bool = Field(False, description="cells may be missing; a further feature then tells where")
+    scale: bool = Field(True, description="a number is centred and scaled at every site")
+
+    @model_validator(mode="after")
+    def _fits(self) -> AgreedColumn:
+        if (self.type == "level") != bool(self.levels):
+            raise ValueError("levels belong to type = 'level', which needs at least one")
+        if len(set(self.levels)) < len(self.levels):
+            raise ValueError("levels: every level once")
+        if self.range is not None and not self.range[0] < self.range[1]:
+            raise ValueError(f"range must rise, got {self.range[0]:g} to {self.range[1]:g}")
+        return self
+
+    @property
+    def column(self) -> Column:
+        """The column of a table."""
+        return Column(
+            name=self.name, levels=len(self.levels), names=self.levels, flag=self.missing, scale=self.scale,
+            unit=self.unit, range=self.range,
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, column: Column) -> AgreedColumn:
+        """A column of a table, whose levels have names."""
+        names = column.names or tuple(str(k) for k in range(column.levels))
+        return cls(
+            name=column.name, type="level" if names else "number", unit=column.unit, levels=names, range=column.range,
+            missing=column.flag, scale=column.scale,
+        )  # fmt: skip
+
+
+class Agreement(Value):
+    """Columns by name, target, classes and markers of gaps: a table is read by them in any order, others are ignored.
+
+    Levels, classes and the features that tell of missing cells come from here, never from the file of one site.
+    """
+
+    target: str | None = Field(None, description="column that is predicted; None: as the source says")
+    task: Task = Field("binary", description="classification, binary or regression")
+    classes: tuple[str, ...] = Field((), description="all classes that may occur; none of a regression")
+    centre: float = Field(0.0, description="subtracted from the target of a regression")
+    divisor: float = Field(1.0, gt=0, description="divides the target of a regression after that")
+    missing: tuple[str, ...] = Field((), description="cells that mean missing, beside those of every table")
+    impute: bool = Field(True, description="missing cells are filled per site from its training rows")
+    patients: int = Field(1, ge=1, description="least rows of a site that takes part")
+    events: int = Field(0, ge=0, description="least rows of every class at a site that takes part")
+    column: tuple[AgreedColumn, ...] = Field(min_length=1, description="the features")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Agreement:
+        names = [column.name for column in self.column]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"column: two of them are called {twice[0]!r}")
+        if self.target in names:
+            raise ValueError(f"column: {self.target!r} is the target, it cannot be a feature")
+        least = {"classification": 2, "binary": 2, "regression": 0}[self.task]
+        if len(self.classes) < least or (self.task != "classification" and len(self.classes) != least):
+            raise ValueError(f"classes: {self.task} with {len(self.classes)} of them")
+        return self
+
+    @classmethod
+    def of(
+        cls, table: Table, task: Task, classes: Sequence[str], target: str | None = None, centre: float = 0.0,
+        divisor: float = 1.0,
+    ) -> Agreement:  # fmt: skip
+        """What a table and its target are."""
+        return cls(
+            target=target, task=task, classes=tuple(classes), centre=centre, divisor=divisor, missing=table.missing,
+            impute=table.impute, column=tuple(map(AgreedColumn.of, table.columns)),
+        )  # fmt: skip
+
+    @classmethod
+    def read(cls, path: Path) -> Agreement:
+        """The agreement in a TOML file.
+
+        Raises:
+            ConfigError: there is none, or it says what cannot be.
+        """
+        return make(cls, read_toml(path, "agreement"), str(path), fields_of(cls))
+
+    @property
+    def table(self) -> Table:
+        """The features as a table."""
+        return Table(columns=tuple(c.column for c in self.column), missing=self.missing, impute=self.impute)
+
+    def text(self) -> str:
+        """The document: reading it back gives the same agreement."""
+        head = {k: v for k, v in self.model_dump(mode="json", exclude_none=True).items() if k != "column"}
+        rows = [column.model_dump(mode="json", exclude_defaults=True) for column in self.column]
+        return tomli_w.dumps({**head, "column": rows})
+
+    def shortcomings(self, counts: Mapping[str, int], rows: int) -> list[str]:
+        """Why a site with so many rows, and so many of every class, may not take part; a sentence each.
+
+        Args:
+            counts: rows by class.
+            rows: of the site.
+        """
+        found = []
+        if rows < self.patients:
+            found.append(f"{rows} rows, the agreement asks for at least {self.patients}")
+        rare = {name: counts.get(name, 0) for name in self.classes if counts.get(name, 0) < self.events}
+        if rare:
+            shown = ", ".join(f"{count} of {self.target or 'the target'} = {name}" for name, count in rare.items())
+            found.append(f"{shown}; the agreement asks for at least {self.events}")
+        return found
+
+
+def agreement_of(given: Any) -> Agreement | None:
+    """An agreement as it is given: the document's path, its keys, or itself.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if given is None or isinstance(given, Agreement):
+        return given
+    if isinstance(given, str | Path):
+        return Agreement.read(Path(given).expanduser())
+    if isinstance(given, Mapping):
+        return make(Agreement, dict(given), "agreement", fields_of(Agreement))
+    raise ConfigError(f"agreement must be the path of a document, got {given!r:.60}")

@@ -1,0 +1,102 @@
+"""NewData: files and data sets that come after a run, read with its options where they apply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedloom.data.agreement import Agreement
+from fedloom.data.dataset import Dataset
+from fedloom.data.input_spec import InputSpec
+from fedloom.data.new_rows import NewRows, new_rows
+from fedloom.data.sources import SOURCES, Source, source
+from fedloom.data.sources._base import SampleSource
+from fedloom.data.sources.detect import detect
+from fedloom.data.sources.images import ImageFolder
+from fedloom.data.sources.leaf import Leaf
+from fedloom.data.sources.tabular import TableSource
+from fedloom.data.sources.texts import Sent140, Shakespeare, Texts
+from fedloom.errors import DataError, NoSamples
+from fedloom.values import fields_of
+
+SIGNS = {"separator": (",", ";", "\t", "|"), "decimal": (".", ",")}
+"""Options of one file, which are found out of the next, unless they are none of these."""
+AGREED = ("agreement", "categorical", "drop", "columns", "missing", "impute", "task", "centre", "unit", "scale")
+"""Options of a table that a trained model knows better."""
+
+
+class NewData(NamedTuple):
+    """How new data are read.
+
+    options: the table ``[data]`` of the run.
+    """
+
+    options: Mapping[str, Any]
+
+    def labelled(self, facts: InputSpec, data: str | Path, data_dir: str | Path | None = None) -> Dataset:
+        """New data with labels, in the terms of the old: a table by the names of the columns, others are ignored.
+
+        Args:
+            facts: of the data that the models were trained on.
+            data: a name or a path, as ``[data] source`` has it.
+            data_dir: folder of data sets.
+
+        Raises:
+            DataError: it is missing or damaged.
+            ConfigError: an unknown name.
+        """
+        return self.source(data, facts).read(data_dir)
+
+    def rows(self, facts: InputSpec, data: Any, data_dir: str | Path | None = None) -> NewRows:
+        """Rows without labels, of a file or in memory; arguments and errors as `labelled`, and `new_rows`."""
+        users, factors = self.options.get("users"), self.options.get("factors")
+        if not isinstance(data, str | Path):
+            return new_rows(facts, data, users=users, factors=factors)
+        if facts.vocabulary and Path(data).suffix == ".txt":
+            return new_rows(facts, _lines(Path(data)), str(data))
+        found = self.source(data, facts)
+        if isinstance(found, Texts):
+            texts, sites = found.rows(data_dir)
+            return new_rows(facts, texts, str(data))._replace(sites=sites)
+        if isinstance(found, SampleSource):
+            if isinstance(found, ImageFolder) and found.rgb is None and len(facts.shape) == 3:
+                found = found.with_(rgb=facts.shape[0] == 3)
+            samples, files = found.samples(data_dir)
+            return new_rows(facts, samples, str(data))._replace(files=files)
+        if not isinstance(found, TableSource):
+            return new_rows(facts, found.read(data_dir), str(data))
+        with found.open(data_dir) as raw:
+            return new_rows(facts, raw, str(data), users, factors)
+
+    def source(self, data: str | Path, facts: InputSpec) -> Source:
+        """The reader of new data, with the run's options where they apply."""
+        options = {k: v for k, v in self.options.items() if k not in ("source", "path")}
+        trained = self.options.get("source", "")
+        named = SOURCES.get(trained)
+        if str(data) in SOURCES or str(data).startswith("hub:"):
+            return source(str(data), **(options if str(data) == trained else {}))
+        kind = detect(Path(data).expanduser())
+        if (named in (Shakespeare, Sent140) and kind is Leaf) or (named is Texts and issubclass(kind, TableSource)):
+            kind = named
+        tables = issubclass(kind, TableSource) and (named is None or issubclass(named, TableSource))
+        known = {k: v for k, v in options.items() if k in fields_of(kind) and v not in SIGNS.get(k, ())}
+        if tables and facts.table is not None:
+            known = {k: v for k, v in known.items() if k not in AGREED} | {"agreement": _agreement(self.options, facts)}
+        return kind(**{**(known if tables or named in (None, kind) else {}), "path": str(data)})
+
+
+def _agreement(options: Mapping[str, Any], facts: InputSpec) -> Agreement:
+    """What a model knows of the table that it was trained on."""
+    assert facts.table is not None
+    return Agreement.of(facts.table, facts.task, facts.classes, options.get("label"), facts.centre, facts.unit)
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        lines = file.expanduser().read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: no readable text in UTF-8 ({error}); give a file with a text per line") from None
+    if not lines:
+        raise NoSamples(f"{file}: no rows to predict; give a text per line")
+    return lines

@@ -1,0 +1,231 @@
+"""A table read by the roles of its columns, or by what was agreed on them: cells to a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedloom.data.agreement import Agreement
+from fedloom.data.dataset import Dataset, Task, refuse
+from fedloom.data.sources._base import lies_at
+from fedloom.data.sources.archive import Rows
+from fedloom.data.sources.cells import LEVELS, Agreed, Codes, Piece, Problems, is_missing, natural, numbers
+from fedloom.data.tables import MARKERS, Column, Table, markers_of
+from fedloom.errors import ConfigError, DataError, NoSamples, nearest
+
+if TYPE_CHECKING:
+    from fedloom.data.sources.tabular import TableSource
+
+
+def read_table(spec: TableSource, name: str, names: list[str], cells: Iterable[Piece], problems: Problems) -> Dataset:
+    """The columns of a table as a data set.
+
+    Args:
+        spec: roles of the columns, and what was agreed on them.
+        name: of the data set.
+        names: of the columns.
+        cells: all of them, by pieces of columns.
+        problems: what was or will be found wrong.
+
+    Raises:
+        ConfigError: columns that are not there, or none that is a feature.
+        DataError: missing values, text in numbers, rows of another length, a label that does not fit the task: all of
+            it at once.
+    """
+    reading = _Reading(spec, name, names, problems)
+    for piece in cells:
+        reading.add(piece)
+    return reading.done()
+
+
+class _Reading:
+    """A table on its way to a data set: the roles of its columns, then their cells, then what they make."""
+
+    def __init__(self, spec: TableSource, name: str, names: list[str], problems: Problems) -> None:
+        where = problems.where
+        if not names:
+            raise NoSamples(f"{where}: empty; a table needs a header row and rows below it")
+        self.spec, self.name, self.problems = spec, name, problems
+        agreement, optional = spec.agreement, {*spec.drop, *spec.columns, *([spec.users] if spec.users else [])}
+        target = None if agreement is None else agreement.target
+        self.label = spec.label or target or names[-1]
+        self.special = [*spec.columns, *([spec.users] if spec.users else [])]
+        wanted = {self.label, *spec.factors}
+        if agreement is None:
+            wanted |= {*spec.categorical, *optional}
+        else:
+            wanted |= {column.name for column in agreement.column}
+            self.special = [column for column in self.special if column in names]
+        if absent := sorted(wanted - set(names)):
+            cure = "" if agreement is None else " (the agreement names it)"
+            raise ConfigError(
+                f"{where}: " + "; ".join(f"no column {column!r}{cure}; {nearest(column, names)}" for column in absent)
+            )
+        if twice := sorted({column for column in names if names.count(column) > 1}):
+            raise DataError(f"{where}: two columns have the same name, {', '.join(map(repr, twice))}; rename one")
+        self.agreed: dict[str, Agreed] = {}
+        self.features = [c for c in names if c not in {self.label, spec.users, *spec.drop}]
+        if agreement is not None:
+            cure = "repair it, or agree on impute = true"
+            if self.label in {column.name for column in agreement.column}:
+                raise ConfigError(f"{where}: {self.label!r} is a feature of the agreement; name the target in label")
+            self.agreed = {
+                c.name: Agreed(c, agreement.impute, cure, spec.factors.get(c.name, 1.0))
+                for c in agreement.table.columns
+            }
+            self.features = list(self.agreed)
+        if not self.features:
+            raise ConfigError(
+                f"{where}: no column is left as a feature, the header has {', '.join(map(repr, names))}; check "
+                "separator, label and drop"
+            )
+        categorical = () if self.agreed else spec.categorical
+        self.codes = {column: Codes() for column in {self.label, *categorical, *self.special}}
+        self.numeric = {c for c in self.features if c not in categorical and c not in self.agreed}
+        self.x, self.measured = Rows((len(self.features),), np.float64), Rows((), np.float64)
+        self.markers, self.unmatched = spec.markers, [text for text in spec.missing if text not in MARKERS]
+
+    @property
+    def regression(self) -> bool:
+        """Whether the label is measured."""
+        agreement = self.spec.agreement
+        return (self.spec.task if agreement is None else agreement.task) == "regression"
+
+    def add(self, piece: Piece) -> None:
+        """A piece of a column."""
+        start, column, block = piece
+        if column not in self.codes and column not in self.numeric and column not in self.agreed:
+            return
+        rows, gone = self.x.at(start, len(block)), is_missing(block, self.markers)
+        if self.unmatched and gone.any():
+            holes = [cell for cell, hole in zip(block, gone, strict=True) if hole]
+            self.unmatched = [text for text in self.unmatched if not any(map(markers_of((text,)).hold, holes))]
+        if column not in self.agreed:
+            self._check_gaps(piece, gone)
+        if column in self.codes:
+            self.codes[column].add(block, gone)
+        if column in self.agreed:
+            rows[:, self.features.index(column)] = self.agreed[column].read(piece, gone, self.problems)
+        elif column in self.numeric:
+            values = numbers(piece, gone, self.problems)
+            rows[:, self.features.index(column)] = values * self.spec.factors.get(column, 1.0)
+        if column == self.label and self.regression:
+            self.measured.at(start, len(block))[:] = numbers(piece, gone, self.problems)
+
+    def _check_gaps(self, piece: Piece, gone: NDArray[np.bool_]) -> None:
+        """Missing cells that nothing allows are a problem."""
+        spec, column, problems = self.spec, piece.column, self.problems
+        special = column == self.label or column in self.special
+        if not gone.any() or column in spec.drop or (spec.unlabelled == "drop" if special else spec.impute):
+            return
+        what = f"row {problems.first + piece.start + int(gone.argmax())}, column {column!r}: missing value"
+        cure = "repair it, name the column in drop, or set impute = true for a feature"
+        if special:
+            cure = "repair it, or set unlabelled = 'drop' to leave such rows out"
+        problems.add("missing", column, what, [None] * int(gone.sum()), cure)
+
+    def done(self) -> Dataset:
+        """The data set, once all cells are there."""
+        spec, agreement, where, problems = self.spec, self.spec.agreement, self.problems.where, self.problems
+        sentences = problems.sentences()
+        if self.x.size == 0 and not sentences:
+            raise NoSamples(f"{where}: no rows below the header; an empty table")
+        coded = {column: codes.done() if codes.rows else (np.empty(0), ()) for column, codes in self.codes.items()}
+        label, classes = coded[self.label]
+        if agreement is None:
+            task, wrong = _task(spec, self.label, classes, bool(sentences))
+        else:
+            task = agreement.task
+            label, classes, wrong = _agreed_classes(agreement, self.label, label, classes)
+        if sentences := [*sentences, *wrong]:
+            refuse(where, sentences)
+        regression = task == "regression"
+        target = self.measured.done() if regression else label
+        keep = torch.from_numpy(~np.isnan([target, *(coded[c][0] for c in self.special)]).any(0))
+        values = torch.from_numpy(self.x.done())
+        for column in () if self.agreed else spec.categorical:
+            if column in self.features:
+                values[:, self.features.index(column)] = torch.from_numpy(coded[column][0])
+        values = values if bool(keep.all()) else values[keep]
+        y = torch.from_numpy(target)[keep]
+        codes = {c: torch.from_numpy(coded[c][0])[keep].long() for c in self.special}
+        centre, unit = (spec.centre, spec.unit) if agreement is None else (agreement.centre, agreement.divisor)
+        users = spec.users if spec.users in self.special else None
+        with lies_at(Path(where)):
+            return Dataset(
+                self.name,
+                values,
+                ((y - centre) / unit)[:, None] if regression else y.long(),
+                task,
+                () if regression else classes,
+                columns=codes,
+                levels={c: coded[c][1] for c in self.special},
+                users=codes[users] if users else None,
+                user_names=coded[users][1] if users else (),
+                prepare=self._table(values, coded),
+                centre=centre if regression else 0.0,
+                unit=unit if regression else 1.0,
+                notes=self._notes(),
+            )
+
+    def _table(self, values: Tensor, coded: Mapping[str, tuple[NDArray[np.float64], tuple[str, ...]]]) -> Table:
+        """The agreed table, or one whose levels and gaps are those of the file."""
+        spec = self.spec
+        if spec.agreement is not None:
+            agreed: Table = spec.agreement.table.with_(missing=self.markers)
+            return agreed
+        flags = [bool(column.isnan().any()) for column in values.T]
+        columns = tuple(
+            Column(name=c, levels=len(levels), names=levels, flag=flag, scale=spec.scale)
+            for c, flag in zip(self.features, flags, strict=True)
+            for levels in [coded[c][1] if c in spec.categorical else ()]
+        )
+        return Table(columns=columns, missing=self.markers, impute=spec.impute)
+
+    def _notes(self) -> tuple[str, ...]:
+        """Sentences on markers that no cell has, and on cells that the agreement fills."""
+        notes = [f"missing: no cell of {self.name} is {text!r}" for text in self.unmatched]
+        notes += [
+            f"column {c!r}: {one.filled} cells without an agreed value are filled"
+            for c, one in self.agreed.items() if one.filled and not one.column.flag
+        ]  # fmt: skip
+        return tuple(notes)
+
+
+def _agreed_classes(
+    agreement: Agreement, label: str, codes: NDArray[np.float64], levels: tuple[str, ...]
+) -> tuple[NDArray[np.float64], tuple[str, ...], list[str]]:
+    """Codes of the agreed classes, these classes, and what is wrong with the levels of the label."""
+    if agreement.task == "regression":
+        return codes, (), []
+    strange = [level for level in levels if level not in agreement.classes]
+    if strange:
+        what = f"{', '.join(map(repr, strange[:LEVELS]))}{' and more' if len(strange) > LEVELS else ''}"
+        return codes, levels, [f"the label {label!r} is {what}, allowed are {', '.join(agreement.classes)}"]
+    place = np.array([*(agreement.classes.index(level) for level in levels), np.nan])
+    return place[np.nan_to_num(codes, nan=len(levels)).astype(int)], agreement.classes, []
+
+
+def _task(spec: TableSource, label: str, levels: tuple[str, ...], doubtful: bool) -> tuple[Task, list[str]]:
+    """The task that the label's levels make, and what is wrong with them.
+
+    One level alone is no error, since a trained model may be tried on such a table; of a `doubtful` one it is told.
+    """
+    wrong: list[str] = []
+    if doubtful and len(levels) == 1:
+        wrong.append(
+            f"the label {label!r} is {levels[0]!r} in every row that can be read; nothing can be learned from it"
+        )
+    if spec.task == "regression":
+        return "regression", wrong
+    if spec.task == "auto" and any(np.isfinite(v := natural(level)[0]) and v != np.floor(v) for level in levels):
+        wrong.append("the label has fractions; set task = 'regression', or 'classification' if they are names")
+    if spec.task == "binary" and len(levels) != 2:
+        wrong.append(f"task = 'binary', but the label has {len(levels)} values; use classification")
+    return "binary" if spec.task != "classification" and len(levels) == 2 else "classification", wrong
