@@ -133,7 +133,7 @@ def test_many_rivals_need_more_evidence() -> None:
     again = replace(best, model="personal", figures={"accuracy": Estimate(dict.fromkeys(range(5), 0.69))})
     own = win(best, again, close)
     assert (own.row, own.runner_up, own.rivals) == (0, 2, ())  # its own other model is no rival
-    others = [row(f"o{i}", [0.60 + 0.001 * i, 0.69, 0.64, 0.7, 0.6]) for i in range(4)]
+    others = [row(f"o{i}", [0.60 + 0.001 * i, 0.69, 0.64, 0.7, 0.6]) for i in range(1, 5)]
     assert len(win(best, close, *others).rivals) == 5
 
 
@@ -149,7 +149,11 @@ def test_fewer_than_five_common_seeds_decide_nothing(seeds: int) -> None:
 
 
 def test_equal_results_are_no_lead() -> None:
-    assert win(row("a", [0.5, 0.6, 0.5, 0.6, 0.5]), row("b", [0.5, 0.6, 0.5, 0.6, 0.5])).rivals == (1,)
+    one, other = row("a", [0.5, 0.6, 0.5, 0.6, 0.5]), row("b", [0.5, 0.6, 0.5, 0.6, 0.5])
+    same = win(one, other)
+    assert (same.rivals, same.equals, same.runner_up) == ((), (1,), None)  # the same models are one
+    unlike = replace(other, figures=other.figures | {"loss": Estimate(dict.fromkeys(range(5), 0.4))})
+    assert (win(one, unlike).rivals, win(one, unlike).equals) == ((1,), ())
 
 
 def test_a_diverged_method_cannot_win_and_a_running_one_makes_it_provisional() -> None:

@@ -9,7 +9,7 @@ import typer
 
 from fedloom.cli import _complete as offer
 from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
     from fedloom.experiment import Plan
@@ -159,13 +159,29 @@ def report_command(
         str | None,
         typer.Option(help="columns of results.tex, by their names in results.csv: 'accuracy,bytes_up'; six by default"),
     ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="compare every method with this one, too: pairs.csv and pairs.tex")
+    ] = None,
+    models: Annotated[
+        str,
+        typer.Option(
+            help="rows of a method that are compared and printed: used (the model that a client would use), personal "
+            "(the personal one, else the global one), all",
+            autocompletion=offer.one_of("used", "personal", "all"),
+        ),
+    ] = "used",
 ) -> None:
     """Write one offline HTML report of one or several run directories, and every chart as SVG and CSV beside it.
 
-    Example: fedloom report runs/a runs/b --out comparison.html
+    Example: fedloom report runs/a --against local
     """
     with errors():
         from fedloom import report
+        from fedloom.report.comparison.contenders import MODELS
 
         chosen = None if columns is None else [name.strip() for name in columns.split(",") if name.strip()]
-        typer.echo(f"report: {report.write(runs, out or runs[0] / 'report.html', columns=chosen)}")
+        kind = next((kind for kind in MODELS if kind == models), None)
+        if kind is None:
+            raise unknown("choice", models, MODELS, "--models")
+        page = out or runs[0] / "report.html"
+        typer.echo(f"report: {report.write(runs, page, columns=chosen, against=against, models=kind)}")

@@ -54,10 +54,11 @@ def curve(run: Run, key: Key, statistic: str) -> Curve:
     if recorded is not None:
         return Curve(recorded.round, recorded.value)
     points = run.benign(key)
-    return EMPTY if points is None else _over_clients(points, statistic, metric(key.metric).higher)
+    return EMPTY if points is None else over_clients(points, statistic, metric(key.metric).higher)
 
 
-def _over_clients(points: Points, statistic: str, higher: bool) -> Curve:
+def over_clients(points: Points, statistic: str, higher: bool) -> Curve:
+    """``mean``, ``worst10`` or ``variance`` of the clients' values, by round; clients without one are left out."""
     rounds, starts = np.unique(points.round, return_index=True)
     return Curve(rounds, np.array([_statistic(v, statistic, higher) for v in np.split(points.value, starts[1:])]))
 

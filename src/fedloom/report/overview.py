@@ -8,6 +8,7 @@ from html import escape
 
 import numpy as np
 
+from fedloom.report.comparison.contenders import contenders
 from fedloom.report.comparison.criteria import Winner, tasks, winners
 from fedloom.report.curves import share_of
 from fedloom.report.figure import off_axis
@@ -59,6 +60,7 @@ def cards(runs: list[Run], rows: list[Row]) -> str:
     several = tasks(runs, rows)
     for label, own_runs, found in several:
         own = found if len(own_runs) > 1 else [replace(row, run="") for row in found]
+        own = contenders(own_runs, own)
         own_cards = "".join(_card(winner, own) for winner in winners(own_runs, own, lead))
         title = f"<h3>{escape(label)}</h3>" if len(several) > 1 else ""
         parts.append(f'{title}<div class="cards" role="list">{own_cards}</div>')
@@ -87,9 +89,12 @@ def _card(winner: Winner, rows: list[Row]) -> str:
 def sure(winner: Winner, rows: list[Row]) -> str:
     """How sure the lead of a winner is, as HTML."""
     criterion = winner.criterion
+    equals = ", ".join(escape(rows[i].name) for i in winner.equals)
+    same = f" The models of {equals} are the same." if equals else ""
     if winner.runner_up is None:
         alone = "No other method comes to this result with every seed."
-        return alone if criterion.figure in REACHED else "No other method has this result from runs that ended well."
+        rest = "No other method has this result from runs that ended well." if not same else same.strip()
+        return alone if criterion.figure in REACHED else rest
     other = rows[winner.runner_up]
     name = escape(f"{other.name} {other.model}".strip())
     unit = " points" if criterion.unit == "%" else f" {criterion.unit}" if criterion.unit else ""
@@ -105,11 +110,11 @@ def sure(winner: Winner, rows: list[Row]) -> str:
         verdict = f"<b>Clear</b>: {lead}, and significantly better than every other method."
     elif winner.runner_up in winner.rivals:
         more = len(winner.rivals) - 1
-        rest = f"; {more} other{'s are' if more > 1 else ' is'} not clearly worse either" if more else ""
+        rest = f"; {more} other{'s are' if more > 1 else ' is'} not significantly worse either" if more else ""
         verdict = f"<b>Not significant</b>: {lead}{rest}."
     else:
         verdict = f"<b>Not significant</b> against {len(winner.rivals)} of the others, though {lead}."
-    return verdict + (" Provisional: some runs are unfinished." if winner.provisional else "")
+    return verdict + same + (" Provisional: some runs are unfinished." if winner.provisional else "")
 
 
 def results(rows: list[Row]) -> str:

@@ -18,6 +18,9 @@ from fedloom.cache import find, keep
 from fedloom.errors import ConfigError, explained
 from fedloom.report import overview
 from fedloom.report.clients import clients
+from fedloom.report.comparison.contenders import Models, contenders
+from fedloom.report.comparison.criteria import Marks, marks, tasks
+from fedloom.report.comparison.pairs import Pair, pairs, pairs_csv, pairs_html, pairs_latex
 from fedloom.report.curves import curves, robustness
 from fedloom.report.figure import Figure, Rows, theme
 from fedloom.report.inspection import inspection
@@ -26,7 +29,7 @@ from fedloom.report.partition import clusters, skew_table, splits
 from fedloom.report.reading import Run, read_runs
 from fedloom.report.settings import settings
 from fedloom.report.sites import SITES, privacy_tables, site_tables
-from fedloom.report.tables import csv_text, inert, latex
+from fedloom.report.tables import csv_text, inert, latex, printed
 from fedloom.report.tradeoffs import costs, tradeoffs
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -54,6 +57,10 @@ PLACES = {
 }
 """Sections of the page by group of figures, in order."""
 
+PAIRS = (
+    "Every method against one of them, as one family of tests: the interval of a difference leaves out 0 exactly where "
+    "the difference is significant."
+)
 READING = {
     "Result": "Mean over the clients' own test parts at the last round, then mean over seeds; "
     "± is half the width of the 95 % Student t interval over seeds.",
@@ -62,33 +69,48 @@ READING = {
     "Worst 10 %": "Mean over the tenth of the clients with the worst results.",
     "Variance of losses": "Variance over clients of their test losses: 0 is perfectly fair.",
     "Models": "Global: one model for all. Personal: each client's own. "
-    "Hybrid: for each client the better of the two on its validation part.",
+    "Hybrid: for each client the better of the two on its validation part. A method is compared by the model that a "
+    "client would use: the hybrid one of two, else its only one. Beside hybrid models stands what they must beat: for "
+    "each client the better of training alone and FedAvg.",
     "Work and traffic": "Totals over all clients up to the last round. MB is 10⁶ bytes of the messages as sent.",
-    "Clear, not significant, not decidable": "The leader is compared with every other method seed by seed (paired t "
-    "test, Holm's correction, level 5 %). With fewer than five common seeds nothing is decided. Runs with other data, "
-    "another partition or another attack are not compared with each other.",
+    "Clear, not significant, not decidable": "The leader is compared with every other method, one row each, seed by "
+    "seed (paired t test, Holm's correction, level 5 %); a lead's interval leaves out 0 exactly where it is "
+    "significant. With fewer than five common seeds nothing is decided. Runs with other data, another partition or "
+    "another attack are not compared with each other.",
     "Attacks": "Where clients attack, every figure is of the benign ones.",
 }
 
 
-def write(run_dirs: Sequence[Path], out: Path, *, columns: Sequence[str] | None = None, charts: bool = True) -> Path:
+def write(
+    run_dirs: Sequence[Path],
+    out: Path,
+    *,
+    columns: Sequence[str] | None = None,
+    charts: bool = True,
+    against: str | None = None,
+    models: Models = "used",
+) -> Path:
     """Writes a report of one or several run directories.
 
     ``out`` becomes one self-contained page, from which every chart can be saved as SVG and its data as CSV. A folder
-    of the same name without its suffix receives ``results.csv`` and ``results.tex``.
+    of the same name without its suffix receives ``results.csv`` and ``results.tex``, and with a reference ``pairs.csv``
+    and ``pairs.tex``.
 
     Args:
         run_dirs: output directories of runs; several are compared.
         out: the HTML file, e.g. ``RUN/report.html``; its folder is made if need be.
         columns: figures of ``results.tex``, by their names in ``results.csv``; up to six that fit the task when None.
         charts: write every chart as SVG and its data as CSV into the folder too.
+        against: label of the method that every other one is compared with.
+        models: rows of a method in ``results.tex`` and in the comparison: that of the model that a client would use,
+            that of the personal one, or all.
 
     Returns:
         ``out``.
 
     Raises:
         RunDirError: a directory is not a run, or one of its files is damaged; nothing is written.
-        ConfigError: ``out`` does not end in ``.html``, or there is no such column.
+        ConfigError: ``out`` does not end in ``.html``, or there is no such column or method.
         CheckpointError: the disk is full or refuses; the runs are as they were.
     """
     if out.suffix.lower() not in (".html", ".htm") or out.is_dir():
@@ -96,18 +118,37 @@ def write(run_dirs: Sequence[Path], out: Path, *, columns: Sequence[str] | None 
     runs = read_runs(run_dirs)
     rows = rows_of(runs)
     shown = figures(runs, rows)
-    tex = latex(rows, _title(runs), columns)
-    text = page(runs, rows, shown, tex)
+    tex = results_latex(runs, rows, columns, models)
+    compared = pairs(runs, rows, against, models) if against is not None else []
+    text = page(runs, rows, shown, tex, compared)
     beside = out.with_suffix("")
     with _explained(beside):
         beside.mkdir(parents=True, exist_ok=True)
     _replace(beside / "results.csv", csv_text(rows))
     _replace(beside / "results.tex", tex)
+    if compared:
+        _replace(beside / "pairs.csv", pairs_csv(compared))
+        _replace(beside / "pairs.tex", pairs_latex(compared, title(runs)))
     for figure in shown if charts else ():
         _replace(beside / f"{figure.id}.svg", figure.svg())
         _replace(beside / f"{figure.id}.csv", _data_csv(figure))
     _replace(out, text)
     return out
+
+
+def results_latex(
+    runs: list[Run], rows: list[Row], columns: Sequence[str] | None = None, models: Models = "used"
+) -> str:
+    """The result table as LaTeX: at most one row per method unless all models are asked for; see `latex`."""
+    shown: list[Row] = []
+    places: dict[str, list[Marks]] = {}
+    for _, own_runs, own in tasks(runs, rows):
+        part = contenders(own_runs, own, models)
+        for name, found in marks(part, printed(rows, columns)).items():
+            places.setdefault(name, []).append(found.moved(len(shown)))
+        shown += part
+    joint = {name: Marks.union(found) for name, found in places.items()}
+    return latex(shown, title(runs), columns, joint)
 
 
 def figures(runs: list[Run], rows: list[Row]) -> list[Figure]:
@@ -152,7 +193,8 @@ def _explained(path: Path) -> AbstractContextManager[None]:
     return explained(path, "the results of the run are", "'fedloom report' with the run directory writes it")
 
 
-def _title(runs: list[Run]) -> str:
+def title(runs: list[Run]) -> str:
+    """The names of the experiments."""
     names = dict.fromkeys(run.summary.name or str(run.options.get("name", run.label)) for run in runs)
     return ", ".join(names)
 
@@ -184,9 +226,9 @@ def _json(id: str, value: object) -> str:
     return f'<script type="application/json" id="{id}">{text}</script>'
 
 
-def page(runs: list[Run], rows: list[Row], shown: list[Figure], tex: str) -> str:
+def page(runs: list[Run], rows: list[Row], shown: list[Figure], tex: str, compared: Sequence[Pair] = ()) -> str:
     """The whole page as text."""
-    title = escape(_title(runs))
+    name = escape(title(runs))
     bodies = {group: _gallery([figure for figure in shown if figure.group == group]) for group in PLACES}
     bodies["partition"] += skew_table(runs)
     bodies["privacy"] += privacy_tables(runs)
@@ -195,9 +237,12 @@ def page(runs: list[Run], rows: list[Row], shown: list[Figure], tex: str) -> str
             "Overview",
             _section("overview", "Overview", "Who leads by which criterion.", overview.cards(runs, rows)),
         ),
+        **({"pairs": ("Pairs", _section("pairs", "Pairs", PAIRS, pairs_html(compared)))} if compared else {}),
         "results": (
             "Results",
-            _section("results", "Results", READING["Result"], overview.results(rows) + _downloads()),
+            _section(
+                "results", "Results", READING["Result"], overview.results([*rows, *_rivals(runs, rows)]) + _downloads()
+            ),
         ),
         **{g: (PLACES[g][0], _section(g, *PLACES[g], body)) for g, body in bodies.items() if body},
         **({"sites": ("Sites", _section("sites", "Sites", SITES, table))} if (table := site_tables(runs)) else {}),
@@ -212,14 +257,14 @@ def page(runs: list[Run], rows: list[Row], shown: list[Figure], tex: str) -> str
 <meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="{POLICY}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title} · fedloom report</title>
+<title>{name} · fedloom report</title>
 <link rel="icon" href="data:,">
 <style>{_asset("page.css")}</style>
 </head>
 <body>
 <a class="skip" href="#overview">Skip to the results</a>
 <header class="wrap">
-<div class="top"><h1>{title}</h1><button data-do="look">Dark look</button></div>
+<div class="top"><h1>{name}</h1><button data-do="look">Dark look</button></div>
 <p class="facts">{escape(overview.facts(runs, rows))}</p>
 {overview.note_list(runs, rows)}
 </header>
@@ -238,6 +283,11 @@ def page(runs: list[Run], rows: list[Row], shown: list[Figure], tex: str) -> str
 </body>
 </html>
 """
+
+
+def _rivals(runs: list[Run], rows: list[Row]) -> list[Row]:
+    """The rows of the comparison that are of no method."""
+    return [row for row in contenders(runs, rows) if row not in rows]
 
 
 def _payload(figure: Figure) -> dict[str, object]:

@@ -6,15 +6,17 @@ import csv
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 import pyarrow as pa
 
 from fedloom.errors import ConfigError
 from fedloom.metrics import leading
+from fedloom.report.comparison.criteria import Marks
 from fedloom.report.naming import COSTS, METRICS, TOTALS, figure, titled
 from fedloom.report.numbers import WORK, Estimate, Row, rows_of
 from fedloom.report.reading import read_runs
@@ -199,37 +201,72 @@ def _decimals(value: float, significant: int) -> int:
     return significant if value == 0 else max(0, significant - 1 - math.floor(math.log10(abs(value))))
 
 
-def latex(rows: list[Row], caption: str, chosen: Sequence[str] | None = None) -> str:
-    """The results as LaTeX; needs the package booktabs. See `printed` for its columns."""
+def latex(
+    rows: list[Row],
+    caption: str,
+    chosen: Sequence[str] | None = None,
+    marks: Mapping[str, Marks] = MappingProxyType({}),
+) -> str:
+    """The results as LaTeX; needs the package booktabs. See `printed` for its columns.
+
+    Args:
+        rows: of the table.
+        caption: of the table.
+        chosen: columns, by their names in the CSV.
+        marks: what is bold and what has a dagger, by figure.
+    """
     columns = printed(rows, chosen)
     several = len({row.run for row in rows}) > 1
     head = [*(["Run"] if several else []), "Method", "Model", *columns.values()]
+    legend = [
+        *(["Bold: the best mean of a column."] if any(m.best for m in marks.values()) else []),
+        *(
+            ["$^{\\dagger}$: not significantly different from it (paired t test over seeds, Holm, 5\\,\\%)."]
+            if any(m.level for m in marks.values())
+            else []
+        ),
+    ]
     lines = [
         "% \\usepackage{booktabs}",
         "\\begin{table}",
         "\\centering",
-        f"\\caption{{{_tex(caption)}}}",
+        f"\\caption{{{'. '.join([tex(caption), ' '.join(legend)]) if legend else tex(caption)}}}",
         f"\\begin{{tabular}}{{{'l' * (3 if several else 2)}{'r' * len(columns)}}}",
         "\\toprule",
-        " & ".join(_tex(title) for title in head) + " \\\\",
+        " & ".join(tex(title) for title in head) + " \\\\",
         "\\midrule",
     ]
-    for row in rows:
-        cells = [*([_tex(row.run)] if several else []), _tex(row.method), _tex(row.model)]
+    for place, row in enumerate(rows):
+        cells = [*([tex(row.run)] if several else []), tex(row.method), tex(row.model)]
         for name in columns:
-            mean, half = cell(name, row.figures.get(name))
-            text = f"${mean} \\pm {half}$" if half else f"${mean}$" if "e" in mean else mean.replace(DASH, "--")
-            cells.append(re.sub(r"e(-?\d+)", r" \\times 10^{\1}", text.replace("\u202f", "\\,")))
+            mark = marks.get(name, Marks())
+            best, level = place in mark.best, place in mark.level
+            cells.append(marked(*cell(name, row.figures.get(name)), best=best, level=level))
         note = "" if row.done else f" % {row.status}"
         lines.append(" & ".join(cells) + " \\\\" + note)
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", "\\end{table}", ""])
 
 
-_TEX = {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "²": "$^2$"}
+_TEX = {"\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "²": "$^2$", "·": "$\\cdot$"}
 
 
-def _tex(text: str) -> str:
+def tex(text: str) -> str:
+    """A text with the characters escaped that LaTeX would read as commands."""
     return "".join(_TEX.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)
+
+
+def marked(mean: str, half: str, *, best: bool = False, level: bool = False) -> str:
+    r"""A cell of a LaTeX table: a figure with its half width, bold for the best, with a dagger for what is level.
+
+    >>> marked("91.2", "0.4"), marked("91.2", "0.4", best=True), marked("91", "", level=True)
+    ('$91.2 \\\\pm 0.4$', '$\\\\mathbf{91.2 \\\\pm 0.4}$', '$91^{\\\\dagger}$')
+    """
+    if mean == DASH:
+        return "--"
+    body = re.sub(r"e(-?\d+)", r" \\times 10^{\1}", f"{mean} \\pm {half}" if half else mean)
+    body = f"\\mathbf{{{body}}}" if best else f"{body}^{{\\dagger}}" if level else body
+    plain_text = not (half or best or level or "times" in body or body.startswith(("+", "-")))
+    return (body if plain_text else f"${body}$").replace("\u202f", "\\,")
 
 
 def scrolling(label: str, heads: Sequence[str], lines: Sequence[Sequence[str]], text: Sequence[int] = ()) -> str:

@@ -8,12 +8,15 @@ would rest on a spread that so few numbers cannot show.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from fedloom.report.comparison.contenders import distinct, same
 from fedloom.report.comparison.family import differences, family
-from fedloom.report.naming import MB, metric
+from fedloom.report.naming import COSTS, MB, figure, metric
 from fedloom.report.numbers import EMPTY, LOST, Curve, Estimate, Row, curve, run_of
 from fedloom.report.reading import Key, Run
 
@@ -45,7 +48,8 @@ class Winner:
 
     Attributes:
         row: index of the leader; None where nothing could be compared.
-        rivals: rows of other methods that it does not beat clearly, the nearest first.
+        rivals: rows of other methods that it does not beat significantly, the nearest first.
+        equals: rows of other methods that are the same models, and so no rivals.
         runner_up: the best row of another method.
         lead: mean lead over the runner-up over common seeds, in the criterion's own units (before scaling), positive.
         half: half width of the lead's interval at the family's level; nan with fewer than two common seeds.
@@ -57,6 +61,7 @@ class Winner:
     criterion: Criterion
     row: int | None
     rivals: tuple[int, ...] = ()
+    equals: tuple[int, ...] = ()
     runner_up: int | None = None
     lead: float = math.nan
     half: float = math.nan
@@ -81,6 +86,40 @@ def tasks(runs: list[Run], rows: list[Row]) -> list[tuple[str, list[Run], list[R
 def winners(runs: list[Run], rows: list[Row], lead: str) -> list[Winner]:
     """The winner of every criterion that the recorded figures allow."""
     return [winner(criterion, rows) for criterion in _criteria(runs, rows, lead) if criterion.values]
+
+
+class Marks(NamedTuple):
+    """Rows of a column that a table marks: the best of it, and those that are not significantly below."""
+
+    best: frozenset[int] = frozenset()
+    level: frozenset[int] = frozenset()
+
+    def moved(self, by: int) -> Marks:
+        """The same marks of rows that stand further down."""
+        return Marks(*(frozenset(place + by for place in places) for places in self))
+
+    @staticmethod
+    def union(several: Iterable[Marks]) -> Marks:
+        """The marks of several parts of a table."""
+        return Marks(*(frozenset().union(*places) for places in zip(*several, strict=True)))
+
+
+def marks(rows: list[Row], columns: Iterable[str]) -> dict[str, Marks]:
+    """What a table marks in every column with a direction that is better, costs aside; each column is a family."""
+    found: dict[str, Marks] = {}
+    for name in columns:
+        shown = figure(name)
+        values = {
+            i: row.figures[name] for i, row in enumerate(rows) if name in row.figures and row.figures[name].finite
+        }
+        if name in COSTS or not shown.rated or len(values) < 2:
+            continue
+        first = winner(Criterion(name, "", "", 1.0, shown.higher, values), rows)
+        if first.row is not None:
+            level = first.rivals if first.decidable else ()
+            alike = [k for i in level for k in values if same(rows[k], rows[i])]
+            found[name] = Marks(frozenset((first.row, *first.equals)), frozenset(alike))
+    return found
 
 
 def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
@@ -170,14 +209,20 @@ def winner(criterion: Criterion, rows: list[Row]) -> Winner:
     best = order[0]
     provisional = any(rows[i].running for i in criterion.values)
     others = [i for i in order if rows[i].name != rows[best].name]
+    equals: tuple[int, ...] = ()
+    if criterion.figure not in COSTS:  # which the same models may have different ones of
+        first = distinct(rows, [best, *others])
+        equals = tuple(i for i in others if first[i] == best)
+        others = [i for i in others if first[i] == i]
     if not others:
-        return Winner(criterion, best, provisional=provisional)
+        return Winner(criterion, best, equals=equals, provisional=provisional)
     leads = family({i: differences(fair[best], fair[i]) for i in others})
     nearest = leads[others[0]] if criterion.higher else -leads[others[0]]
     return Winner(
         criterion,
         best,
         tuple(i for i in others if not leads[i].significant),
+        equals,
         others[0],
         nearest.mean,
         nearest.half,

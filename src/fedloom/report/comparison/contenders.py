@@ -1,0 +1,129 @@
+"""Whom a comparison is about: one row per method, and the natural rival of models that clients choose themselves.
+
+The model that a client would use is the better one of a global and a personal model on the client's validation part
+(the hybrid model), or the only one of a method. Where such models are compared, their rival stands beside them: each
+client's better one of training alone and FedAvg, chosen on validation by the same rule. It needs no method at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from fedloom.metrics import leading, metric
+from fedloom.report.numbers import COUNTED, Estimate, Row, over_clients, run_of, seeds_of, test_metrics
+from fedloom.report.reading import Key, Points, Run
+
+Models = Literal["used", "personal", "all"]
+"""Rows of a method: the one of the model that a client would use, that of its personal model (of its global one where
+it has none), as papers report it, or all."""
+MODELS: tuple[Models, ...] = ("used", "personal", "all")
+ORDER = {"used": ("hybrid", "personal", "global"), "personal": ("personal", "global", "hybrid")}
+SAME = 1e-9
+"""Models whose every figure differs by no more than this share are the same."""
+
+
+def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "used") -> list[Row]:
+    """The rows that are compared.
+
+    Args:
+        runs: of the rows.
+        rows: every model of every method.
+        models: which rows of a method.
+    """
+    if models == "all":
+        return list(rows)
+    chosen: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        place = row.run, row.method
+        if place not in chosen or _rank(row, models) < _rank(chosen[place], models):
+            chosen[place] = row
+    shown = list(chosen.values())
+    for run in runs:
+        own = [row for row in shown if run_of(list(runs), row) is run]
+        if any(row.model == "hybrid" for row in own):
+            shown += [rival for rival in [better_of_both(run, own)] if rival is not None]
+    return shown
+
+
+def _rank(row: Row, models: Models) -> int:
+    order = ORDER[models]
+    return order.index(row.model) if row.model in order else len(order)
+
+
+def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
+    """Each client's better one of training alone and FedAvg on validation; None where a run has not both.
+
+    Args:
+        run: with the clients' results.
+        rows: of the run.
+    """
+    local = next((row for row in rows if (row.algorithm, row.model) == ("local", "personal")), None)
+    shared = next((row for row in rows if (row.algorithm, row.model) == ("fedavg", "global")), None)
+    if local is None or shared is None:
+        return None
+    figures: dict[str, dict[int, float]] = {}
+    for seed in seeds_of(run, local.method):
+        takes = _takes_shared(run, local, shared, seed)
+        if takes is None:
+            continue
+        for name in test_metrics(run, local.method, local.model):
+            own, other = (_last(run, row, seed, "test", name) for row in (local, shared))
+            if own is None or other is None or own.client.shape != other.client.shape:
+                continue
+            mixed = own._replace(value=np.where(takes, other.value, own.value))
+            higher = metric(name).higher
+            figures.setdefault(name, {})[seed] = over_clients(mixed, "mean", higher).last
+            figures.setdefault(f"{name}/worst10", {})[seed] = over_clients(mixed, "worst10", higher).last
+            if name == "loss":
+                figures.setdefault("loss/variance", {})[seed] = over_clients(mixed, "variance", higher).last
+    lost = local.lost | shared.lost
+    by_seed = {name: values | dict.fromkeys(lost & values.keys(), math.nan) for name, values in figures.items()}
+    if not by_seed:
+        return None
+    estimates = {name: Estimate(values) for name, values in by_seed.items()}
+    return Row(local.run, f"{local.method} or {shared.method}", "", "hybrid", local.records + shared.records, estimates)
+
+
+def _takes_shared(run: Run, local: Row, shared: Row, seed: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
+    """Clients ``[n]`` for which the shared model is strictly better on the part that chooses; None if not recorded."""
+    part = run.summary.select_on
+    names = {key.metric for key in run.series if (key.method, key.seed, key.part) == (local.method, seed, part)}
+    if not names:
+        return None
+    name = leading(names, "client")
+    own, other = (_last(run, row, seed, part, name) for row in (local, shared))
+    if own is None or other is None or own.client.shape != other.client.shape:
+        return None
+    sign = 1.0 if metric(name).higher else -1.0
+    takes: np.ndarray[tuple[int], np.dtype[np.bool_]] = sign * other.value > sign * own.value
+    return takes
+
+
+def _last(run: Run, row: Row, seed: int, part: str, name: str) -> Points | None:
+    """The clients' values after the last evaluated round; None where there are none."""
+    points = run.benign(Key(row.method, seed, row.model, part, name))
+    return None if points is None or not len(points.round) else points.at(points.round == points.round[-1])
+
+
+def same(one: Row, other: Row) -> bool:
+    """Whether two rows are of the same models: every figure but what they cost is equal with every seed."""
+    names = {name for row in (one, other) for name in row.figures if name not in COUNTED}
+    return bool(names) and all(_equal(one.figures.get(name), other.figures.get(name)) for name in names)
+
+
+def _equal(one: Estimate | None, other: Estimate | None) -> bool:
+    if one is None or other is None or one.finite.keys() != other.finite.keys():
+        return False
+    return all(math.isclose(value, other.finite[seed], rel_tol=SAME) for seed, value in one.finite.items())
+
+
+def distinct(rows: Sequence[Row], places: Sequence[int]) -> dict[int, int]:
+    """For every place the first place whose row is of the same models."""
+    first: dict[int, int] = {}
+    for place in places:
+        first[place] = next((k for k in first.values() if same(rows[k], rows[place])), place)
+    return first

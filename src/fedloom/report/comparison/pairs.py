@@ -1,0 +1,177 @@
+"""Every method against one of them: differences, intervals and p values, as CSV, as LaTeX and as HTML."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any, NamedTuple
+
+from fedloom.errors import unknown
+from fedloom.report.comparison.contenders import Models, contenders, distinct
+from fedloom.report.comparison.criteria import tasks
+from fedloom.report.comparison.family import Comparison, differences, family
+from fedloom.report.naming import figure, titled
+from fedloom.report.numbers import Row, leading_metric
+from fedloom.report.reading import Run
+from fedloom.report.tables import DASH, cell, inert, marked, rounded_pair, scrolling, tex
+
+HEADS = ("Method", "Model", "Mean", "Difference", "p", "Holm p", "Verdict")
+
+
+class Pair(NamedTuple):
+    """A method beside the reference.
+
+    Attributes:
+        row: of the method.
+        reference: the row that it is compared with.
+        figure: name in ``Row.figures`` of what is compared.
+        comparison: method minus reference, one of the family of all methods; None where both are the same models.
+    """
+
+    row: Row
+    reference: Row
+    figure: str
+    comparison: Comparison | None
+
+    @property
+    def verdict(self) -> str:
+        """``better``, ``worse``, ``level``, ``same models`` or ``not decidable``."""
+        if self.comparison is None:
+            return "same models"
+        if not self.comparison.testable:
+            return "not decidable"
+        if not self.comparison.significant:
+            return "level"
+        return "better" if (self.comparison.mean > 0) == figure(self.figure).higher else "worse"
+
+    def record(self) -> dict[str, Any]:
+        """The pair as plain values, unrounded and unscaled; None where there is nothing."""
+        found = self.comparison
+        numbers = {
+            "difference": found and found.mean, "half_width": found and found.half,
+            "p": found and found.p, "p_holm": found and found.holm,
+        }  # fmt: skip
+        return {
+            "run": self.row.run, "method": self.row.method, "model": self.row.model,
+            "reference": self.reference.method, "reference_model": self.reference.model, "figure": self.figure,
+            "seeds": found.seeds if found else len(self.row.figures[self.figure].finite),
+            "mean": self.row.figures[self.figure].mean, "reference_mean": self.reference.figures[self.figure].mean,
+            **{key: value if value is not None and math.isfinite(value) else None for key, value in numbers.items()},
+            "verdict": self.verdict,
+        }  # fmt: skip
+
+
+def pairs(
+    runs: list[Run], rows: list[Row], against: str, models: Models = "used", name: str | None = None
+) -> list[Pair]:
+    """Every method against a reference, the best first; runs of other data or attacks are families of their own.
+
+    Args:
+        runs: of the rows.
+        rows: every model of every method.
+        against: label of the reference, such as ``local``; of several runs it may be that of one, as ``local · run``.
+        models: which rows of a method are compared.
+        name: figure that is compared, such as ``accuracy`` or ``accuracy/worst10``; the leading metric when None.
+
+    Raises:
+        ConfigError: there is no such method, or it has no such figure.
+    """
+    lead = name or leading_metric(runs)
+    found: list[Pair] = []
+    everyone: list[Row] = []
+    for _, own_runs, own in tasks(runs, rows):
+        shown = [row for row in contenders(own_runs, own, models) if lead in row.figures]
+        everyone += shown
+        reference = next((row for row in shown if against in (row.method, row.name)), None)
+        found += _family(shown, reference, lead) if reference else []
+    if not any(against in (row.method, row.name) for row in everyone):
+        raise unknown("method to compare with", against, dict.fromkeys(row.name for row in everyone))
+    sign = -1 if figure(lead).higher else 1
+    return sorted(found, key=lambda pair: (pair.reference.run, sign * pair.row.figures[lead].mean))
+
+
+def _family(shown: list[Row], reference: Row, lead: str) -> list[Pair]:
+    place = shown.index(reference)
+    others = [k for k in range(len(shown)) if k != place]
+    first = distinct(shown, [place, *others])
+    base = reference.figures[lead]
+    tests = family({k: differences(shown[k].figures[lead], base) for k in others if first[k] == k})
+    return [Pair(shown[k], reference, lead, tests.get(first[k])) for k in others]
+
+
+def pairs_csv(found: Sequence[Pair]) -> str:
+    """The pairs as CSV; empty cells where nothing is known."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    records = [pair.record() for pair in found]
+    if records:
+        table.writerow(records[0])
+    table.writerows(["" if value is None else inert(value) for value in record.values()] for record in records)
+    return text.getvalue()
+
+
+def pairs_latex(found: Sequence[Pair], caption: str) -> str:
+    """The pairs as LaTeX; needs the package booktabs. Bold is significantly better, a dagger marks what is level."""
+    lead = found[0].figure if found else ""
+    against = ", ".join(dict.fromkeys(pair.reference.name for pair in found))
+    unit = "points" if figure(lead).scale == 100 else ""
+    heads = ["Method", "Model", titled(figure(lead)), f"Difference{f' ({unit})' if unit else ''}", "p", "Holm p"]
+    lines = [
+        "% \\usepackage{booktabs}",
+        "\\begin{table}",
+        "\\centering",
+        f"\\caption{{{tex(caption)}: every method against {tex(against)}, paired over seeds. Bold: significantly "
+        "better; $^{\\dagger}$: no significant difference (paired t test, Holm, 5\\,\\%). Intervals have the level of "
+        "their Holm step.}",
+        "\\begin{tabular}{llrrrr}",
+        "\\toprule",
+        " & ".join(map(tex, heads)) + " \\\\",
+        "\\midrule",
+    ]
+    for pair in found:
+        mean, difference, p, holm = _numbers(pair, unit)
+        cells = [
+            tex(pair.row.name),
+            tex(pair.row.model),
+            marked(*mean, best=pair.verdict == "better", level=pair.verdict == "level"),
+            marked(*difference) if pair.comparison else tex(pair.verdict),
+            *(f"${text}$" if text != DASH else "--" for text in (p, holm)),
+        ]
+        lines.append(" & ".join(cells) + " \\\\")
+    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", "\\end{table}", ""])
+
+
+def pairs_html(found: Sequence[Pair]) -> str:
+    """The pairs as a table of the page."""
+    lines = []
+    for pair in found:
+        mean, difference, p, holm = _numbers(pair, "points")
+        shown = [f"{value} ± {half}" if half else value for value, half in (mean, difference)]
+        words = [pair.row.name, pair.row.model, *shown, p, holm, pair.verdict]
+        lines.append([escape(word) for word in words])
+    against = ", ".join(dict.fromkeys(pair.reference.name for pair in found))
+    return scrolling(f"Every method against {against}", HEADS, lines, text=(1, 6))
+
+
+def _numbers(pair: Pair, unit: str) -> tuple[tuple[str, str], tuple[str, str], str, str]:
+    """Mean and difference, each with the half width of its interval, p, and p by Holm."""
+    one, scale = pair.comparison, figure(pair.figure).scale
+    mean = cell(pair.figure, pair.row.figures[pair.figure])
+    if one is None:
+        return mean, (DASH, ""), DASH, DASH
+    value, half = rounded_pair(one.mean * scale, one.half * scale, (1, 2) if unit and scale == 100 else (0, 6))
+    return mean, ("+" * (one.mean > 0) + value, half), _p(one.p), _p(one.holm)
+
+
+def _p(value: float) -> str:
+    """A p value as journals print it.
+
+    >>> _p(0.0213), _p(0.00004), _p(float("nan"))
+    ('0.021', '< 0.001', '–')
+    """
+    if not math.isfinite(value):
+        return DASH
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"

@@ -1,0 +1,173 @@
+"""Every method against a reference: one row a method, one family, the same models once, and their natural rival."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+from recorded import Recording
+from scipy import stats
+from statsmodels.stats.multitest import multipletests
+from typer.testing import CliRunner
+
+from fedloom import report
+from fedloom.cli import app
+from fedloom.errors import ConfigError
+from fedloom.report import overview
+from fedloom.report.comparison.contenders import contenders
+from fedloom.report.comparison.criteria import marks, winners
+from fedloom.report.comparison.pairs import Pair, pairs, pairs_csv, pairs_latex
+from fedloom.report.numbers import Row, rows_of
+from fedloom.report.page import results_latex
+from fedloom.report.reading import Run, read_runs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six methods with seven seeds; FedProx has the models of FedAvg."""
+    path = Recording(methods=6, seeds=7, clients=10, rounds=10).write(tmp_path_factory.mktemp("runs") / "pairs")
+    table = pq.read_table(path / "metrics.parquet")
+    copies = table.filter(pc.equal(table["method"], "fedavg"))
+    place = table.column_names.index("method")
+    copies = copies.set_column(place, "method", pa.array(["fedprox"] * len(copies)))
+    table = pa.concat_tables([table.filter(pc.not_equal(table["method"], "fedprox")), copies.cast(table.schema)])
+    pq.write_table(table, path / "metrics.parquet")
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Run:
+    return read_runs([folder])[0]
+
+
+@pytest.fixture(scope="module")
+def rows(run: Run) -> list[Row]:
+    return rows_of([run])
+
+
+def test_one_row_a_method_and_the_rival_of_hybrid_models(run: Run, rows: list[Row]) -> None:
+    used = {row.method: row.model for row in contenders([run], rows)}
+    assert used == {"fedavg": "global", "fedprox": "global", "local": "personal", "ditto": "hybrid", "flame": "hybrid",
+                    "fedacs": "personal", "local or fedavg": "hybrid"}  # fmt: skip
+    personal = {row.method: row.model for row in contenders([run], rows, "personal")}
+    assert personal == {"fedavg": "global", "fedprox": "global", "local": "personal", "ditto": "personal",
+                        "flame": "personal", "fedacs": "personal"}  # fmt: skip
+    assert contenders([run], rows, "all") == rows
+    assert "local or fedavg" not in {r.method for r in contenders([run], [r for r in rows if r.method != "local"])}
+
+
+def test_the_rival_is_each_clients_better_one_on_validation(run: Run, rows: list[Row], folder: Path) -> None:
+    rival = contenders([run], rows)[-1]
+    table = pq.read_table(folder / "metrics.parquet").to_pandas()
+    last = table[(table["round"] == 10) & (table["client"] >= 0) & (table["metric"] == "accuracy")]
+    for seed in range(7):
+        own = last[last["seed"] == seed].set_index(["method", "model", "part", "client"])["value"]
+        values = []
+        for client in range(10):
+            local, shared = (
+                [own[m, k, part, client] for part in ("validation", "test")]
+                for m, k in (("local", "personal"), ("fedavg", "global"))
+            )
+            values.append(shared[1] if shared[0] > local[0] else local[1])
+        assert rival.figures["accuracy"].by_seed[seed] == pytest.approx(np.nanmean(values))
+        assert rival.figures["accuracy/worst10"].by_seed[seed] == pytest.approx(np.nanmin(values))
+
+
+def recomputed(run: Run, rows: list[Row], reference: str) -> dict[str, tuple[float, float, bool]]:
+    """Raw p, Holm's p and verdict of every distinct model, by SciPy and statsmodels from the result of every seed."""
+    means = {row.method: row.figures["accuracy"].by_seed for row in contenders([run], rows)}
+    names = [m for m in means if m not in (reference, "fedprox")]
+    p = [stats.ttest_rel(*([means[k][s] for s in range(7)] for k in (m, reference))).pvalue for m in names]
+    rejections, holm, *_ = multipletests(p, method="holm")
+    return {m: found for m, *found in zip(names, p, holm, rejections, strict=True)}
+
+
+@pytest.mark.parametrize("reference", ["local", "flame", "local or fedavg"])
+def test_pairs_are_one_family_by_scipy_and_statsmodels(reference: str, run: Run, rows: list[Row]) -> None:
+    found = {pair.row.method: pair for pair in pairs([run], rows, reference)}
+    fresh = recomputed(run, rows, reference)
+    assert found.keys() == fresh.keys() | {"fedprox"}
+    for method, (p, holm, rejected) in fresh.items():
+        one = found[method].comparison
+        assert one is not None
+        assert (one.p, one.holm, one.significant) == (pytest.approx(p), pytest.approx(holm), rejected)
+        assert one.significant == (abs(one.mean) > one.half)
+        better = "better" if one.mean > 0 else "worse"
+        assert found[method].verdict == (better if rejected else "level")
+    assert found["fedprox"].comparison == found["fedavg"].comparison
+
+
+def test_the_same_models_are_no_test(run: Run, rows: list[Row]) -> None:
+    found = {pair.row.method: pair for pair in pairs([run], rows, "fedavg")}
+    assert (found["fedprox"].verdict, found["fedprox"].comparison) == ("same models", None)
+    leader = winners(
+        [run], contenders([run], [r for r in rows if r.method in ("fedavg", "fedprox", "fedacs")]), "accuracy"
+    )
+    assert len(leader[0].rivals) + len(leader[0].equals) <= 2
+    apart = [r for r in rows if r.method in ("fedavg", "fedprox")]
+    text = overview.cards([run], apart)
+    assert "The models of fedprox are the same." in text
+    assert "equal to" not in text
+
+
+def test_csv_and_latex_have_what_the_pairs_have(run: Run, rows: list[Row]) -> None:
+    found = pairs([run], rows, "local")
+    table = list(csv.DictReader(io.StringIO(pairs_csv(found))))
+    assert [row["method"] for row in table] == [pair.row.method for pair in found]
+    for row, pair in zip(table, found, strict=True):
+        assert pair.comparison is not None
+        assert float(row["difference"]) == pytest.approx(pair.comparison.mean)
+        assert float(row["p_holm"]) == pytest.approx(pair.comparison.holm)
+        assert row["verdict"] == pair.verdict
+    lines = pairs_latex(found, "a_b").splitlines()
+    body = dict(zip([p.row.method for p in found], lines[lines.index("\\midrule") + 1 :], strict=False))
+    for pair in found:
+        assert ("mathbf" in body[pair.row.method]) == (pair.verdict == "better")
+        assert ("dagger" in body[pair.row.method]) == (pair.verdict == "level")
+    assert any("a\\_b: every method against local" in line for line in lines)
+
+
+def test_fewer_seeds_than_five_decide_nothing(tmp_path: Path) -> None:
+    few = read_runs([Recording(methods=4, seeds=4, rounds=5).write(tmp_path / "few")])
+    found: list[Pair] = pairs(few, rows_of(few), "local")
+    assert {pair.verdict for pair in found} == {"not decidable"}
+    assert "dagger" not in results_latex(few, rows_of(few))
+
+
+def test_the_result_table_marks_the_best_and_what_is_level_with_it(run: Run, rows: list[Row]) -> None:
+    shown = contenders([run], rows)
+    found = marks(shown, ["accuracy", "bytes_up"])
+    assert found.keys() == {"accuracy"}
+    means = {row.method: row.figures["accuracy"].mean for row in shown}
+    best = max(means, key=means.__getitem__)
+    fresh = recomputed(run, rows, best)
+    assert {shown[i].method for i in found["accuracy"].best} - {"fedprox"} == {best}
+    assert {shown[i].method for i in found["accuracy"].level} - {"fedprox"} == {m for m, f in fresh.items() if not f[2]}
+    lines = results_latex([run], rows).splitlines()
+    body = lines[lines.index("\\midrule") + 1 : lines.index("\\bottomrule")]
+    assert len(body) == len(shown)
+    assert sum("mathbf" in re.split(" & ", line)[2] for line in body) == len(found["accuracy"].best)
+    every = results_latex([run], rows, None, "all").splitlines()
+    assert len(every) == len(lines) + len(rows) - len(shown)
+
+
+def test_the_command_writes_pairs_and_refuses_what_is_not_there(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "r.html"
+    found = CliRunner().invoke(app, ["report", str(folder), "--out", str(out), "--against", "local"])
+    assert found.exit_code == 0, found.output
+    assert "Every method against local" in out.read_text()
+    assert (tmp_path / "r" / "pairs.csv").read_text().count("\n") == 7
+    assert "\\toprule" in (tmp_path / "r" / "pairs.tex").read_text()
+    wrong = CliRunner().invoke(app, ["report", str(folder), "--out", str(out), "--against", "locl"])
+    assert (wrong.exit_code, "did you mean 'local'?" in wrong.output) == (2, True)
+    wrong = CliRunner().invoke(app, ["report", str(folder), "--out", str(out), "--models", "mine"])
+    assert (wrong.exit_code, "allowed: all, personal, used" in wrong.output) == (2, True)
+    with pytest.raises(ConfigError, match="method to compare with"):
+        report.write([folder], out, against="nobody")
