@@ -96,7 +96,7 @@ RECORDED = {"equitable-table2-mnist-fair", "fedacs-figure1-fair", "fedacs-table2
 """Fair recipes that ran before every key at its edge went on."""
 UNWEIGHTED = {
     "fiaelt-femnist-l1-reduced", "fiaelt-femnist-rates-reduced", "fiaelt-femnist-reduced", "fiaelt-synthetic",
-    "fiaelt-synthetic-fair", "fiaelt-synthetic-published",
+    "fiaelt-synthetic-fair",
 }  # fmt: skip
 """Recipes that are judged on a weighted figure and ran before a choice could be made by it."""
 
