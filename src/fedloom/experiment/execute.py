@@ -15,7 +15,7 @@ from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import Progress, simulate
-from fedloom.errors import CodeError, DamagedCheckpoint, RunDirError
+from fedloom.errors import CodeError, DamagedCheckpoint, LayoutError, RunDirError
 from fedloom.experiment.events import PAUSE, Emitter, Event, Line, Listener
 from fedloom.experiment.inspection import check_inspection
 from fedloom.experiment.outputs import (
@@ -32,6 +32,7 @@ from fedloom.experiment.schema import Experiment, Method, changed
 from fedloom.processes.pool import Pool, cores
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
+from fedloom.storage.checkpoint import check_digest
 from fedloom.storage.files import file_name, is_unused, lock, make_folder
 
 FEW_CLIENTS = 16
@@ -242,5 +243,9 @@ def folder_of(out: Path, kind: str, label: str, seed: int) -> Path:
 
 
 def _save_models(result: Result, folder: Path) -> None:
-    if not all((folder / f"{name}.safetensors").exists() for name in result.models.files()):
+    """Write the models, unless they lie there intact."""
+    try:
+        for name in result.models.files():
+            check_digest(folder / f"{name}.safetensors")
+    except LayoutError:
         result.models.save(folder)

@@ -16,23 +16,26 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from fedloom.errors import CheckpointError, DamagedCheckpoint, RunDirError
+from fedloom.errors import CheckpointError, DamagedCheckpoint, LayoutError, RunDirError
 from fedloom.storage.files import discard, make_folder, write_atomic
 from fedloom.storage.journal import raw
 from fedloom.values import difference
 
 if TYPE_CHECKING:
-    import io
     from collections.abc import Mapping
     from pathlib import Path
 
     from torch import Tensor
 
+    from fedloom.storage.files import Sink
     from fedloom.storage.store import Store
 
-__all__ = ["Checkpoints", "Loaded", "save_tensors"]
+__all__ = ["Checkpoints", "Loaded", "check_digest", "save_tensors"]
 
 _FORMAT = 1
+_DIGEST, _BLANK = "sha256", "0" * 64
+_LONGEST_HEADER = 100_000_000
+"""Bytes, as the safetensors library has it."""
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -69,16 +72,16 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     Args:
         path: the file.
         tensors: by name, of any shape, on any device.
-        metadata: texts for the header.
+        metadata: texts for the header, which then has the file's SHA-256 too; see `check_digest`.
 
     Returns:
-        SHA-256 of the file, as hexadecimal digits.
+        SHA-256 of the file, as hexadecimal digits; zeros stand in the place of the digest in its header.
 
     Raises:
         CheckpointError: the disk is full or refuses.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, object] = {"__metadata__": {_DIGEST: _BLANK, **metadata}} if metadata else {}
     end = 0
     for name in names:
         tensor = tensors[name]
@@ -88,7 +91,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     text = text.ljust(-(-len(text) // 8) * 8)
     digest = hashlib.sha256()
 
-    def fill(file: io.RawIOBase) -> None:
+    def fill(file: Sink) -> None:
         for piece in (len(text).to_bytes(8, "little"), text):
             digest.update(piece)
             file.write(piece)
@@ -96,9 +99,34 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
             view = raw(tensors[name].detach().cpu().contiguous())
             digest.update(view)
             file.write(view)
+        if metadata:
+            file.replace(digest.hexdigest().encode(), 8 + text.index(_BLANK.encode()))
 
     write_atomic(path, fill)
     return digest.hexdigest()
+
+
+def check_digest(path: Path) -> None:
+    """Refuse a safetensors file that is not what `save_tensors` wrote with metadata; one without a digest passes.
+
+    Raises:
+        LayoutError: it is damaged, or no such file.
+    """
+    with suppress(OSError, ValueError, AttributeError, RecursionError), path.open("rb") as file:
+        length = file.read(8)
+        text = file.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER))
+        recorded = json.loads(text).get("__metadata__", {}).get(_DIGEST)
+        if recorded is None:
+            return
+        digest = hashlib.sha256(length + text.replace(str(recorded).encode(), _BLANK.encode(), 1))
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+        if digest.hexdigest() == recorded:
+            return
+    raise LayoutError(
+        f"{path} is damaged: it is not what its SHA-256 says; where it is of a run directory, run the experiment again "
+        "to write it anew"
+    )
 
 
 class Checkpoints:

@@ -27,7 +27,18 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-__all__ = ["RowFile", "append_synced", "discard", "file_name", "hook", "in_use", "lock", "make_folder", "write_atomic"]
+__all__ = [
+    "RowFile",
+    "Sink",
+    "append_synced",
+    "discard",
+    "file_name",
+    "hook",
+    "in_use",
+    "lock",
+    "make_folder",
+    "write_atomic",
+]
 
 LONGEST = 150
 """Most characters of a label in a file's name: a system takes 255 bytes, of which seed, ending and draft need some."""
@@ -96,7 +107,7 @@ def _bytes(data: Buffer) -> memoryview:
     return memoryview(data).cast("B")
 
 
-class _Sink(io.RawIOBase):
+class Sink(io.RawIOBase):
     """The file-like object that a writer of `write_atomic` fills from start to end."""
 
     def __init__(self, fd: int, path: Path) -> None:
@@ -113,6 +124,10 @@ class _Sink(io.RawIOBase):
 
     def tell(self) -> int:
         return self._length
+
+    def replace(self, data: Buffer, at: int) -> None:
+        """Other bytes in the place of those from byte ``at`` on."""
+        _write(self._fd, self._path, _bytes(data), at)
 
 
 def file_name(label: str) -> str:
@@ -147,7 +162,7 @@ def is_unused(folder: Path) -> bool:
     return not folder.exists() or all(path.name.startswith(".") for path in folder.iterdir())
 
 
-def write_atomic(path: Path, content: Buffer | Callable[[io.RawIOBase], object]) -> None:
+def write_atomic(path: Path, content: Buffer | Callable[[Sink], object]) -> None:
     """Replaces a file as a whole: after a crash at any moment it has its old content or the new one.
 
     Args:
@@ -163,7 +178,7 @@ def write_atomic(path: Path, content: Buffer | Callable[[io.RawIOBase], object])
             fd = _open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             try:
                 if callable(content):
-                    content(_Sink(fd, temporary))
+                    content(Sink(fd, temporary))
                 else:
                     _write(fd, temporary, _bytes(content), None)
                 _fsync(fd, temporary)

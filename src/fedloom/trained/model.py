@@ -23,7 +23,7 @@ from fedloom.errors import ConfigError, LayoutError
 from fedloom.local.oracles.network import BATCH_STATISTICS, evaluated_together
 from fedloom.models import ModelSpec
 from fedloom.rows.layout import Layout
-from fedloom.storage.checkpoint import save_tensors
+from fedloom.storage.checkpoint import check_digest, save_tensors
 from fedloom.storage.files import make_folder
 from fedloom.tasks import Objective, task_of
 from fedloom.trained.raw import RawModel, said
@@ -263,14 +263,17 @@ def running_statistics(module: nn.Module) -> list[Tensor]:
     return [s for m in normalisers for s in (m.running_mean, m.running_var) if s is not None]
 
 
-def open_tensors(path: Path) -> Any:
+def open_tensors(path: Path, *, check: bool = True) -> Any:
     """An open safetensors file.
 
     Raises:
         LayoutError: there is none, or it is damaged.
     """
     try:
-        return safe_open(path, "pt")
+        file = safe_open(path, "pt")
+        if check:
+            check_digest(path)
+        return file
     except (OSError, SafetensorError) as error:
         raise LayoutError(f"{path}: no readable file of models ({error})") from None
 
@@ -281,7 +284,7 @@ def file_layout(path: Path | str) -> Layout:
     Raises:
         LayoutError: the header has none.
     """
-    with open_tensors(Path(path)) as file:
+    with open_tensors(Path(path), check=False) as file:
         return Layout.from_header(file.metadata() or {})
 
 

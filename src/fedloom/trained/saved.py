@@ -67,7 +67,7 @@ def _write_base(start: Mapping[str, Tensor], folder: Path) -> None:
     except OSError:  # another file system, or one without links
         other = None
     if other is None:
-        save_tensors(path, start, {})
+        save_tensors(path, start, {"kind": "base"})
 
 
 def _tensors(source: Source, name: str) -> Mapping[str, Tensor]:
@@ -151,7 +151,9 @@ class Shelf:
                 "experiment again to finish it"
             )
         self._kinds = there
-        with open_tensors(self._path(there[0])) as file:
+        for name in (*there, *(file.stem for file in folder.glob("base-*.safetensors"))):
+            open_tensors(self._path(name))
+        with open_tensors(self._path(there[0]), check=False) as file:
             facts, about = facts_of(file, self._path(there[0]))
             sample = next((k for k in file.keys() if k.startswith("rows")), None)  # noqa: SIM118 (no mapping)
             dtype = file.get_slice(sample)[:1].dtype if sample else torch.float32
@@ -177,7 +179,7 @@ class Shelf:
 
     def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         found = []
-        with open_tensors(self._path("personal")) as file:
+        with open_tensors(self._path("personal"), check=False) as file:  # checked in whole, once
             for part in ("rows", "statistics"):
                 there = f"{part}.{0:08d}" in set(file.keys())
                 width = file.get_slice(f"{part}.{0:08d}").get_shape()[1] if there else 0
@@ -217,5 +219,5 @@ class Shelf:
         return self._folder / f"{name}.safetensors"
 
     def _read(self, name: str) -> dict[str, Tensor]:
-        with open_tensors(self._path(name)) as file:
+        with open_tensors(self._path(name), check=name not in KINDS) as file:
             return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)

@@ -15,7 +15,7 @@ from fedloom.deploy.site.local_data import site_federation
 from fedloom.deploy.site.state import Model, models
 from fedloom.errors import ConfigError
 from fedloom.rows.layout import Layout
-from fedloom.storage.checkpoint import save_tensors
+from fedloom.storage.checkpoint import check_digest, save_tensors
 from fedloom.storage.files import make_folder
 from fedloom.tasks import task_of
 
@@ -45,6 +45,7 @@ def module_of(one: Owned) -> nn.Module:
     """A site's model as a plain module in evaluation mode."""
     samples, experiment = one.site.samples, read_agreed(one.site)
     module = experiment.common.model.build(samples.shape, samples.outputs, experiment.head.seeds[0], samples.tokens)
+    check_digest(one.model.path)
     Layout.of(module).load(module, load_file(one.model.path)["rows"][0])
     return module.eval()
 
