@@ -131,7 +131,7 @@ def leading(names: Collection[str], role: Literal["page", "settings", "client"] 
     >>> leading({"loss", "accuracy", "auroc"}), leading({"loss", "accuracy", "auroc"}, "client"), leading({"mae"})
     ('auroc', 'accuracy', 'loss')
     """
-    return next((found for roles in ROLES.values() if (found := getattr(roles, role)) in names), "loss")
+    return next((leader for roles in ROLES.values() if (leader := getattr(roles, role)) in names), "loss")
 
 
 def of_class(name: str, label: str) -> str:
@@ -171,65 +171,65 @@ def over_clients(name: str, values: Values, sizes: Values, centre: float | None 
         centre: value of the global model on the common test set.
     """
     low = metric(name).higher
-    found = {"mean": mean(values), "weighted": weighted(values, sizes), "worst10": worst(values, low=low)}
+    figures = {"mean": mean(values), "weighted": weighted(values, sizes), "worst10": worst(values, low=low)}
     if name == "loss":
-        return {f"loss/{k}": v for k, v in (found | {"variance": variance(values)}).items()} | {
+        return {f"loss/{k}": v for k, v in (figures | {"variance": variance(values)}).items()} | {
             "cd": disagreement(values)
         }
     if name in CHOOSING:
-        found |= {"variance": variance(values), "jain": jain(values)}
-        found |= {} if centre is None else {"sigma": spread(values, centre)}
-        found |= {f"decile{k}": float(decile) for k, decile in enumerate(deciles(values), 1)}
-    return {f"{name}/{statistic}": value for statistic, value in found.items()}
+        figures |= {"variance": variance(values), "jain": jain(values)}
+        figures |= {} if centre is None else {"sigma": spread(values, centre)}
+        figures |= {f"decile{k}": float(decile) for k, decile in enumerate(deciles(values), 1)}
+    return {f"{name}/{statistic}": value for statistic, value in figures.items()}
 
 
 def mean(values: Values) -> float:
     """Mean over clients."""
-    found = _known(values)
-    return float(found.mean()) if len(found) else math.nan
+    finite = _finite(values)
+    return float(finite.mean()) if len(finite) else math.nan
 
 
 def weighted(values: Values, sizes: Values) -> float:
     """Mean over clients, weighted by their samples."""
     import numpy as np
 
-    there = np.isfinite(values) & (sizes > 0)
-    return float(np.average(values[there], weights=sizes[there])) if there.any() else math.nan
+    counted = np.isfinite(values) & (sizes > 0)
+    return float(np.average(values[counted], weights=sizes[counted])) if counted.any() else math.nan
 
 
 def worst(values: Values, *, low: bool) -> float:
     """Mean over the worst tenth of the clients (at least one); ``low``: small values are bad."""
-    found = _known(values)
-    found.sort()
-    count = max(1, round(len(found) / 10))
-    return float((found[:count] if low else found[-count:]).mean()) if len(found) else math.nan
+    finite = _finite(values)
+    finite.sort()
+    count = max(1, round(len(finite) / 10))
+    return float((finite[:count] if low else finite[-count:]).mean()) if len(finite) else math.nan
 
 
 def deciles(values: Values) -> Values:
     """The nine deciles over clients."""
     import numpy as np
 
-    found = _known(values)
-    return np.quantile(found, np.arange(1, 10) / 10) if len(found) else np.full(9, math.nan)
+    finite = _finite(values)
+    return np.quantile(finite, np.arange(1, 10) / 10) if len(finite) else np.full(9, math.nan)
 
 
 def spread(values: Values, centre: float) -> float:
     """sigma_Acc: root mean square distance of the clients' accuracies from the global one (Equitable-FL, Sec. 5)."""
-    found = _known(values)
-    return math.sqrt(((found - centre) ** 2).mean()) if len(found) else math.nan
+    finite = _finite(values)
+    return math.sqrt(((finite - centre) ** 2).mean()) if len(finite) else math.nan
 
 
 def variance(values: Values) -> float:
     """Sample variance over clients, divisor n - 1 (FLAME's fairness of test losses)."""
-    found = _known(values)
-    return float(found.var(ddof=1)) if len(found) > 1 else math.nan
+    finite = _finite(values)
+    return float(finite.var(ddof=1)) if len(finite) > 1 else math.nan
 
 
 def jain(values: Values) -> float:
     """Jain's fairness index (sum x)^2 / (n sum x^2), in [1/n, 1]."""
-    found = _known(values)
-    total = float((found**2).sum())
-    return float(found.sum() ** 2 / (len(found) * total)) if total > 0 else math.nan
+    finite = _finite(values)
+    total = float((finite**2).sum())
+    return float(finite.sum() ** 2 / (len(finite) * total)) if total > 0 else math.nan
 
 
 def disagreement(values: Values) -> float:
@@ -240,23 +240,23 @@ def disagreement(values: Values) -> float:
     """
     import numpy as np
 
-    found = _known(values)
-    found.sort()
-    r = len(found)
+    finite = _finite(values)
+    finite.sort()
+    r = len(finite)
     if r < 2:
         return math.nan
-    pairs = float(((2 * np.arange(r) - r + 1) * found).sum())
+    pairs = float(((2 * np.arange(r) - r + 1) * finite).sum())
     return 2 * pairs / (r * (r - 1) / 2)
 
 
-def mutual_information(planted: NDArray[np.int64], found: NDArray[np.int64]) -> float:
+def mutual_information(planted: NDArray[np.int64], recovered: NDArray[np.int64]) -> float:
     """Normalised mutual information of two labelings, in [0, 1] (Equitable-FL, Fig. 2); 1 if equal up to names."""
     from sklearn.metrics import normalized_mutual_info_score
 
-    return float(normalized_mutual_info_score(planted, found))
+    return float(normalized_mutual_info_score(planted, recovered))
 
 
-def _known(values: Values) -> Values:
+def _finite(values: Values) -> Values:
     """A copy without what is not finite."""
     import numpy as np
 

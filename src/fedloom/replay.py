@@ -53,17 +53,17 @@ class Replay:
             for name, shape in shapes.items():
                 got = self.initial.get(name)
                 if got is None or torch.as_tensor(got).shape != shape:
-                    found = "nothing" if got is None else [*torch.as_tensor(got).shape]
-                    raise ConfigError(f"initial: parameter {name!r} must have shape {[*shape]}, got {found}")
-            given = layout.flatten({name: torch.as_tensor(self.initial[name]) for name in layout.names})
+                    size = "nothing" if got is None else [*torch.as_tensor(got).shape]
+                    raise ConfigError(f"initial: parameter {name!r} must have shape {[*shape]}, got {size}")
+            start = layout.flatten({name: torch.as_tensor(self.initial[name]) for name in layout.names})
         else:
-            given = torch.as_tensor(self.initial)
-        if given.shape != own.shape:
-            raise ConfigError(f"initial must be a vector [{layout.d}] or a state dict, got shape {[*given.shape]}")
-        given = given.detach().to(own)
-        if not bool(given.isfinite().all()):
+            start = torch.as_tensor(self.initial)
+        if start.shape != own.shape:
+            raise ConfigError(f"initial must be a vector [{layout.d}] or a state dict, got shape {[*start.shape]}")
+        start = start.detach().to(own)
+        if not bool(start.isfinite().all()):
             raise ConfigError("initial must be finite, got NaN or infinity")
-        return given
+        return start
 
     def cohort(self, round: int) -> Tensor | None:
         """Ids of the clients of a round, from 1, if they are given."""
@@ -95,8 +95,8 @@ class Replay:
         n = len(sizes)
         if self.cohorts is not None:
             _exactly("cohorts", "rounds", self.cohorts, rounds)
-            for t, given in enumerate(self.cohorts, 1):
-                _integers(f"cohorts: round {t}", "client ids", given, n)
+            for t, ids in enumerate(self.cohorts, 1):
+                _integers(f"cohorts: round {t}", "client ids", ids, n)
         if self.batches is None:
             return
         if not isinstance(self.batches, Mapping):
@@ -106,7 +106,7 @@ class Replay:
         for i, rounds_of in clients.items():
             _exactly(f"batches: client {i}", "rounds", rounds_of, rounds)
             size = int(sizes[i, 0])
-            self._read[i] = {t: _streams(i, t, given, size) for t, given in enumerate(rounds_of, 1)}
+            self._read[i] = {t: _streams(i, t, ids, size) for t, ids in enumerate(rounds_of, 1)}
         for t in range(1, rounds + 1):
             cohort = self.cohort(t)
             missing = sorted(set(range(n) if cohort is None else cohort.tolist()) - set(self._read))
@@ -115,48 +115,48 @@ class Replay:
 
     def marks(self) -> dict[str, str]:
         """A digest of everything that is given, by name; what a checkpoint must agree on."""
-        found = {}
+        digests = {}
         for name in ("initial", "cohorts", "batches", "projection"):
             if getattr(self, name) is not None:
                 digest = hashlib.blake2b(digest_size=8)
                 _feed(digest, self._read if name == "batches" else getattr(self, name))
-                found[f"replay.{name}"] = digest.hexdigest()
-        return found
+                digests[f"replay.{name}"] = digest.hexdigest()
+        return digests
 
 
-def _streams(client: int, round: int, given: Any, size: int) -> Given:
+def _streams(client: int, round: int, batches: Any, size: int) -> Given:
     """The batches ``[steps, b]`` of a client's round by stream, short ones padded with -1."""
-    named = given if isinstance(given, Mapping) else {"local": () if given is None else given}
-    found = {}
+    named = batches if isinstance(batches, Mapping) else {"local": () if batches is None else batches}
+    tables = {}
     for stream, steps in named.items():
         where = f"batches: client {client}, round {round}" + (f", stream {stream!r}" if stream != "local" else "")
         drawn = [_integers(f"{where}, step {k}", "positions", b, size) for k, b in enumerate(steps, 1)]
         table = torch.full((len(drawn), max(map(len, drawn), default=1)), -1)
         for row, batch in zip(table, drawn, strict=True):
             row[: len(batch)] = batch
-        found[stream] = table
-    return found
+        tables[stream] = table
+    return tables
 
 
-def _exactly(where: str, what: str, given: Any, wanted: int) -> None:
-    got = len(given) if isinstance(given, Sized) else f"{given!r:.60}"
+def _exactly(where: str, what: str, entries: Any, wanted: int) -> None:
+    got = len(entries) if isinstance(entries, Sized) else f"{entries!r:.60}"
     if got != wanted:
         raise ConfigError(f"{where}: must have one entry for each of the {wanted} {what}, got {got}")
 
 
-def _integers(where: str, what: str, given: Any, below: int) -> Tensor:
+def _integers(where: str, what: str, numbers: Any, below: int) -> Tensor:
     """Whole numbers from 0 to ``below`` - 1, at least one."""
     try:
-        found = torch.as_tensor(given)
+        integers = torch.as_tensor(numbers)
     except (TypeError, ValueError, RuntimeError):
-        found = torch.empty(0)
-    whole = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
-    if found.dim() != 1 or not len(found) or not whole:
-        raise ConfigError(f"{where}: must be a list of {what} from 0 to {below - 1}, not empty, got {_short(given)}")
-    out = (found < 0) | (found >= below)
+        integers = torch.empty(0)
+    whole = not (integers.is_floating_point() or integers.is_complex() or integers.dtype == torch.bool)
+    if integers.dim() != 1 or not len(integers) or not whole:
+        raise ConfigError(f"{where}: must be a list of {what} from 0 to {below - 1}, not empty, got {_short(numbers)}")
+    out = (integers < 0) | (integers >= below)
     if bool(out.any()):
-        raise ConfigError(f"{where}: {what} are from 0 to {below - 1}, got {int(found[out][0])}")
-    return found.long()
+        raise ConfigError(f"{where}: {what} are from 0 to {below - 1}, got {int(integers[out][0])}")
+    return integers.long()
 
 
 def _short(value: Any) -> str:

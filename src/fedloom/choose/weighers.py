@@ -120,11 +120,11 @@ class EquitableWeigher(Weigher):
         """p_i = 1/(C |cluster of i|), Algorithm 1, lines 8-11."""
         assert info is not None
         rng = random_state(ctx.rng("k-means"))
-        found = spectral_clusters(info, self.clusters, rng) if self.clusters else clear_clusters(info, rng)
-        size = torch.bincount(found)
+        clusters = spectral_clusters(info, self.clusters, rng) if self.clusters else clear_clusters(info, rng)
+        size = torch.bincount(clusters)
         labels = state.labels.clone()
-        labels[ctx.ids] = found
-        p = 1.0 / ((size > 0).sum() * size[found]).double()
+        labels[ctx.ids] = clusters
+        p = 1.0 / ((size > 0).sum() * size[clusters]).double()
         return p[:, None], Labels(labels)
 
     def remarks(self) -> list[str]:
@@ -170,12 +170,12 @@ def clear_clusters(a: Tensor, rng: np.random.RandomState) -> Tensor:
 
     vectors, best, labels = _eigenvectors(a), CLEAR, np.zeros(len(a), np.int64)
     for clusters in range(2, math.isqrt(len(a)) + 1):
-        found, embedding = _k_means(vectors, clusters, rng)
-        if np.bincount(found).min() < 2:
+        candidate, embedding = _k_means(vectors, clusters, rng)
+        if np.bincount(candidate).min() < 2:
             continue
-        score = silhouette_score(embedding, found)
+        score = silhouette_score(embedding, candidate)
         if score > best:
-            best, labels = score, found
+            best, labels = score, candidate
     return torch.as_tensor(labels, dtype=torch.long)
 
 

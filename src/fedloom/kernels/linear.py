@@ -171,17 +171,17 @@ def _move(w: Any, velocity: Any, pulled: Any, rate: Any) -> None:
 def _slopes(z: Any, y: Any, where: Any, factor: Any, classes: Any) -> None:
     """``z [b, k] <-`` factor (softmax(z) - e_y), times the weight of the class y."""
     for p in range(len(z)):
-        own, label = z[p], y[where[p]]
-        top, total = own[0], own.dtype.type(0)
-        for q in range(1, len(own)):
-            top = own[q] if own[q] > top else top
-        for q in range(len(own)):
-            own[q] = np.exp(own[q] - top)
-            total += own[q]
+        scores, label = z[p], y[where[p]]
+        top, total = scores[0], scores.dtype.type(0)
+        for q in range(1, len(scores)):
+            top = scores[q] if scores[q] > top else top
+        for q in range(len(scores)):
+            scores[q] = np.exp(scores[q] - top)
+            total += scores[q]
         share = factor * classes[label] if len(classes) else factor
-        for q in range(len(own)):
-            own[q] *= share / total
-        own[label] -= share
+        for q in range(len(scores)):
+            scores[q] *= share / total
+        scores[label] -= share
 
 
 @compiled
@@ -193,10 +193,10 @@ def _outputs(w: Any, at: int, bias: int, x: Any, out: Any) -> None:
         for p in range(0, b, 4):
             _dots(x[p : p + 4], weights[q : q + 4], out[p : p + 4, q : q + 4])
     if bias >= 0:
-        own = w[bias : bias + o]
+        offsets = w[bias : bias + o]
         for p in range(b):
             for q in range(o):
-                out[p, q] += own[q]
+                out[p, q] += offsets[q]
 
 
 @compiled
@@ -286,9 +286,9 @@ def _dots(x: Any, w: Any, out: Any) -> None:
             out[0, q], out[1, q], out[2, q], out[3, q] = s0, s1, s2, s3
         else:
             for p in range(len(x)):
-                mine, s = x[p], zero
+                sample, s = x[p], zero
                 for k in range(len(row)):
-                    s += mine[k] * row[k]
+                    s += sample[k] * row[k]
                 out[p, q] = s
 
 

@@ -81,16 +81,16 @@ def pool(x: Any, out: Any, place: Any) -> None:
                 third, fourth = x[s, 2 * i + 1, 2 * j], x[s, 2 * i + 1, 2 * j + 1]
                 to, where = out[s, i, j], place[s, i, j]
                 for k in range(channels):
-                    best, found = first[k], np.uint8(0)
+                    best, corner = first[k], np.uint8(0)
                     if _above(second[k], best):
-                        best, found = second[k], np.uint8(1)
+                        best, corner = second[k], np.uint8(1)
                     if _above(third[k], best):
-                        best, found = third[k], np.uint8(2)
+                        best, corner = third[k], np.uint8(2)
                     if _above(fourth[k], best):
-                        best, found = fourth[k], np.uint8(3)
+                        best, corner = fourth[k], np.uint8(3)
                     if _number(best) <= 0:
-                        best, found = zero, np.uint8(4)
-                    to[k], where[k] = best, found
+                        best, corner = zero, np.uint8(4)
+                    to[k], where[k] = best, corner
 
 
 @compiled

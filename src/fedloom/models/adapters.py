@@ -51,15 +51,15 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """What the layer gives, and the product."""
-        found: Tensor = self.wrapped(x)
-        return found + self.scale * ((x @ self.down.mT) @ self.up.mT)
+        output: Tensor = self.wrapped(x)
+        return output + self.scale * ((x @ self.down.mT) @ self.up.mT)
 
     @property
     def weight(self) -> Tensor:
         """The matrix as a plain layer would have it; some modules read it instead of calling the layer."""
-        own: Tensor = self.wrapped.weight  # type: ignore[assignment]
+        plain: Tensor = self.wrapped.weight  # type: ignore[assignment]
         product = self.scale * (self.up @ self.down)
-        return own + (product if type(self.wrapped) is nn.Linear else product.mT)
+        return plain + (product if type(self.wrapped) is nn.Linear else product.mT)
 
     @property
     def bias(self) -> Tensor | None:
@@ -80,10 +80,12 @@ def adapted(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Module:  #
     last = head(module)[0][:-1] if adapters.head else ""
     chosen = [name for name in linear if name != last and (adapters.on == "linear" or _of_attention(module, name))]
     if not chosen:
-        there = (
+        elsewhere = (
             f"linear layers elsewhere: {', '.join(list(linear)[:8])}; use on = 'linear'" if linear else "none at all"
         )
-        raise ConfigError(f"adapters on {adapters.on!r}: {type(module).__name__} has no such linear layer ({there})")
+        raise ConfigError(
+            f"adapters on {adapters.on!r}: {type(module).__name__} has no such linear layer ({elsewhere})"
+        )
     for name in chosen:
         if adapters.rank > min(matrix(linear[name]).shape):
             shape = "x".join(map(str, matrix(linear[name]).shape))
@@ -104,9 +106,9 @@ def adapted(module: nn.Module, adapters: Adapters = Adapters()) -> nn.Module:  #
 @torch.no_grad()
 def merged(module: nn.Module) -> nn.Module:
     """A module whose adapters are added to their layers: the architecture as it was; without adapters the module."""
-    found = {name: layer for name, layer in module.named_modules() if isinstance(layer, Adapted)}
-    module = copy.deepcopy(module) if found else module
-    for name in found:
+    adapters = {name: layer for name, layer in module.named_modules() if isinstance(layer, Adapted)}
+    module = copy.deepcopy(module) if adapters else module
+    for name in adapters:
         layer = module.get_submodule(name)
         assert isinstance(layer, Adapted)
         layer.wrapped.weight.copy_(layer.weight)  # type: ignore[operator]

@@ -73,15 +73,15 @@ def thin(module: nn.Module, ranks: Mapping[str, int]) -> nn.Module:
     Raises:
         ConfigError: a name is no layer that can be replaced.
     """
-    made = copy.deepcopy(module).eval()
-    layers = dict(made.named_modules())
+    thinned = copy.deepcopy(module).eval()
+    layers = dict(thinned.named_modules())
     for name, rank in ranks.items():
         matrix = _matrix(layers[name]) if name in layers else None
         if matrix is None:
             raise ConfigError(f"thin: {name!r} is no linear or convolutional layer of {type(module).__name__}")
         rows, columns = matrix.shape
-        made.set_submodule(name, _pair(layers[name], matrix.new_zeros(rows, rank), matrix.new_zeros(rank, columns)))
-    return made
+        thinned.set_submodule(name, _pair(layers[name], matrix.new_zeros(rows, rank), matrix.new_zeros(rank, columns)))
+    return thinned
 
 
 def _matrix(layer: nn.Module) -> Tensor | None:

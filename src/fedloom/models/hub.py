@@ -49,14 +49,14 @@ class Hub(OfTokens):
                 body = AutoModel.from_config(AutoConfig.for_model(self.config["model_type"], **options))
         except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
             raise ConfigError(f"model hub: {what!r} cannot be made ({cause_of(error).splitlines()[0]})") from error
-        known = body.get_input_embeddings().num_embeddings
-        if known < vocabulary:
+        tokens = body.get_input_embeddings().num_embeddings
+        if tokens < vocabulary:
             raise ConfigError(
-                f"model hub: {what!r} knows {known} tokens, the data have {vocabulary}; use its tokenizer"
+                f"model hub: {what!r} knows {tokens} tokens, the data have {vocabulary}; use its tokenizer"
             )
-        made = Headed(body.float(), outputs, Pick(each, self.pool == "last"))
-        try_out(made, (length,), outputs, what, (vocabulary, each))
-        return made
+        module = Headed(body.float(), outputs, Pick(each, self.pool == "last"))
+        try_out(module, (length,), outputs, what, (vocabulary, each))
+        return module
 
 
 class Headed(nn.Module):

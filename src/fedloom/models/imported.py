@@ -31,16 +31,16 @@ class Import(ModelSpec):
     options: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the call")
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        return self._made(shape, outputs, None)
+        return self._build(shape, outputs, None)
 
     def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
-        return self._made((length,), outputs, (vocabulary, each))
+        return self._build((length,), outputs, (vocabulary, each))
 
-    def _made(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
+    def _build(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
         make = find_maker(self.path, "model", nn.Module)
         if not callable(make):
             raise ConfigError(f"model {self.path!r} must be a class or a function, got {type(make).__name__}")
-        return _made(make, self.options, self.path, shape, outputs, tokens)
+        return _build(make, self.options, self.path, shape, outputs, tokens)
 
 
 class Held(ModelSpec):
@@ -57,16 +57,16 @@ class Held(ModelSpec):
     held: Any = Field(exclude=True, repr=False, description="the module, class or function")
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
-        return self._made(shape, outputs, None)
+        return self._build(shape, outputs, None)
 
     def sequence(self, length: int, outputs: int, vocabulary: int, each: bool) -> nn.Module:
-        return self._made((length,), outputs, (vocabulary, each))
+        return self._build((length,), outputs, (vocabulary, each))
 
-    def _made(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
+    def _build(self, shape: tuple[int, ...], outputs: int, tokens: tuple[int, bool] | None) -> nn.Module:
         if not isinstance(self.held, nn.Module):
-            return _made(self.held, {}, self.name, shape, outputs, tokens)
+            return _build(self.held, {}, self.name, shape, outputs, tokens)
         copy = deepcopy(self.held).cpu().float()
-        return _made(lambda: copy, {}, self.name, shape, outputs, tokens)
+        return _build(lambda: copy, {}, self.name, shape, outputs, tokens)
 
 
 def given_model(given: Any) -> ModelSpec | None:
@@ -99,7 +99,7 @@ def given_model(given: Any) -> ModelSpec | None:
     return Held(name=name, digest=hashlib.blake2b(text_of(given).encode(), digest_size=8).hexdigest(), held=given)
 
 
-def _made(
+def _build(
     make: Callable[..., Any],
     options: Mapping[str, Any],
     name: str,
@@ -108,25 +108,25 @@ def _made(
     tokens: tuple[int, bool] | None,
 ) -> nn.Module:
     """What a class or function makes for this data, looked at."""
-    known: dict[str, Any] = {"shape": shape, "outputs": outputs}
-    known |= {} if tokens is None else {"vocabulary": tokens[0], "each": tokens[1]}
-    offered = {key: value for key, value in known.items() if key in inspect.signature(make).parameters}
+    facts: dict[str, Any] = {"shape": shape, "outputs": outputs}
+    facts |= {} if tokens is None else {"vocabulary": tokens[0], "each": tokens[1]}
+    offered = {key: value for key, value in facts.items() if key in inspect.signature(make).parameters}
     try:
-        made = make(**{**offered, **options})
+        module = make(**{**offered, **options})
     except Exception as error:
         raise ConfigError(
             f"model {name!r} could not be made with options {dict(options)}: {error}; it is called with "
-            f"{' and '.join(known)} where it has parameters of these names"
+            f"{' and '.join(facts)} where it has parameters of these names"
         ) from error
-    if not isinstance(made, nn.Module) or not any(True for _ in made.parameters()):
-        raise ConfigError(f"model {name!r} must give an nn.Module with parameters, got {type(made).__name__}")
-    if isinstance(made, torch.jit.ScriptModule):
+    if not isinstance(module, nn.Module) or not any(True for _ in module.parameters()):
+        raise ConfigError(f"model {name!r} must give an nn.Module with parameters, got {type(module).__name__}")
+    if isinstance(module, torch.jit.ScriptModule):
         raise ConfigError(f"model {name!r} is TorchScript, which is not trained here; give the nn.Module it came from")
-    odd = [n for n, p in made.named_parameters() if not isinstance(p, UninitializedParameter) and p.is_complex()]
+    odd = [n for n, p in module.named_parameters() if not isinstance(p, UninitializedParameter) and p.is_complex()]
     if odd:
         raise ConfigError(f"model {name!r} has complex parameters ({', '.join(odd)}); give real and imaginary parts")
-    try_out(made, shape, outputs, name, tokens)
-    return made
+    try_out(module, shape, outputs, name, tokens)
+    return module
 
 
 def try_out(
@@ -142,12 +142,12 @@ def try_out(
     wanted = (*shape, outputs) if tokens is not None and tokens[1] else (outputs,)
     try:
         with torch.no_grad():
-            given = module.eval()(samples)
+            output = module.eval()(samples)
     except Exception as error:
         raise ConfigError(f"model {path!r} fails on samples of shape {shape}: {error}") from error
     finally:
         module.train(training)
-    got = list(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
+    got = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
     if got != [2, *wanted]:
         must, cure = ", ".join(map(str, ("b", *wanted))), ""
         if isinstance(got, str):

@@ -80,7 +80,7 @@ def _declared(module: nn.Module, part: str) -> str | None:
     name = getattr(module, part, None)
     if not isinstance(name, str):
         return None
-    known = [found for found, _ in module.named_modules() if found]
-    if name not in known:
-        raise ConfigError(f"{type(module).__name__}.{part} names no submodule: {name!r}; {nearest(name, known)}")
+    submodules = [submodule for submodule, _ in module.named_modules() if submodule]
+    if name not in submodules:
+        raise ConfigError(f"{type(module).__name__}.{part} names no submodule: {name!r}; {nearest(name, submodules)}")
     return name

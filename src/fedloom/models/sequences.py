@@ -105,13 +105,13 @@ class Recurrence(nn.LSTM):
         """What ``forward`` gives for ``x [b, L, .]``, all states ``[b, L, hidden]``."""
         gates = (x @ self.weight_ih_l0.mT + (self.bias_ih_l0 + self.bias_hh_l0)).unbind(1)
         h = c = torch.zeros_like(gates[0][:, : self.hidden_size])
-        found = []
+        states = []
         for gate in gates:
             i, f, g, o = (gate + h @ self.weight_hh_l0.mT).chunk(4, -1)
             c = f.sigmoid() * c + i.sigmoid() * g.tanh()
             h = o.sigmoid() * c.tanh()
-            found.append(h)
-        return torch.stack(found, 1)
+            states.append(h)
+        return torch.stack(states, 1)
 
 
 class Attentive(nn.Module):
@@ -123,8 +123,8 @@ class Attentive(nn.Module):
     def __init__(self, spec: Transformer, length: int, outputs: int, vocabulary: int, each: bool) -> None:
         super().__init__()
         self.register_buffer("positions", sines(length, spec.width), persistent=False)
-        seen = torch.ones(length, length, dtype=torch.bool)
-        self.register_buffer("before", seen.tril() if spec.causal else seen, persistent=False)
+        pairs = torch.ones(length, length, dtype=torch.bool)
+        self.register_buffer("before", pairs.tril() if spec.causal else pairs, persistent=False)
         self.embedding = nn.Embedding(vocabulary, spec.width)
         self.drop = Dropout(spec.dropout)
         self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
@@ -134,10 +134,10 @@ class Attentive(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits of tokens ``[b, L]``."""
-        seen = self.before & (x != 0)[:, None, :]
+        visible = self.before & (x != 0)[:, None, :]
         h = self.drop(self.embedding(x) + self.positions)
         for block in self.blocks:
-            h = block(h, seen)
+            h = block(h, visible)
         return self.head(self.pick(self.norm(h), x))  # type: ignore[no-any-return]
 
 
@@ -156,9 +156,9 @@ class Block(nn.Module):
         self.fc2 = nn.Linear(inner, spec.width)
         self.drop2 = Dropout(spec.dropout)
 
-    def forward(self, h: Tensor, seen: Tensor) -> Tensor:
+    def forward(self, h: Tensor, visible: Tensor) -> Tensor:
         """``h [b, L, width]`` with ``seen [b, L, L]``: which positions each one looks at."""
-        h = h + self.drop1(self.attention(self.norm1(h), seen))
+        h = h + self.drop1(self.attention(self.norm1(h), visible))
         return h + self.drop2(self.fc2(self.act(self.fc1(self.norm2(h)))))  # type: ignore[no-any-return]
 
 
@@ -170,10 +170,10 @@ class Attention(nn.Module):
         self.heads = heads
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
 
-    def forward(self, h: Tensor, seen: Tensor) -> Tensor:
+    def forward(self, h: Tensor, visible: Tensor) -> Tensor:
         """``[b, L, width]``."""
         q, k, v = (f(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
-        scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen[:, None], -math.inf)
+        scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~visible[:, None], -math.inf)
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 

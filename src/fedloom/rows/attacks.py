@@ -57,14 +57,14 @@ class Forgery(Attack, ABC):
         return self.trains
 
     @abstractmethod
-    def forge(self, honest: Tensor | None, base: Tensor, own: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
+    def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
         """What the attackers send, in absolute form (a model, not a difference).
 
         Args:
             honest: [h, d] rows of the honest clients in absolute form; None where they are not known: the attackers'
                 own honest rows stand in for them then (as in Baruch et al., section 3).
             base: [b, d] the models that the attackers received.
-            own: [b, d] what they would send if they were honest, in absolute form.
+            benign: [b, d] what they would send if they were honest, in absolute form.
             m: size of the cohort, attackers included.
             gens: b generators, one per attacker.
 
@@ -105,7 +105,7 @@ class SameValue(Forgery):
     kind: Literal["same-value"] = "same-value"
     variance: float = Field(0.1, gt=0, description="variance of p (FLAME, VI-A)")
 
-    def forge(self, honest: Tensor | None, base: Tensor, own: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
+    def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
         return _normal(base[:, :1], self.variance, gens).expand_as(base).clone()
 
 
@@ -124,8 +124,8 @@ class SignFlip(Forgery):
     def reads_own(self) -> bool:
         return self.of == "own"
 
-    def forge(self, honest: Tensor | None, base: Tensor, own: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
-        return -_normal(base[:, :1], self.variance, gens).abs() * (own if self.reads_own else base)
+    def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
+        return -_normal(base[:, :1], self.variance, gens).abs() * (benign if self.reads_own else base)
 
 
 class Gaussian(Forgery):
@@ -134,7 +134,7 @@ class Gaussian(Forgery):
     kind: Literal["gaussian"] = "gaussian"
     variance: float = Field(0.1, gt=0, description="variance of every coordinate (FLAME, VI-A)")
 
-    def forge(self, honest: Tensor | None, base: Tensor, own: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
+    def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
         return _normal(base, self.variance, gens)
 
 
@@ -145,8 +145,8 @@ class ModelReplacement(Forgery):
     kind: Literal["model-replacement"] = "model-replacement"
     scale: float | None = Field(None, gt=0, description="boost; None: m, which replaces the mean (Eq. 3)")
 
-    def forge(self, honest: Tensor | None, base: Tensor, own: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
-        return base + (m if self.scale is None else self.scale) * (own - base)
+    def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
+        return base + (m if self.scale is None else self.scale) * (benign - base)
 
 
 # ------------------------------------------------------------------------------------------- knowing the honest rows
@@ -164,8 +164,8 @@ class ALIE(Forgery):
     kind: Literal["alie"] = "alie"
     z: float | None = Field(None, description="standard deviations; None: of the formula, from m and b")
 
-    def forge(self, honest: Tensor | None, base: Tensor, own: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
-        rows = own if honest is None else honest
+    def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
+        rows = benign if honest is None else honest
         return (rows.mean(0) + self.deviations(m, len(base)) * _std(rows)).expand_as(base).clone()
 
     def deviations(self, m: int, b: int) -> float:
@@ -185,8 +185,8 @@ class IPM(Forgery):
     kind: Literal["ipm"] = "ipm"
     epsilon: float = Field(0.1, gt=0, description="length against the mean; over m / b - 1 it turns a mean around")
 
-    def forge(self, honest: Tensor | None, base: Tensor, own: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
-        return base - self.epsilon * ((own if honest is None else honest).mean(0) - base)
+    def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
+        return base - self.epsilon * ((benign if honest is None else honest).mean(0) - base)
 
 
 class MinMax(Forgery):
@@ -201,8 +201,8 @@ class MinMax(Forgery):
     kind: Literal["min-max"] = "min-max"
     direction: Literal["std", "unit", "sign"] = Field("std", description="p: std, mean / ||mean|| or sign(mean) (IV-C)")
 
-    def forge(self, honest: Tensor | None, base: Tensor, own: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
-        rows = own if honest is None else honest
+    def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
+        rows = benign if honest is None else honest
         centre = rows.mean(0)
         mean = centre - base.mean(0)
         p = {"std": _std(rows), "unit": mean / norm(mean), "sign": mean.sign()}[self.direction].nan_to_num(0)
@@ -224,8 +224,8 @@ class Mimic(Forgery):
     trains: ClassVar[bool] = True
     kind: Literal["mimic"] = "mimic"
 
-    def forge(self, honest: Tensor | None, base: Tensor, own: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
-        rows = own if honest is None else honest
+    def forge(self, honest: Tensor | None, base: Tensor, benign: Tensor, m: int, gens: Sequence[Generator]) -> Tensor:
+        rows = benign if honest is None else honest
         centred = (rows - rows.mean(0)).nan_to_num()
         along = torch.linalg.eigh((centred @ centred.T).double()).eigenvectors[:, -1]
         return rows[int(along.abs().argmax())].expand_as(base).clone()

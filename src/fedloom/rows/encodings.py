@@ -115,31 +115,31 @@ class _LowRank:
     def floats(self, field: Field, x: Tensor, ranks: Ranks | None) -> Tensor | int:
         return 4 * self._scalars(field, x, ranks)
 
-    def _scalars(self, field: Field, x: Tensor, given: Ranks | None) -> Tensor | int:
+    def _scalars(self, field: Field, x: Tensor, ranks_of: Ranks | None) -> Tensor | int:
         total = torch.tensor(field.n - sum(r * c for r, c in field.matrices.values()))
-        for name, rank in self._ranks(field, x, given).items():
+        for name, rank in self._ranks(field, x, ranks_of).items():
             r, c = field.matrices[name]
             total = total + (torch.as_tensor(rank) * (r + c)).clamp_max(r * c)
         return total
 
-    def _ranks(self, field: Field, x: Tensor, given: Ranks | None) -> Ranks:
-        if given is None:
+    def _ranks(self, field: Field, x: Tensor, ranks_of: Ranks | None) -> Ranks:
+        if ranks_of is None:
             assert field.layout is not None
             return {name: ranks(wide(matrix)) for name, matrix in field.layout.matrices(x).items()}
-        if set(given) != set(field.matrices):
-            raise ConfigError(f"ranks are needed for the matrices {list(field.matrices)}, got {list(given)}")
-        return given
+        if set(ranks_of) != set(field.matrices):
+            raise ConfigError(f"ranks are needed for the matrices {list(field.matrices)}, got {list(ranks_of)}")
+        return ranks_of
 
     def pack(self, field: Field, x: Tensor, ranks: Ranks | None) -> bytes:
         layout = field.layout
         assert layout is not None
-        tree, matrices, given = layout.tree(x), layout.matrices(x), self._ranks(field, x, ranks)
+        tree, matrices, rank = layout.tree(x), layout.matrices(x), self._ranks(field, x, ranks)
         table, payload = [], []
         for name in layout.names:
             r, c = field.matrices.get(name, (0, 0))
-            k = min(int(given[name]), r, c) if name in given else 0
-            factored = name in given and k * (r + c) < r * c
-            if name in given:
+            k = min(int(rank[name]), r, c) if name in rank else 0
+            factored = name in rank and k * (r + c) < r * c
+            if name in rank:
                 table.append(k if factored else FULL)
             if factored:
                 u, s, vh = torch.linalg.svd(wide(matrices[name]), full_matrices=False)

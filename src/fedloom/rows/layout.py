@@ -140,10 +140,10 @@ class Layout:
         chosen: set[str] = set()
         for prefix in prefixes:
             dotted = [name for name in self.names if name == prefix or name.startswith(prefix.rstrip(".") + ".")]
-            found = dotted or [name for name in self.names if name.startswith(prefix)]
-            if not found or not prefix:
+            names = dotted or [name for name in self.names if name.startswith(prefix)]
+            if not names or not prefix:
                 raise LayoutError(f"no parameter starts with {prefix!r}; {nearest(prefix, self._prefixes())}")
-            chosen.update(found)
+            chosen.update(names)
         return torch.cat(
             [torch.full((size,), name in chosen) for name, size in zip(self.names, self._sizes, strict=True)]
         )
@@ -175,8 +175,8 @@ class Layout:
 
     def ranks(self, x: Tensor) -> Tensor:
         """Numerical ranks of the matrices of ``x [d]``, int64 in the order of `matrix_shapes`; full if not finite."""
-        found = [ranks(w) for w in self.matrices(x).values()]
-        return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64)
+        matrix_ranks = [ranks(w) for w in self.matrices(x).values()]
+        return torch.stack(matrix_ranks) if matrix_ranks else torch.zeros(0, dtype=torch.int64)
 
     def with_matrices(self, rows: Tensor, matrices: Mapping[str, Tensor]) -> Tensor:
         """New rows [..., d] with those matrices put back; all other parameters are those of `rows`."""

@@ -27,8 +27,10 @@ def head(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
 
 def undivided(method: str, head: Tensor, equal: str) -> list[str]:
     """A sentence where the head ``[d]`` is the whole model, and what the method then is equal to."""
-    said = f"{method} on a model that is all head is {equal}: take a model with a hidden layer, or name a smaller head"
-    return [said] if bool(head.all()) else []
+    sentence = (
+        f"{method} on a model that is all head is {equal}: take a model with a hidden layer, or name a smaller head"
+    )
+    return [sentence] if bool(head.all()) else []
 
 
 def normalisation(layout: Layout, prefixes: tuple[str, ...] = ()) -> Tensor:
@@ -56,11 +58,11 @@ def spans(mask: Tensor) -> list[slice]:
     return [slice(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def joined(x: Tensor, own: Tensor, mask: Tensor) -> Tensor:
-    """Models ``[m, d]`` that are ``x [d]`` but for the ``k`` coordinates in ``mask [d]``: those are ``own [m, k]``."""
-    models = x.repeat(len(own), 1)
+def joined(x: Tensor, personal: Tensor, mask: Tensor) -> Tensor:
+    """Models ``[m, d]``: ``x [d]`` with the ``k`` coordinates in ``mask [d]`` replaced by ``personal [m, k]``."""
+    models = x.repeat(len(personal), 1)
     runs = spans(mask)
-    for run, values in zip(runs, own.split([run.stop - run.start for run in runs], -1), strict=True):
+    for run, values in zip(runs, personal.split([run.stop - run.start for run in runs], -1), strict=True):
         models[:, run] = values
     return models
 

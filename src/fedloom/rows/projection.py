@@ -32,26 +32,26 @@ def new_key(gen: torch.Generator) -> Tensor:
     return torch.randint(256, (16,), generator=gen, dtype=torch.uint8).view(torch.int64)
 
 
-def projection(key: Tensor, k: int | None, like: Tensor, given: Tensor | None = None) -> Projection:
+def projection(key: Tensor, k: int | None, like: Tensor, matrix: Tensor | None = None) -> Projection:
     """The projection of a key: Gaussian rows of length 1; the identity when ``k`` is None.
 
     Args:
         key: of `new_key`.
         k: dimensions of the subspace.
         like: ``[..., d]``; its d, dtype and device are those of the projection.
-        given: ``[k, d]``, the matrix itself, in place of the key's.
+        matrix: ``[k, d]``, the matrix itself, in place of the key's.
 
     Raises:
-        ConfigError: the given matrix has another shape, or there is none as k is None.
+        ConfigError: the matrix has another shape, or there is none as k is None.
     """
-    if given is not None:
+    if matrix is not None:
         if k is None:
             raise ConfigError(
                 "projection and dim = None contradict each other: dim = None is the identity; leave one out"
             )
-        if given.shape != (k, like.shape[-1]):
-            raise ConfigError(f"projection must be [{k}, {like.shape[-1]}] (dim, parameters), got {[*given.shape]}")
-        return Projection(given.to(like))
+        if matrix.shape != (k, like.shape[-1]):
+            raise ConfigError(f"projection must be [{k}, {like.shape[-1]}] (dim, parameters), got {[*matrix.shape]}")
+        return Projection(matrix.to(like))
     if k is None:
         return Projection(None)
     return Projection(_matrix(tuple(key.tolist()), k, like.shape[-1], like.dtype, like.device))

@@ -152,8 +152,8 @@ class Codec:
         if field.encoding == "dense":
             return dense
         x = field.travelling(value) if field.encoding in ("sparse", "lowrank") else value
-        found: int | Tensor = getattr(ENCODINGS[field.encoding], count)(field, x, given)
-        return found.cpu().clamp_max(dense) if isinstance(found, Tensor) else found
+        size: int | Tensor = getattr(ENCODINGS[field.encoding], count)(field, x, given)
+        return size.cpu().clamp_max(dense) if isinstance(size, Tensor) else size
 
     @cached_property
     def _headers(self) -> int:

@@ -70,13 +70,13 @@ class Sampler(Value, ABC):
         """
         return None
 
-    def learn(self, state: Any, told: Tensor, ctx: Ctx) -> Any:
+    def learn(self, state: Any, replies: Tensor, ctx: Ctx) -> Any:
         """The new state from the accepted replies.
 
         Args:
             state: as `apply` left it.
-            told: rows in the order of ``ctx.ids``: what `report` gave, or ``[m, d]`` each client's model minus what it
-                received.
+            replies: rows in the order of ``ctx.ids``: those of `report`, or ``[m, d]`` each model minus the one that
+                its client received.
             ctx: the accepted cohort.
         """
         return state
@@ -128,10 +128,10 @@ class Sized(Sampler, ABC):
 
     def sized_like(self, other: Sampler) -> Sampler:
         """Fraction or clients of the other, if neither is given here."""
-        mine, named = ("fraction", "clients"), other.model_fields_set
-        if not isinstance(other, Sized) or self.model_fields_set.intersection(mine):
+        size_fields, named = ("fraction", "clients"), other.model_fields_set
+        if not isinstance(other, Sized) or self.model_fields_set.intersection(size_fields):
             return self
-        sized: Sampler = self.with_(**{name: getattr(other, name) for name in mine if name in named})
+        sized: Sampler = self.with_(**{name: getattr(other, name) for name in size_fields if name in named})
         return sized
 
 
@@ -150,12 +150,12 @@ def some(n: int, k: int, generator: torch.Generator) -> Tensor:
         return torch.randperm(n, generator=generator)[:k]
     pairs = torch.empty(-(-k // 2), dtype=torch.int64).random_(-(1 << 63), None, generator=generator)
     words = torch.stack([pairs >> 32, pairs], 1).flatten()[:k] & 0xFFFFFFFF  # as the shuffle takes them, one by one
-    moved, found = dict[int, int](), list[int]()
+    moved, draws = dict[int, int](), list[int]()
     for i, word in enumerate(words.tolist()):
         j = i + word % (n - i)
-        found.append(moved.get(j, j))
+        draws.append(moved.get(j, j))
         moved[j] = moved.get(i, i)
-    return torch.tensor(found)
+    return torch.tensor(draws)
 
 
 def draw(p: Tensor, k: int, generator: torch.Generator, *, replacement: bool = False) -> Tensor:

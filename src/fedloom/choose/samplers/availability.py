@@ -36,7 +36,7 @@ class Availability(Sized):
             raise ValueError(f"on must be at most period = {self.period}, got {self.on}")
         return self
 
-    def there(self, round: int, n: int) -> Tensor:
+    def present(self, round: int, n: int) -> Tensor:
         """Who is there in a round, bool ``[n]``."""
         if self.table is not None:
             return torch.tensor(self.table[(round - 1) % len(self.table)]) == 1
@@ -61,10 +61,10 @@ class Availability(Sized):
     def _counts(self, n: int) -> list[int]:
         """How many are there in every round of a turn."""
         turn = self.period if self.table is None else len(self.table)
-        return [int(self.there(t, n).sum()) for t in range(1, 1 + turn)]
+        return [int(self.present(t, n).sum()) for t in range(1, 1 + turn)]
 
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
         """m of those who are there, or all of them."""
-        there = self.there(ctx.round, ctx.n).nonzero()[:, 0]
-        order = torch.randperm(len(there), generator=ctx.rng("cohort"))
-        return there[order[: self.size(ctx.n)]].sort().values, state
+        present = self.present(ctx.round, ctx.n).nonzero()[:, 0]
+        order = torch.randperm(len(present), generator=ctx.rng("cohort"))
+        return present[order[: self.size(ctx.n)]].sort().values, state

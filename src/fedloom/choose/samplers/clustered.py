@@ -58,8 +58,8 @@ class Clustered(Sized):
         """That there is no draw where everyone takes part with equal masses."""
         if self.size(ctx.n) < ctx.n or len(masses(ctx, self.masses).unique()) > 1:
             return []
-        said = f"as all {ctx.n} clients take part, with equal masses: set fraction or clients lower"
-        return [f"sampler {self.kind!r} draws nobody {said}"]
+        reason = f"as all {ctx.n} clients take part, with equal masses: set fraction or clients lower"
+        return [f"sampler {self.kind!r} draws nobody {reason}"]
 
     def smallest(self, n: int) -> int | None:
         """Unknown: a client may be drawn from several distributions."""
@@ -83,12 +83,12 @@ class Clustered(Sized):
         w = self.distributions(state, ctx).double()
         return torch.multinomial(w, 1, generator=ctx.rng("cohort"))[:, 0].sort().values, state
 
-    def learn(self, state: Gradients | Nothing, told: Tensor, ctx: Ctx) -> Gradients | Nothing:
+    def learn(self, state: Gradients | Nothing, replies: Tensor, ctx: Ctx) -> Gradients | Nothing:
         """The cohort's new representative gradients."""
         if not isinstance(state, Gradients):
             return state
         g = state.g.clone()
-        g[ctx.ids] = told.to(g)
+        g[ctx.ids] = replies.to(g)
         return Gradients(g)
 
 
@@ -99,10 +99,10 @@ def distances(g: Tensor, distance: Distance) -> Tensor:
         return torch.cdist(g, g, p=1.0)
     if distance == "l2":
         return algebra.distances(g)
-    known = algebra.norm(g) > 0
+    nonzero = algebra.norm(g) > 0
     unit = torch.nn.functional.normalize(g, eps=0.0).nan_to_num()
     angle = (unit @ unit.T).clamp(-1, 1).arccos()
-    return torch.where(known & known.T, angle, 0.0).fill_diagonal_(0.0)
+    return torch.where(nonzero & nonzero.T, angle, 0.0).fill_diagonal_(0.0)
 
 
 def subtrees(distance: Tensor, mass: Tensor, limit: int) -> list[list[int]]:

@@ -13,8 +13,8 @@ from fedloom.errors import ConfigError
 from fedloom.local import Ctx, Nothing, Work
 
 
-class Seen(NamedTuple):
-    """loss ``[n]``: the last that every client told, infinite before."""
+class Losses(NamedTuple):
+    """loss ``[n]``: the last that every client replies, infinite before."""
 
     loss: Tensor
 
@@ -61,11 +61,11 @@ class PowerOfChoice(Sized):
             return []
         return [f"sampler {self.kind!r} chooses nobody as all {ctx.n} clients take part: set fraction or clients lower"]
 
-    def init(self, ctx: Ctx) -> Seen | Nothing:
+    def init(self, ctx: Ctx) -> Losses | Nothing:
         """Nobody has been seen."""
-        return Seen(torch.full((ctx.n,), torch.inf, dtype=torch.float64)) if self.learns else Nothing()
+        return Losses(torch.full((ctx.n,), torch.inf, dtype=torch.float64)) if self.learns else Nothing()
 
-    def query(self, state: Seen | Nothing, ctx: Ctx) -> Tensor:
+    def query(self, state: Losses | Nothing, ctx: Ctx) -> Tensor:
         """The d candidates."""
         d = min(2 * self.size(ctx.n), ctx.n) if self.candidates is None else self.candidates
         return draw(masses(ctx, "samples"), d, ctx.rng("candidates")).sort().values
@@ -76,10 +76,10 @@ class PowerOfChoice(Sized):
             return work.loss(model)
         return work.loss(model, work.plan("power-of-choice", torch.ones(work.m, dtype=torch.long)).batch(0))
 
-    def apply(self, state: Seen | Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Seen | Nothing]:
+    def apply(self, state: Losses | Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Losses | Nothing]:
         """The m candidates with the largest losses."""
         candidates = self.query(state, ctx)
-        if isinstance(state, Seen):
+        if isinstance(state, Losses):
             loss = state.loss[candidates]
         else:
             assert info is not None
@@ -92,8 +92,8 @@ class PowerOfChoice(Sized):
         """The loss of the trained model on the last mini-batch."""
         return work.loss(model, work.last_batch())
 
-    def learn(self, state: Seen, told: Tensor, ctx: Ctx) -> Seen:
+    def learn(self, state: Losses, replies: Tensor, ctx: Ctx) -> Losses:
         """The losses of the cohort."""
         loss = state.loss.clone()
-        loss[ctx.ids] = told[:, 0].to(loss)
-        return Seen(loss)
+        loss[ctx.ids] = replies[:, 0].to(loss)
+        return Losses(loss)

@@ -32,10 +32,10 @@ class Bernoulli(Sampler):
     def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
         """Some clients, at least one."""
         g = ctx.rng("cohort")
-        there = torch.rand(ctx.n, generator=g, dtype=torch.float64) < self.probability
-        if not bool(there.any()):
-            there[torch.randint(ctx.n, (1,), generator=g)] = True
-        return there.nonzero()[:, 0], state
+        present = torch.rand(ctx.n, generator=g, dtype=torch.float64) < self.probability
+        if not bool(present.any()):
+            present[torch.randint(ctx.n, (1,), generator=g)] = True
+        return present.nonzero()[:, 0], state
 
 
 class SizeWeighted(Sized):

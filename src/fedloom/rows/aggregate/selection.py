@@ -161,9 +161,9 @@ def krum_order(far: Tensor, f: int) -> Tensor:
     Two rows that are nearest to each other have equal scores where one neighbour counts: the more central one comes
     first.
     """
-    others = far.masked_fill(torch.eye(len(far), dtype=torch.bool, device=far.device), torch.inf).sort(1).values
+    neighbours = far.masked_fill(torch.eye(len(far), dtype=torch.bool, device=far.device), torch.inf).sort(1).values
     central = far.sum(1).argsort(stable=True)
-    return central[others[central, : max(len(far) - f - 2, 1)].sum(1).argsort(stable=True)]
+    return central[neighbours[central, : max(len(far) - f - 2, 1)].sum(1).argsort(stable=True)]
 
 
 def _only(chosen: Tensor, weights: Tensor) -> Tensor:

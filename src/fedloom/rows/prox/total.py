@@ -114,9 +114,9 @@ class Total(Value):
         v, t = v / (1 + 2 * c * t), t / (1 + 2 * c * t)
         rest = [p for p in self._functions if not isinstance(p, SquaredL2)]
         l1 = [p for p in rest if isinstance(p, L1)]
-        others = [p for p in rest if not isinstance(p, L1)]
-        if not others or (len(others) == 1 and (not l1 or isinstance(others[0], L2 | GroupL1 | Box))):
-            for p in (*l1, *others):
+        unsorted = [p for p in rest if not isinstance(p, L1)]
+        if not unsorted or (len(unsorted) == 1 and (not l1 or isinstance(unsorted[0], L2 | GroupL1 | Box))):
+            for p in (*l1, *unsorted):
                 v = p.prox(v, t, layout)
             return v
         return self._split(rest, v, t, layout)
