@@ -33,8 +33,8 @@ def root(equations: Callable[[Tensor], Tensor], start: Tensor) -> Tensor:
 
 
 def q_fair(p: Problem, q: float) -> Tensor:
-    """Argmin of sum_i f_i^(q+1) / (q+1): sum_i f_i^q grad f_i = 0."""
-    return root(lambda x: (losses(p, x)[:, None] ** q * p.gradient(x)).sum(0), p.consensus())
+    """Argmin of sum_i alpha_i f_i^(q+1) / (q+1): sum_i alpha_i f_i^q grad f_i = 0."""
+    return root(lambda x: (p.alpha * losses(p, x)[:, None] ** q * p.gradient(x)).sum(0), p.consensus())
 
 
 def agnostic(p: Problem) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -24,6 +24,7 @@ from fedloom.testing.federate import Federation
 
 DESCENT = LocalSGD(lr=0.4, batch_size=2)  # one to four steps a round, by client
 Models = dict[str, Tensor]  # "global" [d], "personal" [n, d]
+Weights = Literal["uniform", "samples"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Row:
         options: of the method.
         local: settings of local training.
         solve: local problems are solved exactly.
-        problem: what is solved; shares are uneven wherever the method knows shares.
+        problem: what is solved with these shares, "uniform" or "samples".
         lean: options of the run of the laws, where the method's defaults take long.
         variants: further options that are held to the laws.
         without: laws that the method breaks on purpose, each with its reason.
@@ -48,7 +49,7 @@ class Row:
     options: Mapping[str, Any] = field(default_factory=dict)
     local: LocalSGD = DESCENT
     solve: bool = False
-    problem: Callable[[], Problem] = lambda: Problem.random(3)
+    problem: Callable[[Weights], Problem] = lambda weights: Problem.random(3, weights=weights)
     lean: Mapping[str, Any] = field(default_factory=dict)
     variants: tuple[Mapping[str, Any], ...] = ()
     without: Mapping[str, str] = field(default_factory=dict)
@@ -60,7 +61,7 @@ def steps_of(p: Problem) -> Tensor:
 
 def mean_of_descents(p: Problem, mu: float = 0.0, share: Tensor | None = None) -> Tensor:
     """The known bias: unequal curvature and steps pull the mean of local descents away from the optimum."""
-    share = torch.full_like(p.alpha, 1 / p.n) if share is None else share
+    share = p.alpha if share is None else share
     x = p.drifted(steps_of(p), DESCENT.lr, mu, share)
     assert torch.linalg.vector_norm(x - p.consensus(share)) > 0.01
     return x
@@ -95,8 +96,13 @@ def fedacs(p: Problem, end: Models) -> Models:
     return {"personal": p.descent(torch.tensor(np.array(mixed)), steps_of(p), DESCENT.lr)}
 
 
-def two_groups() -> Problem:
-    p = Problem.random(3)
+def mean(p: Problem, rows: list[Tensor] | Tensor) -> Tensor:
+    """The mean of rows by the clients' shares."""
+    return (p.alpha * (torch.stack(rows) if isinstance(rows, list) else rows)).sum(0)
+
+
+def two_groups(weights: Weights) -> Problem:
+    p = Problem.random(3, weights=weights)
     centre = torch.tensor([4.0, -4, 4, -4, 4, -4, 4], dtype=torch.float64)
     side = torch.tensor([[1.0], [1], [-1], [1], [-1]], dtype=torch.float64)
     return replace(p, minimiser=side * centre + 0.3 * p.minimiser)
@@ -120,7 +126,8 @@ def fedmid(p: Problem, end: Models) -> Models:
             w = soft(w - 0.4 * p.hessian[i] @ (w - p.minimiser[i]), 0.4 * 0.3)
         ends.append(w)
     assert torch.linalg.vector_norm(end["global"] - p.composite("l1", 0.3)) > 0.01
-    return {"global": soft(torch.stack(ends).mean(0), 0.4 * 0.3 * sum(steps) / p.n)}
+    count = float((p.alpha[:, 0] * torch.tensor(steps)).sum())
+    return {"global": soft(mean(p, ends), 0.4 * 0.3 * count)}
 
 
 def fedslr(p: Problem, end: Models) -> Models:
@@ -142,7 +149,7 @@ def lpgd(p: Problem, end: Models) -> Models:
     x = end["global"]
     assert torch.linalg.vector_norm(x - p.composite("nuclear", 0.3)) > 0.01
     part = end["personal"] - x
-    return {"global": torch.stack(ends).mean(0), "personal": x + soft(part - 0.1 * p.gradient(x + part), 0.1 * 0.2)}
+    return {"global": mean(p, ends), "personal": x + soft(part - 0.1 * p.gradient(x + part), 0.1 * 0.2)}
 
 
 def powers(base: Tensor, steps: Tensor) -> Tensor:
@@ -150,8 +157,8 @@ def powers(base: Tensor, steps: Tensor) -> Tensor:
 
 
 def mean_fixed_point(p: Problem, map_: Tensor) -> Tensor:
-    """The x that is the mean of c_i + M_i (x - c_i), M [n, d, d]."""
-    pull = torch.eye(p.d, dtype=map_.dtype) - map_
+    """The x that is the mean by shares of c_i + M_i (x - c_i), M [n, d, d]."""
+    pull = p.alpha[:, :, None] * (torch.eye(p.d, dtype=map_.dtype) - map_)
     return torch.linalg.solve(pull.sum(0), torch.einsum("nij,nj->i", pull, p.minimiser))
 
 
@@ -209,7 +216,7 @@ def fedrep(p: Problem, end: Models) -> Models:
         cross = torch.einsum("nij,nj->ni", p.hessian[:, free][:, :, ~free], (w - c)[:, ~free])
         best = c[:, free] - torch.linalg.solve(h, cross)
         w = w.index_put((torch.arange(p.n)[:, None], free.nonzero()[:, 0]), best)
-    return {"personal": torch.where(head, w, w.mean(0))}
+    return {"personal": torch.where(head, w, mean(p, w))}
 
 
 def partly_shared(*home: str) -> Callable[[Problem, Models], Models]:
@@ -217,7 +224,7 @@ def partly_shared(*home: str) -> Callable[[Problem, Models], Models]:
 
     def limit(p: Problem, end: Models) -> Models:
         w = p.descent(end["personal"], steps_of(p), DESCENT.lr)
-        new = torch.where(p.layout.mask(*home), w, w.mean(0))
+        new = torch.where(p.layout.mask(*home), w, mean(p, w))
         assert torch.linalg.vector_norm(new - p.minimiser) > 0.01
         return {"personal": new}
 
@@ -234,7 +241,7 @@ def fedspa(p: Problem, end: Models) -> Models:
         for _ in range(k):
             w = w - 0.4 * (p.hessian[i] @ (w - p.minimiser[i])) * mask[i]
         ends.append(w)
-    return {"personal": torch.stack(ends).mean(0).expand(p.n, -1)}
+    return {"personal": mean(p, ends).expand(p.n, -1)}
 
 
 def subspace(p: Problem, end: Models) -> Models:
@@ -253,7 +260,7 @@ def subspace(p: Problem, end: Models) -> Models:
 
 def fednova(p: Problem, end: Models) -> Models:
     """Changes count per step taken: sum_i (w_i - x) / K_i = 0. Not the optimum, but nearer than FedAvg."""
-    share = 1 / steps_of(p).double()
+    share = p.alpha / steps_of(p)
     return {"global": mean_of_descents(p, share=share / share.sum())}
 
 
@@ -332,7 +339,6 @@ ROWS: dict[str, Row] = {
         flame,
         300,
         {"lam": 2.0, "rho": 0.2},
-        problem=lambda: Problem.random(3, weights="samples"),
         variants=({"eps0": 1e-2},),
     ),
     "fedacs": Row(
@@ -365,10 +371,9 @@ ROWS: dict[str, Row] = {
         subspace,
         300,
         {"lam": 0.8, "rho": 0.2, "dim": 3},
-        problem=lambda: Problem.random(3, weights="samples"),
         variants=({"dim": None},),
     ),
-    "centralized": Row(consensus, problem=lambda: Problem.random(3, weights="samples")),
+    "centralized": Row(consensus),
     "afl": Row(lambda p, end: {"global": agnostic(p)[0]}, 400, {"lambda_lr": 0.02}, LocalSGD(lr=0.4, steps=1)),
     "fednova": Row(fednova),
     "fedopt": Row(
@@ -403,8 +408,8 @@ def composition(name: str, options: Mapping[str, Any]) -> Composition:
     return made if isinstance(made, Composition) else Composition(made)
 
 
-def end_of(c: Composition, row: Row) -> tuple[Problem, Models]:
-    p = row.problem()
+def end_of(c: Composition, row: Row, weights: Weights) -> tuple[Problem, Models]:
+    p = row.problem(weights)
     played = p.pooled() if c.pooled else p
     run = federate(c.algorithm, played, row.rounds, local=row.local, solve=row.solve, weigher=c.weigher)
     x = c.algorithm.global_model(run[-1].server)
@@ -416,10 +421,11 @@ def test_every_method_has_a_row() -> None:
     assert sorted(ROWS) == sorted(REGISTRY)
 
 
+@pytest.mark.parametrize("weights", ["uniform", "samples"])
 @pytest.mark.parametrize("name", REGISTRY)
-def test_fixed_point(name: str) -> None:
+def test_fixed_point(name: str, weights: Weights) -> None:
     row = ROWS[name]
-    p, end = end_of(composition(name, row.options), row)
+    p, end = end_of(composition(name, row.options), row, weights)
     want = row.limit(p, end)
     assert want.keys() == end.keys()
     for which, model in want.items():

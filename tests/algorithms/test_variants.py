@@ -94,6 +94,7 @@ def replayed(method: Algorithm, batches: Any = BATCHES, local: dict[str, Any] | 
         "rounds": ROUNDS,
         "engine": Engine(dtype="float64"),
         "cohorts": COHORTS,
+        "weights": "uniform",
         **QUICK,
         **more,
     }
@@ -139,7 +140,7 @@ def test_the_initial_model_by_name() -> None:
     tree = dict(zip(names, tree.values(), strict=True))
     again = simulate(
         FedAvg(), FED, rounds=ROUNDS, engine=Engine(dtype="float64"), local=LocalSGD(**LOCAL), initial=tree,
-        cohorts=[torch.tensor(c) for c in COHORTS], batches=dict(enumerate(BATCHES)),
+        cohorts=[torch.tensor(c) for c in COHORTS], batches=dict(enumerate(BATCHES)), weights="uniform",
     )  # fmt: skip
     assert torch.equal(shared(again), shared(replayed(FedAvg())))
 

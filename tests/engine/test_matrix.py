@@ -61,12 +61,12 @@ REASONS = {
     "nothing": ("uploads nothing", "The method uploads nothing: there is nothing to act on."),
     "adds": (
         "adds uploads up",
-        "Its server adds uploads up over rounds, which is right for the uniform mean of a cohort and for nothing else.",
+        "Its server adds uploads up over rounds, which is right for the mean by the clients' shares and nothing else.",
     ),
     "mixes": ("mixes single models", "Its server mixes single models for every client: nothing is aggregated."),
     "keeps": (
         "keeps every client's last upload",
-        "Its server keeps every client's last upload and takes the uniform mean over all clients, seen or not.",
+        "Its server keeps every client's last upload and takes the mean by their shares over all, seen or not.",
     ),
     "absolute": (
         "uploads absolute values",
@@ -109,7 +109,7 @@ def refusal(made: Composition, kind: str, plugin: str) -> str | None:
         if plugin in LEARNERS and projected:
             return "projected"
         return "nothing" if plugin in LEARNERS and not fields else None
-    if kind == "weigher" and plugin != "uniform":
+    if kind == "weigher" and plugin not in ("shares", "uniform"):
         if any(isinstance(field, Mean) and not field.accumulates for field in fields):
             return "projected" if plugin in PROBING and projected else None
         if not fields:
@@ -251,7 +251,8 @@ def test_a_pair_runs_or_is_refused_for_its_reason(fed: Federation, cell: Cell) -
     assert all(bool(torch.isfinite(value).all()) for value in result.state.server)
     plugin = getattr(result.job.setting, cell.kind)
     if not composed(cell.method).pooled and getattr(composed(cell.method), cell.kind, None) is None:
-        assert plugin.kind == cell.plugin
+        drawn = cell.plugin == "shares" and result.job.setting.sampler.by_samples
+        assert plugin.kind == ("uniform" if drawn else cell.plugin)
 
 
 def test_every_plugin_and_every_method_has_its_cell() -> None:
@@ -291,15 +292,17 @@ Each method runs with each plug-in in `tests/engine/test_matrix.py`, which also 
 
 NOTES = f"""
 Always admitted: the aggregator `mean` and the channels `clip` and `gaussian-noise` (unless nothing is uploaded), the
-weigher `uniform`, and all samplers but those that ask ({", ".join(sorted(ASKERS))}) or learn from uploads
+weighers `shares` and `uniform`, and all samplers but those that ask ({", ".join(sorted(ASKERS))}) or learn from uploads
 ({", ".join(sorted(LEARNERS))}). Compressors are {", ".join(sorted(COMPRESSORS))}.
 
 Further rules:
 
 - A preset that brings a sampler or a weigher uses its own, and takes the cohort size of the experiment's sampler.
 - `centralized` has one client: samplers, weighers, aggregators, attacks and channels are left out.
+- `weights`, the clients' shares, reach every method. Samplers that draw by samples have them in their draws: their
+  cohorts count alike. FedSkip counts by the samples that a model has seen, whatever `weights`.
 - Robust aggregators decide on the field that carries the model. If the server keeps every client's last upload, they
-  decide among the clients seen so far, and weights are left out. Each needs a least number of rows, checked at the
+  decide among the clients seen so far. Each needs a least number of rows, checked at the
   start.
 - An attacker forges the field that carries the model; its other fields are those of a client that takes no step.
   `local` uploads nothing to forge: it runs as without the attack, and attackers count in none of its figures either.

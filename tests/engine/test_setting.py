@@ -34,7 +34,7 @@ CHOICES = {
     "attack": {"kind": "sign-flip", "fraction": 0.25},
     "channel": "top-k",
     "augment": {"flip": 0.5},
-    "weights": "samples",
+    "weights": "uniform",
     "evaluate": {"every": 2},
     "engine": {"oracle": "looped"},
 }

@@ -32,20 +32,22 @@ from fedloom.choose import (
     RoundRobin,
     Sampler,
     SamplesWeigher,
+    SharesWeigher,
     SizeWeighted,
     Uniform,
     UniformWeigher,
 )
 from fedloom.data import load
 from fedloom.data.federation import Federation
-from fedloom.data.partition import Dirichlet, Iid
+from fedloom.data.partition import Clusters, Dirichlet, Iid
 from fedloom.engine.result import Result
-from fedloom.engine.setting import Engine, Evaluate
+from fedloom.engine.setting import Engine, Evaluate, Setting
+from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import simulate
-from fedloom.errors import ConfigError, Refused, RunDirError, Stop
+from fedloom.errors import ConfigError, FedloomError, Refused, RunDirError, Stop
 from fedloom.local import Ctx, LocalSGD, Nothing, Work
 from fedloom.local.oracles import make_oracle
-from fedloom.models import spec_of
+from fedloom.models import MLP, spec_of
 from fedloom.rows.aggregate import GeometricMedian, Krum, Median, PrivateMean
 from fedloom.rows.attacks import ATTACKS, Gaussian, SameValue
 from fedloom.rows.channel import CHANNELS, TopK
@@ -129,16 +131,49 @@ def check_against_the_plain_reference(fed: Federation, preset: Composition) -> R
     return got
 
 
+UNWEIGHED = {
+    "local": "no mean",
+    **dict.fromkeys(("fedacs", "fedamp", "heurfedamp"), "the server mixes by likeness"),
+    **dict.fromkeys(("clustered-sampling", "power-of-choice"), "the draws are by samples"),
+    **dict.fromkeys(("equitable-fl", "fairfed"), "the weigher takes their place"),
+    "fedskip": "clients count by the samples that they have seen",
+}
+"""Methods whose runs do not depend on the clients' shares, and why."""
+
+
 @pytest.mark.parametrize("name", sorted(set(REGISTRY) - {"centralized"}))
-def test_shares_by_samples_change_a_run_or_it_is_said_that_they_do_not(name: str) -> None:
+def test_every_method_weighs_by_the_same_shares(name: str) -> None:
     fed = Dirichlet(clients=4, beta=0.5, min_size=2)(load("digits"), seed=0)
-    uniform, weighed = (
-        run(fed, composed(name), rounds=2, weights=weights, evaluate=Evaluate(every=2))
-        for weights in ("uniform", "samples")
-    )
-    said = any("weights = 'samples' changes nothing" in note for note in weighed.notes)
-    assert same(uniform.table(), weighed.table()) == said
-    assert not any("weights = 'samples'" in note for note in uniform.notes)
+    options: dict[str, Any] = {"model": MLP(hidden=(8,)), "rounds": 2, "local": LOCAL, "evaluate": Evaluate(every=2)}
+    numbers = tuple(fed.sizes("train").tolist())
+    plain, uniform, given = (simulate(composed(name), fed, **options, weights=w) for w in ("samples", "uniform", numbers))
+    assert same(simulate(composed(name), fed, **options).table(), plain.table())
+    assert same(plain.table(), given.table())
+    assert same(plain.table(), uniform.table()) == (name in UNWEIGHED)
+    assert any("changes nothing in FedSkip" in note for note in uniform.notes) == (name == "fedskip")
+
+
+def test_groups_count_the_same() -> None:
+    fed = Clusters(classes=(5, 5), sizes=(4, 2))(load("digits"), seed=0)
+    job, _ = make_job(Setting.of("fedavg", weights="groups"), fed)
+    assert fed.groups is not None
+    sums = torch.zeros(2, dtype=torch.float64).index_add(0, fed.groups, job.alpha[:, 0].double())
+    torch.testing.assert_close(sums, torch.tensor([0.5, 0.5], dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("weights", "sentence"),
+    [
+        ("groups", "needs clients in groups"),
+        ([1.0], "a number for each of the 20 clients"),
+        ([0.0] * 20, "not all of them zero"),
+        ([-1.0] * 20, "greater than or equal to 0"),
+        ("sample", "'samples'"),
+    ],
+)
+def test_shares_that_cannot_be(fed: Federation, weights: Any, sentence: str) -> None:
+    with pytest.raises(FedloomError, match=sentence):
+        run(fed, weights=weights)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", "flame", "fedacs", "equitable-fl", "ditto"])
@@ -404,13 +439,17 @@ def test_it_is_said_that_one_step_of_fedprox_is_fedavg_and_it_is(fed: Federation
 
 def test_it_is_said_that_a_rule_reads_no_weights(fed: Federation) -> None:
     for rule, weigher, said in (
-        (Median(), SamplesWeigher(), True),
-        (PrivateMean(clip=1e6, sigma=0.0), SamplesWeigher(), True),
-        (GeometricMedian(), SamplesWeigher(), False),
-        (Median(), UniformWeigher(), False),
+        (Median(), SamplesWeigher(), "weigher 'samples'"),
+        (Median(), SharesWeigher(), "weights = 'samples'"),
+        (PrivateMean(clip=1e6, sigma=0.0), SamplesWeigher(), "weigher 'samples'"),
+        (GeometricMedian(), SamplesWeigher(), ""),
+        (Median(), UniformWeigher(), ""),
     ):
         notes = run(fed, aggregator=rule, weigher=weigher, rounds=1).notes
-        assert any("reads no weights: weigher 'samples' changes nothing" in note for note in notes) == said
+        assert any(f"counts all clients alike: {said} changes nothing" in note for note in notes) == bool(said)
+    replaced = run(fed, weigher=UniformWeigher(), rounds=1).notes
+    assert any("weigher 'uniform' takes the place of weights = 'samples'" in note for note in replaced)
+    assert not any("takes the place" in note for note in run(fed, sampler=SizeWeighted(), rounds=1).notes)
 
 
 @pytest.mark.parametrize("common", [None, torch.arange(1500, 1797)])

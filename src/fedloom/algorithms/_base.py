@@ -23,7 +23,7 @@ from fedloom.algorithms._messages import Point as Point
 from fedloom.algorithms._messages import Rows as Rows
 from fedloom.algorithms._messages import Sent as Sent
 from fedloom.algorithms._messages import download_type, upload_fields
-from fedloom.errors import ConfigError, InvalidValue
+from fedloom.errors import ConfigError, InvalidValue, Refused
 from fedloom.local import Ctx, Nothing, Work
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox import Prox
@@ -63,6 +63,17 @@ def chosen_settings(settings: Any, paper: Mapping[str, Any]) -> Mapping[str, Any
     return paper if settings == "paper" else {}
 
 
+def weighed_in_itself(method: Algorithm, option: str, ctx: Ctx) -> None:
+    """Refuse an option that weighs clients by samples beside shares that differ: they would count twice.
+
+    Raises:
+        Refused: the shares differ.
+    """
+    if len(ctx.weight.unique()) > 1:
+        name = type(method).__name__
+        raise Refused(f"{name} with {option} weighs clients by their samples in itself; set weights = 'uniform'")
+
+
 class Algorithm(Value, ABC):
     """A federated method. Its fields are its hyper-parameters; its functions have no state and change no argument."""
 
@@ -74,8 +85,8 @@ class Algorithm(Value, ABC):
     needs_sgd: ClassVar[str | None] = None
     """Why the method needs SGD, if it may have momentum: a run with another optimiser is refused with this sentence."""
     uses_shares: ClassVar[bool] = False
-    """Reads the clients' shares alpha_i of the objective (``ctx.weight``, ``work.weight``); a run whose shares are not
-    uniform says so where they change nothing."""
+    """Has the clients' shares alpha_i in its local problems (``work.weight``): what the server keeps of the clients
+    arrives as a uniform mean. Every other method has them in its means only."""
     projects: ClassVar[bool] = False
     """Works in a subspace; takes the matrix that a run replays (``ctx.projection``, ``work.projection``)."""
     family: ClassVar[str] = "consensus"

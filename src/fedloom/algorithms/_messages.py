@@ -21,7 +21,8 @@ class Kind:
     Attributes:
         base: the value that it is a difference to: ``"zero"`` (absolute), ``"down.<field>"`` or ``"rows.<field>"``.
         primary: the field that carries the model.
-        accumulates: the server adds it up over rounds; arrives as its uniform mean over the cohort.
+        accumulates: the server adds it up over rounds, times ``ctx.part``; arrives as its mean over the cohort by
+            the clients' shares, whatever the weigher.
         part: name of a mask of the algorithm (`Algorithm.part`): only those coordinates travel.
     """
 
@@ -42,13 +43,13 @@ class Kind:
 
     @property
     def weighable(self) -> bool:
-        """The weigher's weights act on it."""
+        """The weigher acts on it, not the clients' shares alone."""
         return not self.single and not self.accumulates
 
 
 @dataclass(frozen=True)
 class Mean(Kind):
-    """Arrives at the server as the run's aggregate over the cohort, ``[d]``."""
+    """Arrives at the server as the run's aggregate over the cohort, ``[d]``: by shares, or as the weigher says."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Kept(Kind):
     """The server keeps every client's last row; arrives aggregated over all n clients, ``[d]``.
 
     Attributes:
-        weight: another kept field ``[m, 1]``, not negative: a client's weight in the mean; None is the uniform mean.
+        weight: another kept field ``[m, 1]``, not negative: a client's weight in the mean; None: the client's share.
     """
 
     keeps: ClassVar[bool] = True

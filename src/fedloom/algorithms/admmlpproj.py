@@ -21,8 +21,8 @@ d_sub up; the server keeps the last u of every client.
 
 Deviations: "z" in line 5 of Algorithm 2 is u. The public code never moves w_i and pi_i. Defaults are FLAME's.
 
-Defaults: lam = 1/reach, reach the length of a round (lr times its mean number of steps), and rho the largest lam
-alpha_i. Ten of many directions are tied: the models are nearly those of local training unless dim is raised, of which
+Defaults: lam = 1/reach, reach the length of a round (lr times its mean number of steps), and rho = lam/n, the
+mean lam alpha_i. Ten of many directions are tied: the models are nearly those of local training unless dim is raised, of which
 a run warns.
 
 Use it like Lp-Proj with p = 2, without its step size of w_i. There is no global model.
@@ -62,7 +62,7 @@ class ADMMLpProj(Algorithm):
     """ADMM-Lp-Proj-2 (Zhu et al., Algorithm 2)."""
 
     lam: Derived = by_rule(description="weight lambda; 1/reach when not given; 1 as in FLAME's Table III")
-    rho: Derived = by_rule(description="ADMM penalty; the largest lam alpha_i when not given; 0.1 in FLAME's Table III")
+    rho: Derived = by_rule(description="ADMM penalty; lam/n when not given; 0.1 in FLAME's Table III")
     dim: int | None = Field(10, ge=1, description="d_sub; 10 in the public code; None: P is the identity")
 
     family: ClassVar[str] = "personalised"
@@ -73,7 +73,7 @@ class ADMMLpProj(Algorithm):
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         lam = self.lam or 1 / ctx.reach
-        return {"lam": lam, "rho": lam * float(ctx.weight.max())}
+        return {"lam": lam, "rho": lam * float(ctx.weight.new_tensor(1 / ctx.n))}
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         if self.dim is None or 50 * self.dim >= layout.d:

@@ -7,7 +7,7 @@ Reference: M. Mohri, G. Sivek, A. T. Suresh, "Agnostic Federated Learning", ICML
 
     paper          here        meaning
     w              x           server's model
-    lambda         lam         mixture weights of the domains; here every client is one
+    lambda         lam         mixture weights of the domains; here every client is one; the shares alpha_i at first
     gamma_w        local lr    step size of w
     gamma_lambda   lambda_lr   step size of lambda
 
@@ -15,7 +15,7 @@ Kept by a client: nothing. Sent per round: d + 1 down (x, share), d + 2 up (dw, 
 single clients.
 
 Deviations: a client takes local steps instead of one, and its change counts in proportion to lam_i within the cohort;
-share is n lam_i, 1 at the start. With everyone and one full-batch step this is the paper's step. The losses of a
+share is lam_i/alpha_i, 1 at the start, and the mean is by alpha_i. With everyone and one full-batch step this is the paper's step. The losses of a
 cohort, times n/m, are an unbiased estimate of all losses. The model is the last iterate, not the mean of all. What
 travels is the change times share, so the model that a weigher, a sampler or an attacker sees is x + dw.
 
@@ -75,10 +75,12 @@ class AFL(Algorithm):
         return {"lambda_lr": 1 / (ctx.n * ctx.rounds**0.5)}
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
-        return Server(x0, torch.full_like(ctx.weight[:, 0], 1 / ctx.n)), Nothing(), None
+        return Server(x0, ctx.weight[:, 0]), Nothing(), None
 
     def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x, (ctx.n * server.lam[ctx.ids])[:, None])
+        alpha = ctx.weight[:, 0].to(server.lam)
+        share = torch.where(alpha > 0, server.lam / alpha, 0.0)
+        return Down(server.x, share[ctx.ids, None])
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         w = descend(down.x, work)  # w_t = w_{t-1} - gamma_w grad_w L(w_{t-1}, lambda_{t-1})

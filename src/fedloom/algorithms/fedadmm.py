@@ -1,6 +1,6 @@
 """FedADMM (Gong et al.): ADMM with partial participation and uploads of augmented differences.
 
-Problem: min over theta of (1/n) sum_i f_i(theta).
+Problem: min over theta of sum_i alpha_i f_i(theta).
 
 Reference: Y. Gong, Y. Li, N. M. Freris, "FedADMM: A Robust Federated Deep Learning Framework with Adaptivity to System
 Heterogeneity", ICDE 2022, arXiv:2204.03529v2, Algorithm 1.
@@ -85,5 +85,5 @@ class FedADMM(Algorithm):
         return Up(new - u), Client(new, y)  # Delta_i = (w_i^+ - w_i) + (y_i^+ - y_i)/rho
 
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
-        eta = ctx.m / ctx.n if self.server_lr == "fraction" else self.server_lr
+        eta = ctx.part if self.server_lr == "fraction" else self.server_lr
         return Model(server.x + eta * up.du)  # theta += eta/|S| sum of Delta_i

@@ -1,6 +1,6 @@
 """Composite FedADMM (Wang et al.): ADMM with partial participation whose server takes the prox of a regulariser.
 
-Problem: min over x of (1/n) sum_i f_i(x) + g(x).
+Problem: min over x of sum_i alpha_i f_i(x) + g(x).
 
 Reference: H. Wang, S. Marella, J. Anderson, "FedADMM: A Federated Primal-Dual Algorithm Allowing Partial
 Participation", IEEE CDC 2022, arXiv:2203.15104, Algorithm 1.

@@ -1,6 +1,6 @@
 """Inexact FedADMM (Zhou and Li): a few linearised steps per dual step, several dual steps per communication.
 
-Problem: min over x of (1/n) sum_i f_i(x).
+Problem: min over x of sum_i alpha_i f_i(x).
 
 Reference: S. Zhou, G. Y. Li, "Federated Learning via Inexact ADMM", IEEE TPAMI 2023, arXiv:2204.10607, Algorithm 1 (the
 authors' MATLAB code for the constants).

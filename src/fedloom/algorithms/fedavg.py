@@ -12,8 +12,8 @@ Networks from Decentralized Data", AISTATS 2017, arXiv:1602.05629v4, Algorithm 1
 
 Kept by a client: nothing. Sent per round: d down, d up.
 
-Deviations: the mean over the cohort is uniform unless the run's weigher says otherwise (``samples`` is the paper's
-n_k/n); the server may step by ``server_lr`` (1 is the paper).
+Deviations: none by default: a client counts by its samples, n_k/n. ``weights = "uniform"`` is the plain mean; the
+server may step by ``server_lr`` (1 is the paper).
 
 Use it as the reference of every comparison. With several local steps and clients that differ its limit is biased.
 """

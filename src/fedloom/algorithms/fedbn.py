@@ -1,6 +1,6 @@
 """FedBN: all is shared but the normalisation layers, which stay with their client.
 
-Problem: min over x, b_1..b_n of (1/n) sum_i f_i(x, b_i), b the affine parameters of the normalisation layers.
+Problem: min over x, b_1..b_n of sum_i alpha_i f_i(x, b_i), b the affine parameters of the normalisation layers.
 
 Reference: X. Li, M. Jiang, X. Zhang, M. Kamp, Q. Dou, "FedBN: Federated Learning on Non-IID Features via Local Batch
 Normalization", ICLR 2021, arXiv:2102.07623, Algorithm 1 (public code: med-air/FedBN).

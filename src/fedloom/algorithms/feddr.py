@@ -1,6 +1,6 @@
 """FedDR: randomised Douglas-Rachford splitting for composite problems.
 
-Problem: min over x of (1/n) sum_i f_i(x) + g(x).
+Problem: min over x of sum_i alpha_i f_i(x) + g(x).
 
 Reference: Q. Tran-Dinh, N. H. Pham, D. T. Phan, L. M. Nguyen, "FedDR - Randomized Douglas-Rachford Splitting Algorithms
 for Nonconvex Federated Composite Optimization", NeurIPS 2021, arXiv:2103.03452, Algorithm 1.

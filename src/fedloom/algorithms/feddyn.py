@@ -1,6 +1,6 @@
 """FedDyn: dynamic regularisation that makes local and global stationary points agree.
 
-Problem: min over theta of (1/n) sum_i f_i(theta).
+Problem: min over theta of sum_i alpha_i f_i(theta), alpha_i = 1/n in the paper.
 
 Reference: D. A. E. Acar, Y. Zhao, R. Matas Navarro, M. Mattina, P. N. Whatmough, V. Saligrama, "Federated Learning
 Based on Dynamic Regularization", ICLR 2021, arXiv:2111.04263, Algorithm 1.
@@ -15,8 +15,8 @@ Based on Dynamic Regularization", ICLR 2021, arXiv:2111.04263, Algorithm 1.
 Kept by a client: d (hi). Sent per round: d down, d up.
 
 Deviations: alpha is the paper's constant; the public code scales a client's by mean(n)/n_i (``scaled``, one number more
-down) and clips gradients at 10, here a setting of local training. The difference w - x travels once: the server's h and
-its mean over the cohort both come from it.
+down), which weighs by samples in itself and so takes ``weights = "uniform"``, and clips gradients at 10, here a setting
+of local training. The difference w - x travels once: the server's h and its mean over the cohort both come from it.
 
 Defaults: alpha = 1/reach, reach the length of a round (lr times its mean number of steps): on a steady gradient the
 server's model moves by 1/alpha times that gradient in a round, which is FedAvg's speed.
@@ -34,8 +34,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, Mean, Model, by_rule
+from fedloom.algorithms._base import Algorithm, Derived, Mean, Model, by_rule, weighed_in_itself
 from fedloom.local import Ctx, Work, descend
+from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
@@ -79,6 +80,11 @@ class FedDyn(Algorithm):
         zero = torch.zeros_like(x0)
         return Server(x0, zero), Client(zero), None
 
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        if self.scaled:
+            weighed_in_itself(self, "scaled", ctx)
+        return []
+
     def down(self, server: Server, kept: None, ctx: Ctx) -> Model | Scaled:
         return Scaled(server.x, ctx.sizes.to(server.x).mean(0)) if self.scaled else Model(server.x)
 
@@ -89,5 +95,5 @@ class FedDyn(Algorithm):
         return Up(w - x), Client(hi - alpha * (w - x))  # grad L_k(theta_k^t), below Eq. 1
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        h = server.h - self.alpha * up.dw * (ctx.m / ctx.n)  # h^t = h^{t-1} - alpha (1/m) sum_k (theta_k - theta^{t-1})
+        h = server.h - self.alpha * up.dw * ctx.part  # h^t = h^{t-1} - alpha (1/m) sum_k (theta_k - theta^{t-1})
         return Server(server.x + up.dw - h / self.alpha, h)  # theta^t = mean over the cohort - h^t / alpha

@@ -17,7 +17,7 @@ Heterogeneous Federated Optimization", NeurIPS 2020, arXiv:2007.07481v1, Eq. 8 a
 
 Kept by a client: nothing. Sent per round: d down, d + 1 up (dw, size).
 
-Deviations: p_i is uniform over the cohort unless the run's weigher says otherwise (``samples`` is the paper's n_i/n).
+Deviations: p_i is the client's share, n_i/n as in the paper unless the run's ``weights`` differ.
 Momentum is the local one of the run; ``mu`` and ``gamma`` are the proximal and decaying-rate a_i of Section 3, and all
 three go together, where the paper has one at a time (momentum acts on the proximal term too). What travels is the
 change divided by ||a_i||_1, so the model that a weigher, a sampler or an attacker sees is x + dw.

@@ -18,7 +18,7 @@ arXiv:1909.06335 (FedAvgM, ``momentum``).
 Kept by a client: nothing. Sent per round: d down, d up.
 
 Deviations: none from Algorithm 2; no bias correction, as there. Momentum is m <- beta1 m + Delta, x <- x + eta m. The
-mean over the cohort is uniform unless the run's weigher says otherwise.
+mean over the cohort is by the clients' shares.
 
 Defaults: the adaptive optimisers move no coordinate by much more than server_lr in a round: reach/10, reach the length
 of a local round (lr times its mean number of steps), is what a gradient of 0.1 moves one; the smallest of the factors

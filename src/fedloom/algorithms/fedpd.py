@@ -1,6 +1,6 @@
 """FedPD: a primal-dual method whose clients may solve several local problems between two communications.
 
-Problem: min over x of (1/n) sum_i f_i(x).
+Problem: min over x of sum_i alpha_i f_i(x).
 
 Reference: X. Zhang, M. Hong, S. Dhople, W. Yin, Y. Liu, "FedPD: A Federated Learning Framework with Adaptivity to
 Non-IID Data", IEEE Transactions on Signal Processing 69, 2021, arXiv:2005.11418, Algorithm 1.

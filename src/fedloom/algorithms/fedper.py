@@ -1,6 +1,6 @@
 """FedPer: a body learned by all under personal heads, both trained together.
 
-Problem: min over phi, h_1..h_n of (1/n) sum_i f_i(h_i, phi).
+Problem: min over phi, h_1..h_n of sum_i alpha_i f_i(h_i, phi).
 
 Reference: M. G. Arivazhagan, V. Aggarwal, A. K. Singh, S. Choudhary, "Federated Learning with Personalization Layers",
 arXiv:1912.00818, Algorithms 1 and 2.

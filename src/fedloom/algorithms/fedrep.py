@@ -1,6 +1,6 @@
 """FedRep: a body learned by all, on which every client trains a head of its own first.
 
-Problem: min over phi of (1/n) sum_i min over h_i of f_i(h_i, phi).
+Problem: min over phi of sum_i alpha_i min over h_i of f_i(h_i, phi).
 
 Reference: L. Collins, H. Hassani, A. Mokhtari, S. Shakkottai, "Exploiting Shared Representations for Personalized
 Federated Learning", ICML 2021, arXiv:2102.07078, Algorithm 1 (public code: lgcollins/FedRep).

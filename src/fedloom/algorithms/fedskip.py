@@ -15,7 +15,8 @@ Kept by a client: nothing. Sent per round: d + 1 down (another client's model, o
 the last model of every client.
 
 Deviations: the paper has every client take part; here the models of the cohort are permuted among the cohort, and the
-mean is over the last models of all clients that have taken part. The server sees single models: no secure aggregation.
+mean is over the last models of all clients that have taken part, by the samples that they have seen, whatever the
+run's ``weights``. The server sees single models: no secure aggregation.
 
 Use it where clients may see each other's models. With ``skip`` 1 and everyone it is FedAvg weighted by samples.
 Where most clients are absent its model moves little, of which a run warns.

@@ -1,6 +1,6 @@
 """FedSLR: a global model of low rank, found with all clients, and a sparse personal component on top of it.
 
-Problem: (P1) min over w of (1/n) sum_i f_i(w) + lam sum over layers ||W_l||_*; (P2) min over p_i of f_i(w + p_i) + mu
+Problem: (P1) min over w of sum_i alpha_i f_i(w) + lam sum over layers ||W_l||_*; (P2) min over p_i of f_i(w + p_i) + mu
 ||p_i||_1.
 
 Reference: T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao, "Fusion of Global and Local Knowledge for Personalized Federated
@@ -131,7 +131,7 @@ class FedSLR(Algorithm):
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         x, gamma = server.x + up.dw, server.gamma
         if self.method == "fedslr":
-            gamma = gamma - up.dw / self.eta_g * (ctx.m / ctx.n)  # Algorithm 3, line 6
+            gamma = gamma - up.dw / self.eta_g * ctx.part  # Algorithm 3, line 6
             x = self.proxes()["global"].prox(x - self.eta_g * gamma, self.eta_g, ctx.layout)  # Eq. 6
         elif self.method == "gpgd":
             x = self.proxes()["global"].prox(x, ctx.local.lr_at(ctx.round), ctx.layout)  # Eq. 21

@@ -1,6 +1,6 @@
 """FedSpa: every client trains its own sparse part of one model, and moves the part as it learns.
 
-Problem: min over w of (1/n) sum_i f_i(m_i * w), m_i a mask of fixed size per layer that client i searches for.
+Problem: min over w of sum_i alpha_i f_i(m_i * w), m_i a mask of fixed size per layer that client i searches for.
 
 Reference: T. Huang, S. Liu, L. Shen, F. He, W. Lin, D. Tao, "Achieving Personalized Federated Learning with Sparse
 Local Models", arXiv:2201.11380, Algorithm 1 (mask search as in RigL, Evci et al. 2020).

@@ -1,6 +1,6 @@
 """FedSplit: Peaceman-Rachford splitting with an exact fixed point.
 
-Problem: min over x of (1/n) sum_i f_i(x), f_i convex.
+Problem: min over x of sum_i alpha_i f_i(x), f_i convex.
 
 Reference: R. Pathak, M. J. Wainwright, "FedSplit: An Algorithmic Framework for Fast Federated Optimization", NeurIPS
 2020, arXiv:2005.05238, Algorithm 1.

@@ -149,7 +149,7 @@ class FIAELT(Algorithm):
         return Up(dx, dz, taken.to(x), none), Client(new, z + dz, lyapunov_step(dx, dz, beta, smooth, self.tau, self.r))
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        beta, smooth, before, share = server.beta, server.smooth, server.before, ctx.m / ctx.n
+        beta, smooth, before, share = server.beta, server.smooth, server.before, ctx.part
         if self._measures(float(beta), float(smooth)):
             top = largest(up.smooth, "smooth")
             if not self.beta:  # Corollary 2
@@ -172,7 +172,7 @@ class FIAELT(Algorithm):
     def diagnostics(self, server: Server, total: Seen, ctx: Ctx) -> dict[str, float]:
         y, xbar, zbar, beta, _, before, iterations = server
         xi = ctx.n * ((beta if beta else before) * (xbar - y) + zbar)  # in dg(y), by the server's prox
-        kkt = torch.linalg.vector_norm(total.gradient + xi)  # Theorem 1; at least dist(0, sum grad f_i(y) + dg(y))
-        h = total.energy + penalty(self.regulariser, y, ctx.layout)  # H_t, Proposition 5
+        kkt = torch.linalg.vector_norm(ctx.n * total.gradient + xi)  # Theorem 1; >= dist(0, sum grad f_i(y) + dg(y))
+        h = ctx.n * total.energy + penalty(self.regulariser, y, ctx.layout)  # H_t, Proposition 5
         figures = {"local_iterations": iterations, "kkt": kkt, "lyapunov": h, "nonzeros": y.count_nonzero()}
         return {name: float(figure) for name, figure in figures.items()}

@@ -26,9 +26,12 @@ is then pulled to the new w_i). With ``eps0`` the theta step is gradient descent
 
 Defaults: lam = 2/(reach sqrt(rounds)), reach the length of a round (lr times its mean number of steps): between
 1/reach, whose pull halves the speed of a round, and 1/(reach rounds), which holds models together only by the end of a
-run; the 2 by studies/benchmarks/factors.py. rho is the largest lam alpha_i: w is then the mean of the theta_i, in every
-round where shares are equal. Theorem 1 also asks for (lam alpha_i/rho)^2 (1 + rho) < (lam alpha_i + rho)/2, which no
+run; the 2 by studies/benchmarks/factors.py. rho is lam/n, the mean lam alpha_i: w is then the mean of the theta_i, in
+every round where shares are equal. Theorem 1 also asks for (lam alpha_i/rho)^2 (1 + rho) < (lam alpha_i + rho)/2, which no
 small rho meets, nor the paper's own values.
+
+The name: FLAME in federated security is another method, the backdoor defence of Nguyen et al. (USENIX Security 2022,
+arXiv:2101.02281), which fedloom does not have.
 
 Use it for personal models of clients with skewed labels, with a global model beside them; the hybrid model takes for
 each client the better of both on its validation part. Where most clients are absent the global model moves little, of
@@ -69,7 +72,7 @@ class FLAME(Algorithm):
     """FLAME (Algorithm 1)."""
 
     lam: Derived = by_rule(description="Moreau weight lambda; 2/(reach sqrt(rounds)) when not given; 1 in Table III")
-    rho: Derived = by_rule(description="ADMM penalty rho; the largest lam alpha_i when not given; 0.1 in Table III")
+    rho: Derived = by_rule(description="ADMM penalty rho; lam/n when not given; 0.1 in Table III")
     eps0: float | None = Field(
         None, gt=0, description="eps^0 of Eq. 18, before the first round; None: the run's epochs of SGD"
     )
@@ -90,7 +93,7 @@ class FLAME(Algorithm):
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         lam = self.lam or 2 / (ctx.reach * ctx.rounds**0.5)
-        return {"lam": lam, "rho": lam * float(ctx.weight.max())}
+        return {"lam": lam, "rho": lam * float(ctx.weight.new_tensor(1 / ctx.n))}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -17,7 +17,7 @@ clients and keeps the last of each.
 
 Deviations: losses are those of the received model on the client's training part, so the order is one round old. Groups
 of which no client has been seen are left out of the order; the public code starts with a random one. p_k is the
-client's share of the objective; the mean over the cohort is uniform or the run's weigher's.
+client's share of the objective.
 
 Use it for losses that are even over known groups, or over clients. It needs lam < min_k p_k |A_{s_k}| / (d - 1), so
 that no client climbs.
@@ -71,7 +71,6 @@ class GIFAIR(Algorithm):
 
     family: ClassVar[str] = "fair"
     needs_sgd: ClassVar[str | None] = "it scales gradients, which an optimiser that divides by their size undoes"
-    uses_shares: ClassVar[bool] = True
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         return {"lam": self._bound(ctx) / 2}

@@ -1,6 +1,6 @@
 """LG-FedAvg: every client learns its own body, all share the head on top.
 
-Problem: min over h, phi_1..phi_n of (1/n) sum_i f_i(h, phi_i).
+Problem: min over h, phi_1..phi_n of sum_i alpha_i f_i(h, phi_i).
 
 Reference: P. P. Liang, T. Liu, L. Ziyin, N. B. Allen, R. P. Auerbach, D. Brent, R. Salakhutdinov, L.-P. Morency, "Think
 Locally, Act Globally: Federated Learning with Local and Global Representations", arXiv:2001.01523, Algorithm 1 (public

@@ -1,6 +1,6 @@
 """LPGD: FedAvg with a prox in every local step, and FedSLR's sparse personal component on top.
 
-Problem: (P1) min over w of (1/n) sum_i f_i(w) + lam sum over layers ||W_l||_*; (P2) min over p_i of f_i(w + p_i) + mu
+Problem: (P1) min over w of sum_i alpha_i f_i(w) + lam sum over layers ||W_l||_*; (P2) min over p_i of f_i(w + p_i) + mu
 ||p_i||_1.
 
 Reference: T. Huang, L. Shen, Y. Sun, W. Lin, D. Tao, "Fusion of Global and Local Knowledge for Personalized Federated

@@ -1,6 +1,6 @@
 """Lp-Proj: personal models tied together in a random subspace of few dimensions, by a p-norm.
 
-Problem: min over w of (1/n) sum_i F_i(w), F_i(w) = min over theta_i of f_i(theta_i) + lam/p ||w - P theta_i||_p^p.
+Problem: min over w of sum_i alpha_i F_i(w), F_i(w) = min over theta_i of f_i(theta_i) + lam/p ||w - P theta_i||_p^p.
 
 Reference: S. Lin, Y. Han, X. Li, Z. Zhang, "Personalized Federated Learning towards Communication Efficiency,
 Robustness and Fairness", NeurIPS 2022 (public code: desternylin/perfed).

@@ -1,6 +1,6 @@
 """Per-FedAvg: a start from which one step of SGD makes a good personal model.
 
-Problem: min over w of (1/n) sum_i f_i(w - alpha grad f_i(w)).
+Problem: min over w of sum_i alpha_i f_i(w - alpha grad f_i(w)).
 
 Reference: A. Fallah, A. Mokhtari, A. Ozdaglar, "Personalized Federated Learning with Theoretical Guarantees: A
 Model-Agnostic Meta-Learning Approach", NeurIPS 2020, arXiv:2002.07948, Algorithm 1, with its two approximations.

@@ -1,6 +1,6 @@
 """pFedMe: personal models as proximal points of the global one, which descends the Moreau envelopes.
 
-Problem: min over w of (1/n) sum_i F_i(w), F_i(w) = min over theta_i of f_i(theta_i) + lam/2 ||theta_i - w||^2.
+Problem: min over w of sum_i alpha_i F_i(w), F_i(w) = min over theta_i of f_i(theta_i) + lam/2 ||theta_i - w||^2.
 
 Reference: C. T. Dinh, N. H. Tran, T. D. Nguyen, "Personalized Federated Learning with Moreau Envelopes", NeurIPS 2020,
 arXiv:2006.08848, Algorithm 1 (public code: CharlieDinh/pFedMe).

@@ -1,6 +1,6 @@
 """q-FFL: losses to the power q + 1, so that clients with large losses count more.
 
-Problem: min over x of sum_i f_i(x)^(q+1) / (q + 1).
+Problem: min over x of sum_i alpha_i f_i(x)^(q+1) / (q + 1).
 
 Reference: T. Li, M. Sanjabi, A. Beirami, V. Smith, "Fair Resource Allocation in Federated Learning", ICLR 2020,
 arXiv:1905.10497v2, Algorithm 2 (q-FedAvg).
@@ -23,7 +23,7 @@ travels is the change times F_k^q, so the model that a weigher, a sampler or an 
 Defaults: L = 1/reach, reach the length of a round (lr times its mean number of steps): a round is one step of that
 size, where the paper's 1/lr would count every local step as a round.
 
-Use it for a more even accuracy over clients at some cost of the mean; tune q. q = 0 is FedAvg with uniform weights.
+Use it for a more even accuracy over clients at some cost of the mean; tune q. q = 0 is FedAvg.
 """
 
 from __future__ import annotations

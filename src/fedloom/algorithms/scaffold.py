@@ -1,6 +1,6 @@
 """SCAFFOLD: control variates against client drift.
 
-Problem: min over x of (1/n) sum_i f_i(x).
+Problem: min over x of sum_i alpha_i f_i(x).
 
 Reference: S. P. Karimireddy, S. Kale, M. Mohri, S. Reddi, S. Stich, A. T. Suresh, "SCAFFOLD: Stochastic Controlled
 Averaging for Federated Learning", ICML 2020, arXiv:1910.06378v4, Algorithm 1.
@@ -17,7 +17,8 @@ Kept by a client: d (ci). Sent per round: 2d down (x, c), 2d up (dy, dc).
 
 Deviations: K is the number of steps that each client takes, not a common one. Variates start at zero. ``scaled`` is
 FedDyn's public code (alpemreacar/FedDyn), one number more down: with s_i = n_i/mean(n), clients correct by c/s_i - c_i
-and c is the mean of all s_i c_i, which clients then keep in the place of c_i.
+and c is the mean of all s_i c_i, which clients then keep in the place of c_i; it weighs by samples in itself and takes
+``weights = "uniform"``.
 
 Use it for one good global model when clients differ and return often enough to keep their variates fresh.
 """
@@ -30,8 +31,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Mean
+from fedloom.algorithms._base import Algorithm, Mean, weighed_in_itself
 from fedloom.local import Ctx, Work, descend, where_moved
+from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
@@ -76,6 +78,11 @@ class SCAFFOLD(Algorithm):
         zero = torch.zeros_like(x0)
         return Server(x0, zero), Client(zero), None
 
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        if self.scaled:
+            weighed_in_itself(self, "scaled", ctx)
+        return []
+
     def down(self, server: Server, kept: None, ctx: Ctx) -> Server | Scaled:
         return Scaled(*server, ctx.sizes.to(server.x).mean(0)) if self.scaled else server
 
@@ -95,4 +102,4 @@ class SCAFFOLD(Algorithm):
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         x, c = server
-        return Server(x + self.server_lr * up.dy, c + up.dc * (ctx.m / ctx.n))  # Eq. 5
+        return Server(x + self.server_lr * up.dy, c + up.dc * ctx.part)  # Eq. 5

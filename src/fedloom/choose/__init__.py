@@ -16,6 +16,7 @@ from fedloom.choose.weighers import (
     EquitableWeigher,
     FairFedWeigher,
     SamplesWeigher,
+    SharesWeigher,
     UniformWeigher,
     Weigher,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "RoundRobin",
     "Sampler",
     "SamplesWeigher",
+    "SharesWeigher",
     "SizeWeighted",
     "Uniform",
     "UniformWeigher",

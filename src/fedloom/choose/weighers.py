@@ -56,8 +56,18 @@ class Weigher(Value, ABC):
         """
 
 
+class SharesWeigher(Weigher):
+    """A client counts by its share alpha_i of the objective: by its training samples unless ``weights`` differs."""
+
+    kind: ClassVar[str] = "shares"
+
+    def apply(self, state: Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Nothing]:
+        """alpha_i, over the largest of all clients."""
+        return ctx.masses[ctx.ids], state
+
+
 class UniformWeigher(Weigher):
-    """Every client of the cohort counts the same."""
+    """Every client of the cohort counts the same in the mean of the uploads, whatever its share."""
 
     kind: ClassVar[str] = "uniform"
 
@@ -67,7 +77,7 @@ class UniformWeigher(Weigher):
 
 
 class SamplesWeigher(Weigher):
-    """A client counts by its training samples n_i (McMahan et al. 2017, Algorithm 1)."""
+    """A client counts by its training samples n_i in the mean of the uploads, whatever its share."""
 
     kind: ClassVar[str] = "samples"
 
@@ -249,6 +259,7 @@ class FairFedWeigher(Weigher):
 
 
 WEIGHERS: dict[str, type[Weigher]] = {
+    "shares": SharesWeigher,
     "uniform": UniformWeigher,
     "samples": SamplesWeigher,
     "equitable": EquitableWeigher,

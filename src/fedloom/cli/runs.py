@@ -77,9 +77,12 @@ def run(
             where = out or Path("runs") / file.stem
             check_tracker(track)
             plan = Plan(experiment, where, data_dir, force=force, partly=bool(method), dry=dry_run, ranks=ranks)
+            labels = dict[str, list[str]]()
             for label, notes in plan.notes.items() if ranks.rank == 0 else ():
                 for note in notes:
-                    typer.echo(f"{label}: {note}", err=True)
+                    labels.setdefault(note, []).append(label)
+            for note, who in labels.items():
+                typer.echo(f"{', '.join(who)}: {note}", err=True)
             if dry_run:
                 if ranks.rank == 0:
                     _preview(plan)

@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedloom.algorithms import upload_fields
-from fedloom.choose import Uniform, UniformWeigher
+from fedloom.choose import SharesWeigher, Uniform, UniformWeigher
 from fedloom.deploy.audit import Audit
 from fedloom.deploy.code import read_agreed
 from fedloom.deploy.exchange.forms import Forms
@@ -232,9 +232,9 @@ class _Run(Hooks):
             self._post.presence.fix()
         method = self._experiment.methods[0]
         setting = method.setting.resolved()
-        plain = isinstance(setting.sampler, Uniform) and isinstance(setting.weigher, UniformWeigher)
-        everyone = known is None and (setting.weights == "samples" or not plain)
-        self._post.gather(everyone)
+        plain = isinstance(setting.sampler, Uniform) and isinstance(setting.weigher, SharesWeigher | UniformWeigher)
+        by = "weights = 'samples'" if setting.weights == "samples" else "" if plain else "the sampler or weigher"
+        self._post.gather(by if known is None else "")
 
     def _known_sizes(self) -> Tensor | None:
         """What the newest checkpoint says."""

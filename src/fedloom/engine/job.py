@@ -91,6 +91,17 @@ class Job:
         """Upload fields and their kinds."""
         return upload_fields(type(self.algorithm))
 
+    @cached_property
+    def masses(self) -> Tensor:
+        """``[n, 1]`` float64: how much a client counts beside others in what is kept or added up; see `Ctx.masses`.
+
+        1 for each where the aggregator reads no weights, or the method has the shares, or weights of its own, in what
+        its clients send.
+        """
+        aggregator, weighed = self.setting.aggregator, any(getattr(kind, "weight", None) for kind in self.fields.values())
+        alike = self.algorithm.uses_shares or weighed or (aggregator is not None and not aggregator.weighted)
+        return torch.ones(self.n, 1, dtype=torch.float64) if alike else self.ctx(0).masses
+
     def weights(self, up: Any) -> list[Tensor]:
         """The fields ``[m, 1]`` of an upload that weight others in the mean of what clients keep."""
         named = {kind.weight for kind in self.fields.values() if kind.keeps and kind.weight is not None}

@@ -11,7 +11,7 @@ from pydantic_core import CoreSchema, core_schema
 from torch import nn
 
 from fedloom.algorithms import REGISTRY, Algorithm, Composition
-from fedloom.choose import SAMPLERS, WEIGHERS, Sampler, Uniform, UniformWeigher, Weigher
+from fedloom.choose import SAMPLERS, WEIGHERS, Sampler, SharesWeigher, Uniform, UniformWeigher, Weigher
 from fedloom.errors import ConfigError, unknown
 from fedloom.imports import find_maker, is_path
 from fedloom.local import LocalSGD
@@ -160,6 +160,7 @@ def _method(given: Any) -> Algorithm | Composition:
     return given
 
 
+Shares = Literal["samples", "uniform", "groups"] | tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
 Rounds = Annotated[int, Field(ge=1, description="communication rounds")]
 Method = Annotated[Algorithm | Composition, PlainValidator(_method)]
 
@@ -171,7 +172,7 @@ class Setting(Value):
     what a checkpoint must agree on and named where a directory holds another run.
     """
 
-    own: ClassVar[tuple[str, ...]] = ("local", "sampler", "weigher", "aggregator", "channel", "rounds")
+    own: ClassVar[tuple[str, ...]] = ("local", "sampler", "weigher", "aggregator", "channel", "rounds", "weights")
     """What every method of an experiment may have for itself."""
 
     algorithm: Method = Field(description="a method, or what a preset makes")
@@ -187,8 +188,9 @@ class Setting(Value):
     sampler: Annotated[Sampler, Table(Sampler, SAMPLERS, "uniform")] = Field(
         default_factory=Uniform, description="who takes part"
     )
-    weigher: Annotated[Weigher, Table(Weigher, WEIGHERS, "uniform")] = Field(
-        default_factory=UniformWeigher, description="how much every client counts in the mean"
+    weigher: Annotated[Weigher, Table(Weigher, WEIGHERS, "shares")] = Field(
+        default_factory=SharesWeigher,
+        description="what a client counts in the mean of the cohort's uploads: its share, or what a rule makes of it",
     )
     aggregator: Annotated[Aggregator | None, Table(Aggregator, AGGREGATORS)] = Field(
         None, description="how uploads become one; their weighted mean when None"
@@ -202,8 +204,10 @@ class Setting(Value):
     augment: Annotated[Augment, Table(Augment)] = Field(
         default_factory=Augment, description="random changes of training images"
     )
-    weights: Literal["uniform", "samples"] = Field(
-        "uniform", description="clients' shares alpha_i of the objective, where a method reads them: 1/n, or by samples"
+    weights: Shares = Field(
+        "samples",
+        description="clients' shares alpha_i of the objective, in every mean and local problem that has them: by "
+        "training samples, uniform (1/n), by groups (every planted group counts the same), or a number for each client",
     )
     evaluate: Annotated[Evaluate, Table(Evaluate)] = Field(
         default_factory=Evaluate, description="when and on what models are scored"
@@ -263,10 +267,14 @@ class Setting(Value):
         return isinstance(self.algorithm, Composition) and self.algorithm.pooled
 
     def resolved(self) -> Setting:
-        """The same run without a preset: its method, sampler and weigher in their places."""
-        preset = self.algorithm
-        if not isinstance(preset, Composition):
-            return self
-        sampler = preset.sampler.sized_like(self.sampler) if preset.sampler else self.sampler
-        parts = {"algorithm": preset.algorithm, "sampler": sampler, "weigher": preset.weigher or self.weigher}
-        return self.with_(**parts)  # type: ignore[no-any-return]
+        """The same run without a preset: its method, sampler and weigher in their places.
+
+        A sampler that draws by samples has the shares in its draws: the clients of a cohort then count alike.
+        """
+        parts, preset = dict[str, Any](), self.algorithm
+        if isinstance(preset, Composition):
+            sampler = preset.sampler.sized_like(self.sampler) if preset.sampler else self.sampler
+            parts = {"algorithm": preset.algorithm, "sampler": sampler, "weigher": preset.weigher or self.weigher}
+        if parts.get("sampler", self.sampler).by_samples and parts.get("weigher", self.weigher).kind == "shares":
+            parts["weigher"] = UniformWeigher()
+        return self.with_(**parts) if parts else self

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm, check_declaration, primary_field, upload_fields
-from fedloom.choose import Sampler, Uniform, UniformWeigher, Weigher
+from fedloom.choose import Sampler, SamplesWeigher, SharesWeigher, Uniform, UniformWeigher, Weigher
 from fedloom.data.federation import Federation
 from fedloom.engine.job import Job
 from fedloom.engine.messages import Messages, first_upload, idle_upload
@@ -56,7 +56,7 @@ def make_job(
         ConfigError: values that cannot work, or (Refused) do not work together.
     """
     pooled, setting = setting.pooled, setting.resolved()
-    method, engine, weights = setting.method, setting.engine, setting.weights
+    method, engine = setting.method, setting.engine
     check_declaration(type(method))
     setting.local.check(setting.rounds)
     device, dtype = torch.device(engine.device), getattr(torch, engine.dtype)
@@ -69,7 +69,7 @@ def make_job(
     alone: list[str] = []
     if pooled:
         none = dict.fromkeys(("aggregator", "attack", "channel"))
-        pool = setting.with_(sampler=Uniform(), weigher=UniformWeigher(), **none)
+        pool = setting.with_(sampler=Uniform(), weigher=SharesWeigher(), weights="samples", **none)
         alone = [f"[{name}]" for name in ("sampler", "weigher", *none) if getattr(pool, name) != getattr(setting, name)]
         setting = pool
     sampler, weigher, aggregator = setting.sampler, setting.weigher, setting.aggregator
@@ -87,11 +87,7 @@ def make_job(
         raise Refused(f"{method.full_gradients} takes full gradients, which stay float32; leave engine.precision out")
     layout = oracle.layout
     sizes = fed.sizes("train").cpu()[:, None]
-    shares = (
-        sizes / sizes.sum(dtype=torch.float64)
-        if weights == "samples"
-        else torch.full((fed.n, 1), 1 / fed.n, dtype=torch.float64)
-    )
+    shares = shares_of(setting.weights, fed)
     ids = torch.arange(fed.n)
     replay.check(method, setting.sampler, setting.rounds, sizes)
     given, rounds, alpha = replay.projection, setting.rounds, shares.to(dtype)
@@ -105,13 +101,7 @@ def make_job(
         raise Refused(f"sampler {sampler.kind!r} asks clients about the global model, but {name} has none")
     notes = [f"pooled data are those of one client: {_nothing(alone)}"] if alone else []
     notes += [*method.check(layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx), *weigher.remarks()]
-    if aggregator is not None and not aggregator.weighted and not isinstance(weigher, UniformWeigher):
-        notes.append(f"aggregator {_kind(aggregator)!r} reads no weights: weigher {weigher.kind!r} changes nothing")
-    if weights == "samples" and not method.uses_shares:
-        notes.append(
-            f"weights = 'samples' changes nothing in {type(method).__name__}, whose objective is the uniform mean over "
-            "clients; it is the weigher that weighs uploads"
-        )
+    notes += _unweighed(setting, len(shares.unique()) > 1)
     if isinstance(attack, Forgery) and not upload_fields(type(method)):
         name = type(method).__name__
         notes.append(f"attack {_kind(attack)!r} changes nothing in {name}, which uploads nothing to forge")
@@ -247,14 +237,17 @@ def check_together(
             f"{algorithm.full_gradients} takes full gradients as they are; set local.momentum = 0 and "
             "local.optimizer = 'sgd', and leave local.clip out"
         )
-    if not isinstance(weigher, UniformWeigher) and not any(k.weighable for k in kinds):
+    if not isinstance(weigher, SharesWeigher | UniformWeigher) and not any(k.weighable for k in kinds):
         if not kinds:
             why = "it uploads nothing"
         elif any(k.keeps for k in kinds):
-            why = "its server keeps every client's last upload and takes their uniform mean"
+            why = "its server keeps every client's last upload"
         else:
-            why = "its server adds uploads up over rounds, which needs their uniform mean"
-        raise Refused(f"weigher {weigher.kind!r} has nothing to act on in {name}: {why}; leave the weigher out")
+            why = "its server adds uploads up over rounds"
+        cure = "leave the weigher out"
+        if isinstance(weigher, SamplesWeigher):
+            cure += "; weights = 'samples' weighs every method's clients by their samples"
+        raise Refused(f"weigher {weigher.kind!r} has nothing to act on in {name}: {why}; {cure}")
     if weigher.signed and aggregator is not None and aggregator.weighted and not aggregator.linear:
         raise Refused(
             f"weigher {weigher.kind!r} without its floor gives negative weights, with which aggregator "
@@ -294,6 +287,62 @@ def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> N
             f"sampler {sampler.kind!r} may draw a client twice, so that the weights of {weigher.kind!r} without its "
             "floor need not have a positive sum; keep the floor"
         )
+
+
+def shares_of(weights: Any, fed: Federation) -> Tensor:
+    """The clients' shares alpha_i of the objective, ``[n, 1]`` float64, which sum to 1.
+
+    Args:
+        weights: ``Setting.weights``.
+        fed: the clients; those without training samples have no share by samples.
+
+    Raises:
+        ConfigError: a number for each of other clients, or none above zero.
+        Refused: groups of clients that are in none.
+    """
+    if weights == "samples":
+        masses = fed.sizes("train").cpu().double()
+    elif weights == "groups":
+        if fed.groups is None:
+            raise Refused(
+                "weights = 'groups' needs clients in groups, and this partition has none; use weights = 'samples'"
+            )
+        groups = fed.groups.cpu()
+        masses = 1 / torch.bincount(groups)[groups].double()
+    elif weights == "uniform":
+        masses = torch.ones(fed.n, dtype=torch.float64)
+    else:
+        masses = torch.tensor(weights, dtype=torch.float64)
+        if len(masses) != fed.n or not bool(masses.sum() > 0):
+            raise ConfigError(
+                f"weights must be a number for each of the {fed.n} clients, not all of them zero, got {list(weights)}"
+            )
+    return (masses / masses.sum())[:, None]
+
+
+def _unweighed(setting: Setting, unequal: bool) -> list[str]:
+    """The notes on shares or a weigher that a mean does not read.
+
+    Args:
+        setting: the run, presets resolved.
+        unequal: the clients' shares differ.
+    """
+    weigher, aggregator, weights = setting.weigher, setting.aggregator, setting.weights
+    name, kinds = type(setting.method).__name__, upload_fields(type(setting.method)).values()
+    if weights != "samples" and any(getattr(kind, "weight", None) for kind in kinds):
+        return [f"weights = {weights!r} changes nothing in {name}, whose clients count by what they send"]
+    if aggregator is not None and not aggregator.weighted and kinds:
+        if isinstance(weigher, SharesWeigher | UniformWeigher):
+            reads = f"weights = {weights!r}" if unequal and isinstance(weigher, SharesWeigher) else ""
+        else:
+            reads = f"weigher {weigher.kind!r}"
+        return [f"aggregator {_kind(aggregator)!r} counts all clients alike: {reads} changes nothing"] if reads else []
+    if unequal and isinstance(weigher, UniformWeigher) and not setting.sampler.by_samples:
+        return [
+            f"weigher 'uniform' takes the place of weights = {weights!r} in the mean of uploads; for the same in every "
+            "method, leave it out and set weights = 'uniform'"
+        ]
+    return []
 
 
 def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:

@@ -36,8 +36,15 @@ class Rows:
         self.name, self.kind = name, kind
         self.parts = [] if before is None else [before.clone()]
 
-    def partial(self, up: Any, kept: Any, share: Tensor) -> Tensor:
-        """What a chunk adds: of its uploads, the rows that the server kept until now, and shares ``[m, 1]``."""
+    def partial(self, up: Any, kept: Any, share: Tensor, mass: Tensor) -> Tensor:
+        """What a chunk adds.
+
+        Args:
+            up: its uploads.
+            kept: the rows that the server kept of its clients until now.
+            share: ``[m, 1]`` what they count in the mean of the cohort.
+            mass: ``[m, 1]`` what they count in what is kept or added up over rounds (`Job.masses`).
+        """
         value: Tensor = getattr(up, self.name)
         return value
 
@@ -55,16 +62,16 @@ class GatheredMean(Rows):
 
     def finish(self, cohort: Uploads) -> Tensor:
         rows = torch.cat(self.parts)
-        weights = torch.ones_like(cohort.shares) if self.kind.accumulates else cohort.shares
+        weights = cohort.masses if self.kind.accumulates else cohort.shares
         return ((weights / weights.sum()).T.to(rows.device, torch.float64) @ rows.double())[0]
 
 
 class Mean(Rows):
     """A `fedloom.algorithms.Mean` field: partial sums ``[d]``, in double precision from the first on."""
 
-    def partial(self, up: Any, kept: Any, share: Tensor) -> Tensor:
+    def partial(self, up: Any, kept: Any, share: Tensor, mass: Tensor) -> Tensor:
         value: Tensor = getattr(up, self.name)
-        share = torch.ones_like(share) if self.kind.accumulates else share
+        share = mass if self.kind.accumulates else share
         if len(value) == 1:  # a large model's chunk
             return value[0] if share == 1 else value[0] * share[0].to(value)
         return (share.T.to(value) @ value)[0]
@@ -77,22 +84,22 @@ class Mean(Rows):
                 total.add_(piece)
 
     def finish(self, cohort: Uploads) -> Tensor:
-        return self.parts[0] / (len(cohort.shares) if self.kind.accumulates else cohort.share)
+        return self.parts[0] / (float(cohort.masses.sum()) if self.kind.accumulates else cohort.share)
 
 
 class Kept(Rows):
     """A `fedloom.algorithms.Kept` field: changes ``[d]`` of the float64 sum over all clients."""
 
-    def partial(self, up: Any, kept: Any, share: Tensor) -> Tensor:
+    def partial(self, up: Any, kept: Any, share: Tensor, mass: Tensor) -> Tensor:
         now, old = (self.weighted(rows).cpu() for rows in (up, kept))
-        return _sum(now).sub_(_sum(old))
+        return _sum(now, mass).sub_(_sum(old, mass))
 
     def merge(self, part: Tensor) -> None:
         self.parts[0].add_(part)
 
     def finish(self, cohort: Uploads) -> Tensor:
         weight = self.kind.weight
-        return self.parts[0] / (cohort.job.n if weight is None else cohort.sums[weight])
+        return self.parts[0] / (float(cohort.job.masses.sum()) if weight is None else cohort.sums[weight])
 
     def weighted(self, rows: Any) -> Tensor:
         """The field, times its weight if it has one."""
@@ -109,14 +116,15 @@ def fields_of(job: Job, sums: Mapping[str, Tensor] | None = None) -> dict[str, R
 
 def partials(job: Job, up: Any, ids: Tensor, share: Tensor) -> dict[str, Tensor]:
     """What the accepted uploads of a chunk add, by field."""
-    kept = job.kept.read(ids)
-    return {name: field.partial(up, kept, share) for name, field in fields_of(job).items()}
+    kept, mass = job.kept.read(ids), job.masses[ids]
+    return {name: field.partial(up, kept, share, mass) for name, field in fields_of(job).items()}
 
 
 def first_sums(job: Job) -> dict[str, Tensor]:
     """Sums over all clients of what the server keeps before the first round."""
     kept = (field for field in fields_of(job).values() if isinstance(field, Kept))
-    return {field.name: job.n * field.weighted(job.kept.template).double() for field in kept}
+    count = float(job.masses.sum())
+    return {field.name: count * field.weighted(job.kept.template).double() for field in kept}
 
 
 class Uploads:
@@ -154,6 +162,11 @@ class Uploads:
             self._fields[name].merge(part)
         for name, rows in trained.answers.items():
             self._answers.setdefault(name, []).append(rows)
+
+    @property
+    def masses(self) -> Tensor:
+        """``[m, 1]`` float64 what the accepted clients count in fields that are added up over rounds."""
+        return self.job.masses[torch.cat(self.ids)]
 
     def answers(self, name: str) -> Tensor | None:
         """``info``, ``models`` or ``told`` of every accepted client; see `Trained`."""
@@ -197,7 +210,7 @@ class Uploads:
             rows = job.kept.read(ids)._asdict()
             kind = job.fields[primary]
             weight = kind.weight if kind.keeps else None
-            weights = torch.ones(len(ids), 1, dtype=torch.float64) if weight is None else rows[weight]
+            weights = job.masses[ids] if weight is None else rows[weight]
         else:
             ids, weights = ctx.ids, self.shares
             rows = {name: torch.cat(field.parts) for name, field in self._fields.items() if field.kind.averaged}
@@ -229,9 +242,9 @@ def _check_combined(combined: dict[str, Tensor], rows: Mapping[str, Tensor]) -> 
         raise ValueError(f"it must give one vector of every field, of the shapes {wanted}, got {got}")
 
 
-def _sum(rows: Tensor) -> Tensor:
-    """Sum ``[d]`` of rows ``[m, d]`` in double precision, without a copy of them in it."""
+def _sum(rows: Tensor, mass: Tensor) -> Tensor:
+    """Sum ``[d]`` of rows ``[m, d]``, each times its mass ``[m, 1]``, in double precision, without a copy in it."""
     total = torch.zeros(rows.shape[1], dtype=torch.float64)
-    for row in rows:
-        total.add_(row)
+    for row, factor in zip(rows, mass[:, 0].tolist(), strict=True):
+        total.add_(row, alpha=factor)
     return total

@@ -128,7 +128,7 @@ def _method(
             {k: v for k, v in given.items() if k != "algorithm"}, where, ("label", "settings", *grammar.overrides)
         )
     label = given.get("label", name.rpartition(":")[2])
-    plain = {"label": label, **{k: v for k, v in given.items() if k in ("rounds", "settings")}}
+    plain = {"label": label, **{k: v for k, v in given.items() if k in ("rounds", "weights", "settings")}}
     shape(grammar.own).check(plain, where)
     for what in grammar.overrides:
         if what in given and what in tables:

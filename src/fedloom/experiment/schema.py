@@ -16,7 +16,7 @@ from fedloom.algorithms import REGISTRY, Algorithm, Preset
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES, Source
 from fedloom.data.sources import source as source_of
-from fedloom.engine.setting import Rounds, Setting
+from fedloom.engine.setting import Rounds, Setting, Shares
 from fedloom.errors import ConfigError, DataError, FedloomError
 from fedloom.experiment.check import Grammar, Table, check, merged
 from fedloom.experiment.shapes import Shape
@@ -87,6 +87,7 @@ class Head(Value):
 class _Own(Value):
     label: Title = Field(description="what the method is called in tables and charts")
     rounds: Rounds | None = Field(None, description="communication rounds, if not the experiment's")
+    weights: Shares | None = Field(None, description="clients' shares of the objective, if not the experiment's")
     settings: Constants = Field("default", description="constants of the options that are not given")
 
 
@@ -140,7 +141,7 @@ class Experiment:
 
     def settings(self) -> dict[str, Any]:
         """The whole experiment as a TOML document, defaults filled in."""
-        common = {k: v for k, v in self.common.document().items() if k == "rounds" or k not in Setting.own}
+        common = {k: v for k, v in self.common.document().items() if k in Setting.plain() or k not in Setting.own}
         return {
             **dump(self.head),
             **{k: common.pop(k) for k in Setting.plain()},

@@ -25,7 +25,7 @@ class Ctx(NamedTuple):
         m: clients of the (accepted) cohort.
         ids: ``[m]`` their ids.
         layout: shapes of the model.
-        weight: ``[n, 1]`` alpha_i, sums to 1 over all clients.
+        weight: ``[n, 1]`` the clients' shares alpha_i, which sum to 1 over all clients.
         sizes: ``[n, 1]`` training samples of every client.
         groups: ``[n]`` group of every client, if known.
         local: settings of local training.
@@ -46,6 +46,18 @@ class Ctx(NamedTuple):
     seed: int
     rounds: int
     projection: Tensor | None = None
+
+    @property
+    def masses(self) -> Tensor:
+        """``[n, 1]`` float64: the clients' shares, over the largest; exactly 1 for each where shares are equal."""
+        shares = self.weight.double()
+        return shares / shares.max()
+
+    @property
+    def part(self) -> float:
+        """The cohort's part of all shares, sum of alpha_i over ``ids``: m/n where shares are equal."""
+        masses = self.masses
+        return float(masses[self.ids].sum() / masses.sum())
 
     @property
     def reach(self) -> float:

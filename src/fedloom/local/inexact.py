@@ -172,8 +172,9 @@ class Seen(NamedTuple):
 
 
 def seen(x: Tensor, work: Work, pull: tuple[Tensor, Tensor], z: Tensor, moved: Tensor) -> Seen:
-    """The client's part of FIAELT's figures at (beta, y) = ``pull``; ``moved`` is that of `lyapunov_step`."""
-    return Seen(work.full_grad(pull[1]), augmented_lagrangian(x, work, pull, z) + moved)
+    """The client's share of FIAELT's figures at (beta, y) = ``pull``; ``moved`` is that of `lyapunov_step`."""
+    alpha = work.weight.to(x)
+    return Seen(alpha * work.full_grad(pull[1]), alpha * (augmented_lagrangian(x, work, pull, z) + moved))
 
 
 def augmented_lagrangian(x: Tensor, work: Work, pull: tuple[Tensor, Tensor], z: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def shapes(s: Subject) -> None:
 
 
 def bases(s: Subject) -> None:
-    """A difference is new - old of its base; what accumulates beside the model adds up to the mean over all clients."""
+    """A difference is new - old of its base; what accumulates beside the model adds up to the mean by shares of all."""
     scene = Scene(s)
     a, fields = s.algorithm, upload_fields(type(s.algorithm))
     up, rows = a.client(scene.down, scene.rows, scene.work())
@@ -83,19 +83,22 @@ def bases(s: Subject) -> None:
             mask = 1.0 if kind.part is None else a.part(kind.part, scene.problem.layout)
             agree(getattr(up, name) * mask, change * mask, f"{name} and the change of {kind.base}", TIGHT)
         if source == "rows" and kind.accumulates and not kind.primary:
-            want = (getattr(states[-1].rows, field) - getattr(states[0].rows, field)).mean(0)
+            want = (scene.fed.weight * (getattr(states[-1].rows, field) - getattr(states[0].rows, field))).sum(0)
             changes = [t - named(states[0].server)[n] for n, t in named(states[-1].server).items()]
             demand(
                 any(difference(t, want, TIGHT) is None for t in changes),
-                f"no field of the server is the mean over all clients of {kind.base}, which {name} adds up",
+                f"no field of the server is the mean by shares over all clients of {kind.base}, which {name} adds up; "
+                f"add {name} times ctx.part",
             )
     sums = [name for name, kind in fields.items() if kind.accumulates]
     if sums and not any(fields[name].primary for name in sums):
         whole, ctx = scene.aggregate(up), scene.ctx()
-        halved = whole._replace(**{name: getattr(whole, name) / 2 for name in sums})
-        got = a.server(scene.state.server, halved, ctx._replace(m=2 * ctx.m))
+        doubled = whole._replace(**{name: 2 * getattr(whole, name) for name in sums})
+        weight = ctx.weight * (1 - ctx.part / 2) / (1 - ctx.part)
+        weight[ctx.ids] = ctx.weight[ctx.ids] / 2
+        got = a.server(scene.state.server, doubled, ctx._replace(weight=weight))
         want = a.server(scene.state.server, whole, ctx)
-        agree(got, want, f"{sums} as means of a cohort and of one twice as large with the same sums", TIGHT)
+        agree(got, want, f"{sums} as means of a cohort and of one with half its shares and the same sums", TIGHT)
 
 
 def parts(s: Subject) -> None:

@@ -123,7 +123,7 @@ def play(
         state: the state before the round; not modified.
         cohort: ids of the clients that train.
         dropped: those of them whose upload is lost.
-        weigher: uniform when None.
+        weigher: by the clients' shares when None.
         alone: every client is called by itself, as in deployment; else the cohort at once.
     """
     algorithm = algorithm.settled(fed.ctx(0, range(fed.n)))
@@ -149,7 +149,10 @@ def play(
 
     ctx = fed.ctx(round, accepted)
     ups = [answers[i][0] for i in accepted]
-    shares, remembered = [1 / len(accepted)] * len(accepted), state.weigher
+    own = algorithm.uses_shares or any(getattr(kind, "weight", None) for kind in upload_fields(type(algorithm)).values())
+    masses = [1.0] * fed.n if own else [float(alpha) for alpha in fed.weight]
+    among = [float(fed.weight[i]) for i in accepted]
+    shares, remembered = [alpha / sum(among) for alpha in among], state.weigher
     if weigher:
         infos = torch.stack([answers[i][2] for i in accepted]) if weigher.probes else None
         raw, remembered = weigher.apply(state.weigher, infos, ctx)
@@ -166,10 +169,11 @@ def play(
             arrived[name] = torch.stack(values)
         elif kind.keeps:
             weight = getattr(kind, "weight", None)
-            share = 1.0 if weight is None else getattr(stored, weight) / getattr(stored, weight).mean(0)
-            arrived[name] = (share * getattr(stored, name)).mean(0)
+            counts = torch.tensor(masses, dtype=values[0].dtype)[:, None] if weight is None else getattr(stored, weight)
+            arrived[name] = (counts * getattr(stored, name)).sum(0) / counts.sum(0)
         else:
-            p = [1 / len(values)] * len(values) if kind.accumulates else shares
+            added = [masses[i] for i in accepted]
+            p = [mass / sum(added) for mass in added] if kind.accumulates else shares
             arrived[name] = torch.stack([share * value for share, value in zip(p, values, strict=True)]).sum(0)
     server = algorithm.server(state.server, type(ups[0])(**arrived), ctx)
     return State(round, server, _with_rows(state.rows, accepted, [answers[i][1] for i in accepted]), stored, remembered)
@@ -201,7 +205,7 @@ def federate(
         noise: the samples of quadratics differ.
         cohorts: who trains; all clients when None.
         dropped: whose upload is lost; nobody's when None.
-        weigher: uniform when None.
+        weigher: by the clients' shares when None.
         alone: every client is called by itself.
         seed: seed of the run.
         start: go on from this state.

@@ -23,7 +23,7 @@ from fedloom.experiment import Experiment, parse
 from fedloom.experiment.tuning import Tune
 from fedloom.storage.files import file_name
 from fedloom.values import choose, dump, make, read_toml
-from fedloom_studies.reproduce.recipe import merged
+from fedloom_studies.reproduce.recipe import merged, without_uniform
 
 Scale = Literal["smoke", "full"]
 POOLED = "centralized"
@@ -141,7 +141,7 @@ class Cell:
 
         space = space_of(self.plan.methods[0], self.plan.tune, self.where)
         resolved = {key: list(d) if isinstance(d, tuple) else dump(d) for key, d in space.items()}
-        search = {**self.search, "tune": {**self.search["tune"], "trials": None}}
+        search = without_uniform({**self.search, "tune": {**self.search["tune"], "trials": None}})
         digest = hashlib.sha256(json.dumps([search, resolved], sort_keys=True).encode()).hexdigest()[:16]
         return f"{digest}-{self.setup.trials}"
 

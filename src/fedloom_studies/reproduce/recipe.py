@@ -235,8 +235,20 @@ def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]
 
 
 def digest_of(document: Any) -> str:
-    """16 hexadecimal digits of what JSON can hold."""
+    """16 hexadecimal digits of what JSON can hold; of experiments, without uniform weights.
+
+    Uniform weights were the default when the first records were made, which did not state them.
+    """
+    if isinstance(document, Mapping):
+        document = {key: without_uniform(value) for key, value in without_uniform(document).items()}
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def without_uniform(document: Any) -> Any:
+    """An experiment document as it was written while clients counted alike by default."""
+    if not isinstance(document, Mapping) or document.get("weights") != "uniform":
+        return document
+    return {key: value for key, value in document.items() if key != "weights"}
 
 
 def label_of(method: Mapping[str, Any]) -> str:
@@ -293,11 +305,13 @@ def make_recipe(name: str, document: Mapping[str, Any]) -> Recipe:
     """The recipe of a resolved document.
 
     Raises:
-        ConfigError: [paper] is missing or says what cannot be, or there is an unknown scale.
+        ConfigError: [paper] or weights is missing, [paper] says what cannot be, or there is an unknown scale.
     """
     rest = deepcopy(dict(document))
     if "paper" not in rest:
         raise ConfigError(f"recipe {name}: the table [paper] is missing")
+    if "weights" not in rest:
+        raise ConfigError(f"recipe {name}: weights is missing; say how its clients are weighed, 'uniform' or 'samples'")
     paper = make(Paper, rest.pop("paper"), f"recipe {name}: [paper]", Paper.model_fields)
     scales, variants = rest.pop("scale", {}), rest.pop("variant", {}) or {ONLY: {}}
     variants = {v: choose("variant", variants, v, f"recipe {name}") for v in rest.pop("variants", variants)}

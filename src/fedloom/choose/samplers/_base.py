@@ -37,6 +37,11 @@ class Sampler(Value, ABC):
         """A client may be in a cohort twice."""
         return False
 
+    @property
+    def by_samples(self) -> bool:
+        """Clients with more samples are drawn more often, so that those of a cohort count alike in the mean."""
+        return False
+
     def init(self, ctx: Ctx) -> Any:
         """State before the first round."""
         return Nothing()

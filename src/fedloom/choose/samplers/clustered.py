@@ -54,6 +54,11 @@ class Clustered(Sized):
         """From two distributions."""
         return True
 
+    @property
+    def by_samples(self) -> bool:
+        """Unless the masses are uniform."""
+        return self.masses == "samples"
+
     def remarks(self, ctx: Ctx) -> list[str]:
         """That there is no draw where everyone takes part with equal masses."""
         if self.size(ctx.n) < ctx.n or len(masses(ctx, self.masses).unique()) > 1:

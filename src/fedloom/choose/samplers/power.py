@@ -46,6 +46,11 @@ class PowerOfChoice(Sized):
         """If losses are remembered."""
         return self.estimate == "last"
 
+    @property
+    def by_samples(self) -> bool:
+        """The candidates are."""
+        return True
+
     def check(self, n: int) -> None:
         """Fewer candidates than clients of a round, or more than there are, are refused."""
         super().check(n)

@@ -56,6 +56,11 @@ class SizeWeighted(Sized):
         """With replacement."""
         return self.replacement
 
+    @property
+    def by_samples(self) -> bool:
+        """Always."""
+        return True
+
     def smallest(self, n: int) -> int | None:
         """Unknown with replacement: a client may be drawn twice."""
         return None if self.replacement else self.size(n)

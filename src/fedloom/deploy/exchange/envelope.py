@@ -14,7 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedloom.errors import WireError
 
-PROTOCOL = 3
+PROTOCOL = 4
 Kind = Literal["hello", "ask", "train", "score", "keys", "shares", "masked", "tally", "unmask"]
 TYPES: dict[Kind, str] = {
     "hello": "query", "ask": "query", "train": "train", "score": "evaluate",
@@ -45,6 +45,7 @@ ASKED: Mapping[str, Mapping[str, type]] = {
         "accepted": int,
         "weight": float,
         "share": float,
+        "mass": float,
         "scored": int,
         "global": bool,
         "parts": list,
@@ -54,7 +55,9 @@ ASKED: Mapping[str, Mapping[str, type]] = {
 }
 """Further fields of a message from the server.
 
-``scored`` is the round whose models are scored first, -1 for none; ``parts`` are those whose scores are summed.
+``weight`` is alpha_i, ``share`` what the site counts in the mean of the cohort, ``mass`` in what is kept or added up
+over rounds, each of the last two over its largest. ``scored`` is the round whose models are scored first, -1 for none;
+``parts`` are those whose scores are summed.
 """
 
 STEPS = ("keys", "shares", "masked", "tally", "unmask")

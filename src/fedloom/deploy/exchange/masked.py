@@ -77,7 +77,7 @@ class MaskedSites(Sites):
         def letter(c: int, inbox: bytes) -> Letter:
             arrays = [downs[c], inbox, *(asks[c].arrays if c in asks else ())]
             there = bool((asks[c].more or {})["global"]) if c in asks else False
-            more = self._place(c) | {"share": float(tasks_of[c].share) / scale}
+            more = self._place(c) | {"share": float(tasks_of[c].share) / scale, "mass": float(job.masses[c])}
             return Letter("masked", c, arrays, more | {"scored": scored, "global": there, "parts": parts})
 
         found = self._sum(t, [*tasks_of], letter, length, {"uploads": t, "scores": scored})

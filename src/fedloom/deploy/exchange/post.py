@@ -100,11 +100,11 @@ class Post:
         self.judge = Judge(self._settings, self._keys, job, forms, self.sizes)
         self.presence.fix()
 
-    def gather(self, everyone: bool) -> None:
+    def gather(self, everyone: str) -> None:
         """Greet nodes until all sites are there, or the quorum is when the patience ends.
 
         Args:
-            everyone: all sites are needed, not the quorum only.
+            everyone: what needs the number of samples of all sites; empty: the quorum is enough.
 
         Raises:
             RunStopped: too few sites.
@@ -121,8 +121,9 @@ class Post:
         need = len(self.members) if everyone else self._settings.quorum
         if len(self.nodes) < need:
             why = "".join(f"; {name}: {reason}" for name, reason in self.presence.reasons().items())
+            rule = f"; {everyone} needs every site's number of samples when the run begins" if everyone else ""
             raise RunStopped(
-                Stop.TOO_FEW, f"{len(self.nodes)} of {need} sites are there, missing: {', '.join(missing)}{why}"
+                Stop.TOO_FEW, f"{len(self.nodes)} of {need} sites are there, missing: {', '.join(missing)}{why}{rule}"
             )
         self._say(f"fedloom: begins without {', '.join(missing)}")
 

@@ -187,6 +187,8 @@ class Client:
             raise WireError(f"{len(letter.arrays)} arrays, at least {1 + trains} are expected")
         if trains and not abs(head["share"]) <= 1:
             raise Broken(f"a share must be within -1..1, got {head['share']}")
+        if trains and not 0 <= head["mass"] <= 1:
+            raise Broken(f"a mass must be within 0..1, got {head['mass']}")
         inbox, *models = letter.arrays[trains:]
         scored = head["scored"] if trains else t
         question = f"{head['accepted']} {head['weight']} {asked(letter) if trains else ''} {scored} {head['global']}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -115,14 +116,14 @@ class Trainer:
         return replace(job, alpha=alpha), state
 
     def _sent(
-        self, job: Job, state: Generation | None, made: Made, down: Any, share: float | None
+        self, job: Job, state: Generation | None, made: Made, down: Any, head: Mapping[str, Any]
     ) -> dict[str, Tensor]:
         """What is sent of a round, and what is kept for the change of the next one under secure aggregation.
 
         Raises:
             Refused: under secure aggregation, what the server would reject.
         """
-        if share is None:
+        if "share" not in head:
             return {"reply": torch.frombuffer(bytearray(self.forms.write_up(made)), dtype=torch.uint8)}
         assert self._site.secure is not None
         bound = self._site.secure.norm_bound
@@ -136,7 +137,7 @@ class Trainer:
                 raise Refused("the upload is not finite, longer than engine.norm_bound, or has a weight below zero")
         made = made._replace(work=torch.zeros_like(made.work)) if self.private else made
         vector, rows, clipped = Uploads(job, self.forms.idle).encode(
-            made, share, None if state is None else state.group("kept")
+            made, head["share"], head["mass"], None if state is None else state.group("kept")
         )
         if clipped:
             self.withheld(f"{clipped} numbers of the upload are out of range and were clipped")
@@ -160,7 +161,7 @@ class Trainer:
         tensors = {f"rows.{name}": value[0] for name, value in made.new._asdict().items()}
         for group, values in (("residue", made.residue), ("optimizer", made.optimizer)):
             tensors |= {f"{group}.{n}": v[0] for n, v in (values._asdict() if values else {}).items()}
-        tensors |= self._sent(job, state, made, down, letter.head.get("share"))
+        tensors |= self._sent(job, state, made, down, letter.head)
         new = Generation(t, base, digest, tensors, {"work": made.work[0].tolist()})
         self._memory.keep(new)
         return new
@@ -238,9 +239,9 @@ class Trainer:
 
 
 def asked(letter: Letter) -> str:
-    """Digest of what a site is to do in a round: the download and, under secure aggregation, its share."""
-    share = [repr(letter.head["share"]).encode()] if "share" in letter.head else []
-    return digest_of([*letter.arrays[:1], *share])
+    """Digest of what a site is to do in a round: the download and, under secure aggregation, its share and mass."""
+    shares = [repr(letter.head[name]).encode() for name in ("share", "mass") if name in letter.head]
+    return digest_of([*letter.arrays[:1], *shares])
 
 
 def said(error: Exception) -> str:

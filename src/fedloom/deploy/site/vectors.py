@@ -45,13 +45,14 @@ class Uploads:
         self._noise = found if isinstance(found, SharedMean) and found.sigma else None
 
     def encode(
-        self, made: Made, share: float, before: dict[str, Tensor] | None
+        self, made: Made, share: float, mass: float, before: dict[str, Tensor] | None
     ) -> tuple[Integers, dict[str, Tensor], int]:
         """A site's vector, the rows that the server's sum has of it from then on, and how many numbers were clipped.
 
         Args:
             made: what the site made.
-            share: in the mean, 0 to 1.
+            share: in the mean of the cohort, -1 to 1.
+            mass: in what is kept or added up over rounds, 0 to 1.
             before: the rows that the sum has of it now, as integers; None: those before a first upload.
 
         Raises:
@@ -62,27 +63,27 @@ class Uploads:
             row = np.concatenate([self._some(name, getattr(made.up, name)[0]) for name in self._fields])
             return np.concatenate([self._noise.share(row).view(np.uint64), work]), {}, 0
         parts, rows, clipped = [], dict[str, Tensor](), 0
-        old = self.first() if before is None else before
+        old = self.first(mass) if before is None else before
+        weights = [torch.full((1, 1), factor, dtype=torch.float64) for factor in (share, mass)]
         for name, field in self._fields.items():
             if isinstance(field, Kept):
-                steps, cut = secure.encode(self._some(name, field.weighted(made.up)[0]))
+                steps, cut = secure.encode(mass * self._some(name, field.weighted(made.up)[0]))
                 rows[name] = torch.from_numpy(steps.view(np.int64))
                 parts.append(steps - old[name].numpy().view(np.uint64))
             else:
-                weight = torch.full((1, 1), share, dtype=torch.float64)
                 up = made.up._replace(**{name: getattr(made.up, name).double()})
-                steps, cut = secure.encode(self._some(name, field.partial(up, None, weight)))
+                steps, cut = secure.encode(self._some(name, field.partial(up, None, *weights)))
                 parts.append(steps)
             clipped += cut
         return np.concatenate([*parts, work]), rows, clipped
 
-    def first(self) -> dict[str, Tensor]:
-        """What the server's sum has of a client before its first upload, as integers."""
+    def first(self, mass: float) -> dict[str, Tensor]:
+        """What the server's sum has of a client of this mass before its first upload, as integers."""
         template, found = self._job.kept.template, dict[str, Tensor]()
         for name, field in self._fields.items():
             if isinstance(field, Kept):
                 rows = type(template)(*[f[None] for f in template])
-                steps, _ = secure.encode(self._some(name, field.weighted(rows)[0]))
+                steps, _ = secure.encode(mass * self._some(name, field.weighted(rows)[0]))
                 found[name] = torch.from_numpy(steps.view(np.int64))
         return found
 
