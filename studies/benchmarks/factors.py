@@ -112,7 +112,7 @@ def federation(make: Callable[[], Federation]) -> Federation:
 def setting(case: Case, method: Any) -> Setting:
     local = {"lr": case.lr, "batch_size": 20}
     model = MLP(hidden=case.hidden) if case.hidden else "softmax"
-    made = Setting(algorithm=method, model=model, rounds=case.rounds, local=local)
+    made = Setting(algorithm=method, model=model, rounds=case.rounds, local=local, weights="uniform")
     return judged(made, 3, every=case.rounds)
 
 

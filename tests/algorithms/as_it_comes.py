@@ -175,7 +175,7 @@ class Case:
         return fl.simulate(
             method, self.make(), Normed() if normed else self.model, rounds=ROUNDS, seed=seed,
             local={**LOCAL, "lr": self.lr}, sampler={"kind": "uniform", "fraction": self.fraction},
-            evaluate={"every": ROUNDS, "parts": ("train", self.part)},
+            evaluate={"every": ROUNDS, "parts": ("train", self.part)}, weights="uniform",
         )  # fmt: skip
 
 

@@ -146,7 +146,9 @@ def test_every_method_weighs_by_the_same_shares(name: str) -> None:
     fed = Dirichlet(clients=4, beta=0.5, min_size=2)(load("digits"), seed=0)
     options: dict[str, Any] = {"model": MLP(hidden=(8,)), "rounds": 2, "local": LOCAL, "evaluate": Evaluate(every=2)}
     numbers = tuple(fed.sizes("train").tolist())
-    plain, uniform, given = (simulate(composed(name), fed, **options, weights=w) for w in ("samples", "uniform", numbers))
+    plain, uniform, given = (
+        simulate(composed(name), fed, **options, weights=w) for w in ("samples", "uniform", numbers)
+    )
     assert same(simulate(composed(name), fed, **options).table(), plain.table())
     assert same(plain.table(), given.table())
     assert same(plain.table(), uniform.table()) == (name in UNWEIGHED)

@@ -21,8 +21,8 @@ d_sub up; the server keeps the last u of every client.
 
 Deviations: "z" in line 5 of Algorithm 2 is u. The public code never moves w_i and pi_i. Defaults are FLAME's.
 
-Defaults: lam = 1/reach, reach the length of a round (lr times its mean number of steps), and rho = lam/n, the
-mean lam alpha_i. Ten of many directions are tied: the models are nearly those of local training unless dim is raised, of which
+Defaults: lam = 1/reach, reach the length of a round (lr times its mean number of steps), and rho = lam/n, the mean lam
+alpha_i. Ten of many directions are tied: the models are nearly those of local training unless dim is raised, of which
 a run warns.
 
 Use it like Lp-Proj with p = 2, without its step size of w_i. There is no global model.

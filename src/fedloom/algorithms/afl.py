@@ -15,9 +15,10 @@ Kept by a client: nothing. Sent per round: d + 1 down (x, share), d + 2 up (dw, 
 single clients.
 
 Deviations: a client takes local steps instead of one, and its change counts in proportion to lam_i within the cohort;
-share is lam_i/alpha_i, 1 at the start, and the mean is by alpha_i. With everyone and one full-batch step this is the paper's step. The losses of a
-cohort, times n/m, are an unbiased estimate of all losses. The model is the last iterate, not the mean of all. What
-travels is the change times share, so the model that a weigher, a sampler or an attacker sees is x + dw.
+share is lam_i/alpha_i, 1 at the start, and the mean is by alpha_i. With everyone and one full-batch step this is the
+paper's step. The losses of a cohort, times n/m, are an unbiased estimate of all losses. The model is the last iterate,
+not the mean of all. What travels is the change times share, so the model that a weigher, a sampler or an attacker sees
+is x + dw.
 
 Defaults: gamma_lambda = 1/(n sqrt(rounds)), the step of projected ascent: a radius over sqrt(rounds) times the norm of
 a gradient. The radius is 1/sqrt(n), of mixtures that weigh clients from 0 to twice the mean; n losses of order one have
@@ -78,8 +79,8 @@ class AFL(Algorithm):
         return Server(x0, ctx.weight[:, 0]), Nothing(), None
 
     def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        alpha = ctx.weight[:, 0].to(server.lam)
-        share = torch.where(alpha > 0, server.lam / alpha, 0.0)
+        counts = (ctx.n * ctx.masses[:, 0] / ctx.masses.sum()).to(server.lam)  # n alpha_i
+        share = torch.where(counts > 0, ctx.n * server.lam / counts, 0.0)
         return Down(server.x, share[ctx.ids, None])
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:

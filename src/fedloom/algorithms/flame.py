@@ -27,8 +27,8 @@ is then pulled to the new w_i). With ``eps0`` the theta step is gradient descent
 Defaults: lam = 2/(reach sqrt(rounds)), reach the length of a round (lr times its mean number of steps): between
 1/reach, whose pull halves the speed of a round, and 1/(reach rounds), which holds models together only by the end of a
 run; the 2 by studies/benchmarks/factors.py. rho is lam/n, the mean lam alpha_i: w is then the mean of the theta_i, in
-every round where shares are equal. Theorem 1 also asks for (lam alpha_i/rho)^2 (1 + rho) < (lam alpha_i + rho)/2, which no
-small rho meets, nor the paper's own values.
+every round where shares are equal. Theorem 1 also asks for (lam alpha_i/rho)^2 (1 + rho) < (lam alpha_i + rho)/2,
+which no small rho meets, nor the paper's own values.
 
 The name: FLAME in federated security is another method, the backdoor defence of Nguyen et al. (USENIX Security 2022,
 arXiv:2101.02281), which fedloom does not have.

@@ -98,7 +98,8 @@ class Job:
         1 for each where the aggregator reads no weights, or the method has the shares, or weights of its own, in what
         its clients send.
         """
-        aggregator, weighed = self.setting.aggregator, any(getattr(kind, "weight", None) for kind in self.fields.values())
+        aggregator = self.setting.aggregator
+        weighed = any(getattr(kind, "weight", None) for kind in self.fields.values())
         alike = self.algorithm.uses_shares or weighed or (aggregator is not None and not aggregator.weighted)
         return torch.ones(self.n, 1, dtype=torch.float64) if alike else self.ctx(0).masses
 

@@ -149,7 +149,8 @@ def play(
 
     ctx = fed.ctx(round, accepted)
     ups = [answers[i][0] for i in accepted]
-    own = algorithm.uses_shares or any(getattr(kind, "weight", None) for kind in upload_fields(type(algorithm)).values())
+    kinds = upload_fields(type(algorithm)).values()
+    own = algorithm.uses_shares or any(getattr(kind, "weight", None) for kind in kinds)
     masses = [1.0] * fed.n if own else [float(alpha) for alpha in fed.weight]
     among = [float(fed.weight[i]) for i in accepted]
     shares, remembered = [alpha / sum(among) for alpha in among], state.weigher
