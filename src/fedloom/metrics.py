@@ -102,7 +102,8 @@ class Roles(NamedTuple):
         page: leads tables and reports.
         settings: `fedloom tune` compares settings by its mean over the clients where it is defined; AUROC needs both
             classes.
-        client: the hybrid model takes the better model of each client by it (FLAME, model selection).
+        client: the hybrid model takes the better model of each client by it: accuracy of classes, as FLAME's model
+            selection has it, and the loss where a class may be rare, since accuracy then ties.
     """
 
     page: str
@@ -111,15 +112,15 @@ class Roles(NamedTuple):
 
 
 ROLES = {
-    "binary": Roles("auroc", "auroc", "accuracy"),
-    "imbalanced": Roles("balanced_accuracy", "balanced_accuracy", "accuracy"),
+    "binary": Roles("auroc", "auroc", "loss"),
+    "imbalanced": Roles("balanced_accuracy", "balanced_accuracy", "loss"),
     "classification": Roles("accuracy", "accuracy", "accuracy"),
     "regression": Roles("rmse", "r2", "r2"),
 }
 """By task; "imbalanced" are several classes whose balanced accuracy is measured. Where none was, the loss decides."""
 
-CHOOSING = frozenset(name for roles in ROLES.values() for name in (roles.settings, roles.client))
-"""Metrics by which something is chosen; their spread over clients is recorded."""
+CHOOSING = frozenset(name for roles in ROLES.values() for name in (roles.settings, roles.client)) - {"loss"}
+"""Metrics beside the loss by which something is chosen; their spread over clients is recorded."""
 
 BRIEF = tuple(name for name in METRICS if name == "loss" or any(name in roles for roles in ROLES.values()))
 """Metrics shown where there is room for few."""
@@ -129,9 +130,10 @@ def leading(names: Collection[str], role: Literal["page", "settings", "client"] 
     """The metric that decides, of those measured.
 
     >>> leading({"loss", "accuracy", "auroc"}), leading({"loss", "accuracy", "auroc"}, "client"), leading({"mae"})
-    ('auroc', 'accuracy', 'loss')
+    ('auroc', 'loss', 'loss')
     """
-    return next((leader for roles in ROLES.values() if (leader := getattr(roles, role)) in names), "loss")
+    measured = (roles for roles in ROLES.values() if roles.page in names)
+    return next((leader for roles in measured if (leader := getattr(roles, role)) in names), "loss")
 
 
 def of_class(name: str, label: str) -> str:

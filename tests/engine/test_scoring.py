@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,13 @@ from fedloom.data import load
 from fedloom.data.partition import Clusters, Dirichlet
 from fedloom.engine.records import Scores
 from fedloom.engine.result import Result
-from fedloom.engine.scoring import COST, personal_models, score
+from fedloom.engine.scoring import COST, choose_model, personal_models, score
 from fedloom.engine.setting import Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.local import LocalSGD
 from fedloom.models import CNN, MLP
 from fedloom.processes.chunks import ScoreTask
+from fedloom.tasks import task_of
 
 MODELS = {"softmax": "softmax", "mlp": MLP(hidden=(9,)), "cnn": CNN(channels=(4,), kernel=3, hidden=(8,))}
 SPLITS = ([1] * 17, [5, 7, 5], [16, 1])
@@ -95,3 +97,20 @@ def test_recovery_counts_no_round_of_one_planted_group() -> None:
     )  # fmt: skip
     nmi = {r.round: float(r.values[0]) for r in run.state.records.items if r.metric == "nmi"}
     assert nmi == {1: 1.0, 4: 1.0}
+
+
+def test_where_a_class_is_rare_the_hybrid_model_is_the_one_of_less_loss() -> None:
+    """With one event in fifty every model has the accuracy of no event at all; of classes accuracy decides (FLAME)."""
+    y = torch.zeros(100, dtype=torch.long)
+    y[[3, 60]] = 1
+    owner = torch.arange(100) // 50
+    fine, poor = (torch.full((100, 1), -4.0) + shift * y[:, None] for shift in (3.0, -3.0))
+    binary = task_of(SimpleNamespace(task="binary", classes=("0", "1"), y=y))
+    personal, shared = (binary.metrics(torch.where(owner[:, None] == k, fine, poor), y, owner, 2) for k in (0, 1))
+    assert torch.equal(personal["accuracy"], shared["accuracy"])
+    chosen = choose_model({("personal", "validation"): personal, ("global", "validation"): shared}, "validation")
+    assert chosen.tolist() == [False, True]
+    classes = {"accuracy": torch.tensor([0.5, 0.6]), "loss": torch.tensor([1.0, 1.0])}
+    others = {"accuracy": torch.tensor([0.6, 0.5]), "loss": torch.tensor([2.0, 0.5])}
+    chosen = choose_model({("personal", "test"): classes, ("global", "test"): others}, "test")
+    assert chosen.tolist() == [True, False]

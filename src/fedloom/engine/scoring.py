@@ -128,7 +128,7 @@ def choose_model(scores: Scores, select_on: str) -> Tensor:
     """Clients ``[n]`` that take the global model.
 
     The personal model stays where the global one is not strictly better on the part ``select_on``, and where that
-    part is empty (FLAME, model selection).
+    part is empty (FLAME, model selection); `fedloom.metrics.ROLES` has the metric.
     """
     personal, shared = scores["personal", select_on], scores["global", select_on]
     name = leading(personal, "client")
