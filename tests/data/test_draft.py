@@ -19,6 +19,7 @@ from fedloom.cli import app
 from fedloom.data.column_facts import Facts
 from fedloom.data.sources import source
 from fedloom.experiment import Plan, parse
+from tests import hospitals
 
 RUNNER, N = CliRunner(), 240
 RNG = np.random.default_rng(3)
@@ -93,7 +94,7 @@ def test_everything_is_said_at_once(tmp_path: Path) -> None:
         "column 'id': names rows; left out",
         "column 'name': names rows; left out",
         "column 'copy': the same as 'age'; left out",
-        "column 'code': tells the target by itself (100.0%)",
+        "column 'code': tells the target by itself (AUROC 1.000 alone)",
         "column 'smoker': text of 3 levels, a feature for each",
         "differ by capitals or spaces only: 'Yes' and 'yes'",
         "column 'smoker': 60 of 240 cells are missing (25%)",
@@ -255,3 +256,72 @@ def test_a_separator_is_found_by_what_cuts_rows_alike(tmp_path: Path) -> None:
 )
 def test_kinds_of_columns(cells: list[str], kind: str) -> None:
     assert Facts("c", np.array(cells, object)).kind == kind
+
+
+def test_what_a_statistician_would_see_is_said(tmp_path: Path) -> None:
+    """The five hospitals: a leak, gaps written as numbers, other units, a column of one site, few events."""
+    path = hospitals.everyone(tmp_path / "all.csv")
+    said = init(path)
+    for sentence in (
+        "'1' by site: 'Amsel' 44 of 1200, 'Birke' 26 of 600, 'Celle' 25 of 400, 'Dorn' 6 of 150, 'Esche' 1 of 20",
+        "fewer than 10 rows of '1' at 'Dorn', 'Esche': too few to score a model there",
+        "column 'systolic': -9 in ",
+        "far from the rest",
+        "column 'glucose': medians differ 17",
+        "column 'creatinine': medians differ 8",
+        "column 'troponin_hs': has values at 'Amsel' only, so it names that site; left out",
+        "column 'hours_to_death': tells the target by itself (AUROC 1.000 alone)",
+    ):
+        assert sentence in said, sentence
+    assert "column 'age': medians" not in said
+    assert "hours_to_death'" not in said.splitlines()[1]
+    data = drafted(path)["data"]
+    assert data["drop"] == ["patient_id", "troponin_hs", "hours_to_death"]
+    assert data["missing"] == ["-9"]
+    assert runs(path).federations[0].names == tuple(hospitals.SITES)
+
+
+@pytest.mark.parametrize("rows", [60, 240, 2370, 20000])
+def test_a_leak_is_found_at_any_number_of_rows_and_noise_is_none(rows: int, tmp_path: Path) -> None:
+    """Six to hundreds of events, a leak of numbers and one of text; a column of noise, and one of modest use, stay."""
+    rng = np.random.default_rng(rows)
+    y = np.zeros(rows, int)
+    y[rng.choice(rows, max(6, rows // 25), replace=False)] = 1
+    risk = rng.normal(0, 1, rows) + 1.0 * y
+    inverse = np.where(y == 1, rng.integers(-500, 0, rows), rng.integers(0, 400, rows))
+    ward, noise = rng.choice(["a", "b", "c"], rows), rng.normal(0, 1, rows)
+    note = np.where(y == 1, rng.choice(["dead", "gone"], rows), rng.choice(["well", "home"], rows))
+    body = [[f"{a:.3f}", b, c, f"{d:.3f}", e, t] for a, b, c, d, e, t in
+            zip(risk, inverse, ward, noise, note, y, strict=True)]  # fmt: skip
+    path = write(tmp_path / "t.csv", [["risk", "rest", "ward", "noise", "note", "died"], *body])
+    said = init(path, "--target", "died")
+    assert drafted(path)["data"]["drop"] == ["rest", "note"], said
+    assert said.count("by itself (AUROC") == 2
+
+
+def test_a_number_that_only_looks_like_a_marker_stays(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 2, 400)
+    base, score, late = rng.integers(-20, 20, 400), rng.integers(0, 10, 400), rng.normal(3, 1, 400)
+    far = np.where(rng.random(400) < 0.1, 999, rng.integers(20, 60, 400))
+    body = [list(row) for row in zip(base, score, far, late.round(2), y, strict=True)]
+    path = write(tmp_path / "t.csv", [["base", "score", "far", "days_to_visit", "ill"], *body])
+    said = init(path, "--target", "ill")
+    assert "column 'base': " not in said
+    assert "column 'score': " not in said
+    assert "column 'far': 999 in " in said
+    assert "column 'days_to_visit': is known only later, by its name" in said
+    assert drafted(path)["data"]["missing"] == ["999"]
+
+
+def test_gaps_that_differ_by_site_are_named(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    body = []
+    for site, share in (("a", 0.0), ("b", 0.6), ("c", 0.05)):
+        for k in range(100):
+            lab = "" if k < 100 * share else round(rng.normal(5, 1), 2)
+            body.append([lab, "" if site == "c" else rng.integers(5), site, rng.integers(2)])
+    path = write(tmp_path / "t.csv", [["lab", "scan", "site", "ill"], *body])
+    said = init(path)
+    assert "column 'lab': missing in 0% of the rows at 'a', in 60% at 'b'" in said
+    assert "column 'scan': is not there at 'c'" in said

@@ -31,6 +31,16 @@ PER_LEVEL = 10
 """Rows per level of a text column with many levels, on average."""
 BINS = 50
 """Groups of equal size into which a number is cut to see how well it tells the target."""
+SENTINEL = re.compile(r"-?9+|-1|-?8+|-?7+|1e\+?\d+")
+"""Numbers that people write for what is not known."""
+RECURS = 0.004
+"""Share of a column's numbers from which an extreme one recurs."""
+LATER = re.compile(
+    r"follow.?up|fu_|(days|hours|time|months|weeks|years)_?(to|until|of|from)_|surviv|discharge|length_of_stay|\blos\b"
+    r"|readmi|death|died|\bdod\b|relapse|outcome|recurrence",
+    re.IGNORECASE,
+)
+"""Names of what is known only after the target."""
 
 
 @dataclass(eq=False)
@@ -42,12 +52,14 @@ class Facts:
         cells: ``[N]`` as text, "" where missing.
         kind: what most cells are.
         odd: cells that are no numbers in a column of numbers, most frequent first.
+        extremes: numbers that recur and lie far from all others, as -9 and 999 do; they count as missing.
     """
 
     name: str
     cells: NDArray[np.object_]
     kind: Kind = field(init=False)
     odd: list[str] = field(init=False, default_factory=list)
+    extremes: dict[str, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.kind = "empty"
@@ -59,6 +71,7 @@ class Facts:
         share = 1 - numeric / len(self.there)
         if not share or (numeric and (tokens or (share <= ODD and len(strange) <= FEW / 4))):
             self.kind, self.odd = "number", strange
+            self.extremes = self._extremes()
         elif all(DATE.fullmatch(level.strip()) for level in islice(self.levels, 1000)):
             self.kind = "date"
         else:
@@ -79,18 +92,43 @@ class Facts:
 
     @cached_property
     def values(self) -> NDArray[np.float64]:
-        """``[N]`` numbers, NaN where there is none."""
-        return np.array([float(c) if c != "" and is_number(c) else np.nan for c in self.cells])
+        """``[N]`` numbers, NaN where there is none, and where one means missing."""
+        gone = {"", *self.extremes}
+        return np.array([float(c) if c not in gone and is_number(c) else np.nan for c in self.cells])
+
+    def _extremes(self) -> dict[str, int]:
+        """Cells that recur at one end of the numbers, as people write what is not known, and their counts.
+
+        Such a number lies beyond the others by more than their whole middle half, twice, and is alone on its side.
+        """
+        numbers = {level: float(level) for level in self.levels if level not in self.odd}
+        total, found = sum(self.levels[level] for level in numbers), dict[str, int]()
+        for level, value in numbers.items():
+            count = self.levels[level]
+            whole = level.strip().removesuffix(".0")
+            if count < max(3, RECURS * total) or not SENTINEL.fullmatch(whole):
+                continue
+            rest = {v: self.levels[k] for k, v in numbers.items() if v != value and k not in found}
+            others = np.repeat(np.array(list(rest)), np.array(list(rest.values()), int))
+            if len(np.unique(others)) < 3 or len(others) < total / 2:
+                continue
+            low, high = np.quantile(others, (0.25, 0.75))
+            gap = max(float(others.min()) - value, value - float(others.max()))
+            signs = value < 0 <= others.min()
+            if gap > 2 * (high - low) or (signs and gap > 0):
+                found[level] = count
+        return found
 
     @property
     def missing(self) -> int:
-        """Missing cells, those among numbers that are none counted."""
-        return len(self.cells) - len(self.there) + sum(self.levels[level] for level in self.odd)
+        """Missing cells, those among numbers that are none, or mean missing, counted."""
+        gone = [*self.odd, *self.extremes]
+        return len(self.cells) - len(self.there) + sum(self.levels[level] for level in gone)
 
     @property
     def constant(self) -> bool:
         """Whether all cells that are there are the same."""
-        return len(self.levels) - len(self.odd if self.kind == "number" else ()) <= 1
+        return len(self.levels) - len([*self.odd, *self.extremes] if self.kind == "number" else ()) <= 1
 
     @property
     def whole(self) -> bool:

@@ -10,8 +10,10 @@ import numpy as np
 import tomli_w
 from numpy.typing import NDArray
 
-from fedloom.data.column_facts import FEW, PER_LEVEL, TOKENS, Facts
-from fedloom.data.survey import TELLS, Survey
+from fedloom.data import by_site
+from fedloom.data.column_facts import FEW, LATER, PER_LEVEL, TOKENS, Facts
+from fedloom.data.sources.cells import level
+from fedloom.data.survey import Survey
 from fedloom.data.tables import is_number
 from fedloom.errors import ConfigError, DataError
 
@@ -19,8 +21,11 @@ LEAST = 10
 """Rows that a federation needs, and a class that is not rare."""
 SMALLEST = 5
 """Rows of the smallest site that takes part; fewer are too few to scale a column."""
+TELLS = 0.995
+"""AUROC or R2 from which a single column tells the target, as what is known only afterwards does."""
 DOUBTFUL = 0.95
-"""Share of the target's spread from which a column is worth a second look."""
+"""AUROC or R2 of a single column from which it is worth a second look; of one named as a later one, `LATE`."""
+LATE = 0.75
 SHOWN = 8
 """Most names in a sentence."""
 SIGNS = re.compile(r"[€$£]?\s?[-+]?(\d{1,3}([,' ]\d{3})+|\d+)([.,]\d+)?\s?[%€$£]?")
@@ -47,6 +52,7 @@ class Draft:
 
     def __init__(self, survey: Survey, by: str | None, target: str | None) -> None:
         self._survey, self._drop = survey, dict[str, str]()
+        self._rows: dict[str, NDArray[np.bool_]] = {}
         how = "".join(f", {k} {v!r}" for k, v in survey.options.items() if (k, v) != ("separator", ","))
         self.report = [f"{survey.path}: {survey.rows} rows, {len(survey.names)} columns{how}"]
         if first := [name for name in survey.names if is_number(name)]:
@@ -138,7 +144,25 @@ class Draft:
             here = {n: known & (site.cells == n) for n in names[keep].tolist()}
             if lone := [n for n, rows in here.items() if len(set(target.cells[rows])) == 1]:
                 self._say(site, f"sites of one class only: {_list(np.array(lone))}")
+        self._rows = {name: known & (site.cells == name) for name in names[keep].tolist()}
+        if self._task != "regression":
+            self._say_events(target)
         self._alike(site)
+
+    def _say_events(self, target: Facts) -> None:
+        """The rows of the rarest class by site, and the sites with few of them."""
+        counts = by_site.events(target, self._rows)
+        totals = {name: sum(count[name] for count in counts.values()) for name in next(iter(counts.values()))}
+        rare = min(totals, key=lambda name: totals[name])
+        shown = ", ".join(
+            f"{site!r} {count[rare]} of {sum(count.values())}" for site, count in list(counts.items())[:SHOWN]
+        )
+        more = f" and {len(counts) - SHOWN} sites more" if len(counts) > SHOWN else ""
+        self._say(target, f"{rare!r} by site: {shown}{more}")
+        if few := [site for site, count in counts.items() if count[rare] < LEAST]:
+            self._say(
+                target, f"fewer than {LEAST} rows of {rare!r} at {_list(np.array(few))}: too few to score a model there"
+            )
 
     def _take_features(self) -> None:
         survey = self._survey
@@ -146,6 +170,7 @@ class Draft:
         twins = dict(survey.twins([c.name for c in others if c.kind != "empty"]))
         self._categorical, self._impute, self._width = list[str](), False, 0
         self._odd = list(self._target.odd) if self._target.kind == "number" else []
+        clashes = self._clashes([c for c in others if c.kind == "number"])
         for c in others:
             if reason := self._useless(c, twins):
                 self._drop[c.name] = reason
@@ -158,6 +183,20 @@ class Draft:
             elif c.odd:
                 self._odd += [odd for odd in c.odd if odd not in self._odd]
                 self._say(c, f"numbers, but for {_list(np.array(c.odd))}, which count as missing")
+            if c.extremes:
+                self._odd += [odd for odd in map(level, c.extremes) if odd not in self._odd]
+                shown = ", ".join(f"{level(odd)} in {count}" for odd, count in c.extremes.items())
+                found = c.values[~np.isnan(c.values)]
+                self._say(
+                    c, f"{shown} cells, far from the rest ({found.min():g} to {found.max():g}): counts as missing"
+                )
+            for odd, clash in clashes.items():
+                if odd in c.extremes and clash:
+                    self._say(
+                        c, f"{odd} is an ordinary number in {_list(np.array(clash))}, and is missing there too now"
+                    )
+            for sentence in by_site.sentences(c, self._rows):
+                self._say(c, sentence)
             if c.missing:
                 self._impute = True
                 what = "most of it, think of leaving it out" if c.missing > survey.rows / 2 else "filled per client"
@@ -165,6 +204,15 @@ class Draft:
             self._width += (len(c.levels) if c.kind == "text" else 1) + bool(c.missing)
         if not self._width:
             raise ConfigError(f"{survey.path}: no column is left as a feature:\n" + "\n".join(self.report[1:]))
+
+    @staticmethod
+    def _clashes(numbers: list[Facts]) -> dict[str, list[str]]:
+        """For every number that means missing in one column, the columns where it is an ordinary one."""
+        marks = {level for c in numbers for level in c.extremes}
+        return {
+            mark: [c.name for c in numbers if mark not in c.extremes and float(mark) in c.values[~np.isnan(c.values)]]
+            for mark in marks
+        }
 
     def _useless(self, c: Facts, twins: dict[str, str]) -> str:
         """Why a column is no feature."""
@@ -182,11 +230,16 @@ class Draft:
             return "dates; a number, such as days since, would be a feature"
         if c.kind == "text" and len(c.levels) > FEW and self._survey.rows < PER_LEVEL * len(c.levels):
             return f"text of {len(c.levels)} levels in {self._survey.rows} rows; group them to use it"
-        share = self._survey.told(c, self._target, self._task)
-        if share >= TELLS:
-            return f"tells the target by itself ({share:.1%}), as what is known only afterwards does"
-        if share >= DOUBTFUL:
-            self._say(c, f"nearly tells the target ({share:.1%}); leave it out unless it is known beforehand")
+        if lone := by_site.lone_site(c, self._rows):
+            return f"has values at {lone!r} only, so it names that site"
+        share = by_site.alone(c, self._target, self._task)
+        if share.value >= TELLS:
+            return f"tells the target by itself ({share.text}), as what is known only afterwards does"
+        later = bool(LATER.search(c.name))
+        if share.value >= DOUBTFUL or (later and share.value >= LATE):
+            self._say(c, f"nearly tells the target ({share.text}); leave it out unless it is known beforehand")
+        elif later:
+            self._say(c, "is known only later, by its name; leave it out unless it is known beforehand")
         return ""
 
     def _alike(self, c: Facts) -> None:
@@ -194,8 +247,8 @@ class Draft:
         if missing := [level for level in c.levels if level.strip().lower() in TOKENS]:
             self._say(c, f"{_list(np.array(missing))} may mean missing; name such cells in missing, with impute = true")
         ways: dict[str, list[str]] = {}
-        for level in c.levels:
-            ways.setdefault(" ".join(level.lower().split()), []).append(level)
+        for name in c.levels:
+            ways.setdefault(" ".join(name.lower().split()), []).append(name)
         if same := [" and ".join(map(repr, names)) for names in ways.values() if len(names) > 1]:
             self._say(c, f"levels that differ by capitals or spaces only: {', '.join(same[:4])}; write them alike")
 
@@ -236,7 +289,7 @@ class Draft:
         data |= {"users": self._site.name} if self._site else {}
         data |= {"categorical": self._categorical} if self._categorical else {}
         data |= {"drop": list(self._drop)} if self._drop else {}
-        data |= {"missing": [*survey.known, *self._odd]} if self._odd else {}
+        data |= {"missing": self._odd} if self._odd else {}
         data |= {"impute": True} if self._impute else {}
         if self._target.missing or (self._site is not None and len(self._site.there) < survey.rows):
             data["unlabelled"] = "drop"
@@ -252,7 +305,7 @@ class Draft:
             "users": "whose row it is",
             "categorical": "text: a feature per level",
             "drop": "; ".join(f"{_bare(name)}: {_bare(why)}" for name, why in list(self._drop.items())[:SHOWN]),
-            "missing": "cells that mean missing",
+            "missing": "cells that mean missing, beside empty ones and NA",
             "impute": "missing cells are filled per client from its training rows, and flagged",
             "unlabelled": "rows without target or site are left out",
             "centre": "(label - centre) / unit is learned, and errors are in this unit",

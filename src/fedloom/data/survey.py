@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.data.column_facts import FEW, PER_LEVEL, Facts
+from fedloom.data.column_facts import FEW, LATER, PER_LEVEL, Facts
 from fedloom.data.sources import source
 from fedloom.data.sources.cells import is_missing
 from fedloom.data.sources.tabular import Csv, TableSource
@@ -24,8 +24,6 @@ SITES = (
     "branch", "bank", "school", "store", "shop", "region", "country", "county", "state", "city", "device", "sensor",
     "machine", "plant", "group", "klinik", "standort", "writer", "speaker", "subject",
 )  # fmt: skip
-TELLS = 0.99
-"""Share of the target's spread that a single column explains when it leaks."""
 
 
 class Survey:
@@ -83,9 +81,11 @@ class Survey:
 
     def targets(self) -> list[str]:
         """Columns that may be the target, the likeliest first: by name, then those with few classes, from the right."""
+        most = max(FEW, self.rows // (5 * PER_LEVEL))
         fit = [
             c for c in self.columns.values() if c.kind in ("number", "text") and not c.constant and not c.identifies
-            and (c.kind == "number" or len(c.levels) <= max(FEW, self.rows // (5 * PER_LEVEL)))
+            and (c.kind == "number" or len(c.levels) <= most)
+            and (c.name.lower() in TARGETS or len(c.levels) <= FEW or not LATER.search(c.name))
         ]  # fmt: skip
         whole = [c for c in fit if c.name.lower() in TARGETS]
         last = [c for c in fit if c.name == self.names[-1]]
@@ -99,33 +99,6 @@ class Survey:
             and 2 <= len(c.levels) <= self.rows / PER_LEVEL
         ]  # fmt: skip
         return [c.name for c in _named(fit, SITES)]
-
-    def told(self, feature: Facts, target: Facts, task: str) -> float:
-        """Share of the target's spread that a column explains alone, in [0, 1], 0 where too few rows say so.
-
-        Of classes the share of wrong guesses that it saves, of a regression the share of variance.
-        """
-        rows = (target.cells != "") if task != "regression" else ~np.isnan(target.values)
-        groups = np.unique(feature.groups[rows], return_inverse=True)[1]
-        n, many = len(groups), int(groups.max(initial=0)) + 1
-        if n < FEW or many > n / 5:
-            return 0.0
-        if task == "regression":
-            y = target.values[rows]
-            if feature.kind == "number" and (both := ~np.isnan(feature.values[rows])).sum() > n / 2:
-                x = feature.values[rows][both]
-                line = np.corrcoef(x, y[both])[0, 1] ** 2 if x.std() > 0 and y[both].std() > 0 else 0.0
-            else:
-                line = 0.0
-            count = np.bincount(groups)
-            between = float((count * (np.bincount(groups, y) / count - y.mean()) ** 2).sum())
-            total = float(((y - y.mean()) ** 2).sum())
-            return max(float(line), between / total if total else 0.0)
-        classes = np.unique(target.cells[rows].astype(str), return_inverse=True)[1]
-        table = np.zeros((many, int(classes.max()) + 1))
-        np.add.at(table, (groups, classes), 1)
-        wrong = n - table.sum(0).max()
-        return 1 - (n - table.max(1).sum()) / wrong if wrong else 0.0
 
     def twins(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Columns with the same cells: a later one, and the first."""

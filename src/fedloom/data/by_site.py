@@ -1,0 +1,153 @@
+"""What a statistician looks at first: how well a column alone tells the target, and what differs from site to site."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.metrics import r2_score, roc_auc_score
+
+from fedloom.data.column_facts import FEW, Facts
+
+EVENTS = 5
+"""Rows of a class, on each side, below which nothing is said of how well a column tells it."""
+UNITS = 4.0
+"""Ratio of two sites' medians from which they may be in different units."""
+ALIKE = 2.5
+"""How far the ratios of medians and of spreads of two units may lie apart."""
+ABSENT = 0.98
+"""Share of missing cells from which a site does not have a column."""
+APART = 0.3
+"""Difference of the shares of missing cells of two sites that is worth a sentence."""
+
+Rows = Mapping[str, NDArray[np.bool_]]
+"""Which rows ``[N]`` belong to each site, by its name."""
+
+
+class Alone(NamedTuple):
+    """How well one column tells the target: a figure by name, in [0, 1], and as text."""
+
+    value: float
+    text: str
+
+
+def alone(column: Facts, target: Facts, task: str) -> Alone:
+    """AUROC of one column for the target's classes (the mean of those with enough rows), or R2 of a measured target.
+
+    A number ranks rows itself; every column ranks them by the target's mean in its groups too, which is learned on one
+    half of the rows and applied to the other. 0 where too few rows are there to say so.
+    """
+    there = ~np.isnan(target.values) if task == "regression" else np.isin(target.cells, [*target.odd, ""], invert=True)
+    if there.sum() < FEW:
+        return Alone(0.0, "")
+    groups, numbers = column.groups[there], column.values[there]
+    seen = ~np.isnan(numbers) if column.kind == "number" else np.zeros(len(groups), bool)
+    if task == "regression":
+        y = target.values[there]
+        if y.std() == 0:
+            return Alone(0.0, "")
+        value = r2_score(y, _across(groups, y))
+        if seen.sum() > len(y) / 2 and numbers[seen].std() > 0 and y[seen].std() > 0:
+            value = max(value, float(np.corrcoef(numbers[seen], y[seen])[0, 1] ** 2))
+        return Alone(max(0.0, value), f"R2 {value:.3f} alone")
+    values = []
+    for name in list(target.levels):
+        y = (target.cells[there] == name).astype(float)
+        if name in target.odd or min(y.sum(), len(y) - y.sum()) < EVENTS:
+            continue
+        ranks = [roc_auc_score(y, _across(groups, y))]
+        if EVENTS <= y[seen].sum() <= seen.sum() - EVENTS:
+            one = float(roc_auc_score(y[seen], numbers[seen]))
+            share = float(seen.mean())
+            ranks.append(share * max(one, 1 - one) + (1 - share) / 2)
+        values.append(max(ranks))
+        if len(target.levels) == 2:
+            break
+    value = float(np.mean(values)) if values else 0.0
+    return Alone(value, f"AUROC {value:.3f} alone")
+
+
+def _across(groups: NDArray[np.int64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of every row the mean target of its group in the half of the rows that it is not in."""
+    codes = np.unique(groups, return_inverse=True)[1]
+    order = np.random.default_rng(0).permutation(len(y))
+    half, out = np.zeros(len(y), bool), np.empty(len(y))
+    half[order[: len(y) // 2]] = True
+    for here in (half, ~half):
+        count = np.bincount(codes[~here], minlength=codes.max() + 1)
+        total = np.bincount(codes[~here], y[~here], minlength=codes.max() + 1)
+        out[here] = ((total + y[~here].mean()) / (count + 1))[codes[here]]
+    return out
+
+
+def events(target: Facts, rows: Rows) -> dict[str, dict[str, int]]:
+    """Rows of every class at every site: ``{site: {class: rows}}``."""
+    classes = [name for name in target.levels if name not in target.odd]
+    return {site: {name: int((target.cells[here] == name).sum()) for name in classes} for site, here in rows.items()}
+
+
+def sentences(column: Facts, rows: Rows) -> Iterator[str]:
+    """What differs from site to site in a column."""
+    gone = np.isnan(column.values) if column.kind == "number" else column.cells == ""
+    shares = {site: float(gone[here].mean()) for site, here in rows.items()}
+    there = [site for site, share in shares.items() if share < ABSENT]
+    if len(there) > 1 or len(rows) == 1:
+        least, most = min(shares, key=lambda s: shares[s]), max(shares, key=lambda s: shares[s])
+        if len(there) < len(rows):
+            absent = [site for site in rows if site not in there]
+            yield f"is not there at {_named(absent)}"
+        elif shares[most] - shares[least] >= APART:
+            yield f"missing in {shares[least]:.0%} of the rows at {least!r}, in {shares[most]:.0%} at {most!r}"
+    if column.kind == "number":
+        yield from _units(column, {site: here & ~gone for site, here in rows.items() if site in there})
+
+
+def lone_site(column: Facts, rows: Rows) -> str | None:
+    """The only site that has a column, if it is one of several."""
+    there = [s for s, here in rows.items() if float((column.cells[here] == "").mean()) < ABSENT]
+    return there[0] if len(there) == 1 and len(rows) > 1 else None
+
+
+def _units(column: Facts, rows: Rows) -> Iterator[str]:
+    """Sites whose medians and spreads differ from those of the others by the same factor."""
+    figures = {}
+    for site, here in rows.items():
+        values = column.values[here]
+        if len(values) >= EVENTS:
+            low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
+            figures[site] = (float(middle), float(high - low))
+    if len(figures) < 2:
+        return
+    usual = max(figures.values(), key=lambda one: sum(_alike(one[0], other[0]) for other in figures.values()))
+    strange = {
+        site: one
+        for site, one in figures.items()
+        if not _alike(one[0], usual[0])
+        and min(one[1], usual[1]) > 0
+        and max(
+            _ratio(one[0], usual[0]) / _ratio(one[1], usual[1]), _ratio(one[1], usual[1]) / _ratio(one[0], usual[0])
+        )
+        <= ALIKE
+    }
+    if strange:
+        factors = [_ratio(one[0], usual[0]) for one in strange.values()]
+        shown = ", ".join(f"{one[0]:.4g} at {site!r}" for site, one in strange.items())
+        yield (
+            f"medians differ {np.median(factors):.3g}-fold by site ({shown}; {usual[0]:.4g} at the others), as in "
+            "another unit; convert them at the site, or by factors in its [data]"
+        )
+
+
+def _alike(a: float, b: float) -> bool:
+    return a * b > 0 and _ratio(a, b) < UNITS
+
+
+def _ratio(a: float, b: float) -> float:
+    a, b = abs(a), abs(b)
+    return max(a, b) / min(a, b) if min(a, b) > 0 else np.inf
+
+
+def _named(sites: list[str]) -> str:
+    return ", ".join(map(repr, sites[:8])) + (f" and {len(sites) - 8} more" if len(sites) > 8 else "")
