@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedloom.choose import Uniform
@@ -114,3 +114,32 @@ def test_where_a_class_is_rare_the_hybrid_model_is_the_one_of_less_loss() -> Non
     others = {"accuracy": torch.tensor([0.6, 0.5]), "loss": torch.tensor([2.0, 0.5])}
     chosen = choose_model({("personal", "test"): classes, ("global", "test"): others}, "test")
     assert chosen.tolist() == [True, False]
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 10))
+
+
+@pytest.mark.parametrize("statistics", ["averaged", "own"])
+def test_whose_statistics_a_global_model_is_scored_with(statistics: Any) -> None:
+    """By hand: a layer's inputs of training samples, of one client or of each client of the round."""
+    fed = Dirichlet(clients=5, beta=0.3, min_size=9)(load("digits"), seed=0)
+    evaluate = Evaluate(every=1, statistics=statistics)
+    result = simulate("fedavg", fed, normalised, rounds=2, local=LOCAL, evaluate=evaluate)
+    module = result.models["global"]
+    [norm] = [m for m in module.modules() if isinstance(m, nn.BatchNorm1d)]
+    front = nn.Sequential(module[0], module[1])
+    inputs = [front(fed.fetch(fed.indices("train", i))).detach() for i in range(fed.n)]
+    sizes = fed.sizes("train").double()
+    means, variances = (torch.stack([f(x) for x in inputs]) for f in (lambda x: x.mean(0), lambda x: x.var(0)))
+    share = (sizes / sizes.sum())[:, None]
+    for i in range(fed.n):
+        own = (means[i], variances[i])
+        mean, variance = own if statistics == "own" else ((share * v).sum(0) for v in (means, variances))
+        norm.running_mean, norm.running_var = mean.float(), variance.float()
+        index = fed.indices("test", i)
+        loss = torch.nn.functional.cross_entropy(module.eval()(fed.fetch(index)), fed.data.y[index])
+        assert float(loss.detach()) == pytest.approx(float(result.final("global", "loss")[i]), rel=1e-4)
+    whose = {"averaged": "averaged over the round's clients", "own": "the client's own"}[statistics]
+    assert any(whose in note for note in result.notes)
+    assert not any("normalisation" in note for note in simulate("fedavg", fed, rounds=1, local=LOCAL).notes)

@@ -161,15 +161,20 @@ def _scores(job: Job, down: Any, global_model: Tensor | None, task: ScoreTask) -
     if global_model is not None:
         row = global_model.to(job.oracle.device)
         job.oracle.set_statistics(row, task.cohort)
-        for part in job.setting.evaluate.parts:
-            scores["global", part] = _score_shared(job, row, task.ids, part)
+        if job.oracle.normalisers and job.setting.evaluate.statistics == "own":
+            own = _score_own(job, row.expand(len(task.ids), -1), task.ids)
+            scores |= {("global", part): values for part, values in own.items()}
+            job.oracle.set_statistics(row, task.cohort)
+        else:
+            for part in job.setting.evaluate.parts:
+                scores["global", part] = _score_shared(job, row, task.ids, part)
         if task.common:
             scores["global", "common"] = _score_common(job, row)
             scores["global", ""] = sizes_of(job.algorithm, job.oracle.layout, row[None])
     if job.has_personal:
         models, cost = _personal_models(job, down, task.round, task.ids)
         scores[COST] = dict(zip(COUNTS[:2], cost.double().T.contiguous(), strict=True))
-        scores |= _score_personal(job, models, task.ids)
+        scores |= {("personal", part): values for part, values in _score_own(job, models, task.ids).items()}
         scores["personal", ""] = sizes_of(job.algorithm, job.oracle.layout, models)
         if job.setting.evaluate.personal_on_common:
             found = [_score_common(job, row) for row in models]
@@ -227,10 +232,10 @@ def _score_shared(job: Job, row: Tensor, ids: Tensor, part: str) -> dict[str, Te
     return _metrics(job, torch.cat([*_outputs(job.oracle, row, index)]), index, sizes)
 
 
-def _score_personal(job: Job, models: Tensor, ids: Tensor) -> Scores:
-    """Every client's model on its own parts."""
+def _score_own(job: Job, models: Tensor, ids: Tensor) -> dict[str, dict[str, Tensor]]:
+    """Every client's model on its own parts, by part, with the normalisation statistics of its training part."""
     oracle = job.oracle
-    scores: Scores = {}
+    scores = dict[str, dict[str, Tensor]]()
     for part in job.setting.evaluate.parts:
         index, sizes = job.judge.gather(part, ids)
         if oracle.normalisers:
@@ -241,7 +246,7 @@ def _score_personal(job: Job, models: Tensor, ids: Tensor) -> Scores:
             outputs = torch.cat(found)
         else:
             outputs = oracle.outputs_of(models, index, sizes)
-        scores["personal", part] = _metrics(job, outputs, index, sizes)
+        scores[part] = _metrics(job, outputs, index, sizes)
     return scores
 
 

@@ -41,6 +41,11 @@ class Evaluate(Value):
     clients: int | None = Field(
         None, ge=1, description="at most so many clients are scored, the same in every round, drawn once; None: all"
     )
+    statistics: Literal["averaged", "own"] = Field(
+        "averaged",
+        description="of normalisation layers, where a client's parts are scored with the global model: averaged over "
+        "the round's clients (as Flower's averaged buffers), or the client's own (as PFLlib's)",
+    )
     personal_on_common: bool = Field(False, description="score personal models on the common test set as well")
     personal_at_start: bool = Field(
         False, description="train personal models for the evaluation before round 1, which else scores initial ones"

@@ -101,7 +101,7 @@ def make_job(
         raise Refused(f"sampler {sampler.kind!r} asks clients about the global model, but {name} has none")
     notes = [f"pooled data are those of one client: {_nothing(alone)}"] if alone else []
     notes += [*method.check(layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx), *weigher.remarks()]
-    notes += _unweighed(setting, len(shares.unique()) > 1)
+    notes += [*_unweighed(setting, len(shares.unique()) > 1), *_normalised(setting, oracle, server)]
     if isinstance(attack, Forgery) and not upload_fields(type(method)):
         name = type(method).__name__
         notes.append(f"attack {_kind(attack)!r} changes nothing in {name}, which uploads nothing to forge")
@@ -343,6 +343,17 @@ def _unweighed(setting: Setting, unequal: bool) -> list[str]:
             "method, leave it out and set weights = 'uniform'"
         ]
     return []
+
+
+def _normalised(setting: Setting, oracle: Network, server: Any) -> list[str]:
+    """The note on the statistics of normalisation layers, which are no parameters, where there is a global model."""
+    if not oracle.normalisers or setting.method.global_model(server) is None:
+        return []
+    whose = {"averaged": "averaged over the round's clients", "own": "the client's own"}[setting.evaluate.statistics]
+    return [
+        "normalisation layers: statistics do not travel; a global model is scored with those of training samples under "
+        f"this model, {whose} (evaluate.statistics)"
+    ]
 
 
 def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
