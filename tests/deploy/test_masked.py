@@ -689,7 +689,7 @@ def test_every_method_is_masked_or_refused_at_init_with_the_reason(name: str, ex
         with pytest.raises(ConfigError, match=SINGLE[name]):
             plan(made, norm_bound=1.0, secure_aggregation=True)
     else:
-        assert plan(made, norm_bound=1.0, secure_aggregation=True).threshold == 2
+        assert plan(made, norm_bound=1.0, secure_aggregation=True).threshold == 3
 
 
 def test_what_needs_single_uploads_is_refused() -> None:
@@ -706,6 +706,20 @@ def test_the_threshold_is_a_majority() -> None:
     for threshold in (1, 2, 6):
         with pytest.raises(ValueError, match="threshold"):
             Secure(threshold=threshold, keys=keys)
+    for threshold in (1, 2):
+        with pytest.raises(ValueError, match="threshold"):
+            Secure(threshold=threshold, keys=keys[:3])
+
+
+def test_thresholds_by_the_number_of_sites() -> None:
+    """At least three and a majority; by default room for fewer than a third of the sites on the server's side."""
+    for n in range(3, 101):
+        least, usual = secure.least_threshold(n), secure.safe_threshold(n)
+        assert 3 <= least <= usual <= n
+        assert 2 * least > n
+        assert 3 * usual > 2 * n
+        assert 2 * usual > n + secure.colluders(n, usual) >= 2 * usual - 1
+        assert secure.colluders(n, usual) >= n // 3 - (n % 3 == 0)
 
 
 def secured_keys() -> Any:
@@ -741,12 +755,13 @@ def test_init_refuses_what_cannot_be(experiment) -> None:
             plan(experiment(*methods, **(tables or {})), norm_bound=1.0, **options)
 
     refused("say --secure-aggregation too", threshold=2)
-    refused("more than half of the 3 sites, 2 to 3, got 1", secure_aggregation=True, threshold=1)
-    refused("more than half of the 3 sites, 2 to 3, got 4", secure_aggregation=True, threshold=4)
+    for threshold in (1, 2, 4):  # of a sum of two, each would know the other's upload
+        sentence = f"--threshold of 3 sites must be within 3..3, more than half, got {threshold}"
+        refused(sentence, secure_aggregation=True, threshold=threshold)
     refused("for 3 to 100 sites, got 2", tables={"clients": 2}, secure_aggregation=True)
     refused("mixes the kept rows", "fedamp", secure_aggregation=True)
     half = {"clients": 4, "sampler": {"kind": "uniform", "fraction": 0.5}}
-    refused("draws 2 of 4 sites, the threshold is 3", tables=half, secure_aggregation=True)
+    refused("draws 2 of 4 sites, the threshold is 3; draw more", tables=half, secure_aggregation=True)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def init(
         bool, typer.Option("--secure-aggregation", help="the server gets masked sums, and no site's own upload")
     ] = False,
     threshold: Annotated[
-        int | None, typer.Option(help="sites without which no masked sum is opened; just more than half by default")
+        int | None, typer.Option(help="sites without which no masked sum is opened; more than two thirds by default")
     ] = None,
     data_dir: DataDir = None,
     trust: Trust = False,
@@ -94,7 +94,13 @@ def init(
         if planned.norm_bound is not None:
             typer.echo(f"maximum update norm accepted per site: norm_bound = {planned.norm_bound:g} in server.toml")
         if planned.threshold is not None:
-            typer.echo(f"secure aggregation: sums of at least {planned.threshold} sites, of scores too")
+            from fedloom.deploy.exchange.secure import colluders
+
+            count = colluders(len(planned.sites), planned.threshold)
+            typer.echo(
+                f"secure aggregation: sums of at least {planned.threshold} sites, of scores too; a dishonest server may "
+                f"collude with {count} of them and learns no other site's upload"
+            )
         if planned.code.files:
             typer.echo(f"user code, copied to all of them: {', '.join(planned.code.files)}")
         if planned.code.installed:

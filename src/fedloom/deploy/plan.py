@@ -17,7 +17,7 @@ from fedloom.data.sources import SOURCES
 from fedloom.data.sources._base import ENV, FileSource
 from fedloom.deploy.code import Code, code_of
 from fedloom.deploy.exchange.replies import lengths
-from fedloom.deploy.exchange.secure import FEWEST, MOST
+from fedloom.deploy.exchange.secure import FEWEST, MOST, least_threshold, safe_threshold
 from fedloom.deploy.server import check_deployable
 from fedloom.deploy.settings import Schema
 from fedloom.deploy.site.local_data import columns_of, schema_of
@@ -90,7 +90,7 @@ def plan(
         norm_bound: longest difference that the server accepts from a site (L2); None: `MARGIN` times the longest of the
             first round, which is simulated for it.
         secure_aggregation: the server gets masked sums (`fedloom.deploy.exchange.secure`).
-        threshold: sites without which no sum is unmasked; None: just more than half.
+        threshold: sites without which no sum is unmasked; None: more than two thirds.
 
     Raises:
         ConfigError: several methods and none chosen, a number of sites that the partition does not give, or (Refused)
@@ -137,7 +137,7 @@ def _threshold(job: Job, n: int, secure_aggregation: bool, threshold: int | None
     """The threshold of secure aggregation among n sites, None without it.
 
     Raises:
-        ConfigError: it is no majority, the cohorts are smaller, or there are too few or too many sites.
+        ConfigError: it is too small or too large, the cohorts are smaller, or there are too few or too many sites.
     """
     if not secure_aggregation:
         if threshold is not None:
@@ -145,13 +145,16 @@ def _threshold(job: Job, n: int, secure_aggregation: bool, threshold: int | None
         return None
     if not FEWEST <= n <= MOST:
         raise ConfigError(f"secure aggregation is for {FEWEST} to {MOST} sites, got {n}")
-    found = n // 2 + 1 if threshold is None else threshold
-    if not n // 2 < found <= n:
-        raise ConfigError(f"--threshold must be more than half of the {n} sites, {n // 2 + 1} to {n}, got {found}")
+    found, least = safe_threshold(n) if threshold is None else threshold, least_threshold(n)
+    if not least <= found <= n:
+        raise ConfigError(f"--threshold of {n} sites must be within {least}..{n}, more than half, got {found}")
     ctx = job.ctx(1)
     drawn = len(job.setting.sampler.apply(job.setting.sampler.init(ctx), None, ctx)[0].unique())
     if n == job.n and drawn < found:
-        raise ConfigError(f"sampler {job.setting.sampler.kind!r} draws {drawn} of {n} sites, the threshold is {found}")
+        raise ConfigError(
+            f"sampler {job.setting.sampler.kind!r} draws {drawn} of {n} sites, the threshold is {found}; draw more, or "
+            f"choose a --threshold from {least} on"
+        )
     return found
 
 

@@ -14,7 +14,7 @@ import tomli_w
 from pydantic import AfterValidator, BaseModel, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from fedloom.data.sources import SOURCES
-from fedloom.deploy.exchange.secure import FEWEST, MOST
+from fedloom.deploy.exchange.secure import FEWEST, MOST, least_threshold
 from fedloom.errors import ConfigError
 from fedloom.imports import is_path
 from fedloom.values import Value, fields_of, make, read_toml
@@ -56,7 +56,7 @@ class Schema(Value):
 class Secure(Value):
     """Secure aggregation: the server sees masked sums (`fedloom.deploy.exchange.secure`)."""
 
-    threshold: int = Field(ge=2, description="sites without which no sum is unmasked; more than half of all")
+    threshold: int = Field(ge=FEWEST, description="sites without which no sum is unmasked; more than half of all")
     keys: tuple[PublicKey, ...] = Field(
         min_length=FEWEST, max_length=MOST, description="signing keys, by number of the site"
     )
@@ -67,8 +67,9 @@ class Secure(Value):
 
     @model_validator(mode="after")
     def _majority(self) -> Secure:
-        if not len(self.keys) < 2 * self.threshold <= 2 * len(self.keys):
-            raise ValueError(f"threshold must be more than half of the {len(self.keys)} sites and at most all of them")
+        n = len(self.keys)
+        if not least_threshold(n) <= self.threshold <= n:
+            raise ValueError(f"threshold of {n} sites must be within {least_threshold(n)}..{n}, got {self.threshold}")
         return self
 
     def digest(self, fingerprint: str) -> bytes:

@@ -158,9 +158,9 @@ class MaskedSites(Sites):
         self._tallied = t, self._figures.decode(total, len(clients)) if len(total) else {}
 
     def _parts(self, clients: Collection[int]) -> list[str]:
-        """The parts of which two of any threshold of these clients have samples: no sum is one site's score."""
+        """The parts of which `FEWEST` of any threshold of these clients have samples: no sum is of one or two scores."""
         lacking = {part: sum(not self._post.sizes[c, k] for c in clients) for k, part in enumerate(PARTS)}
-        return [part for part, count in lacking.items() if self._agreed.threshold - count >= 2]
+        return [part for part, count in lacking.items() if self._agreed.threshold - count >= secure.FEWEST]
 
     def _sum(
         self,

@@ -37,7 +37,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from fedloom.errors import Refused, WireError
 
 FEWEST, MOST = 3, 100
-"""Sites of a session. Of two, each would know the other's vector from the sum."""
+"""Sites of a session, and of a sum at least `FEWEST`: of two, each would know the other's vector from the sum."""
 BITS = 36
 """A number travels as a multiple of the resolution 2^-36."""
 RANGE = 2.0**14
@@ -76,7 +76,7 @@ class Session(NamedTuple):
 
     Attributes:
         name: 32 bytes; never used twice.
-        threshold: sites without which nothing is unmasked, more than half of all.
+        threshold: sites without which nothing is unmasked, at least `least_threshold` of all.
         adverts: by client, in rising order; the place of a site in it is the place of its shares.
     """
 
@@ -89,6 +89,24 @@ class Session(NamedTuple):
         """SHA-256 of all of it."""
         parts = (a.client.to_bytes(4, "little") + a.sealing + a.masking for a in self.adverts.values())
         return hashlib.sha256(self.name + self.threshold.to_bytes(4, "little") + b"".join(parts)).digest()
+
+
+def least_threshold(sites: int) -> int:
+    """The smallest threshold among so many sites: a majority, and at least `FEWEST`."""
+    return max(FEWEST, sites // 2 + 1)
+
+
+def safe_threshold(sites: int) -> int:
+    """The threshold of Bonawitz et al. (2017, Section 6.2) against a server that colludes with sites.
+
+    Their proof needs 2 T > n + c for c colluding sites (Theorem 6.5); this one leaves room for fewer than a third.
+    """
+    return max(FEWEST, 2 * sites // 3 + 1)
+
+
+def colluders(sites: int, threshold: int) -> int:
+    """Most sites that a server may collude with without learning the upload of another (2 T > n + c)."""
+    return 2 * threshold - sites - 1
 
 
 def session_name(agreement: bytes, round: int, nonce: bytes) -> bytes:

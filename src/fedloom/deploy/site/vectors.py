@@ -153,7 +153,7 @@ class Figures:
         return np.concatenate(found)
 
     def decode(self, total: Integers, count: int) -> dict[tuple[str, str, str], tuple[float, float, int]]:
-        """Of every score that a site has: the mean over sites, over their samples, and of how many sites.
+        """Of every score that at least `FEWEST` sites have: the mean over sites, over samples, and of how many sites.
 
         Raises:
             Broken: a sum is out of range.
@@ -165,7 +165,7 @@ class Figures:
         return {
             key: (value / sites, weighted / UNIT / samples if samples else np.nan, int(sites))
             for key, (value, weighted), (sites, samples) in zip(self._names, values, there.tolist(), strict=True)
-            if sites
+            if sites >= secure.FEWEST
         }
 
     def _samples(self, part: str, sizes: Sequence[int]) -> int:
