@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/secure.py [--sites 5 20 100] [--d 100000] [--lost 0.1]
 
-Training and the network are left out. The threshold is just more than half; a share of the sites drop out after the
+Training and the network are left out. The threshold is the default one; a share of the sites drop out after the
 shares, so that the server restores their masking keys. A site's seconds are the mean over sites.
 """
 
@@ -14,7 +14,7 @@ import time
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedloom.deploy.exchange import secure
+from fedloom.deploy.exchange import secure, shares
 
 
 def main() -> None:
@@ -31,7 +31,7 @@ def main() -> None:
 
 def row(n: int, d: int, lost: int) -> str:
     """One line of figures."""
-    name, threshold, rng = bytes(32), n // 2 + 1, np.random.default_rng(0)
+    name, threshold, rng = bytes(32), secure.safe_threshold(n), np.random.default_rng(0)
     signing = [Ed25519PrivateKey.generate() for _ in range(n)]
     public = {c: key.public_key() for c, key in enumerate(signing)}
     start = time.process_time()
@@ -40,24 +40,34 @@ def row(n: int, d: int, lost: int) -> str:
     session = secure.session_of(name, threshold, adverts)
     for _ in range(n):
         secure.check_adverts(name, adverts, public)
-    sent = [secure.share(session, c, secrets[c]) for c in range(n)]
-    held = [
-        {p: sent[p][c] if p == c else secure.open_share(session, c, secrets[c], p, sent[p][c]) for p in range(n)}
-        for c in range(n)
-    ]
+    sent = [shares.share(session, c, secrets[c], signing[c]) for c in range(n)]
+
+    def opened(c: int, p: int) -> bytes:
+        return sent[p][c] if p == c else shares.open_share(session, c, secrets[c], p, sent[p][c], public[p])
+
+    held = [{p: opened(c, p) for p in range(n)} for c in range(n)]
     survivors = range(n - lost)
     uploads = rng.normal(size=(len(survivors), d))
-    vectors = {c: secure.masked(session, c, secrets[c], range(n), secure.encode(uploads[c])[0]) for c in survivors}
-    told = {c: secure.tell(held[c], survivors) for c in survivors}
+    bound = secure.bound_to(session, bytes(32), range(n))
+    vectors = {
+        c: secure.masked(session, bound, c, secrets[c], range(n), secure.encode(uploads[c])[0]) for c in survivors
+    }
+    text = secure.statement(bound, survivors)
+    signed = {c: signing[c].sign(text) for c in survivors}
+    for _ in survivors:
+        secure.check_statement(session, bound, signed, public)
+    told = {c: shares.tell(held[c], survivors) for c in survivors}
     at_sites = (time.process_time() - start) / n
     start = time.process_time()
     masked = np.sum([*vectors.values()], axis=0, dtype=np.uint64)
-    total = secure.decode(secure.unmasked(session, range(n), survivors, masked, told), len(survivors))
+    restored, _ = shares.restored(session, range(n), survivors, told)
+    total = secure.decode(secure.unmasked(session, bound, survivors, masked, restored), len(survivors))
     at_server = time.process_time() - start
     assert np.abs(total - uploads.sum(0)).max() < n * 2.0**-secure.BITS
-    advert, sealed = len(secure.write_adverts(adverts[:1])), (n - 1) * (4 + secure.SEALED)
-    up = advert + sealed + 8 * d + n * (4 + secure.KEY)
-    down = n * advert + sealed + 4 * len(survivors)
+    advert, sealed = len(secure.write_adverts(adverts[:1])), (n - 1) * (4 + shares.SEALED)
+    agree = secure.SIGNATURE * (1 + bool(lost))
+    up = advert + sealed + 8 * d + agree + n * (4 + secure.KEY)
+    down = n * advert + sealed + (4 * bool(lost) + 4 + secure.SIGNATURE) * len(survivors)
     return f"{lost:4} {threshold:9} | {up / 1e6:14.3f} {down / 1e6:17.3f} | {at_sites:6.2f} {at_server:9.2f}"
 
 

@@ -31,7 +31,7 @@ from tests.deploy.grid import FakeGrid, Fault, outside_flower
 FIRST = 100
 """Flower's number of the node of client 0."""
 
-PAIRS = [(key_pair("signing"), key_pair("connection")) for _ in range(6)]
+PAIRS = [(key_pair("signing"), key_pair("connection")) for _ in range(9)]
 
 
 def document(method: dict[str, Any], **changes: Any) -> dict[str, Any]:

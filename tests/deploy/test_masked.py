@@ -20,14 +20,16 @@ from flwr.app import Message
 from safetensors.torch import load_file
 
 from fedloom.algorithms import PRESETS, REGISTRY
-from fedloom.deploy.exchange import secure
+from fedloom.deploy.check import check_site
+from fedloom.deploy.exchange import secure, shares
 from fedloom.deploy.exchange.envelope import ASKED, COMMON, PROTOCOL, Kind, digest_of, seal
-from fedloom.deploy.exchange.masked import ATTEMPTS
 from fedloom.deploy.exchange.secure import Broken
+from fedloom.deploy.exchange.sessions import ATTEMPTS
+from fedloom.deploy.exchange.terms import Terms, read_terms
 from fedloom.deploy.noise import SharedMean
 from fedloom.deploy.settings import Secure
-from fedloom.deploy.site import client, masking, trainer
-from fedloom.deploy.site.masking import Masking, check_maskable
+from fedloom.deploy.site import client, opened, trainer
+from fedloom.deploy.site.masking import check_maskable
 from fedloom.deploy.site.state import models
 from fedloom.deploy.site.vectors import Figures, Uploads
 from fedloom.deploy.status import lines, status_of
@@ -38,47 +40,13 @@ from fedloom.errors import ConfigError, Refused, Stop
 from fedloom.rows.aggregate import PrivateMean
 from fedloom.version import __version__
 from tests.deploy.grid import Clock, FakeGrid
-from tests.deploy.scene import FIRST, Scene, changed, document, scene, signing_key_of
+from tests.deploy.scene import FIRST, Scene, changed, document, scene
+from tests.deploy.sessions import SMALL, TERMS, Steps, arrays_of, kind_of, losing, secured
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _fd: None)
-
-
-SMALL: dict[str, Any] = {
-    "partition": {"kind": "dirichlet", "clients": 5, "beta": 0.5, "keep": 24},
-    "evaluate": {"every": 4},
-}
-
-
-def secured(
-    folder: Path, method: Any, threshold: int = 3, *, agreed: dict[str, Any] | None = None, **changes: Any
-) -> Scene:
-    """A deployment under secure aggregation."""
-    here = scene(folder, method, **{**SMALL, "rounds": 4, **changes})
-    value = Secure(threshold=threshold, keys=tuple(m.signing_key for m in here.server.sites), **(agreed or {}))
-    return here._replace(
-        server=here.server.with_(secure=value, quorum=threshold), sites=[s.with_(secure=value) for s in here.sites]
-    )
-
-
-def kind_of(message: Message) -> str:
-    return str(message.content["head"]["kind"])
-
-
-def arrays_of(message: Message) -> list[bytes]:
-    return [a.data for a in message.content["arrays"].values()]
-
-
-def losing(lost: dict[tuple[int, str], Collection[int]]) -> Any:
-    """A fault: replies of these clients in these (round, kind) never arrive."""
-
-    def fault(node: int, message: Message, reply: Message) -> Message | None:
-        where = (int(message.content["head"]["round"]), kind_of(message))
-        return None if node - FIRST in lost.get(where, ()) else reply
-
-    return fault
 
 
 STEPS = ("keys", "shares", "masked", "unmask")
@@ -161,7 +129,7 @@ def test_any_sites_up_to_the_threshold_may_drop_at_any_step(
     changes = {**SMALL, "rounds": len(ways) + 1, "evaluate": {"every": 10**6}}
     method = {"algorithm": name, **({"lam": 1.0} if name == "flame" else {})}
     seen: dict[str, dict[int, torch.Tensor]] = {"masked": {}, "train": {}}
-    asked: dict[int, set[bytes]] = {}
+    asked: dict[int, set[frozenset[int]]] = {}
 
     def run(here: Scene, lost: dict[tuple[int, str], Collection[int]], **settings: Any) -> None:
         clients, lose = here.clients(), losing(lost)
@@ -173,7 +141,7 @@ def test_any_sites_up_to_the_threshold_may_drop_at_any_step(
                     [f.flatten() for f in clients[0].trainer.forms.read_down(arrays_of(message)[0])]
                 )
             if kind == "unmask":
-                asked.setdefault(t, set()).add(arrays_of(message)[0])
+                asked.setdefault(t, set()).add(frozenset(secure.read(arrays_of(message)[0], secure.SIGNATURE)))
             return lose(node, message, reply)
 
         assert here.serve(here.grid(look, clients), **settings) is Stop.DONE
@@ -187,7 +155,7 @@ def test_any_sites_up_to_the_threshold_may_drop_at_any_step(
     for t, model in seen["masked"].items():
         torch.testing.assert_close(model, seen["train"][t], rtol=0, atol=1e-6)
     for t, gone in enumerate(before, 1):
-        assert asked[t] == {secure.write(dict.fromkeys(set(range(5)) - gone, b""))}  # one set of sites per round
+        assert asked[t] == {frozenset(range(5)) - gone}  # one set of sites per round
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -221,8 +189,9 @@ def test_a_round_is_summed_over_one_set_of_sites_only(tmp_path: Path) -> None:
     here = secured(tmp_path, "fedavg")
     assert here.serve(here.grid(losing({(2, "unmask"): [0, 1, 2]}))) is Stop.TOO_FEW
     (here.server.checkpoints / "unmasked.json").unlink()  # a server that does not keep to it: the sites do
-    assert here.serve(here.grid(losing({(2, "masked"): [4]}))) is Stop.TOO_FEW
-    assert any("summed already, of other sites" in x["reason"] for x in here.audit("rejected"))
+    here.serve(here.grid(losing({(2, "masked"): [4]})))
+    refused = [x for x in here.audit("rejected") if "summed already, of other sites" in x["reason"]]
+    assert {x["client"] for x in refused} == {0, 1, 2, 3}
 
 
 def never_told(here: Scene, t: int, more: dict[tuple[int, str], Collection[int]] | None = None) -> None:
@@ -280,15 +249,19 @@ def test_a_sum_that_is_never_told_is_given_up_after_some_attempts(tmp_path: Path
     assert {k[0] for k in scored} == {0, 3, 4}  # those of round 1 are lost with the round, those of 2 would be the same
 
 
-def test_after_a_given_up_sum_none_is_told_that_differs_by_one_site(tmp_path: Path) -> None:
-    """Both are of the same model: with full batches they would tell what that site sent, if the first arrived late."""
+@pytest.mark.parametrize(("step", "gone"), [("masked", [4]), ("masked", [3, 4]), ("keys", [4]), ("keys", [3, 4])])
+def test_after_a_given_up_sum_none_is_told_that_hardly_differs(step: str, gone: list[int], tmp_path: Path) -> None:
+    """Both are of one model: with full batches they would tell what these sites sent, if the first arrived late."""
     here = secured(tmp_path, "flame", rounds=5)
     never_told(here, 2)
-    grid = here.grid(losing({(3, "masked"): [4]}))
+    grid = here.grid(losing({(3, step): gone}))
     assert here.serve(grid) is Stop.TOO_FEW
-    assert "a sum without site-4 and the one that was given up" in here.summary()["detail"]
+    names = ", ".join(f"site-{c}" for c in gone)
+    assert f"a sum without {names} and that of round 2" in here.summary()["detail"] or (
+        "another sum would tell" in here.summary()["detail"]
+    )
     assert not [m for m in grid.sent if kind_of(m) == "unmask"]
-    assert here.serve(here.grid(losing({(3, "keys"): [3, 4]}))) is Stop.DONE
+    assert here.serve() is Stop.DONE
 
 
 def test_after_a_given_up_sum_a_further_site_waits_for_a_round(tmp_path: Path) -> None:
@@ -326,19 +299,18 @@ def test_a_given_up_round_changes_no_model(tmp_path: Path) -> None:
 
 def test_what_a_site_remembers_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the sums it remembers the newest, and has no part in an older one."""
-    monkeypatch.setattr(masking, "REMEMBERED", 2)
+    monkeypatch.setattr(opened, "REMEMBERED", 2)
     here = secured(tmp_path, "fedavg", rounds=6)
     clients = here.clients()
     assert here.serve(here.grid(None, clients)) is Stop.DONE
     for site in here.sites:
-        [file] = site.state.rglob("session.json")
-        known = json.loads(file.read_text())
-        assert [*known["revealed"]["uploads"]] == ["5", "6"]
+        [file] = site.state.rglob("opened.json")
+        known = opened.read_checked(file)
+        assert known is not None
+        assert [*known["opened"]["uploads"]] == ["5", "6"]
         assert len(known["past"]) <= 2
-    mine = Masking(here.sites[0], signing_key_of(0), clients[0]._memory.folder)
-    known = mine._load() | {"sums": {"uploads": 4}}
     with pytest.raises(Broken, match="too long ago"):
-        mine._reveal(known, "0" * 64)
+        opened.Opened(clients[0]._memory.folder).reveal({"uploads": 4}, {"uploads": ""}, [0, 1, 2], 3)
 
 
 def test_what_arrives_is_uniform_and_holds_no_upload(tmp_path: Path) -> None:
@@ -359,7 +331,7 @@ def test_what_arrives_is_uniform_and_holds_no_upload(tmp_path: Path) -> None:
             kept = site._memory.read(int(head["round"]))
             assert kept is not None
             upload = kept.tensors["reply"].numpy().view(np.uint64)
-            seen.append((np.frombuffer(arrays_of(reply)[0], dtype="<u8")[: len(upload)], upload))
+            seen.append((np.frombuffer(arrays_of(reply)[0], dtype="<u8", offset=64)[: len(upload)], upload))
             plain.append(upload[:-3].tobytes())
         return reply
 
@@ -389,17 +361,19 @@ def test_the_server_learns_no_more_of_shares_than_the_step_says(tmp_path: Path) 
         file = next(clients[node - FIRST]._memory.folder.glob("session/session.json"), None)
         if kind_of(message) == "keys":
             assert file is not None
-            secrets[node - FIRST] = json.loads(file.read_text())["secrets"]
+            known = opened.read_checked(file)
+            assert known is not None
+            secrets[node - FIRST] = known["secrets"]
         if kind_of(message) == "unmask":
             told.append((node - FIRST, arrays_of(reply)[0]))
             assert file is not None
-            assert "secrets" not in json.loads(file.read_text())
+            assert "secrets" not in (opened.read_checked(file) or {})
         return None if kind_of(message) == "masked" and node - FIRST == 3 else reply
 
     assert here.serve(here.grid(look, clients)) is Stop.DONE
     parts = [(c + 1, secure.read(m, 32)) for c, m in told]
     for owner in range(5):
-        found = secure._joined([(k, p[owner]) for k, p in parts], 3)
+        found = shares.joined([(k, p[owner]) for k, p in parts[:3]])
         _, masking, seed = secrets[owner]
         assert found.hex() == (masking if owner == 3 else seed)
 
@@ -426,7 +400,9 @@ def test_forged_and_replayed_keys_are_refused(tmp_path: Path) -> None:
                 old.setdefault(0, secure.write_adverts(adverts[:1]))
                 return
             for_replay = secure.read_adverts(old[0])[0]
-            forged = adverts[0]._replace(sealing=secure._public(forger.sealing), masking=secure._public(forger.masking))
+            forged = adverts[0]._replace(
+                sealing=secure.public_of(forger.sealing), masking=secure.public_of(forger.masking)
+            )
             data = secure.write_adverts([for_replay if self.replays else forged, *adverts[1:]])
             head = dict(message.content["head"]) | {"digest": digest_of([data])}
             message.content = seal(head, [data])
@@ -443,20 +419,31 @@ def test_forged_and_replayed_keys_are_refused(tmp_path: Path) -> None:
         assert not [m for m in grid.sent if kind_of(m) == "masked" and int(m.content["head"]["round"]) == 2]
 
 
-def test_a_sum_out_of_range_is_rejected(tmp_path: Path) -> None:
-    """A site that sends what it likes spoils the round, and it is seen."""
-    here = secured(tmp_path, "fedavg")
+def spoiling(t: int, place: slice, add: int) -> Any:
+    """A fault: the first site adds a number to its masked vector in a round."""
 
     def spoil(node: int, message: Message, reply: Message) -> Message:
-        if kind_of(message) != "masked" or node != FIRST:
+        if kind_of(message) != "masked" or node != FIRST or message.content["head"]["round"] != t:
             return reply
-        vector = np.frombuffer(arrays_of(reply)[0], dtype="<u8") + np.uint64(1 << 60)
-        return changed(reply, 0, arrays=[vector.tobytes()])
+        data = arrays_of(reply)[0]
+        vector = np.frombuffer(data, dtype="<u8", offset=64).copy()
+        vector[place] += np.uint64(add)
+        return changed(reply, 0, arrays=[data[:64] + vector.tobytes()])
 
-    assert here.serve(here.grid(spoil)) is Stop.TOO_FEW
-    assert "out of range" in here.summary()["detail"]
-    assert here.summary()["runs"][0]["status"] == "interrupted"
-    assert here.serve() is Stop.DONE  # one site cannot end the run for all
+    return spoil
+
+
+@pytest.mark.parametrize("power", [58, 60, 62, 63])
+def test_a_vector_out_of_range_costs_its_round_only(power: int, tmp_path: Path) -> None:
+    """The sum makes no sense: it is not kept as told, the round is lost, and the run goes on to its end."""
+    here = secured(tmp_path, "fedavg")
+    assert here.serve(here.grid(spoiling(2, slice(None), 1 << power))) is Stop.DONE
+    [line] = here.audit("given up")
+    assert "out of range" in line["reason"] or "below zero" in line["reason"]
+    assert [s["accepted"] for s in status_of(here.server)["sites"]] == [3] * 5
+    less = secured(tmp_path / "less", "fedavg", rounds=3)
+    assert less.serve() is Stop.DONE
+    assert torch.equal(here.model(), less.model())  # with full batches, one round less
 
 
 def test_the_bound_holds_at_the_sites_and_for_the_sum(tmp_path: Path) -> None:
@@ -464,16 +451,9 @@ def test_the_bound_holds_at_the_sites_and_for_the_sum(tmp_path: Path) -> None:
     assert here.serve() is Stop.TOO_FEW
     assert all(x["step"] == 2 for x in here.audit("rejected"))
     here = secured(tmp_path / "sum", "fedavg", agreed={"norm_bound": 100.0})
-
-    def spoil(node: int, message: Message, reply: Message) -> Message:
-        if kind_of(message) != "masked" or node != FIRST:
-            return reply
-        vector = np.frombuffer(arrays_of(reply)[0], dtype="<u8").copy()
-        vector[0] += np.uint64(1000 << secure.BITS)
-        return changed(reply, 0, arrays=[vector.tobytes()])
-
-    assert here.serve(here.grid(spoil)) is Stop.TOO_FEW
-    assert "the most it can be" in here.summary()["detail"]
+    assert here.serve(here.grid(spoiling(2, slice(0, 1), 1000 << secure.BITS))) is Stop.DONE
+    [line] = here.audit("given up")
+    assert "the most it can be" in line["reason"]
 
 
 def test_a_site_refuses_a_weight_below_zero_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -554,28 +534,28 @@ def test_masked_scores_are_the_means_of_the_plain_run(name: str, sampler: Any, t
 
 
 def test_no_sum_of_scores_is_of_one_site(tmp_path: Path) -> None:
-    """Of a part that fewer than two of any threshold of sites have, nothing is asked."""
+    """Of a part that fewer than three of any threshold of sites have, nothing is asked."""
     here = secured(tmp_path, "fedavg", rounds=1, evaluate={"every": 1})
     clients = here.clients()
     sizes = client.part_sizes
 
     def scarce(fed: Any, number: int) -> list[int]:
         train, _, test = sizes(fed, number)
-        return [train, 3 if number == 0 else 0, test]
+        return [train, 3 if number in (0, 1) else 0, test if number != 4 else 0]
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (client, trainer):
             patch.setattr(module, "part_sizes", scarce)
         grid = here.grid(None, clients)
         assert here.serve(grid) is Stop.DONE
-    heads = [m.content["head"] for m in grid.sent if kind_of(m) in ("masked", "tally")]
-    assert {tuple(h["parts"]) for h in heads if kind_of_head(h)} == {("train", "test")}
+    terms = [terms_of(m) for m in grid.sent if kind_of(m) in ("masked", "tally")]
+    assert {tuple(t.parts(3)) for t in terms if t.scored >= 0} == {("train",)}
     table = figures(pq.read_table(here.server.results / "metrics.parquet"), total=True)
-    assert {k[2] for k in table} <= {"", "train", "test", "common"}
+    assert {k[2] for k in table} <= {"", "train", "common"}
 
 
-def kind_of_head(head: Any) -> bool:
-    return head["kind"] == "tally" or int(head["scored"]) >= 0
+def terms_of(message: Message) -> Terms:
+    return read_terms(arrays_of(message)[kind_of(message) == "masked"])
 
 
 def test_a_lost_sum_of_scores_costs_the_figures_only(tmp_path: Path) -> None:
@@ -607,9 +587,16 @@ def test_every_site_adds_its_share_of_the_noise(tmp_path: Path) -> None:
     noise_of = PrivateMean(**{**PRIVATE, "accountant": "rdp"})
     assert status_of(here.server)["epsilon"] == pytest.approx(epsilon(noise_of, 1))
     assert status_of(here.server)["epsilon"] >= central - 1e-9
+    alone = epsilon(noise_of.with_(sigma=PRIVATE["sigma"] / 3**0.5), 1)  # two of three sites know their shares
+    assert status_of(here.server)["epsilon_sites"] == pytest.approx(alone)
+    assert f"{alone:.4g} against all other sites" in " ".join(lines(status_of(here.server)))
+    findings = " ".join(f.sentence for f in check_site(here.sites[0], offline=True))
+    assert f"{alone:.3g} against all other sites" in findings
     for site in here.sites:
         [ledger] = site.state.rglob("ledger.jsonl")
-        assert json.loads(ledger.read_text())["epsilon"] == pytest.approx(epsilon(noise_of, 1))
+        entry = json.loads(ledger.read_text())
+        assert entry["epsilon"] == pytest.approx(epsilon(noise_of, 1))
+        assert entry["epsilon_sites"] == pytest.approx(alone)
     assert not [*here.server.checkpoints.rglob("ledger.jsonl")]
 
 
@@ -776,33 +763,6 @@ def test_noise_of_the_sites_and_methods_that_send_nothing(changes: dict[str, Any
         assert bool([*site.state.rglob("ledger.jsonl")]) == bool(changes)
 
 
-class Steps:
-    """Sites in a session, with no training: what each answers to messages that the server makes up.
-
-    Args:
-        here: five sites, of which three are the threshold.
-    """
-
-    def __init__(self, here: Scene) -> None:
-        self.nonce = os.urandom(16)
-        self.sites = [Masking(s, signing_key_of(s.client), s.state / "alone") for s in here.sites]
-        self.adverts = secure.write_adverts([secure.read_adverts(s.keys(1, self.nonce))[0] for s in self.sites])
-
-    def shared(self) -> dict[int, dict[int, bytes]]:
-        """The sealed shares of all, by sender and receiver."""
-        return {c: secure.read(s.shares(1, self.nonce, self.adverts), secure.SEALED) for c, s in enumerate(self.sites)}
-
-    def receive(self, c: int, senders: Collection[int], asked: str = "this") -> None:
-        inbox = secure.write({p: sent[c] for p, sent in self.shared().items() if p in senders and p != c})
-        self.sites[c].receive(1, self.nonce, inbox, asked, {"uploads": 1})
-
-    def masked(self, c: int, fill: int = 7) -> bytes:
-        return self.sites[c].masked(1, self.nonce, np.full(3, fill, dtype=np.uint64))
-
-    def tell(self, c: int, survivors: Collection[int]) -> bytes:
-        return self.sites[c].tell(1, self.nonce, secure.write(dict.fromkeys(survivors, b"")))
-
-
 def without(message: bytes, *lost: int) -> bytes:
     return secure.write_adverts([a for a in secure.read_adverts(message) if a.client not in lost])
 
@@ -820,11 +780,11 @@ REFUSED: dict[str, tuple[str, Any]] = {
         "cannot change",
         lambda s: (s.shared(), s.sites[0].shares(1, s.nonce, without(s.adverts, 1))),
     ),
-    "shares before the step": ("has not come to this step", lambda s: s.sites[0].receive(1, s.nonce, b"", "this", {})),
+    "shares before the step": ("has not come to this step", lambda s: s.sites[0].receive(1, s.nonce, b"", TERMS)),
     "too few shares": ("2 sites sent shares, 3 are needed", lambda s: s.receive(0, [0, 1])),
     "another question under the same masks": (
         "cannot change",
-        lambda s: (s.receive(0, range(5)), s.receive(0, range(5), "that")),
+        lambda s: (s.receive(0, range(5)), s.receive(0, range(5), TERMS.with_(download="1" * 64))),
     ),
     "another inbox": ("cannot change", lambda s: (s.receive(0, range(5)), s.receive(0, range(4)))),
     "a vector before the shares": ("has not come to this step", lambda s: (s.shared(), s.masked(0))),
@@ -838,6 +798,36 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "a sum of sites without masks": (
         "not among those that shared",
         lambda s: (s.receive(0, range(4)), s.masked(0), s.tell(0, range(5))),
+    ),
+    "a sum that too few have signed": (
+        "2 sites have signed this sum, 3 must",
+        lambda s: (s.receive(0, range(5)), s.masked(0), s.tell(0, range(4), [0, 1])),
+    ),
+    "a sum after another was signed": (
+        "has signed that the sum is of other sites",
+        lambda s: (
+            *(s.receive(0, range(5)), s.masked(0)),
+            s.sites[0].agree(1, s.nonce, secure.write(dict.fromkeys(range(4), b""))),
+            s.tell(0, range(5)),
+        ),
+    ),
+    "a second list to sign": (
+        "cannot change",
+        lambda s: (
+            *(s.receive(0, range(5)), s.masked(0)),
+            *(s.sites[0].agree(1, s.nonce, secure.write(dict.fromkeys(range(k), b""))) for k in (4, 3)),
+        ),
+    ),
+    "a list to sign after the shares were said": (
+        "has not come to this step",
+        lambda s: (
+            *(s.receive(0, range(5)), s.masked(0), s.tell(0, range(5))),
+            s.sites[0].agree(1, s.nonce, secure.write(dict.fromkeys(range(4), b""))),
+        ),
+    ),
+    "an accusation that nobody signed": (
+        "the accusation is not signed by it",
+        lambda s: (s.shared(), s.sites[0].open(1, s.nonce, secure.write({1: bytes(64)}))),
     ),
     "a second sum": (
         "cannot change",
@@ -870,12 +860,6 @@ def test_a_site_under_masks_answers_no_plain_question(kind: Kind, five: Scene) -
         "refused",
         f"site site-0 answers no message of the kind {kind}: the agreement says secure aggregation",
     )
-
-
-@pytest.mark.parametrize("share", [1.5, -2.0, math.nan])
-def test_a_site_takes_no_share_beyond_one(share: float, five: Scene) -> None:
-    """Its upload would be told times that, beyond the bound."""
-    assert told(five, "masked", b"", b"", share=share) == ("refused", f"a share must be within -1..1, got {share}")
 
 
 def test_sums_of_counts_that_cannot_be_are_rejected(five: Scene) -> None:
@@ -917,8 +901,9 @@ def test_the_steps_without_training_give_the_sum(five: Scene) -> None:
     steps = Steps(five)
     for c in range(5):
         steps.receive(c, range(5))
-    total = np.sum([np.frombuffer(steps.masked(c), dtype="<u8") for c in range(4)], axis=0, dtype=np.uint64)
+    total = sum(np.frombuffer(steps.masked(c), dtype="<u8", offset=64) for c in range(4))
     told = {c: secure.read(steps.tell(c, range(4)), secure.KEY) for c in range(3)}
-    name = secure.session_name(five.sites[0].secure.digest(five.sites[0].fingerprint), 1, steps.nonce)  # type: ignore[union-attr]
-    session = secure.session_of(name, 3, secure.read_adverts(steps.adverts))
-    assert secure.unmasked(session, range(5), range(4), total, told).tolist() == [28, 28, 28]
+    session, salt = steps.session(), secure.bound_to(steps.session(), TERMS.digest, range(5))
+    secrets, wrong = shares.restored(session, range(5), range(4), told)
+    assert not wrong
+    assert secure.unmasked(session, salt, range(4), total, secrets).tolist() == [28, 28, 28]

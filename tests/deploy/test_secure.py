@@ -1,6 +1,7 @@
 """The protocol of secure aggregation alone: sums are right whoever drops out, and nothing else can be read."""
 
 import itertools
+import os
 from collections.abc import Collection
 
 import numpy as np
@@ -9,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.deploy.exchange import secure
+from fedloom.deploy.exchange import secure, shares
 from fedloom.errors import Refused, WireError
 
 NAME = bytes(range(32))
@@ -33,22 +34,33 @@ def ready(clients: Collection[int], threshold: int) -> tuple[dict[int, Site], se
 
 def held(sites: dict[int, Site], session: secure.Session, peers: Collection[int]) -> dict[int, dict[int, bytes]]:
     """The shares that every peer holds, by owner."""
-    sent = {c: secure.share(session, c, sites[c].secrets) for c in peers}
+    sent = {c: shares.share(session, c, sites[c].secrets, sites[c].signing) for c in peers}
     return {
-        to: {
-            c: sent[c][to] if c == to else secure.open_share(session, to, sites[to].secrets, c, sent[c][to])
-            for c in peers
-        }
-        for to in peers
+        to: {c: sent[c][to] if c == to else opened(sites, session, to, c, sent[c][to]) for c in peers} for to in peers
     }
+
+
+def opened(sites: dict[int, Site], session: secure.Session, to: int, sender: int, sealed: bytes) -> bytes:
+    """What ``to`` reads of what ``sender`` sealed for it."""
+    public = sites[sender].signing.public_key()
+    return shares.open_share(session, to, sites[to].secrets, sender, sealed, public)
+
+
+QUESTION = bytes(32)
+
+
+def bound(session: secure.Session, peers: Collection[int], question: bytes = QUESTION) -> bytes:
+    return secure.bound_to(session, question, peers)
 
 
 def play(n, threshold, peers, arrived, answering, vectors):
     sites, session = ready(range(n), threshold)
-    shares = held(sites, session, peers)
-    masked = {c: secure.masked(session, c, sites[c].secrets, peers, vectors[c]) for c in arrived}
-    told = {c: secure.tell(shares[c], arrived) for c in answering}
-    return secure.unmasked(session, peers, arrived, np.sum([*masked.values()], axis=0, dtype=np.uint64), told)
+    parts, salt = held(sites, session, peers), bound(session, peers)
+    masked = [secure.masked(session, salt, c, sites[c].secrets, peers, vectors[c]) for c in arrived]
+    told = {c: shares.tell(parts[c], arrived) for c in answering}
+    secrets, wrong = shares.restored(session, peers, arrived, told)
+    assert not wrong
+    return secure.unmasked(session, salt, arrived, np.sum(masked, axis=0, dtype=np.uint64), secrets)
 
 
 def test_every_drop_out_up_to_the_threshold() -> None:
@@ -70,11 +82,11 @@ def test_too_few_answers_give_nothing() -> None:
 
 def test_fewer_shares_than_the_threshold_give_another_secret() -> None:
     sites, session = ready(range(5), 3)
-    shares = held(sites, session, range(5))
-    parts = [(c + 1, shares[c][0][:32]) for c in range(5)]
-    assert secure._joined(parts, 3) == sites[0].secrets.seed
-    assert secure._joined(parts[2:], 3) == sites[0].secrets.seed
-    assert secure._joined(parts, 2) != sites[0].secrets.seed
+    own = held(sites, session, range(5))
+    parts = [(c + 1, own[c][0][:32]) for c in range(5)]
+    assert shares.joined(parts[:3]) == sites[0].secrets.seed
+    assert shares.joined(parts[2:]) == sites[0].secrets.seed
+    assert shares.joined(parts[:2]) != sites[0].secrets.seed
 
 
 @settings(max_examples=30, deadline=None)
@@ -120,15 +132,16 @@ def test_every_bit_of_the_secret_changes_the_whole_stream() -> None:
         assert len(seen) == 257
 
 
-def test_masks_depend_on_both_keys_and_the_session() -> None:
+def test_masks_depend_on_both_keys_the_session_the_question_and_the_peers() -> None:
     sites, session = ready(range(3), 2)
     other = session._replace(name=bytes(32))
     zero = np.zeros(64, dtype=np.uint64)
     seen = [
-        secure.masked(s, c, sites[c].secrets, p, zero)
+        secure.masked(s, bound(s, p, q), c, sites[c].secrets, p, zero)
         for s in (session, other)
         for c in (0, 1)
         for p in ([0, 1], [0, 1, 2])
+        for q in (QUESTION, b"1" * 32)
     ]
     assert len({x.tobytes() for x in seen}) == len(seen)
 
@@ -140,7 +153,7 @@ def test_masked_vectors_are_uniform_whatever_is_in_them() -> None:
     for values in (np.zeros(d), np.full(d, 1e4), rng.normal(size=d)):
         sites, session = ready(range(3), 2)
         vector, _ = secure.encode(values)
-        sent = secure.masked(session, 0, sites[0].secrets, range(3), vector)
+        sent = secure.masked(session, bound(session, range(3)), 0, sites[0].secrets, range(3), vector)
         counts = np.bincount(sent.view(np.uint8), minlength=256)
         chi = ((counts - 8 * d / 256) ** 2 / (8 * d / 256)).sum()
         assert abs(chi - 255) < 6 * (2 * 255) ** 0.5
@@ -155,7 +168,7 @@ def test_equal_inputs_are_masked_differently_in_every_session() -> None:
     sent = set()
     for _ in range(5):
         sites, session = ready(range(2), 2)
-        sent.add(secure.masked(session, 0, sites[0].secrets, range(2), vector).tobytes())
+        sent.add(secure.masked(session, bound(session, [0, 1]), 0, sites[0].secrets, range(2), vector).tobytes())
     assert len(sent) == 5
 
 
@@ -170,6 +183,7 @@ def test_advertisements_that_are_refused() -> None:
         own._replace(sealing=Site(0).advert.sealing),
         own._replace(masking=Site(0).advert.masking),
         own._replace(signature=bytes(64)),
+        own._replace(seed=bytes(32)),
         own._replace(sealing=own.masking, masking=own.sealing),
         Site(0).advert,  # the server's own keys, signed with its own key
         secure.advertise(bytes(32), 0, sites[0].secrets, sites[0].signing),  # of another session
@@ -191,38 +205,112 @@ def test_a_point_of_low_order_is_refused() -> None:
     weak = sites[1].advert._replace(masking=bytes(32))
     session = secure.session_of(NAME, 2, [sites[0].advert, weak])
     with pytest.raises(Refused, match="no public key"):
-        secure.masked(session, 0, sites[0].secrets, range(2), np.zeros(1, dtype=np.uint64))
+        secure.masked(session, bound(session, [0, 1]), 0, sites[0].secrets, range(2), np.zeros(1, dtype=np.uint64))
 
 
 def test_a_share_decrypts_only_as_it_was_meant() -> None:
     sites, session = ready(range(3), 2)
-    sent = secure.share(session, 0, sites[0].secrets)
-    assert len(secure.open_share(session, 1, sites[1].secrets, 0, sent[1])) == 64
+    sent = shares.share(session, 0, sites[0].secrets, sites[0].signing)
+    assert len(opened(sites, session, 1, 0, sent[1])) == 64
     other = session._replace(adverts={c: a for c, a in session.adverts.items() if c != 2})
     for wrong in (
-        lambda: secure.open_share(session, 1, sites[1].secrets, 2, sent[1]),
-        lambda: secure.open_share(session, 2, sites[2].secrets, 0, sent[1]),
-        lambda: secure.open_share(other, 1, sites[1].secrets, 0, sent[1]),
-        lambda: secure.open_share(session._replace(threshold=3), 1, sites[1].secrets, 0, sent[1]),
-        lambda: secure.open_share(session, 1, sites[1].secrets, 0, sent[1][:-1] + bytes([sent[1][-1] ^ 1])),
+        lambda: opened(sites, session, 1, 2, sent[1]),
+        lambda: opened(sites, session, 2, 0, sent[1]),
+        lambda: opened(sites, other, 1, 0, sent[1]),
+        lambda: opened(sites, session._replace(threshold=3), 1, 0, sent[1]),
+        *(lambda k=k: opened(sites, session, 1, 0, flipped(sent[1], k)) for k in (0, 32, 44, 123, 124, 187)),
     ):
         with pytest.raises(Refused, match="not made with the keys of this session"):
             wrong()
 
 
+def flipped(data: bytes, place: int) -> bytes:
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
+def test_who_is_to_blame_for_a_share_that_does_not_decrypt() -> None:
+    """The sender's own key of that message shows it to anybody; a false accusation falls back on its author."""
+    sites, session = ready(range(3), 2)
+    good = shares.share(session, 0, sites[0].secrets, sites[0].signing)
+    for body in (os.urandom(124), good[1][:44] + os.urandom(80)):
+        sealed = body + sites[0].signing.sign(shares._sent(session, 0, 1, body))
+        with pytest.raises(shares.Unreadable):
+            opened(sites, session, 1, 0, sealed)
+        for key in (shares.one_time_key(session, sites[0].secrets, 1), os.urandom(32)):
+            assert not shares.is_readable(session, 0, 1, sealed, key)
+    key = shares.one_time_key(session, sites[0].secrets, 1)
+    assert shares.is_readable(session, 0, 1, good[1], key)
+    assert not shares.is_readable(session, 0, 2, good[2], key)  # it opens that one message
+    signature = shares.accuse(session, 1, 0, sites[1].signing)
+    public = sites[1].signing.public_key()
+    assert shares.is_accused(session, 1, 0, signature, public)
+    for wrong in (
+        lambda: shares.is_accused(session, 1, 2, signature, public),
+        lambda: shares.is_accused(session._replace(name=bytes(32)), 1, 0, signature, public),
+        lambda: shares.is_accused(session, 1, 0, signature, sites[2].signing.public_key()),
+    ):
+        assert not wrong()
+
+
 def test_never_both_shares_of_a_site() -> None:
-    shares = {0: b"a" * 32 + b"b" * 32, 1: b"c" * 32 + b"d" * 32}
-    assert secure.tell(shares, [0]) == {0: b"a" * 32, 1: b"d" * 32}
+    both = {0: b"a" * 32 + b"b" * 32, 1: b"c" * 32 + b"d" * 32}
+    assert shares.tell(both, [0]) == {0: b"a" * 32, 1: b"d" * 32}
 
 
-def test_a_wrong_share_of_a_masking_key_is_seen() -> None:
+@pytest.mark.parametrize("arrived", [range(7), range(6)], ids=["all", "one lost"])
+@pytest.mark.parametrize("liars", [[0], [3], [6], [0, 5], [2, 3]])
+def test_wrong_shares_are_found_and_the_sum_is_right(liars: list[int], arrived: range) -> None:
+    """Seven sites, threshold four: up to two wrong answers of seven, of one secret or of all."""
+    if len(arrived) - len(liars) < 4:
+        pytest.skip("too few right shares are left")
+    sites, session = ready(range(7), 4)
+    parts, salt = held(sites, session, range(7)), bound(session, range(7))
+    vectors = np.random.default_rng(1).integers(0, 2**64, (7, 5), dtype=np.uint64)
+    masked = [secure.masked(session, salt, c, sites[c].secrets, range(7), vectors[c]) for c in arrived]
+    for owners in ([2], range(7)):
+        told = {c: shares.tell(parts[c], arrived) for c in range(7)}
+        for c in liars:
+            told[c] |= {owner: flipped(told[c][owner], 3 * c) for owner in owners}
+        secrets, wrong = shares.restored(session, range(7), arrived, told)
+        total = secure.unmasked(session, salt, arrived, np.sum(masked, axis=0, dtype=np.uint64), secrets)
+        assert (total == vectors[[*arrived]].sum(0, dtype=np.uint64)).all()
+        assert wrong <= {*liars}
+        assert wrong or 0 not in liars  # those that the first subset has are found
+
+
+def test_shares_of_which_no_subset_fits_are_told_of_their_owner() -> None:
     sites, session = ready(range(4), 3)
-    shares = held(sites, session, range(4))
-    vectors = {c: secure.masked(session, c, sites[c].secrets, range(4), np.zeros(2, dtype=np.uint64)) for c in range(3)}
-    told = {c: secure.tell(shares[c], range(3)) for c in range(3)}
+    parts = held(sites, session, range(4))
+    told = {c: shares.tell(parts[c], range(3)) for c in range(3)}
     told[1][3] = bytes(32)
-    with pytest.raises(Refused, match="do not fit"):
-        secure.unmasked(session, range(4), range(3), np.sum([*vectors.values()], axis=0, dtype=np.uint64), told)
+    with pytest.raises(shares.Undecided, match="client 3") as error:
+        shares.restored(session, range(4), range(3), told)
+    assert error.value.owner == 3
+
+
+def signatures(sites: dict[int, Site], text: bytes, clients: Collection[int]) -> dict[int, bytes]:
+    return {c: sites[c].signing.sign(text) for c in clients}
+
+
+def test_a_sum_needs_a_threshold_of_signatures_of_itself() -> None:
+    """Of the same question, the same peers, the same sites; an empty place is no signature."""
+    sites, session = ready(range(5), 3)
+    keys = {c: s.signing.public_key() for c, s in sites.items()}
+    salt = bound(session, range(5))
+    signed = signatures(sites, secure.statement(salt, range(4)), range(4))
+    secure.check_statement(session, salt, signed, keys)
+    secure.check_statement(session, salt, signed | {0: bytes(64)}, keys)
+    with pytest.raises(secure.Broken, match="2 sites have signed this sum, 3 must"):
+        secure.check_statement(session, salt, signed | {0: bytes(64), 1: bytes(64)}, keys)
+    for wrong in (
+        lambda: secure.check_statement(session, bound(session, range(4)), signed, keys),
+        lambda: secure.check_statement(session, bound(session, range(5), b"other" * 6), signed, keys),
+        lambda: secure.check_statement(session, salt, signed | {4: bytes(64)}, keys),
+        lambda: secure.check_statement(session, salt, {c: signed[c] for c in range(3)}, keys),
+        lambda: secure.check_statement(session, salt, signed | {0: signed[1]}, keys),
+    ):
+        with pytest.raises(secure.Broken, match="has not signed this sum"):
+            wrong()
 
 
 def test_lists_of_parts() -> None:

@@ -98,8 +98,8 @@ def init(
 
             count = colluders(len(planned.sites), planned.threshold)
             typer.echo(
-                f"secure aggregation: sums of at least {planned.threshold} sites, of scores too; a dishonest server may "
-                f"collude with {count} of them and learns no other site's upload"
+                f"secure aggregation: sums of at least {planned.threshold} sites, of scores too; a dishonest server "
+                f"may collude with {count} of them and learns no other site's upload"
             )
         if planned.code.files:
             typer.echo(f"user code, copied to all of them: {', '.join(planned.code.files)}")

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
 from fedloom.deploy.code import read_agreed
-from fedloom.deploy.noise import released
+from fedloom.deploy.noise import SharedMean, left_to_sites, released
 from fedloom.deploy.ops.processes import check_free
 from fedloom.deploy.server import check_deployable
 from fedloom.deploy.settings import Site
@@ -104,10 +104,15 @@ def _experiment(site: Site) -> Iterator[Finding]:
 
 def _privacy(site: Site, experiment: Experiment) -> Iterator[Finding]:
     setting = experiment.methods[0].setting
-    own, central = accounted(released(setting.channel)), accounted(None, setting.aggregator)
+    survivors = None if site.secure is None else site.secure.threshold
+    central = accounted(None, released(setting.aggregator, survivors))
+    own = accounted(released(setting.channel), central if isinstance(central, SharedMean) else None)
     if own is not None:
         one, most = epsilon(own, 1), epsilon(own, setting.rounds)
         cost = f"an upload costs epsilon {one:.3g}, {setting.rounds} of them {most:.3g}, at delta {own.delta}"
+        alone = left_to_sites(own)
+        if alone is not None:
+            cost += f" ({epsilon(alone, setting.rounds):.3g} against all other sites of a smallest sum)"
         yield Finding("ok", f"privacy: {cost}; scores stay here")
     elif site.epsilon is not None:
         Ledger(site.state, None, site.epsilon, f"site {site.site}").release(0)

@@ -16,7 +16,7 @@ where T is the fewest sites whose sum is ever unmasked (`SharedMean`). The sum o
 not equal: it is rho-concentrated with rho = sensitivity^2 / (2 T s^2) + tau D / 4, tau = 10 sum_{k<T} exp(-2 pi^2 s^2
 k / (k + 1)) (Kairouz, Liu, Steinke, ICML 2021, Theorem 1). As s is at least 2^6, tau D is below 10^-17000, which the
 2^-20 covers: rho is at most that of the central noise. More survivors add more noise. Whoever knows the shares of c
-sites is left with noise of T - c.
+sites is left with noise of T - c; epsilon is recorded for c = 0 and for c = T - 1 (`left_to_sites`).
 """
 
 from __future__ import annotations
@@ -129,6 +129,17 @@ class SharedMean(PrivateMean):
             )
         total: np.ndarray[Any, Any] = np.ldexp(found.astype(np.float64), exponent)
         return total
+
+
+def left_to_sites(noise: Any) -> SharedMean | None:
+    """What is left of a sum's noise to T - 1 of its T sites, who know what they added: the share of the last one.
+
+    None where sites add no shares of a common noise.
+    """
+    if not isinstance(noise, SharedMean):
+        return None
+    alone: SharedMean = noise.with_(sigma=noise.sigma / math.sqrt(noise.survivors))
+    return alone
 
 
 class ReleasedNoise(GaussianNoise):

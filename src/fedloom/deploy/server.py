@@ -18,7 +18,7 @@ from fedloom.deploy.code import read_agreed
 from fedloom.deploy.exchange.forms import Forms
 from fedloom.deploy.exchange.masked import MaskedSites
 from fedloom.deploy.exchange.post import Post
-from fedloom.deploy.noise import SharedMean, released
+from fedloom.deploy.noise import SharedMean, left_to_sites, released
 from fedloom.deploy.results import SUMMARY, Results
 from fedloom.deploy.settings import Server, check_version
 from fedloom.deploy.site.ledger import Ledger
@@ -221,8 +221,11 @@ class _Run(Hooks):
     def extras(self, state: State) -> dict[str, Any]:
         setting, accepted = self._job.setting, self._sites.accepted
         noise = accounted(setting.channel, setting.aggregator)
-        epsilon = None if noise is None else spent(noise, setting.sampler, state.uploads, state.round)
-        return {"accepted": accepted.tolist(), "sizes": self._post.sizes.tolist(), "epsilon": epsilon}
+        costs = {
+            name: None if one is None else spent(one, setting.sampler, state.uploads, state.round)
+            for name, one in {"epsilon": noise, "epsilon_sites": left_to_sites(noise)}.items()
+        }
+        return {"accepted": accepted.tolist(), "sizes": self._post.sizes.tolist(), **costs}
 
     def _gather(self) -> None:
         """Wait for the sites; numbers of samples that the run began with hold."""

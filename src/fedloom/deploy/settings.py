@@ -193,10 +193,12 @@ class Server(Shared):
             raise ValueError(f"sites: every client must be within 0..{self.clients - 1}")
         if self.quorum > len(self.sites):
             raise ValueError(f"quorum must be at most the {len(self.sites)} sites, got {self.quorum}")
-        if self.secure is not None and self.secure.keys != tuple(
-            m.signing_key for m in sorted(self.sites, key=lambda m: m.client)
-        ):
-            raise ValueError("secure.keys must be the signing keys of sites, in the order of the clients")
+        if self.secure is not None:
+            if len(self.secure.keys) != self.clients:
+                raise ValueError(f"secure.keys must be of all {self.clients} sites, got {len(self.secure.keys)}")
+            wrong = [m.site for m in self.sites if self.secure.keys[m.client] != m.signing_key]
+            if wrong:
+                raise ValueError(f"secure.keys must have the signing key of each site at its number, not so {wrong[0]}")
         if self.ttl < self.deadline:
             raise ValueError(f"ttl ({self.ttl} s) must be at least the deadline ({self.deadline} s)")
         return self

@@ -85,7 +85,7 @@ def status_of(server: Server) -> dict[str, Any]:
 
     ``state``: "not started", "running", "stopped", "killed", "diverged", "failed" or "done", with ``reason``;
     ``rounds`` done of ``planned``; ``round_seconds``: ``last`` and ``median``; ``epsilon`` spent after these rounds,
-    None without a delta;
+    None without a delta, and ``epsilon_sites`` against T - 1 sites that share the noise of a sum, None where none do;
     ``sites``: see `tallies`, with ``share`` (of the rounds done), ``samples`` ``[3]`` and the site's newest ``scores``;
     ``means``: newest figures of the federation, a row per model, see `mean_table`;
     ``disk``: bytes by what is there, and ``free``; ``last_event``: time of the log's last line.
@@ -106,7 +106,8 @@ def status_of(server: Server) -> dict[str, Any]:
     return {
         "name": server.name, **_state(server, log), "rounds": rounds, "planned": _planned(server.experiment),
         "round_seconds": {"last": seconds[-1], "median": median(seconds)} if seconds else None,
-        "epsilon": more.get("epsilon"), "epsilon_limit": server.epsilon, "sites": sites, "means": means,
+        "epsilon": more.get("epsilon"), "epsilon_sites": more.get("epsilon_sites"), "epsilon_limit": server.epsilon,
+        "sites": sites, "means": means,
         "disk": _disk(server), "last_event": log[-1]["time"] if log else None,
     }  # fmt: skip
 
@@ -118,7 +119,9 @@ def lines(status: Mapping[str, Any]) -> list[str]:
     pace = f", {seconds['last']:.1f} s the last, {seconds['median']:.1f} s in the median" if seconds else ""
     found.append(f"rounds: {status['rounds']} of {status['planned']}{pace}")
     if status["epsilon"] is not None:
-        found.append(f"epsilon: {status['epsilon']:.4g}{'' if limit is None else f' of {limit:g}'}")
+        cost = f"epsilon: {status['epsilon']:.4g}{'' if limit is None else f' of {limit:g}'}"
+        inside = status["epsilon_sites"]
+        found.append(cost if inside is None else f"{cost}; {inside:.4g} against all other sites of a smallest sum")
     for row in status["means"]:
         known = [f"{k} {row[k]:.4g}" for k in BRIEF if k in row] + (
             [f"of {row['sites']} sites"] if "sites" in row else []

@@ -15,10 +15,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from fedloom.errors import WireError
 
 PROTOCOL = 4
-Kind = Literal["hello", "ask", "train", "score", "keys", "shares", "masked", "tally", "unmask"]
+Kind = Literal["hello", "ask", "train", "score", "keys", "shares", "masked", "tally", "open", "agree", "unmask"]
 TYPES: dict[Kind, str] = {
     "hello": "query", "ask": "query", "train": "train", "score": "evaluate",
-    "keys": "query", "shares": "query", "masked": "train", "tally": "evaluate", "unmask": "query",
+    "keys": "query", "shares": "query", "masked": "train", "tally": "evaluate", "open": "query", "agree": "query",
+    "unmask": "query",
 }  # fmt: skip
 """Flower's message types."""
 
@@ -26,6 +27,8 @@ FIGURES = 5000
 """Most numbers of a message: those of every class, part and model."""
 LISTED = 1_000_000
 """Most entries of a list, such as the tokens of a vocabulary."""
+MOST = 5
+"""Most arrays of a message."""
 HEAD, ARRAYS, METRICS = "head", "arrays", "metrics"
 STYPE, DTYPE = "fedloom.wire", "uint8"
 
@@ -40,28 +43,22 @@ ASKED: Mapping[str, Mapping[str, type]] = {
     "score": {"accepted": int, "weight": float, "global": bool},
     "keys": {"session": bytes},
     "shares": {"session": bytes},
-    "masked": {
-        "session": bytes,
-        "accepted": int,
-        "weight": float,
-        "share": float,
-        "mass": float,
-        "scored": int,
-        "global": bool,
-        "parts": list,
-    },
-    "tally": {"session": bytes, "accepted": int, "weight": float, "global": bool, "parts": list},
+    "masked": {"session": bytes, "accepted": int},
+    "tally": {"session": bytes, "accepted": int},
+    "open": {"session": bytes},
+    "agree": {"session": bytes},
     "unmask": {"session": bytes},
 }
 """Further fields of a message from the server.
 
-``weight`` is alpha_i, ``share`` what the site counts in the mean of the cohort, ``mass`` in what is kept or added up
-over rounds, each of the last two over its largest. ``scored`` is the round whose models are scored first, -1 for none;
-``parts`` are those whose scores are summed.
+``weight`` is alpha_i; ``scored`` is the round whose models are scored first, -1 for none.
 """
 
-STEPS = ("keys", "shares", "masked", "tally", "unmask")
-"""Kinds of messages of secure aggregation, in their order; a session has ``masked`` or, of scores alone, ``tally``."""
+STEPS = ("keys", "shares", "masked", "tally", "open", "agree", "unmask")
+"""Kinds of messages of secure aggregation, in their order.
+
+A session has ``masked`` or, of scores alone, ``tally``; ``open`` where a site is accused, ``agree`` where one is lost.
+"""
 
 REPLIED: Mapping[str, Mapping[str, type]] = {
     "hello": {
@@ -162,8 +159,8 @@ def _head(record: ConfigRecord, fields: Mapping[str, Mapping[str, type]], status
 
 
 def _arrays(record: ArrayRecord, limit: int) -> list[bytes]:
-    if len(record) > 4 or list(record) != [f"{k}" for k in range(len(record))]:
-        raise WireError(f"arrays must be named 0 to 3, got {[_short(name) for name in list(record)[:8]]}")
+    if len(record) > MOST or list(record) != [f"{k}" for k in range(len(record))]:
+        raise WireError(f"arrays must be named 0 to {MOST - 1}, got {[_short(name) for name in list(record)[:8]]}")
     total = sum(len(array.data) for array in record.values())
     if total > limit:
         raise WireError(f"{total} bytes of arrays, at most {limit} are allowed")

@@ -1,23 +1,20 @@
-"""Masked: the sites of a run under secure aggregation, of which the server gets sums (`secure`)."""
+"""Masked: the sites of a run under secure aggregation, of which the server gets sums (`sessions`)."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import hashlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from fedloom.data.federation import PARTS
-from fedloom.deploy.exchange import secure
-from fedloom.deploy.exchange.forms import Forms, for_client, is_common
-from fedloom.deploy.exchange.identity import NONCE, verifying_key
+from fedloom.deploy.exchange.forms import Forms, is_common
 from fedloom.deploy.exchange.post import Letter, Post
 from fedloom.deploy.exchange.replies import absolute
 from fedloom.deploy.exchange.secure import Broken, Integers
-from fedloom.deploy.exchange.unmasked import Asked, Unmasked
+from fedloom.deploy.exchange.sessions import Sessions
+from fedloom.deploy.exchange.terms import Terms
 from fedloom.deploy.noise import SharedMean
 from fedloom.deploy.settings import Server
 from fedloom.deploy.site.vectors import Figures, Uploads
@@ -26,19 +23,11 @@ from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.engine.records import Scores
 from fedloom.engine.scoring import sizes_of
-from fedloom.errors import GivenUp, Refused, RunStopped, Stop, WireError
+from fedloom.errors import GivenUp, Refused, RunStopped
 from fedloom.processes.chunks import COUNTS, ScoreTask, Trained, TrainTask
 
-ATTEMPTS = 3
-"""How often the shares of a sum are asked for before it is given up."""
-
-
-class _Sum(NamedTuple):
-    """A sum of a session: the vector, whose it is, and bytes per site up and down."""
-
-    total: Integers
-    clients: list[int]
-    traffic: list[int]
+Figure = tuple[float, float, int]
+"""A score's mean over sites, over samples, and of how many sites."""
 
 
 class MaskedSites(Sites):
@@ -47,14 +36,11 @@ class MaskedSites(Sites):
     def __init__(self, job: Job, forms: Forms, post: Post, settings: Server) -> None:
         super().__init__(job, forms, post, settings)
         assert settings.secure is not None
-        self._agreed = settings.secure
-        self._agreement = settings.secure.digest(settings.fingerprint)
-        self._public = {c: verifying_key(line, f"client {c}") for c, line in enumerate(settings.secure.keys)}
+        self._sessions, self._agreed = Sessions(post, settings), settings.secure
         self._uploads, self._figures = Uploads(job, forms.idle), Figures(job)
         private = accounted(job.setting.channel, job.setting.aggregator) is not None
         self._tallies = settings.secure.scores == "masked" and not private
-        self._unmasked = Unmasked(settings.checkpoints)
-        self._tallied: tuple[int, dict[tuple[str, str, str], tuple[float, float, int]]] = -1, {}
+        self._tallied: tuple[int, dict[tuple[str, str, str], Figure]] = -1, {}
 
     def sums(self, round: int) -> Iterator[tuple[str, str, str, float]]:
         t, found = self._tallied
@@ -65,36 +51,38 @@ class MaskedSites(Sites):
 
     def _train(self, shared: tuple[Any, Any], tasks: Sequence[TrainTask]) -> Iterator[Trained]:
         job, forms, (down, server), t = self._job, self._forms, shared, tasks[0].round
+        if not is_common(down):
+            raise Refused(
+                f"{type(job.algorithm).__name__} sends every client another download; under secure aggregation all "
+                "get the same, so that no site can be singled out"
+            )
         tasks_of = {int(task.ids): task for task in tasks if bool(self._post.sizes[int(task.ids), 0])}
-        received = {c: for_client(down, int(task.place)) for c, task in tasks_of.items()}
-        common = forms.write_down(down, server) if is_common(down) else None
-        downs = {c: common or forms.write_down(one, server) for c, one in received.items()}
+        download = forms.write_down(down, server)
         scored, asks = self._riding(t, tasks_of)
         scale = max((abs(float(task.share)) for task in tasks_of.values()), default=0.0) or 1.0
-        parts = self._parts(tasks_of) if asks else []
-        length = self._uploads.length + (self._figures.length if scored >= 0 and self._tallies else 0)
+        terms = self._terms(t, tasks_of, asks, scored, download)
+        n = self._uploads.length
+        length = n + (self._figures.length if scored >= 0 and self._tallies else 0)
 
         def letter(c: int, inbox: bytes) -> Letter:
-            arrays = [downs[c], inbox, *(asks[c].arrays if c in asks else ())]
-            there = bool((asks[c].more or {})["global"]) if c in asks else False
-            more = self._place(c) | {"share": float(tasks_of[c].share) / scale, "mass": float(job.masses[c])}
-            return Letter("masked", c, arrays, more | {"scored": scored, "global": there, "parts": parts})
+            models = asks[c].arrays if c in asks else ()
+            return Letter("masked", c, [download, terms.encode(), inbox, *models], self._accepted(c))
 
-        found = self._sum(t, [*tasks_of], letter, length, {"uploads": t, "scores": scored})
-        accepted, n = found.clients, self._uploads.length
-        try:
-            sums, work = self._uploads.decode(found.total[:n], len(accepted), scale)
-            self._check_length(sums, len(accepted), scale)
-            if scored >= 0:
-                self._keep(scored, found.total[n:], accepted)
-        except Refused as error:
-            raise RunStopped(Stop.TOO_FEW, f"round {t}: {error}") from error
+        def read(total: Integers, count: int) -> tuple[Any, Tensor, dict[Any, Figure]]:
+            sums, work = self._uploads.decode(total[:n], count, scale)
+            self._check_length(sums, count, scale)
+            return sums, work, self._figures.decode(total[n:], count) if len(total) > n else {}
+
+        found = self._sessions.sum(terms, letter, length, read)
+        first, work, figures = found.value
+        accepted = found.clients
+        if scored >= 0:
+            self._tallied = scored, figures
         paper = [int(letter.lengths()[1]) for letter in (job.messages.up(forms.idle), job.messages.down(down, server))]
-        traffic = [found.traffic[0], found.traffic[1] + max(map(len, downs.values()))]
+        traffic = [found.traffic[0], found.traffic[1] + len(download)]
         counts = dict.fromkeys(tasks_of, torch.zeros(1, len(COUNTS), dtype=torch.long))
         for k, c in enumerate(accepted):
             counts[c] = torch.tensor([[*(work.tolist() if k == 0 else [0, 0, 0]), *traffic, *paper]])
-        first: dict[str, Tensor] = sums
         alike = isinstance(job.setting.aggregator, SharedMean)
         for task in tasks:
             c = int(task.ids)
@@ -114,7 +102,7 @@ class MaskedSites(Sites):
         if due is None:
             return -1, {}
         self._found = due[0], {}
-        before, alone = self._unmasked.of({"uploads": t}), self._unmasked.of({"scores": due[0]})
+        before, alone = self._sessions.asked_for({"uploads": t}), self._sessions.asked_for({"scores": due[0]})
         rides = set(self._post.nodes) <= set(cohort) and alone is None
         if rides if before is None else before.sums.get("scores") == due[0]:
             return due[0], self._asking(*due)
@@ -141,140 +129,36 @@ class MaskedSites(Sites):
     def _tally(self, t: int, shared: tuple[Any, Tensor | None]) -> None:
         """Sum the scores of all sites that are there, in a session of its own; without a sum the run goes on."""
         asks = self._asking(t, shared)
-        parts = self._parts(asks)
+        terms = self._terms(t, asks, asks, t)
 
         def letter(c: int, inbox: bytes) -> Letter:
-            more = self._place(c) | {"global": bool((asks[c].more or {})["global"]), "parts": parts}
-            return Letter("tally", c, [inbox, *asks[c].arrays], more)
+            return Letter("tally", c, [terms.encode(), inbox, *asks[c].arrays], self._accepted(c))
 
         self._tallied = t, {}
         try:
-            found = self._sum(t, [*asks], letter, self._figures.length, {"scores": t})
-            self._keep(t, found.total, found.clients)
+            self._tallied = t, self._sessions.sum(terms, letter, self._figures.length, self._figures.decode).value
         except (Broken, GivenUp, RunStopped) as error:
             self._post.note("scores given up", t, asks, str(error))
 
-    def _keep(self, t: int, total: Integers, clients: Collection[int]) -> None:
-        self._tallied = t, self._figures.decode(total, len(clients)) if len(total) else {}
-
-    def _parts(self, clients: Collection[int]) -> list[str]:
-        """The parts of which `FEWEST` of any threshold of these clients have samples: no sum is of one or two scores."""
-        lacking = {part: sum(not self._post.sizes[c, k] for c in clients) for k, part in enumerate(PARTS)}
-        return [part for part, count in lacking.items() if self._agreed.threshold - count >= secure.FEWEST]
-
-    def _sum(
-        self,
-        t: int,
-        clients: Collection[int],
-        letter: Callable[[int, bytes], Letter],
-        length: int,
-        sums: dict[str, int],
-    ) -> _Sum:
-        """The sum of the sites' vectors; one that was asked for before a stop is told now.
-
-        Args:
-            t: round of the session.
-            clients: sites to be summed.
-            letter: asks a client for its vector; takes the shares of the others too.
-            length: of a vector.
-            sums: the round of what is summed, by what that is; -1 for none.
-
-        Raises:
-            RunStopped: fewer than the threshold take part.
-            GivenUp: it was asked for too often.
-        """
-        sums = {what: r for what, r in sums.items() if r >= 0}
-        asked = self._unmasked.of(sums) or self._collected(t, clients, letter, length, sums)
-        asked = asked if asked.told else self._told(asked)
-        n, part = len(secure.read_adverts(asked.adverts)), 4 + secure.SEALED
-        up = len(asked.adverts) // n + n * part + 8 * length + n * (4 + secure.KEY)
-        return _Sum(asked.total, asked.clients, [up, len(asked.adverts) + n * (part + 4)])
-
-    def _collected(
-        self,
-        t: int,
-        clients: Collection[int],
-        letter: Callable[[int, bytes], Letter],
-        length: int,
-        sums: dict[str, int],
-    ) -> Asked:
-        """The first three steps of a session: the sum under its masks. Until the fourth, nobody can tell anything."""
-        nonce, agreed = os.urandom(NONCE), self._agreed
-        cohort = self._apart(t, clients, sums)
-        if len(cohort) < agreed.threshold:
-            raise RunStopped(
-                Stop.TOO_FEW, f"round {t}: {len(cohort)} sites would be summed, the threshold is {agreed.threshold}"
-            )
-        name = secure.session_name(self._agreement, t, nonce)
-        adverts = self._step(t, nonce, {c: Letter("keys", c) for c in cohort}, lambda m: self._advert(name, m))
-        adverts = {c: advert for c, advert in adverts.items() if advert.client == c}
-        everyone = secure.write_adverts(adverts.values())
-        ask = {c: Letter("shares", c, [everyone]) for c in adverts}
-        sealed = self._step(t, nonce, ask, lambda m: secure.read(m, secure.SEALED))
-        sealed = {p: sent for p, sent in sealed.items() if set(sent) == set(adverts) - {p}}
-        inbox = {c: secure.write({p: sent[c] for p, sent in sealed.items() if p != c}) for c in sealed}
-        masked = self._step(t, nonce, {c: letter(c, inbox[c]) for c in sealed}, lambda m: _vector(m, length))
-        if self._apart(t, masked, sums) != [*masked]:
-            raise RunStopped(Stop.TOO_FEW, f"round {t}: another sum would tell what a single site sent")
-        total: Integers = np.sum([*masked.values()], axis=0, dtype=np.uint64)
-        return Asked(t, nonce, everyone, [*sealed], [*masked], sums, total)
-
-    def _told(self, asked: Asked) -> Asked:
-        """The fourth step: any threshold of the sites of a sum take its masks off."""
-        t, agreed = asked.round, self._agreed
-        if asked.attempts >= ATTEMPTS:
-            why = f"round {t}: the sum was asked for {ATTEMPTS} times, and never told"
-            raise GivenUp(f"{why}; a sum of other sites would tell the difference", asked.clients)
-        self._unmasked.keep(asked := asked._replace(attempts=asked.attempts + 1))
-        arrived = secure.write(dict.fromkeys(asked.clients, b""))
-        ask = {c: Letter("unmask", c, [arrived]) for c in asked.clients}
-        told = self._step(t, asked.nonce, ask, lambda m: secure.read(m, secure.KEY))
-        told = {c: parts for c, parts in told.items() if set(parts) == set(asked.shared)}
-        name = secure.session_name(self._agreement, t, asked.nonce)
-        session = secure.session_of(name, agreed.threshold, secure.read_adverts(asked.adverts))
-        try:
-            total = secure.unmasked(session, asked.shared, asked.clients, asked.total, told)
-        except Broken as error:
-            raise RunStopped(Stop.TOO_FEW, f"round {t}: {error}") from error
-        self._unmasked.keep(asked := asked._replace(total=total, told=True))
-        return asked
-
-    def _step(self, t: int, nonce: bytes, letters: dict[int, Letter], read: Callable[[bytes], Any]) -> dict[int, Any]:
-        """What the sites answer in a step of a session, by client in rising order."""
-        letters = {c: x._replace(more={**(x.more or {}), "session": nonce}, read=read) for c, x in letters.items()}
-        last = any(x.kind == "unmask" for x in letters.values())
-        need = max(self._agreed.threshold, 1 if last else min(self._settings.quorum, len(letters)))
-        return {c: reply.value for c, reply in sorted(self._post.until(t, letters, need).items())}
-
-    def _apart(self, t: int, clients: Collection[int], sums: Mapping[str, int]) -> list[int]:
-        """The sites of a sum on a model of which one was asked for and given up: those of that, not one more or less.
-
-        Where so many differ as one, both sums together would tell what a single site sent, if the first arrives late.
-        """
-        before = self._unmasked.newest("uploads") if "uploads" in sums else None
-        if before is None or before.told or len(apart := {*clients} ^ {*before.clients}) != 1:
-            return [*clients]
-        if apart <= {*clients}:
-            return [c for c in clients if c not in apart]
-        lost = self._post.members[apart.pop()].site
-        raise RunStopped(
-            Stop.TOO_FEW, f"round {t}: a sum without {lost} and the one that was given up would tell what it sent"
+    def _terms(
+        self, t: int, cohort: Collection[int], asks: Mapping[int, Letter], scored: int, download: bytes | None = None
+    ) -> Terms:
+        """What all sites of a session are asked."""
+        first = next(iter(asks.values()), None)
+        digests = [hashlib.sha256(m).hexdigest() for m in (first.arrays if first is not None else ())]
+        return Terms(
+            round=t,
+            trains=download is not None,
+            sizes=tuple(map(tuple, self._post.sizes.tolist())),
+            cohort=tuple(sorted(cohort)),
+            download="" if download is None else hashlib.sha256(download).hexdigest(),
+            scored=scored,
+            common=first is not None and bool((first.more or {})["global"]),
+            models=tuple(digests),
         )
 
-    def _advert(self, name: bytes, message: bytes) -> secure.Advert:
-        """The one advertisement of a message.
-
-        Raises:
-            WireError: the bytes are not that, or nobody's keys in this session: the agreements may differ.
-        """
-        found = secure.read_adverts(message)
-        if len(found) != 1:
-            raise WireError(f"one advertisement is expected, got {len(found)}")
-        try:
-            secure.check_adverts(name, found, self._public)
-        except Broken as error:
-            raise WireError(f"{error}; do both sides have the same agreement?") from None
-        return found[0]
+    def _accepted(self, client: int) -> dict[str, Any]:
+        return {"accepted": int(self.accepted[client])}
 
     def _check_length(self, sums: Mapping[str, Tensor], count: int, scale: float) -> None:
         """That differences are no longer than they can be together; a change of a kept row is one of two.
@@ -294,14 +178,3 @@ class MaskedSites(Sites):
             raise Broken(
                 f"the sum of {count} sites is {squares**0.5:.4g} long, {count * bound:.4g} is the most it can be"
             )
-
-
-def _vector(message: bytes, length: int) -> Integers:
-    """A masked vector.
-
-    Raises:
-        WireError: its length is another.
-    """
-    if len(message) != 8 * length:
-        raise WireError(f"a masked vector has {8 * length} bytes, got {len(message)}")
-    return np.frombuffer(message, dtype="<u8").astype(np.uint64, copy=False)

@@ -1,35 +1,43 @@
 """Secure aggregation: the server learns the sum of what the sites send, and no summand.
 
-The protocol of Bonawitz et al. (CCS 2017) on the complete graph, against a server that follows it but looks at all
-it gets, with up to n - threshold sites that drop out. A session, one for each attempt at a round, has four steps.
+The protocol of Bonawitz et al. (CCS 2017) on the complete graph, with up to n - threshold sites that drop out, against
+a server that does as it likes and colludes with c sites, for 2 T > n + c (their Theorem 6.5). A session, one for each
+attempt at a round, has four steps, and a fifth where a site drops out on the way.
 
-1. Every site makes two X25519 key pairs and signs both public keys, with the session, with its signing key.
+1. Every site makes two X25519 key pairs and a seed, and signs both public keys and a commitment to the seed, with the
+   session, with its signing key.
 2. Every site cuts its seed and its masking key into Shamir shares, any ``threshold`` of which give them back, and
-   encrypts to every other site its share of each.
+   encrypts to every other site its share of each. It signs each of these, so nobody else can have made a bad one.
 3. Every site adds a mask from its seed, and for every other site one from their common key, which the two add with
-   opposite signs. Numbers are integers modulo 2^64 (`encode`), so a masked vector is uniform whatever is in it.
-4. The sites say their shares of the seeds of those whose vector arrived, and of the masking keys of those whose did
-   not, never both of one site. With them the server takes the masks off the sum.
+   opposite signs. Numbers are integers modulo 2^64 (`encode`), so a masked vector is uniform whatever is in it. The
+   masks depend on all that the sites were asked and on who shared with whom (`bound_to`), so they cancel between sites
+   that got the same only. With its vector a site signs that the sum may be of all that shared (`statement`).
+4. Where a vector is missing, the sites sign the list of those that arrived; each signs one such list.
+5. The sites say their shares of the seeds of those whose vector arrived, and of the masking keys of those whose did
+   not, never both of one site, and only for a list that ``threshold`` sites have signed. With them the server takes
+   the masks off the sum. Both secrets have a commitment, so wrong shares are found (`fedloom.deploy.exchange.shares`).
 
-Masks are ChaCha20 streams under 256-bit keys from HKDF-SHA256; shares travel under AES-256-GCM, whose associated data
-is the digest of all advertised keys, so an answer to other keys does not decrypt. All bits come from the operating
-system. Ciphers are those of ``cryptography``, shares those of PyCryptodome.
+Two lists can be opened only if each has ``threshold`` sites behind it. A site that has signed a list of step 4 opens no
+other, so both together need T - c honest sites twice: 2 T <= n + c.
+
+Masks are ChaCha20 streams under 256-bit keys from HKDF-SHA256; shares travel under AES-256-GCM with a key pair of the
+sender's for each receiver, and the digest of all advertised keys as associated data, so an answer to other keys does
+not decrypt. All bits come from the operating system. Ciphers are those of ``cryptography``, shares those of
+PyCryptodome.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from Crypto.Protocol.SecretSharing import Shamir
-from cryptography.exceptions import InvalidSignature, InvalidTag
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -38,13 +46,14 @@ from fedloom.errors import Refused, WireError
 
 FEWEST, MOST = 3, 100
 """Sites of a session, and of a sum at least `FEWEST`: of two, each would know the other's vector from the sum."""
+ACCUSES = b"accuses\n"
+"""How the answer of the third step begins where a share does not decrypt."""
 BITS = 36
 """A number travels as a multiple of the resolution 2^-36."""
 RANGE = 2.0**14
 """A number is clipped to -2^14..2^14. A change has twice that; the sum of 100 is below 2^58 steps, so none wraps."""
 
-KEY, SEALED, SIGNATURE = 32, 12 + 64 + 16, 64
-_HALF = KEY // 2
+KEY, SIGNATURE = 32, 64
 
 Integers = np.ndarray[Any, np.dtype[np.uint64]]
 """Integers modulo 2^64, ``[D]``."""
@@ -63,11 +72,12 @@ class Secrets(NamedTuple):
 
 
 class Advert(NamedTuple):
-    """The public keys of a site in a session, signed."""
+    """The public keys of a site in a session and a commitment to its seed, signed."""
 
     client: int
     sealing: bytes
     masking: bytes
+    seed: bytes
     signature: bytes
 
 
@@ -87,7 +97,7 @@ class Session(NamedTuple):
     @property
     def digest(self) -> bytes:
         """SHA-256 of all of it."""
-        parts = (a.client.to_bytes(4, "little") + a.sealing + a.masking for a in self.adverts.values())
+        parts = (a.client.to_bytes(4, "little") + a.sealing + a.masking + a.seed for a in self.adverts.values())
         return hashlib.sha256(self.name + self.threshold.to_bytes(4, "little") + b"".join(parts)).digest()
 
 
@@ -154,8 +164,8 @@ def new_secrets() -> Secrets:
 
 def advertise(session: bytes, client: int, secrets: Secrets, key: Ed25519PrivateKey) -> Advert:
     """The public keys of a site, signed with its signing key."""
-    sealing, masking = map(_public, secrets[:2])
-    return Advert(client, sealing, masking, key.sign(_advertised(session, client, sealing, masking)))
+    new = Advert(client, public_of(secrets.sealing), public_of(secrets.masking), committed(secrets.seed), b"")
+    return new._replace(signature=key.sign(_advertised(session, new)))
 
 
 def check_adverts(session: bytes, adverts: Collection[Advert], keys: Mapping[int, Ed25519PublicKey]) -> None:
@@ -173,30 +183,35 @@ def check_adverts(session: bytes, adverts: Collection[Advert], keys: Mapping[int
         if a.client not in keys:
             raise Broken(f"keys are advertised of client {a.client}, whom the agreement does not know")
         try:
-            keys[a.client].verify(a.signature, _advertised(session, a.client, a.sealing, a.masking))
+            keys[a.client].verify(a.signature, _advertised(session, a))
         except InvalidSignature:
             raise Broken(f"the keys of client {a.client} are not signed by it for this session") from None
 
 
-def _advertised(session: bytes, client: int, sealing: bytes, masking: bytes) -> bytes:
-    return b"fedloom keys\n" + session + client.to_bytes(4, "little") + sealing + masking
+def _advertised(session: bytes, a: Advert) -> bytes:
+    return b"fedloom keys\n" + session + a.client.to_bytes(4, "little") + a.sealing + a.masking + a.seed
 
 
-def _public(private: bytes) -> bytes:
+def committed(seed: bytes) -> bytes:
+    """The commitment to a random seed of 256 bits, which hides it."""
+    return hashlib.sha256(b"fedloom seed\n" + seed).digest()
+
+
+def public_of(private: bytes) -> bytes:
+    """The public key of a private one."""
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
-def _common(private: bytes, public: bytes, salt: bytes, use: bytes) -> bytes:
-    """256 bits that only the owners of two key pairs know.
+def common(private: bytes, public: bytes) -> bytes:
+    """The secret that only the owners of two key pairs know.
 
     Raises:
         Broken: the public key is no point with which there is a secret.
     """
     try:
-        secret = X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
+        return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
         raise Broken("an advertised key is no public key of X25519") from None
-    return derived(secret, salt, use)
 
 
 def derived(secret: bytes, salt: bytes, use: bytes) -> bytes:
@@ -204,53 +219,47 @@ def derived(secret: bytes, salt: bytes, use: bytes) -> bytes:
     return HKDF(SHA256(), KEY, salt, b"fedloom " + use).derive(secret)
 
 
-# ------------------------------------------------------------------------------------------------------------- shares
+# --------------------------------------------------------------------------------------------------------- agreement
 
 
-def share(session: Session, client: int, secrets: Secrets) -> dict[int, bytes]:
-    """For every site of the session its share of this site's seed and masking key; sealed, but for this site's own."""
-    n, shares = len(session.adverts), [b""] * len(session.adverts)
-    for half in (secrets.seed[:_HALF], secrets.seed[_HALF:], secrets.masking[:_HALF], secrets.masking[_HALF:]):
-        for k, (_, part) in enumerate(Shamir.split(session.threshold, n, half, ssss=False)):
-            shares[k] += part
-    digest = session.digest
-    made = {}
-    for (to, advert), plain in zip(session.adverts.items(), shares, strict=True):
-        made[to] = plain
-        if to != client:
-            nonce = os.urandom(12)
-            made[to] = nonce + AESGCM(_way(secrets, advert, digest, client, to)).encrypt(nonce, plain, digest)
-    return made
+def bound_to(session: Session, question: bytes, peers: Collection[int]) -> bytes:
+    """Digest of a session, of what its sites were asked, and of those that have masks with each other."""
+    body = question + write(dict.fromkeys(peers, b""))
+    return hashlib.sha256(b"fedloom session\n" + session.digest + body).digest()
 
 
-def open_share(session: Session, client: int, secrets: Secrets, sender: int, sealed: bytes) -> bytes:
-    """The share that another site sent to this one.
+def statement(bound: bytes, arrived: Collection[int]) -> bytes:
+    """What a site signs of the sites that a sum may be of."""
+    return b"fedloom sum\n" + bound + write(dict.fromkeys(arrived, b""))
+
+
+def check_statement(
+    session: Session, bound: bytes, signed: Mapping[int, bytes], keys: Mapping[int, Ed25519PublicKey]
+) -> None:
+    """That so many sites as the threshold have signed that the sum is of these sites, after the same question.
+
+    Args:
+        session: all agree on.
+        bound: see `bound_to`.
+        signed: signatures of sites of the sum, empty where one is missing.
+        keys: of all sites.
 
     Raises:
-        Broken: it was not made by that site, for this one, with the keys of this session.
+        Broken: fewer have, or a signature is of something else.
     """
-    digest = session.digest
-    key = _way(secrets, session.adverts[sender], digest, sender, client)
-    try:
-        return AESGCM(key).decrypt(sealed[:12], sealed[12:], digest)
-    except InvalidTag:
-        raise Broken(f"the share of client {sender} was not made with the keys of this session") from None
-
-
-def _way(secrets: Secrets, other: Advert, digest: bytes, sender: int, receiver: int) -> bytes:
-    use = b"share" + sender.to_bytes(4, "little") + receiver.to_bytes(4, "little")
-    return _common(secrets.sealing, other.sealing, digest, use)
-
-
-def tell(shares: Mapping[int, bytes], survivors: Collection[int]) -> dict[int, bytes]:
-    """Of every site one share: of its seed where its vector arrived, of its masking key where it did not."""
-    return {owner: both[:KEY] if owner in survivors else both[KEY:] for owner, both in shares.items()}
-
-
-def _joined(parts: Sequence[tuple[int, bytes]], threshold: int) -> bytes:
-    """The secret of ``(place, share)``."""
-    some = parts[:threshold]
-    return b"".join(Shamir.combine([(k, s[a : a + _HALF]) for k, s in some], ssss=False) for a in (0, _HALF))
+    text, count = statement(bound, [*signed]), 0
+    for client, signature in signed.items():
+        if not any(signature):
+            continue
+        try:
+            keys[client].verify(signature, text)
+        except (InvalidSignature, KeyError):
+            raise Broken(
+                f"client {client} has not signed this sum: it was asked something else, or sums other sites"
+            ) from None
+        count += 1
+    if count < session.threshold:
+        raise Broken(f"{count} sites have signed this sum, {session.threshold} must")
 
 
 # -------------------------------------------------------------------------------------------------------------- masks
@@ -262,54 +271,43 @@ def stream(key: bytes, length: int) -> Integers:
     return np.frombuffer(cipher.update(bytes(8 * length)), dtype="<u8").astype(np.uint64, copy=False)
 
 
-def masked(session: Session, client: int, secrets: Secrets, peers: Collection[int], vector: Integers) -> Integers:
+def masked(
+    session: Session, bound: bytes, client: int, secrets: Secrets, peers: Collection[int], vector: Integers
+) -> Integers:
     """A site's vector ``[D]`` under its own mask and those that it has with the ``peers``, itself left out."""
-    total = vector + stream(derived(secrets.seed, session.digest, b"seed"), len(vector))
+    total = vector + stream(derived(secrets.seed, bound, b"seed"), len(vector))
     for peer in peers:
         if peer != client:
-            total += _pair(session, client, secrets.masking, peer, len(vector))
+            total += _pair(session, bound, client, secrets.masking, peer, len(vector))
     return total
 
 
-def _pair(session: Session, client: int, masking: bytes, peer: int, length: int) -> Integers:
+def _pair(session: Session, bound: bytes, client: int, masking: bytes, peer: int, length: int) -> Integers:
     """What ``client`` adds for ``peer``, who adds the opposite."""
     pair = b"mask" + b"".join(c.to_bytes(4, "little") for c in sorted((client, peer)))
-    mask = stream(_common(masking, session.adverts[peer].masking, session.digest, pair), length)
+    mask = stream(derived(common(masking, session.adverts[peer].masking), bound, pair), length)
     return mask if client < peer else -mask
 
 
 def unmasked(
-    session: Session,
-    peers: Collection[int],
-    arrived: Collection[int],
-    total: Integers,
-    told: Mapping[int, Mapping[int, bytes]],
+    session: Session, bound: bytes, arrived: Collection[int], total: Integers, secrets: Mapping[int, bytes]
 ) -> Integers:
     """The sum of the vectors that arrived, without the masks.
 
     Args:
         session: all agree on.
-        peers: sites that have masks with each other.
-        arrived: those of them whose vector arrived.
+        bound: see `bound_to`.
+        arrived: sites whose vector arrived.
         total: the sum of these vectors.
-        told: by the site that says them, shares by owner (`tell`).
-
-    Raises:
-        Broken: there are fewer than ``threshold`` answers, or a masking key that they give is not the advertised one.
+        secrets: seeds of these sites, and masking keys of the others that have masks with them.
     """
-    if len(told) < session.threshold:
-        raise Broken(f"{len(told)} sites said their shares, {session.threshold} are needed")
-    place = {c: k + 1 for k, c in enumerate(session.adverts)}
     total = total.copy()
-    for owner in peers:
-        secret = _joined([(place[c], shares[owner]) for c, shares in told.items()], session.threshold)
+    for owner, secret in secrets.items():
         if owner in arrived:
-            total -= stream(derived(secret, session.digest, b"seed"), len(total))
+            total -= stream(derived(secret, bound, b"seed"), len(total))
             continue
-        if _public(secret) != session.adverts[owner].masking:
-            raise Broken(f"the shares of client {owner}'s masking key do not fit its advertised key")
         for peer in arrived:
-            total += _pair(session, owner, secret, peer, len(total))
+            total += _pair(session, bound, owner, secret, peer, len(total))
     return total
 
 
@@ -339,7 +337,7 @@ def read(message: bytes, width: int) -> dict[int, bytes]:
 
 def write_adverts(adverts: Collection[Advert]) -> bytes:
     """Advertisements as a message."""
-    return write({a.client: a.sealing + a.masking + a.signature for a in adverts})
+    return write({a.client: a.sealing + a.masking + a.seed + a.signature for a in adverts})
 
 
 def read_adverts(message: bytes) -> list[Advert]:
@@ -348,8 +346,9 @@ def read_adverts(message: bytes) -> list[Advert]:
     Raises:
         WireError: the bytes are not that.
     """
-    found = read(message, 2 * KEY + SIGNATURE)
-    return [Advert(c, part[:KEY], part[KEY : 2 * KEY], part[2 * KEY :]) for c, part in found.items()]
+    found = read(message, 3 * KEY + SIGNATURE)
+    cuts = (slice(KEY), slice(KEY, 2 * KEY), slice(2 * KEY, 3 * KEY), slice(3 * KEY, None))
+    return [Advert(c, *(part[cut] for cut in cuts)) for c, part in found.items()]
 
 
 def session_of(name: bytes, threshold: int, adverts: Collection[Advert]) -> Session:

@@ -26,9 +26,12 @@ class Asked(NamedTuple):
         round: of the session.
         nonce: of the session.
         adverts: the keys of its sites, as a message.
+        question: digest of what they were asked.
         shared: sites that have masks with each other.
         clients: sites whose vector arrived, which the sum is of.
+        signed: signatures of its sites that the sum is of them.
         sums: the round of what is summed, by what that is.
+        models: digest of the models that it is of, by what is summed.
         total: the sum, under masks until it is told.
         attempts: how often it was asked for.
         told: whether the masks are off.
@@ -37,9 +40,12 @@ class Asked(NamedTuple):
     round: int
     nonce: bytes
     adverts: bytes
+    question: bytes
     shared: list[int]
     clients: list[int]
+    signed: dict[int, bytes]
     sums: dict[str, int]
+    models: dict[str, str]
     total: Integers
     attempts: int = 0
     told: bool = False
@@ -64,9 +70,10 @@ class Unmasked:
             return None
         if found is None or total is None:
             return None
-        nonce, adverts = bytes.fromhex(found["nonce"]), bytes.fromhex(found["adverts"])
-        given = {key: found[key] for key in ("round", "shared", "clients", "sums", "attempts", "told")}
-        return Asked(**given, nonce=nonce, adverts=adverts, total=total.astype(np.uint64, copy=False))
+        given = {key: found[key] for key in ("round", "shared", "clients", "sums", "models", "attempts", "told")}
+        given |= {key: bytes.fromhex(found[key]) for key in ("nonce", "adverts", "question")}
+        given["signed"] = {int(c): bytes.fromhex(signature) for c, signature in found["signed"].items()}
+        return Asked(**given, total=total.astype(np.uint64, copy=False))
 
     def of(self, sums: Mapping[str, int]) -> Asked | None:
         """The sum of any of these, by kind and round."""
@@ -79,7 +86,9 @@ class Unmasked:
         name = f"{asked.nonce.hex()}.{'sum' if asked.told else 'masked'}"
         if not (self._folder / name).exists():
             write_atomic(self._folder / name, asked.total.astype("<u8", copy=False).tobytes())
-        entry = {**asked._asdict(), "nonce": asked.nonce.hex(), "adverts": asked.adverts.hex(), "file": name}
+        entry = {**asked._asdict(), "file": name}
+        entry |= {key: entry[key].hex() for key in ("nonce", "adverts", "question")}
+        entry["signed"] = {c: signature.hex() for c, signature in asked.signed.items()}
         del entry["total"]
         known = self._read() | dict.fromkeys(asked.sums, entry)
         write_atomic(self._folder / NAME, json.dumps(known).encode())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,14 @@ from flwr.app import Message, RecordDict
 
 from fedloom.deploy.exchange.envelope import ASKED, PROTOCOL, REASON, STEPS, Kind, Letter, digest_of, seal, unseal
 from fedloom.deploy.exchange.identity import sign, signing_key
-from fedloom.deploy.exchange.secure import Broken
+from fedloom.deploy.exchange.secure import ACCUSES, Broken
+from fedloom.deploy.exchange.terms import check_models, check_terms, read_terms
 from fedloom.deploy.settings import Site
 from fedloom.deploy.site.ledger import Spent
 from fedloom.deploy.site.local_data import part_sizes, schema_of
 from fedloom.deploy.site.masking import Masking
 from fedloom.deploy.site.state import Memory
-from fedloom.deploy.site.trainer import PLAIN, Trainer, asked, said
+from fedloom.deploy.site.trainer import PLAIN, Trainer, said
 from fedloom.deploy.site.vectors import Figures
 from fedloom.engine.chunk import ask
 from fedloom.engine.records import Scores
@@ -158,57 +160,64 @@ class Client:
             task = AskTask(letter.head["round"], self.trainer.ids)
             answer, counts = ask(self.trainer.job, self.trainer.forms.read_model(letter.arrays[0]), task)
             return samples | {"work": counts[0, :3].tolist()}, [self.trainer.forms.write_answer(answer)], None
-        job, state = self.trainer.seated(letter)
+        head = letter.head
+        alpha = torch.full_like(self.trainer.job.alpha, head["weight"])
+        job, state = self.trainer.seated(head["accepted"], replace(self.trainer.job, alpha=alpha))
         if kind == "train":
-            rest = letter._replace(arrays=letter.arrays[1:])
-            found = self.trainer.scores(job, rest, letter.head["scored"])
-            new = self.trainer.train(job, state, letter)
+            found = self.trainer.scores(job, letter.arrays[1:], head["scored"], common=head["global"])
+            new = self.trainer.train(job, state, head["round"], letter.arrays[0])
             work = [0, 0, 0] if self.trainer.private else list(new.reply["work"])
             return samples | {"work": work}, [bytes(new.tensors["reply"].numpy())], _plain(found) or None
-        return samples, [], _plain(self.trainer.scores(job, letter, letter.head["round"]))
+        found = self.trainer.scores(job, letter.arrays, head["round"], common=head["global"])
+        return samples, [], _plain(found)
 
     def _step(self, letter: Letter) -> bytes:
         """A step of secure aggregation; the third trains or scores, or both, and masks what came of it."""
         head, arrays = letter.head, letter.arrays
-        masking, t, nonce = Masking(self.site, self._key, self._memory.folder), head["round"], head["session"]
-        if head["kind"] in ("masked", "tally"):
+        masking, kind = Masking(self.site, self._key, self._memory.folder), head["kind"]
+        if kind in ("masked", "tally"):
             return self._masked(letter, masking)
-        wanted = 0 if head["kind"] == "keys" else 1
+        wanted = 0 if kind == "keys" else 1
         if len(arrays) != wanted:
             raise WireError(f"{len(arrays)} arrays, {wanted} are expected")
-        if head["kind"] == "keys":
-            return masking.keys(t, nonce)
-        return (masking.shares if head["kind"] == "shares" else masking.tell)(t, nonce, arrays[0])
+        steps: dict[str, Callable[..., bytes]] = {
+            "keys": masking.keys, "shares": masking.shares, "open": masking.open, "agree": masking.agree,
+            "unmask": masking.tell,
+        }  # fmt: skip
+        return steps[kind](head["round"], head["session"], *arrays)
 
     def _masked(self, letter: Letter, masking: Masking) -> bytes:
         """What a site trained, its scores of the models that the letter has, or both, under its masks."""
-        head, t, trains = letter.head, letter.head["round"], letter.head["kind"] == "masked"
-        if len(letter.arrays) < 1 + trains:
-            raise WireError(f"{len(letter.arrays)} arrays, at least {1 + trains} are expected")
-        if trains and not abs(head["share"]) <= 1:
-            raise Broken(f"a share must be within -1..1, got {head['share']}")
-        if trains and not 0 <= head["mass"] <= 1:
-            raise Broken(f"a mass must be within 0..1, got {head['mass']}")
-        inbox, *models = letter.arrays[trains:]
-        scored = head["scored"] if trains else t
-        question = f"{head['accepted']} {head['weight']} {asked(letter) if trains else ''} {scored} {head['global']}"
-        question += f" {head['parts']} {digest_of(models)}"
-        sums = {"scores": scored, **({"uploads": t} if trains else {})}
-        masking.receive(t, head["session"], inbox, question, sums)
-        job, state = self.trainer.seated(letter)
+        head, t, trains, client = letter.head, letter.head["round"], letter.head["kind"] == "masked", self.site.client
+        if len(letter.arrays) < 2 + trains:
+            raise WireError(f"{len(letter.arrays)} arrays, at least {2 + trains} are expected")
+        agreed = self.site.secure
+        assert agreed is not None
+        download = letter.arrays[0] if trains else None
+        message, inbox, *models = letter.arrays[trains:]
+        terms, sizes = read_terms(message), part_sizes(self.trainer.fed, client)
+        if (terms.round, terms.trains) != (t, trains):
+            raise Broken(f"the terms are of round {terms.round}, the message is of round {t}")
+        check_terms(terms, self.trainer.job.setting.rounds, client, sizes, self.site.clients)
+        check_models(terms, download, models)
+        accusations = masking.receive(t, head["session"], inbox, terms)
+        if accusations:
+            return ACCUSES + accusations
+        job, state = self.trainer.seated(head["accepted"], terms.weighed(self.trainer.job, self.site.samples))
         vectors = []
-        if scored >= 0:
-            found = self.trainer.scores(job, letter._replace(arrays=models), scored)
+        if terms.scored >= 0:
+            found = self.trainer.scores(job, models, terms.scored, common=terms.common)
             if self.trainer.tallies:
-                sizes = part_sizes(self.trainer.fed, self.site.client)
-                vectors.append(Figures(job).encode(found, sizes, head["parts"]))
+                vectors.append(Figures(job).encode(found, sizes, terms.parts(agreed.threshold)))
         if trains:
             if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
                 raise Broken(
                     f"the row that the server's sum has of site {self.site.site} is not on this disk any more, so its "
                     "change is unknown; the site cannot take part in this run again"
                 )
-            vectors.insert(0, self.trainer.train(job, state, letter).tensors["reply"].numpy().view(np.uint64))
+            weights = terms.share(job, client), float(job.masses[client])
+            new = self.trainer.train(job, state, t, letter.arrays[0], weights)
+            vectors.insert(0, new.tensors["reply"].numpy().view(np.uint64))
         return masking.masked(t, head["session"], np.concatenate([np.zeros(0, np.uint64), *vectors]))
 
 

@@ -11,6 +11,7 @@ import json
 from datetime import UTC, datetime
 from pathlib import Path
 
+from fedloom.deploy.noise import left_to_sites
 from fedloom.engine.privacy import Noise, epsilon
 from fedloom.errors import Refused
 from fedloom.storage.files import append_synced, make_folder
@@ -61,6 +62,9 @@ class Ledger:
                 f"limit is {self._limit:.4g}"
             )
         entry = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "round": round, "epsilon": spent, **facts}
+        alone = left_to_sites(self._noise)
+        if alone is not None:
+            entry["epsilon_sites"] = epsilon(alone, count)
         make_folder(self._path.parent)
         self._path.touch()
         append_synced(self._path, [json.dumps(entry).encode() + b"\n"])

@@ -2,33 +2,29 @@
 
 A site keeps the secrets of one session, the newest, on its own disk, in a folder that only it reads, and forgets them
 with the answer of the last step. A message that comes again gets the same answer; another one in its place is refused,
-since two vectors under one mask tell their difference. So is a second sum of a round, or of its scores, over other
-sites, which would tell the difference between the two.
+since two vectors under one mask tell their difference. A damaged file ends its session and nothing else.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedloom.algorithms import upload_fields
-from fedloom.deploy.exchange import secure
+from fedloom.deploy.exchange import secure, shares
 from fedloom.deploy.exchange.identity import verifying_key
-from fedloom.deploy.exchange.secure import MOST, Broken, Integers
+from fedloom.deploy.exchange.secure import MOST, SIGNATURE, Broken, Integers
+from fedloom.deploy.exchange.terms import Terms
 from fedloom.deploy.noise import FINEST, released
 from fedloom.deploy.settings import Site
+from fedloom.deploy.site.opened import Opened, read_checked, write_checked
 from fedloom.engine.setting import Setting
 from fedloom.errors import Refused, WireError
 from fedloom.rows.aggregate import PrivateMean
-from fedloom.storage.files import make_folder, write_atomic
-
-REMEMBERED = 64
-"""Newest sums that a site remembers; it has no part in one of an older round."""
 
 
 def check_maskable(setting: Setting) -> None:
@@ -51,6 +47,8 @@ def check_maskable(setting: Setting) -> None:
         why = f"weigher {setting.weigher.kind!r} asks single clients"
     elif setting.sampler.probes or setting.sampler.learns:
         why = f"sampler {setting.sampler.kind!r} looks at single clients"
+    elif setting.sampler.repeats:
+        why = f"sampler {setting.sampler.kind!r} draws a client twice, which would make a sum mostly its own"
     elif isinstance(setting.aggregator, PrivateMean) and 0 < released(setting.aggregator, MOST).scale < FINEST:
         why = f"aggregator 'private-mean' with sigma {setting.aggregator.sigma:g} has too little noise to be shared"
     if why:
@@ -71,21 +69,19 @@ class Masking:
         self._agreed, self._client, self._key, self._folder = site.secure, site.client, key, folder
         self._agreement = site.secure.digest(site.fingerprint)
         self._public = {c: verifying_key(line, f"client {c}") for c, line in enumerate(site.secure.keys)}
+        self._opened = Opened(folder)
 
     def keys(self, round: int, nonce: bytes) -> bytes:
         """Step 1: this site's keys in a new session, which takes the place of the one before."""
         name = secure.session_name(self._agreement, round, nonce)
         known = self._load()
-        if name.hex() in known["past"]:
-            raise Broken("this session is over")
+        self._opened.begin(name, known.get("name"))
         if known.get("name") != name.hex():
             secrets = secure.new_secrets()
             advert = secure.write_adverts([secure.advertise(name, self._client, secrets, self._key)])
-            past = [*known["past"], *([known["name"]] if "name" in known else [])][-REMEMBERED:]
-            known = {k: known[k] for k in ("revealed", "forgotten")} | {"name": name.hex(), "past": past}
-            known |= {"secrets": [part.hex() for part in secrets], "advert": advert.hex()}
+            known = {"name": name.hex(), "secrets": [part.hex() for part in secrets], "advert": advert.hex()}
             self._save(known)
-        return bytes.fromhex(known["advert"])
+        return self._bytes(known, "advert")
 
     def shares(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Step 2: shares of this site's secrets, sealed for every other site of those that advertised."""
@@ -93,65 +89,113 @@ class Masking:
         self._once(known, "adverts", message.hex())
         if "shares" not in known:
             session, secrets = self._agreed_by(known, message), _secrets(known)
-            made = secure.share(session, self._client, secrets)
+            made = shares.share(session, self._client, secrets, self._key)
             known["own"] = made.pop(self._client).hex()
             known["shares"] = secure.write(made).hex()
             self._save(known)
-        return bytes.fromhex(known["shares"])
+        return self._bytes(known, "shares")
 
-    def receive(self, round: int, nonce: bytes, message: bytes, asked: str, sums: Mapping[str, int]) -> None:
+    def receive(self, round: int, nonce: bytes, message: bytes, terms: Terms) -> bytes:
         """Step 3, first half: the shares of the others, whom this site will have masks with.
 
         Args:
             round: of the run.
             nonce: of the session.
             message: sealed shares by sender.
-            asked: digest of what the site is to mask.
-            sums: the round of what will be summed, by what that is.
+            terms: what the site is to mask.
+
+        Returns:
+            Accusations by the accused, where a share does not decrypt; then the session is over here.
         """
         known = self._session(round, nonce, "shares")
         self._once(known, "inbox", message.hex())
-        self._once(known, "asked", asked)
-        self._once(known, "sums", {what: t for what, t in sums.items() if t >= 0})
-        if "held" not in known:
+        self._once(known, "terms", terms.digest.hex())
+        self._once(known, "sums", terms.sums)
+        self._once(known, "asked", terms.asked)
+        if "held" not in known and "accuses" not in known:
             session, secrets = self._agreed_by(known), _secrets(known)
-            sealed = _read(message, secure.SEALED)
+            sealed = _read(message, shares.SEALED)
             if not set(sealed) <= set(session.adverts) - {self._client}:
                 raise Broken("shares came of sites that did not advertise")
             if len(sealed) + 1 < session.threshold:
                 raise Broken(f"{len(sealed) + 1} sites sent shares, {session.threshold} are needed")
-            held = {c: secure.open_share(session, self._client, secrets, c, part) for c, part in sealed.items()}
-            known["held"] = {str(c): part.hex() for c, part in held.items()} | {str(self._client): known["own"]}
+            held, accuses = {self._client: bytes.fromhex(known["own"])}, dict[int, bytes]()
+            for c, part in sealed.items():
+                try:
+                    held[c] = shares.open_share(session, self._client, secrets, c, part, self._public[c])
+                except shares.Unreadable:
+                    accuses[c] = shares.accuse(session, self._client, c, self._key)
+            if accuses:
+                known["accuses"] = secure.write(accuses).hex()
+            else:
+                known["held"] = {str(c): part.hex() for c, part in held.items()}
             self._save(known)
+        return self._bytes(known, "accuses") if "accuses" in known else b""
 
     def masked(self, round: int, nonce: bytes, vector: Integers) -> bytes:
-        """Step 3, second half: this site's vector under its masks."""
+        """Step 3, second half: this site's vector under its masks, behind its signature that all may be summed."""
         known = self._session(round, nonce, "held")
         self._once(known, "vector", hashlib.sha256(vector.tobytes()).hexdigest())
         self._save(known)
-        peers = [int(c) for c in known["held"]]
-        sent = secure.masked(self._agreed_by(known), self._client, _secrets(known), peers, vector)
-        return sent.astype("<u8", copy=False).tobytes()
+        peers, bound = [int(c) for c in known["held"]], self._bound(known)
+        sent = secure.masked(self._agreed_by(known), bound, self._client, _secrets(known), peers, vector)
+        signature = self._key.sign(secure.statement(bound, peers))
+        return signature + sent.astype("<u8", copy=False).tobytes()
+
+    def open(self, round: int, nonce: bytes, message: bytes) -> bytes:
+        """Where others say that they cannot read this site's shares: the one-time keys of what they were sent."""
+        known = self._session(round, nonce, "shares")
+        session, secrets = self._agreed_by(known), _secrets(known)
+        for accuser, signature in _read(message, SIGNATURE).items():
+            if accuser not in session.adverts or not shares.is_accused(
+                session, accuser, self._client, signature, self._public[accuser]
+            ):
+                raise Broken(f"client {accuser} does not accuse this site: the accusation is not signed by it")
+        return secure.write({c: shares.one_time_key(session, secrets, c) for c in _read(message, SIGNATURE)})
+
+    def agree(self, round: int, nonce: bytes, message: bytes) -> bytes:
+        """Step 4: this site's signature that the sum may be of the sites whose vector arrived, as some did not."""
+        known = self._session(round, nonce, "vector")
+        arrived = self._arrived(known, _read(message, 0))
+        self._once(known, "arrived", message.hex())
+        self._save(known)
+        return self._key.sign(secure.statement(self._bound(known), arrived))
 
     def tell(self, round: int, nonce: bytes, message: bytes) -> bytes:
-        """Step 4: shares of the seeds of the sites whose vector arrived, of the masking keys of the others."""
+        """Step 5: shares of the seeds of the sites whose vector arrived, of the masking keys of the others."""
         known = self._session(round, nonce)
+        signed = _read(message, SIGNATURE)
+        survivors = secure.write(dict.fromkeys(signed, b"")).hex()
         if "told" not in known:
             self._session(round, nonce, "vector")
-            survivors, held = set(_read(message, 0)), {int(c): bytes.fromhex(p) for c, p in known["held"].items()}
-            if self._client not in survivors or not survivors <= set(held):
-                raise Broken("the sites whose vector arrived are not among those that shared, or this one is missing")
-            if len(survivors) < self._agreed.threshold:
-                raise Broken(f"the sum is of {len(survivors)} sites, it must be of {self._agreed.threshold} or more")
-            self._reveal(known, hashlib.sha256(message).hexdigest())
-            told = secure.write(secure.tell(held, survivors)).hex()
-            kept = {k: known[k] for k in ("name", "past", "revealed", "forgotten")}
-            known = {**kept, "told": told, "survivors": message.hex()}  # all secrets are gone
+            arrived, held = self._arrived(known, signed), {int(c): bytes.fromhex(p) for c, p in known["held"].items()}
+            if known.get("arrived", survivors) != survivors:
+                raise Broken("this site has signed that the sum is of other sites")
+            secure.check_statement(self._agreed_by(known), self._bound(known), signed, self._public)
+            self._opened.reveal(known["sums"], known["asked"], arrived, self._agreed.threshold)
+            told = secure.write(shares.tell(held, arrived)).hex()
+            known = {"name": known["name"], "told": told, "survivors": survivors}  # all secrets are gone
             self._save(known)
-        self._once(known, "survivors", message.hex())
-        return bytes.fromhex(known["told"])
+        self._once(known, "survivors", survivors)
+        return self._bytes(known, "told")
 
     # ---------------------------------------------------------------------------------------------------- inside
+
+    def _arrived(self, known: dict[str, Any], clients: Collection[int]) -> list[int]:
+        """The sites of a sum, if it may be one.
+
+        Raises:
+            Broken: it may not.
+        """
+        if self._client not in clients or not {*clients} <= {int(c) for c in known["held"]}:
+            raise Broken("the sites whose vector arrived are not among those that shared, or this one is missing")
+        if len(clients) < self._agreed.threshold:
+            raise Broken(f"the sum is of {len(clients)} sites, it must be of {self._agreed.threshold} or more")
+        return [*clients]
+
+    def _bound(self, known: dict[str, Any]) -> bytes:
+        peers = [int(c) for c in known["held"]]
+        return secure.bound_to(self._agreed_by(known), bytes.fromhex(known["terms"]), peers)
 
     def _session(self, round: int, nonce: bytes, step: str = "name") -> dict[str, Any]:
         """What is known of the session, which must have come to a step."""
@@ -159,21 +203,6 @@ class Masking:
         if known.get("name") != secure.session_name(self._agreement, round, nonce).hex() or step not in known:
             raise Broken("the session is another one, is over, or has not come to this step")
         return known
-
-    def _reveal(self, known: dict[str, Any], survivors: str) -> None:
-        """Note the sites of a sum; it is of one set of sites, whatever comes."""
-        for what, t in known["sums"].items():
-            revealed: dict[str, str] = known["revealed"].setdefault(what, {})
-            if t <= known["forgotten"].get(what, -1):
-                raise Broken(f"round {t} is too long ago to know whether its {what} were summed already")
-            if revealed.setdefault(str(t), survivors) != survivors:
-                raise Broken(
-                    f"the {what} of round {t} were summed already, of other sites; the two sums tell their difference"
-                )
-            while len(revealed) > REMEMBERED:
-                oldest = min(revealed, key=int)
-                del revealed[oldest]
-                known["forgotten"][what] = int(oldest)
 
     def _once(self, known: dict[str, Any], name: str, value: Any) -> None:
         """Whatever was said once in a session stays."""
@@ -192,23 +221,19 @@ class Masking:
                 raise Broken(f"{len(adverts)} sites advertised keys, {self._agreed.threshold} are needed")
         return secure.session_of(name, self._agreed.threshold, adverts)
 
+    @staticmethod
+    def _bytes(known: dict[str, Any], name: str) -> bytes:
+        return bytes.fromhex(known[name])
+
+    def _load(self) -> dict[str, Any]:
+        return read_checked(self._path) or {}
+
+    def _save(self, known: dict[str, Any]) -> None:
+        write_checked(self._path, known)
+
     @property
     def _path(self) -> Path:
         return self._folder / "session" / "session.json"
-
-    def _load(self) -> dict[str, Any]:
-        try:
-            found: dict[str, Any] = json.loads(self._path.read_bytes())
-        except FileNotFoundError:
-            return {"past": [], "revealed": {}, "forgotten": {}}
-        except (OSError, ValueError) as error:
-            raise Broken("the file of the site's session is damaged; this experiment cannot go on here") from error
-        return found
-
-    def _save(self, known: dict[str, Any]) -> None:
-        make_folder(self._folder)
-        self._path.parent.mkdir(mode=0o700, exist_ok=True)
-        write_atomic(self._path, json.dumps(known).encode())
 
 
 def _secrets(known: dict[str, Any]) -> secure.Secrets:

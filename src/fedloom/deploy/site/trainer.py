@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedloom.data import Federation
 from fedloom.deploy.code import read_agreed
-from fedloom.deploy.exchange.envelope import Letter, digest_of
+from fedloom.deploy.exchange.envelope import digest_of
 from fedloom.deploy.exchange.forms import Forms
 from fedloom.deploy.exchange.replies import lengths
 from fedloom.deploy.noise import SharedMean, released
@@ -103,27 +103,25 @@ class Trainer:
         """The site's number, ``[1]``."""
         return torch.tensor([self._site.client])
 
-    def seated(self, letter: Letter) -> tuple[Job, Generation | None]:
-        """The run with this site's share and the state that the server names as accepted."""
-        job, ids = self.job, self.ids
-        alpha = torch.full_like(job.alpha, letter.head["weight"])
-        state = self._memory.settle(letter.head["accepted"])
+    def seated(self, accepted: int, job: Job) -> tuple[Job, Generation | None]:
+        """The run, with its shares of the objective, with the state that the server names as accepted."""
+        ids, state = self.ids, self._memory.settle(accepted)
         for name, store in (("rows", job.clients), ("residue", job.residue), ("optimizer", job.optimizer)):
             store.reset()
             if state is not None:
                 found = state.group(name)
                 store.write(ids, type(store.template)(*[found[f][None] for f in store.template._fields]))
-        return replace(job, alpha=alpha), state
+        return job, state
 
     def _sent(
-        self, job: Job, state: Generation | None, made: Made, down: Any, head: Mapping[str, Any]
+        self, job: Job, state: Generation | None, made: Made, down: Any, weights: tuple[float, float] | None
     ) -> dict[str, Tensor]:
         """What is sent of a round, and what is kept for the change of the next one under secure aggregation.
 
         Raises:
             Refused: under secure aggregation, what the server would reject.
         """
-        if "share" not in head:
+        if weights is None:
             return {"reply": torch.frombuffer(bytearray(self.forms.write_up(made)), dtype=torch.uint8)}
         assert self._site.secure is not None
         bound = self._site.secure.norm_bound
@@ -137,31 +135,46 @@ class Trainer:
                 raise Refused("the upload is not finite, longer than engine.norm_bound, or has a weight below zero")
         made = made._replace(work=torch.zeros_like(made.work)) if self.private else made
         vector, rows, clipped = Uploads(job, self.forms.idle).encode(
-            made, head["share"], head["mass"], None if state is None else state.group("kept")
+            made, *weights, None if state is None else state.group("kept")
         )
         if clipped:
             self.withheld(f"{clipped} numbers of the upload are out of range and were clipped")
         return {"reply": torch.from_numpy(vector.view(np.int64)), **{f"kept.{n}": row for n, row in rows.items()}}
 
-    def train(self, job: Job, state: Generation | None, letter: Letter) -> Generation:
+    def train(
+        self,
+        job: Job,
+        state: Generation | None,
+        t: int,
+        download: bytes,
+        weights: tuple[float, float] | None = None,
+    ) -> Generation:
         """A round of training; one that was asked for before is answered with what is kept.
+
+        Args:
+            job: the run, as `seated` gives it.
+            state: of the site.
+            t: round.
+            download: message of the server.
+            weights: under secure aggregation, what the site counts in the mean of the cohort and in what is kept or
+                added up over rounds.
 
         Raises:
             FedloomError: the privacy budget is spent; or, without accounted noise of the site's own, the training
                 failed or its result is not finite.
         """
-        t, base, digest = letter.head["round"], 0 if state is None else state.round, asked(letter)
+        base, digest = 0 if state is None else state.round, _digest(download, weights)
         kept = self._memory.answered(t, base, digest)
         if kept is not None:
             return kept
-        down = self.forms.read_down(letter.arrays[0])
+        down = self.forms.read_down(download)
         ledger = Ledger(self._memory.folder, self._noise, self._site.epsilon, f"site {self._site.site}")
         ledger.release(t, samples=self.samples)
         made = self._made(job, down, t)
         tensors = {f"rows.{name}": value[0] for name, value in made.new._asdict().items()}
         for group, values in (("residue", made.residue), ("optimizer", made.optimizer)):
             tensors |= {f"{group}.{n}": v[0] for n, v in (values._asdict() if values else {}).items()}
-        tensors |= self._sent(job, state, made, down, letter.head)
+        tensors |= self._sent(job, state, made, down, weights)
         new = Generation(t, base, digest, tensors, {"work": made.work[0].tolist()})
         self._memory.keep(new)
         return new
@@ -191,10 +204,17 @@ class Trainer:
         rows, residue, optimizer = (s.read(ids) for s in (job.clients, job.residue, job.optimizer))
         return Made(up, None, None, None, rows, residue, torch.zeros(1, 3).long(), optimizer)
 
-    def scores(self, job: Job, letter: Letter, t: int) -> Scores:
-        """The scores of round ``t``, none if it is below 0; where they cannot be found, that is a note."""
+    def scores(self, job: Job, models: Sequence[bytes], t: int, *, common: bool) -> Scores:
+        """The scores of round ``t``, none if it is below 0; where they cannot be found, that is a note.
+
+        Args:
+            job: the run, as `seated` gives it.
+            models: messages of the server.
+            t: round.
+            common: whether the global model is scored.
+        """
         try:
-            return self._score(job, letter, t) if t >= 0 else {}
+            return self._score(job, models, t, common) if t >= 0 else {}
         except Exception as error:  # under a delta, that it fails may tell of the samples
             what = f"round {t} cannot be scored"
             told = f"{what}: {error}" if isinstance(error, PLAIN) else f"{what}; the site's own log says why"
@@ -203,10 +223,10 @@ class Trainer:
                 self._memory.notes.append(told)
             return {}
 
-    def _score(self, job: Job, letter: Letter, t: int) -> Scores:
+    def _score(self, job: Job, models: Sequence[bytes], t: int, common: bool) -> Scores:
         """Keep the newest model, and score every model on the site's own parts."""
         ids = self.ids
-        down, shared = self.forms.read_models(letter.arrays, global_there=letter.head["global"])
+        down, shared = self.forms.read_models([*models], global_there=common)
         everyone = None if down is None else _for_all(down, job.n)
         there = bool(part_sizes(self.fed, self._site.client)[0])
         personal = there and down is not None
@@ -238,10 +258,9 @@ class Trainer:
         return f"site {self._site.site} could not answer; its own log says why"
 
 
-def asked(letter: Letter) -> str:
-    """Digest of what a site is to do in a round: the download and, under secure aggregation, its share and mass."""
-    shares = [repr(letter.head[name]).encode() for name in ("share", "mass") if name in letter.head]
-    return digest_of([*letter.arrays[:1], *shares])
+def _digest(download: bytes, weights: tuple[float, float] | None) -> str:
+    """What a site is to do in a round: the download and, under secure aggregation, what it counts."""
+    return digest_of([download, *([] if weights is None else [repr(weights).encode()])])
 
 
 def said(error: Exception) -> str:

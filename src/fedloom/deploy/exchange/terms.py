@@ -1,0 +1,135 @@
+"""Terms: what all sites of a session are asked alike; masks cancel, and shares open, for the same terms only.
+
+A site checks what it can see of them: its own numbers of samples, from which everybody finds all shares of the sum;
+the models that came with them; the rounds of the experiment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated
+
+import torch
+from pydantic import Field, ValidationError
+
+from fedloom.data.federation import PARTS
+from fedloom.deploy.exchange.secure import FEWEST, MOST, Broken
+from fedloom.deploy.settings import Schema
+from fedloom.deploy.site.local_data import federation_of
+from fedloom.engine.job import Job
+from fedloom.engine.setup import shares_of
+from fedloom.engine.uploads import weights_of
+from fedloom.errors import WireError
+from fedloom.local import Nothing
+from fedloom.values import Value
+
+LONGEST = 1 << 16
+"""Most bytes of terms."""
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class Terms(Value):
+    """What all sites of a session are asked."""
+
+    round: int = Field(ge=0, description="round that is trained, or whose models are scored alone")
+    trains: bool = Field(description="whether the sites train")
+    sizes: tuple[tuple[Count, Count, Count], ...] = Field(
+        max_length=MOST, description="training, validation and test samples of every site"
+    )
+    cohort: tuple[Count, ...] = Field(max_length=MOST, description="sites that are asked, in rising order")
+    download: str = Field("", description="SHA-256 of what every site of the cohort receives to train")
+    scored: int = Field(-1, ge=-1, description="round whose models are scored; -1 for none")
+    common: bool = Field(False, description="whether the global model is scored")
+    models: tuple[str, ...] = Field((), max_length=2, description="SHA-256 of each message with models to be scored")
+
+    @property
+    def sums(self) -> dict[str, int]:
+        """The round of what is summed, by what that is."""
+        found = {"uploads": self.round} if self.trains else {}
+        return found | ({"scores": self.scored} if self.scored >= 0 else {})
+
+    @property
+    def asked(self) -> dict[str, str]:
+        """Digest of the models of what is summed, by what that is; empty where none is received."""
+        digests = {"uploads": self.download, "scores": " ".join(self.models)}
+        return {what: digests[what] for what in self.sums}
+
+    def encode(self) -> bytes:
+        """As a message."""
+        return self.model_dump_json().encode()
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the message."""
+        return hashlib.sha256(self.encode()).digest()
+
+    def parts(self, threshold: int) -> list[str]:
+        """The parts of which `FEWEST` of any threshold of these sites have samples: no sum is of one or two scores."""
+        lacking = {part: sum(not self.sizes[c][k] for c in self.cohort) for k, part in enumerate(PARTS)}
+        return [part for part, count in lacking.items() if threshold - count >= FEWEST]
+
+    def weighed(self, job: Job, samples: Schema) -> Job:
+        """A site's run with the shares of the objective that follow from all numbers of samples."""
+        fed = federation_of(samples, torch.tensor(self.sizes))
+        return replace(job, alpha=shares_of(job.setting.weights, fed).to(job.oracle.dtype))
+
+    def share(self, job: Job, client: int) -> float:
+        """What a site counts in the mean of the cohort, over the largest, in a run of `weighed`."""
+        ids, sizes = torch.tensor(self.cohort), torch.tensor(self.sizes)[:, :1].clamp(min=1)
+        weights, _ = weights_of(job, Nothing(), None, job.ctx(self.round, ids)._replace(sizes=sizes))
+        return float(weights[self.cohort.index(client)] / weights.max())
+
+
+def read_terms(message: bytes) -> Terms:
+    """The terms of a message.
+
+    Raises:
+        WireError: the bytes are no terms.
+    """
+    try:
+        if len(message) > LONGEST:
+            raise ValueError("too long")
+        return Terms.model_validate_json(message, strict=False)
+    except (ValidationError, ValueError) as error:
+        raise WireError(f"the terms of a session cannot be read: {str(error)[:200]}") from None
+
+
+def check_terms(terms: Terms, rounds: int, client: int, sizes: Sequence[int], clients: int) -> None:
+    """Refuse terms that are not those of this experiment, or wrong about this site.
+
+    Args:
+        terms: what came.
+        rounds: of the experiment.
+        client: number of the site.
+        sizes: its training, validation and test samples.
+        clients: sites of the experiment.
+
+    Raises:
+        Broken: what is wrong.
+    """
+    if not int(terms.trains) <= terms.round <= rounds or terms.scored > terms.round:
+        raise Broken(f"round {terms.round}, scored {terms.scored}: the experiment has rounds 1 to {rounds}")
+    if not terms.trains and (terms.scored, terms.download) != (terms.round, ""):
+        raise Broken("terms of scores alone must be of one round, without a download")
+    if len(terms.sizes) != clients or [*terms.cohort] != sorted({*terms.cohort} & {*range(clients)}):
+        raise Broken(f"terms must be of the {clients} sites of the agreement, each once, in rising order")
+    if client not in terms.cohort:
+        raise Broken(f"the terms are of other sites: {[*terms.cohort]}")
+    if list(terms.sizes[client]) != list(sizes):
+        raise Broken(f"the terms give this site {[*terms.sizes[client]]} samples, it has {[*sizes]}")
+
+
+def check_models(terms: Terms, download: bytes | None, models: Sequence[bytes]) -> None:
+    """That the models that came are those of the terms, and so those of every site.
+
+    Raises:
+        Broken: they are others.
+    """
+    digests = [hashlib.sha256(m).hexdigest() for m in models]
+    if digests != [*terms.models] or (hashlib.sha256(download).hexdigest() if download is not None else "") != (
+        terms.download
+    ):
+        raise Broken("the models are not those of the terms: other sites got others")

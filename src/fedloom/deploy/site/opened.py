@@ -1,0 +1,110 @@
+"""Opened: the sums that a site has given shares for, so that no second one tells the difference between the two.
+
+Of a round there is one sum, of one set of sites. Of the same models asked for in another round, as after a round that
+was lost, the sites are the same, or so many differ that their difference is a sum of enough sites itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedloom.deploy.exchange.secure import Broken
+from fedloom.storage.files import make_folder, write_atomic
+
+REMEMBERED = 64
+"""Newest sums that a site remembers; it has no part in one of an older round."""
+
+
+class Opened:
+    """The sums of one site in one experiment.
+
+    Args:
+        folder: of its state in this experiment.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._path = folder, folder / "session" / "opened.json"
+
+    def begin(self, name: bytes, before: str | None) -> None:
+        """Enter that a session takes the place of the one before.
+
+        Args:
+            name: of the new one.
+            before: the other's name, as hexadecimal digits.
+
+        Raises:
+            Broken: the new one is over.
+        """
+        known = self._load()
+        if name.hex() in known["past"]:
+            raise Broken("this session is over")
+        if before not in (None, name.hex()):
+            known["past"] = [*known["past"], before][-REMEMBERED:]
+        write_checked(self._path, known)
+
+    def reveal(self, sums: Mapping[str, int], asked: Mapping[str, str], arrived: Sequence[int], threshold: int) -> None:
+        """Enter a sum before a share of it is said.
+
+        Args:
+            sums: the round of what is summed, by what that is.
+            asked: digest of the models that it is of, by what it is; empty for none.
+            arrived: its sites.
+            threshold: fewest sites of a sum.
+
+        Raises:
+            Broken: it would tell a difference that is of too few sites.
+        """
+        known = self._load()
+        for what, t in sums.items():
+            opened: dict[str, Any] = known["opened"].setdefault(what, {})
+            if t <= known["forgotten"].get(what, -1):
+                raise Broken(f"round {t} is too long ago to know whether its {what} were summed already")
+            new = {"sites": [*arrived], "models": asked[what]}
+            if opened.setdefault(str(t), new)["sites"] != new["sites"]:
+                raise Broken(
+                    f"the {what} of round {t} were summed already, of other sites; the two sums tell their difference"
+                )
+            for other in opened.values():
+                apart = len({*arrived} ^ {*other["sites"]})
+                if asked[what] and other["models"] == asked[what] and 0 < apart < threshold:
+                    raise Broken(
+                        f"the {what} on these models were summed already, in another round, of sites of which {apart} "
+                        "differ; the two sums tell their difference"
+                    )
+            while len(opened) > REMEMBERED:
+                oldest = min(opened, key=int)
+                del opened[oldest]
+                known["forgotten"][what] = int(oldest)
+        write_checked(self._path, known)
+
+    def _load(self) -> dict[str, Any]:
+        """What is known; where the file is gone or damaged, all rounds up to the newest state count as summed."""
+        found = read_checked(self._path)
+        if found is not None:
+            return found
+        newest = max((int(p.stem.partition("-")[2]) for p in self._folder.glob("round-*.state")), default=-1)
+        return {"past": [], "opened": {}, "forgotten": {"uploads": newest, "scores": newest}}
+
+
+def read_checked(path: Path) -> dict[str, Any] | None:
+    """The values of a file with its checksum; None where it is missing or damaged."""
+    try:
+        text, _, digest = path.read_bytes().rpartition(b"\n")
+        if hashlib.sha256(text).hexdigest().encode() != digest:
+            return None
+        found: dict[str, Any] = json.loads(text)
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def write_checked(path: Path, values: Mapping[str, Any]) -> None:
+    """Make plain values last, with a checksum, in a folder that only its owner reads."""
+    make_folder(path.parent.parent)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    text = json.dumps(values).encode()
+    write_atomic(path, text + b"\n" + hashlib.sha256(text).hexdigest().encode())

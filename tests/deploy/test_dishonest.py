@@ -1,0 +1,338 @@
+"""A dishonest server under secure aggregation, playing every attack that is known: no honest site opens a sum for it.
+
+The sites are real; what they are asked is made up here. An attack works if the shares that come back are enough to take
+the masks off, so there is a control in which the same steps are asked honestly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord
+
+from fedloom.deploy.exchange import secure, shares
+from fedloom.deploy.exchange.envelope import ASKED, COMMON, PROTOCOL, Kind, digest_of, seal
+from fedloom.deploy.exchange.secure import Broken
+from fedloom.deploy.exchange.terms import Terms
+from fedloom.deploy.site.local_data import part_sizes
+from fedloom.deploy.site.vectors import Uploads
+from fedloom.version import __version__
+from tests.deploy.scene import Scene
+from tests.deploy.sessions import Steps, secured
+
+ALL = range(5)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+
+
+class Rogue:
+    """A server that asks what it likes, and the sites.
+
+    Args:
+        here: the deployment.
+    """
+
+    def __init__(self, here: Scene) -> None:
+        self.here, self.sites = here, here.clients()
+        self.trainer = self.sites[0].trainer
+        self.sizes = tuple(tuple(part_sizes(s.trainer.fed, s.site.client)) for s in self.sites)
+        self.refused: list[str] = []
+
+    def ask(self, c: int, kind: Kind, *arrays: bytes, **fields: Any) -> bytes | None:
+        """What a site answers; None if it refuses."""
+        blank: dict[type, Any] = {int: 0, float: 0.0, bool: False, bytes: b"", str: "", list: []}
+        head = {name: blank[type_] for name, type_ in (COMMON | ASKED[kind]).items()}
+        head |= {"protocol": PROTOCOL, "release": __version__, "experiment": self.here.server.fingerprint, "client": c}
+        reply = self.sites[c].reply(seal(head | {"kind": kind, "digest": digest_of(arrays)} | fields, arrays))
+        answer, data = reply["head"], reply["arrays"]
+        assert isinstance(answer, ConfigRecord)
+        assert isinstance(data, ArrayRecord)
+        if answer["status"] != "ok":
+            self.refused.append(str(answer["reason"]))
+            return None
+        return next(iter(data.values())).data
+
+    def download(self, change: float = 0.0) -> bytes:
+        """A model of the method, the first one times a factor and moved a little."""
+        job, server = self.trainer._run
+        down = job.down(server, 1, self.trainer.ids)
+        first = down[0] + change * torch.ones_like(down[0])
+        return self.trainer.forms.write_down(type(down)(first, *down[1:]), server)
+
+    def model(self) -> bytes:
+        """The global model, to be scored."""
+        job, server = self.trainer._run
+        found = job.algorithm.global_model(server)
+        assert found is not None
+        return self.trainer.forms.write_model(found)
+
+    def terms(self, t: int, download: bytes | None = None, models: Iterable[bytes] = (), **more: Any) -> Terms:
+        given = {"sizes": self.sizes, "cohort": ALL, "round": t, "trains": download is not None}
+        given["download"] = "" if download is None else hashlib.sha256(download).hexdigest()
+        given["models"] = tuple(hashlib.sha256(m).hexdigest() for m in models)
+        return Terms(**given | more)
+
+    def begin(self, t: int, clients: Collection[int] = ALL) -> Session:
+        """The first two steps among some sites."""
+        return Session(self, t, clients)
+
+
+class Session:
+    """A session of a rogue server, after its first two steps."""
+
+    def __init__(self, rogue: Rogue, t: int, clients: Collection[int]) -> None:
+        self.rogue, self.t, self.nonce = rogue, t, os.urandom(16)
+        here = rogue.here.sites[0]
+        assert here.secure is not None
+        adverts = [self.ask(c, "keys") for c in clients]
+        self.adverts = secure.write_adverts([secure.read_adverts(a)[0] for a in adverts if a is not None])
+        name = secure.session_name(here.secure.digest(here.fingerprint), t, self.nonce)
+        self.session = secure.session_of(name, here.secure.threshold, secure.read_adverts(self.adverts))
+        sealed = {c: self.ask(c, "shares", self.adverts) for c in clients}
+        self.sealed = {c: secure.read(m, shares.SEALED) for c, m in sealed.items() if m is not None}
+        self.vectors = dict[int, bytes]()
+        self.told = dict[int, dict[int, bytes]]()
+
+    def ask(self, c: int, kind: Kind, *arrays: bytes, **fields: Any) -> bytes | None:
+        return self.rogue.ask(c, kind, *arrays, session=self.nonce, round=self.t, **fields)
+
+    def vector(
+        self, c: int, terms: Terms, download: bytes | None, *models: bytes, peers: Collection[int] | None = None
+    ) -> None:
+        """Ask a site for its masked vector."""
+        inbox = {p: s[c] for p, s in self.sealed.items() if p != c and p in (peers or self.sealed)}
+        arrays = [*([] if download is None else [download]), terms.encode(), secure.write(inbox), *models]
+        answer = self.ask(c, "tally" if download is None else "masked", *arrays)
+        if answer is not None:
+            self.vectors[c] = answer
+
+    def open(self, c: int, survivors: Collection[int] | None = None) -> None:
+        """Ask a site for its shares, for the sum of those whose vector came."""
+        signed = {s: self.vectors[s][:64] for s in survivors or self.vectors}
+        answer = self.ask(c, "unmask", secure.write(signed))
+        if answer is not None:
+            self.told[c] = secure.read(answer, secure.KEY)
+
+    def total(self, terms: Terms) -> np.ndarray[Any, Any]:
+        """The sum of what came, without masks."""
+        bound = secure.bound_to(self.session, terms.digest, [*self.sealed])
+        secrets, wrong = shares.restored(self.session, [*self.sealed], [*self.vectors], self.told)
+        assert not wrong
+        sent = [np.frombuffer(v, dtype="<u8", offset=64) for v in self.vectors.values()]
+        return secure.unmasked(self.session, bound, [*self.vectors], np.sum(sent, axis=0, dtype=np.uint64), secrets)
+
+
+def honest(rogue: Rogue, t: int, download: bytes | None, *models: bytes, clients: Collection[int] = ALL) -> Session:
+    """All steps as an honest server asks them."""
+    more: dict[str, Any] = {} if download is not None else {"scored": t, "common": True}
+    session, terms = rogue.begin(t, clients), rogue.terms(t, download, models, cohort=clients, **more)
+    for c in clients:
+        session.vector(c, terms, download, *models)
+    for c in clients:
+        session.open(c)
+    return session
+
+
+@pytest.fixture
+def rogue(tmp_path: Path) -> Rogue:
+    cut = {"kind": "dirichlet", "clients": 5, "beta": 0.5}
+    return Rogue(secured(tmp_path, "fedavg", weights="samples", weigher={"kind": "samples"}, partition=cut))
+
+
+def test_asked_honestly_the_sites_open_the_sum(rogue: Rogue) -> None:
+    """The control of all attacks: shares weighted by samples, and the sum is that of the sites' uploads."""
+    session = honest(rogue, 1, rogue.download())
+    assert session.told.keys() == {*ALL}
+    job = rogue.trainer.job
+    sums, work = Uploads(job, rogue.trainer.forms.idle).decode(session.total(rogue.terms(1, rogue.download())), 5, 1.0)
+    assert bool((work > 0).any())
+    kept = [s._memory.read(1) for s in rogue.sites]
+    expected = sum(k.tensors["reply"].numpy()[:-3] for k in kept if k is not None)
+    assert np.array_equal(np.rint(np.ldexp(sums["dw"].numpy(), secure.BITS)), expected)
+    assert len({s[0] for s in rogue.sizes}) == 5
+    assert not rogue.refused
+
+
+def attacked(rogue: Rogue, asks: Mapping[int, tuple[Terms, bytes]], vectors: Collection[int] = ALL) -> None:
+    """A session in which sites are asked different things: some send a vector, and none says a share."""
+    session = rogue.begin(1)
+    for c, (terms, download) in asks.items():
+        session.vector(c, terms, download)
+    assert session.vectors.keys() == {*vectors}
+    for survivors in ([*session.vectors], [c for c in session.vectors if c], [*session.vectors][:3]):
+        for c in session.vectors:
+            if c in survivors:
+                session.open(c, survivors)
+    assert not session.told
+    assert rogue.refused
+
+
+@pytest.mark.parametrize("target", ALL)
+def test_shares_that_single_out_a_site(rogue: Rogue, target: int) -> None:
+    """The others are told that they hold next to nothing of the samples, or that the target has nearly all."""
+    download = rogue.download()
+    alone = tuple(s if c == target else (1, *s[1:]) for c, s in enumerate(rogue.sizes))
+    seen = {c: (rogue.terms(1, download, sizes=alone), download) for c in ALL}
+    attacked(rogue, seen, [target])  # the same false sizes for all: the others refuse them
+    own = {c: tuple(s if k in (c, target) else (1, *s[1:]) for k, s in enumerate(rogue.sizes)) for c in ALL}
+    attacked(rogue, {c: (rogue.terms(1, download, sizes=own[c]), download) for c in ALL})
+    huge = {c: tuple((10**9, *s[1:]) if k == target else s for k, s in enumerate(rogue.sizes)) for c in ALL}
+    sizes = huge | {target: rogue.sizes}
+    attacked(rogue, {c: (rogue.terms(1, download, sizes=sizes[c]), download) for c in ALL})
+
+
+@pytest.mark.parametrize("target", ALL)
+def test_a_dead_model_for_all_but_one(rogue: Rogue, target: int) -> None:
+    """With the digest of what each gets, and with that of what the target gets."""
+    live, dead = rogue.download(), rogue.download(1e6)
+    attacked(rogue, {c: (rogue.terms(1, x), x) for c in ALL for x in [live if c == target else dead]})
+    attacked(rogue, {c: (rogue.terms(1, live), live if c == target else dead) for c in ALL}, [target])
+
+
+@pytest.mark.parametrize("target", ALL)
+def test_scores_of_one_site_only(rogue: Rogue, target: int) -> None:
+    """Models to be scored come to one site alone, or the others are said to have no samples of a part."""
+    download, model = rogue.download(), rogue.model()
+    session = rogue.begin(1)
+    asked = rogue.terms(1, download, [model], scored=0, common=True)
+    for c in ALL:
+        session.vector(c, *((asked, download, model) if c == target else (rogue.terms(1, download), download)))
+    for c in session.vectors:
+        session.open(c)
+    assert not session.told
+    sizes = tuple(s if c == target else (s[0], 0, 0) for c, s in enumerate(rogue.sizes))
+    session = rogue.begin(1)
+    for c in ALL:
+        session.vector(c, rogue.terms(1, download, [model], scored=0, common=True, sizes=sizes), download, model)
+    assert session.vectors.keys() == {target}
+    session.open(target)
+    assert not session.told
+    assert not [r for r in rogue.refused if "the message is for" in r]
+
+
+def test_the_same_model_in_rounds_that_are_not_agreed(rogue: Rogue) -> None:
+    """Rounds beyond the experiment's four, or before its first."""
+    download = rogue.download()
+    for t in (0, 5, 2000, 2001, 10**9):
+        for given in (download, None):
+            session = rogue.begin(t)
+            more: dict[str, Any] = {} if given is not None else {"scored": t, "common": True}
+            if t == 0 and given is None:
+                continue  # the first model is scored in round 0
+            for c in ALL:
+                session.vector(c, rogue.terms(t, given, **more), given)
+            assert not session.vectors
+    assert all("the experiment has rounds 1 to 4" in reason for reason in rogue.refused)
+
+
+@pytest.mark.parametrize("gone", [[4], [3, 4]])
+def test_the_same_model_again_without_a_site(rogue: Rogue, gone: list[int]) -> None:
+    """Within the agreed rounds: of the same sites it is opened again, of others not."""
+    download, rest = rogue.download(), [c for c in ALL if c not in gone]
+    assert honest(rogue, 1, download).told
+    assert honest(rogue, 2, download).told.keys() == {*ALL}
+    assert not honest(rogue, 3, download, clients=rest).told
+    assert len(rogue.refused) == len(rest)
+    assert all("differ; the two sums tell their difference" in reason for reason in rogue.refused)
+    assert honest(rogue, 3, rogue.download(0.1), clients=rest).told  # of another model the cohort may be another
+    model = rogue.model()
+    assert honest(rogue, 1, None, model).told.keys() == {*ALL}
+    assert not honest(rogue, 2, None, model, clients=rest).told
+
+
+def test_a_site_is_evicted_after_the_sum_was_opened(rogue: Rogue) -> None:
+    """The server provokes an eviction and subtracts: a round of which a share is open is never summed of others."""
+    download = rogue.download()
+    first = honest(rogue, 1, download)
+    assert first.told.keys() == {*ALL}
+    second = honest(rogue, 1, download, clients=[0, 1, 2, 3])
+    assert not second.told
+    assert all("were summed already, of other sites" in reason for reason in rogue.refused)
+
+
+def test_a_site_is_evicted_before_the_sum_is_opened(rogue: Rogue) -> None:
+    """The new session's sum is opened, and that of the session before can be no more."""
+    download = rogue.download()
+    first, terms = rogue.begin(1), rogue.terms(1, download)
+    for c in ALL:
+        first.vector(c, terms, download)
+    assert first.vectors.keys() == {*ALL}
+    second = honest(rogue, 1, download, clients=[0, 1, 2, 3])
+    assert second.told.keys() == {0, 1, 2, 3}
+    for c in ALL:
+        first.open(c)
+    assert first.told.keys() == {4}  # which has heard of no other session: one share is no secret
+    with pytest.raises(Broken, match="1 sites said their shares, 3 are needed"):
+        first.total(terms)
+
+
+@pytest.mark.parametrize("target", ALL)
+def test_another_list_of_shares_for_one_site(rogue: Rogue, target: int) -> None:
+    """A split view of who shared: the target has masks with sites that the others say are lost."""
+    download, terms = rogue.download(), rogue.terms(1, rogue.download())
+    session = rogue.begin(1)
+    few = [target, *[c for c in ALL if c != target][:2]]
+    for c in ALL:
+        session.vector(c, terms, download, peers=few if c == target else None)
+    for survivors in (ALL, few, [c for c in ALL if c not in few[1:]]):
+        for c in survivors:
+            session.open(c, survivors)
+    assert not session.told
+
+
+# ------------------------------------------------------------------------------------------ who survived, at nine sites
+
+
+def split(tmp_path: Path, threshold: int, colluders: Collection[int]) -> tuple[set[str], Steps]:
+    """The lists that nine sites open, of which some are told that all survived, and some that the last was lost.
+
+    Colluding sites sign both lists and say both shares, against their own protocol.
+    """
+    here = secured(tmp_path, "fedavg", threshold, partition={"kind": "iid", "clients": 9, "keep": 24})
+    steps = Steps(here)
+    honest_ones = [c for c in range(8) if c not in colluders]
+    for c in range(9):
+        steps.receive(c, range(9))
+        steps.masked(c)
+    lost = secure.write(dict.fromkeys(range(8), b""))
+    half = (len(honest_ones) + 1) // 2
+    signers, others = honest_ones[:half], [*honest_ones[half:], 8]
+    for c in signers:
+        steps.sites[c].agree(1, steps.nonce, lost)
+    opened = {"all": len(colluders), "eight": len(colluders)}
+    for c in (*signers, *others):
+        for name, survivors, signed in (
+            ("all", range(9), range(9)),
+            ("eight", range(8), [*signers, *colluders]),
+        ):
+            try:
+                steps.tell(c, survivors, signed)
+            except Broken:
+                continue
+            opened[name] += 1
+    return {name for name, count in opened.items() if count >= threshold}, steps
+
+
+@pytest.mark.parametrize(("threshold", "colluders"), [(5, []), (6, [0]), (7, [0, 1]), (7, [0, 1, 2, 3])])
+def test_a_split_view_of_nine_sites_opens_one_sum_at_most(threshold: int, colluders: list[int], tmp_path: Path) -> None:
+    """Within 2 T > n + c, both the sum of nine and that of eight, whose difference is one upload, are never open."""
+    assert len(colluders) <= secure.colluders(9, threshold)
+    found, _ = split(tmp_path, threshold, colluders)
+    assert len(found) <= 1
+
+
+def test_the_bound_of_a_split_view_is_sharp(tmp_path: Path) -> None:
+    """One colluding site more, and both sums are open: the attack above is a real one."""
+    assert secure.colluders(9, 5) == 0
+    found, _ = split(tmp_path, 5, [0])
+    assert found == {"all", "eight"}
