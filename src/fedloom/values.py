@@ -30,6 +30,8 @@ NUMBERS: dict[str, Literal["int_type", "float_type"]] = {"int": "int_type", "flo
 """Numbers in a schema of pydantic, and the error that refuses what is none."""
 LARGEST = 2**63 - 1
 """The largest whole number of a tensor, or of a TOML file."""
+DEEPEST = 32
+"""Tables and arrays of a TOML file within one another."""
 FACTOR = r"(\d+\.?\d*|\.\d+)x"
 """A multiple of what is derived, as 2x or 0.5x."""
 LEFT = ("metadata", "default", "expected", "serialization", "keys_schema")
@@ -227,12 +229,29 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     Raises:
         ConfigError: it is missing, unreadable or not TOML.
     """
+    if path.exists() and not path.is_file():
+        kind = "is a folder" if path.is_dir() else "is a pipe, socket or device"
+        raise ConfigError(f"cannot read the {what} {path}: it {kind}; give the path of a TOML file")
     try:
-        return tomllib.loads(path.read_bytes().decode())
+        document = tomllib.loads(path.read_bytes().decode())
+        if not _is_shallow(document):
+            raise RecursionError
+        return document
     except OSError as error:
         raise ConfigError(f"cannot read the {what} {path}: {error.strerror}; give the path of a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ConfigError(f"{path} is not read: its arrays or tables are nested too deeply") from None
+    except ValueError as error:  # of TOML, of UTF-8, or of a number with thousands of digits
         raise ConfigError(f"{path} is not a TOML file: {error}") from None
+
+
+def _is_shallow(document: Mapping[str, Any]) -> bool:
+    """Whether tables and arrays lie in one another at most `DEEPEST` times."""
+    level: list[Any] = [document]
+    for _ in range(DEEPEST):
+        inner = [v for value in level for v in (value.values() if isinstance(value, dict) else value)]
+        level = [value for value in inner if isinstance(value, dict | list)]
+    return not level
 
 
 def _exact(schema: Any, owner: type) -> Any:

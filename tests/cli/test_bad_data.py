@@ -226,6 +226,12 @@ def bombs() -> dict[str, Callable[[Path], Path]]:
         parquet.write_table(table, folder / "b.parquet", compression="zstd")
         return folder / "b.parquet"
 
+    def texts_bomb(folder: Path) -> Path:
+        text = "x" * 10_000
+        table = pa.table({"x": pa.array([text] * (SMALL // 5000)), "y": pa.array(np.arange(SMALL // 5000) % 2)})
+        parquet.write_table(table, folder / "b.parquet", compression="zstd")
+        return folder / "b.parquet"
+
     def tar_xz(folder: Path) -> Path:
         plain = as_tar(folder / "b.tar", {"a/1.png": ZEROS}, "w")
         packed = write(folder, {"b.tar.xz": xz(plain.read_bytes())}) / "b.tar.xz"
@@ -239,6 +245,7 @@ def bombs() -> dict[str, Callable[[Path], Path]]:
         "tar.xz": tar_xz,
         "npz": npz_bomb,
         "parquet": parquet_bomb,
+        "parquet of texts": texts_bomb,
         "gz": file("t.csv.gz", gzip.compress, b"a,b\n"),
         "xz": file("t.csv.xz", xz, b"a,b\n"),
         "json.gz": file("a.json.gz", gzip.compress, b'{"users":["'),

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from fedloom.data.tables import Fitted
 
 Task = Literal["classification", "binary", "regression"]
+MOST_CLASSES = 2**16
+"""Classes of a data set; larger numbers are measurements or damage."""
+TOO_MANY = (
+    f"at most {MOST_CLASSES:,} are predicted; set task = 'regression' if labels are measurements, or name another"
+)
 
 
 class Prepare(Protocol):
@@ -93,6 +98,8 @@ class Dataset:
             raise NoSamples(f"{self.name}: no samples; a data set needs at least one")
         if self.task not in get_args(Task):
             raise DataError(f"{self.name}: unknown task {self.task!r}; {nearest(self.task, get_args(Task))}")
+        if len(self.classes) > MOST_CLASSES:
+            raise DataError(f"{self.name}: {len(self.classes):,} classes; {TOO_MANY}")
         found = [*self._wrong_x(), *self._wrong_y(n), *self._wrong_scale()]
         for what, codes, names in self._coded():
             if len(codes) != n:

@@ -69,10 +69,16 @@ Constants = Literal["default", "paper"]
 """The constants of options that are not given: fedloom's defaults, or the paper's own."""
 
 
+def _no_path(text: str) -> str:
+    if "/" in text or "\\" in text or text in (".", ".."):
+        raise ValueError(f"must be a name, which a file can have, without / and \\, got {text!r}")
+    return text
+
+
 class Head(Value):
     """The plain keys of an experiment file that are no choices of a run; the others are those of `Setting`."""
 
-    name: Title = Field("experiment", description="name of the experiment")
+    name: Annotated[Title, AfterValidator(_no_path)] = Field("experiment", description="name of the experiment")
     seeds: tuple[NonNegativeInt, ...] = Field((0,), min_length=1, description="one run of every method per seed")
     settings: Constants = Field("default", description="of every method that does not say its own: default or paper")
 

@@ -14,16 +14,13 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.data.dataset import Dataset
+from fedloom.data.dataset import MOST_CLASSES, Dataset
 from fedloom.errors import DataError, blamed
 from fedloom.imports import path_of
 from fedloom.values import Value
 
 ENV = "FEDLOOM_DATA"
 """Environment variable with the folder of data sets."""
-
-MOST_CLASSES = 2**16
-"""Classes that numbered labels may have; larger numbers are measurements or damage."""
 
 FOLDER = "file or folder of the data set; None: looked for in the data folder"
 

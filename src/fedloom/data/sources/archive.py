@@ -135,6 +135,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     Raises:
         DataError: the file is missing, cannot be read, is damaged or unpacks to too much.
     """
+    check_regular(path)
     try:
         size = path.stat().st_size
         file = path.open("rb")
@@ -142,6 +143,16 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         raise DataError(f"{path}: cannot be read ({error.strerror}); check the path and its rights") from error
     with file:
         yield _unpacked(file, size, str(path))
+
+
+def check_regular(path: Path) -> None:
+    """Refuses what would be waited for, or never ends: a pipe, a socket, a device.
+
+    Raises:
+        DataError: it is one.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise DataError(f"{path}: is a pipe, socket or device; give a regular file")
 
 
 def _is_tar(head: bytes) -> bool:

@@ -306,9 +306,10 @@ def _targets(
     if y.dtype.kind == "U" and task != "regression":
         levels, codes = np.unique(y, return_inverse=True)
         names = classes or tuple(str(level) for level in levels)
-        if odd := [str(level) for level in levels if str(level) not in names]:
+        code_of = {name: code for code, name in enumerate(names)}
+        if odd := [str(level) for level in levels if str(level) not in code_of]:
             raise DataError(f"{place}: y has {', '.join(map(repr, odd))}, the classes are {', '.join(names)}")
-        y, classes = np.array([names.index(str(level)) for level in levels])[codes], names
+        y, classes = np.array([code_of[str(level)] for level in levels])[codes], names
     whole = y.ndim == 1 and (y.dtype.kind in "iub" or (y.dtype.kind == "f" and bool((y == np.floor(y)).all())))
     if task is None and y.ndim == 2 and bool(((y == 0) | (y == 1)).all()):
         single = bool((y.sum(1) == 1).all())

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import date, timedelta
-from itertools import islice, repeat
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -22,6 +22,10 @@ from fedloom.errors import DataError
 
 BATCH = 512
 csv.field_size_limit(2**24)  # characters of a cell: a text may be long, a quote that nothing closes may not fill memory
+ROW = 2**26
+"""Characters that a row may have, and of rows that are held before they are cut into columns."""
+LONGEST_NAME = 1000
+"""Characters of a level: a class, a client or a category; longer cells are texts."""
 LEVELS = 6
 """Levels of a column that an error shows."""
 ROLES = (
@@ -125,7 +129,7 @@ class Problems:
         for what, cells, cure in self._found.values():
             levels = list(dict.fromkeys(str(cell) for cell in cells if cell is not None))
             more = f" and {len(levels) - LEVELS} more" if len(levels) > LEVELS else ""
-            names = f", values {', '.join(map(repr, levels[:LEVELS]))}{more}" if len(levels) > 1 else ""
+            names = f", values {', '.join(map(shortened, levels[:LEVELS]))}{more}" if len(levels) > 1 else ""
             said.append(f"{what}{f' ({len(cells)} such{names})' if len(cells) > 1 else ''}; {cure}")
         return said
 
@@ -137,8 +141,10 @@ def csv_rows(entry: Entry, separator: str, comment: str | None = None) -> Iterat
         DataError: it is no such file.
     """
     text = io.TextIOWrapper(cast("io.BufferedReader", entry.stream), "utf-8-sig", newline="")
+    lines = _Lines(text, entry.where)
     try:
-        for row in csv.reader(text, delimiter=separator, skipinitialspace=True, strict=True):
+        for row in csv.reader(lines, delimiter=separator, skipinitialspace=True, strict=True):
+            lines.length = 0
             if comment is None or (row and not row[0].startswith(comment)):
                 yield row
     except (csv.Error, UnicodeDecodeError) as error:
@@ -146,10 +152,48 @@ def csv_rows(entry: Entry, separator: str, comment: str | None = None) -> Iterat
     text.detach()
 
 
+class _Lines:
+    """Lines of a CSV file, as long as those of one row together are not too long.
+
+    Attributes:
+        length: characters of the row so far.
+    """
+
+    def __init__(self, text: io.TextIOWrapper, where: str) -> None:
+        self.length, self._text, self._where = 0, text, where
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._text.readline(ROW)
+        self.length += len(line)
+        if self.length >= ROW:
+            raise DataError(
+                f"{self._where}: a row of {ROW:,} characters or more; check separator and quotes, or leave the row out"
+            )
+        if not line:
+            raise StopIteration
+        return line
+
+
+def _blocks(rows: Iterator[list[str]]) -> Iterator[list[list[str]]]:
+    """Some rows together, fewer where they are long."""
+    block, size = [], 0
+    for row in rows:
+        block.append(row)
+        size += sum(map(len, row))
+        if len(block) == BATCH or size >= ROW:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
+
+
 def pieces(rows: Iterator[list[str]], names: Sequence[str], problems: Problems) -> Iterator[Piece]:
     """Rows as pieces of columns; a row of another length is a problem and left out."""
     start, line, width = 0, problems.first, len(names)
-    while block := list(islice(rows, BATCH)):
+    for block in _blocks(rows):
         for number, row in enumerate(block, line):
             if row and len(row) != width:  # a blank line is no row
                 what = f"row {number} has {len(row)} cells, expected {width}"
@@ -201,7 +245,17 @@ class Codes:
         self.rows: list[NDArray[np.int32]] = []
 
     def add(self, cells: Cells, missing: NDArray[np.bool_]) -> None:
-        """More rows."""
+        """More rows.
+
+        Raises:
+            DataError: a cell is no name of a level, but a text.
+        """
+        longest = max((len(cell) for cell in cells if isinstance(cell, str | bytes)), default=0)
+        if longest > LONGEST_NAME:
+            raise DataError(
+                f"a cell of {longest:,} characters is no name of a class, client or category, which has at most "
+                f"{LONGEST_NAME:,}; drop the column, or read it as text"
+            )
         codes = [
             -1 if gone else self.levels.setdefault(level(cell), len(self.levels))
             for cell, gone in zip(cells, missing.tolist(), strict=True)
@@ -260,12 +314,18 @@ class Agreed:
         if strange.any() and not self._impute:
             what = (
                 f"row {problems.first + piece.start + int(strange.argmax())}, column {name!r}: unknown level "
-                f"{str(piece.cells[int(strange.argmax())])!r}, allowed are {', '.join(column.names[:20])}"
+                f"{shortened(str(piece.cells[int(strange.argmax())]))}, allowed are {', '.join(column.names[:20])}"
             )
             cells = [cell for cell, odd in zip(piece.cells, strange, strict=True) if odd]
             problems.add("level", name, what, cells, self._cure)
         self.filled += int(strange.sum())
         return np.where(out < 0, np.nan, out)
+
+
+def shortened(cell: Any) -> str:
+    """A cell as messages show it."""
+    text = repr(cell)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
 
 
 def natural(text: str) -> tuple[float, str]:
@@ -292,7 +352,7 @@ def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: 
         what = f"row {problems.first + start + bad[0]}, column {column!r}: expected a finite number, got "
         if isinstance(cells[bad[0]], date | timedelta):
             cure = "drop the column, or give a number, such as days since a date"
-        problems.add("number", column, what + repr(cells[bad[0]]), [cells[k] for k in bad], cure)
+        problems.add("number", column, what + shortened(cells[bad[0]]), [cells[k] for k in bad], cure)
     return out
 
 

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from fedloom.data.dataset import Dataset, Task
-from fedloom.data.sources._base import MOST_CLASSES, FileSource, lies_at, locate, numbered
+from fedloom.data.dataset import MOST_CLASSES, Dataset, Task
+from fedloom.data.sources._base import FileSource, lies_at, locate, numbered
 from fedloom.data.sources.archive import Entry, Rows, entries
 from fedloom.errors import DataError, NoSamples
 

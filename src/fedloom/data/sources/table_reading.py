@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.data.agreement import Agreement
-from fedloom.data.dataset import Dataset, Task, refuse
+from fedloom.data.dataset import MOST_CLASSES, TOO_MANY, Dataset, Task, refuse
 from fedloom.data.sources._base import lies_at
 from fedloom.data.sources.archive import Rows
 from fedloom.data.sources.cells import LEVELS, Agreed, Codes, Piece, Problems, is_missing, natural, numbers
@@ -21,6 +22,9 @@ from fedloom.errors import ConfigError, DataError, NoSamples, nearest
 
 if TYPE_CHECKING:
     from fedloom.data.sources.tabular import TableSource
+
+MOST_COLUMNS = 100_000
+"""Columns of a table; of so many an array is read in a small part of the time."""
 
 
 def read_table(spec: TableSource, name: str, names: list[str], cells: Iterable[Piece], problems: Problems) -> Dataset:
@@ -67,7 +71,12 @@ class _Reading:
             raise ConfigError(
                 f"{where}: " + "; ".join(f"no column {column!r}{cure}; {nearest(column, names)}" for column in absent)
             )
-        if twice := sorted({column for column in names if names.count(column) > 1}):
+        if len(names) > MOST_COLUMNS:
+            raise DataError(
+                f"{where}: {len(names):,} columns, at most {MOST_COLUMNS:,} are read; check the separator, or give the "
+                "features as an array (NPZ, or a folder with x.npy)"
+            )
+        if twice := sorted(column for column, count in Counter(names).items() if count > 1):
             raise DataError(f"{where}: two columns have the same name, {', '.join(map(repr, twice))}; rename one")
         self.agreed: dict[str, Agreed] = {}
         self.features = [c for c in names if c not in {self.label, spec.users, *spec.drop}]
@@ -86,6 +95,7 @@ class _Reading:
                 "separator, label and drop"
             )
         categorical = () if self.agreed else spec.categorical
+        self.place = {column: k for k, column in enumerate(self.features)}
         self.codes = {column: Codes() for column in {self.label, *categorical, *self.special}}
         self.numeric = {c for c in self.features if c not in categorical and c not in self.agreed}
         self.x, self.measured = Rows((len(self.features),), np.float64), Rows((), np.float64)
@@ -109,14 +119,22 @@ class _Reading:
         if column not in self.agreed:
             self._check_gaps(piece, gone)
         if column in self.codes:
-            self.codes[column].add(block, gone)
+            self._code(piece, gone)
         if column in self.agreed:
-            rows[:, self.features.index(column)] = self.agreed[column].read(piece, gone, self.problems)
+            rows[:, self.place[column]] = self.agreed[column].read(piece, gone, self.problems)
         elif column in self.numeric:
             values = numbers(piece, gone, self.problems)
-            rows[:, self.features.index(column)] = values * self.spec.factors.get(column, 1.0)
+            rows[:, self.place[column]] = values * self.spec.factors.get(column, 1.0)
         if column == self.label and self.regression:
             self.measured.at(start, len(block))[:] = numbers(piece, gone, self.problems)
+
+    def _code(self, piece: Piece, gone: NDArray[np.bool_]) -> None:
+        """The levels of a piece of a column."""
+        codes, where = self.codes[piece.column], f"{self.problems.where}: column {piece.column!r}"
+        with lies_at(Path(where)):
+            codes.add(piece.cells, gone)
+        if piece.column == self.label and not self.regression and len(codes.levels) > MOST_CLASSES:
+            raise DataError(f"{where}: more than {MOST_CLASSES:,} classes; {TOO_MANY}")
 
     def _check_gaps(self, piece: Piece, gone: NDArray[np.bool_]) -> None:
         """Missing cells that nothing allows are a problem."""
@@ -150,8 +168,8 @@ class _Reading:
         keep = torch.from_numpy(~np.isnan([target, *(coded[c][0] for c in self.special)]).any(0))
         values = torch.from_numpy(self.x.done())
         for column in () if self.agreed else spec.categorical:
-            if column in self.features:
-                values[:, self.features.index(column)] = torch.from_numpy(coded[column][0])
+            if column in self.place:
+                values[:, self.place[column]] = torch.from_numpy(coded[column][0])
         values = values if bool(keep.all()) else values[keep]
         y = torch.from_numpy(target)[keep]
         codes = {c: torch.from_numpy(coded[c][0])[keep].long() for c in self.special}

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from fedloom.data.agreement import Agreement, agreement_of
 from fedloom.data.dataset import Dataset
 from fedloom.data.sources._base import FileSource, locate
-from fedloom.data.sources.archive import check_size, entries
+from fedloom.data.sources.archive import check_regular, check_size, entries
 from fedloom.data.sources.cells import (
     BATCH,
     HEAD,
@@ -150,24 +150,53 @@ class Parquet(TableSource):
 
         Their number and size in the footer are compared with the file's size first.
         """
-        from pyarrow import ArrowException, parquet  # slow to import
+        from pyarrow import ArrowException, parquet, types  # slow to import
 
         place = locate("Parquet", self.path, data_dir, (), lambda p: p.is_file())
+        check_regular(place)
         try:
-            with parquet.ParquetFile(place, buffer_size=2**18, pre_buffer=False) as file:  # else a group is held whole
+            schema = parquet.read_schema(place)
+            if nested := [f.name for f in schema if types.is_nested(f.type) and f.name not in self.drop]:
+                raise DataError(f"{place}: column {nested[0]!r} holds lists or tables in its cells; drop it")
+            texts = [f.name for f in schema if _is_text(f.type)]
+            options: dict[str, Any] = {"buffer_size": 2**18, "pre_buffer": False}  # else a group is held whole
+            with parquet.ParquetFile(place, read_dictionary=texts, **options) as file:
                 groups = range(file.metadata.num_row_groups)
                 names = list(file.schema_arrow.names)
                 unpacked = sum(file.metadata.row_group(i).total_byte_size for i in groups)
                 cells = file.metadata.num_rows * sum(name not in self.drop for name in names)
                 check_size(str(place), max(unpacked, cells * CELL), place.stat().st_size)
-                yield Raw(place.stem, names, _columns(file, names, self.drop), Problems(str(place)))
+                yield Raw(place.stem, names, _columns(file, names, self.drop, place), Problems(str(place)))
         except (ArrowException, OSError) as error:
             raise DataError(f"{place}: not a readable Parquet file ({error}); write it again") from error
 
 
-def _columns(file: Any, names: list[str], drop: tuple[str, ...]) -> Iterator[Piece]:
+def _is_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    return any(test(kind) for test in (types.is_string, types.is_binary, types.is_large_string, types.is_large_binary))
+
+
+def _columns(file: Any, names: list[str], drop: tuple[str, ...], place: Path) -> Iterator[Piece]:
+    """Pieces of a file's columns; equal texts are one in memory, and counted as often as they are there.
+
+    Raises:
+        DataError: texts that are far longer together than the file.
+    """
+    from pyarrow import DictionaryArray, compute, int64
+
+    packed, length = place.stat().st_size, 0
     for name in names:
         start = 0
         for batch in file.iter_batches(BATCH, columns=[name], use_threads=False) if name not in drop else ():
-            yield Piece(start, name, batch.column(name).to_pylist())
+            column = batch.column(name)
+            if isinstance(column, DictionaryArray) and _is_text(column.type.value_type):
+                lengths = compute.cast(compute.binary_length(column.dictionary), int64())
+                length += compute.sum(lengths.take(column.indices)).as_py() or 0
+                check_size(f"{place}: column {name!r}", length, packed)
+                texts = column.dictionary.to_pylist()
+                cells = [None if code is None else texts[code] for code in column.indices.to_pylist()]
+            else:
+                cells = column.to_pylist()
+            yield Piece(start, name, cells)
             start += len(batch)
