@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fedloom import testing as testing
     from fedloom.choose import samplers as samplers
     from fedloom.choose import weighers as weighers
+    from fedloom.comparison.compare import compare as compare
     from fedloom.data import partition as partition
     from fedloom.data.dataset import Dataset as Dataset
     from fedloom.data.federation import Federation as Federation
@@ -56,6 +57,7 @@ _WHERE = {
     "attacks": "fedloom.rows.attacks",
     "callbacks": "fedloom.engine.callbacks",
     "channel": "fedloom.rows.channel",
+    "compare": "fedloom.comparison.compare:compare",
     "errors": "fedloom.errors",
     "experiment": "fedloom.experiment",
     "load": "fedloom.data.sources:load",

@@ -84,7 +84,7 @@ class Results:
         text = {
             "name": settings.name, "runs": [run], "clients": settings.clients, "classes": settings.samples.classes,
             "select_on": self._experiment.common.evaluate.select_on, "warnings": self._notes,
-            "metrics": self._experiment.common.task.directions,
+            "metrics": self._experiment.methods[0].setting.task.directions,
             "stop": stop and stop.name, "reason": reason if stop is None else stop.value, "detail": detail,
             "sites": {members[c]: {"here": c in here, **tally} for c, tally in found.items()},
         }  # fmt: skip

@@ -108,7 +108,7 @@ def check_deployable(experiment: Experiment, *, masked: bool = False) -> None:
         raise Refused("evaluate.clients is for simulation, every site scores models: leave it out to deploy")
     if method.setting.pooled:
         raise Refused(f"{method.label} pools the data of all clients, which real sites do not give; choose another")
-    if experiment.common.model.weights is not None:
+    if method.setting.model.weights is not None:
         raise Refused(
             "model.weights is a file of this machine, and nothing holds the sites to the same one: leave it out, or "
             "give a function of a package that every site has, [model] kind = 'package.module:function'"

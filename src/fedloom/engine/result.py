@@ -17,11 +17,11 @@ from fedloom.engine.scoring import choose_model, personal_models
 from fedloom.engine.state import State
 from fedloom.errors import ConfigError, Stop
 from fedloom.local.rows import to_device
-from fedloom.metrics import BRIEF
+from fedloom.metrics import BRIEF, leading
 from fedloom.trained.adapt import ServerSide
 from fedloom.trained.model import Recipe, running_statistics
 from fedloom.trained.model_source import KINDS
-from fedloom.trained.models import Models
+from fedloom.trained.models import OWN, Models
 
 if TYPE_CHECKING:
     from altair import Chart
@@ -62,17 +62,30 @@ class Result:
             raise ConfigError("to_pandas needs pandas: pip install pandas; table() is the same without it")
         return self.table().to_pandas()
 
-    def final(self, model: str, metric: str = "accuracy", part: str = "test") -> Tensor:
+    def final(self, model: str | None = None, metric: str = "accuracy", part: str = "test") -> Tensor:
         """A metric of every client that is scored (`Job.judged`) after the last evaluated round, float64 ``[s]``.
+
+        Args:
+            model: "global", "personal" or "hybrid"; None: the model that a client would use, the hybrid one where it
+                was measured, else the personal one, else the global one.
+            metric: its name.
+            part: of the clients' samples.
 
         Raises:
             ConfigError: it was not measured.
         """
+        model = model or self.used
         values = self.state.records.last(model, part, metric)
         if values is None:
             known = ((r.model, r.part, r.metric) for r in self.state.records.items if not r.total)
             raise not_measured(model, metric, part, known)
         return torch.from_numpy(values)
+
+    @property
+    def used(self) -> str:
+        """The model that a client would use: the first of `fedloom.trained.models.OWN` that was measured."""
+        measured = {r.model for r in self.state.records.items}
+        return next((kind for kind in OWN if kind in measured), OWN[-1])
 
     def chart(self, metric: str | None = None, part: str = "test") -> Chart:
         """An Altair chart of a metric by round; see `fedloom.report.notebook.chart`."""
@@ -91,7 +104,13 @@ class Result:
     def __repr__(self) -> str:
         """One line on how it went."""
         end = f" ({self.detail})" if self.detail else ""
-        return f"Result({type(self.job.algorithm).__name__}, {self.rounds} rounds, {self.stop.value}{end})"
+        parts = [type(self.job.algorithm).__name__, f"{self.rounds} rounds", f"{self.stop.value}{end}"]
+        names = {r.metric for r in self.state.records.items if (r.model, r.part) == (self.used, "test") and not r.total}
+        if names:
+            name = leading(names)
+            values = self.final(None, name)
+            parts.append(f"test {name} {float(values.nanmean()):.4g} ({self.used})")
+        return f"Result({', '.join(parts)})"
 
 
 class Live:

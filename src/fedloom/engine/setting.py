@@ -177,7 +177,9 @@ class Setting(Value):
     what a checkpoint must agree on and named where a directory holds another run.
     """
 
-    own: ClassVar[tuple[str, ...]] = ("local", "sampler", "weigher", "aggregator", "channel", "rounds", "weights")
+    own: ClassVar[tuple[str, ...]] = (
+        "model", "task", "local", "sampler", "weigher", "aggregator", "channel", "rounds", "weights",
+    )  # fmt: skip
     """What every method of an experiment may have for itself."""
 
     algorithm: Method = Field(description="a method, or what a preset makes")

@@ -161,7 +161,7 @@ def write_summary(
         "clients": feds[0].n,
         "classes": list(feds[0].data.classes),
         "select_on": experiment.common.evaluate.select_on,
-        "metrics": experiment.common.task.directions,
+        "metrics": {k: v for m in experiment.methods for k, v in m.setting.task.directions.items()},
         "warnings": list(dict.fromkeys([*notes, *more])),
     }
     write_atomic(out / "summary.json", json.dumps(summary, indent=1).encode())

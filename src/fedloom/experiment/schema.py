@@ -35,17 +35,19 @@ class Method:
         algorithm: what the file names: an entry of the registry, or a class of user code.
         options: its own keys.
         setting: its run, with the first seed.
+        kind: its class or preset, where no name leads to it.
     """
 
     label: str
     algorithm: str
     options: dict[str, Any]
     setting: Setting
+    kind: type[Algorithm] | Preset | None = None
 
     @property
     def entry(self) -> type[Algorithm] | Preset:
         """What `algorithm` names."""
-        return choose("algorithm", REGISTRY, self.algorithm, base=Algorithm)
+        return self.kind or choose("algorithm", REGISTRY, self.algorithm, base=Algorithm)
 
     def settings(self) -> dict[str, Any]:
         """The method as a TOML table, defaults filled in."""
@@ -112,6 +114,8 @@ def _grammar() -> Grammar:
     return Grammar(create_model("Head", __base__=Head, **plain), tables, REGISTRY, _Own, Setting.own)
 
 
+SHARED = ("model", "task")
+"""What a method has from the experiment unless it has its own; settings name it there alone."""
 GRAMMAR = _grammar()
 """What an experiment file may hold."""
 
@@ -147,7 +151,10 @@ class Experiment:
 
     def settings(self) -> dict[str, Any]:
         """The whole experiment as a TOML document, defaults filled in."""
-        common = {k: v for k, v in self.common.document().items() if k in Setting.plain() or k not in Setting.own}
+        whole = self.common.document()
+        shared = (*Setting.plain(), *SHARED)
+        common = {k: v for k, v in whole.items() if k in shared or k not in Setting.own}
+        methods = [m.settings() for m in self.methods]
         return {
             **dump(self.head),
             **{k: common.pop(k) for k in Setting.plain()},
@@ -155,7 +162,7 @@ class Experiment:
             "partition": dump(self.partition, kind=self.partition.kind),
             **common,
             "model": {**common["model"], "kind": self.model_kind},
-            "method": [m.settings() for m in self.methods],
+            "method": [{k: v for k, v in m.items() if k not in SHARED or v != whole[k]} for m in methods],
         }
 
 

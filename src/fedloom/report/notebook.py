@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Mapping
 from typing import Any
 
 import altair as alt
@@ -13,7 +14,8 @@ import vl_convert
 from fedloom import metrics
 from fedloom.errors import ConfigError, nearest, unknown
 from fedloom.report.figure import theme
-from fedloom.report.naming import metric, titled
+from fedloom.report.naming import figure, metric, titled
+from fedloom.report.numbers import Estimate
 
 MODELS = ("global", "personal", "hybrid")
 
@@ -58,6 +60,34 @@ def page(table: pa.Table, title: str) -> str:
         spec = {**_chart(curves, name, "test").to_dict(), "config": theme(dark=False)}
         parts.append(vl_convert.vegalite_to_svg(spec))
     return "\n".join(parts)
+
+
+def comparison_chart(estimates: Mapping[str, Estimate], name: str) -> alt.LayerChart | alt.FacetChart:
+    """The mean of every method with its 95 % interval over seeds, and every seed as a dot, the best on top.
+
+    Args:
+        estimates: the figure by the label of the method.
+        name: the figure.
+    """
+    shown = figure(name)
+    sign = -1 if shown.higher else 1
+    order = sorted(estimates, key=lambda label: sign * estimates[label].mean)
+    means, seeds = [], []
+    for label in order:
+        found, half = estimates[label], estimates[label].half
+        ends = {"low": found.mean - half, "high": found.mean + half} if half == half else {}
+        means.append({"method": label, "value": found.mean * shown.scale,
+                      **{key: value * shown.scale for key, value in ends.items()}})  # fmt: skip
+        seeds += [{"method": label, "seed": s, "value": v * shown.scale} for s, v in found.finite.items()]
+    y = alt.Y("method:N", sort=order, title=None)
+    x = alt.X("value:Q", title=titled(shown), scale=alt.Scale(zero=False))
+    summary, single = (alt.Chart(alt.InlineData(values=rows)) for rows in (means, seeds))
+    return alt.layer(
+        single.mark_circle(size=24, opacity=0.35).encode(x=x, y=y, tooltip=["method:N", "seed:Q", "value:Q"]),
+        summary.mark_rule(strokeWidth=2).encode(x=alt.X("low:Q", title=titled(shown)), x2="high:Q", y=y),
+        summary.mark_point(filled=True, size=70).encode(x=x, y=y, tooltip=["method:N", "value:Q"]),
+        width=380,
+    )
 
 
 def _chart(rows: list[dict[str, Any]], name: str, part: str) -> alt.Chart:

@@ -193,10 +193,7 @@ class Tuning:
 
     def _write(self, found: Sequence[Found]) -> None:
         """``tuned.toml``: the experiment with the settings of each method's best trial."""
-        document = self._document
-        for one in found:
-            assert one.best is not None
-            document = with_params(document, one.study.place, one.best.params, **self._rounds(one, document))
+        document = self.tuned(found)
         self._read(document, "tuned.toml")
         chosen = f"the best of {self.tune.trials} trials each by validation {self.tune.metric or self.goal.metric}"
         head = f"# {self.experiment.head.name}: settings chosen by 'fedloom tune', {chosen}.\n"
@@ -204,6 +201,14 @@ class Tuning:
             head += "# The rounds of every method bring its samples_backward nearest to those of `rounds` plain ones.\n"
             head += "".join(f"# {sentence}\n" for sentence in beyond(found))
         write_atomic(self.out / "tuned.toml", (head + tomli_w.dumps(document)).encode())
+
+    def tuned(self, found: Sequence[Found]) -> dict[str, Any]:
+        """The document of the experiment with the settings of each method's best trial, which must be there."""
+        document = self._document
+        for one in found:
+            assert one.best is not None
+            document = with_params(document, one.study.place, one.best.params, **self._rounds(one, document))
+        return dict(document)
 
     def _rounds(self, found: Found, document: Mapping[str, Any]) -> dict[str, int]:
         study, _, best = found

@@ -44,7 +44,9 @@ def owned(folder: Path) -> list[Owned]:
 def module_of(one: Owned) -> nn.Module:
     """A site's model as a plain module in evaluation mode."""
     samples, experiment = one.site.samples, read_agreed(one.site)
-    module = experiment.common.model.build(samples.shape, samples.outputs, experiment.head.seeds[0], samples.tokens)
+    module = experiment.methods[0].setting.model.build(
+        samples.shape, samples.outputs, experiment.head.seeds[0], samples.tokens
+    )
     check_digest(one.model.path)
     Layout.of(module).load(module, load_file(one.model.path)["rows"][0])
     return module.eval()
@@ -60,7 +62,7 @@ def figures(one: Owned) -> dict[str, float]:
     experiment = read_agreed(one.site)
     fed = site_federation(experiment, one.site)
     index = fed.indices("test", one.site.client)
-    found = task_of(fed.data, experiment.common.task).metrics(
+    found = task_of(fed.data, experiment.methods[0].setting.task).metrics(
         module_of(one)(fed.fetch(index)).flatten(0, -2),
         fed.targets(index),
         torch.zeros(len(index), dtype=torch.long),

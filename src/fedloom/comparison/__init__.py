@@ -1,0 +1,1 @@
+"""Comparisons from Python: `fedloom.compare`."""

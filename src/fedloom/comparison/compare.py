@@ -1,0 +1,158 @@
+"""compare: several methods with several seeds on the same clients, tested and ready for a paper, in one call."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import Any
+from weakref import finalize
+
+from torch import nn
+
+from fedloom.comparison.given import GivenExperiment
+from fedloom.engine.result import Result
+from fedloom.errors import RunStopped, Stop, unknown
+from fedloom.experiment import Plan
+from fedloom.experiment.events import Listener
+from fedloom.experiment.outputs import Outcome
+from fedloom.models import ModelSpec
+from fedloom.progress import counted, shown
+from fedloom.report.comparison.contenders import MODELS, Models
+from fedloom.report.comparison.view import View
+
+
+class Comparison(View):
+    """What `compare` gives: the recorded comparison, and every run of it with its models.
+
+    Attributes:
+        folder: the run directory, as `fedloom run` writes it; `fedloom.open_run` opens it too.
+        results: of every run that has one, by (label, seed).
+        failures: the sentence on every run without a result, by (label, seed).
+        chosen: the settings that were chosen for every method by its label; empty without a search.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        outcomes: Sequence[Outcome],
+        against: str | None,
+        models: Models,
+        chosen: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        super().__init__(folder, against, models)
+        self.results: dict[tuple[str, int], Result] = {
+            (one.label, one.seed): one.result for one in outcomes if one.result is not None
+        }
+        self.failures = {(one.label, one.seed): one.reason for one in outcomes if one.result is None}
+        self.chosen = chosen
+
+    def __getitem__(self, key: tuple[str, int]) -> Result:
+        return self.results[key]
+
+
+def compare(
+    methods: Mapping[str, Any] | Sequence[Any],
+    data: Any,
+    model: str | ModelSpec | nn.Module | Callable[..., nn.Module] | None = None,
+    *,
+    partition: Any = None,
+    seeds: Iterable[int] = range(5),
+    tune: int | Mapping[str, Any] | None = None,
+    against: str | None = None,
+    models: Models = "used",
+    folder: Path | str | None = None,
+    progress: bool = True,
+    name: str = "comparison",
+    **choices: Any,
+) -> Comparison:
+    """Run methods with several seeds on the same clients, and compare them.
+
+    Runs are paired: with one seed, all methods have the same split, cohorts, initial model and batches. It is the
+    experiment that a file gives to `fedloom tune` and `fedloom run`, run, resumed and reported by the same code.
+
+    Args:
+        methods: by label: a method (``fl.algorithms.Ditto(lam=1.0)``, an instance of your own class), its name, or a
+            table with ``algorithm``, its options and what it has for itself: ``model``, ``task``, ``local``,
+            ``rounds``, ``sampler``, ``weigher``, ``aggregator``, ``channel``. A list of methods is labelled by their
+            names.
+        data: a federation; or a data set, its name, or arrays ``(x, y)`` and whatever else `fedloom.Dataset.of` takes;
+            or a list of clients, a pair ``(train, test)`` of pairs ``(x, y)`` each.
+        model: as in `fedloom.simulate`; softmax when None.
+        partition: how a data set is split among clients, such as ``fl.partition.dirichlet(clients=20, beta=0.1)``;
+            drawn anew with every seed. A federation is split already, and seeds change all else.
+        seeds: one run of every method per seed; with fewer than five nothing is decided.
+        tune: trials per method, chosen on validation data with equal work, before the runs; or the table ``[tune]`` of
+            an experiment file. None: the settings are taken as they are.
+        against: label of the method that the others are tested against; None: local or FedAvg if one is there.
+        models: the model of a method that is compared: ``used``, the one that a client would use (of a global and a
+            personal model the better one on the client's validation part); ``personal``, as papers report it; ``all``.
+        folder: the run directory, which the same call goes on from; a search has ``<folder>-tune`` beside it. None: a
+            temporary one.
+        progress: show a bar (in a terminal) or lines.
+        name: of the comparison, in titles.
+        choices: further fields of `fedloom.Setting` for all methods, such as ``rounds=50`` or ``local={"lr": 0.1}``.
+
+    Raises:
+        ConfigError: values that cannot work, or (Refused) do not work together; nothing has been run then.
+        DataError: no data set can be made of the data.
+        RunDirError: the folder holds another comparison.
+        RunStopped: interrupted (the same call with the folder goes on), or a search of which no trial completed.
+    """
+    table = {"trials": tune} if isinstance(tune, int) else dict(tune or {})
+    if models not in MODELS:
+        raise unknown("choice", models, MODELS, "compare: models")
+    given = GivenExperiment(methods, data, partition, seeds, table, name, {"model": model, **choices})
+    if against is not None and against not in given.references:
+        raise unknown("method to compare with", against, given.references, "compare: against")
+    if folder is not None:
+        return _compared(given, Path(folder), against, models, tune is not None, progress)
+    temporary = Path(mkdtemp(prefix="fedloom-"))
+    try:
+        found = _compared(given, temporary / "run", against, models, tune is not None, progress)
+    except BaseException:
+        rmtree(temporary, ignore_errors=True)
+        raise
+    finalize(found, rmtree, temporary, ignore_errors=True)
+    return found
+
+
+def _compared(
+    given: GivenExperiment, place: Path, against: str | None, models: Models, tunes: bool, progress: bool
+) -> Comparison:
+    """The comparison in a folder, after all that is missing has been run."""
+    document, chosen = given.document(), dict[str, Mapping[str, Any]]()
+    if tunes:
+        document, chosen = _tuned(given, document, place.with_name(f"{place.name}-tune"), progress)
+    plan = Plan(given.read(document), place)
+    for label, notes in plan.notes.items() if progress else ():
+        for note in notes:
+            sys.stderr.write(f"{label}: {note}\n")
+    with shown(plan) if progress else nullcontext(_silent) as hear:
+        outcomes = plan.run(hear, page=False)
+    if any(one.status == "interrupted" for one in outcomes):
+        raise RunStopped(Stop.INTERRUPTED, "the same call goes on from its folder, if it names one")
+    return Comparison(place, outcomes, against, models, chosen)
+
+
+def _tuned(
+    given: GivenExperiment, document: dict[str, Any], out: Path, progress: bool
+) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
+    """The document with the settings that a search has chosen, and these by label."""
+    from fedloom.tune import Tuning  # needs the extra 'tune'
+    from fedloom.tune.search import beyond
+
+    search = Tuning(document, "compare", out, read=given.read)
+    shows: AbstractContextManager[Listener] = counted(search.rounds) if progress else nullcontext(_silent)
+    with shows as hear:
+        found = search.run(lambda *_: None, hear)
+    for sentence in beyond(found) if progress else ():
+        sys.stderr.write(f"warning: {sentence}\n")
+    return search.tuned(found), {one.study.method.label: dict(one.best.params) for one in found if one.best}
+
+
+def _silent(event: object) -> None:
+    """Hear of an event and show nothing."""

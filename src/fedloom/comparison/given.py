@@ -1,0 +1,264 @@
+"""An experiment of values that Python holds: data in memory, methods, modules, a partition or a ready federation.
+
+It is the same `Experiment` that a file gives, so it is tuned, run, resumed and reported by the same code. Its settings
+name what is held in memory by class and digest; a folder is continued by the same call with the same values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import tomli_w
+from pydantic import Field, model_serializer
+
+from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset
+from fedloom.data import partition as partitions
+from fedloom.data.dataset import Dataset
+from fedloom.data.federation import PARTS, Federation
+from fedloom.data.partition import PARTITIONS, Partition
+from fedloom.data.sources import Source
+from fedloom.data.sources import source as source_of
+from fedloom.engine.setting import Setting
+from fedloom.errors import ConfigError
+from fedloom.experiment.check import merged
+from fedloom.experiment.schema import Experiment, Head, Method
+from fedloom.experiment.tuning import Tune
+from fedloom.imports import importable
+from fedloom.local import LocalSGD
+from fedloom.values import choose, dump, fields_of, make, make_kind
+
+PLAIN = ("weigher", "aggregator", "channel")
+"""What plain local training is measured without."""
+BESIDE = ("label", "settings")
+"""Keys of a method that are neither its options nor choices of its run."""
+
+
+class InMemory(Source):
+    """A data set that Python holds."""
+
+    held: Any = Field(exclude=True, repr=False, description="the data set")
+
+    def load(self, data_dir: object = None) -> Dataset:
+        data: Dataset = self.held
+        return data
+
+
+class Ready(Partition):
+    """Clients that are there already; every seed has the same."""
+
+    kind: ClassVar[str] = "ready"
+    held: Any = Field(exclude=True, repr=False, description="the federation")
+
+    @model_serializer
+    def _named(self) -> dict[str, Any]:
+        fed: Federation = self.held
+        digest = hashlib.blake2b(fed.data.checksum().encode(), digest_size=8)
+        for part in PARTS:
+            for tensor in fed.parts[part]:
+                digest.update(tensor.cpu().contiguous().numpy().tobytes())
+        return {"clients": fed.n, "digest": digest.hexdigest()}
+
+    def draw(self, pool: Any, seed: int) -> Any:
+        raise NotImplementedError("the clients are there already")
+
+    def __call__(self, data: Any, seed: int = 0) -> Federation:
+        fed: Federation = self.held
+        return fed
+
+
+class Given(NamedTuple):
+    """One method as Python has it.
+
+    Attributes:
+        label: what it is called.
+        name: what files call it: a name of the registry, an import path, or the class's name if no path leads to it.
+        entry: its class or preset; None of what a preset has made, whose options are fixed.
+        value: the method.
+        own: its own choices of a run.
+    """
+
+    label: str
+    name: str
+    entry: type[Algorithm] | Preset | None
+    value: Algorithm | Composition
+    own: dict[str, Any]
+
+
+class GivenExperiment:
+    """An experiment of values, as documents that a search may change.
+
+    Args:
+        methods: by label, or several that are called by their names.
+        data: a federation; or a data set, its name, or what `Dataset.of` makes one of.
+        partition: how a data set is split.
+        seeds: one run of every method per seed.
+        tune: how settings are looked for.
+        name: of the comparison.
+        choices: the fields of `Setting` that all methods share.
+
+    Raises:
+        ConfigError: values that cannot work; the message names the method or choice.
+        DataError: no data set can be made of the data.
+    """
+
+    def __init__(
+        self,
+        methods: Mapping[str, Any] | Sequence[Any],
+        data: Any,
+        partition: Any,
+        seeds: Iterable[int],
+        tune: Mapping[str, Any],
+        name: str,
+        choices: Mapping[str, Any],
+    ) -> None:
+        self._head = make(Head, {"name": name, "seeds": tuple(seeds)}, "compare", Head.model_fields)
+        self._source, self._options, self._partition = _federation(data, partition)
+        self._common = Setting.of("fedavg", **{**choices, "seed": self._head.seeds[0]})
+        self._tune = make(Tune, tune, "compare: tune", Tune.model_fields)
+        self._methods = {given.label: given for given in _methods(methods)}
+
+    @property
+    def references(self) -> list[str]:
+        """What the methods may be compared with: each of them, and the better of training alone and FedAvg."""
+        labels = {name: [g.label for g in self._methods.values() if g.name == name] for name in ("local", "fedavg")}
+        rival = [f"{labels['local'][0]} or {labels['fedavg'][0]}"] if all(labels.values()) else []
+        return [*self._methods, *rival]
+
+    def document(self) -> dict[str, Any]:
+        """The experiment as a file would have it, as far as a search changes it."""
+        settings = self._experiment(self._common, [{"label": label} for label in self._methods]).settings()
+        tables = [{key: method[key] for key in ("label", "algorithm")} for method in settings["method"]]
+        for table in tables:
+            own = self._methods[table["label"]].own
+            table |= {"rounds": own["rounds"]} if "rounds" in own else {}
+        document = {**settings, "weigher": dump(self._common.weigher), "method": tables, "tune": dump(self._tune)}
+        return tomllib.loads(tomli_w.dumps(document))
+
+    def read(self, document: Mapping[str, Any], where: str = "compare") -> Experiment:
+        """The experiment of `document`, in which a search has changed options, local training and rounds of methods.
+
+        Without a weigher it is that of plain local training, which every method's work is compared with.
+        """
+        common = self._common
+        if "weigher" not in document:
+            fields = {name: Setting.model_fields[name] for name in PLAIN}
+            common = common.with_(**{k: f.get_default(call_default_factory=True) for k, f in fields.items()})
+        return self._experiment(common, document["method"], where)
+
+    def _experiment(self, common: Setting, methods: Sequence[Mapping[str, Any]], where: str = "compare") -> Experiment:
+        return Experiment(
+            head=self._head,
+            source=self._source,
+            source_options=self._options,
+            partition=self._partition,
+            model_kind=common.document()["model"]["kind"],
+            common=common,
+            tune=self._tune,
+            methods=tuple(self._method(table, common, where) for table in methods),
+        )
+
+    def _method(self, table: Mapping[str, Any], common: Setting, where: str) -> Method:
+        given = self._methods.get(table.get("label", ""))
+        if given is None:  # plain local training, which others are measured by
+            entry = REGISTRY["fedavg"]
+            return Method("fedavg", "fedavg", {}, common.with_(algorithm="fedavg"), entry)
+        options = {k: v for k, v in table.items() if k not in ("algorithm", *BESIDE, *Setting.own)}
+        value = given.value
+        if options:
+            value = _with(given, options, f"{where}: {given.label}")
+        own = dict(given.own)
+        if "local" in table:
+            local = merged(dump(own.get("local", common.local)), table["local"])
+            own["local"] = make(LocalSGD, local, f"{where}: {given.label}: local", LocalSGD.model_fields)
+        if "rounds" in table:
+            own["rounds"] = table["rounds"]
+        setting = common.with_(**own, algorithm=value)
+        return Method(given.label, given.name, options, setting, given.entry)
+
+
+def _with(given: Given, options: Mapping[str, Any], where: str) -> Algorithm | Composition:
+    """A method with some of its options replaced."""
+    if isinstance(given.value, Algorithm):
+        changed: Algorithm = make(given.value.with_, options, where, fields_of(type(given.value)))
+        return changed
+    if given.entry is None:
+        raise ConfigError(f"{where}: the options of what a preset has made are fixed; give the preset by its name")
+    made: Any = given.entry
+    return make(made, options, where, fields_of(made))  # type: ignore[no-any-return]
+
+
+def _federation(data: Any, partition: Any) -> tuple[Source, dict[str, Any], Partition]:
+    """Where the data come from, what settings say of them, and how they are split."""
+    if isinstance(data, list) and data and all(_is_client(one) for one in data) and hasattr(Federation, "of"):
+        data = Federation.of(data)
+    if isinstance(data, Federation):
+        if partition is not None:
+            raise ConfigError("compare: the data are split already; leave partition out, or give a data set")
+        name = {"source": "memory", "name": data.data.name, "checksum": data.data.checksum()}
+        return InMemory(held=data.data), name, Ready(held=data)
+    if partition is None:
+        raise ConfigError(
+            "compare: say how the data are split among clients, as in partition=fl.partition.dirichlet(clients=10, "
+            "beta=0.5); or give a federation"
+        )
+    if isinstance(partition, str | Mapping):
+        table = {"kind": partition} if isinstance(partition, str) else partition
+        partition = make_kind("partition", PARTITIONS, table, "compare: partition", "iid", base=Partition)
+    if not isinstance(partition, Partition):
+        kinds = ", ".join(f"fl.partition.{kind}" for kind in PARTITIONS if hasattr(partitions, kind))
+        raise ConfigError(f"compare: partition must be one of {kinds}, got {partition!r:.80}")
+    if isinstance(data, str):
+        return source_of(data), {"source": data}, partition
+    found = Dataset.of(data)
+    return InMemory(held=found), {"source": "memory", "name": found.name, "checksum": found.checksum()}, partition
+
+
+def _is_client(one: Any) -> bool:
+    """Whether a value is a client's training and test samples, a pair of pairs."""
+    pair = isinstance(one, tuple | list) and len(one) == 2
+    return pair and all(isinstance(part, tuple | list) and len(part) == 2 for part in one)
+
+
+def _methods(methods: Mapping[str, Any] | Sequence[Any]) -> list[Given]:
+    if isinstance(methods, str) or not methods:
+        raise ConfigError(
+            f"compare: methods must be a table by label, as {{'fedavg': 'fedavg', 'mine': Mine()}}, got {methods!r:.80}"
+        )
+    labelled = methods.items() if isinstance(methods, Mapping) else [(None, one) for one in methods]
+    found = [_given(label, spec) for label, spec in labelled]
+    labels = [one.label for one in found]
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        raise ConfigError(f"compare: two methods have the label {twice[0]!r}; give a table with a label for each")
+    return found
+
+
+def _given(label: str | None, spec: Any) -> Given:
+    where = f"compare: {label}" if label else "compare"
+    table = dict(spec) if isinstance(spec, Mapping) else {"algorithm": spec}
+    if "algorithm" not in table:
+        raise ConfigError(f"{where}: algorithm is missing; give a method, as fl.algorithms.Ditto(lam=1.0), or its name")
+    algorithm = table.pop("algorithm")
+    own = {key: table.pop(key) for key in Setting.own if key in table}
+    own = {
+        key: Setting.tables()[key].read(v, f"{where}: {key}") if key in Setting.tables() else v
+        for key, v in own.items()
+    }
+    if isinstance(algorithm, type) and issubclass(algorithm, Algorithm):
+        algorithm = make(algorithm, {}, where, fields_of(algorithm))
+    if isinstance(algorithm, str):
+        entry: Any = choose("algorithm", REGISTRY, algorithm, where, Algorithm)
+        value = make(entry, table, where, {**fields_of(entry), "settings": None})
+        return Given(label or algorithm.rpartition(":")[2], algorithm, entry, value, own)
+    if not isinstance(algorithm, Algorithm | Composition):
+        raise ConfigError(
+            f"{where}: must be a method such as fl.algorithms.FedAvg(), or its name, got {algorithm!r:.80}"
+        )
+    kind = type(algorithm.algorithm if isinstance(algorithm, Composition) else algorithm)
+    named = next((name for name, known in REGISTRY.items() if known is kind), None)
+    name = named or importable(kind) or kind.__qualname__
+    entry = None if isinstance(algorithm, Composition) else kind
+    given = Given(label or named or kind.__name__, name, entry, algorithm, own)
+    return given._replace(value=_with(given, table, where)) if table else given

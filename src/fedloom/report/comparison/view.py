@@ -1,0 +1,158 @@
+"""A comparison that was recorded: its tables, tests, LaTeX, chart and report, read from a run directory."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from fedloom.errors import ConfigError
+from fedloom.report import notebook as display
+from fedloom.report.comparison.contenders import Models, contenders
+from fedloom.report.comparison.pairs import Pair, pairs, pairs_latex
+from fedloom.report.naming import figure, titled
+from fedloom.report.numbers import Row, leading_metric, rows_of
+from fedloom.report.page import results_latex, title, write
+from fedloom.report.reading import Run, read_runs
+from fedloom.report.tables import arrow, cell
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from altair import FacetChart, LayerChart
+
+
+class View:
+    """A recorded comparison.
+
+    Args:
+        folder: the run directory.
+        against: label of the method that every other one is compared with; None: of those that are there the first of
+            local and FedAvg, else the first method.
+        models: which model of a method is compared; see `fedloom.report.comparison.contenders.Models`.
+
+    Raises:
+        RunDirError: the folder is not a readable run directory.
+        ConfigError: there is no such method.
+    """
+
+    def __init__(self, folder: Path | str, against: str | None = None, models: Models = "used") -> None:
+        self.folder, self.models = Path(folder), models
+        shown = {row.method: row.algorithm for row in self._rows}
+        first = [label for name in ("local", "fedavg") for label, algorithm in shown.items() if algorithm == name]
+        self.against = against or next(iter([*first, *shown]))
+        self._pairs(self.against)
+
+    def table(self) -> pa.Table:
+        """A row per method: means over seeds of every figure, half widths of the 95 % intervals (``_ci95``), status.
+
+        Its columns are those of ``results.csv`` (`fedloom.report.result_table`). Beside hybrid models stands their
+        rival, for each client the better of training alone and FedAvg on validation.
+        """
+        return arrow(contenders(self._runs, self._rows, self.models))
+
+    def significance(self, against: str | None = None, figure: str | None = None) -> pa.Table:
+        """Every method against one, the best first, as one family of paired tests over seeds.
+
+        Args:
+            against: label of the reference; that of the comparison when None.
+            figure: what is compared, such as ``accuracy`` or ``accuracy/worst10``; the leading metric when None.
+
+        Returns:
+            Columns method, model, reference, seeds, mean, reference_mean, difference (method minus reference),
+            half_width (of an interval that leaves out 0 exactly where the difference is significant), p (paired t
+            test), p_holm (Holm's correction), and verdict: better, worse, level, same models, or not decidable with
+            fewer than five seeds.
+
+        Raises:
+            ConfigError: there is no such method or figure.
+        """
+        found = self._pairs(against or self.against, figure)
+        records = [{k: v for k, v in pair.record().items() if k != "run"} for pair in found]
+        names = list(records[0]) if records else []
+        return pa.table({name: [record[name] for record in records] for name in names})
+
+    def latex(self, columns: Sequence[str] | None = None) -> str:
+        """The result table for a paper, a row per method: the best in bold, what is level with it with a dagger.
+
+        Args:
+            columns: by their names in `table`; up to six that fit the task when None.
+        """
+        return results_latex(self._runs, self._rows, columns, self.models)
+
+    def significance_latex(self, against: str | None = None) -> str:
+        """`significance` for a paper."""
+        return pairs_latex(self._pairs(against or self.against), title(self._runs))
+
+    def report(self, out: Path | str | None = None) -> Path:
+        """Write the offline HTML report, with ``results`` and ``pairs`` as CSV and LaTeX in a folder beside it.
+
+        Args:
+            out: the HTML file; ``report.html`` in the comparison's folder when None.
+        """
+        place = self.folder / "report.html" if out is None else Path(out)
+        return write([self.folder], place, against=self.against, models=self.models, charts=False)
+
+    def plot(self, name: str | None = None) -> LayerChart | FacetChart:
+        """An Altair chart: the mean of every method with its 95 % interval over seeds, and every seed as a dot.
+
+        Args:
+            name: the figure; the leading metric when None.
+        """
+        chosen = name or self._lead
+        estimates = {r.method: r.figures[chosen] for r in contenders(self._runs, self._rows, self.models)
+                     if chosen in r.figures}  # fmt: skip
+        return display.comparison_chart(estimates, chosen)
+
+    def to_pandas(self) -> Any:
+        """`table` as a pandas DataFrame.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        if find_spec("pandas") is None:
+            raise ConfigError("to_pandas needs pandas: pip install pandas; table() is the same without it")
+        return self.table().to_pandas()
+
+    def _repr_html_(self) -> str:
+        shown = figure(self._lead)
+        heads = ["method", "model", f"test {titled(shown)}", f"difference to {self.against}", "Holm p", "verdict"]
+        return display.html_table(heads, self._lines())
+
+    def __repr__(self) -> str:
+        lines = [
+            f"{m}: {value}" + (f", {d} to {self.against}, {v}" if v else "") for m, _, value, d, _, v in self._lines()
+        ]
+        return f"Comparison({title(self._runs)}, test {titled(figure(self._lead))})\n  " + "\n  ".join(lines)
+
+    def _lines(self) -> list[list[str]]:
+        """Method, model, mean, difference, Holm's p and verdict as texts."""
+        beside = {pair.row.method: pair for pair in self._pairs(self.against)}
+        scale, lines = figure(self._lead).scale, []
+        for row in contenders(self._runs, self._rows, self.models):
+            mean, half = cell(self._lead, row.figures.get(self._lead))
+            pair = beside.get(row.method)
+            one = pair.comparison if pair else None
+            difference = f"{one.mean * scale:+.2f} ± {one.half * scale:.2f}" if one else ""
+            holm = f"{one.holm:.3g}" if one and one.testable else ""
+            value = f"{mean} ± {half}" if half else mean
+            lines.append([row.method, row.model, value, difference, holm, pair.verdict if pair else ""])
+        return lines
+
+    def _pairs(self, against: str, name: str | None = None) -> list[Pair]:
+        return pairs(self._runs, self._rows, against, self.models, name)
+
+    @cached_property
+    def _runs(self) -> list[Run]:
+        return read_runs([self.folder])
+
+    @cached_property
+    def _rows(self) -> list[Row]:
+        return rows_of(self._runs)
+
+    @cached_property
+    def _lead(self) -> str:
+        return leading_metric(self._runs)

@@ -1,0 +1,250 @@
+"""fl.compare: what a file gives, in one call, with whatever Python holds."""
+
+from __future__ import annotations
+
+import gc
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from scipy import stats
+from statsmodels.stats.multitest import multipletests
+from torch import nn
+
+import fedloom as fl
+from fedloom.algorithms import Algorithm, Delta, Ditto, FedProx, Model
+from fedloom.errors import ConfigError, RunDirError
+from fedloom.experiment import Plan, parse
+from fedloom.local import Ctx, Nothing, Work, descend
+from fedloom.report.comparison.view import View
+from fedloom.tune import Tuning
+
+CUT = fl.partition.dirichlet(clients=6, beta=0.3, min_size=20)
+SHORT: dict[str, Any] = {"rounds": 3, "local": {"lr": 0.1}, "progress": False}
+FILE = """
+name = "comparison"
+rounds = 3
+seeds = [0, 1, 2, 3, 4]
+[data]
+source = "digits"
+[partition]
+kind = "dirichlet"
+clients = 6
+beta = 0.3
+min_size = 20
+[local]
+lr = 0.1
+[[method]]
+algorithm = "fedavg"
+[[method]]
+algorithm = "local"
+[[method]]
+algorithm = "ditto"
+lam = 0.5
+[[method]]
+algorithm = "fedavg"
+label = "wide"
+model = { kind = "mlp", hidden = [16] }
+rounds = 2
+"""
+METHODS: dict[str, Any] = {
+    "fedavg": "fedavg",
+    "local": fl.algorithms.REGISTRY["local"](),
+    "ditto": Ditto(lam=0.5),
+    "wide": {"algorithm": "fedavg", "model": {"kind": "mlp", "hidden": [16]}, "rounds": 2},
+}
+
+
+class Half(Algorithm):
+    """Half of FedAvg's step."""
+
+    factor: float = 0.5
+
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
+        return Delta(self.factor * (descend(down.x, work) - down.x)), rows
+
+    def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
+        return Model(server.x + up.dw)
+
+
+class Net(nn.Module):
+    """A network of a user."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.body, self.top = nn.Linear(64, 12), nn.Linear(12, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.top(torch.relu(self.body(x.flatten(1))))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return fl.compare(METHODS, "digits", partition=CUT, folder=tmp_path_factory.mktemp("compare") / "run", **SHORT)
+
+
+def test_a_file_and_python_give_the_same_numbers(whole: Any, tmp_path: Path) -> None:
+    Plan(parse(tomllib.loads(FILE)), tmp_path / "run").run(page=False)
+    by_file, by_python = (pq.read_table(folder / "metrics.parquet") for folder in (tmp_path / "run", whole.folder))
+    assert by_file.equals(by_python)
+    settings = [tomllib.loads((folder / "experiment.toml").read_text()) for folder in (tmp_path / "run", whole.folder)]
+    assert settings[0] == settings[1]
+    assert View(tmp_path / "run", "local").significance().equals(whole.significance("local"))
+
+
+def test_significance_is_that_of_scipy_and_statsmodels(whole: Any) -> None:
+    means = {
+        m: np.array([float(whole[m, s].final().nanmean()) for s in range(5)])
+        for m in ("fedavg", "local", "ditto", "wide")
+    }
+    rows = {row["method"]: row for row in whole.significance().to_pylist()}
+    assert whole.against == "local"
+    assert rows.keys() == {"fedavg", "ditto", "wide", "local or fedavg"}
+    p = [stats.ttest_rel(means[m], means["local"]).pvalue if m in means else rows[m]["p"] for m in rows]
+    holm = multipletests(p, method="holm")[1]
+    for (method, row), raw, corrected in zip(rows.items(), p, holm, strict=True):
+        assert (row["p"], row["p_holm"]) == (pytest.approx(raw), pytest.approx(corrected))
+        assert (row["verdict"] != "level") == (abs(row["difference"]) > row["half_width"]) == (corrected <= 0.05)
+        if method in means:
+            assert row["difference"] == pytest.approx((means[method] - means["local"]).mean())
+
+
+def test_what_it_gives(whole: Any, tmp_path: Path) -> None:
+    table = whole.table().to_pylist()
+    assert [row["method"] for row in table] == ["fedavg", "local", "ditto", "wide", "local or fedavg"]
+    assert table[2]["model"] == "hybrid"
+    assert table[0]["accuracy"] == pytest.approx(
+        np.mean([float(whole["fedavg", s].final().nanmean()) for s in range(5)])
+    )
+    assert whole.to_pandas().shape[0] == 5
+    assert whole.latex().count("\\\\\n") == 6
+    assert "\\mathbf" in whole.latex(["accuracy"])
+    assert "every method against local" in whole.significance_latex()
+    page = whole.report(tmp_path / "page.html")
+    assert "Every method against local" in page.read_text()
+    assert (tmp_path / "page" / "pairs.csv").exists()
+    drawn = whole.plot().to_dict()
+    assert {len(rows) for rows in drawn["datasets"].values()} == {5, 25}
+    assert "<table>" in whole._repr_html_()
+    assert repr(whole).count("\n") == 5
+    assert len(fl.open_run(whole.folder)) == 20
+
+
+def test_the_same_call_goes_on_and_another_is_refused(tmp_path: Path) -> None:
+    small: dict[str, Any] = {"data": "digits", "partition": CUT, "seeds": range(2), "folder": tmp_path / "run", **SHORT}
+    first = fl.compare({"fedavg": "fedavg"}, **small)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "checkpoints").rglob("*.safetensors")}
+    more = fl.compare({"fedavg": "fedavg", "half": Half()}, **small)
+    assert before
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+    assert torch.equal(first["fedavg", 1].final(), more["fedavg", 1].final())
+    assert not torch.equal(more["half", 1].final(), more["fedavg", 1].final())
+    with pytest.raises(RunDirError, match=r"holds another experiment: .*lr was 0.1, now it is 0.2"):
+        fl.compare({"fedavg": "fedavg"}, **{**small, "local": {"lr": 0.2}})
+    with pytest.raises(RunDirError):
+        fl.compare({"half": Half(factor=0.25)}, **small)
+
+
+def test_own_module_method_and_arrays_of_this_process(tmp_path: Path) -> None:
+    class Mine(Half):
+        """A class that no import path leads to."""
+
+    data = fl.load("digits")
+    x, y = np.asarray(data.x).astype(np.float32).reshape(len(data), -1), np.asarray(data.y)
+    found = fl.compare(
+        {"mine": Mine(), "plain": Mine(factor=1.0), "fedavg": "fedavg"}, (x, y), Net, partition=CUT, seeds=[3, 4],
+        folder=tmp_path / "run", **SHORT,
+    )  # fmt: skip
+    loss = {m: found[m, 3].final(metric="loss") for m in ("mine", "plain", "fedavg")}
+    assert torch.equal(loss["plain"], loss["fedavg"])
+    assert not torch.equal(loss["mine"], loss["fedavg"])
+    verdicts = {row["method"]: row["verdict"] for row in found.significance("fedavg").to_pylist()}
+    assert verdicts == {"plain": "same models", "mine": "not decidable"}
+    assert isinstance(found["mine", 3].models["global"], nn.Module)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "checkpoints").rglob("*.safetensors")}
+    fl.compare({"mine": Mine()}, (x, y), Net, partition=CUT, seeds=[3, 4], folder=tmp_path / "run", **SHORT)
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items() if path.exists())
+
+
+def test_a_federation_is_the_same_with_every_seed() -> None:
+    fed = CUT(fl.load("digits"), seed=7)
+    found = fl.compare([FedProx(mu=0.0), "fedavg"], fed, seeds=[0, 1], **SHORT)
+    assert found.results.keys() == {(m, s) for m in ("fedprox", "fedavg") for s in (0, 1)}
+    for seed in (0, 1):
+        alone = fl.simulate("fedavg", fed, seed=seed, rounds=3, local={"lr": 0.1})
+        assert torch.equal(found["fedavg", seed].final(), alone.final())
+    folder = found.folder
+    assert folder.exists()
+    del found
+    gc.collect()
+    assert not folder.exists()
+
+
+def test_a_search_is_that_of_a_file(tmp_path: Path) -> None:
+    tuned = FILE.replace("seeds = [0, 1, 2, 3, 4]", "seeds = [0, 1]") + "[tune]\ntrials = 3\n"
+    found = Tuning(tomllib.loads(tuned), "file", tmp_path / "file").run()
+    there = fl.compare(METHODS, "digits", partition=CUT, seeds=[0, 1], tune=3, folder=tmp_path / "run", **SHORT)
+    assert there.chosen == {f.study.method.label: f.best.params for f in found if f.best}
+    document = tomllib.loads((tmp_path / "file" / "tuned.toml").read_text())
+    rounds = {m.label: m.setting.rounds for m in parse(document).methods}
+    assert {label: there[label, 0].rounds for label in rounds} == rounds
+    assert (tmp_path / "run-tune" / "trials.csv").read_text() == (tmp_path / "file" / "trials.csv").read_text()
+
+
+def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
+    own = FILE.replace("rounds = 2\n", 'rounds = 2\ntask = { metrics = ["balanced_accuracy"] }\n')
+    plan = parse(tomllib.loads(own))
+    assert [type(m.setting.model).__name__ for m in plan.methods] == [
+        "Softmax", "Softmax", "Softmax", "MLP"]  # fmt: skip
+    assert plan.methods[3].setting.task.metrics == ("balanced_accuracy",)
+    assert plan.methods[0].setting.task.metrics == ()
+    assert parse(plan.settings()).settings() == plan.settings()
+    assert ["model" in table for table in plan.settings()["method"]] == [False, False, False, True]
+    with pytest.raises(ConfigError, match=r"\[\[method\]\] 4: model: unknown key 'hiden'"):
+        parse(tomllib.loads(FILE.replace("hidden", "hiden")))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"partition": None}, "say how the data are split"),
+        ({"partition": "dirichlt"}, "did you mean 'dirichlet'"),
+        ({"methods": {}}, "methods must be a table by label"),
+        ({"methods": "fedavg"}, "methods must be a table by label"),
+        ({"methods": ["fedavg", "fedavg"]}, "two methods have the label 'fedavg'"),
+        ({"methods": {"a": 3}}, "a: must be a method such as"),
+        ({"methods": {"a": {"lam": 1}}}, "a: algorithm is missing"),
+        ({"methods": {"a": {"algorithm": "ditto", "lambda": 1}}}, "a: unknown key 'lambda'"),
+        ({"methods": {"a": {"algorithm": Ditto(), "local": {"lrr": 1}}}}, "a: local: unknown key 'lrr'"),
+        ({"methods": ["fedavgg"]}, "did you mean 'fedavg'"),
+        ({"against": "ditto"}, "against: unknown method to compare with 'ditto'"),
+        ({"models": "best"}, "models: unknown choice 'best'"),
+        ({"seeds": [0, 0]}, "every seed once"),
+        ({"tune": {"trial": 3}}, "tune: unknown key 'trial'"),
+        ({"round": 3}, "unknown key 'round'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_a_sentence_before_any_work(change: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    call: dict[str, Any] = {"methods": ["fedavg"], "data": "digits", "partition": CUT, "folder": tmp_path / "run"}
+    with pytest.raises(ConfigError, match=sentence):
+        fl.compare(**{**call, **SHORT, **change})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_federation_needs_no_partition() -> None:
+    with pytest.raises(ConfigError, match="the data are split already"):
+        fl.compare(["fedavg"], CUT(fl.load("digits"), seed=0), partition=CUT)
+
+
+def test_the_model_that_a_client_would_use_is_what_final_gives(whole: Any) -> None:
+    assert torch.equal(whole["ditto", 0].final(), whole["ditto", 0].final("hybrid"))
+    assert torch.equal(whole["local", 0].final(), whole["local", 0].final("personal"))
+    assert torch.equal(whole["fedavg", 0].final(), whole["fedavg", 0].final("global"))
+    recorded = fl.open_run(whole.folder)["ditto", 0]
+    assert torch.equal(recorded.final(), whole["ditto", 0].final())
+    accuracy = float(whole["fedavg", 0].final().nanmean())
+    assert f"test accuracy {accuracy:.4g} (global)" in repr(whole["fedavg", 0])
