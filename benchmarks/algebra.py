@@ -93,7 +93,7 @@ class Run:
         composition = made if isinstance(made, Composition) else Composition(made)
         self.job, server = make_job(Setting.of(composition, model=workload.model, local=local), workload.federation())
         self.state = initial_state(self.job, server)
-        self.pool = stack.enter_context(running.pool_of(self.job))
+        self.pool = stack.enter_context(running.clients_of(self.job))
         self.inside = Inside(self.job.oracle, TIMED)
 
     def round(self) -> tuple[float, float, float]:

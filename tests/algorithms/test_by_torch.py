@@ -69,7 +69,7 @@ def test_work_of_clients_that_are_not_scored_counts_as_that_of_those_that_are() 
     judged = {"every": ROUNDS, "parts": ("train",), "clients": 2}
     result = run(FedAvgFT(epochs=3), evaluate=judged)
     trains = sum(SIZES[i] for cohort in COHORTS for i in cohort)
-    scored = sum(SIZES[i] for i in result.job.judged.tolist())
+    scored = sum(SIZES[i] for i in result.job.scored_ids.tolist())
     assert work_of(result)[ROUNDS] == trains + 3 * scored * N // 2
 
 

@@ -94,13 +94,13 @@ def killing(round: int, kind: str) -> Callable[[int, Message, Message], Any]:
 def trained(here: Scene, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """A list that fills with (round, client) of every training that is really computed."""
     done: list[tuple[int, int]] = []
-    real = trainer_module.make
+    real = trainer_module.run_clients
 
     def make(job: Any, down: Any, task: Any) -> Any:
         done.append((task.round, int(task.ids)))
         return real(job, down, task)
 
-    monkeypatch.setattr(trainer_module, "make", make)
+    monkeypatch.setattr(trainer_module, "run_clients", make)
     return done
 
 

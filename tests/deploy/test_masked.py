@@ -615,14 +615,14 @@ def test_shares_of_noise_are_clipped_uploads_in_exact_arithmetic() -> None:
 
 def test_training_that_fails_is_no_answer_under_shared_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = secured(tmp_path, "fedavg", rounds=1, aggregator=PRIVATE)
-    make = trainer.make
+    make = trainer.run_clients
 
     def fails(job: Any, down: Any, task: Any) -> Any:
         if int(task.ids) == 1:
             raise Refused("the loss of patient 7 is not finite")
         return make(job, down, task)
 
-    monkeypatch.setattr(trainer, "make", fails)
+    monkeypatch.setattr(trainer, "run_clients", fails)
     assert here.serve() is Stop.DONE
     assert not here.audit("rejected")
     assert len([x for x in here.audit("accepted") if x["kind"] == "masked"]) == 5

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 import fedloom.engine.simulate as simulation
 from fedloom.algorithms import PRESETS, REGISTRY, encodings
 from fedloom.deploy.site.state import models
-from fedloom.engine.chunk import make, receive
+from fedloom.engine.chunk import accept, run_clients
 from fedloom.engine.job import Job
 from fedloom.errors import Refused, Stop
 from fedloom.local.rows import rows_of
-from fedloom.processes.chunks import Trained, TrainTask
+from fedloom.processes.clients import ChunkResult, TrainTask
 from tests.deploy.scene import Scene, scene
 
 SMALL = {"partition": {"kind": "dirichlet", "clients": 3, "beta": 0.5, "keep": 24}, "evaluate": {"every": 3}}
@@ -32,14 +32,14 @@ Uploads = dict[tuple[int, int], dict[str, torch.Tensor]]
 def in_simulation(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Uploads]:
     uploads: Uploads = {}
 
-    def train(job: Job, down: Any, server: Any, task: TrainTask) -> Trained:
+    def train(job: Job, down: Any, server: Any, task: TrainTask) -> ChunkResult:
         received = rows_of(down, task.place)
-        made = make(job, received, task)
+        output = run_clients(job, received, task)
         for k, i in enumerate(task.ids.tolist()):
-            uploads[task.round, i] = {name: value[k] for name, value in made.up._asdict().items()}
-        return receive(job, server, task, received, made)
+            uploads[task.round, i] = {name: value[k] for name, value in output.upload._asdict().items()}
+        return accept(job, server, task, received, output)
 
-    monkeypatch.setattr(simulation, "train", train)
+    monkeypatch.setattr(simulation, "train_chunk", train)
     return scene.simulate(), uploads
 
 

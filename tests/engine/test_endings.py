@@ -21,7 +21,7 @@ from fedloom.engine.result import Result
 from fedloom.engine.round import run_round
 from fedloom.engine.scoring import evaluate
 from fedloom.engine.setup import make_job
-from fedloom.engine.simulate import pool_of
+from fedloom.engine.simulate import clients_of
 from fedloom.engine.state import State, Times, initial_state
 from fedloom.errors import ConfigError, Stop
 from fedloom.experiment import Plan, parse
@@ -238,17 +238,28 @@ def test_too_few_usable_uploads_end_a_simulation_for_good(fed: Federation, tmp_p
 def test_a_round_modifies_no_state(fed: Federation) -> None:
     setting = fl.Setting.of("flame", model="softmax", rounds=2)
     job, server = make_job(setting, fed)
-    with pool_of(job) as pool:
+    with clients_of(job) as clients:
         begin = initial_state(job, server)
         copies = {name: tensor.clone() for name, tensor in begin.tensors().items()}
-        state, events = run_round(job, pool, begin)
-        scored, _ = evaluate(job, pool, state)
+        state, events = run_round(job, clients, begin)
+        scored, _ = evaluate(job, clients, state)
     assert (state.round, state.trained, events) == (1, 1, ())
     assert begin.round == 0 == len(begin.records.items) == len(state.records.items)
     assert not state.is_scored
     assert scored.is_scored
     assert begin.tensors().keys() == copies.keys()
     assert all(torch.equal(copies[name], tensor) for name, tensor in begin.tensors().items())
+
+
+@pytest.mark.parametrize("kind", ["sign-flip", "gaussian", "alie"])
+def test_attackers_keep_no_state_of_an_optimiser_whose_steps_they_do_not_report(fed: Federation, kind: str) -> None:
+    """What an attacker trains to forge from is of that round only; its state is that of a client that takes no step."""
+    local = {"lr": 0.01, "optimizer": "adam", "optimizer_state": "kept"}
+    found = fl.simulate("ditto", fed, model="softmax", rounds=3, local=local, attack={"kind": kind, "fraction": 0.5})
+    assert found.status == "done", found.detail
+    kept = found.job.optimizer.read(torch.arange(4))[0]
+    assert not bool(kept[found.job.malicious].any())
+    assert bool(kept[~found.job.malicious].any(1).all())
 
 
 # --- times

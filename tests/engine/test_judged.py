@@ -41,7 +41,7 @@ def run(fed: Federation, clients: int | None = SOME, method: Any = None, **choic
 
 def test_figures_of_the_scored_are_those_among_all(fed: Federation) -> None:
     every, some = run(fed, None), run(fed)
-    ids = some.job.judged
+    ids = some.job.scored_ids
     assert len(ids) == SOME
     assert set(some.table()["client"].to_pylist()) == {-1, *ids.tolist()}
     for model in ("global", "personal", "hybrid"):
@@ -59,7 +59,7 @@ def test_means_are_of_the_scored(fed: Federation) -> None:
     mean = result.state.records.last("global", "test", "accuracy/mean")
     assert mean is not None
     assert mean[0] == np.nanmean(result.final("global").numpy())
-    index = torch.cat([fed.indices("test", i) for i in result.job.judged.tolist()])  # of no official test set
+    index = torch.cat([fed.indices("test", i) for i in result.job.scored_ids.tolist()])  # of no official test set
     row = result.models.rows("global")
     hit = torch.cat([out.argmax(1) for out in result.job.oracle.outputs(row, index)]) == fed.targets(index)
     common = result.state.records.last("global", "common", "accuracy")
@@ -69,8 +69,8 @@ def test_means_are_of_the_scored(fed: Federation) -> None:
 
 def test_the_same_clients_in_every_round_with_every_method_and_worker(fed: Federation) -> None:
     flame, avg = run(fed), run(fed, method=FedAvg())
-    assert torch.equal(flame.job.judged, avg.job.judged)
-    assert not torch.equal(flame.job.judged, run(fed, seed=1).job.judged)
+    assert torch.equal(flame.job.scored_ids, avg.job.scored_ids)
+    assert not torch.equal(flame.job.scored_ids, run(fed, seed=1).job.scored_ids)
     assert run(fed, engine=Engine(chunk=3)).table().equals(run(fed, engine=Engine(workers=2, chunk=3)).table())
     by_round = flame.table().filter(pc.greater_equal(flame.table()["client"], 0)).group_by("round")
     assert set(by_round.aggregate([("client", "count_distinct")])["client_count_distinct"].to_pylist()) == {SOME}
@@ -82,7 +82,7 @@ def test_a_resumed_run_knows_whom_it_scores(fed: Federation, tmp_path: Path) -> 
     assert run(fed, folder=tmp_path, advance=False).table().num_rows < whole.table().num_rows
     again = run(fed, folder=tmp_path)
     assert again.state.records.ids is not None
-    assert torch.equal(again.state.records.ids, whole.job.judged)
+    assert torch.equal(again.state.records.ids, whole.job.scored_ids)
 
 
 def test_as_many_as_there_are_are_all(fed: Federation) -> None:
@@ -96,7 +96,7 @@ def test_nobody_takes_a_model_that_was_not_compared(fed: Federation) -> None:
 
 def test_attackers_among_the_scored_count_in_no_mean(fed: Federation) -> None:
     result = run(fed, method=FedAvg(), attack=Gaussian(fraction=0.5))
-    benign = ~result.job.malicious[result.job.judged]
+    benign = ~result.job.malicious[result.job.scored_ids]
     assert 0 < int(benign.sum()) < SOME
     mean = result.state.records.last("global", "test", "loss/mean")
     assert mean is not None

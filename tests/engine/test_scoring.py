@@ -13,14 +13,13 @@ from torch.func import functional_call
 from fedloom.choose import Uniform
 from fedloom.data import load
 from fedloom.data.partition import Clusters, Dirichlet
-from fedloom.engine.records import Scores
 from fedloom.engine.result import Result
-from fedloom.engine.scoring import COST, choose_model, personal_models, score
+from fedloom.engine.scoring import COST, choose_model, personal_models, score_chunk
 from fedloom.engine.setting import Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.local import LocalSGD
 from fedloom.models import CNN, MLP
-from fedloom.processes.chunks import ScoreTask
+from fedloom.processes.clients import Scores, ScoreTask
 from fedloom.tasks import task_of
 
 MODELS = {"softmax": "softmax", "mlp": MLP(hidden=(9,)), "cnn": CNN(channels=(4,), kernel=3, hidden=(8,))}
@@ -40,13 +39,13 @@ def scored(result: Result, split: list[int]) -> Scores:
     job, server = result.job, result.state.server
     shared, down = job.algorithm.global_model(server), job.down(server, 1)
     pieces = torch.arange(job.n).split(split)
-    found = [score(job, down, shared, ScoreTask(1, ids, torch.arange(job.n), common=False)) for ids in pieces]
+    found = [score_chunk(job, down, shared, ScoreTask(1, ids, torch.arange(job.n), common=False)) for ids in pieces]
     return {key: {name: torch.cat([f[key][name] for f in found]) for name in found[0][key]} for key in found[0]}
 
 
 def by_hand(result: Result, row: Tensor, part: str, i: int) -> tuple[int, float]:
     """Samples that are predicted right, and the mean loss."""
-    fed, oracle = result.job.judge, result.job.oracle
+    fed, oracle = result.job.eval_fed, result.job.oracle
     index = fed.indices(part, i)
     outputs = functional_call(oracle.module.eval(), oracle.layout.tree(row), (fed.fetch(index),)).double()
     y = fed.data.y[index]
@@ -65,7 +64,7 @@ def check(found: Scores, wanted: Scores, sizes: dict[str, Tensor]) -> None:
 
 
 def test_scores_do_not_depend_on_who_is_scored_together(result: Result) -> None:
-    sizes = {part: result.job.judge.sizes(part).double() for part in ("train", "validation", "test")}
+    sizes = {part: result.job.eval_fed.sizes(part).double() for part in ("train", "validation", "test")}
     whole = scored(result, [17])
     assert {model for model, _ in whole} == {"global", "personal", ""}
     for split in SPLITS:
@@ -78,7 +77,7 @@ def test_scores_are_those_of_the_models_on_the_clients_samples(result: Result) -
     job, server, wanted = result.job, result.state.server, dict[Any, Any]()
     shared, down = job.algorithm.global_model(server), job.down(server, 1)
     rows = {"global": shared.expand(job.n, -1), "personal": personal_models(job, down, 1, torch.arange(job.n))}
-    sizes = {part: job.judge.sizes(part).double() for part in ("train", "test")}
+    sizes = {part: job.eval_fed.sizes(part).double() for part in ("train", "test")}
     for model, part in ((model, part) for model in rows for part in sizes):
         each = [by_hand(result, row, part, i) for i, row in enumerate(rows[model])]
         hits, losses = (torch.tensor(v, dtype=torch.float64) for v in zip(*each, strict=True))

@@ -460,7 +460,7 @@ def test_personal_models_of_all_chunks_are_scored_on_the_common_test_set(common:
     evaluate = Evaluate(every=1, personal_on_common=True)
     result = run(fed, composed("ditto"), rounds=1, evaluate=evaluate, engine=Engine(chunk=2))
     assert len(result.final("personal", "accuracy", "common")) == 17
-    own, judge = result.models.personal[16], result.job.judge
+    own, judge = result.models.personal[16], result.job.eval_fed
     where = torch.cat([judge.indices("test", i) for i in range(17)]) if common is None else common
     right = own(judge.fetch(where)).argmax(1) == judge.targets(where)
     assert float(result.final("personal", "accuracy", "common")[16]) == pytest.approx(float(right.double().mean()))

@@ -17,14 +17,14 @@ from fedloom.data.partition import Iid
 from fedloom.engine.round import run_round
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
-from fedloom.engine.simulate import pool_of
+from fedloom.engine.simulate import clients_of
 from fedloom.engine.state import initial_state
 from fedloom.experiment.bench import costs_of
 from fedloom.local import LocalSGD
 from fedloom.local.oracles import chunk_count
 from fedloom.models import MLP
 from fedloom.processes import rank_messages as parcel
-from fedloom.processes.costs import Costs, Link, Place, Watched
+from fedloom.processes.costs import Costs, Link, MeasuredWorkers, Place
 from fedloom.processes.pool import cores
 
 NEAR, FAR = Link(math.inf, 0.0), Link(1e8, 0.05)
@@ -80,15 +80,15 @@ def test_rows_travel_where_clients_are_drawn_anew(one: Costs, cohort: int, machi
     assert drawn.link >= all_of_them.link >= FAR.trip
 
 
-def states(watch: bool) -> tuple[Any, list[Watched]]:
+def states(watch: bool) -> tuple[Any, list[MeasuredWorkers]]:
     fed = Iid(clients=30)(load("digits"), seed=0)
     job, server = make_job(SETTING, fed)
     seen = []
-    with pool_of(job) as pool:
+    with clients_of(job) as clients:
         state = initial_state(job, server)
         for _ in range(3):
-            seen.append(Watched(pool))
-            state, _ = run_round(job, seen[-1] if watch else pool, state)
+            through = clients.through(lambda workers: seen.append(MeasuredWorkers(workers)) or seen[-1])
+            state, _ = run_round(job, through if watch else clients, state)
     return state.server, seen
 
 

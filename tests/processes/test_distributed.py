@@ -29,11 +29,11 @@ from fedloom.errors import CheckpointError, ClientError, ConfigError, FedloomErr
 from fedloom.experiment import Plan, read
 from fedloom.local.oracles.precision import has_bf16
 from fedloom.processes import rank_messages as parcel
-from fedloom.processes.chunks import Trained
+from fedloom.processes.clients import ChunkResult
 from fedloom.processes.distributed import VARIABLES, _leave_word, joined
 from fedloom.processes.rank_pool import RankPool, owner
 from fedloom.processes.ranks import ALONE, Move
-from fedloom.processes.row_locations import Homes
+from fedloom.processes.row_locations import RowLocations
 from fedloom.storage.store import Store
 from fedloom_studies.reproduce import recipes
 from tests import commands
@@ -349,14 +349,15 @@ def test_parcels_come_back_as_they_were() -> None:
         "expanded": torch.ones(1).expand(4),
         "nan": torch.tensor([torch.nan, torch.inf], dtype=torch.bfloat16),
     }
-    trained = Trained(torch.tensor([True, False, True]), tensors, {}, 0.1 + 0.2, torch.arange(14).view(2, 7))
+    ids, share, counts = torch.arange(3), torch.ones(3, 1), torch.arange(21).view(3, 7)
+    trained = ChunkResult(ids, share, torch.tensor([True, False, True]), tensors, {}, 0.1 + 0.2, counts)
     value = [trained, {("global", "test"): {"loss": torch.arange(3.0)}}, (None, "text", 2**60, float("inf"))]
     text, sent = parcel.write(value)
     packed = torch.cat([parcel.pack(b"other", []), parcel.pack(text, sent), parcel.pack(b"ones", [torch.ones(3)])])
     (other, nothing), (text, data), (_, ones) = parcel.unpack(packed)
     assert (other, len(nothing), len(ones)) == (b"other", 0, parcel.ALIGN)
     back = parcel.read(text, parcel.cut(data, parcel.forms(text)))
-    assert back[0].shares == trained.shares
+    assert back[0].total == trained.total
     assert back[2] == value[2]
     assert torch.equal(back[0].accepted, trained.accepted)
     assert torch.equal(back[1]["global", "test"]["loss"], torch.arange(3.0))
@@ -420,17 +421,17 @@ class Several:
 def test_a_row_moves_only_when_its_chunk_is_trained_elsewhere() -> None:
     ranks = Several([0, 0, 1], rank=2)
     stores: Mapping[str, Store[Any]] = {"clients": Store(6, Row(torch.zeros(2)))}  # type: ignore[type-var]
-    homes = Homes(ranks, stores)
-    homes.bring({0: torch.tensor([0, 1, 2]), 1: torch.tensor([3, 4, 5])})
+    homes = RowLocations(ranks, stores)
+    homes.fetch({0: torch.tensor([0, 1, 2]), 1: torch.tensor([3, 4, 5])})
     assert ranks.moved == []  # nobody was seen: all have the template
-    homes.wrote(torch.tensor([0, 1, 2]), 0)
-    homes.wrote(torch.tensor([3, 4]), 1)
-    homes.bring({0: torch.tensor([0, 1, 2]), 1: torch.tensor([3, 4, 5])})
+    homes.mark_written(torch.tensor([0, 1, 2]), 0)
+    homes.mark_written(torch.tensor([3, 4]), 1)
+    homes.fetch({0: torch.tensor([0, 1, 2]), 1: torch.tensor([3, 4, 5])})
     assert ranks.moved == []
-    homes.bring({1: torch.tensor([1, 3])})
+    homes.fetch({1: torch.tensor([1, 3])})
     assert ranks.moved == [(0, 2)]
-    homes.bring({1: torch.tensor([1])})
-    homes.bring({0: torch.tensor([1])})
+    homes.fetch({1: torch.tensor([1])})
+    homes.fetch({0: torch.tensor([1])})
     assert ranks.moved == [(0, 2)]  # both have it until one is trained
     homes.collect()
     assert ranks.moved == [(0, 2), (2, 0), (2, 0)]
@@ -453,11 +454,13 @@ def test_the_order_and_the_number_of_results_do_not_depend_on_the_waves() -> Non
 
     stores: Mapping[str, Store[Any]] = {"clients": Store(20, Row(torch.zeros(2)))}  # type: ignore[type-var]
     for room in (1, 1 << 20, 1 << 40):
-        pool = RankPool({"double": lambda by, task: by * task.k}, ALONE, Homes(ALONE, stores), room)
-        assert list(pool.map("double", 2, [Task(k) for k in range(20)])) == [2 * k for k in range(20)]
-    broken = RankPool({"no": lambda *_: FedloomError("no")}, ALONE, Homes(ALONE, stores), 1)
+        pool = RankPool(ALONE, RowLocations(ALONE, stores), room)
+        assert list(pool.map(lambda by, task: by * task.k, 2, [Task(k) for k in range(20)])) == [
+            2 * k for k in range(20)
+        ]
+    broken = RankPool(ALONE, RowLocations(ALONE, stores), 1)
     with pytest.raises(FedloomError, match="no"):
-        list(broken.map("no", 2, [Task(0)]))
+        list(broken.map(lambda *_: FedloomError("no"), 2, [Task(0)]))
 
 
 def test_ranks_with_other_data_are_refused(tmp_path: Path) -> None:

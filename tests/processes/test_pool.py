@@ -31,10 +31,10 @@ def test_results_are_those_of_one_process(size: int, ahead: bool) -> None:
     """Also where the parent is slow to look: a buffer is not written again before it was read."""
     shared = torch.arange(float(LARGE))
     tasks = [Task(k, torch.full((size,), float(k))) for k in range(17)]
-    alone = [*Pool({"triple": triple}, 1).map("triple", shared, tasks)]
-    with Pool({"triple": triple}, 3, 5 * LARGE, 4 * (3 * size + LARGE) + 1024, ahead=ahead) as pool:
+    alone = [*Pool([triple], 1).map(triple, shared, tasks)]
+    with Pool([triple], 3, 5 * LARGE, 4 * (3 * size + LARGE) + 1024, ahead=ahead) as pool:
         for _ in range(2):
-            for (k, rows), (order, expected) in zip(pool.map("triple", shared, tasks), alone, strict=True):
+            for (k, rows), (order, expected) in zip(pool.map(triple, shared, tasks), alone, strict=True):
                 time.sleep(0.002)
                 assert k == order
                 assert torch.equal(rows, expected)
@@ -51,8 +51,8 @@ def test_a_worker_has_its_next_task_while_the_parent_is_busy(ahead: bool) -> Non
             time.sleep(0.001)
         return k
 
-    with Pool({"mark": mark}, 2, ahead=ahead) as pool:
-        results = pool.map("mark", None, [*range(8)])
+    with Pool([mark], 2, ahead=ahead) as pool:
+        results = pool.map(mark, None, [*range(8)])
         assert next(results) == 0
         gate[0] = 1
         assert _soon(begun, 5, 30 if ahead else 0.3) == ahead
@@ -66,8 +66,8 @@ def test_the_last_tasks_are_given_ahead_one_for_everybody() -> None:
         begun[k] = 1
         return k
 
-    with Pool({"mark": mark}, 2, ahead=True) as pool:
-        results = pool.map("mark", None, [*range(4)])
+    with Pool([mark], 2, ahead=True) as pool:
+        results = pool.map(mark, None, [*range(4)])
         assert next(results) == 0
         assert _soon(begun, 4, 30)
         assert [*results] == [1, 2, 3]
@@ -99,8 +99,8 @@ def test_a_worker_deletes_nothing_that_was_made_before_it() -> None:
     gc.disable()
     try:
         Session()
-        with Pool({"collect": collect}, 2) as pool:
-            assert [*pool.map("collect", None, [0, 1])] == [0, 0]
+        with Pool([collect], 2) as pool:
+            assert [*pool.map(collect, None, [0, 1])] == [0, 0]
     finally:
         gc.enable()
     gc.collect()
@@ -113,5 +113,5 @@ def test_an_error_of_a_task_that_waited_is_raised() -> None:
             raise FedloomError("task 3")
         return k
 
-    with Pool({"fail": fail}, 2, ahead=True) as pool, pytest.raises(FedloomError, match="task 3"):
-        assert [*pool.map("fail", None, list(range(8)))] == []
+    with Pool([fail], 2, ahead=True) as pool, pytest.raises(FedloomError, match="task 3"):
+        assert [*pool.map(fail, None, list(range(8)))] == []

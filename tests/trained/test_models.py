@@ -213,7 +213,7 @@ def test_a_table_with_other_columns_or_levels_is_refused(tmp_path: Path) -> None
 def started(result: Result, data: Dataset) -> tuple[Work, Tensor]:
     """The work of a new client in the round after the last, and the global model."""
     job = result.job
-    fed = lone_client(InputSpec.of(job.judge.data).take(data))
+    fed = lone_client(InputSpec.of(job.eval_fed.data).take(data))
     oracle = make_oracle(result.models.recipe.build(), task_of(fed.data), fed)
     seed = derive(job.setting.seed, client=job.n, purpose="adapt")
     share = torch.full((1, 1), 1 / (job.n + 1))

@@ -21,7 +21,7 @@ from fedloom.deploy.exchange.secure import FEWEST, MOST, least_threshold, safe_t
 from fedloom.deploy.server import check_deployable
 from fedloom.deploy.settings import Schema
 from fedloom.deploy.site.local_data import columns_of, schema_of
-from fedloom.engine.chunk import make
+from fedloom.engine.chunk import run_clients
 from fedloom.engine.job import Job
 from fedloom.engine.setup import make_job
 from fedloom.errors import ConfigError, unknown
@@ -30,7 +30,7 @@ from fedloom.experiment.schema import Method
 from fedloom.imports import is_path
 from fedloom.local.oracles import chunk_count
 from fedloom.local.rows import rows_of, to_device
-from fedloom.processes.chunks import TrainTask
+from fedloom.processes.clients import TrainTask
 
 MARGIN = 10.0
 """How much longer than in the first round a difference may be. Over 20 rounds of the registry's methods the longest was
@@ -166,8 +166,8 @@ def _bound(job: Job, server: Any) -> float | None:
     down, longest = job.down(server, 1, everyone), 0.0
     for place in everyone.tensor_split(chunk_count(job.n, job.chunk)):
         received = to_device(rows_of(down, place), job.oracle.device)
-        made = make(job, received, TrainTask(1, place, place, torch.ones(len(place), 1)))
-        longest = max(longest, float(lengths(job, made.up, received).max()))
+        output = run_clients(job, received, TrainTask(1, place, place, torch.ones(len(place), 1)))
+        longest = max(longest, float(lengths(job, output.upload, received).max()))
     return float(f"{MARGIN * longest:.3g}") if 0 < longest < math.inf else None
 
 

@@ -31,7 +31,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.loop import End, Hooks, run_rounds
 from fedloom.engine.privacy import accounted, check_privacy, spent
 from fedloom.engine.records import Record
-from fedloom.engine.scoring import records_of, scores_of
+from fedloom.engine.scoring import records_of, score_request, scores_of
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop
@@ -166,14 +166,10 @@ class _Run(Hooks):
         for note in job.notes:
             self._say(f"fedloom: {note}")
         audit.write("start", round=state.round, release=__version__, sites=sorted(self._post.nodes))
-        end = End(state, stop, detail, diverged) if stop else run_rounds(job, self._pool, checkpoints, self, state)
+        end = End(state, stop, detail, diverged) if stop else run_rounds(job, self._sites, checkpoints, self, state)
         if end.state.records.items:
             self._results.tables(job, end.state)
         return end
-
-    @property
-    def _pool(self) -> Any:
-        return self._sites
 
     def before_round(self, state: State) -> RunStopped | None:
         """Make sure that the next round stays within the budget, and enter it if the server adds the noise."""
@@ -192,10 +188,12 @@ class _Run(Hooks):
         return None
 
     def ask_for_scores(self, state: State) -> None:
-        self._sites.carry(state)
+        request = score_request(self._job, state)
+        if request is not None:
+            self._sites.score_with_training(request)
 
     def evaluate(self, state: State) -> tuple[State, str]:
-        records = [*records_of(self._job, state, scores_of(self._job, self._pool, state))]
+        records = [*records_of(self._job, state, scores_of(self._job, self._sites, state))]
         sums = self._sites.sums(state.round)
         records += [Record.of_federation(state.round, model, part, name, value) for model, part, name, value in sums]
         state = state.with_(records=state.records.plus(records))

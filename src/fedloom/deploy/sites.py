@@ -1,34 +1,44 @@
-"""Sites: the chunks of a round computed at real sites; it stands where a simulation has its pool of processes."""
+"""Sites: the clients of a deployment, which train, answer and score where their samples are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fedloom.deploy.exchange.forms import Forms, for_client, is_common, made_of
+from fedloom.deploy.exchange.forms import Forms, for_client, is_common, output_of
 from fedloom.deploy.exchange.post import Letter, Post
 from fedloom.deploy.exchange.replies import Reply
 from fedloom.deploy.settings import Server
-from fedloom.engine.chunk import asked_counts, receive
+from fedloom.engine.chunk import accept, asked_counts
 from fedloom.engine.job import Job
-from fedloom.engine.records import Scores
-from fedloom.engine.scoring import scores_of, sizes_of
-from fedloom.engine.state import State
+from fedloom.engine.scoring import sizes_of
 from fedloom.errors import ConfigError, RunStopped, Stop
-from fedloom.processes.chunks import COUNTS, AskTask, ScoreTask, Trained, TrainTask
+from fedloom.processes.clients import (
+    COUNTS,
+    Answers,
+    AskRequest,
+    ChunkResult,
+    ScoreRequest,
+    Scores,
+    TrainRequest,
+    TrainResult,
+    TrainTask,
+)
+
+T = TypeVar("T")
 
 
 class Sites:
-    """The sites of a run, as what computes its chunks; a chunk is one client.
+    """The sites of a run; see `fedloom.processes.clients.Clients`. Each is a chunk of its own.
 
     Args:
         job: the run, as the server has it.
-        forms: of its messages.
+        forms: the forms of its messages.
         post: the way to the sites.
-        settings: of the server.
+        settings: the settings of the server.
 
     Attributes:
         accepted: ``[n]`` round in which a site's upload was last accepted, 0 for none.
@@ -37,54 +47,40 @@ class Sites:
     def __init__(self, job: Job, forms: Forms, post: Post, settings: Server) -> None:
         self._job, self._forms, self._post, self._settings = job, forms, post, settings
         self.accepted = torch.zeros(job.n, dtype=torch.long)
-        self._noting = False
-        self._due: tuple[int, Any] | None = None
-        self._found: tuple[int, dict[int, dict[str, float]]] | None = None
+        self._pending: ScoreRequest | None = None
+        self._scores: tuple[int, dict[int, dict[str, float]]] | None = None
         post.begin(job, forms)
 
-    def map(self, name: str, shared: Any, tasks: Sequence[Any]) -> Iterator[Any]:
-        """Results of ``name`` (train, ask or score) on every task, in their order; see `fedloom.processes.pool`.
-
-        Raises:
-            RunStopped: fewer sites than the quorum answered in time.
-        """
-        work: dict[str, Callable[[Any, Any], Iterator[Any]]] = {
-            "train": self._train,
-            "ask": self._ask,
-            "score": self._score,
-        }
-        return work[name](shared, tasks)
-
-    def carry(self, state: State) -> None:
-        """Ask for the scores of this state in the messages of the training that comes next; `map` has them then."""
-        self._noting = True
-        try:
-            scores_of(self._job, cast(Any, self), state)
-        finally:
-            self._noting = False
+    def score_with_training(self, request: ScoreRequest) -> None:
+        """Ask for scores in the messages of the training that comes next; `score` has them then."""
+        self._pending = request
 
     def sums(self, round: int) -> Iterator[tuple[str, str, str, float]]:
         """Model, part, name and value of figures of the federation that the sites have summed after a round."""
         yield from ()
 
-    def _train(self, shared: tuple[Any, Any], tasks: Sequence[TrainTask]) -> Iterator[Trained]:
-        job, forms = self._job, self._forms
-        down, server = shared
-        received = {int(task.ids): for_client(down, int(task.place)) for task in tasks}
-        common = forms.write_down(down, server) if is_common(down) else None
-        due, self._due = self._due, None
-        scored, asks = (-1, {}) if due is None else (due[0], self._asking(*due))
+    def train(self, request: TrainRequest) -> Iterator[TrainResult]:
+        """Train at the sites.
+
+        Raises:
+            RunStopped: fewer sites than the quorum answered in time.
+        """
+        job, forms, t = self._job, self._forms, request.round
+        places = zip(request.ids.tolist(), request.place.tolist(), strict=True)
+        received = {c: for_client(request.down, place) for c, place in places}
+        common = forms.write_down(request.down, request.server) if is_common(request.down) else None
+        pending, self._pending = self._pending, None
+        scored, asks = (-1, {}) if pending is None else (pending.round, self._score_letters(pending))
         letters = dict[int, Letter]()
-        for c, one in received.items():
+        for c, down in received.items():
             if bool(self._post.sizes[c, 0]):
                 ask = asks.pop(c, None)
-                parts, there = ((), False) if ask is None else (ask.arrays, bool((ask.more or {})["global"]))
-                more = self._place(c) | {"scored": -1 if ask is None else scored, "global": there}
-                letters[c] = Letter("train", c, [common or forms.write_down(one, server), *parts], more, one)
-        t = tasks[0].round
-        need = max(1, min(self._settings.quorum, len(letters)))
-        replies = self._post.until(t, letters | asks, need)
-        self._found = (scored, {c: reply.metrics for c, reply in replies.items()})
+                parts, has_global = ((), False) if ask is None else (ask.arrays, bool((ask.more or {})["global"]))
+                more = self._place(c) | {"scored": -1 if ask is None else scored, "global": has_global}
+                message = common or forms.write_down(down, request.server)
+                letters[c] = Letter("train", c, [message, *parts], more, down)
+        replies = self._post.until(t, letters | asks, max(1, min(self._settings.quorum, len(letters))))
+        self._scores = (scored, {c: reply.metrics for c, reply in replies.items()})
         replies = {c: reply for c, reply in replies.items() if c in letters}
         if job.setting.aggregator is not None:
             heard = len({*replies, *job.kept.seen.nonzero()[:, 0].tolist()} if job.kept_fields else replies)
@@ -92,57 +88,54 @@ class Sites:
                 job.setting.aggregator.check(heard)
             except ConfigError as error:
                 raise RunStopped(Stop.TOO_FEW, f"round {t}: {error}") from error
-        for task in tasks:
-            c = int(task.ids)
+        for k, c in enumerate(request.ids.tolist()):
+            task = TrainTask(t, request.place[k : k + 1], request.ids[k : k + 1], request.share[k : k + 1])
             if c not in replies:
-                none = torch.zeros(1, len(COUNTS), dtype=torch.long)
-                yield Trained(torch.tensor([False]), {}, {}, 0.0, none)
+                nothing = torch.zeros(1, len(COUNTS), dtype=torch.long)
+                yield ChunkResult(task.ids, task.share, torch.tensor([False]), {}, {}, 0.0, nothing)
                 continue
             reply = replies.pop(c)
-            made = made_of(reply.value, self._post.judge.model(reply.value, received[c]), _work(reply))
-            yield receive(job, server, task, received[c], made)
+            output = output_of(reply.value, self._post.judge.model(reply.value, received[c]), _work(reply))
+            yield accept(job, request.server, task, received[c], output)
 
-    def _ask(self, model: Tensor, tasks: Sequence[AskTask]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Answers of candidates; one that gives none is worth less than any other."""
-        job, forms = self._job, self._forms
-        message = [forms.write_model(model)]
-        clients = [int(i) for task in tasks for i in task.ids]
+    def ask(self, request: AskRequest) -> Iterator[Answers]:
+        """Ask candidates; one that gives no answer is worth less than any other."""
+        job, message = self._job, [self._forms.write_model(request.model)]
+        clients = request.ids.tolist()
         letters = {c: Letter("ask", c, message) for c in clients if bool(self._post.sizes[c, 0])}
-        replies = self._post.until(tasks[0].round, letters, 0)
+        replies = self._post.until(request.round, letters, 0)
         width = next((r.value.shape[1] for r in replies.values()), 1)
-        nothing = torch.full((1, width), -torch.inf, dtype=job.oracle.dtype)
-        for task in tasks:
-            there = [replies.get(int(i)) for i in task.ids]
-            answer = torch.cat([nothing if r is None else r.value for r in there])
-            work = torch.cat([torch.zeros(1, 3, dtype=torch.long) if r is None else _work(r) for r in there])
-            yield answer, asked_counts(job, answer, work)
+        nothing = torch.full((1, width), -torch.inf, dtype=job.oracle.dtype), torch.zeros(1, 3, dtype=torch.long)
+        answers = [(replies[c].value, _work(replies[c])) if c in replies else nothing for c in clients]
+        values, work = (torch.cat(rows) for rows in zip(*answers, strict=True))
+        yield Answers(values, asked_counts(job, values, work))
 
-    def _score(self, shared: tuple[Any, Tensor | None], tasks: Sequence[ScoreTask]) -> Iterator[Scores]:
-        """Scores that every site finds of the models on its own samples; NaN where it is not there."""
-        t, job, model = tasks[0].round, self._job, shared[1]
-        if self._noting:
-            self._due = t, shared
-            yield from ({} for _ in tasks)
-            return
-        if self._found is not None and self._found[0] == t:
-            found = self._found[1]
-        else:
-            replies = self._post.until(t, self._asking(t, shared), 0)
-            found = {c: r.metrics for c, r in replies.items()}
-        keys = sorted({key for metrics in found.values() for key in metrics})
-        for task in tasks:
-            scores: Scores = {}
-            for key in keys:
-                kind, part, name = key.split("/")
-                values = [found.get(c, {}).get(key, torch.nan) for c in task.ids.tolist()]
-                scores.setdefault((kind, part), {})[name] = torch.tensor(values, dtype=torch.float64)
-            if task.common and model is not None:
-                scores["global", ""] = sizes_of(job.algorithm, job.oracle.layout, model[None])
-            yield scores
+    def score(self, request: ScoreRequest) -> Iterator[Scores]:
+        """Scores that every site has of the models on its own samples; NaN where it is not there."""
+        if self._scores is None or self._scores[0] != request.round:
+            replies = self._post.until(request.round, self._score_letters(request), 0)
+            self._scores = request.round, {c: r.metrics for c, r in replies.items()}
+        metrics = self._scores[1]
+        scores: Scores = {}
+        for key in sorted({key for known in metrics.values() for key in known}):
+            kind, part, name = key.split("/")
+            values = [metrics.get(c, {}).get(key, torch.nan) for c in request.ids.tolist()]
+            scores.setdefault((kind, part), {})[name] = torch.tensor(values, dtype=torch.float64)
+        yield scores | self._sizes(request)
 
-    def _asking(self, round: int, shared: tuple[Any, Tensor | None]) -> dict[int, Letter]:
+    def on_one(self, ids: Tensor, call: Callable[[], T]) -> T:
+        """The value of a call, made at the server."""
+        return call()
+
+    def _sizes(self, request: ScoreRequest) -> Scores:
+        """Sizes of the global model of a composite method."""
+        if request.model is None:
+            return {}
+        return {("global", ""): sizes_of(self._job.algorithm, self._job.oracle.layout, request.model[None])}
+
+    def _score_letters(self, request: ScoreRequest) -> dict[int, Letter]:
         """Letters that ask every site that is there for scores."""
-        forms, (down, model) = self._forms, shared
+        forms, down, model = self._forms, request.down, request.model
         common = forms.write_models(down, model) if down is None or is_common(down) else None
         return {
             c: Letter(
@@ -150,7 +143,7 @@ class Sites:
                 c,
                 common or forms.write_models(for_client(down, c), model),
                 self._place(c) | {"global": model is not None},
-                round=round,
+                round=request.round,
             )
             for c in self._post.nodes
         }

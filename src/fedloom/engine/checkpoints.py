@@ -67,7 +67,7 @@ class RunCheckpoints:
         state, stop, detail, diverged, _ = resumed
         mine = (state.round, state.tensors(), [*state.notes], stop and stop.name, detail, diverged)
         round, tensors, notes, name, detail, diverged = ranks.share(mine)
-        self._job.homes.begin()
+        self._job.locations.begin()
         if ranks.rank > 0:
             state = start.restored(round, tensors, notes, start.times)
         return Resumed(state, name and Stop[name], detail, diverged)
@@ -89,7 +89,7 @@ class RunCheckpoints:
         self, state: State, stop: Stop | None = None, detail: str = "", diverged: int | None = None, **extras: Any
     ) -> None:
         """Write a checkpoint of the state; ``extras`` are what JSON can hold."""
-        self._job.homes.collect()
+        self._job.locations.collect()
         self._saved = time.monotonic()
         if self._checkpoints is None:
             return
@@ -114,16 +114,16 @@ class RunCheckpoints:
 def fingerprint(job: Job) -> str:
     """Everything that a run's numbers depend on, as 16 hexadecimal digits."""
     data = hashlib.blake2b(job.alpha.cpu().numpy().tobytes(), digest_size=16)
-    for part in sorted(job.judge.parts):
-        data.update(job.judge.parts[part].index.cpu().numpy().tobytes())
-        data.update(job.judge.parts[part].offsets.cpu().numpy().tobytes())
+    for part in sorted(job.eval_fed.parts):
+        data.update(job.eval_fed.parts[part].index.cpu().numpy().tobytes())
+        data.update(job.eval_fed.parts[part].offsets.cpu().numpy().tobytes())
     if job.fed.noise is not None:
         data.update(job.fed.noise.cpu().numpy().tobytes())
     text = json.dumps(
         {
             "setting": {**job.setting.numbers(), **job.replay.marks()},
             "engine": [job.oracle.name, job.chunk],
-            "data": [job.judge.data.checksum(), data.hexdigest(), job.fed.n],
+            "data": [job.eval_fed.data.checksum(), data.hexdigest(), job.fed.n],
             **_beyond(job),
             "user code": [s for code in _user_code(job.setting) if (s := source_of(code))],
         },

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Generator, Tensor
@@ -14,69 +14,96 @@ from fedloom.engine.uploads import partials
 from fedloom.errors import ClientError, FedloomError, Refused, blamed, cause_of
 from fedloom.local import Work
 from fedloom.local.rows import rows_of, to_device
-from fedloom.processes.chunks import AskTask, Trained, TrainTask
+from fedloom.processes.clients import Answers, AskTask, ChunkResult, TrainTask
 from fedloom.rows.attacks import Forgery
 
 
-class Made(NamedTuple):
+class ClientState(NamedTuple):
+    """What the clients of a chunk keep once their uploads are accepted.
+
+    Attributes:
+        rows: the method's rows ``[m, .]``.
+        residue: rows that the channel has not sent; None without a channel.
+        optimizer: states of the optimisers; None where they are not kept.
+    """
+
+    rows: Any
+    residue: Any = None
+    optimizer: Any = None
+
+    def select(self, mask: Tensor) -> ClientState:
+        """The state of some of the clients, a mask ``[m]``."""
+        return ClientState(*(_select(rows, mask) for rows in self))
+
+    def write(self, job: Job, ids: Tensor) -> None:
+        """Store the state of the clients ``ids [m]``."""
+        for store, rows in zip((job.clients, job.residue, job.optimizer), self, strict=True):
+            if rows is not None:
+                store.write(ids, rows)
+
+
+class ClientOutput(NamedTuple):
     """What the clients of a chunk send, and what they keep once it is accepted.
 
     Attributes:
-        up: the upload, after the channel.
-        info: answers ``[m, k]`` to the weigher, if it asks.
-        told: what a sampler learns from the clients' reports ``[m, k]``, if they report.
-        model: the primary field as it is sent, absolute ``[m, d]``, if the server's side looks at it.
-        new: the clients' new rows.
-        residue: what the channel has not sent.
+        upload: the upload, after the channel.
+        state: the clients' new state; of it only what is kept on this side.
         work: ``[m, 3]`` samples backward and forward, and steps.
-        optimizer: new states of the clients' optimisers, where they are kept.
+        weigher_answer: answers ``[m, k]`` to the weigher, if it asks.
+        sampler_report: what a sampler learns from the clients' reports ``[m, k]``, if they report.
+        model: the primary field as it is sent, absolute ``[m, d]``, if the server's side looks at it.
     """
 
-    up: Any
-    info: Tensor | None
-    told: Tensor | None
-    model: Tensor | None
-    new: Any
-    residue: Any
+    upload: Any
+    state: ClientState
     work: Tensor
-    optimizer: Any = None
+    weigher_answer: Tensor | None = None
+    sampler_report: Tensor | None = None
+    model: Tensor | None = None
+
+    def select(self, mask: Tensor) -> Self:
+        """The output of some of the clients, a mask ``[m]``."""
+        upload, state, work, *rest = self
+        return type(self)(
+            _select(upload, mask), state.select(mask), work[mask], *(_select(rows, mask) for rows in rest)
+        )
 
 
-class _Sides(NamedTuple):
-    """A chunk's clients: what they received, their rows, and the work."""
+class _Inputs(NamedTuple):
+    """What a chunk's clients received, their rows, and the work."""
 
     down: Any
     rows: Any
     work: Work
 
 
-def train(job: Job, down: Any, server: Any, task: TrainTask) -> Trained:
+def train_chunk(job: Job, down: Any, server: Any, task: TrainTask) -> ChunkResult:
     """Train a chunk of honest clients and store the state of those whose upload is accepted.
 
     Raises:
         ClientError: code of the method failed.
     """
     received = to_device(rows_of(down, task.place), job.oracle.device)
-    return receive(job, server, task, received, make(job, received, task))
+    return accept(job, server, task, received, run_clients(job, received, task))
 
 
-def make(job: Job, down: Any, task: TrainTask) -> Made:
-    """What clients do: train, answer, and pass the channel. Nothing is stored.
+def run_clients(job: Job, down: Any, task: TrainTask) -> ClientOutput:
+    """Train clients, have them answer, and pass their uploads through the channel. Nothing is stored.
 
     Args:
         job: the run.
         down: what these clients received.
-        task: who they are.
+        task: the clients.
 
     Raises:
         ClientError: code of the method failed.
     """
-    sides = _sides(job, down, task)
-    up, new = _client(job, sides, sides.work)
-    return _made(job, sides, up, new)
+    inputs = _inputs(job, down, task)
+    upload, rows = _step(job, inputs, inputs.work)
+    return _output(job, inputs, upload, rows)
 
 
-def attack(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | None, m: int) -> Trained:
+def forge(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | None, m: int) -> ChunkResult:
     """Forge the uploads of a cohort's attackers.
 
     The primary field is forged in absolute form; all else is what a client sends and keeps that takes no step. If the
@@ -91,84 +118,89 @@ def attack(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | N
         m: clients of the cohort.
     """
     assert isinstance(job.setting.attack, Forgery)
-    sides = _sides(job, to_device(rows_of(down, task.place), job.oracle.device), task)
-    up, new = _client(job, sides, sides.work.idle())
-    own = _client(job, sides, sides.work)[0] if job.setting.attack.reads_own else up
+    inputs = _inputs(job, to_device(rows_of(down, task.place), job.oracle.device), task)
+    upload, rows = _step(job, inputs, inputs.work.idle())
+    trained = upload
+    if job.setting.attack.reads_own:
+        work = job.work(task.round, task.ids, trains=True)  # of its own: an optimiser keeps no state of this training
+        work.counts = inputs.work.counts
+        trained, _ = _step(job, inputs, work)
     name = primary_field(type(job.algorithm))
-    base = base_of(job.fields[name], sides.down, sides.rows)
-    absolute = getattr(own, name) + base
-    received = sides.down[0].expand_as(absolute)
+    base = base_of(job.fields[name], inputs.down, inputs.rows)
+    absolute = getattr(trained, name) + base
+    received = inputs.down[0].expand_as(absolute)
     honest = honest if honest is not None and len(honest) else None
     with blamed("attack", job.setting.attack, f"round {task.round}"):
-        forged = job.setting.attack.forge(honest, received, absolute, m, sides.work.rng("attack"))
+        forged = job.setting.attack.forge(honest, received, absolute, m, inputs.work.rng("attack"))
         if forged.shape != absolute.shape:
             raise ValueError(f"forge must return models {[*absolute.shape]}, got {[*forged.shape]}")
-    source, _, state = job.fields[name].base.partition(".")
+    source, _, field = job.fields[name].base.partition(".")
     if source == "rows":
-        new = new._replace(**{state: forged})
-    made = _made(job, sides, up._replace(**{name: forged - base}), new)
-    return receive(job, server, task, sides.down, made)
+        rows = rows._replace(**{field: forged})
+    output = _output(job, inputs, upload._replace(**{name: forged - base}), rows)
+    return accept(job, server, task, inputs.down, output)
 
 
-def _sides(job: Job, down: Any, task: TrainTask) -> _Sides:
+def _inputs(job: Job, down: Any, task: TrainTask) -> _Inputs:
     rows = to_device(job.clients.read(task.ids), job.oracle.device)
-    return _Sides(down, rows, job.work(task.round, task.ids, trains=True))
+    return _Inputs(down, rows, job.work(task.round, task.ids, trains=True))
 
 
-def _client(job: Job, sides: _Sides, work: Work) -> tuple[Any, Any]:
+def _step(job: Job, inputs: _Inputs, work: Work) -> tuple[Any, Any]:
+    """The upload and the new rows of the method's client step."""
     try:
-        made = job.algorithm.client(sides.down, sides.rows, work)
-        wrong = _wrong(job, sides, made)
+        returned = job.algorithm.client(inputs.down, inputs.rows, work)
+        fault = _fault(job, inputs, returned)
     except FedloomError:
         raise
     except Exception as error:
         raise ClientError("client step", work.round, work.ids.tolist(), cause_of(error)) from error
-    if wrong:
-        raise ClientError("client step", work.round, work.ids.tolist(), wrong)
-    return made
+    if fault:
+        raise ClientError("client step", work.round, work.ids.tolist(), fault)
+    return returned
 
 
-def _wrong(job: Job, sides: _Sides, made: Any) -> str:
-    """What is not as declared in what a client's step returned; empty if all is well."""
-    if not (isinstance(made, tuple) and len(made) == 2 and all(hasattr(part, "_fields") for part in made)):
-        return f"it must return (upload, rows), got {type(made).__name__}"
-    up, new = made
-    if up._fields != tuple(job.fields) or new._fields != sides.rows._fields:
-        return f"it must return the fields {(*job.fields, *sides.rows._fields)}, got {(*up._fields, *new._fields)}"
+def _fault(job: Job, inputs: _Inputs, returned: Any) -> str:
+    """What a client's step returned otherwise than declared; empty if all is well."""
+    if not (isinstance(returned, tuple) and len(returned) == 2 and all(hasattr(part, "_fields") for part in returned)):
+        return f"it must return (upload, rows), got {type(returned).__name__}"
+    up, new = returned
+    if up._fields != tuple(job.fields) or new._fields != inputs.rows._fields:
+        return f"it must return the fields {(*job.fields, *inputs.rows._fields)}, got {(*up._fields, *new._fields)}"
     for name, kind in job.fields.items():
-        value, base = getattr(up, name), base_of(kind, sides.down, sides.rows)
+        value, base = getattr(up, name), base_of(kind, inputs.down, inputs.rows)
         width = value.shape[-1] if isinstance(base, float) else base.shape[-1]
-        if value.shape != (sides.work.m, width):
-            return f"its upload field {name!r} must be [{sides.work.m}, {width}], got {[*value.shape]}"
-    for name, value, old in zip(new._fields, new, sides.rows, strict=True):
+        if value.shape != (inputs.work.m, width):
+            return f"its upload field {name!r} must be [{inputs.work.m}, {width}], got {[*value.shape]}"
+    for name, value, old in zip(new._fields, new, inputs.rows, strict=True):
         if value.shape != old.shape:
             return f"its rows {name!r} must be {[*old.shape]}, got {[*value.shape]}"
     return ""
 
 
-def _made(job: Job, sides: _Sides, up: Any, new: Any) -> Made:
+def _output(job: Job, inputs: _Inputs, upload: Any, rows: Any) -> ClientOutput:
     """Answer the weigher and the sampler, and pass the channel."""
-    work = sides.work
-    up = up._replace(**{name: getattr(up, name) * mask for name, mask in job.messages.masks.items()})
-    name = job.watched
-    info = told = model = residue = None
+    work, name = inputs.work, job.model_field
+    upload = upload._replace(**{part: getattr(upload, part) * mask for part, mask in job.messages.masks.items()})
+    answer = report = model = residue = None
     if job.asks:
-        model = getattr(up, name) + base_of(job.fields[name], sides.down, sides.rows)
+        model = getattr(upload, name) + base_of(job.fields[name], inputs.down, inputs.rows)
         with blamed("weigher", job.setting.weigher, f"round {work.round}"):
-            info = job.setting.weigher.probe(sides.down, model, work) if job.setting.weigher.probes else None
+            answer = job.setting.weigher.probe(inputs.down, model, work) if job.setting.weigher.probes else None
         with blamed("sampler", job.setting.sampler, f"round {work.round}"):
-            told = job.setting.sampler.report(model, work) if job.setting.sampler.learns else None
+            report = job.setting.sampler.report(model, work) if job.setting.sampler.learns else None
     if job.setting.channel is not None:
         with blamed("channel", job.setting.channel, f"round {work.round}"):
-            up = job.messages.change(up, sides.down[0])
-            up, residue = _through(job, up, job.residue.read(work.ids), work.rng("channel"))
-            up = job.messages.absolute(up, sides.down[0])
+            upload = job.messages.change(upload, inputs.down[0])
+            upload, residue = apply_channel(job, upload, job.residue.read(work.ids), work.rng("channel"))
+            upload = job.messages.absolute(upload, inputs.down[0])
     if name:
-        model = getattr(up, name) + base_of(job.fields[name], sides.down, sides.rows)
-    return Made(up, info, told, model, new, residue, _done(work), _states(job, work))
+        model = getattr(upload, name) + base_of(job.fields[name], inputs.down, inputs.rows)
+    state = ClientState(rows, residue, _optimizer_states(job, work))
+    return ClientOutput(upload, state, work_counts(work), answer, report, model)
 
 
-def _states(job: Job, work: Work) -> Any:
+def _optimizer_states(job: Job, work: Work) -> Any:
     """The states of the clients' optimisers after their training; None where they are not kept.
 
     Raises:
@@ -176,67 +208,64 @@ def _states(job: Job, work: Work) -> Any:
     """
     if work.memory is None or job.memory is None:
         return None
-    new = [name for name in work.memory.streams if name not in job.memory.streams]
-    if new:
+    unknown = [name for name in work.memory.streams if name not in job.memory.streams]
+    if unknown:
         raise Refused(
-            f"{type(job.algorithm).__name__} trains by the stream {new[0]!r} in round {work.round}, which its first "
-            "round had not, so there is no room for its optimiser; set local.optimizer_state = 'fresh'"
+            f"{type(job.algorithm).__name__} trains by the stream {unknown[0]!r} in round {work.round}, which its "
+            "first round had not, so there is no room for its optimiser; set local.optimizer_state = 'fresh'"
         )
     return type(job.optimizer.template)(work.memory.rows)
 
 
-def receive(job: Job, server: Any, task: TrainTask, down: Any, made: Made) -> Trained:
-    """What the server's side does with a chunk's uploads: check, sum up, and commit what is accepted.
+def accept(job: Job, server: Any, task: TrainTask, down: Any, output: ClientOutput) -> ChunkResult:
+    """Check a chunk's uploads on the server's side, sum them up, and commit what is accepted.
 
     Args:
         job: the run.
         server: the server's state.
-        task: whose uploads they are.
+        task: the clients.
         down: what these clients received.
-        made: what they sent; of ``new``, ``residue`` and ``optimizer`` what is kept on this side.
+        output: what they sent.
     """
-    up, info, told, model, new, residue, work, optimizer = made
-    ids = task.ids
-    counts = _counts(job, server, work, down, up, sum(a.shape[1] for a in (info, told) if a is not None))
-    accepted = usable((*up, *new), len(ids), job.setting.engine.norm_bound, job.weights(up))
+    upload, answer, report = output.upload, output.weigher_answer, output.sampler_report
+    width = sum(rows.shape[1] for rows in (answer, report) if rows is not None)
+    counts = _counts(job, server, output.work, down, upload, width)
+    bound = job.setting.engine.norm_bound
+    accepted = usable((*upload, *output.state.rows), len(task.ids), bound, job.weights(upload))
+    ids, share = task.ids, task.share
     everyone = bool(accepted.all())
     if not everyone:
-        every = (up, new, info, told, model, residue, optimizer)
-        up, new, info, told, model, residue, optimizer = (_some(p, accepted) for p in every)
-        ids, task = ids[accepted], task._replace(share=task.share[accepted])
-    answers = {} if info is None else {"info": info}
+        output, ids, share = output.select(accepted), ids[accepted], share[accepted]
+    upload, state, _, answer, report, model = output
+    answers = {} if answer is None else {"weigher": answer}
     if job.sees_honest and model is not None:
         answers["models"] = model
     if job.setting.sampler.learns and model is not None:
-        received = down[0] if everyone else _received(down[0], accepted)
-        answers["told"] = model - received if told is None else told
-    parts = partials(job, up, ids, task.share)
+        received = down[0] if everyone or down[0].dim() == 1 else down[0][accepted]
+        answers["sampler"] = model - received if report is None else report
+    parts = partials(job, upload, ids, share)
     if len(ids):
-        job.clients.write(ids, new)
+        state.write(job, ids)
         if job.kept_fields:
-            job.kept.write(ids, type(job.kept.template)(*[getattr(up, name) for name in job.kept_fields]))
-        if residue is not None:
-            job.residue.write(ids, residue)
-        if optimizer is not None:
-            job.optimizer.write(ids, optimizer)
-    return Trained(accepted, parts, answers, float(task.share.sum()), counts)
+            job.kept.write(ids, type(job.kept.template)(*[getattr(upload, name) for name in job.kept_fields]))
+    return ChunkResult(task.ids, task.share, accepted, parts, answers, float(share.sum()), counts)
 
 
-def _through(job: Job, up: Any, residue: Any, noise: Sequence[Generator]) -> tuple[Any, Any]:
+def apply_channel(job: Job, upload: Any, residue: Any, noise: Sequence[Generator]) -> tuple[Any, Any]:
     """The upload after the channel, which acts on what a client sends, side by side, and the new residue."""
     assert job.setting.channel is not None
-    update = job.messages.update(up)
-    state = to_device(residue, up[0].device)[0] if residue else None
+    update = job.messages.update(upload)
+    state = to_device(residue, upload[0].device)[0] if residue else None
     sent, state = job.setting.channel.apply(state, update, noise)
-    return job.messages.with_update(up, sent), type(residue)(*([] if state is None else [state]))
+    return job.messages.with_update(upload, sent), type(residue)(*([] if state is None else [state]))
 
 
-def ask(job: Job, model: Tensor, task: AskTask) -> tuple[Tensor, Tensor]:
-    """Answers ``[m, k]`` of candidates about the global model, and what they cost, ``[m, 7]`` (`COUNTS`)."""
+def ask_chunk(job: Job, model: Tensor, task: AskTask) -> Answers:
+    """Ask a chunk of candidates about the global model."""
     work = job.work(task.round, task.ids)
     with blamed("sampler", job.setting.sampler, f"round {task.round}"):
         answer = job.setting.sampler.probe(model.to(job.oracle.device), work).cpu()
-    return answer, asked_counts(job, answer, _done(work))
+    return Answers(answer, asked_counts(job, answer, work_counts(work)))
 
 
 def asked_counts(job: Job, answer: Tensor, work: Tensor) -> Tensor:
@@ -245,7 +274,8 @@ def asked_counts(job: Job, answer: Tensor, work: Tensor) -> Tensor:
     return torch.cat([work, torch.tensor([k * item, d * item, 4 * k, 4 * d]).expand(len(work), -1)], 1)
 
 
-def _done(work: Work) -> Tensor:
+def work_counts(work: Work) -> Tensor:
+    """Samples backward and forward, and steps, of every client ``[m, 3]``."""
     return torch.stack([work.counts.backward, work.counts.forward, work.counts.steps], 1)
 
 
@@ -255,20 +285,17 @@ def usable(fields: tuple[Tensor, ...], m: int, bound: float | None, weights: Seq
     if not norms:
         return torch.ones(m, dtype=torch.bool)
     largest = torch.stack(norms).amax(0).cpu()
-    found = largest.isfinite() if bound is None else largest <= bound
+    accepted = largest.isfinite() if bound is None else largest <= bound
     for weight in weights:
-        found &= (weight >= 0).all(1).cpu()
-    return found
+        accepted &= (weight >= 0).all(1).cpu()
+    return accepted
 
 
-def _received(x: Tensor, which: Tensor) -> Tensor:
-    return x[which] if x.dim() > 1 else x
-
-
-def _some(part: Any, which: Tensor) -> Any:
-    if part is None or isinstance(part, Tensor):
-        return None if part is None else part[which]
-    return type(part)(*[f[which] for f in part])
+def _select(rows: Any, mask: Tensor) -> Any:
+    """Some rows of a tensor ``[m, .]``, or of each field of a tuple of them."""
+    if rows is None or isinstance(rows, Tensor):
+        return None if rows is None else rows[mask]
+    return type(rows)(*[field[mask] for field in rows])
 
 
 def _counts(job: Job, server: Any, work: Tensor, down: Any, up: Any, answer: int) -> Tensor:

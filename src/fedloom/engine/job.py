@@ -19,7 +19,7 @@ from fedloom.local import Ctx, Work
 from fedloom.local.optimizer import Memory
 from fedloom.local.oracles import Network
 from fedloom.processes.ranks import Ranks
-from fedloom.processes.row_locations import Homes
+from fedloom.processes.row_locations import RowLocations
 from fedloom.replay import Replay
 from fedloom.rows.attacks import Forgery
 from fedloom.seeds import generator
@@ -34,7 +34,7 @@ class Job:
         setting: what a user chose, presets resolved.
         oracle: the local problems.
         fed: the data that clients train on.
-        judge: the data that models are evaluated on; `fed`, unless the clients were pooled.
+        eval_fed: the data that models are evaluated on; `fed`, unless the clients were pooled.
         attackers: ``[b]`` ids of the attackers.
         alpha: ``[n, 1]`` the clients' shares of the objective.
         workers: processes forked from this one.
@@ -52,7 +52,7 @@ class Job:
     setting: Setting
     oracle: Network
     fed: Federation
-    judge: Federation
+    eval_fed: Federation
     attackers: Tensor
     alpha: Tensor
     workers: int
@@ -77,9 +77,9 @@ class Job:
         return {"clients": self.clients, "kept": self.kept, "residue": self.residue, "optimizer": self.optimizer}
 
     @cached_property
-    def homes(self) -> Homes:
-        """Where the latest row of every client is."""
-        return Homes(self.ranks, self.stores)
+    def locations(self) -> RowLocations:
+        """The machines that have the latest row of every client."""
+        return RowLocations(self.ranks, self.stores)
 
     @property
     def n(self) -> int:
@@ -139,19 +139,19 @@ class Job:
         return self.setting.weigher.probes or self.setting.sampler.learns
 
     @cached_property
-    def watched(self) -> str:
+    def model_field(self) -> str:
         """The upload field that the server's side looks at as a model; empty if it looks at none."""
         return primary_field(type(self.algorithm)) if self.asks or self.sees_honest else ""
 
     @cached_property
     def malicious(self) -> Tensor:
         """``[n]`` clients that attack."""
-        return torch.isin(torch.arange(self.judge.n), self.attackers)
+        return torch.isin(torch.arange(self.eval_fed.n), self.attackers)
 
     @cached_property
-    def judged(self) -> Tensor:
+    def scored_ids(self) -> Tensor:
         """Ids ``[s]`` of the clients that are scored, ascending: all, or those that the run's seed draws."""
-        n, most = self.judge.n, self.setting.evaluate.clients
+        n, most = self.eval_fed.n, self.setting.evaluate.clients
         if most is None or most >= n:
             return torch.arange(n)
         return torch.randperm(n, generator=generator(self.setting.seed, purpose="judged"))[:most].sort().values

@@ -13,7 +13,7 @@ from fedloom.engine.records import Divergence
 from fedloom.engine.round import run_round
 from fedloom.engine.state import State
 from fedloom.errors import GivenUp, RunStopped, Stop
-from fedloom.processes.pool import Crew
+from fedloom.processes.clients import Clients
 
 
 class End(NamedTuple):
@@ -75,7 +75,7 @@ class Hooks:
         return {}
 
 
-def run_rounds(job: Job, pool: Crew, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> End:
+def run_rounds(job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> End:
     """Run the rounds that are left, and save the end.
 
     A round that fails changes nothing: the end has the state before it. If such an end can be resumed, no checkpoint is
@@ -85,7 +85,7 @@ def run_rounds(job: Job, pool: Crew, checkpoints: RunCheckpoints, hooks: Hooks, 
         ClientError: code of the method failed.
         CheckpointError: a checkpoint cannot be written.
     """
-    loop = _Loop(job, pool, checkpoints, hooks, state)
+    loop = _Loop(job, clients, checkpoints, hooks, state)
     saves = True
     try:
         stop, detail = loop.run()
@@ -105,8 +105,8 @@ def run_rounds(job: Job, pool: Crew, checkpoints: RunCheckpoints, hooks: Hooks, 
 class _Loop:
     """A run in progress; `state` is the newest that all of a round, or of an evaluation, has led to."""
 
-    def __init__(self, job: Job, pool: Crew, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> None:
-        self._job, self._pool, self._checkpoints, self._hooks = job, pool, checkpoints, hooks
+    def __init__(self, job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> None:
+        self._job, self._clients, self._checkpoints, self._hooks = job, clients, checkpoints, hooks
         self.state, self.divergence, self._begun = state, Divergence(), state.round
         self.divergence.read(state.records)
 
@@ -165,7 +165,7 @@ class _Loop:
         """The state after the next round."""
         start = time.perf_counter()
         try:
-            state, events = run_round(self._job, self._pool, before)
+            state, events = run_round(self._job, self._clients, before)
             events += self._hooks.trained(state)
         except GivenUp as error:
             state, events = _given_up(before, error), (f"round {before.round + 1} was given up: {error}",)

@@ -15,9 +15,7 @@ from torch import Tensor
 
 from fedloom import metrics
 from fedloom.errors import ConfigError
-
-Scores = dict[tuple[str, str], dict[str, Tensor]]
-"""(model, part) -> metric -> float64 ``[m]``; part "" has figures of the models themselves."""
+from fedloom.processes.clients import Scores
 
 FACTOR = 10.0
 """A mean training loss beyond this many times its start, which counts as 1 at least, is that of a diverging run."""

@@ -63,7 +63,7 @@ class Result:
         return self.table().to_pandas()
 
     def final(self, model: str | None = None, metric: str = "accuracy", part: str = "test") -> Tensor:
-        """A metric of every client that is scored (`Job.judged`) after the last evaluated round, float64 ``[s]``.
+        """A metric of every client that is scored (`Job.scored_ids`) after the last evaluated round, float64 ``[s]``.
 
         Args:
             model: "global", "personal" or "hybrid"; None: the model that a client would use, the hybrid one where it
@@ -118,21 +118,21 @@ class Live:
 
     def __init__(self, job: Job, state: State) -> None:
         self._job, self._state = job, state
-        self.names = job.judge.names
-        run, facts = job.setting, InputSpec.of(job.judge.data)
+        self.names = job.eval_fed.names
+        run, facts = job.setting, InputSpec.of(job.eval_fed.data)
         self.recipe = Recipe(run.model, facts, run.seed, job.oracle.dtype, run.task)
         name = type(job.algorithm).__name__
         self.about = {"method": name, "algorithm": name, "seed": job.setting.seed, "rounds": state.round}
 
     @property
     def fitted(self) -> Tensor | None:
-        fitted = self._job.judge.data.fitted
+        fitted = self._job.eval_fed.data.fitted
         return None if fitted is None else fitted.values
 
     def kinds(self) -> list[str]:
         shared = self._job.algorithm.global_model(self._state.server) is not None
         own = self._job.has_personal
-        evaluate, every = self._job.setting.evaluate, len(self._job.judged) == len(self.names)
+        evaluate, every = self._job.setting.evaluate, len(self._job.scored_ids) == len(self.names)
         chosen = evaluate.select_on in evaluate.parts and every
         return [k for k, there in zip(KINDS, (shared, own, shared and own and chosen), strict=True) if there]
 

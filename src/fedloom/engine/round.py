@@ -7,17 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.engine.chunk import attack
+from fedloom.engine.chunk import forge
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
 from fedloom.engine.uploads import Uploads, weights_of
 from fedloom.errors import RunStopped, Stop, blamed
-from fedloom.local.oracles import chunk_count
-from fedloom.processes.chunks import COUNTS, AskTask, TrainTask
-from fedloom.processes.pool import Crew
+from fedloom.processes.clients import COUNTS, AskRequest, Clients, TrainRequest, TrainTask
 
 
-def run_round(job: Job, pool: Crew, state: State) -> tuple[State, tuple[str, ...]]:
+def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[str, ...]]:
     """Run one round.
 
     Returns:
@@ -27,7 +25,7 @@ def run_round(job: Job, pool: Crew, state: State) -> tuple[State, tuple[str, ...
         RunStopped: too few uploads are usable, or the server's state is not finite.
     """
     t = state.round + 1
-    drawn, sampler, asked = _sample(job, pool, state, t)
+    drawn, sampler, asked = _sample(job, clients, state, t)
     cohort, times = drawn.unique(return_counts=True)
     order = _longest_first(job, cohort)
     cohort, shares = cohort[order], times[order, None].double()
@@ -37,21 +35,20 @@ def run_round(job: Job, pool: Crew, state: State) -> tuple[State, tuple[str, ...
     for store in job.stores.values():
         store.touch(cohort)
     if job.algorithm.mixes:
-        job.homes.everywhere(job.mixed(cohort))
+        job.locations.replicate(job.mixed(cohort))
     down = job.down(state.server, t, cohort)
     forges = job.forgers[cohort]
     places = (~forges).nonzero()[:, 0]
     uploads = Uploads(job, state.sums)
     if len(places):
-        chunks = places.tensor_split(chunk_count(len(places), job.chunk))
-        tasks = [TrainTask(t, place, cohort[place], shares[place]) for place in chunks]
-        for task, trained in zip(tasks, pool.map("train", (down, state.server), tasks), strict=True):
-            uploads.add(task, trained)
+        request = TrainRequest(t, places, cohort[places], shares[places], down, state.server)
+        for result in clients.train(request):
+            uploads.add(result)
     if bool(forges.any()):
         place = forges.nonzero()[:, 0]
         task = TrainTask(t, place, cohort[place], shares[place])
         honest, m = uploads.answers("models"), len(cohort)
-        uploads.add(task, pool.once(task.ids, lambda: attack(job, down, state.server, task, honest, m)))
+        uploads.add(clients.on_one(task.ids, lambda: forge(job, down, state.server, task, honest, m)))
     events, accepted = uploads.events(t), job.ctx(t, torch.cat(uploads.ids))
     if accepted.m < max(1.0, job.setting.engine.quorum * len(cohort)):
         reason = Stop.DIVERGED if accepted.m == 0 else Stop.UNUSABLE
@@ -65,10 +62,10 @@ def run_round(job: Job, pool: Crew, state: State) -> tuple[State, tuple[str, ...
         events += tuple(note for note in job.algorithm.remarks(server) if note not in state.notes)
     if not all(bool(f.isfinite().all()) for f in server):
         raise RunStopped(Stop.DIVERGED, f"round {t}: the server's state is not finite", events)
-    if (told := uploads.answers("told")) is not None:
+    if (report := uploads.answers("sampler")) is not None:
         with blamed("sampler", job.setting.sampler, f"round {t}"):
-            sampler = job.setting.sampler.learn(sampler, told, accepted)
-    counts = torch.cat([uploads.counts.sum(0) + asked, torch.tensor([len(uploads.dropped)])])
+            sampler = job.setting.sampler.learn(sampler, report, accepted)
+    counts = torch.cat([uploads.counts + asked, torch.tensor([len(uploads.dropped)])])
     return state.with_(
         round=t, server=server, sampler=sampler, weigher=weigher, aggregator=aggregator, sums=uploads.sums,
         totals=state.totals + counts, uploads=state.uploads.index_add(0, cohort, torch.ones_like(cohort)),
@@ -76,28 +73,29 @@ def run_round(job: Job, pool: Crew, state: State) -> tuple[State, tuple[str, ...
     ), events  # fmt: skip
 
 
-def _sample(job: Job, pool: Crew, state: State, t: int) -> tuple[Tensor, Any, Tensor]:
+def _sample(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Any, Tensor]:
     """The cohort, the sampler's new state, and what asking the candidates cost, ``[7]``."""
-    if (given := job.replay.cohort(t)) is not None:
-        return given, state.sampler, torch.zeros(len(COUNTS), dtype=torch.long)
+    if (replayed := job.replay.cohort(t)) is not None:
+        return replayed, state.sampler, torch.zeros(len(COUNTS), dtype=torch.long)
     ctx = job.ctx(t)
     info, cost = None, torch.zeros(len(COUNTS), dtype=torch.long)
     if job.setting.sampler.probes:
         with blamed("sampler", job.setting.sampler, f"round {t}"):
             candidates = _ids(job.setting.sampler.query(state.sampler, ctx), job.n)
-        tasks = [AskTask(t, ids) for ids in candidates.tensor_split(chunk_count(len(candidates), job.chunk))]
-        answers = list(pool.map("ask", job.algorithm.global_model(state.server), tasks))
-        info, cost = torch.cat([a for a, _ in answers]), torch.cat([c for _, c in answers]).sum(0)
+        model = job.algorithm.global_model(state.server)
+        assert model is not None  # or the sampler is refused
+        answers = list(clients.ask(AskRequest(t, candidates, model)))
+        info, cost = torch.cat([a.values for a in answers]), torch.cat([a.counts for a in answers]).sum(0)
     with blamed("sampler", job.setting.sampler, f"round {t}"):
         cohort, sampler = job.setting.sampler.apply(state.sampler, info, ctx)
         return _ids(cohort, job.n), sampler, cost
 
 
-def _ids(found: Tensor, n: int) -> Tensor:
-    """Positions of clients, if that is what they are."""
-    if found.dtype != torch.long or found.dim() != 1 or not len(found) or found.min() < 0 or found.max() >= n:
-        raise ValueError(f"clients must be a tensor int64 [m] of numbers from 0 to {n - 1}, not empty, got {found}")
-    return found
+def _ids(ids: Tensor, n: int) -> Tensor:
+    """Check positions of clients."""
+    if ids.dtype != torch.long or ids.dim() != 1 or not len(ids) or ids.min() < 0 or ids.max() >= n:
+        raise ValueError(f"clients must be a tensor int64 [m] of numbers from 0 to {n - 1}, not empty, got {ids}")
+    return ids
 
 
 def _longest_first(job: Job, cohort: Tensor) -> Tensor:

@@ -12,15 +12,14 @@ from fedloom.algorithms import Algorithm
 from fedloom.data.federation import Federation
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted, spent
-from fedloom.engine.records import Record, Scores, score_records
+from fedloom.engine.records import Record, score_records
 from fedloom.engine.state import State
 from fedloom.errors import ClientError, FedloomError, blamed, cause_of
 from fedloom.local import Ctx
 from fedloom.local.oracles import Network, chunk_count
 from fedloom.local.rows import rows_of, to_device
 from fedloom.metrics import METRICS, leading, mutual_information
-from fedloom.processes.chunks import COUNTS, ScoreTask
-from fedloom.processes.pool import Crew
+from fedloom.processes.clients import COUNTS, Clients, ScoreRequest, Scores, ScoreTask
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox import made_by
 
@@ -30,16 +29,16 @@ WORTH = 2e9
 """Multiply-adds that the singular values of one evaluation may cost; ranks of more or larger models are left out."""
 
 
-def evaluate(job: Job, pool: Crew, state: State) -> tuple[State, str]:
+def evaluate(job: Job, clients: Clients, state: State) -> tuple[State, str]:
     """Score every model after a round.
 
     Returns:
         The state with the scores among its records; and a sentence if a model's training loss is not finite.
     """
-    scores, t = scores_of(job, pool, state), state.round
+    scores, t = scores_of(job, clients, state), state.round
     records = [*records_of(job, state, scores)]
     if type(job.algorithm).diagnostics is not Algorithm.diagnostics:
-        figures = pool.once(job.ctx(t).ids, lambda: diagnose(job, state))
+        figures = clients.on_one(job.ctx(t).ids, lambda: diagnose(job, state))
         records += [Record.of_federation(t, "", "", name, figure) for name, figure in figures.items()]
     unusable = ""
     for (model, part), values in scores.items():
@@ -48,29 +47,34 @@ def evaluate(job: Job, pool: Crew, state: State) -> tuple[State, str]:
     return state.with_(records=state.records.plus(records)), unusable
 
 
-def scores_of(job: Job, pool: Crew, state: State) -> Scores:
-    """Scores of every model that there is after a round."""
-    t, ids = state.round, job.judged
+def score_request(job: Job, state: State) -> ScoreRequest | None:
+    """Ask for the scores of every model that there is after a round; None where there is none."""
+    t = state.round
     with blamed("method", job.algorithm, f"round {t}"):
-        shared = job.algorithm.global_model(state.server)
-        if shared is not None and shared.shape != (job.oracle.layout.d,):
-            raise ValueError(f"global_model must return [d] = [{job.oracle.layout.d}], got {[*shared.shape]}")
-    if shared is not None or job.has_personal:
-        if job.has_personal and job.algorithm.mixes:
-            job.homes.everywhere(torch.arange(job.n))
-        down = job.down(state.server, t) if job.has_personal else None
-        pieces = ids.tensor_split(chunk_count(len(ids), max(job.chunk, 8)))
-        tasks = [ScoreTask(t, some, state.cohort, common=k == 0) for k, some in enumerate(pieces)]
-        found = list(pool.map("score", (down, shared), tasks))
-        scores: Scores = {
-            key: {name: torch.cat([f[key][name] for f in found if key in f]) for name in values}
-            for key, values in found[0].items()
-        }
-        part = job.setting.evaluate.select_on
-        if ("personal", part) in scores and ("global", part) in scores:
-            scores |= hybrid_scores(scores, part)
-    else:
-        scores = {}
+        model = job.algorithm.global_model(state.server)
+        if model is not None and model.shape != (job.oracle.layout.d,):
+            raise ValueError(f"global_model must return [d] = [{job.oracle.layout.d}], got {[*model.shape]}")
+    if model is None and not job.has_personal:
+        return None
+    if job.has_personal and job.algorithm.mixes:
+        job.locations.replicate(torch.arange(job.n))
+    down = job.down(state.server, t) if job.has_personal else None
+    return ScoreRequest(t, job.scored_ids, state.cohort, down, model)
+
+
+def scores_of(job: Job, clients: Clients, state: State) -> Scores:
+    """Scores of every model that there is after a round, the hybrid model included."""
+    request = score_request(job, state)
+    if request is None:
+        return {}
+    pieces = list(clients.score(request))
+    scores: Scores = {
+        key: {name: torch.cat([piece[key][name] for piece in pieces if key in piece]) for name in values}
+        for key, values in pieces[0].items()
+    }
+    part = job.setting.evaluate.select_on
+    if ("personal", part) in scores and ("global", part) in scores:
+        scores |= hybrid_scores(scores, part)
     return scores
 
 
@@ -80,11 +84,11 @@ def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
     What the clients did is the training of all rounds and what the personal models after this one took; where some
     clients are scored only, as much per client for the others.
     """
-    t, scored = state.round, job.judged
+    t, scored = state.round, job.scored_ids
     cost, scores = scores.get(COST, {}), {key: values for key, values in scores.items() if key != COST}
     benign = torch.where(job.malicious[scored], torch.nan, 1.0).double().numpy() if len(job.attackers) else None
     parts = job.setting.evaluate.parts
-    sizes: dict[str, Any] = {part: job.judge.sizes(part).cpu()[scored].double().numpy() for part in parts}
+    sizes: dict[str, Any] = {part: job.eval_fed.sizes(part).cpu()[scored].double().numpy() for part in parts}
     yield from score_records(t, scores, sizes, benign)
     share = job.n / len(scored)
     for name, value in zip((*COUNTS, "dropped"), state.totals.tolist(), strict=True):
@@ -97,9 +101,9 @@ def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
     if labels is None or not bool((labels >= 0).any()):
         return
     yield Record.of_clients(t, "", "", "cluster", labels.cpu()[scored])
-    if job.judge.groups is not None:
+    if job.eval_fed.groups is not None:
         ids = state.cohort[labels[state.cohort] >= 0].sort().values
-        planted = job.judge.groups[ids].cpu().numpy()
+        planted = job.eval_fed.groups[ids].cpu().numpy()
         if len(set(planted.tolist())) > 1:  # within one planted group the NMI is 0 whatever is recovered
             yield Record.of_federation(t, "", "", "nmi", mutual_information(planted, labels[ids].cpu().numpy()))
 
@@ -150,7 +154,7 @@ def hybrid_scores(scores: Scores, select_on: str) -> Scores:
     }
 
 
-def score(job: Job, down: Any, global_model: Tensor | None, task: ScoreTask) -> Scores:
+def score_chunk(job: Job, down: Any, global_model: Tensor | None, task: ScoreTask) -> Scores:
     """Scores of the global and the personal models of a chunk of clients."""
     with blamed("model", job.setting.model, f"round {task.round}"):
         return _scores(job, down, global_model, task)
@@ -228,7 +232,7 @@ def _personal(job: Job, down: Any, round: int, ids: Tensor, *, trains: bool) -> 
 
 def _score_shared(job: Job, row: Tensor, ids: Tensor, part: str) -> dict[str, Tensor]:
     """One model on the parts of many clients, in one pass over their samples."""
-    index, sizes = job.judge.gather(part, ids)
+    index, sizes = job.eval_fed.gather(part, ids)
     return _metrics(job, torch.cat([*_outputs(job.oracle, row, index)]), index, sizes)
 
 
@@ -237,7 +241,7 @@ def _score_own(job: Job, models: Tensor, ids: Tensor) -> dict[str, dict[str, Ten
     oracle = job.oracle
     scores = dict[str, dict[str, Tensor]]()
     for part in job.setting.evaluate.parts:
-        index, sizes = job.judge.gather(part, ids)
+        index, sizes = job.eval_fed.gather(part, ids)
         if oracle.normalisers:
             found: list[Tensor] = []
             for row, i, piece in zip(models, ids, index.split(sizes.tolist()), strict=True):
@@ -251,7 +255,7 @@ def _score_own(job: Job, models: Tensor, ids: Tensor) -> dict[str, dict[str, Ten
 
 
 def _score_common(job: Job, row: Tensor) -> dict[str, Tensor]:
-    index = common_test(job.judge, job.judged)
+    index = common_test(job.eval_fed, job.scored_ids)
     return _metrics(job, torch.cat([*_outputs(job.oracle, row, index)]), index, torch.tensor([len(index)]))
 
 
@@ -263,7 +267,7 @@ def common_test(fed: Federation, judged: Tensor) -> Tensor:
 def _metrics(job: Job, outputs: Tensor, index: Tensor, sizes: Tensor) -> dict[str, Tensor]:
     """Metrics of clients whose samples stand one client after another."""
     owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
-    return job.oracle.task.metrics(outputs, job.judge.targets(index), owner, len(sizes))
+    return job.oracle.task.metrics(outputs, job.eval_fed.targets(index), owner, len(sizes))
 
 
 def _outputs(oracle: Network, row: Tensor, index: Tensor) -> Iterator[Tensor]:

@@ -131,7 +131,7 @@ def make_job(
         setting=setting.with_(algorithm=method),
         oracle=oracle,
         fed=fed,
-        judge=judge,
+        eval_fed=judge,
         attackers=attackers,
         alpha=ctx.weight,
         workers=workers,

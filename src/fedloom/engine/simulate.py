@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from fedloom.algorithms import REGISTRY, Algorithm, Composition
 from fedloom.data.federation import Federation
 from fedloom.engine.checkpoints import RunCheckpoints, check_ranks
-from fedloom.engine.chunk import ask, train
+from fedloom.engine.chunk import ask_chunk, train_chunk
 from fedloom.engine.job import Job
 from fedloom.engine.loop import Hooks, run_rounds
 from fedloom.engine.result import Result
 from fedloom.engine.round import run_round
-from fedloom.engine.scoring import COST, evaluate, score, scores_of
+from fedloom.engine.scoring import COST, evaluate, score_chunk, scores_of
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.errors import ConfigError, Stop
 from fedloom.models import ModelSpec
-from fedloom.processes.chunks import COUNTS
-from fedloom.processes.pool import Crew, Handler, Pool
+from fedloom.processes.clients import COUNTS, Clients, Handlers, LocalClients
+from fedloom.processes.pool import Pool, Workers
 from fedloom.processes.rank_pool import RankPool
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
@@ -121,20 +121,22 @@ def simulate(
     resumed = checkpoints.resume(initial_state(job, server))
     if not advance or resumed.stop is not None:
         return Result(job, resumed.state, resumed.stop or Stop.INTERRUPTED, resumed.detail, resumed.diverged)
-    with one_thread(), pool_of(job) as pool, interruptible() as interrupted:
+    with one_thread(), clients_of(job) as clients, interruptible() as interrupted:
         return Result(
-            job, *run_rounds(job, pool, checkpoints, _Simulation(job, pool, progress, interrupted), resumed.state)
+            job, *run_rounds(job, clients, checkpoints, _Simulation(job, clients, progress, interrupted), resumed.state)
         )
 
 
 class _Simulation(Hooks):
     """What a simulation does around its rounds."""
 
-    def __init__(self, job: Job, pool: Crew, progress: Sequence[Progress], interrupted: Callable[[], bool]) -> None:
-        self._job, self._pool, self._progress, self._interrupted = job, pool, progress, interrupted
+    def __init__(
+        self, job: Job, clients: Clients, progress: Sequence[Progress], interrupted: Callable[[], bool]
+    ) -> None:
+        self._job, self._clients, self._progress, self._interrupted = job, clients, progress, interrupted
 
     def evaluate(self, state: State) -> tuple[State, str]:
-        return evaluate(self._job, self._pool, state)
+        return evaluate(self._job, self._clients, state)
 
     def trained(self, state: State) -> tuple[str, ...]:
         if state.round > 1 or state.totals[BACKWARD]:
@@ -149,19 +151,22 @@ class _Simulation(Hooks):
         return self._interrupted()
 
 
-def pool_of(job: Job) -> Pool | RankPool:
-    """Workers or ranks of a job, with room for a download and for what a chunk sends back."""
+@contextmanager
+def clients_of(job: Job) -> Iterator[LocalClients]:
+    """The clients of a simulation; their workers have room for a download and for what a chunk sends back."""
     row = job.oracle.layout.d * 8
     down = (len(job.clients.template) + 8) * row * (job.n if job.algorithm.mixes else 1)
     up = (len(job.fields) + 1) * row * (job.chunk + 1 if job.gathers else 1)
-    handlers: dict[str, Handler] = {
-        "train": lambda shared, task: train(job, shared[0], shared[1], task),
-        "ask": lambda shared, task: ask(job, shared, task),
-        "score": lambda shared, task: score(job, shared[0], shared[1], task),
-    }
+    handlers = Handlers(
+        train=lambda shared, task: train_chunk(job, *shared, task),
+        ask=lambda model, task: ask_chunk(job, model, task),
+        score=lambda shared, task: score_chunk(job, *shared, task),
+    )
     if job.ranks.size > 1:
-        return RankPool(handlers, job.ranks, job.homes, up)
-    return Pool(handlers, job.workers, down + (1 << 20), up + (1 << 20), ahead=True)
+        yield LocalClients(handlers, RankPool(job.ranks, job.locations, up), job.chunk)
+        return
+    with Pool(handlers, job.workers, down + (1 << 20), up + (1 << 20), ahead=True) as pool:
+        yield LocalClients(handlers, pool, job.chunk)
 
 
 class MeasuredRound(NamedTuple):
@@ -184,7 +189,7 @@ def measure_rounds(
     fed: Federation,
     count: int = 1,
     clock: Callable[[], float] = time.perf_counter,
-    crew: Callable[[Crew], Crew] = lambda pool: pool,
+    through: Callable[[Workers], Workers] = lambda workers: workers,
 ) -> Measured:
     """Run the first rounds of a setting, in memory and without evaluation.
 
@@ -193,7 +198,7 @@ def measure_rounds(
         fed: the clients and their data.
         count: rounds to run, >= 1.
         clock: the clock, in seconds.
-        crew: who computes in place of the pool, which it may use.
+        through: called before every round; the workers that compute it, which may use those that it is given.
 
     Raises:
         ConfigError: values that cannot work, or (Refused) do not work together.
@@ -202,11 +207,11 @@ def measure_rounds(
     """
     job, server = make_job(setting, fed)
     rounds, before = [], 0
-    with one_thread(), pool_of(job) as pool:
+    with one_thread(), clients_of(job) as clients:
         state = initial_state(job, server)
         for _ in range(count):
             start = clock()
-            state, _ = run_round(job, crew(pool), state)
+            state, _ = run_round(job, clients.through(through), state)
             seconds, samples = clock() - start, int(state.totals[BACKWARD])
             rounds.append(MeasuredRound(seconds, samples - before))
             before = samples
@@ -224,15 +229,15 @@ def spending(setting: Setting, fed: Federation) -> Generator[tuple[int, Callable
         ConfigError, RunStopped, ClientError: as `measure_rounds`.
     """
     job, server = make_job(setting, fed)
-    with one_thread(), pool_of(job) as pool:
+    with one_thread(), clients_of(job) as clients:
         state = initial_state(job, server)
 
         def personal() -> int:
-            cost = scores_of(job, pool, state).get(COST, {})
-            return round(float(cost[COUNTS[BACKWARD]].nansum()) * job.n / len(job.judged)) if cost else 0
+            cost = scores_of(job, clients, state).get(COST, {})
+            return round(float(cost[COUNTS[BACKWARD]].nansum()) * job.n / len(job.scored_ids)) if cost else 0
 
         while True:
-            state, _ = run_round(job, pool, state)
+            state, _ = run_round(job, clients, state)
             yield int(state.totals[BACKWARD]), personal
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedloom.engine.job import Job
 from fedloom.engine.records import Records
 from fedloom.engine.uploads import first_sums
-from fedloom.processes.chunks import COUNTS
+from fedloom.processes.clients import COUNTS
 
 NEAR = 5
 """Rounds after a process's first to which that is compared, for its one-off costs."""
@@ -166,7 +166,7 @@ def initial_state(job: Job, server: Any) -> State:
     totals = torch.zeros(len(COUNTS) + 1, dtype=torch.long)
     aggregator = {} if job.setting.aggregator is None else job.setting.aggregator.init(ctx)
     uploads = torch.zeros(job.n, dtype=torch.long)
-    records = Records(ids=job.judged if len(job.judged) < job.judge.n else None)
+    records = Records(ids=job.scored_ids if len(job.scored_ids) < job.eval_fed.n else None)
     return State(
         0,
         server,

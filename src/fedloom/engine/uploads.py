@@ -17,7 +17,7 @@ from fedloom.algorithms import primary_field
 from fedloom.engine.job import Job
 from fedloom.errors import ConfigError, RunStopped, Stop, blamed
 from fedloom.local import Ctx
-from fedloom.processes.chunks import COUNTS, Trained, TrainTask
+from fedloom.processes.clients import COUNTS, SumResult, TrainResult
 
 PIECE = 1 << 16
 """Elements that are converted together: what is converted stays in the cache until it is added."""
@@ -128,7 +128,7 @@ def first_sums(job: Job) -> dict[str, Tensor]:
 
 
 class Uploads:
-    """The uploads of a round as its chunks bring them.
+    """The uploads of a round as its results bring them.
 
     Args:
         job: the run.
@@ -136,31 +136,36 @@ class Uploads:
 
     Attributes:
         job: the run.
-        ids: accepted clients, chunk by chunk.
-        shares: ``[m, 1]`` float64 their shares in the mean, once all have arrived.
-        share: their sum, added up by chunks.
+        ids: accepted clients, result by result.
+        shares: ``[m, 1]`` float64 shares of the accepted clients in the mean; none of a client that is part of a sum.
+        share: their sum, added up result by result.
         dropped: clients whose upload is unusable.
-        counts: ``[m, 7]`` work and traffic of all of them (`COUNTS`).
+        counts: ``[7]`` work and traffic of all of them (`COUNTS`).
     """
 
     def __init__(self, job: Job, sums: Mapping[str, Tensor]) -> None:
         self.job, self._fields = job, fields_of(job, sums)
         self.ids: list[Tensor] = []
         self.dropped: list[int] = []
-        self.counts = torch.zeros(0, len(COUNTS), dtype=torch.long)
+        self.counts = torch.zeros(len(COUNTS), dtype=torch.long)
         self._answers: dict[str, list[Tensor]] = {}
         self.shares, self.share = torch.zeros(0, 1, dtype=torch.float64), 0.0
 
-    def add(self, task: TrainTask, trained: Trained) -> None:
-        """Take what the next chunk brings."""
-        self.ids.append(task.ids[trained.accepted])
-        self.dropped += task.ids[~trained.accepted].tolist()
-        self.counts = torch.cat([self.counts, trained.counts])
-        self.shares = torch.cat([self.shares, task.share[trained.accepted]])
-        self.share += trained.shares
-        for name, part in trained.parts.items():
+    def add(self, result: TrainResult) -> None:
+        """Take the next result."""
+        if isinstance(result, SumResult):
+            accepted, dropped, answers = result.ids, result.missing, dict[str, Tensor]()
+        else:
+            accepted, dropped = result.ids[result.accepted], result.ids[~result.accepted]
+            self.shares = torch.cat([self.shares, result.share[result.accepted]])
+            answers = result.answers
+        self.ids.append(accepted)
+        self.dropped += dropped.tolist()
+        self.counts += result.counts if result.counts.dim() == 1 else result.counts.sum(0)
+        self.share += result.total
+        for name, part in result.parts.items():
             self._fields[name].merge(part)
-        for name, rows in trained.answers.items():
+        for name, rows in answers.items():
             self._answers.setdefault(name, []).append(rows)
 
     @property
@@ -169,7 +174,7 @@ class Uploads:
         return self.job.masses[torch.cat(self.ids)]
 
     def answers(self, name: str) -> Tensor | None:
-        """``info``, ``models`` or ``told`` of every accepted client; see `Trained`."""
+        """The answers of every accepted client by kind; see `fedloom.processes.clients.ChunkResult`."""
         return torch.cat(self._answers[name]) if name in self._answers else None
 
     def events(self, round: int) -> tuple[str, ...]:
@@ -190,7 +195,7 @@ class Uploads:
         """
         job, combined = self.job, dict[str, Tensor]()
         if job.setting.weigher.probes:
-            weights, weigher = weights_of(job, weigher, self.answers("info"), ctx)
+            weights, weigher = weights_of(job, weigher, self.answers("weigher"), ctx)
             self.shares = self.shares * weights
         if job.robust:
             combined, aggregator = self._robust(ctx, aggregator)
@@ -205,7 +210,7 @@ class Uploads:
         job, primary = self.job, primary_field(type(self.job.algorithm))
         assert job.setting.aggregator is not None
         if job.kept_fields:
-            job.homes.everywhere(torch.arange(job.n))
+            job.locations.replicate(torch.arange(job.n))
             ids = job.kept.seen.nonzero()[:, 0]
             rows = job.kept.read(ids)._asdict()
             kind = job.fields[primary]

@@ -21,10 +21,10 @@ from fedloom.errors import Refused
 from fedloom.experiment.execute import Plan, side_by_side
 from fedloom.experiment.schema import Experiment, Method
 from fedloom.local.oracles import ORACLES
-from fedloom.processes.chunks import COUNTS
-from fedloom.processes.costs import Costs, Watched
+from fedloom.processes.clients import COUNTS
+from fedloom.processes.costs import Costs, MeasuredWorkers
 from fedloom.processes.machine_load import QUIET, wait_for_quiet, watch_others
-from fedloom.processes.pool import Crew, Pool, cores
+from fedloom.processes.pool import Pool, Workers, cores
 from fedloom.values import choose
 
 PATIENCE = 60.0
@@ -179,24 +179,24 @@ def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
     def shares(_shared: None, _task: int) -> list[float]:
         return [w.work / w.clients for _, w in _watched(setting, fed, rounds, wait)]
 
-    with Pool({"shares": shares}, cores()) as pool:
-        found: list[list[float]] = list(pool.map("shares", None, range(cores())))
+    with Pool([shares], cores()) as pool:
+        found: list[list[float]] = list(pool.map(shares, None, range(cores())))
     slowest: list[float] = [max(each) for each in zip(*found, strict=True)]
     return statistics.median(slowest)
 
 
 def _watched(
     setting: Setting, fed: Federation, rounds: int, before: Callable[[], None] = lambda: None
-) -> list[tuple[float, Watched]]:
+) -> list[tuple[float, MeasuredWorkers]]:
     """Rounds without the first: seconds outside chunks, and what was seen of these; ``before`` is called in each."""
-    seen: list[Watched] = []
+    seen: list[MeasuredWorkers] = []
 
-    def crew(pool: Crew) -> Crew:
+    def through(workers: Workers) -> Workers:
         before()
-        seen.append(Watched(pool))
+        seen.append(MeasuredWorkers(workers))
         return seen[-1]
 
-    found = measure_rounds(setting, fed, rounds + 1, crew=crew)
+    found = measure_rounds(setting, fed, rounds + 1, through=through)
     return [(r.seconds - w.work - w.passing, w) for r, w in zip(found.rounds, seen, strict=True)][1:]
 
 

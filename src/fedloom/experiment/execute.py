@@ -169,8 +169,8 @@ class Plan:
             if event.status:
                 ended.add((event.label, event.seed))
 
-        with Pool({"run": handle}, processes) as pool, interruptible() as interrupted, line.heard(*listeners, note):
-            for _ in pool.map("run", None, range(len(self.runs)), interrupted):
+        with Pool([handle], processes) as pool, interruptible() as interrupted, line.heard(*listeners, note):
+            for _ in pool.map(handle, None, range(len(self.runs)), interrupted):
                 pass
             return interrupted()
 

@@ -46,11 +46,11 @@ def confusion(result: Result) -> pa.Table:
 
     Classes are their codes; cells without a sample are left out; rows are sorted.
     """
-    oracle, fed = result.job.oracle, result.job.judge
+    oracle, fed = result.job.oracle, result.job.eval_fed
     classes = max(len(fed.data.classes), 2)
     found: dict[tuple[int, str], Tensor] = {}
     for model in ("global", "personal"):
-        for client, row in _models(result, model, result.job.judged):
+        for client, row in _models(result, model, result.job.scored_ids):
             index = fed.indices("test", client)
             if len(index):
                 guess = torch.cat([oracle.task.predict(out) for out in oracle.outputs(row, index)])
@@ -78,7 +78,7 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
     """
     from sklearn.manifold import TSNE  # slow to import, needed where it is asked for
 
-    oracle, fed, kinds = result.job.oracle, result.job.judge, result.models.kinds()
+    oracle, fed, kinds = result.job.oracle, result.job.eval_fed, result.models.kinds()
     model = "personal" if "personal" in kinds else "global"
 
     sizes = fed.sizes("test")

@@ -9,15 +9,18 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
 from fedloom.local.oracles import chunk_count
 from fedloom.processes import rank_messages as parcel
-from fedloom.processes.pool import Crew
+from fedloom.processes.clients import ChunkResult
+from fedloom.processes.pool import Workers
 from fedloom.processes.rank_pool import owner
 
+R = TypeVar("R")
+S = TypeVar("S")
 T = TypeVar("T")
 
 TRIPS, TRIPS_OF_ROWS = 3, 1
@@ -26,30 +29,30 @@ rows change their machine, all at once."""
 
 
 @dataclass
-class Watched:
-    """A crew of one process that is watched: seconds in chunks, and what their results would cost ranks.
+class MeasuredWorkers:
+    """Workers of one process, measured: seconds in chunks, and what their results would cost ranks.
 
     Attributes:
-        crew: who computes.
+        workers: those who compute.
         work: seconds of local work.
         passing: seconds to write results for other ranks, and to read them.
-        bytes: of these.
-        clients: trained.
-        chunks: of them.
+        bytes: bytes of these.
+        clients: number of clients trained.
+        chunks: number of chunks.
     """
 
-    crew: Crew
+    workers: Workers
     work: float = field(default=0.0, init=False)
     passing: float = field(default=0.0, init=False)
     bytes: int = field(default=0, init=False)
     clients: int = field(default=0, init=False)
     chunks: int = field(default=0, init=False)
 
-    def map(self, name: str, shared: Any, tasks: Sequence[Any]) -> Iterator[Any]:
-        """See `fedloom.processes.pool.Crew`."""
+    def map(self, handler: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[R]:
+        """See `fedloom.processes.pool.Workers`."""
         for task in tasks:
             start = time.perf_counter()
-            (result,) = self.crew.map(name, shared, [task])
+            (result,) = self.workers.map(handler, shared, [task])
             done = time.perf_counter()
             text, tensors = parcel.write(result)
             packed = parcel.pack(text, tensors)
@@ -58,13 +61,13 @@ class Watched:
             self.passing += time.perf_counter() - done
             self.work += done - start
             self.bytes += len(packed)
-            self.clients += len(task.ids) if name == "train" else 0  # those who are asked only are in the work
+            self.clients += len(result.ids) if isinstance(result, ChunkResult) else 0  # asking is in the work only
             self.chunks += 1
             yield result
 
-    def once(self, ids: Tensor, call: Callable[[], T]) -> T:
-        """See `fedloom.processes.pool.Crew`."""
-        return self.crew.once(ids, call)
+    def on_one(self, ids: Tensor, call: Callable[[], R]) -> R:
+        """See `fedloom.processes.pool.Workers`."""
+        return self.workers.on_one(ids, call)
 
 
 class Link(NamedTuple):
@@ -105,7 +108,7 @@ class Parts(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of the round."""
+        """Total seconds of a round."""
         return self.work + self.results + self.link + self.clients + self.fixed
 
 

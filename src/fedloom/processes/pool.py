@@ -22,6 +22,8 @@ from torch import Tensor
 
 from fedloom.errors import FedloomError
 
+R = TypeVar("R")
+S = TypeVar("S")
 T = TypeVar("T")
 
 Handler = Callable[[Any, Any], Any]
@@ -97,15 +99,15 @@ def _packed(value: Any, memory: mmap.mmap | None = None) -> bytes:
     return out.getvalue()
 
 
-class Crew(Protocol):
-    """Who computes the chunks of a round: the workers of one machine, or ranks."""
+class Workers(Protocol):
+    """Processes that compute tasks: this one, forks of it, or ranks."""
 
-    def map(self, name: str, shared: Any, tasks: Sequence[Any]) -> Iterator[Any]:
+    def map(self, handler: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[R]:
         """Results of a handler on every task, in the order of the tasks."""
         ...
 
-    def once(self, ids: Tensor, call: Callable[[], T]) -> T:
-        """What a call gives that may read and write the rows of some clients."""
+    def on_one(self, ids: Tensor, call: Callable[[], R]) -> R:
+        """The value of a call that may read and write the rows of some clients, made in one place."""
         ...
 
 
@@ -113,7 +115,7 @@ class Pool:
     """Runs handlers on chunks.
 
     Args:
-        handlers: by name; ``handler(shared, task)``.
+        handlers: the functions ``handler(shared, task)`` that `map` may be given; forked processes know no others.
         workers: forked processes; with 1, everything runs in this one.
         down_bytes: room for what all chunks share.
         up_bytes: room for what one chunk sends back.
@@ -122,7 +124,7 @@ class Pool:
     """
 
     def __init__(
-        self, handlers: dict[str, Handler], workers: int, down_bytes: int = 0, up_bytes: int = 0, ahead: bool = False
+        self, handlers: Sequence[Handler], workers: int, down_bytes: int = 0, up_bytes: int = 0, ahead: bool = False
     ) -> None:
         self._handlers = handlers
         self._down = Buffer(down_bytes if workers > 1 else 0)
@@ -131,12 +133,16 @@ class Pool:
         self._workers = [_Worker(handlers, self._down, up_bytes, self._depth) for _ in make]
 
     def map(
-        self, name: str, shared: Any, tasks: Sequence[Any], interrupted: Callable[[], bool] | None = None
-    ) -> Iterator[Any]:
-        """Results of ``name`` on every task, in the order of the tasks, which are started in that order.
+        self,
+        handler: Callable[[S, T], R],
+        shared: S,
+        tasks: Sequence[T],
+        interrupted: Callable[[], bool] | None = None,
+    ) -> Iterator[R]:
+        """Results of a handler on every task, in the order of the tasks, which are started in that order.
 
         Args:
-            name: of a handler.
+            handler: one of the pool's.
             shared: given to it with every task.
             tasks: one call each.
             interrupted: looked at every second; once it says yes, no task is started and those that run get an
@@ -147,13 +153,13 @@ class Pool:
         """
         if not self._workers:
             for task in tasks:
-                yield self._handlers[name](shared, task)
+                yield handler(shared, task)
             return
         waiting = list(enumerate(tasks))[::-1]
         busy: dict[Connection, tuple[list[int], _Worker]] = {worker.pipe: ([], worker) for worker in self._workers}
         done: dict[int, Any] = {}
         turn = 0
-        first = [("share", name, self._down.pack(shared))]
+        first = [("share", self._handlers.index(handler), self._down.pack(shared))]
         while turn < len(tasks):
             if interrupted is not None and interrupted():
                 waiting.clear()
@@ -175,7 +181,7 @@ class Pool:
                 yield result
 
     def _hand_out(
-        self, waiting: list[tuple[int, Any]], places: list[tuple[list[int], _Worker]], *first: tuple[str, Any, Any]
+        self, waiting: list[tuple[int, T]], places: list[tuple[list[int], _Worker]], *first: tuple[str, Any, Any]
     ) -> None:
         """Start the last of the waiting tasks, all of a worker by one message, which begins with ``first``.
 
@@ -195,8 +201,8 @@ class Pool:
             if len(batch) > len(first):
                 worker.send(batch)
 
-    def once(self, ids: Tensor, call: Callable[[], T]) -> T:
-        """What a call gives, made here."""
+    def on_one(self, ids: Tensor, call: Callable[[], R]) -> R:
+        """The value of a call, made here."""
         return call()
 
     def close(self) -> None:
@@ -213,7 +219,7 @@ class Pool:
 
 
 class _Worker:
-    def __init__(self, handlers: dict[str, Handler], down: Buffer, up_bytes: int, depth: int) -> None:
+    def __init__(self, handlers: Sequence[Handler], down: Buffer, up_bytes: int, depth: int) -> None:
         context = multiprocessing.get_context("fork")
         self.pipe, theirs = context.Pipe()
         ups = [Buffer(up_bytes) for _ in range(depth)]
@@ -262,7 +268,7 @@ class _Worker:
             self._process.join()
 
 
-def _serve(pipe: Connection, handlers: dict[str, Handler], down: Buffer, ups: list[Buffer]) -> None:
+def _serve(pipe: Connection, handlers: Sequence[Handler], down: Buffer, ups: list[Buffer]) -> None:
     _end_with_parent()
     gc.freeze()  # what the parent made may wait for threads, as it is deleted, that are not here
     os.setpgrp()  # Ctrl-C reaches the parent only, which decides

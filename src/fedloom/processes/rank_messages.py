@@ -1,13 +1,13 @@
 """Parcel: a value that one rank sends to others as JSON and bytes of tensors; nothing in it is ever executed.
 
-What travels: None, truth values, numbers, texts, tuples, lists, dicts, `Trained`, tensors, and the errors of
-`fedloom.errors`. A number comes back as it was, bit for bit.
+What travels: None, truth values, numbers, texts, tuples, lists, dicts, `ChunkResult`, `Answers`, tensors, and the
+errors of `fedloom.errors`. A number comes back as it was, bit for bit.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedloom import errors
 from fedloom.errors import FedloomError
-from fedloom.processes.chunks import Trained
+from fedloom.processes.clients import Answers, ChunkResult
 
 ALIGN = 16
 """Bytes to a multiple of which every tensor is filled up."""
@@ -28,6 +28,10 @@ DTYPES = {
         torch.uint8, torch.bool,
     )
 }  # fmt: skip
+
+
+TUPLES: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in (ChunkResult, Answers)}
+"""Named tuples that travel."""
 
 
 class Form(NamedTuple):
@@ -105,8 +109,8 @@ def _write(value: Any, tensors: list[Tensor]) -> Any:
         case Tensor():
             tensors.append(value)
             return {"tensor": len(tensors) - 1}
-        case Trained():
-            return {"trained": [_write(v, tensors) for v in value]}
+        case ChunkResult() | Answers():
+            return {type(value).__name__: [_write(v, tensors) for v in value]}
         case tuple() | list() if type(value) in (tuple, list):
             return {type(value).__name__: [_write(v, tensors) for v in value]}
         case dict():
@@ -127,7 +131,7 @@ def _read(tree: Any, tensors: Sequence[Tensor]) -> Any:
     if kind == "error":
         return _error(content[0], [_read(v, tensors) for v in content[1]])
     values = [_read(v, tensors) for v in content]
-    return values if kind == "list" else tuple(values) if kind == "tuple" else Trained(*values)
+    return TUPLES[kind](*values) if kind in TUPLES else values if kind == "list" else tuple(values)
 
 
 def _error(name: str, content: list[Any]) -> FedloomError:

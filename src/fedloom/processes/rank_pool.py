@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import FedloomError
-from fedloom.processes.chunks import Trained
-from fedloom.processes.pool import Handler
+from fedloom.processes.clients import ChunkResult
 from fedloom.processes.ranks import Ranks
-from fedloom.processes.row_locations import Homes
+from fedloom.processes.row_locations import RowLocations
 
+R = TypeVar("R")
+S = TypeVar("S")
 T = TypeVar("T")
 
 ROOM = 1 << 28
@@ -34,42 +35,44 @@ class RankPool:
     """Runs handlers on chunks, as `Pool` does; every rank makes the same calls.
 
     Args:
-        handlers: by name; ``handler(shared, task)``. A task has ``ids``, the clients whose rows it may read and write.
         ranks: the processes.
-        homes: of the rows.
+        locations: where the rows of clients are.
         up_bytes: what one chunk sends back.
     """
 
-    def __init__(self, handlers: dict[str, Handler], ranks: Ranks, homes: Homes, up_bytes: int) -> None:
-        self._handlers, self._ranks, self._homes = handlers, ranks, homes
+    def __init__(self, ranks: Ranks, locations: RowLocations, up_bytes: int) -> None:
+        self._ranks, self._locations = ranks, locations
         self._wave = ranks.size * max(1, ROOM // up_bytes)
 
-    def map(self, name: str, shared: Any, tasks: Sequence[Any]) -> Iterator[Any]:
-        """Results of ``name`` on every task, in the order of the tasks.
+    def map(self, handler: Callable[[S, T], R], shared: S, tasks: Sequence[T]) -> Iterator[R]:
+        """Results of a handler on every task, in the order of the tasks.
+
+        A task has ``ids [m]``, the clients whose rows the handler may read and write.
 
         Raises:
             FedloomError: of a handler on any rank, or because a rank died.
         """
         machines, size = self._ranks.machines, self._ranks.size
         at: dict[int, list[Tensor]] = {}
-        for k, task in enumerate(tasks):
-            at.setdefault(machines[owner(k, size)], []).append(task.ids)
-        self._homes.bring({machine: torch.cat(ids) for machine, ids in at.items()})
+        clients = [_ids(task) for task in tasks]
+        for k, ids in enumerate(clients):
+            at.setdefault(machines[owner(k, size)], []).append(ids)
+        self._locations.fetch({machine: torch.cat(ids) for machine, ids in at.items()})
         self._ranks.wait()
         for first in range(0, len(tasks), self._wave):
             wave = range(first, min(first + self._wave, len(tasks)))
             mine = [k for k in wave if owner(k, size) == self._ranks.rank]
-            results = self._ranks.gather([_outcome(self._handlers[name], shared, tasks[k]) for k in mine])
+            results = self._ranks.gather([_outcome(handler, shared, tasks[k]) for k in mine])
             turns = [iter(r) for r in results]
             for k in wave:
-                yield self._taken(tasks[k].ids, next(turns[owner(k, size)]), machines[owner(k, size)])
+                yield self._taken(next(turns[owner(k, size)]), machines[owner(k, size)])
 
-    def once(self, ids: Tensor, call: Callable[[], T]) -> T:
-        """What a call gives that may read and write the rows of some clients; rank 0 makes it."""
-        self._homes.bring({0: ids})
-        made = _outcome(lambda _shared, _task: call(), None, None) if self._ranks.rank == 0 else None
-        result: T = self._taken(ids, self._ranks.share(made), 0)
-        return result
+    def on_one(self, ids: Tensor, call: Callable[[], R]) -> R:
+        """The value of a call that may read and write the rows of some clients; rank 0 makes it."""
+        self._locations.fetch({0: ids})
+        outcome = _outcome(lambda _shared, _task: call(), None, None) if self._ranks.rank == 0 else None
+        value: R = self._taken(self._ranks.share(outcome), 0)
+        return value
 
     def __enter__(self) -> RankPool:
         return self
@@ -77,17 +80,22 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def _taken(self, ids: Tensor, result: Any, machine: int) -> Any:
-        if isinstance(result, FedloomError):
-            raise result
-        if isinstance(result, Trained):
-            self._homes.wrote(ids[result.accepted], machine)
-        return result
+    def _taken(self, outcome: R | FedloomError, machine: int) -> R:
+        if isinstance(outcome, FedloomError):
+            raise outcome
+        if isinstance(outcome, ChunkResult):
+            self._locations.mark_written(outcome.ids[outcome.accepted], machine)
+        return outcome
 
 
-def _outcome(handler: Handler, shared: Any, task: Any) -> Any:
+def _outcome(handler: Callable[[S, T], R], shared: S, task: T) -> R | FedloomError:
     """The result, or the error for all to raise."""
     try:
         return handler(shared, task)
     except FedloomError as error:
         return error
+
+
+def _ids(task: Any) -> Tensor:
+    ids: Tensor = task.ids
+    return ids

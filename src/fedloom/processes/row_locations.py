@@ -1,4 +1,4 @@
-"""Homes: on which machines the latest row of every client lies, and how it comes to where it is needed.
+"""Row locations: on which machines the latest row of every client lies, and how it comes to where it is needed.
 
 Ranks of one machine share its stores, so that nothing moves. Between machines a row moves when its client is trained or
 evaluated elsewhere, when all need what the server keeps of it, and to the first machine when a checkpoint is written.
@@ -21,8 +21,8 @@ PIECE = 1 << 26
 """Bytes of rows that move at once."""
 
 
-class Homes:
-    """Where the rows of some stores are.
+class RowLocations:
+    """The machines that have the latest rows of some stores.
 
     Args:
         ranks: the processes, whose every rank makes the same calls.
@@ -38,33 +38,33 @@ class Homes:
         self._latest = {name: torch.ones(self.machines, n, dtype=torch.bool) for name in self._stores}
 
     def begin(self) -> None:
-        """All rows that there are lie on the first machine."""
+        """Note that the first machine has all rows."""
         if self.machines > 1:
             for name, seen in self._ranks.share({name: store.seen for name, store in self._stores.items()}).items():
                 self._latest[name][1:] = ~seen
 
-    def wrote(self, ids: Tensor, machine: int) -> None:
-        """A machine has new rows of clients."""
+    def mark_written(self, ids: Tensor, machine: int) -> None:
+        """Note that a machine has new rows of clients."""
         for latest in self._latest.values():
             latest[:, ids] = False
             latest[machine, ids] = True
 
-    def bring(self, wanted: Mapping[int, Tensor]) -> None:
-        """Have the rows of clients on a machine: ids by machine."""
+    def fetch(self, wanted: Mapping[int, Tensor]) -> None:
+        """Move the rows of clients to machines: ids by machine."""
         for name in self._stores:
-            self._bring(name, wanted)
+            self._fetch(name, wanted)
 
-    def everywhere(self, ids: Tensor) -> None:
-        """Have what the server keeps of clients on every machine."""
+    def replicate(self, ids: Tensor) -> None:
+        """Move what the server keeps of clients to every machine."""
         if "kept" in self._stores:
-            self._bring("kept", dict.fromkeys(range(self.machines), ids))
+            self._fetch("kept", dict.fromkeys(range(self.machines), ids))
 
     def collect(self) -> None:
-        """Have every row on the first machine."""
+        """Move every row to the first machine."""
         for name, latest in self._latest.items():
-            self._bring(name, {0: (~latest[0]).nonzero()[:, 0]})
+            self._fetch(name, {0: (~latest[0]).nonzero()[:, 0]})
 
-    def _bring(self, name: str, wanted: Mapping[int, Tensor]) -> None:
+    def _fetch(self, name: str, wanted: Mapping[int, Tensor]) -> None:
         """All machines give and take at once: over a link the waiting counts, not the bytes alone."""
         latest, store, moves = self._latest[name], self._stores[name], []
         for target, ids in wanted.items():

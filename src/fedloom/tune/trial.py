@@ -224,7 +224,7 @@ def judged_models(
 
 def _defined(job: Job) -> set[str]:
     """Metrics that some client's validation part defines: AUROC needs both classes."""
-    fed, task = job.judge, job.oracle.task
+    fed, task = job.eval_fed, job.oracle.task
     owner, y = fed.owner(PART), fed.targets(fed.parts[PART].index)
     found = task.metrics(torch.zeros(len(y), task.outputs, dtype=job.oracle.dtype), y, owner, fed.n)
     return {name for name, values in found.items() if name == "loss" or bool(values.isfinite().any())}

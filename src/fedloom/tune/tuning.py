@@ -140,8 +140,8 @@ class Tuning:
             def handle(_shared: None, k: int) -> None:
                 self._tune(self.studies[k], tell, emitter, asked, workers if processes == 1 else 1)
 
-            with Pool({"tune": handle}, processes) as pool, line.heard(*listeners) if processes > 1 else nullcontext():
-                for _ in pool.map("tune", None, range(len(self.studies)), asked):
+            with Pool([handle], processes) as pool, line.heard(*listeners) if processes > 1 else nullcontext():
+                for _ in pool.map(handle, None, range(len(self.studies)), asked):
                     pass
             found = [self._found(study) for study in self.studies]
             if not all(f.study.search.ended(f.trials) for f in found):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.engine.chunk import Made
+from fedloom.engine.chunk import ClientOutput, ClientState
 from fedloom.engine.job import Job
 from fedloom.engine.messages import UPDATE, Letter, idle_upload
 from fedloom.local import Nothing
@@ -57,9 +57,10 @@ class Forms:
         """
         return type(self._down)(**self._messages.down(self._down, self._server).decode(message))
 
-    def write_up(self, made: Made) -> bytes:
+    def write_up(self, output: ClientOutput) -> bytes:
         """What one client sends."""
-        return self._messages.up(made.up, _answers(made.info, made.told)).encode()
+        answers = _answers(output.weigher_answer, output.sampler_report)
+        return self._messages.up(output.upload, answers).encode()
 
     def read_up(self, message: bytes) -> Sent:
         """What one client sent.
@@ -175,6 +176,6 @@ def for_client(down: Any, place: int) -> Any:
     return rows_of(down, slice(place, place + 1))
 
 
-def made_of(sent: Sent, model: Tensor | None, work: Tensor) -> Made:
-    """What the server's side knows of what a client made; its state stays at the client."""
-    return Made(sent.up, sent.info, sent.told, model, Nothing(), None, work)
+def output_of(sent: Sent, model: Tensor | None, work: Tensor) -> ClientOutput:
+    """The output of a client on the server's side; its state stays at the client."""
+    return ClientOutput(sent.up, ClientState(Nothing()), work, sent.info, sent.told, model)

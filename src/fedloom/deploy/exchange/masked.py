@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,10 +21,8 @@ from fedloom.deploy.site.vectors import Figures, Uploads
 from fedloom.deploy.sites import Sites
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
-from fedloom.engine.records import Scores
-from fedloom.engine.scoring import sizes_of
 from fedloom.errors import GivenUp, Refused, RunStopped
-from fedloom.processes.chunks import COUNTS, ScoreTask, Trained, TrainTask
+from fedloom.processes.clients import ScoreRequest, Scores, SumResult, TrainRequest, TrainResult
 
 Figure = tuple[float, float, int]
 """A score's mean over sites, over samples, and of how many sites."""
@@ -49,18 +47,25 @@ class MaskedSites(Sites):
             yield model, part, f"{name}/weighted", weighted
             yield model, part, f"{name}/sites", sites
 
-    def _train(self, shared: tuple[Any, Any], tasks: Sequence[TrainTask]) -> Iterator[Trained]:
-        job, forms, (down, server), t = self._job, self._forms, shared, tasks[0].round
+    def train(self, request: TrainRequest) -> Iterator[TrainResult]:
+        """Train at the sites and sum their uploads, of each of which nothing is known.
+
+        Raises:
+            RunStopped: fewer sites than the threshold take part.
+            GivenUp: the sum is never revealed, or is out of range.
+        """
+        job, forms, t, down = self._job, self._forms, request.round, request.down
         if not is_common(down):
             raise Refused(
                 f"{type(job.algorithm).__name__} sends every client another download; under secure aggregation all "
                 "get the same, so that no site can be singled out"
             )
-        tasks_of = {int(task.ids): task for task in tasks if bool(self._post.sizes[int(task.ids), 0])}
-        download = forms.write_down(down, server)
-        scored, asks = self._riding(t, tasks_of)
-        scale = max((abs(float(task.share)) for task in tasks_of.values()), default=0.0) or 1.0
-        terms = self._terms(t, tasks_of, asks, scored, download)
+        everyone = zip(request.ids.tolist(), request.share.double().flatten().tolist(), strict=True)
+        shares = {c: share for c, share in everyone if bool(self._post.sizes[c, 0])}
+        download = forms.write_down(down, request.server)
+        scored, asks = self._scores_in_same_session(t, shares)
+        scale = max(map(abs, shares.values()), default=0.0) or 1.0
+        terms = self._terms(t, shares, asks, scored, download)
         n = self._uploads.length
         length = n + (self._figures.length if scored >= 0 and self._tallies else 0)
 
@@ -73,62 +78,51 @@ class MaskedSites(Sites):
             self._check_length(sums, count, scale)
             return sums, work, self._figures.decode(total[n:], count) if len(total) > n else {}
 
-        found = self._sessions.sum(terms, letter, length, read)
-        first, work, figures = found.value
-        accepted = found.clients
+        session = self._sessions.sum(terms, letter, length, read)
+        parts, work, figures = session.value
         if scored >= 0:
             self._tallied = scored, figures
-        paper = [int(letter.lengths()[1]) for letter in (job.messages.up(forms.idle), job.messages.down(down, server))]
-        traffic = [found.traffic[0], found.traffic[1] + len(download)]
-        counts = dict.fromkeys(tasks_of, torch.zeros(1, len(COUNTS), dtype=torch.long))
-        for k, c in enumerate(accepted):
-            counts[c] = torch.tensor([[*(work.tolist() if k == 0 else [0, 0, 0]), *traffic, *paper]])
+        messages = (job.messages.up(forms.idle), job.messages.down(down, request.server))
+        paper = [int(message.lengths()[1]) for message in messages]
+        traffic = [session.traffic[0], session.traffic[1] + len(download), *paper]
+        counts = torch.tensor([*work.tolist(), *(len(session.clients) * one for one in traffic)])
+        summed = torch.isin(request.ids, torch.tensor([*session.clients]))
         alike = isinstance(job.setting.aggregator, SharedMean)
-        for task in tasks:
-            c = int(task.ids)
-            if c not in accepted:
-                yield Trained(torch.tensor([False]), {}, {}, 0.0, torch.zeros(1, len(COUNTS), dtype=torch.long))
-                continue
-            yield Trained(torch.tensor([True]), first, {}, 1.0 if alike else float(task.share), counts[c])
-            first = {}  # the first brings the sum
+        total = float(sum(1.0 if alike else shares[c] for c in request.ids[summed].tolist()))
+        yield SumResult(request.ids[summed], request.ids[~summed], parts, total, counts)
 
-    def _riding(self, t: int, cohort: Collection[int]) -> tuple[int, dict[int, Letter]]:
+    def _scores_in_same_session(self, t: int, cohort: Collection[int]) -> tuple[int, dict[int, Letter]]:
         """The round whose models are scored with the training, and what asks for it: where all sites train.
 
         Otherwise, or if these scores were asked for already, they have a session of their own, which comes first. A
         sum of the training that was asked for already has the scores or has them not.
         """
-        due, self._due = self._due, None
-        if due is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return -1, {}
-        self._found = due[0], {}
-        before, alone = self._sessions.asked_for({"uploads": t}), self._sessions.asked_for({"scores": due[0]})
+        self._scores = pending.round, {}
+        before, alone = self._sessions.asked_for({"uploads": t}), self._sessions.asked_for({"scores": pending.round})
         rides = set(self._post.nodes) <= set(cohort) and alone is None
-        if rides if before is None else before.sums.get("scores") == due[0]:
-            return due[0], self._asking(*due)
+        if rides if before is None else before.sums.get("scores") == pending.round:
+            return pending.round, self._score_letters(pending)
         if self._tallies:
-            self._tally(*due)
+            self._tally(pending)
         else:
-            self._post.until(due[0], self._asking(*due), 0)
+            self._post.until(pending.round, self._score_letters(pending), 0)
         return -1, {}
 
-    def _score(self, shared: tuple[Any, Tensor | None], tasks: Sequence[ScoreTask]) -> Iterator[Scores]:
+    def score(self, request: ScoreRequest) -> Iterator[Scores]:
         """The sums of all sites' scores, which `sums` then gives; of a single client nothing is known."""
         if not self._tallies:
-            yield from super()._score(shared, tasks)
+            yield from super().score(request)
             return
-        t, model = tasks[0].round, shared[1]
-        if self._noting:
-            self._due = t, shared
-        elif self._tallied[0] != t:
-            self._tally(t, shared)
-        sizes = {} if model is None else sizes_of(self._job.algorithm, self._job.oracle.layout, model[None])
-        for task in tasks:
-            yield {("global", ""): sizes} if task.common and sizes else {}
+        if self._tallied[0] != request.round:
+            self._tally(request)
+        yield self._sizes(request)
 
-    def _tally(self, t: int, shared: tuple[Any, Tensor | None]) -> None:
+    def _tally(self, request: ScoreRequest) -> None:
         """Sum the scores of all sites that are there, in a session of its own; without a sum the run goes on."""
-        asks = self._asking(t, shared)
+        t, asks = request.round, self._score_letters(request)
         terms = self._terms(t, asks, asks, t)
 
         def letter(c: int, inbox: bytes) -> Letter:

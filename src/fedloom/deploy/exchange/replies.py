@@ -29,7 +29,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.scoring import COST
 from fedloom.errors import FedloomError, WireError
 from fedloom.metrics import metric
-from fedloom.processes.chunks import COUNTS
+from fedloom.processes.clients import COUNTS
 from fedloom.version import __version__
 
 MOST = 10**15
@@ -249,10 +249,10 @@ class Judge:
     def model(self, sent: Sent, down: Any) -> Tensor | None:
         """The client's model, if the server's side looks at it."""
         job = self._job
-        if job is None or not job.watched:
+        if job is None or not job.model_field:
             return None
-        base = base_of(job.fields[job.watched], down, None)
-        model: Tensor = getattr(sent.up, job.watched) + base
+        base = base_of(job.fields[job.model_field], down, None)
+        model: Tensor = getattr(sent.up, job.model_field) + base
         return model
 
 

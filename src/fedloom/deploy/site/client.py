@@ -21,10 +21,9 @@ from fedloom.deploy.site.masking import Masking
 from fedloom.deploy.site.state import Memory
 from fedloom.deploy.site.trainer import PLAIN, Trainer, said
 from fedloom.deploy.site.vectors import Figures
-from fedloom.engine.chunk import ask
-from fedloom.engine.records import Scores
+from fedloom.engine.chunk import ask_chunk
 from fedloom.errors import CheckpointError, Refused, RunDirError, WireError
-from fedloom.processes.chunks import AskTask
+from fedloom.processes.clients import AskTask, Scores
 from fedloom.version import __version__
 
 SAFE = (Spent, Broken, CheckpointError, RunDirError, WireError)
@@ -158,7 +157,7 @@ class Client:
         samples = {"samples": part_sizes(self.trainer.fed, self.site.client)[0]}
         if kind == "ask":
             task = AskTask(letter.head["round"], self.trainer.ids)
-            answer, counts = ask(self.trainer.job, self.trainer.forms.read_model(letter.arrays[0]), task)
+            answer, counts = ask_chunk(self.trainer.job, self.trainer.forms.read_model(letter.arrays[0]), task)
             return samples | {"work": counts[0, :3].tolist()}, [self.trainer.forms.write_answer(answer)], None
         head = letter.head
         alpha = torch.full_like(self.trainer.job.alpha, head["weight"])

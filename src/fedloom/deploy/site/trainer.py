@@ -24,15 +24,14 @@ from fedloom.deploy.site.local_data import part_sizes, samples_digest, site_fede
 from fedloom.deploy.site.masking import check_maskable
 from fedloom.deploy.site.state import Generation, Memory
 from fedloom.deploy.site.vectors import Uploads
-from fedloom.engine.chunk import Made, make, usable
+from fedloom.engine.chunk import ClientOutput, ClientState, run_clients, usable
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import Noise, accounted
-from fedloom.engine.records import Scores
-from fedloom.engine.scoring import hybrid_scores, personal_models, score
+from fedloom.engine.scoring import hybrid_scores, personal_models, score_chunk
 from fedloom.engine.setup import make_job
 from fedloom.errors import CheckpointError, ConfigError, FedloomError, LayoutError, Refused, RunDirError, WireError
 from fedloom.experiment import Experiment
-from fedloom.processes.chunks import ScoreTask, TrainTask
+from fedloom.processes.clients import Scores, ScoreTask, TrainTask
 
 PLAIN = (CheckpointError, ConfigError, LayoutError, RunDirError, WireError)
 """Errors whose sentence has no value of a sample; others may quote a cell, or what code of the user's says of one."""
@@ -114,7 +113,7 @@ class Trainer:
         return job, state
 
     def _sent(
-        self, job: Job, state: Generation | None, made: Made, down: Any, weights: tuple[float, float] | None
+        self, job: Job, state: Generation | None, output: ClientOutput, down: Any, weights: tuple[float, float] | None
     ) -> dict[str, Tensor]:
         """What is sent of a round, and what is kept for the change of the next one under secure aggregation.
 
@@ -122,20 +121,20 @@ class Trainer:
             Refused: under secure aggregation, what the server would reject.
         """
         if weights is None:
-            return {"reply": torch.frombuffer(bytearray(self.forms.write_up(made)), dtype=torch.uint8)}
+            return {"reply": torch.frombuffer(bytearray(self.forms.write_up(output)), dtype=torch.uint8)}
         assert self._site.secure is not None
         bound = self._site.secure.norm_bound
         if not isinstance(job.setting.aggregator, SharedMean):  # which clips, and a refusal would be an answer
-            if bound is not None and float(lengths(job, made.up, down)) > bound:
-                raise Refused(
-                    f"the difference is {float(lengths(job, made.up, down)):.4g} long, at most {bound:.4g} is agreed"
-                )
-            fields = made.up if self._noise else (*made.up, *made.new)  # of what has no noise a refusal would tell
-            if not bool(usable(fields, 1, job.setting.engine.norm_bound, job.weights(made.up)).all()):
+            length = float(lengths(job, output.upload, down))
+            if bound is not None and length > bound:
+                raise Refused(f"the difference is {length:.4g} long, at most {bound:.4g} is agreed")
+            rows = () if self._noise else output.state.rows  # rows have no noise, so that a refusal would reveal them
+            fields = (*output.upload, *rows)
+            if not bool(usable(fields, 1, job.setting.engine.norm_bound, job.weights(output.upload)).all()):
                 raise Refused("the upload is not finite, longer than engine.norm_bound, or has a weight below zero")
-        made = made._replace(work=torch.zeros_like(made.work)) if self.private else made
+        output = output._replace(work=torch.zeros_like(output.work)) if self.private else output
         vector, rows, clipped = Uploads(job, self.forms.idle).encode(
-            made, *weights, None if state is None else state.group("kept")
+            output, *weights, None if state is None else state.group("kept")
         )
         if clipped:
             self.withheld(f"{clipped} numbers of the upload are out of range and were clipped")
@@ -170,39 +169,40 @@ class Trainer:
         down = self.forms.read_down(download)
         ledger = Ledger(self._memory.folder, self._noise, self._site.epsilon, f"site {self._site.site}")
         ledger.release(t, samples=self.samples)
-        made = self._made(job, down, t)
-        tensors = {f"rows.{name}": value[0] for name, value in made.new._asdict().items()}
-        for group, values in (("residue", made.residue), ("optimizer", made.optimizer)):
+        output = self._output(job, down, t)
+        tensors = {f"rows.{name}": value[0] for name, value in output.state.rows._asdict().items()}
+        for group, values in (("residue", output.state.residue), ("optimizer", output.state.optimizer)):
             tensors |= {f"{group}.{n}": v[0] for n, v in (values._asdict() if values else {}).items()}
-        tensors |= self._sent(job, state, made, down, weights)
-        new = Generation(t, base, digest, tensors, {"work": made.work[0].tolist()})
+        tensors |= self._sent(job, state, output, down, weights)
+        new = Generation(t, base, digest, tensors, {"work": output.work[0].tolist()})
         self._memory.keep(new)
         return new
 
-    def _made(self, job: Job, down: Any, t: int) -> Made:
-        """What a round makes; under accounted noise of the site's own, whether the training worked is no answer either.
+    def _output(self, job: Job, down: Any, t: int) -> ClientOutput:
+        """The output of a round.
 
-        Then noise alone is sent, and the state stays as it was.
+        Under accounted noise of the site's own, a failure of the training shows in no answer: noise alone is sent, and
+        the state stays as it was.
         """
         try:
-            made = make(job, down, TrainTask(t, torch.tensor([0]), self.ids, torch.ones(1, 1)))
-            if not bool(usable((*made.up, *made.new), 1, None).all()):
+            output = run_clients(job, down, TrainTask(t, torch.tensor([0]), self.ids, torch.ones(1, 1)))
+            if not bool(usable((*output.upload, *output.state.rows), 1, None).all()):
                 raise Refused(f"round {t}: the result of the training is not finite")
         except Exception as error:
             if self._noise is None:
                 raise
             self.withheld(said(error))
             return self._noise_alone(job, down)
-        return made
+        return output
 
-    def _noise_alone(self, job: Job, down: Any) -> Made:
+    def _noise_alone(self, job: Job, down: Any) -> ClientOutput:
         up, ids = self.forms.idle, self.ids
         if accounted(job.setting.channel) is not None:
             assert job.setting.channel is not None
             sent, _ = job.setting.channel.apply(None, torch.zeros_like(job.messages.update(up)), ())
             up = job.messages.absolute(job.messages.with_update(up, sent), down[0])
         rows, residue, optimizer = (s.read(ids) for s in (job.clients, job.residue, job.optimizer))
-        return Made(up, None, None, None, rows, residue, torch.zeros(1, 3).long(), optimizer)
+        return ClientOutput(up, ClientState(rows, residue, optimizer), torch.zeros(1, 3).long())
 
     def scores(self, job: Job, models: Sequence[bytes], t: int, *, common: bool) -> Scores:
         """The scores of round ``t``, none if it is below 0; where they cannot be found, that is a note.
@@ -236,7 +236,7 @@ class Trainer:
             self._memory.keep_model(row.cpu(), job.oracle.layout.header(), t, "personal" if personal else "global")
         if not there or not (self._scores_openly or self.tallies):  # scores have no noise
             return {}
-        found: Scores = score(job, everyone, shared, ScoreTask(t, ids, ids, common=False))
+        found: Scores = score_chunk(job, everyone, shared, ScoreTask(t, ids, ids, common=False))
         part = job.setting.evaluate.select_on
         both = self.tallies and {("global", part), ("personal", part)} <= set(found)
         return found | hybrid_scores(found, part) if both else found
@@ -269,5 +269,5 @@ def said(error: Exception) -> str:
 
 
 def _for_all(down: Any, n: int) -> Any:
-    """A download of one client in the place of every client's, which is how `score` finds it by the client's number."""
+    """A download of one client in the place of every client's, of which `score_chunk` takes that of its number."""
     return type(down)(*[f.expand(n, -1) if f.dim() > 1 else f for f in down])

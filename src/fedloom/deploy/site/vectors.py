@@ -17,7 +17,7 @@ from fedloom.deploy.exchange import secure
 from fedloom.deploy.exchange.forms import score_names
 from fedloom.deploy.exchange.secure import Broken, Integers
 from fedloom.deploy.noise import SharedMean
-from fedloom.engine.chunk import Made
+from fedloom.engine.chunk import ClientOutput
 from fedloom.engine.job import Job
 from fedloom.engine.uploads import Kept, fields_of
 
@@ -45,12 +45,12 @@ class Uploads:
         self._noise = found if isinstance(found, SharedMean) and found.sigma else None
 
     def encode(
-        self, made: Made, share: float, mass: float, before: dict[str, Tensor] | None
+        self, output: ClientOutput, share: float, mass: float, before: dict[str, Tensor] | None
     ) -> tuple[Integers, dict[str, Tensor], int]:
         """A site's vector, the rows that the server's sum has of it from then on, and how many numbers were clipped.
 
         Args:
-            made: what the site made.
+            output: the output of the site.
             share: in the mean of the cohort, -1 to 1.
             mass: in what is kept or added up over rounds, 0 to 1.
             before: the rows that the sum has of it now, as integers; None: those before a first upload.
@@ -58,20 +58,20 @@ class Uploads:
         Raises:
             Broken: a number is not finite.
         """
-        work = made.work[0].numpy().view(np.uint64)
+        work = output.work[0].numpy().view(np.uint64)
         if self._noise is not None:
-            row = np.concatenate([self._some(name, getattr(made.up, name)[0]) for name in self._fields])
+            row = np.concatenate([self._some(name, getattr(output.upload, name)[0]) for name in self._fields])
             return np.concatenate([self._noise.share(row).view(np.uint64), work]), {}, 0
         parts, rows, clipped = [], dict[str, Tensor](), 0
         old = self.first(mass) if before is None else before
         weights = [torch.full((1, 1), factor, dtype=torch.float64) for factor in (share, mass)]
         for name, field in self._fields.items():
             if isinstance(field, Kept):
-                steps, cut = secure.encode(mass * self._some(name, field.weighted(made.up)[0]))
+                steps, cut = secure.encode(mass * self._some(name, field.weighted(output.upload)[0]))
                 rows[name] = torch.from_numpy(steps.view(np.int64))
                 parts.append(steps - old[name].numpy().view(np.uint64))
             else:
-                up = made.up._replace(**{name: getattr(made.up, name).double()})
+                up = output.upload._replace(**{name: getattr(output.upload, name).double()})
                 steps, cut = secure.encode(self._some(name, field.partial(up, None, *weights)))
                 parts.append(steps)
             clipped += cut
