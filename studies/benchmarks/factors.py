@@ -40,7 +40,7 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 OPTIONS = {
     "fedprox": ("mu",),
     "fedadmm": ("rho",),
-    "fedadmm-inexact": ("rho",),
+    "fedadmm-inexact": ("r0",),
     "fedpd": ("eta",),
     "feddr": ("eta",),
     "fedopt": ("server_lr",),

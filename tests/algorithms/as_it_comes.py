@@ -49,7 +49,6 @@ EXCUSED = {
     "fedsplit": ({"mean"}, "FedSplit counts absent clients"),
     "fedskip": ({"mean"}, "FedSkip counts absent clients"),
     "flame": ({"apart"}, "FLAME counts absent clients"),
-    "fedadmm-inexact": ({"mean"}, "FedADMMInexact takes at most "),
     "fednova": ({"apart"}, "FedNova on clients with equally many steps"),
     "fedper": ({"apart"}, "FedPer on a model that is all head"),
     "lg-fedavg": ({"apart"}, "LGFedAvg on a model that is all head"),
@@ -122,7 +121,7 @@ KNOWN = {
     ),
     ("fedslr", "pictures"): "an epoch of phase II at this step size leads a few samples away from a good average",
     **dict.fromkeys([("apfl", "few"), ("pfedme", "slow")], _FEW_SAMPLES),
-    **dict.fromkeys([("fedadmm-inexact", "slow"), ("fedskip", "slow"), ("q-ffl", "slow")], _ONE_PATH),
+    **dict.fromkeys([("fedskip", "slow"), ("q-ffl", "slow")], _ONE_PATH),
     **dict.fromkeys(
         [(m, "hundred") for m in ("scaffold", "feddyn", "fedbn", "gifair-fl", "q-ffl", "equitable-fl")], _COHORTS
     ),

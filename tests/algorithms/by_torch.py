@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -92,6 +92,12 @@ def put(net: nn.Module, row: Tensor) -> nn.Module:
     own = copy.deepcopy(net)
     nn.utils.vector_to_parameters(row, own.parameters())
     return own
+
+
+def mean(rows: Sequence[Tensor], cohort: Sequence[int]) -> Tensor:
+    """The cohort's mean by samples."""
+    share = torch.tensor([SIZES[i] for i in cohort], dtype=torch.float64)
+    return (share / share.sum()) @ torch.stack(list(rows))
 
 
 def same(got: Tensor, want: Tensor) -> None:

@@ -98,7 +98,7 @@ def test_family_with_partial_participation(how: dict[str, Any]) -> None:
     p, g = Problem.random(4), L1(c=0.1)
     options: dict[str, Any] = {"cohorts": SOME, **how}
     want = models(FedADMMComposite(eta=0.8, regulariser=g), p, **options)
-    same(models(FedDR(eta=0.8, alpha=1.0, regulariser=g), p, **options), want)
+    same(models(FedDR(eta=0.8, alpha=1.0, regulariser=g, start="own"), p, **options), want)
     fiaelt = FIAELT(beta=1 / 0.8, tau=1.0, solver="sgd", passes=1, regulariser=L1(c=0.1 * p.n))
     same(models(fiaelt, p, **options), want)
     free = models(FedADMMComposite(eta=0.8), p, **options)
@@ -268,10 +268,46 @@ def test_inexact_fedadmm_in_the_paper_s_units() -> None:
     assert len(set(taken)) > 1
 
 
+def test_inexact_fedadmm_measures_the_curvature_of_every_client() -> None:
+    """By what the gradients of the last step are, client by client; sigma is r0 times the geometric mean."""
+    p = Problem.random(12)
+    states = federate(FedADMMInexact(r0=0.4, inner=3, eps0=1e-300), p, 6, local=LocalSGD(lr=0.05), cohorts=SOME)
+    x, w, pi, u = p.x0, [p.x0] * p.n, [torch.zeros_like(p.x0)] * p.n, [p.x0] * p.n
+    r, sigma, moved = [20.0] * p.n, 8.0, 0
+    for cohort, state in zip(SOME, states[1:], strict=True):
+        for i in cohort:
+            for _ in range(3):
+                old = w[i]
+                w[i] = (r[i] * old + sigma * x - pi[i] - p.hessian[i] @ (old - p.minimiser[i])) / (r[i] + sigma)
+                r[i] = max(float((p.hessian[i] @ (w[i] - old)).norm() / (w[i] - old).norm()), r[i] / 2)
+            pi[i] = pi[i] + sigma * (w[i] - x)
+            u[i] = w[i] + pi[i] / sigma
+        x, mean = torch.stack(u).mean(0), 0.4 * math.prod(r) ** (1 / p.n)
+        same(state.server.x, x)
+        moved += not sigma / 2 <= mean <= 2 * sigma
+        sigma = sigma if sigma / 2 <= mean <= 2 * sigma else mean
+        same(state.server.sigma, torch.tensor([sigma], dtype=torch.float64))
+    assert 0 < moved < len(SOME)
+    same(states[-1].rows.r[:, 0], torch.tensor(r, dtype=torch.float64))
+    largest = torch.linalg.eigvalsh(p.hessian).amax(1)
+    assert bool((states[-1].rows.r[:, 0] <= largest + 1e-9).all())
+    assert bool((states[-1].rows.r[:, 0] >= largest / 4).all())
+
+
+@pytest.mark.parametrize("lr", [1e-3, 0.5, 20.0])
+def test_inexact_fedadmm_does_as_well_with_any_step_size(lr: float) -> None:
+    p = Problem.random(11)
+    found = (models(FedADMMInexact(), p, 60, local=LocalSGD(lr=lr))[-1] - p.consensus()).norm()
+    assert float(found) < 1e-3 * float((p.x0 - p.consensus()).norm())
+
+
 def test_inexact_fedadmm_ends_at_the_consensus() -> None:
     p, local = Problem.random(11), LocalSGD(lr=0.5)
-    x = models(FedADMMInexact(rho=1.0, iterations=2), p, 200, local=local, cohorts=lambda t: SOME[t % 6])[-1]
-    same(x, p.consensus())
+    some = {"local": local, "cohorts": lambda t: SOME[t % 6]}
+    same(models(FedADMMInexact(rho=1.0, iterations=2), p, 200, **some)[-1], p.consensus())
+    same(models(FedADMMInexact(iterations=2), p, 200, local=local)[-1], p.consensus())
+    far = (models(FedADMMInexact(), p, 100, **some)[-1] - p.consensus()).norm()
+    assert float(far) < 1e-2 * float((p.x0 - p.consensus()).norm())
 
 
 def soft(v: Tensor, t: float) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from by_torch import COHORTS, ROUNDS, SIZES, network, put, run, same, trained, vector
+from by_torch import COHORTS, ROUNDS, SIZES, mean, network, put, run, same, trained, vector
 from torch import Tensor
 
 from fedloom.algorithms import FedAvg, FedAvgFT
@@ -18,7 +18,7 @@ def fedavg_rounds() -> Tensor:
     """The model of FedAvg after all rounds."""
     net = network()
     for t, cohort in enumerate(COHORTS, start=1):
-        net = put(net, torch.stack([vector(trained(net, t, i)) for i in cohort]).mean(0))
+        net = put(net, mean([vector(trained(net, t, i)) for i in cohort], cohort))
     return vector(net)
 
 

@@ -50,6 +50,7 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "start": ("server", "public code: SGD starts at theta"),
     },
     "fedadmm-inexact": {
+        "r0": (None, "MATLAB code: r0 r_i, 0.5 or 0.05; a number of its own in its place"),
         "rho": (ANY, OURS),
         "iterations": (ANY, OURS),
         "inner": (3, "Zhou and Li, MATLAB code: at most 3"),

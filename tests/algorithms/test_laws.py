@@ -293,7 +293,7 @@ ROWS: dict[str, Row] = {
         solve=True,
         variants=({"server_lr": "fraction", "start": "own"},),
     ),
-    "fedadmm-inexact": Row(consensus, rounds=100, options={"rho": 1.0, "iterations": 2}),
+    "fedadmm-inexact": Row(consensus, rounds=100, options={"rho": 1.0, "iterations": 2}, variants=({"rho": 1.0},)),
     "fedadmm-composite": Row(sparse, rounds=150, options={"regulariser": L1(c=1.0)}, solve=True),
     "feddr": Row(
         sparse,

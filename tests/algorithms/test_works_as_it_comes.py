@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
-from as_it_comes import ALL, CASES, EXCUSED, HELD_OUT, KNOWN, ROUNDS, judged, measure
+from as_it_comes import ALL, CASES, EXCUSED, HELD_OUT, KNOWN, ROUNDS, figures, judged, measure
 
+import fedloom as fl
 from fedloom.algorithms import REGISTRY
+from fedloom.data.federation import Federation
+from fedloom.data.sources import load
 from fedloom.errors import DataError
 from fedloom.experiment.cards import text
+from fedloom.models import MLP
+from fedloom.tune.trial import without_test
 
 DATA = Path(__file__).resolve().parents[2] / "studies" / "data"
 
@@ -51,3 +58,29 @@ def test_default_obeys_the_law(name: str, case: str) -> None:
         pytest.skip(f"its data are not here: {error}")
     found = judged(measure(name, case))["broken"]
     assert bool(found) == ((name, case) in KNOWN), found
+
+
+@cache
+def unequal(seed: int) -> Federation:
+    """Digits at nine clients, 20 to 250 samples each."""
+    made = fl.partition.dirichlet(clients=9, beta=0.2, min_size=20, validation=0.25)
+    return without_test(made(load("digits"), seed=seed))
+
+
+def better(method: str, seed: int) -> float:
+    """The validation accuracy of a method's better model with its defaults, after 60 rounds of small steps."""
+    settings: dict[str, Any] = {"rounds": 60, "local": {"lr": 0.05, "batch_size": 20}}
+    evaluate = {"every": 60, "parts": ("train", "validation")}
+    result = fl.simulate(REGISTRY[method](), unequal(seed), MLP(hidden=(16,)), evaluate=evaluate, **settings)
+    return max(figure["mean"] for figure in figures(result, "validation").values())
+
+
+@pytest.mark.parametrize("seed", [5, 6])
+@pytest.mark.parametrize("name", ["fedadmm-inexact", "feddr", "flame"])
+def test_clients_of_unequal_size_break_no_default(name: str, seed: int) -> None:
+    assert better(name, seed) > min(better("fedavg", seed), better("local", seed)) - 0.05
+
+
+@pytest.mark.parametrize("seed", [5, 6])
+def test_inexact_fedadmm_learns_whatever_the_step_size(seed: int) -> None:
+    assert better("fedadmm-inexact", seed) > better("fedavg", seed) + 0.02

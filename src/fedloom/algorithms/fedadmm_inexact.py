@@ -9,26 +9,31 @@ authors' MATLAB code for the constants).
     x            x                 server's model
     x_i          w                 local model
     pi_i         y                 dual, n times the paper's; -grad f_i(w) after an exact step
-    sigma_i      rho               penalty, n times the paper's, one for all clients
+    sigma_i      sigma             penalty r0 r_i, n times the paper's, one for all clients
     z_i          u                 x_i + pi_i/sigma_i
-    r_i          1/lr              curvature of the linearised step
+    r_i          r                 curvature of the linearised step
     k_0          iterations        dual steps between two communications
     epsilon_i    eps               tolerance of a local problem
     nu_i         shrink            eps <- nu eps in every dual step
 
-Kept by a client: 2d + 1 (w, y, eps). Sent per round: d down, d up; the server keeps the last u of every client.
+Kept by a client: 2d + 2 (w, y, eps, r). Sent per round: d + 1 down, d + 1 up; the server keeps the last u and the
+logarithm of r of every client.
 
 Deviations: the paper weighs every f_i by 1/n; here that factor is divided out of duals, penalty and gradients, and of
-eps (n^2). The paper's sigma_i differ (r0 r_i/n with the curvature r_i of the client's data); with one rho for all, sum
-z_i / sum sigma_i is the mean of u. The curvature of the step is 1/lr of local training. Steps use full gradients:
-epochs and batch size of the run are not used.
+eps (n^2), and shares that differ weigh the mean. Its r_i comes from the data of linear models. Here it is measured on
+the way: ||change of the gradient|| / ||change of w|| in the last step (Malitsky and Mishchenko, arXiv:1910.09529,
+without their factor 2), or half of what it was if that is more; 1/lr of local training before the first step. Its
+sigma_i differ; with one sigma for all, sum z_i / sum sigma_i is the mean of u. That sigma is r0 times the geometric
+mean of the r_i, and moves only where this is less than half or more than twice of what it was, as the last u of absent
+clients have an older one; with ``rho`` it is fixed, and so is r_i = 1/lr. Steps use full gradients: epochs, steps and
+batch size of the run are not used, and without ``rho`` neither is its schedule.
 
-Defaults: one dual step after at most five linearised ones, which cost six times FedAvg's gradients, and rho = 1/(lr
-inner): penalty and data balance over these steps, and the server's model moves as far as they do. Where local SGD takes
-more than five steps in a round, FedAvg moves further and the method learns more slowly, of which a run warns.
+Defaults: one dual step after at most five linearised ones, which cost six times FedAvg's gradients, and r0 = 1/inner:
+then five steps go 0.6 of the way to the solution of a local problem, and the server's model moves three steps of size
+1/r. None of these depends on local.lr, on the clients' sizes or on the number of rounds.
 
 Use it where full gradients are cheap and communication is not. Many dual steps on one x come near a gradient step of
-size 1/rho: rho must then exceed half the curvature of the mean loss, whatever the authors' r0.
+size 1/sigma: sigma must then exceed half the curvature of the mean loss, whatever the authors' r0.
 """
 
 from __future__ import annotations
@@ -40,31 +45,49 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, Model, Point, by_rule
+from fedloom.algorithms._base import Algorithm, Derived, Kept, by_rule
 from fedloom.local import Ctx, Work, iterate
 from fedloom.rows.algebra import norm
-from fedloom.rows.layout import Layout
+
+
+class Server(NamedTuple):
+    """x ``[d]``, sigma ``[1]``."""
+
+    x: Tensor
+    sigma: Tensor
 
 
 class Client(NamedTuple):
-    """w, y ``[m, d]``, eps ``[m, 1]``."""
+    """w, y ``[m, d]``, eps, r ``[m, 1]``."""
 
     w: Tensor
     y: Tensor
     eps: Tensor
+    r: Tensor
+
+
+class Up(NamedTuple):
+    """u ``[m, d]``, curvature = log(r lr)/10 ``[m, 1]``: small beside u, so that clipping and noise leave it of use."""
+
+    u: Annotated[Tensor, Kept(primary=True)]
+    curvature: Annotated[Tensor, Kept()]
 
 
 class _Solve(NamedTuple):
     w: Tensor
     y: Tensor
     eps: Tensor
+    r: Tensor
     residual: Tensor
+    sigma: Tensor
+    towards: Tensor
 
 
 class FedADMMInexact(Algorithm):
     """Inexact FedADMM (Zhou and Li 2023, Algorithm 1)."""
 
-    rho: Derived = by_rule(description="penalty n sigma_i; 1/(lr inner) when not given; r0 r_i in MATLAB code")
+    r0: Derived = by_rule(description="sigma/r; 1/inner when not given; 0.5 and 0.05 in the MATLAB code")
+    rho: float | None = Field(None, gt=0, description="penalty of all clients in place of r0 r_i; r_i is 1/lr then")
     iterations: int = Field(1, ge=1, description="k_0, dual steps between two communications; 5 and more in the paper")
     inner: int = Field(5, ge=1, description="most linearised steps per dual step; 3 in the MATLAB code")
     eps0: Annotated[float, Field(gt=0)] | Literal["matlab"] = Field(
@@ -84,33 +107,30 @@ class FedADMMInexact(Algorithm):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        return "batch_size", "epochs", "steps"
+        return ("batch_size", "epochs", "steps", *(() if self.rho else ("schedule",)))
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        return {"rho": 1 / (ctx.local.lr * self.inner)}
+        return {"r0": 1 / self.inner}
 
-    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Up]:
         eps = x0.new_tensor([(ctx.n * self.iterations) ** 2 if self.eps0 == "matlab" else self.eps0])
-        return Model(x0), Client(x0, torch.zeros_like(x0), eps), Point(x0)
+        r, sigma = (x0.new_tensor([value]) for value in (1 / ctx.local.lr, self.rho or self.r0 / ctx.local.lr))
+        return Server(x0, sigma), Client(x0, torch.zeros_like(x0), eps, r), Up(x0, torch.zeros_like(r))
 
-    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        steps, sgd = self.iterations * self.inner, ctx.reach / ctx.local.lr
-        if steps >= sgd:
-            return []
-        return [
-            f"FedADMMInexact takes at most {steps} full-gradient steps a round where local SGD takes {sgd:.3g}, and "
-            "may learn more slowly than FedAvg: raise local.lr or inner"
-        ]
-
-    def client(self, down: Model, rows: Client, work: Work) -> tuple[Point, Client]:
+    def client(self, down: Server, rows: Client, work: Work) -> tuple[Up, Client]:
         def linearised(s: _Solve, work: Work) -> _Solve:
             work.count_steps()
-            s.w.sub_(s.residual, alpha=1 / (1 / work.lr + self.rho))  # x_i = (r x_i + sigma x - pi_i - g_i)/(r + sigma)
-            residual_(s.residual, s.w, s.y, work)
-            return s
+            step, before = s.residual / (s.r + s.sigma), s.residual.clone()
+            s.w.sub_(step)  # x_i = (r x_i + sigma x - pi_i - g_i)/(r + sigma)
+            residual_(s, work)
+            return s if self.rho else s._replace(r=measured(s.r, step, before.sub_(s.residual).sub_(step * s.sigma)))
 
-        def residual_(out: Tensor, w: Tensor, y: Tensor, work: Work) -> Tensor:  # g_i + pi_i + sigma (x_i - x)
-            return work.add_full_grad_(torch.add(y, w, alpha=self.rho, out=out).sub_(towards), w)
+        def measured(r: Tensor, moved: Tensor, change: Tensor) -> Tensor:  # ||g(w) - g(w')|| / ||w - w'||
+            found = norm(change) / norm(moved)
+            return torch.where(found > 0, torch.maximum(found, r / 2), r)
+
+        def residual_(s: _Solve, work: Work) -> Tensor:  # g_i + pi_i + sigma (x_i - x)
+            return work.add_full_grad_(torch.addcmul(s.y, s.w, s.sigma, out=s.residual).sub_(s.towards), s.w)
 
         def close(s: _Solve, work: Work) -> Tensor:
             return norm(s.residual).square() < s.eps * work.layout.d  # ||.||^2 < eps_i d
@@ -118,14 +138,22 @@ class FedADMMInexact(Algorithm):
         def dual(s: _Solve, work: Work) -> _Solve:
             s = iterate(linearised, s, work, self.inner, batches=0, until=close)
             for rows in (s.y, s.residual):
-                rows.add_(s.w, alpha=self.rho).sub_(towards)  # pi_i += sigma (x_i - x)
+                rows.addcmul_(s.w, s.sigma).sub_(s.towards)  # pi_i += sigma (x_i - x)
             return s._replace(eps=self.shrink * s.eps)
 
-        towards = self.rho * down.x
-        w, y = rows.w.clone(), rows.y.clone()
-        start = _Solve(w, y, rows.eps, residual_(torch.empty_like(w), w, y, work))
-        w, y, eps, _ = iterate(dual, start, work, self.iterations * (work.steps > 0), batches=0)
-        return Point(torch.add(w, y, alpha=1 / self.rho)), Client(w, y, eps)  # z_i / sigma
+        w, y, eps, r = rows
+        if self.rho:
+            r = torch.full_like(r, 1 / work.lr)
+        sigma = down.sigma.expand_as(r)
+        start = _Solve(w.clone(), y.clone(), eps, r, torch.empty_like(w), sigma, sigma * down.x)
+        residual_(start, work)
+        w, y, eps, r, *_ = iterate(dual, start, work, self.iterations * (work.steps > 0), batches=0)
+        curvature = torch.zeros_like(r) if self.rho else (r * work.local.lr).log() / 10
+        return Up(torch.addcdiv(w, y, sigma), curvature), Client(w, y, eps, r)  # z_i / sigma
 
-    def server(self, server: Model, up: Point, ctx: Ctx) -> Model:
-        return Model(up.u)  # x = sum z_i / sum sigma_i over ALL clients
+    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
+        sigma = server.sigma
+        if not self.rho:
+            mean = (self.r0 / ctx.local.lr * (10 * up.curvature).exp()).to(sigma)
+            sigma = torch.where((mean - 1.25 * sigma).abs() > 0.75 * sigma, mean, sigma)  # below half or above twice
+        return Server(up.u, sigma)  # x = sum z_i / sum sigma_i over ALL clients

@@ -24,11 +24,11 @@ to the received w (``centre = "received"``) and moves w_i and pi_i after every e
 is then pulled to the new w_i). With ``eps0`` the theta step is gradient descent until the client's tolerance is met
 (Eqs. 17, 18), at most ``most`` steps; epochs and batch size of the run are not used then.
 
-Defaults: lam = 2/(reach sqrt(rounds)), reach the length of a round (lr times its mean number of steps): between
-1/reach, whose pull halves the speed of a round, and 1/(reach rounds), which holds models together only by the end of a
-run; the 2 by studies/benchmarks/factors.py. rho is lam/n, the mean lam alpha_i: w is then the mean of the theta_i, in
-every round where shares are equal. Theorem 1 also asks for (lam alpha_i/rho)^2 (1 + rho) < (lam alpha_i + rho)/2,
-which no small rho meets, nor the paper's own values.
+Defaults: lam = 4/(reach rounds), reach the length of a round (lr times its mean number of steps): on a steady gradient
+a personal model goes as far from the global one as local training in a quarter of the run, so that a client whose data
+suffice has time to learn from them; with lam = 1/(reach rounds) models would be held together only by the end. rho is
+lam/n, the mean lam alpha_i: w is then the mean of the theta_i, in every round where shares are equal. Theorem 1 also
+asks for (lam alpha_i/rho)^2 (1 + rho) < (lam alpha_i + rho)/2, which no small rho meets, nor the paper's own values.
 
 The name: FLAME in federated security is another method, the backdoor defence of Nguyen et al. (USENIX Security 2022,
 arXiv:2101.02281), which fedloom does not have.
@@ -71,7 +71,7 @@ class _Solve(NamedTuple):
 class FLAME(Algorithm):
     """FLAME (Algorithm 1)."""
 
-    lam: Derived = by_rule(description="Moreau weight lambda; 2/(reach sqrt(rounds)) when not given; 1 in Table III")
+    lam: Derived = by_rule(description="Moreau weight lambda; 4/(reach rounds) when not given; 1 in Table III")
     rho: Derived = by_rule(description="ADMM penalty rho; lam/n when not given; 0.1 in Table III")
     eps0: float | None = Field(
         None, gt=0, description="eps^0 of Eq. 18, before the first round; None: the run's epochs of SGD"
@@ -92,7 +92,7 @@ class FLAME(Algorithm):
     needs: ClassVar[Mapping[str, str]] = {"shrink": "eps0", "most": "eps0"}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
-        lam = self.lam or 2 / (ctx.reach * ctx.rounds**0.5)
+        lam = self.lam or 4 / (ctx.reach * ctx.rounds)
         return {"lam": lam, "rho": lam * float(ctx.weight.new_tensor(1 / ctx.n))}
 
     @model_validator(mode="after")
