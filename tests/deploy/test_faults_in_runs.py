@@ -34,6 +34,7 @@ SMALL = {
     "partition": {"kind": "dirichlet", "clients": 3, "beta": 0.5, "keep": 12},
     "evaluate": {"every": 4},
     "rounds": 4,
+    "weights": "uniform",  # by samples, a run begins when all sites are there
 }
 """Four rounds of three sites; FLAME has a personal model, a dual and a server's copy of every site."""
 LOST = 1

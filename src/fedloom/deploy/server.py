@@ -182,7 +182,7 @@ class _Run(Hooks):
                 if limit is not None and after > limit:
                     raise Refused(f"round {t} would make epsilon {after:.4g}, the limit is {limit:.4g}")
             else:
-                Ledger(self._settings.checkpoints, noise, limit, "the run").release(t)
+                Ledger(self._settings.checkpoints, noise, limit, "the run", least=t - 1 if noise else 0).release(t)
         except Refused as error:
             return RunStopped(Stop.BUDGET, str(error))
         return None

@@ -18,7 +18,7 @@ from fedloom.deploy.settings import Site
 from fedloom.deploy.site.ledger import Spent
 from fedloom.deploy.site.local_data import part_sizes, schema_of
 from fedloom.deploy.site.masking import Masking
-from fedloom.deploy.site.state import Memory
+from fedloom.deploy.site.state import Memory, Rewound
 from fedloom.deploy.site.trainer import PLAIN, Trainer, said
 from fedloom.deploy.site.vectors import Figures
 from fedloom.engine.chunk import ask_chunk
@@ -127,6 +127,23 @@ class Client:
         if (kind in STEPS and not masks) or (unmasked and masks):
             agreed = "secure aggregation" if masks else "no secure aggregation"
             raise Refused(f"site {site.site} answers no message of the kind {kind}: the agreement says {agreed}")
+        self._check_round(head)
+
+    def _check_round(self, head: dict[str, Any]) -> None:
+        """Refuse rounds that are not agreed on, or that this site has left behind.
+
+        Raises:
+            Rewound: the sentence names both.
+        """
+        kind, t, rounds = head["kind"], head["round"], self.trainer.rounds
+        if kind == "hello":
+            return
+        trains = kind in ("train", "ask", "masked")
+        behind, _ = self._memory.accepted()
+        if not int(trains) <= t <= rounds:
+            raise Rewound(f"round {t} is none of the agreed rounds 1 to {rounds}")
+        if t < behind - (not trains):
+            raise Rewound(f"round {t} is over: round {behind} was accepted here")
 
     def _watch_samples(self) -> None:
         """Tell, or refuse where the agreement says so, samples that are not those of the message before.

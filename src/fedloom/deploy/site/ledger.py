@@ -3,13 +3,19 @@
 A crash between the entry and the release costs budget and releases nothing. A round that is asked again of a site is
 answered with the reply that is kept, so it is neither noised nor counted again; one that has to be computed anew,
 because the download is another, is counted again.
+
+Each line has its number and the SHA-256 of the line before. A line that a crash cut short is one of them: the line
+after it names its bytes. Where the chain does not hold, or has fewer lines than the state beside it has releases, what
+is spent cannot be known, and nothing is released any more.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from fedloom.deploy.noise import left_to_sites
 from fedloom.engine.privacy import Noise, epsilon
@@ -31,40 +37,90 @@ class Ledger:
         noise: what is accounted for; None without a delta.
         limit: epsilon that is never exceeded; None: none.
         who: whose budget it is, for messages.
+        least: releases that the state beside the ledger knows of.
     """
 
-    def __init__(self, folder: Path, noise: Noise | None, limit: float | None, who: str) -> None:
-        self._path, self._noise, self._limit, self._who = folder / NAME, noise, limit, who
+    def __init__(self, folder: Path, noise: Noise | None, limit: float | None, who: str, least: int = 0) -> None:
+        self._path, self._noise, self._limit, self._who, self._least = folder / NAME, noise, limit, who, least
 
     def releases(self) -> int:
-        """Entries; one that a crash cut short counts."""
-        return len(self._path.read_bytes().splitlines()) if self._path.exists() else 0
+        """The number of entries; one that a crash cut short counts.
 
-    def release(self, round: int, **facts: str) -> None:
+        Raises:
+            Spent: the file is damaged, or entries are missing.
+        """
+        return len(self._lines())
+
+    def _lines(self) -> list[bytes]:
+        content = self._path.read_bytes() if self._path.exists() else b""
+        lines = content.removesuffix(b"\n").split(b"\n") if content else []
+        for k, line in enumerate(lines):
+            entry = _entry(line)
+            if entry is None:
+                last = k + 1 == len(lines)
+                following = None if last else _entry(lines[k + 1])
+                valid = line.startswith(b"{") and (last or following is not None)
+            else:
+                before = hashlib.sha256(lines[k - 1]).hexdigest() if k else ""
+                valid = (entry.get("number"), entry.get("before")) == (k + 1, before)
+            if not valid:
+                raise Spent(
+                    f"the ledger of {self._who}, {self._path}, is damaged in line {k + 1}, so what is spent cannot be "
+                    "known; put back a copy of it, or begin a new experiment"
+                )
+        if len(lines) < self._least:
+            raise Spent(
+                f"the ledger of {self._who}, {self._path}, has {len(lines)} releases, the state beside it knows of "
+                f"{self._least}; put back the newest copy of it, or begin a new experiment"
+            )
+        return lines
+
+    def release(self, round: int, **facts: str) -> int:
         """Enter one release, with further facts of it: the digest of the samples that it is of.
+
+        Returns:
+            The number of the release; 0 where nothing is accounted for.
 
         Raises:
             Spent: the limit would be exceeded, or what is spent cannot be known.
             CheckpointError: the entry cannot be written.
         """
         if self._noise is None and self._limit is None:
-            return
+            return 0
         if self._noise is None:
             raise Spent(
                 f"{self._who} releases nothing without accounted noise (epsilon = {self._limit}), but the experiment "
                 "has neither channel 'gaussian-noise' nor aggregator 'private-mean' with a delta"
             )
-        count = self.releases() + 1
+        lines = self._lines()
+        count = len(lines) + 1
         spent = epsilon(self._noise, count)
         if self._limit is not None and spent > self._limit:
             raise Spent(
                 f"the privacy budget of {self._who} is spent: release {count} would make epsilon {spent:.4g}, the "
                 f"limit is {self._limit:.4g}"
             )
-        entry = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "round": round, "epsilon": spent, **facts}
+        chain = {"number": count, "before": hashlib.sha256(lines[-1]).hexdigest() if lines else ""}
+        entry = chain | {
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "round": round,
+            "epsilon": spent,
+            **facts,
+        }
         alone = left_to_sites(self._noise)
         if alone is not None:
             entry["epsilon_sites"] = epsilon(alone, count)
         make_folder(self._path.parent)
         self._path.touch()
-        append_synced(self._path, [json.dumps(entry).encode() + b"\n"])
+        torn = bool(lines) and not self._path.read_bytes().endswith(b"\n")
+        append_synced(self._path, [b"\n" * torn + json.dumps(entry).encode() + b"\n"])
+        return count
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """The values of a line; None where it was cut short."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) else None

@@ -27,6 +27,10 @@ DIGEST = hashlib.sha256().digest_size
 MODEL = "model.safetensors"
 
 
+class Rewound(CheckpointError):
+    """A message of a server that is further behind than a site can follow."""
+
+
 class Generation(NamedTuple):
     """A site's state after a round.
 
@@ -79,33 +83,61 @@ class Memory:
         """The generation that the server names as accepted; None is the template, for a client never accepted.
 
         It becomes the site's state; whatever was pending beside it is as if it had not been computed. Where it is not
-        there (a damaged file, a lost disk, a server that went back by more than one), the one before stands in, and
-        without that the template; both are noted.
+        there (a damaged file, a lost disk), the last one that was stands in, and without that the template; both are
+        noted. The last accepted state that was there, and its model, stay on the disk.
+
+        Raises:
+            Rewound: the server went back by more than the round before.
         """
-        known, previous = self.accepted()
-        found = self.read(accepted) if accepted else None
-        if accepted and found is None:
-            found = self.read(previous) if 0 < previous < accepted else None
-            instead = "begins anew" if found is None else f"goes on from round {found.round}"
+        known, previous, held = self._settled()
+        if accepted < known and accepted != previous:
+            raise Rewound(
+                f"round {known} was accepted here, the server names {accepted}, which is too far back to follow; the "
+                "site keeps its state and model: begin a new experiment, or put the server's checkpoints back"
+            )
+        state = self.read(accepted) if accepted else None
+        if accepted and state is None:
+            state = next((s for r in (held, known, previous) if 0 < r < accepted and (s := self.read(r))), None)
+            instead = "begins anew" if state is None else f"goes on from round {state.round}"
             self.notes.append(f"the state of round {accepted} is not on this disk: the site {instead}")
+            if state is None:
+                self._set_model_aside()
         if accepted != known:
             if accepted < known:
                 self.notes.append(f"the server went back: round {known} was accepted here, now it is {accepted}")
-            before = known if accepted > known else previous if previous < accepted else 0
-            text = json.dumps({**self._key, "accepted": accepted, "previous": before})
+            before = known if accepted > known else 0
+            held = held if state is None else state.round
+            text = json.dumps({**self._key, "accepted": accepted, "previous": before, "held": held})
             make_folder(self.folder)
             write_atomic(self.folder / "accepted.json", text.encode())
-        return found
+        return state
 
     def accepted(self) -> tuple[int, int]:
         """The last accepted round, and the one before; 0 is none."""
+        return self._settled()[:2]
+
+    def releases(self) -> int:
+        """Releases under differential privacy that the newest generation knows of."""
+        newest = max((int(p.stem.partition("-")[2]) for p in self.folder.glob("round-*.state")), default=None)
+        state = None if newest is None else self.read(newest)
+        return 0 if state is None else int(state.reply.get("releases", 0))
+
+    def _settled(self) -> tuple[int, int, int]:
+        """The last accepted round, the one before, and the last of which a state was there; 0 is none."""
         try:
-            found = json.loads((self.folder / "accepted.json").read_bytes())
-            if {k: found[k] for k in self._key} != self._key:
-                return 0, 0
-            return int(found["accepted"]), int(found["previous"])
+            entry = json.loads((self.folder / "accepted.json").read_bytes())
+            if {k: entry[k] for k in self._key} != self._key:
+                return 0, 0, 0
+            return int(entry["accepted"]), int(entry["previous"]), int(entry["held"])
         except (OSError, ValueError, KeyError, TypeError):
-            return 0, 0
+            return 0, 0, 0
+
+    def _set_model_aside(self) -> None:
+        """Keep the model of a state that is lost, which the next one would take the place of."""
+        path = self.folder / MODEL
+        if path.exists() and not (aside := path.with_suffix(".lost")).exists():
+            path.replace(aside)
+            self.notes.append(f"the model of the state that is lost is kept as {aside.name}")
 
     def changed(self, samples: str) -> str | None:
         """The digest of the site's samples that was noted last, where it is another; the first is noted by itself."""
@@ -129,7 +161,7 @@ class Memory:
         return found if found is not None and (found.base, found.digest) == (base, digest) else None
 
     def keep(self, new: Generation) -> None:
-        """Makes a pending generation last; forgets all but it, the accepted one and the one before."""
+        """Makes a pending generation last; forgets all but it, the accepted one, the one before and the last held."""
         make_folder(self.folder)
         about = {**self._key, "round": new.round, "base": new.base, "digest": new.digest, "reply": dict(new.reply)}
         data = save({k: t.contiguous() for k, t in new.tensors.items()}, {"about": json.dumps(about)})
@@ -139,7 +171,7 @@ class Memory:
             file.write(hashlib.sha256(data).digest())
 
         write_atomic(self._path(new.round), fill)
-        keep = {self._path(r).name for r in (new.round, *self.accepted())}
+        keep = {self._path(r).name for r in (new.round, *self._settled())}
         discard(*(p for p in self.folder.glob("round-*.state") if p.name not in keep))
 
     def read(self, round: int) -> Generation | None:

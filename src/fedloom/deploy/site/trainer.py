@@ -26,7 +26,7 @@ from fedloom.deploy.site.state import Generation, Memory
 from fedloom.deploy.site.vectors import Uploads
 from fedloom.engine.chunk import ClientOutput, ClientState, run_clients, usable
 from fedloom.engine.job import Job
-from fedloom.engine.privacy import Noise, accounted
+from fedloom.engine.privacy import Noise, accounted, epsilon
 from fedloom.engine.scoring import hybrid_scores, personal_models, score_chunk
 from fedloom.engine.setup import make_job
 from fedloom.errors import CheckpointError, ConfigError, FedloomError, LayoutError, Refused, RunDirError, WireError
@@ -60,6 +60,11 @@ class Trainer:
         if self._site.secure is not None:
             check_maskable(found.methods[0].setting)
         return found
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of the experiment."""
+        return self._experiment.methods[0].setting.rounds
 
     @cached_property
     def private(self) -> bool:
@@ -167,16 +172,23 @@ class Trainer:
         if kept is not None:
             return kept
         down = self.forms.read_down(download)
-        ledger = Ledger(self._memory.folder, self._noise, self._site.epsilon, f"site {self._site.site}")
-        ledger.release(t, samples=self.samples)
+        releases = self._ledger.release(t, samples=self.samples)
         output = self._output(job, down, t)
         tensors = {f"rows.{name}": value[0] for name, value in output.state.rows._asdict().items()}
         for group, values in (("residue", output.state.residue), ("optimizer", output.state.optimizer)):
             tensors |= {f"{group}.{n}": v[0] for n, v in (values._asdict() if values else {}).items()}
         tensors |= self._sent(job, state, output, down, weights)
-        new = Generation(t, base, digest, tensors, {"work": output.work[0].tolist()})
+        new = Generation(t, base, digest, tensors, {"work": output.work[0].tolist(), "releases": releases})
         self._memory.keep(new)
         return new
+
+    @property
+    def _ledger(self) -> Ledger:
+        """The site's releases; its limit is that of all agreed rounds where `site.toml` has none."""
+        noise, limit = self._noise, self._site.epsilon
+        if noise is not None and limit is None:
+            limit = epsilon(noise, self.rounds)
+        return Ledger(self._memory.folder, noise, limit, f"site {self._site.site}", self._memory.releases())
 
     def _output(self, job: Job, down: Any, t: int) -> ClientOutput:
         """The output of a round.

@@ -1,0 +1,202 @@
+"""What a site holds to by itself: the agreed rounds, its last accepted state, and its budget."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ConfigRecord
+from safetensors.torch import load_file
+
+from fedloom.deploy.exchange.envelope import ASKED, COMMON, PROTOCOL, Kind, digest_of, seal
+from fedloom.deploy.site.client import Client
+from fedloom.deploy.site.ledger import Ledger, Spent
+from fedloom.deploy.site.state import MODEL, Generation, Memory, Rewound
+from fedloom.engine.privacy import epsilon
+from fedloom.errors import Stop
+from fedloom.rows.channel import GaussianNoise
+from fedloom.version import __version__
+from tests.deploy.scene import Scene, scene
+from tests.deploy.sessions import losing
+from tests.deploy.test_private import LOCAL, SMALL, limited, lines
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+
+
+def ask(client: Client, kind: Kind, *arrays: bytes, **fields: Any) -> tuple[str, str]:
+    """Status and reason of a site's answer to a message that is made up."""
+    blank: dict[type, Any] = {int: 0, float: 1.0, bool: False, bytes: b"", str: "", list: []}
+    head = {name: blank[type_] for name, type_ in (COMMON | ASKED[kind]).items()}
+    head |= {"protocol": PROTOCOL, "release": __version__, "experiment": client.site.fingerprint, "kind": kind}
+    head |= {"client": client.site.client, "digest": digest_of(arrays)} | fields
+    answer = client.reply(seal(head, arrays))["head"]
+    assert isinstance(answer, ConfigRecord)
+    return str(answer["status"]), str(answer["reason"])
+
+
+def download(client: Client) -> bytes:
+    job, server = client.trainer._run
+    return client.trainer.forms.write_down(job.down(server, 1, client.trainer.ids), server)
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {p: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file() and p.name != "lock"}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    """A finished run of Ditto under local differential privacy."""
+    here = scene(tmp_path_factory.mktemp("done"), "ditto", **SMALL, **LOCAL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _fd: None)
+        assert here.serve() is Stop.DONE
+    return here
+
+
+@pytest.mark.parametrize("t", [-7, 0, 5, 100, 10**9])
+@pytest.mark.parametrize("accepted", [0, 3, 4])
+def test_a_round_that_is_not_agreed_is_refused(t: int, accepted: int, done: Scene) -> None:
+    client = done.clients()[0]
+    before = files(client.site.state)
+    message = download(client)
+    for status, reason in (
+        ask(client, "train", message, round=t, accepted=accepted, scored=-1),
+        *([ask(client, "score", message, round=t, accepted=accepted)] if t else []),
+    ):
+        assert status == "refused"
+        assert f"round {t} is none of the agreed rounds 1 to 4" in reason
+    assert files(client.site.state) == before
+
+
+@pytest.mark.parametrize("t", [1, 2])
+def test_a_round_that_is_over_is_refused(t: int, done: Scene) -> None:
+    """Round 4 was accepted, so it is sent to nobody again but a server that went back by one."""
+    client = done.clients()[0]
+    before = files(client.site.state)
+    status, reason = ask(client, "train", download(client), round=t, accepted=t - 1, scored=-1)
+    assert (status, reason) == ("refused", f"round {t} is over: round {client._memory.accepted()[0]} was accepted here")
+    assert files(client.site.state) == before
+
+
+def test_a_server_that_names_no_accepted_round_erases_no_model(done: Scene) -> None:
+    client = done.clients()[0]
+    before = files(client.site.state)
+    assert client._memory.accepted()[0] == 4
+    for accepted in (0, 1, 2):
+        for kind in ("score", "train"):
+            more: dict[str, Any] = {"scored": 4, "global": True} if kind == "train" else {"global": True}
+            status, reason = ask(client, kind, download(client), round=4, accepted=accepted, **more)  # type: ignore[arg-type]
+            assert status == "refused"
+            assert "the site keeps its state and model" in reason
+    assert files(client.site.state) == before
+
+
+def test_the_last_accepted_state_outlives_a_server_that_claims_others(tmp_path: Path) -> None:
+    """A server that names rounds as accepted which the site never computed: the last real state stays."""
+    memory = Memory(tmp_path, "a" * 64, 0)
+    for t in (1, 2):
+        memory.keep(Generation(t, t - 1, "d", {"rows.w": torch.full((2,), float(t))}, {}))
+        memory.settle(t)
+    for t in (5, 7, 9, 11):
+        state = memory.settle(t)
+        assert state is not None
+        assert state.round == 2
+        memory.keep(Generation(t + 1, 2, "d", {"rows.w": torch.zeros(2)}, {}))
+    assert memory.read(2) is not None
+    with pytest.raises(Rewound):
+        memory.settle(7)
+
+
+def test_the_model_of_a_lost_state_is_kept(tmp_path: Path) -> None:
+    here = scene(tmp_path, "ditto", **SMALL)
+    assert here.serve(here.grid(losing({(3, "train"): range(3)}))) is Stop.TOO_FEW
+    [file] = here.sites[1].state.rglob(MODEL)
+    before = load_file(file)["rows"]
+    for path in here.sites[1].state.glob("*/round-*"):
+        path.unlink()
+    assert here.serve() is Stop.DONE
+    [kept] = here.sites[1].state.rglob("*.lost")
+    assert torch.equal(load_file(kept)["rows"], before)
+
+
+def test_the_limit_is_that_of_the_agreed_rounds_by_default(tmp_path: Path) -> None:
+    """A release that a crash lost is not given anew: the last round is one too many."""
+    here = scene(tmp_path, "fedavg", **SMALL, **LOCAL)
+    assert here.serve(here.grid(losing({(2, "train"): range(3)}))) is Stop.TOO_FEW
+    for site in here.sites:
+        for path in site.state.glob("*/round-000002.state"):
+            path.unlink()
+    assert here.serve() is Stop.TOO_FEW
+    assert [x["round"] for x in lines(here.sites[0].state)] == [1, 2, 2, 3]
+    assert all("the privacy budget of site" in x["reason"] for x in here.audit("rejected"))
+    assert limited(here, 1000.0).serve() is Stop.DONE
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "emptied": lambda _: b"",
+    "zeros of the same length": lambda data: bytes(len(data)),
+    "zeros and line ends": lambda data: bytes(c if c == 10 else 0 for c in data),
+    "garbage": lambda data: os.urandom(len(data)),
+    "without line ends": lambda data: data.replace(b"\n", b""),
+    "the last line lost": lambda data: b"".join(data.splitlines(keepends=True)[:-1]),
+    "the first line lost": lambda data: b"".join(data.splitlines(keepends=True)[1:]),
+    "a line in the middle lost": lambda data: b"".join(
+        x for k, x in enumerate(data.splitlines(keepends=True)) if k != 1
+    ),
+    "a line changed": lambda data: data.replace(b'"round": 2', b'"round": 9'),
+    "a line cut": lambda data: data.replace(b'"round": 2', b'"ro'),
+    "two lines swapped": lambda data: b"".join(data.splitlines(keepends=True)[k] for k in (1, 0, 2, 3)),
+    "one line only": lambda data: data.splitlines(keepends=True)[0],
+    "as many other lines": lambda data: b"{}\n" * 4,
+}
+
+
+@pytest.mark.parametrize("case", [*DAMAGE, "deleted"])
+def test_a_damaged_ledger_gives_no_budget_anew(case: str, tmp_path: Path) -> None:
+    """Four rounds are released, four more are asked for by a longer run; what is spent cannot be known."""
+    here = scene(tmp_path, "fedavg", **SMALL, **LOCAL)
+    here = limited(here, 1000.0)
+    assert here.serve() is Stop.DONE
+    site = here.sites[0]
+    [file] = site.state.rglob("ledger.jsonl")
+    if case == "deleted":
+        file.unlink()
+    else:
+        file.write_bytes(DAMAGE[case](file.read_bytes()))
+    client = here.clients()[0]
+    before = files(site.state)
+    with pytest.raises(Spent, match="is damaged in line|releases, the state beside it knows of"):
+        client.trainer._ledger.release(4)
+    assert files(site.state) == before
+
+
+def test_lines_that_a_crash_cut_short_count_and_the_chain_goes_on(tmp_path: Path) -> None:
+    noise = GaussianNoise(sigma=3.0, delta=1e-5)
+    book = Ledger(tmp_path, noise, epsilon(noise, 6), "x")
+    file = tmp_path / "ledger.jsonl"
+    for t in (1, 2):
+        book.release(t)
+        with file.open("ab") as torn:
+            torn.write(b'{"number": 3, "bef')
+    assert book.releases() == 4
+    book.release(3)
+    assert Ledger(tmp_path, noise, None, "x", least=5).releases() == 5
+    book.release(4)
+    with pytest.raises(Spent, match="release 7 would make"):
+        book.release(5)
+
+
+def test_a_damaged_ledger_of_the_server_ends_the_run(tmp_path: Path) -> None:
+    central = {"aggregator": {"kind": "private-mean", "clip": 1.0, "sigma": 2.0, "delta": 1e-5}}
+    here = scene(tmp_path, "fedavg", **SMALL, **central)
+    assert here.serve(here.grid(losing({(3, "train"): range(3)}))) is Stop.TOO_FEW
+    (here.server.checkpoints / "ledger.jsonl").write_bytes(b"")
+    assert here.serve() is Stop.BUDGET
+    assert "the state beside it knows of 2" in here.summary()["detail"]
