@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from small_recipe import FAR, NEAR, TINY, tiny, with_claim
 
+from fedloom.errors import ConfigError
 from fedloom_studies.reproduce import papers, recipes
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.charts import WORDS, WORDS_DARK
 from fedloom_studies.reproduce.estimate import keep
-from fedloom_studies.reproduce.figures import Reference, unit
+from fedloom_studies.reproduce.figures import Reference
 from fedloom_studies.reproduce.judge import between, claims
+from fedloom_studies.reproduce.marks import drawn
 from fedloom_studies.reproduce.page import last, not_run, page, plot
 from fedloom_studies.reproduce.papers import overview, pages, sheets
 from fedloom_studies.reproduce.recipe import Recipe, label_of, make_recipe, merged
@@ -68,11 +70,17 @@ def test_the_pages_in_the_documentation_are_the_generated_ones() -> None:
 def test_headline_claims_are_claims_of_the_recipes_they_name() -> None:
     known = recipes()
     rows = [row for sheet in sheets() for row in sheet.row]
-    assert 0 < len(rows) <= 25
+    assert 0 < len(rows) <= 30
     for row in rows:
-        for name in (*row.published, *row.fair):
-            assert any(c.text.startswith(row.claim) for c in known[name].paper.claims), (name, row.claim)
-        for held in re.findall(r"\{(.+?)\}", row.why):
+        assert len(row.text.split()) <= 9, row.text
+        for mode, names in (("published", row.published), ("fair", row.fair)):
+            for name in names:
+                assert known[name].paper.mode == mode, name
+                assert any(c.text.startswith(row.claim) for c in known[name].paper.claims), (name, row.claim)
+        assert not row.full or known[row.full].paper.reduced is None
+    for sheet in sheets():
+        assert any(row.text.startswith(sheet.number) for row in sheet.row)
+        for held in re.findall(r"\{(.+?)\}", sheet.why):
             sides = [side.split(" | ") for side in held.split(" - ")]
             assert len({side[0] for side in sides}) == 1, held  # paired: of one recipe, and so of equal draws
             assert sides[0][0] in known
@@ -84,43 +92,46 @@ def test_headline_claims_are_claims_of_the_recipes_they_name() -> None:
         assert not one.paper.nearest or one.paper.nearest in known, one.name
 
 
-def test_every_sentence_on_why_links_what_shows_it_and_types_no_number() -> None:
-    for row in (row for sheet in sheets() for row in sheet.row):
-        assert row.why, row.text
-        for sentence in re.split(r"(?<=\.)\s+(?=[A-Z])", re.sub(r"\{(.+?)\}", "{}", row.why)):
-            assert "{}" in sentence, sentence
-            names_only = re.sub(r"Corollary 2|\(0, 0\)|Dir\(0\.5\)|label \d|alpha [\d.]+", "", sentence)
-            assert not re.search(r"\d", names_only), sentence
+def generated() -> str:
+    return overview(recipes(), {name: last(one, ROOT / CHECKOUT) for name, one in recipes().items()}, {})
 
 
-def test_the_page_of_all_papers_counts_a_claim_once_per_table_data_and_mode_and_construction_never() -> None:
-    known = recipes()
-    start = f"Of {len(known)} recipes {{}} were run. Claims of recipes that came to their end, each counted once per "
-
-    def totals(*names: str) -> str:
-        found = {name: last(one, ROOT / CHECKOUT) if name in names else None for name, one in known.items()}
-        (line,) = [line for line in overview(known, found, {}).splitlines() if line.startswith("Of ")]
-        assert line.startswith(start.format(len(names)))
-        return line
-
-    alike = totals("flame-table3-mnist", "flame-table3-mnist-mlp")
-    assert "*published*, 0 claims; *fair*, 0 claims; *near*, 6 claims:" in alike
-    assert "1 more hold by construction and count nowhere" in alike
-    data = totals("flame-table3-mnist", "flame-table3-fashion-mnist")
-    assert "*near*, 12 claims" in data
-    assert "2 more hold" in data
-    modes = totals("equitable-table2-mnist-published", "equitable-table2-mnist-fair")
-    assert "*published*, 3 claims: *undecided* 3; *fair*, 3 claims: *undecided* 3; *near*, 0 claims;" in modes
-
-
-def test_the_page_of_all_papers_is_a_screen_a_paper() -> None:
-    text = overview(recipes(), {name: last(one, ROOT / CHECKOUT) for name, one in recipes().items()}, {})
-    for part in text.split("\n## ")[1:]:
+def test_the_page_opens_with_a_row_per_paper_and_ends_with_the_rules() -> None:
+    first, *parts = generated().split("\n## ")
+    rows = [line for line in first.splitlines() if line.startswith("| [")]
+    assert [row.split("](")[0].removeprefix("| [") for row in rows] == [sheet.name for sheet in sheets()]
+    assert len(first.splitlines()) < 25
+    assert parts[-1].startswith("How claims are judged")
+    assert [part.splitlines()[0] for part in parts[-3:-1]] == ["Corrected", "What is open"]
+    for part in parts[:-3]:
         figures = re.findall(r"^!\[(.+)\]\(papers/(.+)\.svg\)$", part, re.MULTILINE)
-        assert 0 < len(figures) <= 2
+        assert len(figures) <= 1
         for words, name in figures:
             assert words.endswith(".")
             assert recipes()[name].paper.title in words
+
+
+def test_every_verdict_has_a_mark_and_a_word_and_every_cell_is_short() -> None:
+    text = generated()
+    cells = [
+        cell.strip() for line in text.splitlines() if line.startswith("| ") for cell in line.strip("| ").split(" | ")
+    ]
+    marked = [cell for cell in cells if cell.startswith("![](papers/mark-")]
+    assert len(marked) >= 2 * len([row for sheet in sheets() for row in sheet.row])
+    for cell in marked:
+        words = re.sub(r"!\[\]\(.+?\)|\[|\]\(.+?\)", "", cell)
+        assert re.search(r"[a-z]{4}", words), cell
+        assert len(words.split()) <= 9, cell
+    assert {f"papers/{name}" for name in drawn()} >= set(re.findall(r"papers/mark-[a-z]+\.svg", text))
+    assert all(line.count("|") <= 5 for line in text.splitlines() if line.startswith("|"))
+
+
+def test_near_recipes_are_in_the_appendix_only() -> None:
+    near = [name for name, one in recipes().items() if one.paper.mode == "near"]
+    headlines = re.sub(r"<details.+?</details>|## What is open.+", "", generated(), flags=re.DOTALL)
+    reasons = {held.split(" | ")[0] for sheet in sheets() for held in re.findall(r"\{(.+?)\}", sheet.why)}
+    shown = [name for name in near if f"papers/{name}.md" in headlines]
+    assert set(shown) <= reasons  # a sentence on why may say what one shows; no verdict rests on it
 
 
 def as_run(recipe: Recipe, **changes: object) -> Summary:
@@ -131,51 +142,82 @@ def as_run(recipe: Recipe, **changes: object) -> Summary:
     return replace(plain, **changes)
 
 
-def headline(monkeypatch: pytest.MonkeyPatch, one: Recipe, summary: Summary | None, need: Need | None = None) -> str:
-    """The row of a claim on the page of all papers."""
-    row = papers.Row(
-        text="row", claim="t", fair=("tiny",), why="{tiny | few | flame: personal - tiny | few | fedavg: global}"
-    )
-    monkeypatch.setattr(papers, "sheets", lambda: (papers.Sheet(name="FLAME", title="t", row=(row,)),))
-    text = overview({"tiny": one}, {"tiny": summary}, {} if need is None else {"tiny": need})
+def only(monkeypatch: pytest.MonkeyPatch, one: Recipe, summary: Summary | None, why: str = "", full: str = "") -> str:
+    """The page of all papers with one claim."""
+    row = papers.Row(text="row", claim="t", fair=("tiny",), full=full)
+    sheet = papers.Sheet(name="FLAME", title="t", number="row", why=why, row=(row,))
+    monkeypatch.setattr(papers, "sheets", lambda: (sheet,))
+    return overview({"tiny": one}, {"tiny": summary}, {"tiny": Need(4320, [])})
+
+
+def headline(text: str) -> str:
     return next(line for line in text.splitlines() if line.startswith("| row"))
 
 
-def test_a_headline_says_what_was_reduced_and_of_which_version_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_an_earlier_version_or_unfinished_ones_give_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     one = with_claim()
-    now = headline(monkeypatch, one, as_run(one))
-    assert "near: full data; 2 of 4 rounds; batches of 9; 5 seeds |" in now
-    assert "earlier version" not in now
-    assert "an earlier version of the recipe](papers/tiny.md)" in headline(monkeypatch, one, as_run(one, protocol="o"))
-    assert "4 rounds; batches of 9; 5 seeds; unfinished |" in headline(
-        monkeypatch, one, as_run(one, rounds=4, complete=False)
-    )
-    less = make_recipe("tiny", merged(TINY, {"paper": {"claims": [{"text": "t", "higher": "flame: personal",
-                                                                "than": ["fedavg: global"]}],
-                                                   "reduced": "a tenth, a half; less"}}))  # fmt: skip
-    assert "near: a tenth; a half; 2 of 4 rounds" in headline(monkeypatch, less, as_run(less))
+    assert "[holds: +20.2 ± " in headline(only(monkeypatch, one, as_run(one)))
+    for summary in (None, as_run(one, protocol="o"), as_run(one, complete=False)):
+        text = only(monkeypatch, one, summary)
+        assert "[not measured yet](papers/tiny.md)" in headline(text)
+        assert "Not measured yet: `fedloom reproduce tiny` (up to 1 core-minutes)" in text
+    assert "not decidable here" in headline(only(monkeypatch, one, as_run(one)))  # nothing asks as published
 
 
-def test_why_and_claim_say_the_same_difference_with_the_same_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_more_seeds_change_nothing_a_gpu_is_named_in_place_of_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {"reduced": "a tenth", "claims": [{"text": "t", "higher": "flame: personal", "than": ["fedavg: global"]}]}
+    less = make_recipe("tiny", merged(TINY, {"paper": table}))
+    text = only(monkeypatch, less, as_run(less), full="tiny")
+    assert "[needs a GPU](papers/tiny.md)" in headline(text)
+    assert "holds" not in headline(text)
+    assert "Needs a GPU: `fedloom reproduce tiny --scale full` (about 3 core-days of one processor core)." in text
+
+
+def test_a_recipe_at_full_length_comes_before_a_shorter_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = with_claim()
+    short, whole = replace(one, name="short"), replace(one, name="whole")
+    row = papers.Row(text="row", claim="t", fair=("short", "whole"))
+    sheet = papers.Sheet(name="FLAME", title="t", number="row", row=(row,))
+    monkeypatch.setattr(papers, "sheets", lambda: (sheet,))
+    found = {"short": as_run(short), "whole": as_run(whole, rounds=4)}
+    text = overview({"short": short, "whole": whole}, found, {})
+    assert "papers/whole.md" in headline(text)
+    assert "papers/short.md" not in headline(text)
+
+
+def test_a_reason_whose_difference_is_not_clear_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, pair = with_claim(), "{tiny | few | flame: personal - tiny | few | fedavg: global}"
+    summary = as_run(one)
+    assert "It lies [20.2 ± " in only(monkeypatch, one, summary, f"It lies {pair} it.")
+    level = ([0.5, 0.7, 0.4, 0.6, 0.5], NEAR)
+    both = {n: dict(zip("01234", v, strict=True)) for n, v in zip(summary.numbers["few"], level, strict=True)}
+    few = {name: {seed: v for seed, v in by.items() if seed in "012"} for name, by in summary.numbers["few"].items()}
+    for numbers in (both, few):  # an interval that contains zero; too few seeds for one
+        with pytest.raises(ConfigError, match="is not clear"):
+            only(monkeypatch, one, replace(summary, numbers={"few": numbers}), f"It lies {pair} it.")
+    single = "{tiny | few | flame: personal}"
+    same = {name: dict(zip("01234", NEAR, strict=True)) for name in summary.numbers["few"]}
+    other = "{tiny | few | fedavg: global}"
+    with pytest.raises(ConfigError, match="equal numbers"):
+        only(monkeypatch, one, replace(summary, numbers={"few": same}), f"It has {single} against {other}.")
+    old = as_run(one, protocol="o")
+    assert "It lies" not in only(monkeypatch, one, old, f"It lies {pair} it.")
+
+
+def test_why_and_claim_say_the_same_difference_with_the_same_interval() -> None:
     one = with_claim()
     summary = as_run(one)
-    look = claims(one, summary.numbers)[0].pooled
-    assert between(one, *summary.numbers["few"].values()) == look
-    both = unit("accuracy").difference(look.difference, look.half)
-    line = headline(monkeypatch, one, summary)
-    assert f"near: [{both} (99 %, n = 5), **holds**" in line
-    assert f"[{both.removeprefix('+')} above](papers/tiny.md) |" in line
-    assert "[not run](papers/tiny.md) |" in headline(monkeypatch, one, None)
+    assert between(one, *summary.numbers["few"].values()) == claims(one, summary.numbers)[0].least.look
 
 
-def test_what_was_not_run_says_why_and_what_it_would_take(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_was_not_run_says_why_and_what_it_would_take(tmp_path: Path) -> None:
     assert not_run(tiny(), None) == "not run (up to 1 core-minutes)"
     large = make_recipe("tiny", {k: v for k, v in merged(TINY, {}).items() if k != "scale"})
     assert not_run(large, None) == "not run: no laptop scale"
     assert not_run(large, Need(4320, [])) == "not run: no laptop scale (about 3 core-days at full scale)"
     assert not_run(large, Need(60, ["x"])) == "not run: x is not there (about 60 core-minutes at full scale)"
-    for text in (headline(monkeypatch, large, None, Need(60, ["x"])), page(large, None, Need(60, ["x"])).lower()):
-        assert "not run: x is not there (about 60 core-minutes at full scale)" in text
+    text = page(large, None, Need(60, ["x"])).lower()
+    assert "not run: x is not there (about 60 core-minutes at full scale)" in text
     keep({"tiny": tiny(), "large": large}, tmp_path, None)
     ((name, need),) = needs(tmp_path).items()
     assert (name, need.missing) == ("large", [])

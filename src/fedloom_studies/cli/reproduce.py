@@ -62,7 +62,8 @@ def reproduce(
         from fedloom.storage.files import make_folder, write_atomic
         from fedloom.values import choose
         from fedloom_studies.reproduce import Budget, recipe, recipes
-        from fedloom_studies.reproduce.papers import FOLDER, pages
+        from fedloom_studies.reproduce.papers import pages
+        from fedloom_studies.reproduce.reasons import FOLDER
         from fedloom_studies.reproduce.recipe import SCALES
         from fedloom_studies.store import folder_of
 

@@ -14,6 +14,7 @@ goes on, with all values of the method's other keys.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
@@ -73,13 +74,13 @@ def extensions(document: Mapping[str, Any], known: Mapping[str, Mapping[str, Any
     for method in document["method"]:
         choice = known.get(label_of(method), {})
         edges = at_an_edge(choice["chosen"], choice["scores"]) if choice else []
-        beyond = _beyond(document, method, choice, edges if every else edges[:1])
+        further = _beyond(document, method, choice, edges if every else edges[:1])
         if not every:
-            grids = [{**method["choose"], key: [value]} for key, value in beyond.items()]
+            grids = [{**method["choose"], key: [value]} for key, value in further.items()]
         else:
-            best = {key: [value] for key, value in _values(method, choice).items()} if beyond else {}
+            best = {key: [value] for key, value in _values(method, choice).items()} if further else {}
             grids = []
-            for key, value in beyond.items():
+            for key, value in further.items():
                 grids.append({**best, key: [value]})
                 best[key] = [*best[key], value]
         for part, grid in enumerate(grids):
@@ -95,11 +96,12 @@ def _beyond(
     found = {}
     for key in edges:
         values, tried = _parsed(choice["chosen"], choice["scores"])
-        ordered = sorted({v[key] for v in tried if isinstance(v.get(key), int | float)})
-        edge, beside = (ordered[0], ordered[1]) if values[key] == ordered[0] else (ordered[-1], ordered[-2])
-        beyond = type(method["choose"][key][0])(float(f"{edge * edge / beside:.3g}")) if beside else edge
-        if beyond != edge and _allowed(document, _with(method, {**values, key: beyond})):
-            found[key] = beyond
+        ordered = sorted({size for v in tried if (size := _size(v.get(key))) is not None})
+        edge, beside = (ordered[0], ordered[1]) if _size(values[key]) == ordered[0] else (ordered[-1], ordered[-2])
+        size, like = float(f"{edge * edge / beside:.3g}") if beside else edge, method["choose"][key][0]
+        next_value = f"{size:g}x" if isinstance(like, str) else type(like)(size)
+        if size != edge and _allowed(document, _with(method, {**values, key: next_value})):
+            found[key] = next_value
     return found
 
 
@@ -119,14 +121,26 @@ def _allowed(document: Mapping[str, Any], method: Mapping[str, Any]) -> bool:
 
 
 def at_an_edge(chosen: str, scores: Iterable[str]) -> list[str]:
-    """The keys of numbers of which the chosen candidate has the smallest or the largest of several."""
+    """The keys of numbers or multiples of which the chosen candidate has the smallest or the largest of several."""
     values, tried = _parsed(chosen, scores)
     found = []
     for key, value in values.items():
-        numbers = {v[key] for v in tried if isinstance(v.get(key), int | float) and not isinstance(v[key], bool)}
-        if len(numbers) > 1 and value in (min(numbers), max(numbers)):
+        sizes = {size for v in tried if (size := _size(v.get(key))) is not None}
+        if len(sizes) > 1 and _size(value) in (min(sizes), max(sizes)):
             found.append(key)
     return found
+
+
+def _size(value: Any) -> float | None:
+    """A number, or that of a multiple such as ``0.5x``; None for a word."""
+    if isinstance(value, str):
+        return float(value[:-1]) if re.fullmatch(r"\d*\.?\d+(?:e-?\d+)?x", value) else None
+    return None if value is None or isinstance(value, bool) else float(value)
+
+
+def beyond(choice: Mapping[str, Any]) -> int:
+    """How many candidates beyond the edges of the grid were tried."""
+    return _trials(choice)["beyond"]
 
 
 def _parsed(chosen: str, scores: Iterable[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -219,8 +233,8 @@ def chosen(document: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) 
     methods: list[dict[str, Any]] = []
     for method in document["method"]:
         options, choice = dict(candidates(method)), known.get(label_of(method), {})
-        beyond = _with(method, choice["values"]) if choice.get("values") else next(iter(options.values()))
-        methods.append(options.get(str(choice.get("chosen")), beyond))
+        extended = _with(method, choice["values"]) if choice.get("values") else next(iter(options.values()))
+        methods.append(options.get(str(choice.get("chosen")), extended))
     return {k: v for k, v in document.items() if k != "choose"} | {"method": methods}
 
 

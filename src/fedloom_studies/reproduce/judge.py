@@ -1,11 +1,12 @@
-"""Verdicts: what the paper claims, claim by claim.
+"""Verdicts: what the paper claims, claim by claim, and rival by rival.
 
-A claim is judged on one number per seed, the mean of its comparisons' differences in the claimed direction, paired over
-seeds (equal seeds: equal data, cohorts, initial model and batches), by a t test. It is looked at after 5, 10 and 20
-seeds, at levels of 1, 1.5 and 2.5 %, together 5 % (Bonferroni), and is decided by the first look that is clear. Claims
-of equivalence are tested by two one-sided tests. Single comparisons have Holm's correction over all of the recipe. A
-claim that holds although a comparison contradicts it holds by one rival where the same test, without the rival that
-adds most to the difference, is not clear.
+A rival is one side that the claim's subject is compared with. It is judged on one number per seed, the mean over
+variants of the difference in the claimed direction, paired over seeds (equal seeds: equal data, cohorts, initial model
+and batches), by a t test with Holm's correction over the claim's rivals. A claim holds where every rival is clearly
+behind, and does not hold where one is clearly ahead; no rival can carry or drown the others. It is looked at after 5,
+10 and 20 seeds, at levels of 1, 1.5 and 2.5 %, together 5 % (Bonferroni), and is decided by the first look that is
+clear. Claims of equivalence are tested by two one-sided tests. Single comparisons have Holm's correction over all of
+the recipe; where one of them is clearly against the claim, it holds in part at most.
 """
 
 from __future__ import annotations
@@ -27,11 +28,8 @@ POWER = 0.8
 """With this probability a difference of the size called detectable would have been decided."""
 ROUNDING = 1e-9
 """What equal means may differ by."""
-HOLDS, AVERAGE, FAILS, OPEN = "holds", "holds on average", "does not hold", "undecided"
-"""A claim of which a comparison is not as claimed holds on average at most."""
-ONE, FEW = "holds on average, by one rival", "holds on average, in fewer than half"
-"""What holding on average is called where one rival decides it, and else where few comparisons are as claimed."""
-VERDICTS = (HOLDS, AVERAGE, ONE, FEW, FAILS, OPEN)
+HOLDS, PARTLY, FAILS, OPEN = "holds", "holds in part", "does not hold", "undecided"
+VERDICTS = (HOLDS, PARTLY, FAILS, OPEN)
 
 
 @dataclass(frozen=True)
@@ -68,41 +66,54 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Rest:
-    """A claim's pooled test without one rival, the one that adds most to it."""
+class Rival:
+    """One side that a claim's subject is compared with.
 
-    rival: str
+    Attributes:
+        name: the side, without a variant of its own.
+        look: the test of its differences, one per seed, at the look that decides the claim.
+        clear: by Holm's procedure over the claim's rivals.
+    """
+
+    name: str
     look: Look
+    clear: bool
+
+    @property
+    def verdict(self) -> str:
+        """Of the claim against this rival alone."""
+        return self.look.verdict if self.clear else OPEN
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A claim with its pooled test, and its comparisons beside it.
+    """A claim with the tests of its rivals, and its comparisons beside it.
 
     Attributes:
         claim: what is claimed.
         figure: that it is about.
-        pooled: its test.
+        rivals: of which something was run.
         comparisons: every pair.
         planned: comparisons that the recipe has in all.
-        rest: the test without the rival that adds most; None with fewer than two rivals.
     """
 
     claim: Claim
     figure: str
-    pooled: Look
+    rivals: tuple[Rival, ...]
     comparisons: tuple[Comparison, ...]
     planned: int
-    rest: Rest | None
 
     @property
     def verdict(self) -> str:
-        """Of the pooled test; on average only where a comparison goes the other way, and then how far it is one's."""
-        if self.pooled.verdict != HOLDS or self.right == len(self.known):
-            return self.pooled.verdict
-        if self.rest is not None and self.rest.look.verdict != HOLDS:
-            return ONE
-        return FEW if 2 * self.right < len(self.known) else AVERAGE
+        """Holds against every rival; in part against some with none ahead, or where a comparison is against it."""
+        word = decided(self.claim, self.rivals)
+        against = any(c.look.verdict == FAILS for c in self.known)
+        return PARTLY if word == HOLDS and against and not self.claim.most else word
+
+    @property
+    def least(self) -> Rival:
+        """The rival nearest to contradicting the claim: with the smallest difference, or the farthest from equal."""
+        return min(self.rivals, key=lambda r: -abs(r.look.difference) if self.claim.equivalent else r.look.difference)
 
     @property
     def known(self) -> list[Comparison]:
@@ -115,23 +126,30 @@ class Judged:
         return sum(as_claimed(self.claim, c.look.difference) for c in self.known)
 
     @property
-    def share(self) -> str:
-        """How many comparisons are as claimed, and how many were not run."""
-        rest = self.planned - len(self.known)
-        return f"{self.right} of {len(self.known)}{f', {rest} not run' if rest else ''}"
-
-    @property
     def count(self) -> str:
-        """How many comparisons are as claimed, and how many of them clearly."""
+        """How many comparisons are as claimed, how many were not run, and how many are clear."""
+        rest = self.planned - len(self.known)
         clear = [sum(c.look.verdict == v for c in self.known) for v in (HOLDS, FAILS)]
-        return f"{self.share}; clear: {clear[0]} for, {clear[1]} against"
+        left = f", {rest} not run" if rest else ""
+        return f"{self.right} of {len(self.known)}{left}; clear: {clear[0]} for, {clear[1]} against"
 
     @property
     def summary(self) -> str:
         """Verdict and count."""
         if not self.known:
-            return "not run"
+            return "not measured yet"
         return f"by construction; {self.verdict}" if self.claim.construction else f"{self.verdict} ({self.count})"
+
+
+def decided(claim: Claim, rivals: Sequence[Rival]) -> str:
+    """The verdict of a claim from those of its rivals."""
+    words = [rival.verdict for rival in rivals]
+    held, failed = words.count(HOLDS), words.count(FAILS)
+    if claim.most:
+        return HOLDS if 2 * held > len(words) else FAILS if failed and 2 * failed >= len(words) else OPEN
+    if failed:
+        return FAILS
+    return OPEN if not held else HOLDS if held == len(words) else PARTLY
 
 
 def claims(recipe: Recipe, numbers: Numbers) -> list[Judged]:
@@ -148,50 +166,50 @@ def claims(recipe: Recipe, numbers: Numbers) -> list[Judged]:
             Comparison(_name(left), _name(right), look if clear.get((i, k), True) else replace(look, verdict=OPEN))
             for k, (((left, right), _), look) in enumerate(zip(own, looks[i], strict=True))
         )
-        leads = [lead for _, lead in own if lead]
-        mean = _mean(leads)
-        pooled = _look(claim, recipe.ordered(mean), mean)
-        if claim.construction and leads:
-            held = min(v for lead in leads for v in lead.values()) >= -ROUNDING
-            pooled = replace(pooled, verdict=HOLDS if held else FAILS)
         planned = len(_pairs(recipe, claim, {variant: {} for variant in recipe.variants}))
         figure = Reference.of(claim.subject, recipe.paper.figure).figure
-        rest = _rest(claim, own, recipe.ordered(mean)[: pooled.n], pooled.level)
-        found.append(Judged(claim, figure, pooled, singles, planned, rest))
+        found.append(Judged(claim, figure, _rivals(recipe, claim, own), singles, planned))
     return found
+
+
+def _rivals(
+    recipe: Recipe, claim: Claim, own: Sequence[tuple[tuple[Reference, Side], Mapping[str, float]]]
+) -> tuple[Rival, ...]:
+    """The rivals at the first look that decides the claim, else at the last that there are seeds for."""
+    by_rival: dict[str, list[Mapping[str, float]]] = {}
+    for (left, right), lead in own:
+        if lead:
+            by_rival.setdefault(_name(_rival(left, right)), []).append(lead)
+    if not by_rival:
+        return ()
+    means = {name: _mean(leads) for name, leads in by_rival.items()}
+    seeds = recipe.ordered(set.intersection(*(set(mean) for mean in means.values())))
+    found = _looked(claim, means, seeds, math.nan)
+    for n, level in LOOKS:
+        if len(seeds) < n or decided(claim, found) in (HOLDS, FAILS):
+            break
+        found = _looked(claim, means, seeds[:n], level)
+    return found
+
+
+def _looked(
+    claim: Claim, means: Mapping[str, Mapping[str, float]], seeds: Sequence[str], level: float
+) -> tuple[Rival, ...]:
+    """The rivals with so many seeds, at a level."""
+    looks = {name: _tested(claim, [mean[seed] for seed in seeds], level) for name, mean in means.items()}
+    if claim.construction and seeds:
+        least = {name: min(mean[seed] for seed in seeds) for name, mean in means.items()}
+        verdicts = {name: HOLDS if least[name] >= -ROUNDING else FAILS for name in looks}
+        return tuple(Rival(name, replace(look, verdict=verdicts[name]), clear=True) for name, look in looks.items())
+    tested = [look for look in looks.values() if math.isfinite(look.p)]
+    clear = _holm(tested) if len(tested) == len(looks) else [False] * len(looks)
+    return tuple(Rival(name, look, one) for (name, look), one in zip(looks.items(), clear, strict=True))
 
 
 def _mean(leads: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """One number per seed that all of them have."""
     common = set.intersection(*(set(lead) for lead in leads)) if leads else set[str]()
     return {seed: float(np.mean([lead[seed] for lead in leads])) for seed in common}
-
-
-def _rest(
-    claim: Claim,
-    own: Sequence[tuple[tuple[Reference, Side], Mapping[str, float]]],
-    seeds: Sequence[str],
-    level: float,
-) -> Rest | None:
-    """The pooled test at the seeds and the level of its look, without the rival whose absence hurts the claim most.
-
-    A rival is a method that the subject's is compared with; another variant or model of the subject's own is none.
-    """
-    named = [(right.method if isinstance(right, Reference) and right.method != left.method else "", lead)
-             for (left, right), lead in own if lead]  # fmt: skip
-    rivals = dict.fromkeys(rival for rival, _ in named if rival)
-    if len(rivals) < 2 or claim.construction:
-        return None
-
-    def without(rival: str) -> Look:
-        mean = _mean([lead for name, lead in named if name != rival])
-        return _tested(claim, [mean[seed] for seed in seeds], level)
-
-    def room(rest: Rest) -> float:
-        gap = rest.look.difference
-        return -abs(gap) if claim.equivalent else gap
-
-    return min((Rest(rival, without(rival)) for rival in rivals), key=room)
 
 
 def between(recipe: Recipe, left: Mapping[str, float | None], right: Mapping[str, float | None]) -> Look:
@@ -274,7 +292,7 @@ def as_claimed(claim: Claim, difference: float) -> bool:
 
 
 def papers_lead(recipe: Recipe, claim: Claim) -> float:
-    """The mean of the paper's own differences in the claimed direction; nan where it prints none of them."""
+    """The smallest over rivals of the paper's own mean lead in the claimed direction; nan where it prints none."""
     texts = {Reference.of(text, recipe.paper.figure)._replace(variant=""): k
              for k, text in enumerate(recipe.paper.columns.values())}  # fmt: skip
     cells = {
@@ -283,8 +301,11 @@ def papers_lead(recipe: Recipe, claim: Claim) -> float:
         if row
     }
     numbers = {v: {ref: {"0": value} for ref, value in row.items()} for v, row in cells.items()}
-    leads = [lead["0"] for pair in _pairs(recipe, claim, numbers) if (lead := _leads(claim, *pair, numbers))]
-    return float(np.mean(leads)) if leads else math.nan
+    by_rival: dict[str, list[float]] = {}
+    for left, right in _pairs(recipe, claim, numbers):
+        if lead := _leads(claim, left, right, numbers):
+            by_rival.setdefault(_name(_rival(left, right)), []).append(lead["0"])
+    return min((float(np.mean(leads)) for leads in by_rival.values()), default=math.nan)
 
 
 Side = Reference | float
@@ -306,7 +327,15 @@ def _in(variant: str, side: Side) -> Side:
 
 
 def _name(side: Side) -> str:
-    return f"{side.variant} | {side}" if isinstance(side, Reference) else f"{side:g}"
+    if not isinstance(side, Reference):
+        return f"{side:g}"
+    return f"{side.variant} | {side}" if side.variant else str(side)
+
+
+def _rival(left: Reference, right: Side) -> Side:
+    """The side without the variant that it shares with the subject."""
+    shared = isinstance(right, Reference) and right.variant == left.variant
+    return right._replace(variant="") if shared and isinstance(right, Reference) else right
 
 
 def _leads(claim: Claim, left: Reference, right: Side, numbers: Numbers) -> dict[str, float]:

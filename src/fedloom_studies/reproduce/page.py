@@ -11,9 +11,9 @@ from fedloom.report.numbers import WORK
 from fedloom_studies.reproduce import judge
 from fedloom_studies.reproduce.cells import cells
 from fedloom_studies.reproduce.charts import alt, chart, charted
-from fedloom_studies.reproduce.choices import at_an_edge
+from fedloom_studies.reproduce.choices import at_an_edge, beyond, candidates
 from fedloom_studies.reproduce.figures import Reference, unit
-from fedloom_studies.reproduce.recipe import SCALES, Recipe, Scale
+from fedloom_studies.reproduce.recipe import SCALES, Recipe, Scale, label_of
 from fedloom_studies.reproduce.summary import Need, Summary, read
 
 MODES = {
@@ -21,6 +21,9 @@ MODES = {
     "fair": "Equal trials for every method, chosen on validation data; budgets are stated.",
     "near": "The stated protocol; what it leaves open is taken alike for all methods.",
 }
+
+UNMEASURED = "not measured yet"
+"""In place of a verdict where the present recipe has no result."""
 
 
 def last(recipe: Recipe, results: Path) -> Summary | None:
@@ -49,10 +52,11 @@ def not_run(recipe: Recipe, need: Need | None) -> str:
     if budget is not None:
         return f"not run (up to {budget:g} core-minutes)"
     why = f"{', '.join(need.missing)} is not there" if need and need.missing else "no laptop scale"
-    return f"not run: {why}{f' (about {_duration(need.minutes)} at full scale)' if need else ''}"
+    return f"not run: {why}{f' (about {duration(need.minutes)} at full scale)' if need else ''}"
 
 
-def _duration(minutes: float) -> str:
+def duration(minutes: float) -> str:
+    """A time of one processor core in words."""
     return f"{minutes:,.0f} core-minutes" if minutes < 600 else f"{float(f'{minutes / 1440:.2g}'):,g} core-days"
 
 
@@ -85,6 +89,8 @@ def _lines(recipe: Recipe, summary: Summary | None, need: Need | None) -> Iterat
         yield from (f"Reduced: {paper.reduced}; so claims are judged, and no cell is.", "")
     for unknown in paper.open:
         yield f"- Not stated: {unknown.what}. Taken: {unknown.choice} ({unknown.reason})."
+    yield from searched(recipe, summary)
+    old = summary is not None and earlier(recipe, summary)
     judged = judge.claims(recipe, summary.numbers) if summary else []
     moved = {one.claim.text: judge.at_validation(recipe, one, summary.numbers) for one in judged} if summary else {}
     yield from (turn := _turns(judged, moved))
@@ -101,9 +107,12 @@ def _lines(recipe: Recipe, summary: Summary | None, need: Need | None) -> Iterat
         f"{summary.rounds} rounds, {summary.minutes:.1f} core-minutes{f' of a budget of {budget:g}' if budget else ''},"
         f" {summary.date}{code}, torch {summary.versions['torch']}, {summary.machine}."
     )
-    if earlier(recipe, summary):
-        yield from ("", "The recipe has changed since; these are the results of its earlier version.")
-    yield from ("", *_table(recipe, summary), *_claims(recipe, judged, moved), *_rest(recipe, summary))
+    if old:
+        yield from (
+            "",
+            "The recipe has changed since; the results are those of its earlier version and judge no claim.",
+        )
+    yield from ("", *_table(recipe, summary), *_claims(recipe, judged, moved, old=old), *_rest(recipe, summary))
 
 
 SHOWN = 3
@@ -159,24 +168,23 @@ def _table(recipe: Recipe, summary: Summary) -> Iterator[str]:
     yield ""
 
 
-def _claims(recipe: Recipe, judged: list[judge.Judged], moved: Moved) -> Iterator[str]:
+def _claims(recipe: Recipe, judged: list[judge.Judged], moved: Moved, *, old: bool) -> Iterator[str]:
     if not judged:
         return
-    yield (
-        "| claim | verdict | pooled difference | without one rival | comparisons as claimed | "
-        "at the round chosen on validation | the paper's |"
-    )
-    yield "|---|---|---|---|---|---|---|"
+    yield "| claim | verdict | least difference over rivals | at the round chosen on validation | the paper's |"
+    yield "|---|---|---|---|---|"
     for one in judged:
         theirs = unit(one.figure).difference(judge.papers_lead(recipe, one.claim))
-        if not one.known:
-            yield f"| {one.claim.text} | not run | - | - | - | - | {theirs} |"
+        if old or not one.known:
+            yield f"| {one.claim.text} | {UNMEASURED} | - | - | {theirs} |"
             continue
-        verdict = f"by construction; {one.verdict}" if one.claim.construction else one.verdict + shows(one)
-        rest, at = without(one) or "-", moved[one.claim.text]
+        verdict = f"by construction; {one.verdict}" if one.claim.construction else f"{one.verdict}{shows(one)}"
+        at = moved[one.claim.text]
         then = difference(at) if at else "-"
-        yield f"| {one.claim.text} | {verdict} | {difference(one)} | {rest} | {one.count} | {then} | {theirs} |"
+        yield f"| {one.claim.text} | {verdict}; {one.count} | {difference(one)} | {then} | {theirs} |"
     yield ""
+    if old:
+        return
     several = [one for one in judged if len(one.known) > 1 and not one.claim.construction]
     if several:
         yield from ("| comparison | difference | clear (Holm) |", "|---|---|---|")
@@ -189,11 +197,11 @@ def _claims(recipe: Recipe, judged: list[judge.Judged], moved: Moved) -> Iterato
 
 
 def difference(judged: judge.Judged) -> str:
-    """The pooled difference with its interval and the seeds, and the margin beside it."""
-    look, of = judged.pooled, unit(judged.figure)
+    """The difference to the rival that is nearest to contradicting the claim, and the margin beside it."""
+    least, of = judged.least, unit(judged.figure)
     margin = of.value(judged.claim.margin).replace("%", of.gap)
     within = "" if not judged.claim.margin else f"; margin {'±' if judged.claim.equivalent else '-'}{margin}"
-    return interval(look, judged.figure) + within
+    return f"{interval(least.look, judged.figure)} against {least.name}{within}".replace("|", "\\|")
 
 
 def interval(look: judge.Look, figure: str) -> str:
@@ -202,17 +210,9 @@ def interval(look: judge.Look, figure: str) -> str:
     return f"{unit(figure).difference(look.difference, look.half)} ({level}n = {look.n})"
 
 
-def without(judged: judge.Judged) -> str:
-    """The pooled difference without the rival that adds most to it; empty with fewer than two rivals."""
-    rest = judged.rest
-    if rest is None:
-        return ""
-    return f"without {rest.rival} {unit(judged.figure).difference(rest.look.difference, rest.look.half)}"
-
-
 def shows(judged: judge.Judged) -> str:
     """For an undecided claim the smallest difference that so many seeds could have shown."""
-    look = judged.pooled
+    look = judged.least.look
     if judged.verdict != judge.OPEN or not math.isfinite(look.detectable):
         return ""
     shown = unit(judged.figure).difference(look.detectable).removeprefix("+")
@@ -231,6 +231,8 @@ def _rest(recipe: Recipe, summary: Summary) -> Iterator[str]:
         work.append(f"{method} {unit('samples_backward').value(means['samples_backward'])} and {traffic}")
     yield f"Gradients of samples and traffic of a run ({first}): {'; '.join(work)}."
     chosen = [(v, m, c) for v, methods in summary.choices.items() for m, c in methods.items()]
+    if recipe.paper.mode == "fair" and not earlier(recipe, summary):
+        chosen = []
     if chosen:
         yield from ("", "| chosen on validation | method | chosen | of |", "|---|---|---|---|")
     for variant, method, choice in chosen:
@@ -239,6 +241,31 @@ def _rest(recipe: Recipe, summary: Summary) -> Iterator[str]:
         yield f"\nWithout a result: {failure}."
     for tried in recipe.paper.tried:
         yield f"\n{tried}"
+
+
+def searched(recipe: Recipe, summary: Summary | None) -> Iterator[str]:
+    """Of a fair recipe what every method's search goes through, and what it chose."""
+    if recipe.paper.mode != "fair":
+        return
+    scale = summary.scale if summary else "laptop"
+    known = summary.choices if summary and not earlier(recipe, summary) else {}
+    yield from (
+        "",
+        "| variant | method | options searched | trials | chosen | values at an edge |",
+        "|---|---|---|---|---|---|",
+    )
+    for variant, document in recipe.at(scale).items():
+        for method in document["method"]:
+            label, grid = label_of(method), method.get("choose", {})
+            options = "; ".join(f"{key} {', '.join(map(str, values))}" for key, values in grid.items())
+            choice = known.get(variant, {}).get(label)
+            edges = ", ".join(at_an_edge(choice["chosen"], choice["scores"])) if choice else ""
+            trials = f"{len(candidates(method))}{f' and {beyond(choice)} beyond' if choice and beyond(choice) else ''}"
+            taken = choice["chosen"] if choice else UNMEASURED
+            yield f"| {variant} | {label} | {options or 'none'} | {trials} | {taken} | {edges or '-'} |"
+    for label, why in recipe.paper.fixed.items():
+        yield f"\nNot searched for {label}: {why}."
+    yield ""
 
 
 def _edge(choice: Mapping[str, Any]) -> str:

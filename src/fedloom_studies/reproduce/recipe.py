@@ -75,6 +75,7 @@ class Claim(Value):
     than: tuple[str | float, ...] = Field(min_length=1, description="than each of these references or numbers")
     margin: float = Field(0.0, ge=0, description="worse by at most this, in the figure's own unit")
     equivalent: bool = Field(False, description="comparable: neither worse nor better by more than the margin")
+    most: bool = Field(False, description="of more than half of the sides after than, not of every one")
     construction: bool = Field(False, description="holds by construction, whatever the methods do")
     variants: tuple[str, ...] = Field((), description="the variants that it is about; all when empty")
 
@@ -124,6 +125,9 @@ class Paper(Value):
     )
     claims: tuple[Claim, ...] = ()
     unknown: tuple[Unknown, ...] = ()
+    fixed: dict[str, str] = Field(
+        default_factory=dict, description="of a fair recipe, by method: its own options that are not searched, and why"
+    )
     stated: tuple[str, ...] = Field((), description="unknowns of the base that are known here")
     reduced: str | None = Field(None, description="how much less data there is than in the protocol, as a factor")
     samples: int | None = Field(None, ge=1, description="samples of the reduced data")

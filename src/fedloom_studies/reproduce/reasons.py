@@ -1,0 +1,71 @@
+"""Sentences on why a claim comes out so, filled with measured numbers.
+
+In them stand ``{A - B}`` for the measured difference of two references ``RECIPE | VARIANT | METHOD: MODEL[: FIGURE]``,
+in words, ``{A}`` for the mean of one, and ``{RECIPE}`` for a link. A sentence whose recipe has no result of its present
+version is left out, and one whose difference is not clear is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from fedloom.errors import ConfigError
+from fedloom_studies.reproduce import judge
+from fedloom_studies.reproduce.cells import finite
+from fedloom_studies.reproduce.figures import Reference, unit
+from fedloom_studies.reproduce.page import earlier
+from fedloom_studies.reproduce.recipe import Recipe
+from fedloom_studies.reproduce.summary import Summary
+
+FOLDER = "papers"
+"""Beside the page of all papers: a page and a figure per recipe."""
+
+
+def filled(why: str, recipes: Mapping[str, Recipe], found: Mapping[str, Summary | None]) -> str:
+    """The sentences whose numbers are measured, with their numbers."""
+    sentences = re.split(r"(?<=\.)\s+(?=[A-Z])", why) if why else []
+    whole = []
+    for sentence in sentences:
+        shown: dict[str, str | None] = {}
+        for held in re.findall(r"\{([^{}]+)\}", sentence):
+            shown[held] = _measured(held.split(" - "), recipes, found)
+        if all(text is not None for text in shown.values()):
+            plain = [text for held, text in shown.items() if "|" in held and " - " not in held]
+            if len(set(plain)) < len(plain):
+                raise ConfigError(f"papers.toml: {sentence!r} tells equal numbers apart: {', '.join(map(str, plain))}")
+            whole.append(re.sub(r"\{([^{}]+)\}", lambda m, shown=shown: str(shown[m[1]]), sentence))
+    return " ".join(whole)
+
+
+def _measured(sides: list[str], recipes: Mapping[str, Recipe], found: Mapping[str, Summary | None]) -> str | None:
+    """A link to a recipe, the mean of one reference or the difference of two in words; None where it is not measured.
+
+    Raises:
+        ConfigError: a difference is not clear: it has no interval, or one that contains zero.
+    """
+    name = sides[0].split("|")[0].strip()
+    if "|" not in sides[0]:
+        return f"[{name}]({FOLDER}/{name}.md)"
+    recipe, summary = recipes[name], found.get(name)
+    if summary is None or earlier(recipe, summary):
+        return None
+    values = []
+    for side in sides:
+        _, variant, reference = (part.strip() for part in side.split("|"))
+        read = Reference.of(reference, recipe.paper.figure)
+        values.append(finite(summary.numbers.get(variant, {}).get(str(read), {})))
+        of = unit(read.figure)
+    if not all(values):
+        return None
+    if len(sides) == 1:
+        text = of.value(float(np.mean(list(values[0].values()))))
+    else:
+        look = judge.between(recipe, *values)
+        if not look.half < abs(look.difference):
+            shown = of.difference(look.difference, look.half)
+            raise ConfigError(f"papers.toml: {' - '.join(sides)!r} is not clear: {shown}; leave the sentence out")
+        text = of.said(look.difference, look.half)
+    return f"[{text}]({FOLDER}/{name}.md)"
