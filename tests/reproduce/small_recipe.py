@@ -7,6 +7,7 @@ from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merged
 TINY = {
     "rounds": 4,
     "seeds": [3, 4],
+    "weights": "uniform",
     "data": {"source": "digits"},
     "partition": {"kind": "shards", "clients": 4, "labels_per_client": 3, "keep": 60},
     "local": {"lr": 0.05},
