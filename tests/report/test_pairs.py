@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -171,3 +172,11 @@ def test_the_command_writes_pairs_and_refuses_what_is_not_there(folder: Path, tm
     assert (wrong.exit_code, "allowed: all, personal, used" in wrong.output) == (2, True)
     with pytest.raises(ConfigError, match="method to compare with"):
         report.write([folder], out, against="nobody")
+
+
+def test_runs_under_other_attacks_have_references_of_their_own(tmp_path: Path) -> None:
+    recording = Recording(methods=4, seeds=5, clients=6, rounds=5)
+    runs = read_runs([replace(recording, attack=a, seed=k).write(tmp_path / f"r{k}") for k, a in enumerate((0.0, 0.2))])
+    found = pairs(runs, rows_of(runs), None)
+    assert {(pair.row.run, pair.reference.name) for pair in found} == {("r0", "local · r0"), ("r1", "local · r1")}
+    assert {pair.reference.run for pair in pairs(runs, rows_of(runs), "local · r1")} == {"r1"}

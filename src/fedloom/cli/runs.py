@@ -163,7 +163,10 @@ def report_command(
         typer.Option(help="columns of results.tex, by their names in results.csv: 'accuracy,bytes_up'; six by default"),
     ] = None,
     against: Annotated[
-        str | None, typer.Option(help="compare every method with this one, too: pairs.csv and pairs.tex")
+        str | None,
+        typer.Option(
+            help="the method that every other one is compared with (pairs.csv, pairs.tex); local or fedavg by default"
+        ),
     ] = None,
     models: Annotated[
         str,

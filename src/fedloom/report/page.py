@@ -93,15 +93,15 @@ def write(
     """Writes a report of one or several run directories.
 
     ``out`` becomes one self-contained page, from which every chart can be saved as SVG and its data as CSV. A folder
-    of the same name without its suffix receives ``results.csv`` and ``results.tex``, and with a reference ``pairs.csv``
-    and ``pairs.tex``.
+    of the same name without its suffix receives ``results.csv`` and ``results.tex``, and where there is a method to
+    compare the others with, ``pairs.csv`` and ``pairs.tex``.
 
     Args:
         run_dirs: output directories of runs; several are compared.
         out: the HTML file, e.g. ``RUN/report.html``; its folder is made if need be.
         columns: figures of ``results.tex``, by their names in ``results.csv``; up to six that fit the task when None.
         charts: write every chart as SVG and its data as CSV into the folder too.
-        against: label of the method that every other one is compared with.
+        against: label of the method that every other one is compared with; `local` or `fedavg` when None, if there.
         models: rows of a method in ``results.tex`` and in the comparison: that of the model that a client would use,
             that of the personal one, or all.
 
@@ -119,7 +119,7 @@ def write(
     rows = rows_of(runs)
     shown = figures(runs, rows)
     tex = results_latex(runs, rows, columns, models)
-    compared = pairs(runs, rows, against, models) if against is not None else []
+    compared = pairs(runs, rows, against, models)
     text = page(runs, rows, shown, tex, compared)
     beside = out.with_suffix("")
     with _explained(beside):

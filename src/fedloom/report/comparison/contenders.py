@@ -49,6 +49,12 @@ def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "used"
     return shown
 
 
+def reference(rows: Sequence[Row]) -> str | None:
+    """The method that others are compared with unless one is named: the first `local`, else the first `fedavg`."""
+    first = [row.name for name in ("local", "fedavg") for row in rows if row.algorithm == name]
+    return next(iter(first), None)
+
+
 def _rank(row: Row, models: Models) -> int:
     order = ORDER[models]
     return order.index(row.model) if row.model in order else len(order)

@@ -10,7 +10,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 from fedloom.errors import unknown
-from fedloom.report.comparison.contenders import Models, contenders, distinct
+from fedloom.report.comparison.contenders import Models, contenders, distinct, reference
 from fedloom.report.comparison.criteria import tasks
 from fedloom.report.comparison.family import Comparison, differences, family
 from fedloom.report.naming import figure, titled
@@ -65,7 +65,7 @@ class Pair(NamedTuple):
 
 
 def pairs(
-    runs: list[Run], rows: list[Row], against: str, models: Models = "used", name: str | None = None
+    runs: list[Run], rows: list[Row], against: str | None, models: Models = "used", name: str | None = None
 ) -> list[Pair]:
     """Every method against a reference, the best first; runs of other data or attacks are families of their own.
 
@@ -73,6 +73,7 @@ def pairs(
         runs: of the rows.
         rows: every model of every method.
         against: label of the reference, such as ``local``; of several runs it may be that of one, as ``local · run``.
+            None: that of `reference` for each family, of which some may have none.
         models: which rows of a method are compared.
         name: figure that is compared, such as ``accuracy`` or ``accuracy/worst10``; the leading metric when None.
 
@@ -85,21 +86,21 @@ def pairs(
     for _, own_runs, own in tasks(runs, rows):
         shown = [row for row in contenders(own_runs, own, models) if lead in row.figures]
         everyone += shown
-        reference = next((row for row in shown if against in (row.method, row.name)), None)
-        found += _family(shown, reference, lead) if reference else []
-    if not any(against in (row.method, row.name) for row in everyone):
+        label = against or reference(shown)
+        row = next((row for row in shown if label in (row.method, row.name)), None)
+        found += _family(shown, row, lead) if row else []
+    if against is not None and not any(against in (row.method, row.name) for row in everyone):
         raise unknown("method to compare with", against, dict.fromkeys(row.name for row in everyone))
     sign = -1 if figure(lead).higher else 1
     return sorted(found, key=lambda pair: (pair.reference.run, sign * pair.row.figures[lead].mean))
 
 
-def _family(shown: list[Row], reference: Row, lead: str) -> list[Pair]:
-    place = shown.index(reference)
+def _family(shown: list[Row], base: Row, lead: str) -> list[Pair]:
+    place = shown.index(base)
     others = [k for k in range(len(shown)) if k != place]
     first = distinct(shown, [place, *others])
-    base = reference.figures[lead]
-    tests = family({k: differences(shown[k].figures[lead], base) for k in others if first[k] == k})
-    return [Pair(shown[k], reference, lead, tests.get(first[k])) for k in others]
+    tests = family({k: differences(shown[k].figures[lead], base.figures[lead]) for k in others if first[k] == k})
+    return [Pair(shown[k], base, lead, tests.get(first[k])) for k in others]
 
 
 def pairs_csv(found: Sequence[Pair]) -> str:

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from fedloom.errors import ConfigError
 from fedloom.report import notebook as display
-from fedloom.report.comparison.contenders import Models, contenders
+from fedloom.report.comparison.contenders import Models, contenders, reference
 from fedloom.report.comparison.pairs import Pair, pairs, pairs_latex
 from fedloom.report.naming import figure, titled
 from fedloom.report.numbers import Row, leading_metric, rows_of
@@ -41,9 +41,7 @@ class View:
 
     def __init__(self, folder: Path | str, against: str | None = None, models: Models = "used") -> None:
         self.folder, self.models = Path(folder), models
-        shown = {row.method: row.algorithm for row in self._rows}
-        first = [label for name in ("local", "fedavg") for label, algorithm in shown.items() if algorithm == name]
-        self.against = against or next(iter([*first, *shown]))
+        self.against = against or reference(self._rows) or self._rows[0].name
         self._pairs(self.against)
 
     def table(self) -> pa.Table:
