@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from pydantic_core import ErrorDetails
 
@@ -276,7 +276,20 @@ def nearest(got: object, allowed: Iterable[str]) -> str:
     return f"{hint}allowed: {', '.join(names)}"
 
 
-def unknown(what: str, got: object, allowed: Iterable[str], where: str = "") -> ConfigError:
-    """A `ConfigError` for a name that does not exist, with the nearest valid one."""
+def unknown(what: str, got: object, allowed: Iterable[str], where: str = "", cure: str = "") -> ConfigError:
+    """A `ConfigError` for a name that does not exist, with its place elsewhere or the nearest valid name."""
     place = f"{where}: " if where else ""
-    return ConfigError(f"{place}unknown {what} {got!r}; {nearest(got, allowed)}")
+    return ConfigError(f"{place}unknown {what} {got!r}; {cure or nearest(got, allowed)}")
+
+
+def homes_of(key: str, homes: Mapping[str, Iterable[str]]) -> tuple[str, list[str]]:
+    """A misplaced key by our name for it, and the tables that have it.
+
+    >>> homes_of("learning_rate", {"local": ["lr", "epochs"], "evaluate": ["every"]})
+    ('lr', ['local'])
+    """
+    for name in (key, ELSEWHERE.get(key, key)):
+        found = [home for home, keys in homes.items() if name in keys]
+        if found:
+            return name, found
+    return key, []

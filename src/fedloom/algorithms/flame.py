@@ -3,7 +3,8 @@
 Problem: min sum_i alpha_i (f_i(theta_i) + lam/2 ||theta_i - w_i||^2) subject to w_i = w.
 
 Reference: S. Zhu, J. Zeng, S. Wang, Y. Sun, X. Li, Y. Yao, Z. Peng, "On ADMM in Heterogeneous Federated Learning:
-Personalization, Robustness, and Fairness", Algorithm 1, Eqs. 11-14 (public code: zsk66/FLAME).
+Personalization, Robustness, and Fairness", Algorithm 1, Eqs. 11-14 (public code: zsk66/FLAME). Not the backdoor
+defence FLAME of Nguyen et al. (USENIX Security 2022).
 
     paper      here          meaning
     theta_i    theta         personal model
@@ -29,9 +30,6 @@ a personal model goes as far from the global one as local training in a quarter 
 suffice has time to learn from them; with lam = 1/(reach rounds) models would be held together only by the end. rho is
 lam/n, the mean lam alpha_i: w is then the mean of the theta_i, in every round where shares are equal. Theorem 1 also
 asks for (lam alpha_i/rho)^2 (1 + rho) < (lam alpha_i + rho)/2, which no small rho meets, nor the paper's own values.
-
-The name: FLAME in federated security is another method, the backdoor defence of Nguyen et al. (USENIX Security 2022,
-arXiv:2101.02281), which fedloom does not have.
 
 Use it for personal models of clients with skewed labels, with a global model beside them; the hybrid model takes for
 each client the better of both on its validation part. Where most clients are absent the global model moves little, of

@@ -84,6 +84,23 @@ class Federation:
         object.__setattr__(self, "_flat", self.data.x.reshape(len(self.data), -1))
         object.__setattr__(self, "_affine", self._scale_and_shift())
 
+    @classmethod
+    def of(cls, clients: Any, **options: Any) -> Federation:
+        """A federation of clients that come with their samples: see `fedloom.data.clients.as_federation`.
+
+        >>> import numpy as np
+        >>> x = np.eye(4)
+        >>> north, south = ((x, [0, 1, 0, 1]), (x, [1, 1, 0, 0])), ((x, [1, 0, 1, 0]), (x, [0, 0, 1, 1]))
+        >>> fed = Federation.of({"north": north, "south": south})
+        >>> fed.names, fed.sizes("test").tolist()
+        (('north', 'south'), [4, 4])
+        """
+        if isinstance(clients, cls) and not options:
+            return clients
+        from fedloom.data.clients import as_federation  # which needs federations
+
+        return as_federation(clients, **options)
+
     def __repr__(self) -> str:
         sizes = {part: self.sizes(part) for part in PARTS}
         held = ", ".join(f"{int(held.sum()):,} {part}" for part, held in sizes.items())

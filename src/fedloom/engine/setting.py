@@ -10,9 +10,10 @@ from pydantic import Field, GetCoreSchemaHandler, NonNegativeInt, PlainValidator
 from pydantic_core import CoreSchema, core_schema
 from torch import nn
 
-from fedloom.algorithms import REGISTRY, Algorithm, Composition
+from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset
 from fedloom.choose import SAMPLERS, WEIGHERS, Sampler, SharesWeigher, Uniform, UniformWeigher, Weigher
-from fedloom.errors import ConfigError, unknown
+from fedloom.data.partition import PARTITIONS
+from fedloom.errors import ConfigError, homes_of, unknown
 from fedloom.imports import find_maker, is_path
 from fedloom.local import LocalSGD
 from fedloom.models import MODELS, PAPERS, Augment, Import, ModelSpec, Softmax, spec_of
@@ -165,6 +166,40 @@ def _method(given: Any) -> Algorithm | Composition:
     return given
 
 
+def _places(key: str, value: Any) -> list[str]:
+    """The tables and partitions that have a key, each as it is written with this value."""
+    places = list[str]()
+    for table, may in Setting.tables().items():
+        kinds = {kind: v if isinstance(v, type) else type(v) for kind, v in may.kinds.items()} or {"": may.base}
+        fields = {kind: fields_of(kinds[kind]) for kind in sorted(kinds, key=lambda kind: kind != may.default)}
+        ours, having = homes_of(key, fields)
+        if having:
+            kind = {} if having[0] in ("", may.default) else {"kind": having[0]}
+            places.append(f"{table}={ {**kind, ours: value}!r}")
+    ours, having = homes_of(key, {kind: fields_of(partition) for kind, partition in PARTITIONS.items()})
+    if having:
+        places.append(f"the partition, as fl.partition.{having[0].replace('-', '_')}({ours}={value!r})")
+    return places
+
+
+def _home(key: str, value: Any, algorithm: Any) -> str:
+    """Where a keyword of something else belongs, as the end of a sentence; empty if nothing has it."""
+    entry: Any = REGISTRY.get(algorithm) if isinstance(algorithm, str) else type(algorithm)
+    if key in (fields_of(entry) if isinstance(entry, Preset) or hasattr(entry, "model_fields") else ()):
+        named = (
+            f"fl.algorithms.{entry.__name__}" if isinstance(entry, type) else f"fl.algorithms.REGISTRY[{algorithm!r}]"
+        )
+        return f"it is an option of the method: give {named}({key}={value!r}) in its place"
+    if places := _places(key, value):
+        return f"it belongs in {' or '.join(places)}"
+    methods = [method for method, other in REGISTRY.items() if key in fields_of(other)]
+    if methods:
+        some = ", ".join(methods[:6]) + (", ..." if len(methods) > 6 else "")
+        one = f"fl.algorithms.REGISTRY[{methods[0]!r}]({key}={value!r})"
+        return f"it is an option of other methods ({some}): give one, as {one}"
+    return ""
+
+
 Shares = Literal["samples", "uniform", "groups"] | tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
 Rounds = Annotated[int, Field(ge=1, description="communication rounds")]
 Method = Annotated[Algorithm | Composition, PlainValidator(_method)]
@@ -229,7 +264,24 @@ class Setting(Value):
             ConfigError: an unknown choice, a wrong type or a value out of range.
         """
         given = {name: value for name, value in choices.items() if value is not None}
+        cls._refuse_misplaced(given, algorithm)
         return make(cls, {"algorithm": algorithm, **given}, "", cls.model_fields)
+
+    def changed(self, choices: Mapping[str, Any]) -> Setting:
+        """The setting with other choices.
+
+        Raises:
+            ConfigError: an unknown choice, a wrong type or a value out of range.
+        """
+        self._refuse_misplaced(choices, self.algorithm)
+        found: Setting = make(self.with_, choices, "", type(self).model_fields)
+        return found
+
+    @classmethod
+    def _refuse_misplaced(cls, choices: Mapping[str, Any], algorithm: Any) -> None:
+        for name, value in choices.items():
+            if name not in cls.model_fields:
+                raise unknown("key", name, cls.model_fields, cure=_home(name, value, algorithm))
 
     @classmethod
     def tables(cls) -> dict[str, Table]:

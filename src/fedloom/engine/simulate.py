@@ -44,7 +44,7 @@ Progress = Callable[[State], object]
 
 def simulate(
     algorithm: Algorithm | Composition | Setting | str,
-    fed: Federation,
+    fed: Federation | Sequence[Any] | Mapping[str, Any],
     model: str | ModelSpec | nn.Module | Callable[..., nn.Module] | None = None,
     *,
     folder: Path | str | None = None,
@@ -62,7 +62,7 @@ def simulate(
 
     Args:
         algorithm: a method or its name, what a preset makes, or a whole `fedloom.Setting`.
-        fed: the clients and their data.
+        fed: the clients and their data; or a list of clients, or a mapping by name, as `Federation.of` takes it.
         model: a name of `fedloom.models`, a specification, an `nn.Module` whose weights are the initial values, or a
             class or function that makes one (`fedloom.models.Import` says how it is called); softmax when None.
         folder: for checkpoints and client state; running again with the same arguments goes on from there.
@@ -89,11 +89,13 @@ def simulate(
         ClientError: code of the method failed.
         CheckpointError: a checkpoint cannot be written or read.
     """
+    if isinstance(fed, list | Mapping) and not {"x", "train"} & {*(fed if isinstance(fed, Mapping) else ())}:
+        fed = Federation.of(fed)
     if not isinstance(fed, Federation):
         raise ConfigError(
             f"fed must be a Federation, got {type(fed).__name__}; split the data among clients first, as in "
-            "fl.partition.iid(clients=10)(data, seed=0); of samples that have owners give users to fl.Dataset.of, and "
-            "take fl.partition.writers()"
+            "fl.partition.iid(clients=10)(data, seed=0), or give a list of clients, each ((x, y), (x_test, y_test)); "
+            "of samples that have owners give users to fl.Dataset.of, and take fl.partition.writers()"
         )
     if settings != "default":
         if not isinstance(algorithm, str):
@@ -111,7 +113,7 @@ def simulate(
     choices = {"model": model, **choices}
     if isinstance(algorithm, Setting):
         given = {name: value for name, value in choices.items() if value is not None}
-        setting = make(algorithm.with_, given, "", Setting.model_fields)
+        setting = algorithm.changed(given)
     else:
         setting = Setting.of(algorithm, **choices)
     replay = Replay(initial, cohorts, batches, projection)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from fedloom.errors import ConfigError, unknown
+from fedloom.errors import ConfigError, homes_of, unknown
 from fedloom.experiment.shapes import Shape
 from fedloom.imports import is_path
 from fedloom.values import choose, table
@@ -72,7 +73,7 @@ def check(document: Mapping[str, Any], grammar: Grammar, shape: Callable[[Any], 
     allowed = (*grammar.tables, *head.fields, "method")
     for key in document:
         if key not in allowed:
-            raise unknown("key", key, allowed, where)
+            raise unknown("key", key, allowed, where, _home(key, document[key], grammar, shape))
     tables = {name: table(document.get(name, {}), f"{where}: [{name}]") for name in grammar.tables}
     if "data" not in document:
         raise ConfigError(f'{where}: the table [data] is missing; for example source = "digits"')
@@ -84,7 +85,7 @@ def check(document: Mapping[str, Any], grammar: Grammar, shape: Callable[[Any], 
         raise ConfigError(f'{where}: at least one [[method]] is needed; for example algorithm = "fedavg"')
     head.check({key: document[key] for key in head.fields if key in document}, where)
     for name, given in tables.items():
-        _table(name, grammar.tables[name], given, shape, f"{where}: [{name}]")
+        _table(name, given, grammar, shape, f"{where}: [{name}]")
     labels: list[Any] = []
     for k, method in enumerate(methods, 1):
         place = f"{where}: [[method]] {k}"
@@ -94,7 +95,8 @@ def check(document: Mapping[str, Any], grammar: Grammar, shape: Callable[[Any], 
             raise ConfigError(f"{where}: two methods have the label {label!r}; give one of them another label = ...")
 
 
-def _table(name: str, may: Table, given: Mapping[str, Any], shape: Callable[[Any], Shape], where: str) -> None:
+def _table(name: str, given: Mapping[str, Any], grammar: Grammar, shape: Callable[[Any], Shape], where: str) -> None:
+    may = grammar.tables[name]
     kind = given.get(may.key, may.default) if may.key else ""
     if may.default is None and may.key:
         if not given or kind == "none":
@@ -105,7 +107,43 @@ def _table(name: str, may: Table, given: Mapping[str, Any], shape: Callable[[Any
         return
     what = {"data": "data set"}.get(name, f"{name} kind")
     found = shape(choose(what, may.kinds, kind, where))
+    for key in given:
+        if key not in (may.key, *found.fields):
+            raise unknown("key", key, found.fields, where, _home(key, given[key], grammar, shape, but=name))
     found.check({key: value for key, value in given.items() if key != may.key}, where)
+
+
+def _home(key: str, value: Any, grammar: Grammar, shape: Callable[[Any], Shape], but: str = "") -> str:
+    """Where a key of another table belongs, as the end of a sentence; empty if no table has it.
+
+    Args:
+        key: as it was given.
+        value: as it was given.
+        grammar: what a file may hold.
+        shape: makes the shape of a leaf of the grammar.
+        but: the table that it was given in, or "method".
+    """
+    homes = {
+        name: {k for kind in may.kinds.values() for k in shape(kind).fields} for name, may in grammar.tables.items()
+    }
+    homes["head"] = set(shape(grammar.head).fields)
+    name, found = homes_of(key, {home: keys for home, keys in homes.items() if home != but})
+    line = f"{name} = {json.dumps(value, default=str)}"
+    if "head" in found:
+        return f"it belongs at the top of the file, before any table: {line}"
+    if found:
+        tables = " or ".join(f"[{home}]" for home in found)
+        for_one = (
+            f"; for this method alone, {found[0]} = {{ {line} }}"
+            if but == "method" and found[0] in grammar.overrides
+            else ""
+        )
+        return f"it belongs in {tables}: {line}{for_one}"
+    methods = [method for method, kind in grammar.method.items() if key in shape(kind).fields]
+    if methods:
+        some = ", ".join(methods[:6]) + (", ..." if len(methods) > 6 else "")
+        return f"it is an option of methods ({some}): {line} below algorithm in their [[method]]"
+    return ""
 
 
 def _may_be_read(name: str) -> bool:
@@ -123,10 +161,12 @@ def _method(
     """Refuse a method; its label otherwise."""
     name: Any = given.get("algorithm")
     if not is_path(name):
-        found = shape(choose("algorithm", grammar.method, name, where))
-        found.check(
-            {k: v for k, v in given.items() if k != "algorithm"}, where, ("label", "settings", *grammar.overrides)
-        )
+        found, more = shape(choose("algorithm", grammar.method, name, where)), ("label", "settings", *grammar.overrides)
+        for key in given:
+            if key not in ("algorithm", *more, *found.fields):
+                cure = _home(key, given[key], grammar, shape, but="method")
+                raise unknown("key", key, (*found.fields, *more), where, cure)
+        found.check({k: v for k, v in given.items() if k != "algorithm"}, where, more)
     label = given.get("label", name.rpartition(":")[2])
     plain = {"label": label, **{k: v for k, v in given.items() if k in ("rounds", "weights", "settings")}}
     shape(grammar.own).check(plain, where)
@@ -134,7 +174,7 @@ def _method(
         if what in given and what in tables:
             own = table(given[what], f"{where}: {what}")
             whole = merged(tables[what], own) if what == "local" else own
-            _table(what, grammar.tables[what], whole, shape, f"{where}: {what}")
+            _table(what, whole, grammar, shape, f"{where}: {what}")
     return label
 
 

@@ -87,7 +87,7 @@ def as_dataset(
         raise ConfigError(f"{name}: unknown option {odd[0]!r}; {nearest(odd[0], allowed)}")
     column, users = options.pop("features", None), options.get("users")
     parts = [
-        _side(side, None if i and not isinstance(target, str) else target, column, users, name)
+        side_of(side, None if i and not isinstance(target, str) else target, column, users, name)
         for i, side in enumerate(sides)
     ]
     if len({part.x.shape[1:] for part in parts}) > 1:
@@ -113,7 +113,8 @@ class _Side(NamedTuple):
     classes: tuple[str, ...] = ()
 
 
-def _side(obj: Any, target: Any, column: str | None, users: Any, name: str) -> _Side:
+def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) -> _Side:
+    """The training or test set that `as_dataset` takes, as arrays."""
     if _is_hub(obj):
         return _hub_side(obj, target, column, users, name)
     if pair := _named(obj):
@@ -126,6 +127,11 @@ def _side(obj: Any, target: Any, column: str | None, users: Any, name: str) -> _
     if isinstance(obj, (tuple, list)) and len(obj) == 2 and target is None and not isinstance(obj[0], tuple):
         return _Side(plain(obj[0], name), plain(obj[1], name))
     if isinstance(obj, list) and target is None and all(isinstance(s, tuple) and len(s) == 2 for s in obj):
+        if obj and all(map(_is_client, obj)):
+            raise ConfigError(
+                f"{name}: {len(obj)} pairs of features and labels of many samples are clients, not samples: give them "
+                "to fl.Federation.of, or to fl.simulate in the place of a federation"
+            )
         return _Side(*_stacked(_pairs(obj, name), name))
     if isinstance(obj, (np.ndarray, torch.Tensor, list, tuple)):
         if target is None or isinstance(target, str):
@@ -142,6 +148,12 @@ def _side(obj: Any, target: Any, column: str | None, users: Any, name: str) -> _
     }
     hint = next((f"; {say}" for key, say in hints.items() if hasattr(obj, key)), "")
     raise ConfigError(f"{name}: cannot make a data set of {type(obj).__name__}{hint}; known are {KNOWN}")
+
+
+def _is_client(pair: tuple[Any, Any]) -> bool:
+    """Whether a pair is samples with their labels, not a sample with its label."""
+    x, y = (tuple(getattr(part, "shape", ())) for part in pair)
+    return len(x) > 1 and len(y) == 1 and x[0] == y[0] > 1
 
 
 def _named(obj: Any) -> tuple[Any, Any] | None:

@@ -1,0 +1,94 @@
+"""Clients that come with their samples, each as its training and test set or as one set to be cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedloom.data.dataset import Dataset
+from fedloom.data.partition import Writers
+from fedloom.data.sources.memory import side_of
+from fedloom.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from fedloom.data.federation import Federation
+
+EXAMPLE = "[((x_train, y_train), (x_test, y_test)), ...], or [(x, y), ...], of which test parts are cut"
+"""How clients are given."""
+
+
+def as_federation(
+    clients: Sequence[Any] | Mapping[str, Any],
+    *,
+    test: float = 0.2,
+    validation: float = 0.1,
+    seed: int = 0,
+    **options: Any,
+) -> Federation:
+    """The federation of clients that come with their samples.
+
+    Args:
+        clients: of every client the pair (training set, test set), each a pair (x, y) or what else `Dataset.of` takes;
+            or one set, of which the test part is cut; by position, or by name in a mapping.
+        test: fraction of a client's samples for its test part, where it comes without one.
+        validation: fraction of a client's training samples (where it comes without a test set, of all) for validation.
+        seed: of the cuts.
+        options: of the data set: ``task``, ``name``, ``classes``, ``mean``, ``std``, ``channels_last``, ``vocabulary``.
+
+    Raises:
+        ConfigError: it is no list or mapping of clients, or some come with a test set and others without one.
+        DataError: a client's samples that cannot be read, or of another shape than the first one's.
+    """
+    named = dict(clients) if isinstance(clients, Mapping) else {str(k): client for k, client in enumerate(clients)}
+    name = options.pop("name", "clients")
+    if not named:
+        raise ConfigError(f"{name}: there are no clients; give {EXAMPLE}")
+    split = {who: _is_split(client) for who, client in named.items()}
+    if len(set(split.values())) > 1:
+        without = [who for who, there in split.items() if not there]
+        raise ConfigError(f"{name}: clients {without[:8]} come without a test set, others with one; give all or none")
+    both = split[next(iter(named))]
+    sides = [[side_of(side, None, None, None, f"{name}: client {who}") for side in _sides(client, both)]
+             for who, client in named.items()]  # fmt: skip
+    for who, parts in zip(named, sides, strict=True):
+        for part in parts:
+            if part.x.shape[1:] != sides[0][0].x.shape[1:]:
+                raise DataError(
+                    f"{name}: client {who} has samples of shape {[*part.x.shape[1:]]}, the first client of "
+                    f"{[*sides[0][0].x.shape[1:]]}; one shape only"
+                )
+    joined = [[np.concatenate([getattr(parts[k], field) for parts in sides]) for field in ("x", "y")]
+              for k in range(len(sides[0]))]  # fmt: skip
+    width = len(str(len(named)))
+    owners = [f"{place:0{width}}" for k in range(len(sides[0]))
+              for place, parts in enumerate(sides) for _ in range(len(parts[k].x))]  # fmt: skip
+    options = {"users": np.array(owners), "name": name, **options}
+    data = Dataset.of(tuple(joined[0]), **options, **({"test": tuple(joined[1])} if both else {}))
+    cut = Writers(test=0.0 if both else test, validation=validation, test_from="users" if both else "own")
+    fed = cut(data, seed)
+    everyone = list(named)
+    return replace(fed, names=tuple(everyone[int(place)] for place in fed.names))
+
+
+def _is_split(client: Any) -> bool:
+    """Whether a client comes as its training and its test set, not as one set."""
+    if isinstance(client, Mapping):
+        return "train" in client
+    pair = isinstance(client, tuple | list) and len(client) == 2
+    return pair and all(isinstance(side, Mapping) or not _is_values(side) for side in client)
+
+
+def _is_values(side: Any) -> bool:
+    """Whether it is features or targets, not a set of both."""
+    if hasattr(side, "shape"):
+        return True
+    return isinstance(side, tuple | list) and not (len(side) == 2 and all(hasattr(part, "__len__") for part in side))
+
+
+def _sides(client: Any, split: bool) -> Sequence[Any]:
+    if not split:
+        return [client]
+    return [client["train"], client["test"]] if isinstance(client, Mapping) else client

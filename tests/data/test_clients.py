@@ -1,0 +1,88 @@
+"""Clients that come with their samples, in the forms that other libraries have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import fedloom as fl
+from fedloom.errors import FedloomError
+
+
+def samples(n: int, shift: float, seed: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    x = np.random.default_rng(seed).normal(size=(n, 5)).astype(np.float32)
+    return x, (x[:, 0] + shift > 0).astype(np.int64) + (x[:, 1] > 1)
+
+
+CLIENTS = [(samples(20 + k, k / 9, k), samples(7 + k % 3, k / 9, 100 + k)) for k in range(12)]
+
+
+def as_sets(side: Any) -> TensorDataset:
+    return TensorDataset(*map(torch.from_numpy, side))
+
+
+@pytest.mark.parametrize(
+    "clients",
+    [
+        CLIENTS,
+        tuple(CLIENTS),
+        [[[*train], [*test]] for train, test in CLIENTS],
+        [{"train": train, "test": test} for train, test in CLIENTS],
+        [(as_sets(train), as_sets(test)) for train, test in CLIENTS],
+        [({"x": train[0], "y": train[1]}, {"x": test[0], "y": test[1]}) for train, test in CLIENTS],
+    ],
+)
+def test_every_client_has_its_own_samples(clients: Any) -> None:
+    fed = fl.Federation.of(clients, validation=0.0)
+    assert fed.names == tuple(map(str, range(12)))
+    for i, sides in enumerate(CLIENTS):
+        for part, (x, y) in zip(("train", "test"), sides, strict=True):
+            index = fed.indices(part, i)
+            order = np.lexsort(x.T), np.lexsort(fed.fetch(index).numpy().T)
+            np.testing.assert_allclose(fed.fetch(index).numpy()[order[1]], x[order[0]], rtol=1e-6)
+            assert fed.data.y[index].numpy()[order[1]].tolist() == y[order[0]].tolist()
+
+
+def test_simulate_takes_clients_as_they_are() -> None:
+    named = {f"site {k}": client for k, client in enumerate(CLIENTS)}
+    one, two = (fl.simulate("fedavg", clients, rounds=2) for clients in (CLIENTS, named))
+    assert one.final("global", "accuracy").tolist() == two.final("global", "accuracy").tolist()
+    assert fl.Federation.of(named).names == tuple(named)
+
+
+def test_parts_are_cut_from_one_set() -> None:
+    fed = fl.Federation.of([train for train, _ in CLIENTS], test=0.25, validation=0.0)
+    assert fed.sizes("test").tolist() == [round(0.25 * (20 + k)) for k in range(12)]
+    assert (fed.sizes("train") + fed.sizes("test")).tolist() == [20 + k for k in range(12)]
+
+
+@pytest.mark.parametrize(
+    ("clients", "sentence"),
+    [
+        ([], "there are no clients"),
+        ([CLIENTS[0], CLIENTS[1][0]], r"\['1'\] come without a test set"),
+        ([CLIENTS[0], (samples(5, 0, 0), (np.zeros((2, 4)), [0, 1]))], r"client 1 has samples of shape \[4\]"),
+        ([1, 2], "client 0: cannot make a data set of int"),
+    ],
+)
+def test_clients_that_cannot_be(clients: Any, sentence: str) -> None:
+    with pytest.raises(FedloomError, match=sentence):
+        fl.simulate("fedavg", clients, rounds=1)
+
+
+def test_clients_are_no_samples() -> None:
+    with pytest.raises(FedloomError, match="are clients, not samples: give them to fl.Federation.of"):
+        fl.Dataset.of([samples(9, 0, 0), samples(5, 0, 1)])
+    with pytest.raises(FedloomError, match="or give a list of clients"):
+        fl.simulate("fedavg", samples(9, 0, 0), rounds=1)  # type: ignore[arg-type]
+
+
+def test_an_empty_class_is_noted() -> None:
+    x, y = samples(60, 0, 0)
+    [note] = [n for n in fl.partition.iid(clients=3)((x, y + 1), 0).notes if "no sample of" in n]
+    assert "1 of their 4 classes ('0')" in note
+    assert not [n for n in fl.partition.iid(clients=3)((x, y), 0).notes if "no sample of" in n]
