@@ -134,6 +134,13 @@ def test_near_recipes_are_in_the_appendix_only() -> None:
     assert set(shown) <= reasons  # a sentence on why may say what one shows; no verdict rests on it
 
 
+def test_no_sentence_on_why_types_a_number() -> None:
+    names = r"\(0, 0\)|Dir\(0\.5\)|beta = (?:1|5 L)\b|Corollary 2|the L1 norm|alpha [\d.]+|500 clients"
+    for sheet in sheets():
+        assert sheet.why
+        assert not re.search(r"\d", re.sub(names, "", re.sub(r"\{.+?\}", "", sheet.why))), sheet.name
+
+
 def as_run(recipe: Recipe, **changes: object) -> Summary:
     known = {"few": {"flame: personal: accuracy": dict(zip("01234", FAR, strict=True)),
                      "fedavg: global: accuracy": dict(zip("01234", NEAR, strict=True))}}  # fmt: skip

@@ -42,7 +42,8 @@ HEAD = """# The papers
 
 What five papers claim, and what comes of it here: **as published** with the paper's own settings, its public code's
 variants and its own way to choose; **in a fair test** with equal trials for every method, chosen on validation data.
-The page is generated from recorded runs; no result on it is typed. [How claims are judged](#how-claims-are-judged).
+The page is generated from recorded runs; of its results only withdrawn ones are typed.
+[How claims are judged](#how-claims-are-judged).
 """
 RULES = """## How claims are judged
 
@@ -201,6 +202,8 @@ def _cell(recipes: Mapping[str, Recipe], found: Found, row: Row, names: Iterable
     names = list(names)
     if not names:
         return Cell(NOWHERE)
+    if row.full and all(recipes[name].paper.reduced for name in names):
+        return Cell(GPU, recipe=names[0])
     measured = []
     for name in names:
         recipe, summary = recipes[name], found.get(name)
@@ -212,10 +215,16 @@ def _cell(recipes: Mapping[str, Recipe], found: Found, row: Row, names: Iterable
     if not measured:
         return Cell(UNMEASURED, recipe=names[0])
     _, name, one = min(measured, key=lambda m: m[0])
-    least = one.least
-    if row.full and recipes[name].paper.reduced:
-        return Cell(GPU, recipe=name)
-    return Cell(one.verdict, unit(one.figure).difference(least.look.difference, least.look.half), name)
+    return Cell(one.verdict, _number(one), name)
+
+
+def _number(one: judge.Judged) -> str:
+    """The difference to the nearest rival; where that is a number, the subject's own figure beside it."""
+    of, look, rival = unit(one.figure), one.least.look, one.least.name
+    if not re.fullmatch(r"-?[\d.e-]+", rival):
+        return of.difference(look.difference, look.half)
+    sign = 1 if one.claim.higher is not None else -1
+    return f"{of.value(float(rival) + sign * look.difference, look.half)} against {rival}"
 
 
 def _full_length(recipe: Recipe, summary: Summary) -> bool:
@@ -322,7 +331,12 @@ def _unaffordable(
         budget = recipes[name].budget("laptop")
         if budget is not None:
             yield f"- Not measured yet: `fedloom reproduce {name}` (up to {budget:g} core-minutes)."
-    yield from ("", "Each of these commands can be stopped, and goes on where it was.", "")
+    yield from (
+        "",
+        "Each of these commands can be stopped and goes on where it was; `fedloom reproduce --all --budget 8h` goes",
+        "through all that is unfinished.",
+        "",
+    )
 
 
 def _anchor(name: str) -> str:
