@@ -20,7 +20,7 @@ from fedloom.algorithms import Algorithm, Delta, Ditto, FedProx, Model
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.experiment import Plan, parse
 from fedloom.local import Ctx, Nothing, Work, descend
-from fedloom.report.comparison.view import View
+from fedloom.report.comparison.recorded import RecordedComparison
 from fedloom.tune import Tuning
 
 CUT = fl.partition.dirichlet(clients=6, beta=0.3, min_size=20)
@@ -93,7 +93,7 @@ def test_a_file_and_python_give_the_same_numbers(whole: Any, tmp_path: Path) -> 
     assert by_file.equals(by_python)
     settings = [tomllib.loads((folder / "experiment.toml").read_text()) for folder in (tmp_path / "run", whole.folder)]
     assert settings[0] == settings[1]
-    assert View(tmp_path / "run", "local").significance().equals(whole.significance("local"))
+    assert RecordedComparison(tmp_path / "run", "local").significance().equals(whole.significance("local"))
 
 
 def test_significance_is_that_of_scipy_and_statsmodels(whole: Any) -> None:

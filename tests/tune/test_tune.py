@@ -183,6 +183,16 @@ def test_the_gradients_of_personal_models_are_part_of_the_budget(tune_alone: Any
     assert int(row["rounds"]) < 24
 
 
+@pytest.mark.parametrize("method", ["fedavg", "ditto", "fedrep"])
+def test_work_is_equal_where_few_clients_take_part(method: str, tune_alone: Any) -> None:
+    few = ONE.replace("rounds = 24", "rounds = 16").replace("[local]", "[sampler]\nfraction = 0.34\n[local]")
+    _, plain = tune_alone('algorithm = "fedavg"', few)
+    shutil.rmtree("out")
+    _, row = tune_alone(f'algorithm = "{method}"', few)
+    samples, wanted = int(row["samples_backward"]), int(plain["samples_backward"])
+    assert abs(samples - wanted) <= max(0.1 * wanted, 0.6 * samples / int(row["rounds"]))  # whole rounds only
+
+
 def test_work_beyond_the_budget_is_named_everywhere(tune_alone: Any) -> None:
     two = ONE.replace("rounds = 24", "rounds = 2")
     output, row = tune_alone('algorithm = "uneven:Uneven"', two, "3")

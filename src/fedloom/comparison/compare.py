@@ -22,10 +22,10 @@ from fedloom.experiment.outputs import Outcome
 from fedloom.models import ModelSpec
 from fedloom.progress import counted, shown
 from fedloom.report.comparison.contenders import MODELS, Models
-from fedloom.report.comparison.view import View
+from fedloom.report.comparison.recorded import RecordedComparison
 
 
-class Comparison(View):
+class Comparison(RecordedComparison):
     """What `compare` gives: the recorded comparison, and every run of it with its models.
 
     Attributes:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from altair import FacetChart, LayerChart
 
 
-class View:
+class RecordedComparison:
     """A recorded comparison.
 
     Args:
