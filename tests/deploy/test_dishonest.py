@@ -232,7 +232,17 @@ def test_the_same_model_in_rounds_that_are_not_agreed(rogue: Rogue) -> None:
             for c in ALL:
                 session.vector(c, rogue.terms(t, given, **more), given)
             assert not session.vectors
-    assert all("the experiment has rounds 1 to 4" in reason for reason in rogue.refused)
+    assert all("is none of the agreed rounds 1 to 4" in reason for reason in rogue.refused)
+
+
+def test_terms_of_another_round_than_the_message(rogue: Rogue) -> None:
+    download = rogue.download()
+    session = rogue.begin(2)
+    for c in ALL:
+        session.vector(c, rogue.terms(1, download), download)
+        session.vector(c, rogue.terms(2, download, scored=3), download)
+    assert not session.vectors
+    assert len(rogue.refused) == 10
 
 
 @pytest.mark.parametrize("gone", [[4], [3, 4]])

@@ -97,12 +97,11 @@ def read_terms(message: bytes) -> Terms:
         raise WireError(f"the terms of a session cannot be read: {str(error)[:200]}") from None
 
 
-def check_terms(terms: Terms, rounds: int, client: int, sizes: Sequence[int], clients: int) -> None:
+def check_terms(terms: Terms, client: int, sizes: Sequence[int], clients: int) -> None:
     """Refuse terms that are not those of this experiment, or wrong about this site.
 
     Args:
-        terms: what came.
-        rounds: of the experiment.
+        terms: what came, of the round of its message.
         client: number of the site.
         sizes: its training, validation and test samples.
         clients: sites of the experiment.
@@ -110,10 +109,8 @@ def check_terms(terms: Terms, rounds: int, client: int, sizes: Sequence[int], cl
     Raises:
         Broken: what is wrong.
     """
-    if not int(terms.trains) <= terms.round <= rounds or terms.scored > terms.round:
-        raise Broken(f"round {terms.round}, scored {terms.scored}: the experiment has rounds 1 to {rounds}")
-    if not terms.trains and (terms.scored, terms.download) != (terms.round, ""):
-        raise Broken("terms of scores alone must be of one round, without a download")
+    if terms.scored > terms.round or (not terms.trains and (terms.scored, terms.download) != (terms.round, "")):
+        raise Broken("terms must score a round that is done, and scores alone have no download")
     if len(terms.sizes) != clients or [*terms.cohort] != sorted({*terms.cohort} & {*range(clients)}):
         raise Broken(f"terms must be of the {clients} sites of the agreement, each once, in rising order")
     if client not in terms.cohort:

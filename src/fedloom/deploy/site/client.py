@@ -214,7 +214,7 @@ class Client:
         terms, sizes = read_terms(message), part_sizes(self.trainer.fed, client)
         if (terms.round, terms.trains) != (t, trains):
             raise Broken(f"the terms are of round {terms.round}, the message is of round {t}")
-        check_terms(terms, self.trainer.job.setting.rounds, client, sizes, self.site.clients)
+        check_terms(terms, client, sizes, self.site.clients)
         check_models(terms, download, models)
         accusations = masking.receive(t, head["session"], inbox, terms)
         if accusations:
