@@ -19,6 +19,7 @@ FEW = {
     "partition": {"kind": "iid", "clients": 3, "keep": 12},
     "evaluate": {"every": 1},
     "rounds": 4,
+    "weights": "uniform",  # by samples, a run begins when all sites are there
 }
 WAIT = {"deadline": 600.0, "ttl": 1200.0, "patience": 600.0, "quorum": 2}
 SLACK = 30.0
@@ -187,3 +188,38 @@ def test_a_mute_site_counts_as_absent_after_some_rounds_until_it_answers_a_greet
     assert {r["round"] for r in here.audit("accepted", kind="train", client=MUTE)} == {1, 7, 8, 9}
     assert mute(here) == [("train", FIRST + MUTE, "site-1")]
     assert clock.now <= 600 + 8 * 60 + SLACK
+
+
+def late(seconds: float, usual: float, when: Callable[[str], bool]) -> Delay:
+    """One site answers some messages so many seconds after they were sent, the others after the usual time."""
+
+    def delay(node: int, message: Message) -> float:
+        kind = str(message.content[HEAD]["kind"])
+        return seconds if node == FIRST + MUTE and when(kind) else usual
+
+    return delay
+
+
+@pytest.mark.parametrize("seconds", [601.0, 610.0, 1100.0, 1e9])
+def test_a_site_that_is_always_late_costs_two_deadlines(seconds: float, tmp_path: Path, clock: Clock) -> None:
+    """After its second lateness a round waits at most three times as long as it usually takes."""
+    here = scene(tmp_path, "fedavg", **{**FEW, "rounds": 12, "evaluate": {"every": 100}})
+    grid = timed(here, clock, late(seconds, 15.0, lambda kind: kind in ("train", "score")))
+    assert here.serve(grid, **WAIT) is Stop.DONE
+    assert clock.now <= 2 * 600 + 13 * 3 * 15 + 2 * SLACK
+    assert here.summary()["runs"][0]["rounds"] == 12
+
+
+def test_a_site_that_is_in_time_again_is_waited_for_as_before(tmp_path: Path, clock: Clock) -> None:
+    here = scene(tmp_path, "fedavg", **{**FEW, "rounds": 8, "evaluate": {"every": 100}})
+
+    def delay(node: int, message: Message) -> float:
+        t, kind = int(message.content[HEAD]["round"]), message.content[HEAD]["kind"]
+        if node != FIRST + MUTE or kind != "train":
+            return 15.0
+        return {1: 601.0, 2: 601.0, 3: 30.0, 4: 300.0}.get(t, 15.0)
+
+    assert here.serve(timed(here, clock, delay), **WAIT) is Stop.DONE
+    accepted = {r["round"] for r in here.audit("accepted", kind="train", client=MUTE)}
+    assert accepted == {3, 4, 5, 6, 7, 8}
+    assert clock.now <= 2 * 600 + 300 + 7 * 45 + 2 * SLACK

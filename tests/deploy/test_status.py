@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -92,6 +93,9 @@ def test_a_round_that_was_played_twice_counts_once(tmp_path):
     assert here.serve() is Stop.DONE
     for path in here.server.checkpoints.glob("checkpoint-*"):
         path.unlink()
+    assert here.serve() is Stop.TOO_FEW  # sites do not follow a server that far back
+    for folder in [path for site in here.sites for path in site.state.iterdir() if path.is_dir()]:
+        shutil.rmtree(folder)
     assert here.serve() is Stop.DONE
     assert [s["accepted"] for s in status_of(here.server)["sites"]] == [4, 4, 4]
 
@@ -156,6 +160,24 @@ def test_a_diverging_run_that_goes_on_after_a_stop_says_it_once(tmp_path):
     assert here.serve() is Stop.DIVERGED
     assert len(here.audit("diverges")) == 1
     assert here.summary()["runs"][0]["diverged"] == here.simulate().diverged
+
+
+@pytest.mark.parametrize("loss", [200.0, 1e30, 1e308, -1e308])
+@pytest.mark.parametrize("every", [1, 2])
+def test_one_site_makes_no_run_diverged(loss, every, tmp_path):
+    """It claims any loss in every evaluation, the first included; the others' losses decide."""
+    here = scene(tmp_path, "fedavg", rounds=6, evaluate={"every": every})
+
+    def claim(node, message, reply):
+        metrics = {key: loss if key.endswith("/loss") else value for key, value in reply.content["metrics"].items()}
+        return changed(reply, 1, metrics=metrics)
+
+    def fault(node, message, reply):
+        return claim(node, message, reply) if node == FIRST + 1 and "metrics" in reply.content else reply
+
+    assert here.serve(here.grid(fault)) is Stop.DONE
+    assert not here.audit("diverges")
+    assert here.summary()["runs"][0]["status"] == "done"
 
 
 def test_the_command(tmp_path):

@@ -133,7 +133,7 @@ class _Run(Hooks):
         self._audit = Audit(settings.audit)
         self._post = Post(grid, settings, self._audit, say)
         self._results = Results(settings, experiment)
-        secure = settings.secure
+        secure, self.robust_losses = settings.secure, True
         self.scores_with_training = secure is None or secure.scores != "per-site"  # for which a masked sum has no place
 
     def go(self) -> Stop:

@@ -37,9 +37,11 @@ class Hooks:
 
     Attributes:
         scores_with_training: clients score the models of a round with the training of the next, in one message.
+        robust_losses: whether the run diverges is judged by the median of the clients' losses, not by their mean.
     """
 
     scores_with_training = False
+    robust_losses = False
 
     def before_round(self, state: State) -> RunStopped | None:
         """Prepare the next round; why it must not begin, if it must not."""
@@ -107,7 +109,7 @@ class _Loop:
 
     def __init__(self, job: Job, clients: Clients, checkpoints: RunCheckpoints, hooks: Hooks, state: State) -> None:
         self._job, self._clients, self._checkpoints, self._hooks = job, clients, checkpoints, hooks
-        self.state, self.divergence, self._begun = state, Divergence(), state.round
+        self.state, self.divergence, self._begun = state, Divergence(robust=hooks.robust_losses), state.round
         self.divergence.read(state.records)
 
     def run(self) -> tuple[Stop, str]:

@@ -152,15 +152,20 @@ def score_records(
 class Divergence:
     """Whether a run diverges while its figures are finite; what it says follows from the records alone.
 
-    The start is the largest mean training loss over the clients at the first evaluation, of any model. Without
-    ``train`` among the parts that are evaluated nothing is found.
+    The start is the largest training loss at the first evaluation, of any model. Without ``train`` among the parts that
+    are evaluated nothing is found.
+
+    Args:
+        robust: the loss is the median over the clients, so that one of three or more decides nothing alone; where the
+            records have sums only, nothing is found. Otherwise it is their mean.
 
     Attributes:
         round: of the evaluation by which the run had diverged; None while it has not.
         sentence: the model, its loss and its start; empty while it has not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, robust: bool = False) -> None:
+        self._robust = robust
         self.round: int | None = None
         self.sentence = ""
         self._seen, self._start, self._first = 0, 1.0, -1
@@ -175,8 +180,12 @@ class Divergence:
         """
         before = self.sentence
         for record in records.items[self._seen :]:
-            if record.total and (record.part, record.metric) == ("train", "loss/mean"):
+            if (record.part, record.metric) != ("train", "loss" if self._robust else "loss/mean"):
+                continue
+            if record.total and not self._robust:
                 self._take(record.round, record.model, float(record.values[0]))
+            elif not record.total and self._robust and not np.isnan(record.values).all():
+                self._take(record.round, record.model, float(np.nanmedian(record.values)))
         self._seen = len(records.items)
         for model, beyond in self._beyond.items():
             every = ended and beyond and len({r.round for r in records.items if r.round > self._first}) == len(beyond)

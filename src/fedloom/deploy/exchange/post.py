@@ -189,14 +189,20 @@ class Post:
                 asked[id_] = about
         good: dict[int, Reply] = {}
         bad: set[int] = set()
+        latest: float | None = None
+        kinds = {about.kind for about in asked.values()}
         while asked:
             arrived = self._collect(asked, good, bad)
             waited = time.monotonic() - start
-            idle = all(self.presence.is_mute(about.node) for about in asked.values())
+            if arrived and good:
+                latest = waited
+            idle = not any(self.presence.is_awaited(about.node, about.kind, waited) for about in asked.values())
             if waited > self._settings.ttl or ((waited > deadline or idle) and _counting(good) >= need):
                 break
             if asked and not arrived:
                 time.sleep(POLL)
+        for kind in kinds if latest is not None else ():
+            self.presence.took(kind, latest or 0.0)
         for id_, about in asked.items():
             self._late[id_] = about, start + self._settings.ttl
             self._miss(about, f"no answer within {time.monotonic() - start:.0f} s")
@@ -254,7 +260,7 @@ class Post:
             if lost:
                 self._miss(about, error.reason)
             return
-        self.presence.answered(about.node)
+        self.presence.answered(about.node, in_time=late is None and about.kind != "hello")
         if late is None:
             good[found.client] = found
         note = plain(found.head["reason"])

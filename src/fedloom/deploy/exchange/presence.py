@@ -1,19 +1,26 @@
 """Presence: which node is which site, and which of the nodes that Flower calls online really answer.
 
 A node that lets a deadline pass, or whose message Flower reports as lost, is mute: it is asked as before, but nobody
-waits for it until it answers something. A site that was asked in vain in so many rounds counts as absent until it says
-who it is: it gets greetings, one at a time, and no models. A node that was refused is left alone for the patience.
+waits for it until it answers something. Where that happens twice without an answer in time between, it is waited for as
+long as others need, times `SLOW`, until it is in time once. A site that was asked in vain in so many rounds counts as
+absent until it says who it is: it gets greetings, one at a time, and no models. A node that was refused is left alone
+for the patience.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from statistics import median
 
 import torch
 
 from fedloom.deploy.exchange.replies import Rejected
 from fedloom.deploy.settings import Member
+
+SLOW = 3.0
+"""How many times the usual seconds of an answer a node is waited for that was late `LATE` times in a row."""
+LATE = 2
 
 
 class Presence:
@@ -41,6 +48,8 @@ class Presence:
         self.sizes = torch.zeros(clients, 3, dtype=torch.long)
         self._refused: dict[int, tuple[str, float]] = {}
         self._mute: dict[int, int] = {}
+        self._late: dict[int, int] = {}
+        self._seconds: dict[str, list[float]] = {}
         self._fixed = False
 
     def fix(self) -> None:
@@ -75,19 +84,34 @@ class Presence:
         """Leave a node alone for a while."""
         self._refused[node] = reason, time.monotonic() + self._patience
 
-    def answered(self, node: int) -> None:
-        """The node has said something: it is waited for again."""
+    def answered(self, node: int, *, in_time: bool = False) -> None:
+        """Wait for a node again, which has answered something; for the deadline if it was in time."""
         self._mute.pop(node, None)
+        if in_time:
+            self._late.pop(self._site(node), None)
 
     def silent(self, node: int) -> bool:
-        """The node has not answered in time; whether it did before."""
+        """Wait no more for a node that has not answered in time; whether it did before."""
         new = node not in self._mute
         self._mute.setdefault(node, self.round)
+        self._late[self._site(node)] = self._late.get(self._site(node), 0) + 1
         return new
 
-    def is_mute(self, node: int) -> bool:
-        """Whether nobody waits for the node."""
-        return node in self._mute
+    def took(self, kind: str, seconds: float) -> None:
+        """Note how long the last answer in time to messages of a kind took."""
+        self._seconds.setdefault(kind, []).append(seconds)
+
+    def is_awaited(self, node: int, kind: str, seconds: float) -> bool:
+        """Whether a node's answer to a message of a kind is awaited so many seconds after it was sent."""
+        if node in self._mute:
+            return False
+        usual = self._seconds.get(kind)
+        return usual is None or self._late.get(self._site(node), 0) < LATE or seconds <= SLOW * median(usual)
+
+    def _site(self, node: int) -> int:
+        """What stays the same when a site comes back as another node: its number, below 0 for a stranger."""
+        client = self._who.get(node)
+        return -1 - node if client is None else client
 
     def client(self, node: int) -> int | None:
         """The client that the node is, or was when it last said so."""

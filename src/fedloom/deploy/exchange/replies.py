@@ -228,7 +228,10 @@ class Judge:
         known |= {"/".join((*COST, name)) for name in COUNTS[:2]}
         found = {}
         for key, value in letter.metrics.items():
-            low, high = metric(key.rpartition("/")[2]).bounds
+            name = key.rpartition("/")[2]
+            low, high = metric(name).bounds
+            if name == "loss" and self._job.oracle.task.own_loss is None:
+                low = 0.0
             if key in known and math.isfinite(value) and low <= value <= high:
                 found[key] = float(value)
         return found
