@@ -184,6 +184,21 @@ def test_a_federation_is_the_same_with_every_seed() -> None:
     assert not folder.exists()
 
 
+def test_clients_may_come_as_a_list_of_pairs(tmp_path: Path) -> None:
+    data = fl.load("digits")
+    x, y = np.asarray(data.x).astype(np.float32).reshape(len(data), -1), np.asarray(data.y)
+    cuts = [slice(k, k + 90) for k in range(0, 450, 90)]
+    clients = [((x[c][:60], y[c][:60]), (x[c][60:], y[c][60:])) for c in cuts]
+    found = fl.compare(["fedavg", "local"], clients, seeds=[0, 1], folder=tmp_path / "run", **SHORT)
+    alone = fl.simulate("local", clients, seed=1, rounds=3, local={"lr": 0.1})
+    assert torch.equal(found["local", 1].final(), alone.final())
+    by_name = dict(zip("abcde", clients, strict=True))
+    named = fl.compare(["local"], by_name, seeds=[1], **SHORT)
+    assert torch.equal(named["local", 1].final(), alone.final())
+    with pytest.raises(RunDirError, match="another experiment"):
+        fl.compare(["fedavg"], clients[:4], seeds=[0, 1], folder=tmp_path / "run", **SHORT)
+
+
 def test_a_search_is_that_of_a_file(tmp_path: Path) -> None:
     tuned = FILE.replace("seeds = [0, 1, 2, 3, 4]", "seeds = [0, 1]") + "[tune]\ntrials = 3\n"
     found = Tuning(tomllib.loads(tuned), "file", tmp_path / "file").run()

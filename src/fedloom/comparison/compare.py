@@ -80,7 +80,7 @@ def compare(
             ``rounds``, ``sampler``, ``weigher``, ``aggregator``, ``channel``. A list of methods is labelled by their
             names.
         data: a federation; or a data set, its name, or arrays ``(x, y)`` and whatever else `fedloom.Dataset.of` takes;
-            or a list of clients, a pair ``(train, test)`` of pairs ``(x, y)`` each.
+            or clients as `fedloom.Federation.of` takes them, such as a list with a pair ``(train, test)`` of each.
         model: as in `fedloom.simulate`; softmax when None.
         partition: how a data set is split among clients, such as ``fl.partition.dirichlet(clients=20, beta=0.1)``;
             drawn anew with every seed. A federation is split already, and seeds change all else.

@@ -32,6 +32,8 @@ from fedloom.values import choose, dump, fields_of, make, make_kind
 
 PLAIN = ("weigher", "aggregator", "channel")
 """What plain local training is measured without."""
+SETS = {"x", "train"}
+"""Keys of a mapping that is a data set; other mappings are clients by name."""
 BESIDE = ("label", "settings")
 """Keys of a method that are neither its options nor choices of its run."""
 
@@ -192,7 +194,11 @@ def _with(given: Given, options: Mapping[str, Any], where: str) -> Algorithm | C
 
 def _federation(data: Any, partition: Any) -> tuple[Source, dict[str, Any], Partition]:
     """Where the data come from, what settings say of them, and how they are split."""
-    if isinstance(data, list) and data and all(_is_client(one) for one in data) and hasattr(Federation, "of"):
+    if (
+        partition is None
+        and isinstance(data, list | Mapping)
+        and not (isinstance(data, Mapping) and SETS & data.keys())
+    ):
         data = Federation.of(data)
     if isinstance(data, Federation):
         if partition is not None:
@@ -214,12 +220,6 @@ def _federation(data: Any, partition: Any) -> tuple[Source, dict[str, Any], Part
         return source_of(data), {"source": data}, partition
     found = Dataset.of(data)
     return InMemory(held=found), {"source": "memory", "name": found.name, "checksum": found.checksum()}, partition
-
-
-def _is_client(one: Any) -> bool:
-    """Whether a value is a client's training and test samples, a pair of pairs."""
-    pair = isinstance(one, tuple | list) and len(one) == 2
-    return pair and all(isinstance(part, tuple | list) and len(part) == 2 for part in one)
 
 
 def _methods(methods: Mapping[str, Any] | Sequence[Any]) -> list[Given]:
