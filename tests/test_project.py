@@ -115,6 +115,14 @@ def test_no_circle_of_files() -> None:
     TopologicalSorter(graph).prepare()  # raises with the circle
 
 
+def test_csv_is_written_and_lines_are_shown_in_one_place() -> None:
+    """Cells that a spreadsheet would compute, and control characters of names, are disarmed there."""
+    homes = {"csv.writer(": "report/csv_files.py", "DictWriter(": "", "write_csv(": "report/csv_files.py"}
+    homes |= {"typer.echo(": "cli/_app.py"}
+    for call, home in homes.items():
+        assert {name for name, file in MODULES.items() if call in file.read_text()} <= {home}, call
+
+
 def test_a_folder_has_few_files_and_the_round_is_one_page() -> None:
     folders = Counter(Path(name).parent for name in MODULES if Path(name).name != "__init__.py")
     assert {str(folder) for folder, count in folders.items() if count > 16} <= {"algorithms"}

@@ -21,6 +21,7 @@ FedloomError
 from __future__ import annotations
 
 import errno
+import re
 import traceback
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -249,6 +250,19 @@ class GivenUp(FedloomError):
     def __init__(self, reason: str, clients: Iterable[int]) -> None:
         self.clients = sorted(clients)
         super().__init__(reason)
+
+
+def printable(text: object) -> str:
+    r"""Text for a terminal: its control characters, which could move the cursor or hide words, as escapes.
+
+    >>> printable("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    return re.sub(
+        r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]",
+        lambda match: match[0].encode("unicode_escape").decode(),
+        str(text),
+    )
 
 
 ELSEWHERE = {

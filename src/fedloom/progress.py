@@ -14,7 +14,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 
+from fedloom.errors import printable
 from fedloom.experiment import Plan
 from fedloom.experiment.events import Event, Listener
 from fedloom.metrics import COSTS, METRICS, leading, metric
@@ -46,7 +48,12 @@ def counted(rounds: int | Mapping[str, int]) -> Iterator[Listener]:
     if not console.is_terminal:
         yield _Lines(runs)
         return
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[said]}")]
+    columns = [
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[said]}", markup=False),
+    ]
     with Progress(*columns, console=console) as bars:
         everything = bars.add_task("all runs", total=sum(runs.rounds.values()), said="")
         rows: dict[tuple[str, int], Any] = {}
@@ -56,7 +63,7 @@ def counted(rounds: int | Mapping[str, int]) -> Iterator[Listener]:
                 return
             key = event.label, event.seed
             if event.diverged:
-                bars.print(f"{_name(event)}: {event.diverged}")
+                bars.print(f"{_name(event)}: {event.diverged}", markup=False)
             if event.status:
                 bars.remove_task(rows.pop(key)) if key in rows else None
             else:
@@ -197,7 +204,8 @@ def print_table(table: pa.Table) -> None:
         shown.add_column(title, justify="left" if title in ("method", "model", "status") else "right")
     for row in table.to_pylist():
         figures = [_figure(row[key], row[f"{key}_ci95"], scale) for key, scale in there.values()]
-        shown.add_row(row["method"], row["model"], str(row["seeds"]), *figures, row["status"])
+        cells = [row["method"], row["model"], row["seeds"], *figures, row["status"]]
+        shown.add_row(*(Text(printable(cell)) for cell in cells))
     console = Console()
     if not console.is_terminal:
         console.width = 160
@@ -212,7 +220,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
         number = any(isinstance(row.get(name), int | float) for row in rows)
         shown.add_column(name, justify="right" if number else "left", overflow="fold")
     for row in rows:
-        shown.add_row(*(_cell(row.get(name)) for name in columns))
+        shown.add_row(*(Text(printable(_cell(row.get(name)))) for name in columns))
     console = Console()
     if not console.is_terminal:
         console.width = 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 import os
 import re
@@ -188,3 +189,28 @@ def test_very_many_columns_are_refused_and_many_are_read(monkeypatch: pytest.Mon
     assert load("./t.csv").x.shape == (2, 299)
     monkeypatch.setattr(table_reading, "MOST_COLUMNS", 299)
     assert "300 columns, at most 299 are read" in said("data", "./t.csv")
+
+
+def test_names_of_a_file_reach_the_terminal_as_text() -> None:
+    odd = "\x1b[2Jno\x07\u202e"
+    rows = [f"{k},{odd if k % 2 else 'yes'}" for k in range(80)]
+    Path("t.csv").write_text("\n".join([f"a{odd},y", *rows]))
+    for words in (["init", "t.csv", "--target", "y"], ["data", "./t.csv"], ["data", f"./{odd}.csv"]):
+        result = CliRunner().invoke(app, words)
+        assert not {"\x1b", "\x07", "\u202e"} & set(result.output), result.output
+    assert "\\x1b[2Jno" in CliRunner().invoke(app, ["init", "t.csv", "--target", "y", "--force"]).output
+
+
+def test_predictions_hold_no_formula() -> None:
+    names = ("=cmd|' /C calc'!A0", "@b")
+    Path("t.csv").write_text("\n".join(["a,y", *(f"{k},{names[k % 2]}" for k in range(60))]))
+    Path("e.toml").write_text(
+        "rounds = 1\n[data]\nsource = './t.csv'\n[partition]\nclients = 2\n[[method]]\nalgorithm = 'fedavg'\n"
+    )
+    assert CliRunner().invoke(app, ["run", "e.toml", "--out", "run"]).exit_code == 0
+    Path("new.csv").write_text("a\n" + "".join(f"{k}\n" for k in range(60)))
+    said("predict", "run", "new.csv", code=0)
+    with Path("predictions.csv").open(newline="") as file:
+        cells = [cell for row in csv.reader(file) for cell in row]
+    assert any(cell.startswith("'=cmd") or cell == "'@b" for cell in cells)
+    assert not any(cell.startswith(("=", "@")) for cell in cells)

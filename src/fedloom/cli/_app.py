@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from fedloom import __version__
-from fedloom.errors import FedloomError
+from fedloom.errors import FedloomError, printable
 
 
 class Words(TyperGroup):
@@ -53,6 +53,11 @@ def options(
     """Options of the program itself."""
 
 
+def say(text: object = "", *, err: bool = False) -> None:
+    """Write a line to the terminal; names in it come from files, so its control characters are shown as escapes."""
+    typer.echo(printable(text), err=err)
+
+
 FileArgument = Annotated[Path, typer.Argument(help="experiment file (TOML)", show_default=False)]
 Trust = Annotated[
     bool,
@@ -78,19 +83,19 @@ def errors() -> Iterator[None]:
     try:
         yield
     except FedloomError as error:
-        typer.echo(f"error: {error}", err=True)
+        say(f"error: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, ValueError) else 1) from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            typer.echo("error: the disk is full; free some space and run the same command again", err=True)
+            say("error: the disk is full; free some space and run the same command again", err=True)
             raise typer.Exit(1) from None
         if error.filename is None:
             raise
-        typer.echo(f"error: {error.filename}: {error.strerror}; check the path and its permissions", err=True)
+        say(f"error: {error.filename}: {error.strerror}; check the path and its permissions", err=True)
         raise typer.Exit(1) from None
     except ModuleNotFoundError as error:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             raise
-        typer.echo(f"error: this needs {error.name}; install it with: pip install 'fedloom[{extra}]'", err=True)
+        say(f"error: this needs {error.name}; install it with: pip install 'fedloom[{extra}]'", err=True)
         raise typer.Exit(2) from None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedloom.cli import _complete as offer
-from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors
+from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors, say
 
 if TYPE_CHECKING:
     from fedloom.experiment.bench import Speed
@@ -74,7 +74,7 @@ def bench(
             rows = []
             for method in plan.experiment.methods:
                 costs = plan.costs(method)
-                typer.echo(f"{method.label}: {_said(costs)}", err=True)
+                say(f"{method.label}: {_said(costs)}", err=True)
                 n, m = clients or plan.federation.n, cohort or costs.cohort
                 rows += [{"method": method.label} | _calculated(p, costs.round(max(n, m), m, p)) for p in places]
             print_rows(rows)
@@ -84,11 +84,11 @@ def bench(
         for speed in plan.measure(patience):
             found.append(speed)
             way = speed.way
-            typer.echo(f"{len(found)}/{total}: {speed.method}, {way.oracle}, workers {way.workers}", err=True)
+            say(f"{len(found)}/{total}: {speed.method}, {way.oracle}, workers {way.workers}", err=True)
         print_rows([_row(speed) for speed in found])
         runs = len(plan.experiment.methods) * len(plan.experiment.head.seeds)
         beside = f", {plan.processes} at a time" if plan.processes > 1 else ""
-        typer.echo(f"the whole experiment, {runs} runs{beside}, without evaluation: {duration(plan.minutes(found))}")
+        say(f"the whole experiment, {runs} runs{beside}, without evaluation: {duration(plan.minutes(found))}")
 
 
 def _row(speed: Speed) -> dict[str, Any]:

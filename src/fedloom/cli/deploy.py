@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors
+from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors, say
 
 deploy = typer.Typer(
     no_args_is_help=True,
@@ -90,22 +90,22 @@ def init(
         planned = plan(experiment, sites, **choice)
         folder = out or Path(file.stem)
         write(planned, folder, place)
-        typer.echo(f"{folder}: a server and {len(planned.sites)} sites ({', '.join(planned.sites)})")
+        say(f"{folder}: a server and {len(planned.sites)} sites ({', '.join(planned.sites)})")
         if planned.norm_bound is not None:
-            typer.echo(f"maximum update norm accepted per site: norm_bound = {planned.norm_bound:g} in server.toml")
+            say(f"maximum update norm accepted per site: norm_bound = {planned.norm_bound:g} in server.toml")
         if planned.threshold is not None:
             from fedloom.deploy.exchange.secure import colluders
 
             count = colluders(len(planned.sites), planned.threshold)
-            typer.echo(
+            say(
                 f"secure aggregation: sums of at least {planned.threshold} sites, of scores too; a dishonest server "
                 f"may collude with {count} of them and learns no other site's upload"
             )
         if planned.code.files:
-            typer.echo(f"user code, copied to all of them: {', '.join(planned.code.files)}")
+            say(f"user code, copied to all of them: {', '.join(planned.code.files)}")
         if planned.code.installed:
-            typer.echo(f"user code, to be installed at all of them: {', '.join(planned.code.installed)}")
-        typer.echo(f"directions: {folder / 'README.md'}; to try it on this machine: fedloom deploy local {folder}")
+            say(f"user code, to be installed at all of them: {', '.join(planned.code.installed)}")
+        say(f"directions: {folder / 'README.md'}; to try it on this machine: fedloom deploy local {folder}")
 
 
 @deploy.command()
@@ -123,10 +123,10 @@ def check(
 
         refused = 0
         for finding in check_site(read_site(site / "site.toml"), offline=offline):
-            typer.echo(f"{finding.level:<8}{finding.sentence}")
+            say(f"{finding.level:<8}{finding.sentence}")
             refused += finding.level == "refused"
         if refused:
-            typer.echo(f"the site cannot take part: {refused} of the findings must be mended", err=True)
+            say(f"the site cannot take part: {refused} of the findings must be mended", err=True)
             raise typer.Exit(1)
 
 
@@ -148,17 +148,17 @@ def local(
         from fedloom.errors import Stop
 
         try:
-            deployment = run_all(directory, typer.echo, port)
+            deployment = run_all(directory, say, port)
         except KeyboardInterrupt:
-            typer.echo("interrupted; every process has ended; run the same command again to go on", err=True)
+            say("interrupted; every process has ended; run the same command again to go on", err=True)
             raise typer.Exit(130) from None
         _print_sites(deployment.table(), ("site", "model", "round"))
-        typer.echo(f"results of the server: {deployment.server.results}")
+        say(f"results of the server: {deployment.server.results}")
         for site in deployment.sites.values():
-            typer.echo(f"models of {site.site}: {site.state}")
+            say(f"models of {site.site}: {site.state}")
         if finished(deployment.server) is not Stop.DONE:
             found = status_of(deployment.server)
-            typer.echo(f"{found['state']}: {found['reason']}", err=True)
+            say(f"{found['state']}: {found['reason']}", err=True)
             raise typer.Exit(1)
 
 
@@ -178,10 +178,10 @@ def status(
 
         found = status_of(server_of(folder))
         if as_json:
-            typer.echo(json.dumps(found, indent=1))
+            say(json.dumps(found, indent=1))
             return
         for line in lines(found):
-            typer.echo(line)
+            say(line)
         _print_sites(table(found), ("site",))
 
 
@@ -200,12 +200,12 @@ def models(
 
         found = owned(folder)
         if not found:
-            typer.echo("no model yet: a site has one after the first round that it took part in")
+            say("no model yet: a site has one after the first round that it took part in")
         for one in found:
             path = one.model.path if out is None else export(one, out)
-            typer.echo(f"{one.site.site:<16}{one.model.kind:<10}round {one.model.round:<6}{path}")
+            say(f"{one.site.site:<16}{one.model.kind:<10}round {one.model.round:<6}{path}")
             if test:
-                typer.echo("  " + ", ".join(f"{name} {value:.4f}" for name, value in figures(one).items()))
+                say("  " + ", ".join(f"{name} {value:.4f}" for name, value in figures(one).items()))
 
 
 @deploy.command()
@@ -221,7 +221,7 @@ def renew(
     with errors():
         from fedloom.deploy.ops.directory import renew as renew_certificate
 
-        typer.echo(f"copy {renew_certificate(directory, host, days)} and its key to the server, then reload the gate")
+        say(f"copy {renew_certificate(directory, host, days)} and its key to the server, then reload the gate")
 
 
 def _print_sites(rows: Sequence[dict[str, Any]], first: Sequence[str]) -> None:
@@ -229,13 +229,17 @@ def _print_sites(rows: Sequence[dict[str, Any]], first: Sequence[str]) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
+
+    from fedloom.errors import printable
 
     columns = [*first, *dict.fromkeys(key for row in rows for key in row if key not in first)]
     shown = Table(box=SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         shown.add_column(column, justify="left" if column in ("site", "model") else "right")
     for row in rows:
-        shown.add_row(*(f"{v:.4f}" if isinstance(v := row.get(c, ""), float) else str(v) for c in columns))
+        cells = [f"{v:.4f}" if isinstance(v := row.get(c, ""), float) else v for c in columns]
+        shown.add_row(*(Text(printable(cell)) for cell in cells))
     console = Console()
     console.width = console.width if console.is_terminal else WIDE
     console.print(shown)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fedloom.cli import _complete as offer
-from fedloom.cli._app import DataDir, app, errors
+from fedloom.cli._app import DataDir, app, errors, say
 from fedloom.errors import unknown
 
 LISTS = entry_points(group="fedloom.lists")
@@ -38,7 +38,7 @@ def list_command(
             from fedloom.experiment.index import index
 
             for family, methods in index().families.items():
-                typer.echo(family)
+                say(family)
                 _print(methods)
         elif what in LISTS.names:
             _print(LISTS[what].load()())
@@ -51,7 +51,7 @@ def list_command(
 def _print(lines: list[tuple[str, str]]) -> None:
     width = max(22, 2 + max(len(name) for name, _ in lines))
     for name, line in lines:
-        typer.echo(f"  {name:<{width}}{line}")
+        say(f"  {name:<{width}}{line}")
 
 
 @app.command()
@@ -73,12 +73,12 @@ def describe(
             from fedloom.trust import vouch
 
             vouch([name])
-            typer.echo(card(name))
+            say(card(name))
             return
         from fedloom.experiment.index import index
         from fedloom.values import choose
 
-        typer.echo(choose("algorithm", index().cards, name))
+        say(choose("algorithm", index().cards, name))
 
 
 @app.command()
@@ -89,7 +89,7 @@ def schema() -> None:
     """
     from fedloom.experiment.index import index
 
-    typer.echo(index().schema)
+    say(index().schema)
 
 
 @app.command()
@@ -108,4 +108,4 @@ def data(
 
         facts: dict[str, Any] = load(name, data_dir).describe()
         for key, value in facts.items():
-            typer.echo(f"{key:<10} {json.dumps(value) if isinstance(value, dict) else value}")
+            say(f"{key:<10} {json.dumps(value) if isinstance(value, dict) else value}")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.cli._app import app, errors
+from fedloom.cli._app import app, errors, say
 from fedloom.errors import ConfigError
 
 
@@ -34,12 +34,12 @@ def init(
             raise ConfigError(f"{place} is there already; give --force to replace it, or another --out")
         draft = Draft(Survey(table), by, target)
         for line in draft.report:
-            typer.echo(line)
+            say(line)
         text = draft.text(place)
         _try(text, place)
         make_folder(place.parent)
         write_atomic(place, text.encode())
-        typer.echo(f"\ndraft: {place}; run it with: fedloom run {place}")
+        say(f"\ndraft: {place}; run it with: fedloom run {place}")
 
 
 def _try(text: str, place: Path) -> None:

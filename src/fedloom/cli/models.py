@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.cli import _complete as offer
-from fedloom.cli._app import DataDir, Trust, app, errors
+from fedloom.cli._app import DataDir, Trust, app, errors, say
 from fedloom.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def evaluate(
         print_rows([line.row() for line in lines])
         notes = [note for line in lines for note in line.choice.strange(line.rows.x)]
         for note in dict.fromkeys((*fresh.notes, *lines[0].rows.notes, *notes)):
-            typer.echo(note)
+            say(note)
 
 
 @app.command()
@@ -104,21 +104,16 @@ def predict(
     Example: fedloom predict runs/quickstart new.csv --client 3 --out predictions.csv
     """
     with errors():
-        import io
-
-        from pyarrow import csv
-
         from fedloom.experiment import open_run
+        from fedloom.report.csv_files import csv_of_table
         from fedloom.storage.files import make_folder, write_atomic
 
         found = open_run(run, trust=trust).predict(data, method, seed, client, model, data_dir)
-        text = io.BytesIO()
-        csv.write_csv(found.table(), text, csv.WriteOptions(quoting_style="needed"))
         make_folder(out.parent)
-        write_atomic(out, text.getbuffer())
+        write_atomic(out, csv_of_table(found.table()))
         for note in found.notes:
-            typer.echo(note)
-        typer.echo(f"{len(found.scores)} predictions: {out}")
+            say(note)
+        say(f"{len(found.scores)} predictions: {out}")
 
 
 @app.command()
@@ -157,16 +152,20 @@ def adapt(
             opened.read(data, data_dir), rounds=rounds, epochs=epochs, steps=steps, lr=lr, holdout=holdout
         )
         name = f"{file_name(chosen.method)}-{chosen.seed}-{Path(data).stem}"
+        if out is None and (run / "adapted").is_symlink():
+            raise ConfigError(
+                f"{run / 'adapted'} is a link, through which other files could be overwritten; give --out"
+            )
         path = made.save(out or run / "adapted" / f"{name}.safetensors")
         samples = made.about["samples"]
         who = {"method": chosen.method, "seed": chosen.seed}
         scores = made.about.get("scores", {})
         if scores:
-            typer.echo(f"trained on {samples['train']} samples; on the {samples['test']} held out:")
+            say(f"trained on {samples['train']} samples; on the {samples['test']} held out:")
             print_rows([{**who, "model": kind, **values} for kind, values in scores.items()])
         else:
-            typer.echo(f"trained on {samples['train']} samples; none were held out to score it")
-        typer.echo(f"model: {path}")
+            say(f"trained on {samples['train']} samples; none were held out to score it")
+        say(f"model: {path}")
 
 
 @app.command()
@@ -204,10 +203,10 @@ def export(
         thin = opened.low_rank(best.about["method"]) if factorise is None else factorise
         ranks = write(best, out, format, factorised=thin)
         if ranks:
-            typer.echo(f"factorised: {', '.join(f'{name} has rank {rank}' for name, rank in ranks.items())}")
+            say(f"factorised: {', '.join(f'{name} has rank {rank}' for name, rank in ranks.items())}")
             if format == "safetensors":
-                typer.echo("load it into fedloom.models.thin(module, ranks), or export with --no-factorise")
-        typer.echo(f"{best.about['kind']} model of {best.about['method']}: {out}")
+                say("load it into fedloom.models.thin(module, ranks), or export with --no-factorise")
+        say(f"{best.about['kind']} model of {best.about['method']}: {out}")
 
 
 def _one(opened: Opened, method: str | None, seed: int | None) -> Recorded:

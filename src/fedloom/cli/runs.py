@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.cli import _complete as offer
-from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors
+from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors, say
 from fedloom.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def run(
                 for note in notes:
                     labels.setdefault(note, []).append(label)
             for note, who in labels.items():
-                typer.echo(f"{', '.join(who)}: {note}", err=True)
+                say(f"{', '.join(who)}: {note}", err=True)
             if dry_run:
                 if ranks.rank == 0:
                     _preview(plan)
@@ -94,10 +94,10 @@ def run(
         _print_table(plan.out)
         for outcome in outcomes:
             if outcome.status != "done":
-                typer.echo(f"{outcome.label}, seed {outcome.seed}: {outcome.reason}", err=True)
-        typer.echo(f"report: {plan.out / 'report.html'}")
+                say(f"{outcome.label}, seed {outcome.seed}: {outcome.reason}", err=True)
+        say(f"report: {plan.out / 'report.html'}")
         if tracker is not None:
-            typer.echo(f"tracked: {tracker.view}")
+            say(f"tracked: {tracker.view}")
     if any(o.status == "interrupted" for o in outcomes):
         raise typer.Exit(130)
     if any(o.status != "done" for o in outcomes):
@@ -113,17 +113,17 @@ def _preview(plan: Plan) -> None:
     methods, seeds = len(plan.experiment.methods), len(head.seeds)
     sizes = {part: fed.sizes(part) for part in fed.parts}
     train = sizes["train"]
-    typer.echo(f"{head.name}: {methods} methods, {seeds} seeds, {methods * seeds} runs, into {plan.out}")
+    say(f"{head.name}: {methods} methods, {seeds} seeds, {methods * seeds} runs, into {plan.out}")
     source, shape = plan.experiment.source_options["source"], list(fed.data.shape)
-    typer.echo(f"data: {source}, {len(fed.data)} samples of shape {shape}, {fed.data.task}")
-    typer.echo(
+    say(f"data: {source}, {len(fed.data)} samples of shape {shape}, {fed.data.task}")
+    say(
         f"clients: {fed.n}, {int(train.min())} to {int(train.max())} training samples each; "
         + ", ".join(f"{part} {int(size.sum())}" for part, size in sizes.items())
     )
     found = []
     for one in estimates(plan):
         found.append(one)
-        typer.echo(f"tried {len(found)}/{methods}: {one.method}", err=True)
+        say(f"tried {len(found)}/{methods}: {one.method}", err=True)
     print_rows(
         [
             {
@@ -141,7 +141,7 @@ def _preview(plan: Plan) -> None:
         ]
     )
     time = minutes(plan, found)
-    typer.echo("estimated time: " + ("unknown, with so few rounds" if time is None else f"about {duration(time)}"))
+    say("estimated time: " + ("unknown, with so few rounds" if time is None else f"about {duration(time)}"))
 
 
 def _print_table(out: Path) -> None:
@@ -190,4 +190,4 @@ def report_command(
         if kind is None:
             raise unknown("choice", models, MODELS, "--models")
         page = out or runs[0] / "report.html"
-        typer.echo(f"report: {report.write(runs, page, columns=chosen, against=against, models=kind)}")
+        say(f"report: {report.write(runs, page, columns=chosen, against=against, models=kind)}")

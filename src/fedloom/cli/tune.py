@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors
+from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors, say
 from fedloom.errors import RunStopped, Stop
 
 if TYPE_CHECKING:
@@ -52,16 +52,16 @@ def tune(
         except RunStopped as stop:
             if stop.reason is not Stop.INTERRUPTED:
                 raise
-            typer.echo(str(stop), err=True)
+            say(str(stop), err=True)
             raise typer.Exit(130) from None
     for f in found:
         if f.best is not None:
-            typer.echo(f"{f.study.method.label}: {f.best.setting}, validation {search.goal.metric} {f.best.value:.4f}")
+            say(f"{f.study.method.label}: {f.best.setting}, validation {search.goal.metric} {f.best.value:.4f}")
     for sentence in beyond(found):
-        typer.echo(f"warning: {sentence}", err=True)
-    typer.echo(f"report: {search.out / 'tuning.md'}\nnext:   fedloom run {search.out / 'tuned.toml'}")
+        say(f"warning: {sentence}", err=True)
+    say(f"report: {search.out / 'tuning.md'}\nnext:   fedloom run {search.out / 'tuned.toml'}")
 
 
 def _tell(label: str, trial: Trial) -> None:
     end = trial.reason if trial.value is None else f"{trial.value:.4f}"
-    typer.echo(f"{label}, trial {trial.number}: {trial.setting}: {trial.state}, {end}")
+    say(f"{label}, trial {trial.number}: {trial.setting}: {trial.state}, {end}")

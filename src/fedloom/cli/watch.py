@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.cli._app import app, errors
+from fedloom.cli._app import app, errors, say
 from fedloom.errors import ConfigError, FedloomError, RunDirError
 
 HOST = "127.0.0.1"
@@ -49,11 +49,11 @@ def watch(
             server = ThreadingHTTPServer((HOST, port), handler(page))
         except OSError as error:
             raise ConfigError(f"port {port} cannot be used ({error.strerror}); give another --port, or 0") from None
-        typer.echo(f"report: http://{HOST}:{server.server_port}/ (Ctrl-C ends)")
+        say(f"report: http://{HOST}:{server.server_port}/ (Ctrl-C ends)")
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            typer.echo("")
+            say("")
         finally:
             server.server_close()
             page.close()

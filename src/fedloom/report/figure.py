@@ -24,6 +24,9 @@ SINGLE = {"filter": "datum.seed != null"}
 KNOWN = {"filter": "isValid(datum.low)"}
 """Rows of charts are means over seeds, with an interval or beside single seeds where these are few."""
 
+NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that no document of XML 1.0 may have."""
+
 Rows = list[dict[str, Any]]
 Spec = dict[str, Any]
 
@@ -67,12 +70,22 @@ class Figure:
         """The chart as an SVG in the light look."""
         import vl_convert  # slow to import, needed where charts are written as files
 
-        svg: str = vl_convert.vegalite_to_svg({**self.spec(), "config": theme(dark=False, font=WIDE)})
+        spec = {**self.spec(), "config": theme(dark=False, font=WIDE)}
+        svg: str = vl_convert.vegalite_to_svg(_drawable(spec))
         return svg
 
     def columns(self, name: str) -> list[str]:
         """Columns of a data set."""
         return list(dict.fromkeys(key for row in self.data[name] for key in row))
+
+
+def _drawable(value: Any) -> Any:
+    """A specification whose texts XML can hold; the library ends the process at others."""
+    if isinstance(value, str):
+        return NOT_XML.sub("\ufffd", value)
+    if isinstance(value, dict):
+        return {_drawable(key): _drawable(inner) for key, inner in value.items()}
+    return [_drawable(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def chart(*layers: Spec, **more: Any) -> Spec:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from html import escape
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 
+from pyarrow import ArrowException
+
 from fedloom.cache import find, keep
-from fedloom.errors import ConfigError, explained
+from fedloom.errors import ConfigError, FedloomError, RunDirError, explained
 from fedloom.report import overview
 from fedloom.report.clients import clients
 from fedloom.report.comparison.contenders import Models, contenders
 from fedloom.report.comparison.criteria import Marks, marks, tasks
 from fedloom.report.comparison.pairs import Pair, pairs, pairs_csv, pairs_html, pairs_latex
+from fedloom.report.csv_files import csv_of
 from fedloom.report.curves import curves, robustness
 from fedloom.report.figure import Figure, Rows, theme
 from fedloom.report.inspection import inspection
@@ -29,7 +30,7 @@ from fedloom.report.partition import clusters, skew_table, splits
 from fedloom.report.reading import Run, read_runs
 from fedloom.report.settings import settings
 from fedloom.report.sites import SITES, privacy_tables, site_tables
-from fedloom.report.tables import csv_text, inert, latex, printed
+from fedloom.report.tables import csv_text, latex, printed
 from fedloom.report.tradeoffs import costs, tradeoffs
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -113,15 +114,19 @@ def write(
         ConfigError: ``out`` does not end in ``.html``, or there is no such column or method.
         CheckpointError: the disk is full or refuses; the runs are as they were.
     """
+    beside = out.with_suffix("")
+    for path in (out, beside):
+        if path.is_symlink():
+            raise ConfigError(f"{path} is a link, through which a report would overwrite other files; remove the link")
     if out.suffix.lower() not in (".html", ".htm") or out.is_dir():
         raise ConfigError(f"a report is one HTML file, got {out}; give a name such as {out.with_suffix('.html')}")
-    runs = read_runs(run_dirs)
-    rows = rows_of(runs)
-    shown = figures(runs, rows)
-    tex = results_latex(runs, rows, columns, models)
-    compared = pairs(runs, rows, against, models)
-    text = page(runs, rows, shown, tex, compared)
-    beside = out.with_suffix("")
+    with _recorded(run_dirs):
+        runs = read_runs(run_dirs)
+        rows = rows_of(runs)
+        shown = figures(runs, rows)
+        tex = results_latex(runs, rows, columns, models)
+        compared = pairs(runs, rows, against, models)
+        text = page(runs, rows, shown, tex, compared)
     with _explained(beside):
         beside.mkdir(parents=True, exist_ok=True)
     _replace(beside / "results.csv", csv_text(rows))
@@ -134,6 +139,29 @@ def write(
         _replace(beside / f"{figure.id}.csv", _data_csv(figure))
     _replace(out, text)
     return out
+
+
+@contextmanager
+def _recorded(run_dirs: Sequence[Path]) -> Iterator[None]:
+    """Say of files that are readable one by one, but make no results together, that they do not."""
+    try:
+        yield
+    except FedloomError:
+        raise
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        ArrowException,
+    ) as error:
+        where = ", ".join(map(str, run_dirs))
+        raise RunDirError(
+            f"{where}: what the files record does not fit together ({type(error).__name__}: {error!s:.200}); run the "
+            "experiment again to write them anew"
+        ) from error
 
 
 def results_latex(
@@ -169,11 +197,7 @@ def figures(runs: list[Run], rows: list[Row]) -> list[Figure]:
 
 def _data_csv(figure: Figure) -> str:
     columns = [name for name in figure.columns(figure.table) if name not in HIDDEN]
-    text = io.StringIO()
-    table = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
-    table.writeheader()
-    table.writerows({name: inert(cell) for name, cell in row.items()} for row in figure.data[figure.table])
-    return text.getvalue()
+    return csv_of(columns, figure.data[figure.table])
 
 
 def _replace(path: Path, text: str) -> None:
@@ -181,6 +205,8 @@ def _replace(path: Path, text: str) -> None:
     draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with _explained(path):
         try:
+            draft.unlink(missing_ok=True)
+            draft.touch(exist_ok=False)  # a file of its own, not a link to another
             draft.write_text(text, encoding="utf-8")
             os.replace(draft, path)
         except OSError:

@@ -7,14 +7,14 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedloom.errors import RunDirError
 from fedloom.metrics import declare
@@ -23,6 +23,14 @@ Numbers = NDArray[np.float64]
 Integers = NDArray[np.int64]
 FEDERATION = -1
 """Client id of rows about the whole federation."""
+
+MOST_CLIENTS = 2**31
+"""Clients are numbered below this."""
+TABLES = (
+    "data", "partition", "model", "attack", "augment", "evaluate", "local", "sampler", "weigher", "aggregator",
+    "channel", "engine", "task", "tune", "resolved",
+)  # fmt: skip
+"""Tables of an experiment file."""
 
 _TEXT, _INTEGER = ("method", "model", "part", "metric"), ("seed", "round", "client")
 _KINDS = {
@@ -61,21 +69,26 @@ class _Lenient(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""A number that a column of a table can hold."""
+Client = Annotated[int, Field(ge=0, lt=MOST_CLIENTS)]
+
+
 class Record(_Lenient):
     """One method with one seed; ``diverged`` is the round by which it had, if it went on to its end."""
 
     method: str
     algorithm: str = ""
-    seed: int
+    seed: Whole
     status: Literal["done", "diverged", "interrupted", "failed"]
     reason: str = ""
-    rounds: int = 0
-    diverged: int | None = None
+    rounds: Whole = 0
+    diverged: Whole | None = None
     oracle: str | None = None
-    chunk: int | None = None
+    chunk: Whole | None = None
     device: str | None = None
-    parameters: int | None = None
-    attackers: tuple[int, ...] = ()
+    parameters: Whole | None = None
+    attackers: tuple[Client, ...] = ()
 
     @property
     def lost(self) -> bool:
@@ -86,7 +99,7 @@ class Record(_Lenient):
 class Rejection(_Lenient):
     """Replies of a site that failed one step of the server's check, and the newest sentence on it."""
 
-    count: int = 0
+    count: Whole = 0
     reason: str = ""
 
 
@@ -94,8 +107,8 @@ class Site(_Lenient):
     """How a site of a deployment did: rounds that it took part in or missed, and its last accepted reply."""
 
     here: bool = True
-    accepted: int = 0
-    missed: int = 0
+    accepted: Whole = 0
+    missed: Whole = 0
     last_reply: str | None = None
     rejected: dict[str, Rejection] = {}
 
@@ -225,10 +238,7 @@ def _read(path: Path, label: str) -> Run:
     if not (path / "metrics.parquet").is_file():
         raise RunDirError(f"{path} has no metrics.parquet yet; run the experiment until its first method has a result")
     settings = _text(path / "experiment.toml")
-    try:
-        tomllib.loads(settings)
-    except tomllib.TOMLDecodeError as error:
-        raise RunDirError(f"{path / 'experiment.toml'} is damaged: {error}") from error
+    _check_settings(path / "experiment.toml", settings)
     table = read_table(path / "metrics.parquet", (*_TEXT, *_INTEGER, "value"), coded=True)
     series: dict[Key, Points] = {}
     totals: dict[Key, Points] = {}
@@ -239,14 +249,42 @@ def _read(path: Path, label: str) -> Run:
                 found[key] = points if rows.all() else points.at(rows)
     summary, seconds = _summary(path / "summary.json"), _seconds(path / "timings.parquet")
     declare(summary.metrics)
-    return Run(path, label, settings, summary, *_partitions(path / "partition.parquet"), series, totals, seconds)
+    partitions, names = _partitions(path / "partition.parquet")
+    most = max((int(points.client.max()) for points in series.values()), default=FEDERATION)
+    if most >= (len(names) or MOST_CLIENTS):
+        raise RunDirError(
+            f"{path / 'metrics.parquet'}: client {most} is not one of the {len(names)} of partition.parquet"
+        )
+    if any(int(points.client.min()) < FEDERATION for points in series.values()):
+        raise RunDirError(f"{path / 'metrics.parquet'}: a client has a number below 0")
+    return Run(path, label, settings, summary, partitions, names, series, totals, seconds)
 
 
 def _text(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise RunDirError(f"{path} is no regular file; remove it")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RunDirError(f"{path} cannot be read: {error}") from error
+
+
+def _check_settings(path: Path, settings: str) -> None:
+    """Refuse what is no document of settings: every key a plain value or a table, as `fedloom run` writes them."""
+    try:
+        document = tomllib.loads(settings)
+    except RecursionError as error:
+        raise RunDirError(f"{path} is damaged: nested too deeply") from error
+    except ValueError as error:
+        raise RunDirError(f"{path} is damaged: {error}") from error
+    for name in TABLES:
+        if not isinstance(document.get(name, {}), dict):
+            raise RunDirError(f"{path} is damaged: [{name}] must be a table")
+    if not isinstance(document.get("resolved", {}).get("versions", {}), dict):
+        raise RunDirError(f"{path} is damaged: [resolved] versions must be a table")
+    methods = document.get("method", [])
+    if not isinstance(methods, list) or not all(isinstance(method, dict) for method in methods):
+        raise RunDirError(f"{path} is damaged: [[method]] must be a list of tables")
 
 
 def _summary(path: Path) -> Summary:
@@ -254,13 +292,17 @@ def _summary(path: Path) -> Summary:
     if not path.exists():
         return Summary()
     try:
-        return Summary.model_validate(json.loads(_text(path)))
-    except json.JSONDecodeError as error:
-        raise RunDirError(f"{path} is damaged: {error}") from error
+        document = json.loads(_text(path))
+        json.dumps(document, ensure_ascii=False).encode()  # refuses halves of characters
+        return Summary.model_validate(document)
+    except RecursionError as error:
+        raise RunDirError(f"{path} is damaged: nested too deeply") from error
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise RunDirError(f"{path}: {place}: {first['msg']}, got {str(first['input'])[:60]}") from error
+    except ValueError as error:
+        raise RunDirError(f"{path} is damaged: {error}") from error
 
 
 def _seconds(path: Path) -> dict[tuple[str, int], Points]:
@@ -282,6 +324,8 @@ def _partitions(path: Path) -> tuple[dict[int, Partition], list[str]]:
     found, names = {}, []
     for value in dict.fromkeys(seed.tolist()):
         own = table.filter(pc.equal(table["seed"], value)).sort_by("client")
+        if own["client"].to_pylist() != list(range(len(own))):
+            raise RunDirError(f"{path}: seed {value}: clients must be numbered from 0 to {len(own) - 1}, each once")
         flat = own["counts"].combine_chunks().flatten().to_numpy()
         if len(flat) % len(own) or (pc.count_distinct(pc.list_value_length(own["counts"])).as_py() or 1) > 1:
             raise RunDirError(f"{path}: column 'counts': every client needs one count per class")
@@ -300,10 +344,21 @@ def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False) -> pa
     Raises:
         RunDirError: the file is damaged, or lacks one of them.
     """
+    if path.exists() and not path.is_file():
+        raise RunDirError(f"{path} is no regular file; remove it")
     try:
-        known = pq.read_schema(path).names
+        schema = pq.read_schema(path)
+        known = schema.names
+        if twice := [name for name in names if known.count(name) > 1]:
+            raise RunDirError(f"{path} is damaged: two columns are named {twice[0]!r}")
+        for name in names:
+            if name in known and pa.types.is_nested(schema.field(name).type) != (name == "counts"):
+                raise RunDirError(
+                    f"{path}: column {name!r} is {schema.field(name).type}; it was not written by fedloom"
+                )
         with pq.ParquetFile(path, read_dictionary=[n for n in known if coded and n in _TEXT]) as file:
             table = file.read(columns=[n for n in names if n in known])
+        table.validate(full=True)
     except (OSError, pa.ArrowException) as error:
         raise RunDirError(f"{path} is damaged: {error}") from error
     missing = [name for name in names if name not in known]

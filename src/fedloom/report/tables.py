@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +15,7 @@ import pyarrow as pa
 from fedloom.errors import ConfigError
 from fedloom.metrics import leading
 from fedloom.report.comparison.criteria import Marks
+from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import COSTS, METRICS, TOTALS, figure, titled
 from fedloom.report.numbers import WORK, Estimate, Row, rows_of
 from fedloom.report.reading import read_runs
@@ -84,28 +83,7 @@ def _number(value: float) -> float | None:
 def csv_text(rows: list[Row]) -> str:
     """`arrow` as CSV; empty cells where nothing is known."""
     table = arrow(rows)
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(map(inert, table.column_names))
-    writer.writerows(["" if cell is None else inert(cell) for cell in row.values()] for row in table.to_pylist())
-    return out.getvalue()
-
-
-def inert(cell: T) -> T | str:
-    """A cell of a CSV file; text that a spreadsheet would compute gets an apostrophe before it, as OWASP advises.
-
-    Numbers have up to 12 digits.
-
-    >>> inert("=1+1"), inert("fedavg"), inert(-1.5), inert(1 / 3), inert(7856937935508588.0)
-    ("'=1+1", 'fedavg', -1.5, 0.333333333333, '7.85693793551e+15')
-    """
-    if isinstance(cell, float) and math.isfinite(cell):
-        text = f"{cell:.12g}"
-        return text if "e+" in text else float(text)  # type: ignore[return-value]
-    if not isinstance(cell, str):
-        return cell
-    mark = "'" if cell.startswith(("=", "+", "-", "@", "\t", "\r")) else ""
-    return mark + cell.replace("\r", " ")  # which the csv module does not quote, though readers end a row there
+    return csv_of(table.column_names, table.to_pylist())
 
 
 def columns_of(rows: list[Row]) -> dict[str, str]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fedloom.experiment.tuning import Dimension, Range, Tune
+from fedloom.report.csv_files import csv_of
 from fedloom.report.figure import Figure, mark, number, panels
 from fedloom.report.figure import chart as parts
 from fedloom.report.naming import metric as named
 from fedloom.report.naming import titled
-from fedloom.report.tables import inert
 from fedloom.storage.files import write_atomic
 from fedloom.tune.search import ALL, Found, beyond, defaults
 from fedloom.tune.trial import Goal, Trial
@@ -28,18 +26,15 @@ def write_report(out: Path, name: str, tune: Tune, goal: Goal, found: Sequence[F
 
 def _csv(found: Sequence[Found]) -> str:
     keys = sorted({key for f in found for key in f.study.space})
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
-    table.writerow(
-        ["method", "trial", "state", "value", *map(inert, keys), "rounds", "samples_backward", "chosen", "reason"]
-    )
+    rows: list[list[object]] = []
     for f in found:
         for t in f.trials:
             values = [t.params.get(key, "") for key in keys]
             chosen = f.best is not None and t.number == f.best.number
             row = [f.study.method.label, t.number, t.state, "" if t.value is None else t.value, *values]
-            table.writerow(map(inert, [*row, t.rounds, t.samples_backward, int(chosen), t.reason]))
-    return text.getvalue()
+            rows.append([*row, t.rounds, t.samples_backward, int(chosen), t.reason])
+    columns = ["method", "trial", "state", "value", *keys, "rounds", "samples_backward", "chosen", "reason"]
+    return csv_of(columns, rows)
 
 
 def _page(name: str, tune: Tune, goal: Goal, found: Sequence[Found], *, tuned: bool) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedloom.cli import _complete as offer
-from fedloom.cli._app import DataDir, app, errors
+from fedloom.cli._app import DataDir, app, errors, say
 from fedloom_studies.cli._complete import setups as setup_names
 from fedloom_studies.cli.reproduce import seconds
 
@@ -73,7 +73,7 @@ def map_command(
             make_folder(beside)
             for file, content in pages(every, known):
                 write_atomic(beside / file if file else page, content)
-            typer.echo(f"page: {page}")
+            say(f"page: {page}")
             return
         own = space_from(space, methods[0]) if space is not None else {}
         for name in methods:
@@ -84,12 +84,12 @@ def map_command(
             return
         time = Budget(None if budget is None else seconds(budget))
         ended = measure_all(
-            todo, known, recorded, out / scale, data_dir, time, counted, lambda line: typer.echo(line, err=True),
+            todo, known, recorded, out / scale, data_dir, time, counted, lambda line: say(line, err=True),
             again=again,
         )  # fmt: skip
         if methods:
             now = read(recorded)
             print_rows(standing_table([judge(one, now) for one in wanted], methods))
         if not ended:
-            typer.echo("stopped: the same command goes on from here", err=True)
+            say("stopped: the same command goes on from here", err=True)
             raise typer.Exit(130)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedloom.cli import _complete as offer
-from fedloom.cli._app import DataDir, app, errors
+from fedloom.cli._app import DataDir, app, errors, say
 from fedloom.errors import ConfigError
 from fedloom_studies.cli._complete import recipes as recipe_names
 
@@ -74,12 +74,12 @@ def reproduce(
             make_folder(beside)
             for file, text in pages(recipes(), recorded):
                 write_atomic(beside / file if file else page, text.encode())
-            typer.echo(f"page: {page}")
+            say(f"page: {page}")
             return
         if estimate:
             from fedloom_studies.reproduce.estimate import keep
 
-            typer.echo(f"estimates: {keep(recipes(), recorded, data_dir)}")
+            say(f"estimates: {keep(recipes(), recorded, data_dir)}")
             return
         if verify:
             if name is None:
@@ -98,7 +98,7 @@ def reproduce(
                 return _run(one, how_much, out, recorded, data_dir, workers, count, only or [], time, all_)
 
             if time.left <= 0 or not run_with(given) or (decide and not _decided(one, how_much, recorded, run_with)):
-                typer.echo(f"stopped at {one.name}: the same command goes on from here", err=True)
+                say(f"stopped at {one.name}: the same command goes on from here", err=True)
                 raise typer.Exit(130)
 
 
@@ -117,9 +117,9 @@ def _run(
     if several and known is not None and known.complete and known.protocol == recipe.protocol(scale):
         return True
     if several and scale == "laptop" and recipe.budget(scale) is None:
-        typer.echo(f"{recipe.name}: no laptop scale; left out")
+        say(f"{recipe.name}: no laptop scale; left out")
         return True
-    typer.echo(f"{recipe.name}: {recipe.paper.title} ({recipe.says(scale)})")
+    say(f"{recipe.name}: {recipe.paper.title} ({recipe.says(scale)})")
     try:
         done = run(
             recipe, scale, out / recipe.name / scale, results=results, data_dir=data_dir, seeds=seeds, only=only,
@@ -128,7 +128,7 @@ def _run(
     except DataError as error:
         if not several:
             raise
-        typer.echo(f"{recipe.name}: data missing: {error}", err=True)
+        say(f"{recipe.name}: data missing: {error}", err=True)
         return True
     if done is not None:
         print_verdicts(recipe, done)
@@ -172,7 +172,7 @@ def _verify(
     equal = sum(d.size == 0 for d in found)
     word = "equal" if equal == len(found) else "within numerical noise" if worst.size <= NOISE else "not equal"
     code = f", commit {known.commit}" if known.commit else ""
-    typer.echo(
+    say(
         f"{recipe.name}, seed {known.seeds[0]}: {word}: {equal} of {len(found)} values equal, the largest relative "
         f"difference {worst.size:.2g} ({worst.reference}: {worst.was} then, {worst.now} now; noise is up to {NOISE:g})."
         f" Then: {known.date}{code}, torch {known.versions['torch']}, {known.machine}"

@@ -7,13 +7,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import pyarrow as pa
-import pyarrow.csv as pc
 import pyarrow.parquet as pq
 
 from fedloom.algorithms import REGISTRY
 from fedloom.report.comparison.family import LEVEL, Comparison
+from fedloom.report.csv_files import csv_of_table
 from fedloom.report.numbers import ENOUGH, Estimate
-from fedloom.report.tables import inert
 from fedloom_studies.map.judge import Judged, Overall, Standing, judge, overall
 from fedloom_studies.map.pictures import SIGNS, ladder, overview
 from fedloom_studies.map.records import NOT_RUN, Record, stale
@@ -85,11 +84,10 @@ def pages(setups: Mapping[str, Setup], records: Mapping[tuple[str, str], Record]
             level = {s.method for s in j.standings if s.level}
             picture = ladder(names, [m for m, _ in percent], [h for _, h in percent], title, level=level)
             yield f"{j.setup.name}.svg", picture.encode()
-    table, parquet, text = tabled(judged), io.BytesIO(), io.BytesIO()
+    table, parquet = tabled(judged), io.BytesIO()
     pq.write_table(table, parquet, compression="zstd")
-    pc.write_csv(table, text)
     yield "map.parquet", parquet.getvalue()
-    yield "map.csv", text.getvalue()
+    yield "map.csv", csv_of_table(table)
 
 
 def _overview(judged: Sequence[Judged], together: Overall | None, methods: Sequence[str]) -> str:
@@ -289,7 +287,7 @@ def tabled(judged: Iterable[Judged]) -> pa.Table:
         for record in j.records.values():
             s = j.of(record.method)
             cell = {
-                "setup": record.setup, "method": inert(record.method), "status": record.status, "reason": record.reason,
+                "setup": record.setup, "method": record.method, "status": record.status, "reason": record.reason,
                 "stale": stale(Cell(j.setup, record.method, record.space), record), "metric": record.metric,
                 "model": record.model, "chosen": _settings(record), "trials": len(record.trials), "date": record.date,
                 "minutes": record.minutes, "commit": record.commit, "machine": record.machine,

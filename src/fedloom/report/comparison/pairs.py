@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Sequence
 from html import escape
@@ -13,10 +11,11 @@ from fedloom.errors import unknown
 from fedloom.report.comparison.contenders import Models, contenders, distinct, reference
 from fedloom.report.comparison.criteria import tasks
 from fedloom.report.comparison.family import Comparison, differences, family
+from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import figure, titled
 from fedloom.report.numbers import Row, leading_metric
 from fedloom.report.reading import Run
-from fedloom.report.tables import DASH, cell, inert, marked, rounded_pair, scrolling, tex
+from fedloom.report.tables import DASH, cell, marked, rounded_pair, scrolling, tex
 
 HEADS = ("Method", "Model", "Mean", "Difference", "p", "Holm p", "Verdict")
 
@@ -105,13 +104,8 @@ def _family(shown: list[Row], base: Row, lead: str) -> list[Pair]:
 
 def pairs_csv(found: Sequence[Pair]) -> str:
     """The pairs as CSV; empty cells where nothing is known."""
-    text = io.StringIO()
-    table = csv.writer(text, lineterminator="\n")
     records = [pair.record() for pair in found]
-    if records:
-        table.writerow(records[0])
-    table.writerows(["" if value is None else inert(value) for value in record.values()] for record in records)
-    return text.getvalue()
+    return csv_of(list(records[0]), records) if records else ""
 
 
 def pairs_latex(found: Sequence[Pair], caption: str) -> str:

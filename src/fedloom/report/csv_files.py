@@ -1,0 +1,54 @@
+"""Write every CSV file: the one place where cells become text, and none of them a formula of a spreadsheet."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import pyarrow as pa
+from pyarrow import csv as arrow_csv
+
+T = TypeVar("T")
+
+
+def inert(cell: T) -> T | str:
+    """A cell of a CSV file; text that a spreadsheet would compute gets an apostrophe before it, as OWASP advises.
+
+    Numbers have up to 12 digits.
+
+    >>> inert("=1+1"), inert("fedavg"), inert(-1.5), inert(1 / 3), inert(7856937935508588.0)
+    ("'=1+1", 'fedavg', -1.5, 0.333333333333, '7.85693793551e+15')
+    """
+    if isinstance(cell, float) and math.isfinite(cell):
+        text = f"{cell:.12g}"
+        return text if "e+" in text else float(text)  # type: ignore[return-value]
+    if not isinstance(cell, str):
+        return cell
+    mark = "'" if cell.startswith(("=", "+", "-", "@", "\t", "\r")) else ""
+    return mark + cell.replace("\r", " ")  # which the csv module does not quote, though readers end a row there
+
+
+def csv_of(columns: Sequence[str], rows: Iterable[Sequence[object] | Mapping[str, object]]) -> str:
+    """A header and rows as CSV, every cell inert; cells without a value are empty."""
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(map(inert, columns))
+    for row in rows:
+        cells = [row.get(column) for column in columns] if isinstance(row, Mapping) else row
+        table.writerow(["" if cell is None else inert(cell) for cell in cells])
+    return text.getvalue()
+
+
+def csv_of_table(table: pa.Table) -> bytes:
+    """An Arrow table as CSV, its names and texts inert and its numbers in full."""
+    names = [str(inert(name)) for name in table.column_names]
+    columns = [
+        pa.array(map(inert, column.to_pylist()), pa.string()) if pa.types.is_string(column.type) else column
+        for column in table.columns
+    ]
+    out = io.BytesIO()
+    arrow_csv.write_csv(pa.table(columns, names=names), out, arrow_csv.WriteOptions(quoting_style="needed"))
+    return out.getvalue()
