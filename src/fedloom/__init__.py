@@ -16,6 +16,7 @@ from fedloom.version import __version__
 
 if TYPE_CHECKING:
     from fedloom import algorithms as algorithms
+    from fedloom import callbacks as callbacks
     from fedloom import errors as errors
     from fedloom import experiment as experiment
     from fedloom import models as models
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from fedloom.data.dataset import Dataset as Dataset
     from fedloom.data.federation import Federation as Federation
     from fedloom.data.sources import load as load
-    from fedloom.engine import callbacks as callbacks
     from fedloom.engine.setting import Engine as Engine
     from fedloom.engine.setting import Evaluate as Evaluate
     from fedloom.engine.setting import Setting as Setting
@@ -55,7 +55,7 @@ _WHERE = {
     "aggregate": "fedloom.rows.aggregate",
     "algorithms": "fedloom.algorithms",
     "attacks": "fedloom.rows.attacks",
-    "callbacks": "fedloom.engine.callbacks",
+    "callbacks": "fedloom.callbacks",
     "channel": "fedloom.rows.channel",
     "compare": "fedloom.comparison.compare:compare",
     "errors": "fedloom.errors",

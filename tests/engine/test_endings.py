@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import fedloom as fl
 from fedloom.cli import app
 from fedloom.data.federation import Federation
+from fedloom.engine import setup
 from fedloom.engine.records import EVALUATIONS, FACTOR, Divergence, Record, Records
 from fedloom.engine.result import Result
 from fedloom.engine.round import run_round
@@ -260,6 +261,18 @@ def test_attackers_keep_no_state_of_an_optimiser_whose_steps_they_do_not_report(
     kept = found.job.optimizer.read(torch.arange(4))[0]
     assert not bool(kept[found.job.malicious].any())
     assert bool(kept[~found.job.malicious].any(1).all())
+
+
+def test_a_check_has_the_notes_of_the_job_and_makes_no_room_for_clients(
+    fed: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = fl.Setting.of("scaffold", model="softmax", weigher={"kind": "uniform"}, attack={"kind": "gaussian"})
+    job, _ = make_job(setting, fed)
+    monkeypatch.setattr(setup, "Store", None)
+    assert setup.check(setting, fed) == job.notes
+    assert job.notes
+    with pytest.raises(ConfigError, match="momentum"):
+        setup.check(setting.with_(local=fl.LocalSGD(momentum=0.9)), fed)
 
 
 # --- times

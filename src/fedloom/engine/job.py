@@ -26,27 +26,21 @@ from fedloom.seeds import generator
 from fedloom.storage.store import Store
 
 
-@dataclass(frozen=True)
-class Job:
-    """A run, ready to be computed.
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What a run computes: its choices, data and local problems, without any state.
 
     Attributes:
-        setting: what a user chose, presets resolved.
+        setting: the choices of a user, presets resolved.
         oracle: the local problems.
         fed: the data that clients train on.
         eval_fed: the data that models are evaluated on; `fed`, unless the clients were pooled.
         attackers: ``[b]`` ids of the attackers.
         alpha: ``[n, 1]`` the clients' shares of the objective.
-        workers: processes forked from this one.
-        ranks: processes that go through the run together.
         chunk: most clients of a chunk.
-        clients: state rows of the clients.
-        kept: rows that the server keeps of every client.
-        residue: what the channel has not sent yet, of every client.
-        optimizer: states of every client's optimisers, where they are kept.
-        memory: how these states are written; None: they start anew in every round.
-        notes: what the method warns of.
-        replay: what is given in place of the run's own draws.
+        memory: the form of the states of the clients' optimisers; None: they start anew in every round.
+        notes: sentences on what is known before the first round.
+        replay: what takes the place of the run's own draws.
     """
 
     setting: Setting
@@ -55,13 +49,7 @@ class Job:
     eval_fed: Federation
     attackers: Tensor
     alpha: Tensor
-    workers: int
-    ranks: Ranks
     chunk: int
-    clients: Store[Any]
-    kept: Store[Any]
-    residue: Store[Any]
-    optimizer: Store[Any]
     memory: Memory | None = None
     notes: tuple[str, ...] = ()
     replay: Replay = field(default_factory=Replay)
@@ -70,16 +58,6 @@ class Job:
     def algorithm(self) -> Algorithm:
         """The method."""
         return self.setting.method
-
-    @property
-    def stores(self) -> dict[str, Store[Any]]:
-        """Everything that is kept by client."""
-        return {"clients": self.clients, "kept": self.kept, "residue": self.residue, "optimizer": self.optimizer}
-
-    @cached_property
-    def locations(self) -> RowLocations:
-        """The machines that have the latest row of every client."""
-        return RowLocations(self.ranks, self.stores)
 
     @property
     def n(self) -> int:
@@ -189,6 +167,46 @@ class Job:
         given = self.replay.projection
         return Ctx(round, self.n, len(ids), ids, layout, self.alpha, sizes, groups, local, seed, rounds, given)
 
+    def mixed(self, ids: Tensor) -> Tensor:
+        """Clients whose kept rows the download of a cohort is mixed from."""
+        return self.everyone if self.algorithm.mixes_all else ids
+
+    @cached_property
+    def messages(self) -> Messages:
+        """How downloads and uploads are written."""
+        return Messages(self.algorithm, self.oracle.layout, self.oracle.device, self.setting.channel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Problem):
+    """A problem with room for the clients' state, and the processes that compute it.
+
+    Attributes:
+        workers: number of processes forked from this one.
+        ranks: processes that go through the run together.
+        clients: state rows of the clients.
+        kept: rows that the server keeps of every client.
+        residue: what the channel has not sent yet, of every client.
+        optimizer: states of every client's optimisers, where they are kept.
+    """
+
+    workers: int
+    ranks: Ranks
+    clients: Store[Any]
+    kept: Store[Any]
+    residue: Store[Any]
+    optimizer: Store[Any]
+
+    @property
+    def stores(self) -> dict[str, Store[Any]]:
+        """Everything that is kept by client."""
+        return {"clients": self.clients, "kept": self.kept, "residue": self.residue, "optimizer": self.optimizer}
+
+    @cached_property
+    def locations(self) -> RowLocations:
+        """The machines that have the latest row of every client."""
+        return RowLocations(self.ranks, self.stores)
+
     def work(self, round: int, ids: Tensor, trains: bool = False) -> Work:
         """The local problems of clients in a round; where they train, with the batches that the run replays.
 
@@ -211,18 +229,9 @@ class Job:
             memory=memory,
         )
 
-    def mixed(self, ids: Tensor) -> Tensor:
-        """Clients whose kept rows the download of a cohort is mixed from."""
-        return self.everyone if self.algorithm.mixes_all else ids
-
     def down(self, server: Any, round: int, ids: Tensor | None = None) -> Any:
         """The download of a cohort; all clients when None."""
         ctx = self.ctx(round, ids)
         kept = self.kept.read(self.mixed(ctx.ids)) if self.algorithm.mixes else None
         with blamed("method", self.algorithm, f"round {round}"):
             return self.algorithm.down(server, kept, ctx)
-
-    @cached_property
-    def messages(self) -> Messages:
-        """How downloads and uploads are written."""
-        return Messages(self.algorithm, self.oracle.layout, self.oracle.device, self.setting.channel)

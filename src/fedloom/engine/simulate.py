@@ -39,7 +39,7 @@ BACKWARD = COUNTS.index("samples_backward")
 """Place of the samples whose gradient was taken in the totals of a state."""
 
 Progress = Callable[[State], object]
-"""Called after every round, with the state after it; a sentence ends the run (`fedloom.engine.callbacks`)."""
+"""Called after every round, with the state after it; a sentence ends the run (`fedloom.callbacks`)."""
 
 
 def simulate(

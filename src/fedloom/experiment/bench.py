@@ -14,7 +14,7 @@ import torch
 from fedloom.choose import Uniform
 from fedloom.data.federation import Federation, Split
 from fedloom.engine.setting import Setting
-from fedloom.engine.setup import make_job
+from fedloom.engine.setup import check, make_job
 from fedloom.engine.simulate import measure_rounds, simulate
 from fedloom.engine.state import State
 from fedloom.errors import Refused
@@ -139,7 +139,7 @@ class Bench:
 
     def _can(self, method: Method, oracle: str, *, named: bool) -> bool:
         try:
-            make_job(self._setting(method, oracle, 1), self.federation)
+            check(self._setting(method, oracle, 1), self.federation)
         except Refused:
             if named:
                 raise

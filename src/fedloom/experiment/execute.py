@@ -13,7 +13,7 @@ from fedloom import report
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
-from fedloom.engine.setup import make_job
+from fedloom.engine.setup import check
 from fedloom.engine.simulate import Progress, simulate
 from fedloom.errors import CodeError, DamagedCheckpoint, LayoutError, RunDirError
 from fedloom.experiment.events import PAUSE, Emitter, Event, Line, Listener
@@ -81,7 +81,7 @@ class Plan:
         for fed in self.federations.values():
             check_inspection(experiment.common.evaluate, fed)
         fed = self.federations[experiment.head.seeds[0]]
-        self.notes = {m.label: make_job(m.setting, fed)[0].notes for m in experiment.methods}
+        self.notes = {m.label: check(m.setting, fed) for m in experiment.methods}
         if ranks.rank == 0 and not dry:
             make_folder(out)
 

@@ -18,10 +18,10 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from pydantic import Field
 
 from fedloom.data.federation import Federation, Split
-from fedloom.engine.job import Job
+from fedloom.engine.job import Problem
 from fedloom.engine.records import Records
 from fedloom.engine.setting import Evaluate, Setting
-from fedloom.engine.setup import make_job
+from fedloom.engine.setup import make_problem
 from fedloom.engine.simulate import Progress, simulate
 from fedloom.engine.state import State
 from fedloom.errors import CodeError, ConfigError, FedloomError, InvalidValue, RunDirError, RunStopped, Stop
@@ -206,15 +206,15 @@ def judged_models(
     Raises:
         ConfigError: the method has no such model, or the task no such metric; or the run cannot work.
     """
-    job, server = make_job(setting, fed)
-    there = ["global"] if job.algorithm.global_model(server) is not None else []
-    there += ["personal"] if job.has_personal else []
+    problem, start = make_problem(setting, fed)
+    there = ["global"] if problem.algorithm.global_model(start.server) is not None else []
+    there += ["personal"] if problem.has_personal else []
     choices = {"mean": tuple(there), "auto": tuple(there[-1:])}
     there += ["hybrid"] if len(there) == 2 else []
     models = (choices | {"used": tuple(there[-1:])}).get(wanted, (wanted,))
     if not models or not set(models) <= set(there):
         raise ConfigError(f"[tune] model is {wanted!r}, but {label} has: {', '.join(there)}; use model = 'auto'")
-    names = _defined(job)
+    names = _defined(problem)
     found = leading(names, "settings") if metric is None else metric
     if found not in names:
         allowed = ", ".join([*(n for n in METRICS if n in names), *sorted(names - {*METRICS})])
@@ -222,11 +222,11 @@ def judged_models(
     return models, found, facts(found).higher
 
 
-def _defined(job: Job) -> set[str]:
+def _defined(problem: Problem) -> set[str]:
     """Metrics that some client's validation part defines: AUROC needs both classes."""
-    fed, task = job.eval_fed, job.oracle.task
+    fed, task = problem.eval_fed, problem.oracle.task
     owner, y = fed.owner(PART), fed.targets(fed.parts[PART].index)
-    found = task.metrics(torch.zeros(len(y), task.outputs, dtype=job.oracle.dtype), y, owner, fed.n)
+    found = task.metrics(torch.zeros(len(y), task.outputs, dtype=problem.oracle.dtype), y, owner, fed.n)
     return {name for name, values in found.items() if name == "loss" or bool(values.isfinite().any())}
 
 

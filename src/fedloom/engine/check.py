@@ -1,0 +1,213 @@
+"""Refusals and notes: what does not work together, and what is given and changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedloom.algorithms import Algorithm, primary_field, upload_fields
+from fedloom.choose import Sampler, SamplesWeigher, SharesWeigher, UniformWeigher, Weigher
+from fedloom.engine.setting import Setting
+from fedloom.errors import Refused
+from fedloom.local import Ctx, LocalSGD
+from fedloom.local.oracles import Network
+from fedloom.rows.aggregate import Aggregator
+from fedloom.rows.attacks import Forgery
+from fedloom.rows.channel import Channel
+
+
+def check_width(method: Algorithm, upload: Any, weigher: Weigher, sampler: Sampler, d: int) -> None:
+    """Refuse plug-ins that look at models if what the method uploads is not one.
+
+    Raises:
+        Refused: the sentence says why.
+    """
+    if not upload or getattr(upload, primary_field(type(method))).shape[1] == d:
+        return
+    for what, value, looks in (("weigher", weigher, weigher.probes), ("sampler", sampler, sampler.learns)):
+        if looks:
+            name = type(method).__name__
+            raise Refused(f"{what} {value.kind!r} looks at clients' models, but {name} uploads something smaller")
+
+
+def check_together(
+    algorithm: Algorithm,
+    local: LocalSGD,
+    weigher: Weigher,
+    aggregator: Aggregator | None = None,
+    channel: Channel | None = None,
+) -> None:
+    """Refuse combinations that make no sense; which do follows from the kinds of the upload's fields.
+
+    Raises:
+        Refused: the sentence says why.
+    """
+    name = type(algorithm).__name__
+    kinds = upload_fields(type(algorithm)).values()
+    if algorithm.plain_sgd and local.momentum:
+        raise Refused(f"{name} cannot take momentum: {algorithm.plain_sgd}; set local.momentum = 0")
+    why = algorithm.plain_sgd or algorithm.needs_sgd
+    if why and local.optimizer != "sgd":
+        raise Refused(f"{name} cannot take optimizer {local.optimizer!r}: {why}; set local.optimizer = 'sgd'")
+    if algorithm.full_gradients and (local.momentum or local.clip is not None or local.optimizer != "sgd"):
+        raise Refused(
+            f"{algorithm.full_gradients} takes full gradients as they are; set local.momentum = 0 and "
+            "local.optimizer = 'sgd', and leave local.clip out"
+        )
+    if not isinstance(weigher, SharesWeigher | UniformWeigher) and not any(k.weighable for k in kinds):
+        if not kinds:
+            why = "it uploads nothing"
+        elif any(k.keeps for k in kinds):
+            why = "its server keeps every client's last upload"
+        else:
+            why = "its server adds uploads up over rounds"
+        cure = "leave the weigher out"
+        if isinstance(weigher, SamplesWeigher):
+            cure += "; weights = 'samples' weighs every method's clients by their samples"
+        raise Refused(f"weigher {weigher.kind!r} has nothing to act on in {name}: {why}; {cure}")
+    if weigher.signed and aggregator is not None and aggregator.weighted and not aggregator.linear:
+        raise Refused(
+            f"weigher {weigher.kind!r} without its floor gives negative weights, with which aggregator "
+            f"{_kind(aggregator)!r} has no meaning; keep the floor, or use aggregator 'mean'"
+        )
+    for what, value in (("aggregator", aggregator), ("channel", channel)):
+        if value is not None and not kinds:
+            raise Refused(f"{what} {_kind(value)!r} has nothing to act on in {name}: it uploads nothing; leave it out")
+    if aggregator is not None and not aggregator.linear:
+        if any(k.accumulates for k in kinds):
+            raise Refused(
+                f"aggregator {_kind(aggregator)!r} cannot be used with {name}: its server adds uploads up over rounds, "
+                "which is right for a mean only; use aggregator 'mean'"
+            )
+        if algorithm.mixes:
+            raise Refused(
+                f"aggregator {_kind(aggregator)!r} has nothing to act on in {name}: its server mixes single models for "
+                "every client; leave it out"
+            )
+    if channel is not None and channel.remembers and any(k.primary and k.base == "zero" for k in kinds):
+        raise Refused(
+            f"channel {_kind(channel)!r} compresses differences, but {name} uploads absolute values; use clip or noise"
+        )
+
+
+def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> None:
+    """Refuse a sampler that needs what the method does not have, or spoils the weigher's weights.
+
+    Raises:
+        Refused: the sentence says why.
+    """
+    name = type(algorithm).__name__
+    if sampler.learns and not upload_fields(type(algorithm)):
+        raise Refused(f"sampler {sampler.kind!r} looks at uploads, but {name} uploads nothing")
+    if sampler.repeats and weigher.signed:
+        raise Refused(
+            f"sampler {sampler.kind!r} may draw a client twice, so that the weights of {weigher.kind!r} without its "
+            "floor need not have a positive sum; keep the floor"
+        )
+
+
+def notes_of(setting: Setting, oracle: Network, server: Any, ctx: Ctx, fewest: int | None) -> list[str]:
+    """Collect what is known of a run before its first round.
+
+    Args:
+        setting: the run, presets resolved.
+        oracle: the local problems.
+        server: the server's state before the first round.
+        ctx: of all clients, before the first round.
+        fewest: fewest clients of a round; None where only the draws tell.
+    """
+    method, sampler = setting.method, setting.sampler
+    notes = [*method.check(oracle.layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx)]
+    notes += setting.weigher.remarks()
+    notes += [*_unweighed(setting, len(ctx.weight.unique()) > 1), *_normalised(setting, oracle, server)]
+    if isinstance(setting.attack, Forgery) and not upload_fields(type(method)):
+        name = type(method).__name__
+        notes.append(f"attack {_kind(setting.attack)!r} changes nothing in {name}, which uploads nothing to forge")
+    notes += _idle(setting)
+    if method.global_model(server) is not None:
+        notes += _slow_with(method, ctx.n if fewest is None else fewest, ctx.n)
+    return notes
+
+
+def _unweighed(setting: Setting, unequal: bool) -> list[str]:
+    """The notes on shares or a weigher that a mean does not read.
+
+    Args:
+        setting: the run, presets resolved.
+        unequal: the clients' shares differ.
+    """
+    weigher, aggregator, weights = setting.weigher, setting.aggregator, setting.weights
+    name, kinds = type(setting.method).__name__, upload_fields(type(setting.method)).values()
+    if weights != "samples" and any(getattr(kind, "weight", None) for kind in kinds):
+        return [f"weights = {weights!r} changes nothing in {name}, whose clients count by what they send"]
+    if aggregator is not None and not aggregator.weighted and kinds:
+        if isinstance(weigher, SharesWeigher | UniformWeigher):
+            reads = f"weights = {weights!r}" if unequal and isinstance(weigher, SharesWeigher) else ""
+        else:
+            reads = f"weigher {weigher.kind!r}"
+        return [f"aggregator {_kind(aggregator)!r} counts all clients alike: {reads} changes nothing"] if reads else []
+    if unequal and isinstance(weigher, UniformWeigher) and not setting.sampler.by_samples:
+        return [
+            f"weigher 'uniform' takes the place of weights = {weights!r} in the mean of uploads; for the same in every "
+            "method, leave it out and set weights = 'uniform'"
+        ]
+    return []
+
+
+def _normalised(setting: Setting, oracle: Network, server: Any) -> list[str]:
+    """The note on the statistics of normalisation layers, which are no parameters, where there is a global model."""
+    if not oracle.normalisers or setting.method.global_model(server) is None:
+        return []
+    whose = {"averaged": "averaged over the round's clients", "own": "the client's own"}[setting.evaluate.statistics]
+    return [
+        "normalisation layers: statistics do not travel; a global model is scored with those of training samples under "
+        f"this model, {whose} (evaluate.statistics)"
+    ]
+
+
+def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
+    """The note that a client which is drawn twice counts once in kept and accumulating fields, if there are any."""
+    once = [n for n, kind in upload_fields(type(algorithm)).items() if kind.keeps or kind.accumulates]
+    if not sampler.repeats or not once:
+        return []
+    return [
+        f"sampler {sampler.kind!r} may draw a client twice; it counts once in what {type(algorithm).__name__} keeps or "
+        f"adds up over rounds ({', '.join(once)})"
+    ]
+
+
+def _idle(setting: Setting) -> list[str]:
+    """The notes on what is given and changes nothing beside another choice."""
+    method, local = setting.method, setting.local
+    keys = [f"local.{key}" for key in method.ignored if local.given(key)]
+    name = method.full_gradients or type(method).__name__
+    notes = [f"{name} takes steps of its own: {changes_nothing(keys)}"] if keys else []
+    parts = (setting.sampler, setting.weigher, setting.aggregator, setting.attack, setting.channel, setting.augment)
+    for value in (method, local, *(part for part in parts if part is not None)):
+        for key, beside in value.needs.items():
+            other, *values = beside.split()
+            owner, field = (local, other.removeprefix("local.")) if other.startswith("local.") else (value, other)
+            now = getattr(owner, field)
+            if value.given(key) and not (now in values if values else owner.given(field)):
+                where = " or ".join(map(repr, values)) or f"not {now!r}"
+                said = f"{type(value).__name__}: {key} = {getattr(value, key)!r} changes nothing with {other} = {now!r}"
+                notes.append(f"{said}; it acts where {other} is {where}")
+    return notes
+
+
+def changes_nothing(keys: list[str]) -> str:
+    """A sentence on keys that have no effect."""
+    return f"{' and '.join(keys)} change{'s' * (len(keys) == 1)} nothing"
+
+
+def _slow_with(algorithm: Algorithm, fewest: int, n: int) -> list[str]:
+    """The note that a mean over all clients, absent ones as they last were, moves little where most are absent."""
+    if 2 * fewest >= n or not algorithm.counts_absent:
+        return []
+    return [
+        f"{type(algorithm).__name__} counts absent clients by what they last sent: with {fewest} of {n} in a round its "
+        f"global model goes about {fewest / n:.0%} as far as with all; set sampler.fraction or rounds higher"
+    ]
+
+
+def _kind(value: Any) -> str:
+    return str(value.kind)
