@@ -112,6 +112,7 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "most": (1000, OURS),
         "centre": ("own", "Eq. 11; public code: received"),
         "dual": ("round", "Algorithm 1; public code: epoch"),
+        "residuals": (False, OPTION),
     },
     "fedacs": {"quantile": (ANY, OURS), "among": ("cohort", OPTION), "lam": (None, OPTION)},
     "pfedme": {

@@ -11,7 +11,7 @@ import torch
 from short_runs import PARTIAL, SEEDS, equal
 from torch import Tensor
 
-from fedloom.algorithms import FLAME
+from fedloom.algorithms import FLAME, PFedMe
 from fedloom.local import LocalSGD
 from fedloom.testing import Problem, State, difference, federate
 from fedloom.testing.federate import Federation
@@ -156,3 +156,93 @@ def test_a_client_without_weight_follows_the_server(seed: int) -> None:
     down = FLAME().down(state.server, None, fed.ctx(6, range(p.n)))
     _, rows = FLAME(lam=1.0, rho=0.3).client(down, state.rows, fed.work(6, range(p.n)))
     equal(rows.w, state.server.x - state.rows.pi / 0.3)
+
+
+# --- the convergence theory
+
+
+def admitted(lam: float, rho: float, alpha: float, smooth: float) -> bool:
+    """The three conditions of Lemma 1 and Theorem 1, for a client with the share alpha."""
+    a = lam * alpha
+    return (
+        a**2 * (1 + rho) / rho**2 < (a + rho) / 2
+        and rho >= a
+        and (1 - rho**2) / rho**2 * a**2 > (smooth * alpha + rho) / 2
+    )
+
+
+FLAT, LAM, RHO = 0.05, 0.21, 0.147
+"""A smoothness, lambda and rho that meet Lemma 1 with five clients of equal share: the data have to be this flat."""
+
+
+def flat_problem(seed: int) -> Problem:
+    p = Problem.random(seed)
+    largest = torch.linalg.eigvalsh(p.hessian)[:, -1].max()
+    return replace(p, hessian=FLAT * p.hessian / largest)
+
+
+def lagrangian(p: Problem, rows: Any, w: Tensor) -> Tensor:
+    """L(P) of Eq. 10 at Theta, W, Pi and a global model, in sums over clients."""
+    total = torch.zeros((), dtype=w.dtype)
+    for i in range(p.n):
+        theta, wi, pi = rows.theta[i], rows.w[i], rows.pi[i]
+        gap = theta - p.minimiser[i]
+        f = 0.5 * gap @ p.hessian[i] @ gap + LAM / 2 * (theta - wi).square().sum()
+        total = total + p.alpha[i, 0] * f + pi @ (wi - w) + RHO / 2 * (wi - w).square().sum()
+    return total
+
+
+@SEEDS
+@pytest.mark.parametrize("eps0", [None, 1e-3])
+def test_lemma_1_the_lyapunov_function_falls(seed: int, eps0: float | None) -> None:
+    """L~ = L + sum iota_i eps_i falls by D_1 times the squared steps; w is the one that the round began with."""
+    p, alpha, shrink = flat_problem(seed), 0.2, 0.5
+    assert admitted(LAM, RHO, alpha, FLAT)
+    assert not admitted(LAM, 2 * RHO, alpha, FLAT)
+    a = LAM * alpha
+    iota = alpha**2 / (((1 / RHO**2 - 1) * a**2 - (FLAT * alpha + RHO) / 2) * (1 - shrink))
+    least = min(RHO / 2, (a + RHO) / 2 - a**2 * (1 + RHO) / RHO**2)
+    assert iota > 0
+    assert least > 0
+    method = FLAME(lam=LAM, rho=RHO, eps0=eps0, shrink=shrink)
+    states = run(method, p, 30, solve=eps0 is None, noise=0.0, local=LocalSGD(lr=1.0))
+    points = [(after.rows, before.server.x) for before, after in pairwise(states)]
+    values = [lagrangian(p, rows, w) + iota * rows.eps.sum() for rows, w in points]
+    for (old, w0), (new, w1), before, after in zip(points, points[1:], values, values[1:], strict=False):
+        steps = p.n * (w1 - w0).square().sum() + (new.w - old.w).square().sum() + (new.theta - old.theta).square().sum()
+        assert before - after >= least * steps - 1e-12
+        assert steps > 0
+
+
+@SEEDS
+def test_the_recorded_lagrangian_and_residuals_are_their_definitions_and_vanish(seed: int) -> None:
+    p = flat_problem(seed)
+    method, fed = FLAME(lam=LAM, rho=RHO, residuals=True), Federation(p.oracle(), p.alpha, SGD)
+    figures = []
+    for state in run(method, p, 60, solve=True, noise=0.0)[1:]:
+        ctx = fed.ctx(state.round, range(p.n))
+        parts = method.observe(method.down(state.server, None, ctx), state.rows, fed.work(state.round, range(p.n)))
+        assert parts is not None
+        figures.append(method.diagnostics(state.server, type(parts)(*(part.sum(0) for part in parts)), ctx))
+        equal(torch.tensor(figures[-1]["lagrangian"], dtype=p.x0.dtype), lagrangian(p, state.rows, state.server.x))
+    push = p.alpha * p.gradient(state.rows.theta) + state.rows.pi
+    assert figures[-1]["dual_residual"] == pytest.approx(float(push.norm()), abs=1e-12)
+    assert figures[-1]["primal_residual"] == pytest.approx(float((state.rows.w - state.server.x).norm()), abs=1e-12)
+    for name in ("primal_residual", "dual_residual"):
+        assert figures[-1][name] < 0.5 * figures[0][name] or figures[0][name] < 1e-12
+    assert FLAME().diagnostics(state.server, None, ctx) == {}
+
+
+@SEEDS
+@pytest.mark.parametrize("rho", [0.1, 0.7])
+def test_pfedme_is_flame_without_duals(seed: int, rho: float) -> None:
+    """Sec. IV-E: pi = 0 leaves w_i = w - eta lam (w - theta_i) with eta lam = lam alpha/(lam alpha + rho)."""
+    p, lam = Problem.random(seed), 1.7
+    alpha = 1 / p.n
+    flame = FLAME(lam=lam, rho=rho, centre="received", dual="none")
+    pfedme = PFedMe(lam=lam, eta=alpha / (lam * alpha + rho), inner=1, theta="kept", moves="round")
+    local = LocalSGD(lr=0.1, batch_size=2, epochs=2)
+    for one, other in zip(run(flame, p, local=local), federate(pfedme, p, 5, local=local, noise=0.5), strict=True):
+        equal(one.server.x, other.server.x)
+        equal(one.rows.theta, other.rows.theta)
+        assert not one.rows.pi.any()

@@ -31,6 +31,9 @@ suffice has time to learn from them; with lam = 1/(reach rounds) models would be
 lam/n, the mean lam alpha_i: w is then the mean of the theta_i, in every round where shares are equal. Theorem 1 also
 asks for (lam alpha_i/rho)^2 (1 + rho) < (lam alpha_i + rho)/2, which no small rho meets, nor the paper's own values.
 
+Figures (``residuals``): the augmented Lagrangian, which falls in every round where lam and rho meet Lemma 1; the primal
+residual, the distance of all w_i from w; the dual one, that of all -alpha_i grad f_i(theta_i) from pi_i.
+
 Use it for personal models of clients with skewed labels, with a global model beside them; the hybrid model takes for
 each client the better of both on its validation part. Where most clients are absent the global model moves little, of
 which a run warns.
@@ -59,6 +62,14 @@ class Client(NamedTuple):
     eps: Tensor
 
 
+class Seen(NamedTuple):
+    """The client's term of the Lagrangian, squares of its primal and dual residual ``[m, 1]``."""
+
+    lagrangian: Tensor
+    primal: Tensor
+    dual: Tensor
+
+
 class _Solve(NamedTuple):
     theta: Tensor
     g: Tensor
@@ -80,8 +91,14 @@ class FLAME(Algorithm):
     centre: Literal["own", "received"] = Field(
         "own", description="prox centre of theta: the client's w_i (Eq. 11), or the received w (public code)"
     )
-    dual: Literal["round", "epoch"] = Field(
-        "round", description="w_i and pi_i move once per round (Algorithm 1), or after every epoch (public code)"
+    dual: Literal["round", "epoch", "none"] = Field(
+        "round",
+        description="w_i and pi_i move once per round (Algorithm 1) or after every epoch (public code); none: pi_i is "
+        "0, the inexact penalty method of Sec. IV-E",
+    )
+    residuals: bool = Field(
+        False,
+        description="record the augmented Lagrangian and both residuals; costs a gradient of all training samples",
     )
 
     family: ClassVar[str] = "personalised"
@@ -125,7 +142,8 @@ class FLAME(Algorithm):
             eps = self.shrink * eps  # Eq. 18
             theta = self._approximate(theta, centre, eps, work)
         w = (pull * theta + self.rho * x - pi) / (pull + self.rho)  # Eq. 12
-        pi = pi + self.rho * (w - x)  # Eq. 13
+        if self.dual == "round":
+            pi = pi + self.rho * (w - x)  # Eq. 13
         return Point(w + pi / self.rho), Client(theta, w, pi, eps)  # the message u_i of Algorithm 1
 
     def server(self, server: Model, up: Point, ctx: Ctx) -> Model:
@@ -133,6 +151,21 @@ class FLAME(Algorithm):
 
     def personal(self, down: Model, rows: Client, work: Work) -> Tensor:
         return rows.theta
+
+    def observe(self, down: Model, rows: Client, work: Work) -> Seen | None:
+        if not self.residuals:
+            return None
+        theta, w, pi, _ = rows
+        gap, apart, share = w - down.x, theta - w, work.weight
+        envelope = work.loss(theta) + work.local.weight_decay / 2 * _square(theta) + self.lam / 2 * _square(apart)
+        lagrangian = share * envelope + (pi * gap).sum(1, keepdim=True) + self.rho / 2 * _square(gap)
+        return Seen(lagrangian, _square(gap), _square(share * work.full_grad(theta) + pi))
+
+    def diagnostics(self, server: Model, total: Seen | None, ctx: Ctx) -> dict[str, float]:
+        if total is None:
+            return {}
+        return {"lagrangian": float(total.lagrangian), "primal_residual": float(total.primal.sqrt()),
+                "dual_residual": float(total.dual.sqrt())}  # fmt: skip
 
     def _approximate(self, theta: Tensor, w: Tensor, eps: Tensor, work: Work) -> Tensor:
         """Gradient descent on f_i + lam/2 ||theta - w||^2 from theta until Eq. 17 holds."""
@@ -148,3 +181,7 @@ class FLAME(Algorithm):
         start = _Solve(theta, work.full_grad(theta) + self.lam * (theta - w), w, eps)
         steps = self.most * ((work.steps > 0) & ~close(start, work))
         return iterate(step, start, work, steps, batches=0, until=close).theta
+
+
+def _square(rows: Tensor) -> Tensor:
+    return rows.square().sum(1, keepdim=True)

@@ -10,7 +10,18 @@ GROUPS = {
     "nmi": "clusters",
     "epsilon": "privacy",
     **dict.fromkeys(("nnz", "nonzeros", "personal_nonzeros", "rank", "factorised"), "structure"),
-    **dict.fromkeys(("kkt", "consensus_gap", "lyapunov", "local_iterations"), "convergence"),
+    **dict.fromkeys(
+        (
+            "kkt",
+            "consensus_gap",
+            "lyapunov",
+            "local_iterations",
+            "lagrangian",
+            "primal_residual",
+            "dual_residual",
+        ),
+        "convergence",
+    ),
 }
 """Sections of the page for figures of the whole federation; the rest are among the others."""
 
