@@ -313,3 +313,33 @@ def test_ranks_of_a_diverged_model_and_of_a_model_without_matrices() -> None:
     for bad in (torch.nan, torch.inf, -torch.inf):
         assert WIDE.ranks(torch.full((WIDE.d,), bad)).tolist() == [min(shape) for shape in WIDE.matrix_shapes.values()]
     assert Layout.from_shapes({"w": (3,)}).ranks(torch.ones(3)).tolist() == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("share", [0.5, 0.9, 1.0])
+def test_the_potential_falls(seed: int, share: float) -> None:
+    """Definition 1 and Lemma 3 (Eq. 35): with eta_g <= 1/(2 L) no round raises it, and it falls by a known amount."""
+    p = Problem.random(seed)
+    smooth = float(torch.linalg.eigvalsh(p.hessian)[:, -1].max())
+    eta, lam = share / (2 * smooth), 0.3
+    method = FedSLR(eta_g=eta, lam=lam, components="s+s", personal_epochs=0)
+    states = federate(method, p, 40, solve=True)
+
+    def potential(x: Tensor, y: Tensor, gamma: Tensor) -> Tensor:
+        gap = y - p.minimiser
+        f = 0.5 * torch.einsum("ni,nij,nj->n", gap, p.hessian, gap)
+        apart = x - y
+        return (f + (gamma * apart).sum(1) + apart.square().sum(1) / (2 * eta)).mean() + lam * x.abs().sum()
+
+    points = [
+        (after.server.x, before.server.x - eta * (after.rows.gi - before.rows.gi), after.rows.gi)  # Eq. 5 gives y_i
+        for before, after in itertools.pairwise(states)
+    ]
+    falls = []
+    for (x0, y0, g0), (x1, y1, g1) in itertools.pairwise(points):
+        bound = (smooth**2 * eta + smooth / 2 - 1 / (2 * eta)) * (y1 - y0).square().sum(1).mean()
+        bound = bound - (x1 - x0).square().sum() / (2 * eta)
+        falls.append(float(potential(x0, y0, g0) - potential(x1, y1, g1)))
+        assert falls[-1] >= -float(bound) - 1e-12
+        assert bound <= 1e-12
+    assert falls[0] > 1e-4
