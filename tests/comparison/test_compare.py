@@ -17,11 +17,12 @@ from torch import nn
 
 import fedloom as fl
 from fedloom.algorithms import Algorithm, Delta, Ditto, FedProx, Model
-from fedloom.errors import ConfigError, RunDirError
+from fedloom.errors import ConfigError, RunDirError, RunStopped
 from fedloom.experiment import Plan, parse
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.report.comparison.recorded import RecordedComparison
 from fedloom.tune import Tuning
+from tests.commands import in_a_fork
 
 CUT = fl.partition.dirichlet(clients=6, beta=0.3, min_size=20)
 SHORT: dict[str, Any] = {"rounds": 3, "local": {"lr": 0.1}, "progress": False}
@@ -239,6 +240,7 @@ def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
         ({"against": "ditto"}, "against: unknown method to compare with 'ditto'"),
         ({"models": "best"}, "models: unknown choice 'best'"),
         ({"seeds": [0, 0]}, "every seed once"),
+        ({"seeds": 5}, "seeds must be several whole numbers"),
         ({"tune": {"trial": 3}}, "tune: unknown key 'trial'"),
         ({"round": 3}, "unknown key 'round'"),
     ],
@@ -248,6 +250,51 @@ def test_what_cannot_work_is_a_sentence_before_any_work(change: dict[str, Any], 
     with pytest.raises(ConfigError, match=sentence):
         fl.compare(**{**call, **SHORT, **change})
     assert not (tmp_path / "run").exists()
+
+
+class Breaks(Half):
+    """A method whose second round fails."""
+
+    def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Delta, Nothing]:
+        if work.round == 2:
+            raise ValueError("broken by design")
+        return Delta(descend(down.x, work) - down.x), rows
+
+
+def test_a_method_that_fails_is_named_and_the_others_go_on() -> None:
+    found = fl.compare({"breaks": Breaks(), "fedavg": "fedavg"}, "digits", partition=CUT, seeds=[0, 1], **SHORT)
+    assert found.results.keys() == {("fedavg", 0), ("fedavg", 1)}
+    assert "broken by design" in found.failures["breaks", 1]
+    assert "breaks, seed 0: client step failed" in repr(found)
+    with pytest.raises(RunStopped, match=r"no run has a result; breaks, seed 0: .*broken by design"):
+        fl.compare({"breaks": Breaks()}, "digits", partition=CUT, seeds=[0, 1], **SHORT)
+
+
+def test_a_preset_that_was_made_keeps_its_name() -> None:
+    made = fl.algorithms.REGISTRY["centralized"]()
+    found = fl.compare([made, "local"], "digits", partition=CUT, seeds=[0], **SHORT)
+    rows = {row["method"]: row["algorithm"] for row in found.table().to_pylist()}
+    assert rows == {"centralized": "centralized", "local": "local"}
+
+
+def test_of_numbers_the_metric_that_leads_is_the_final_one() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(200, 4)).astype(np.float32)
+    y = (x.sum(1) + rng.normal(size=200)).astype(np.float32)
+    found = fl.compare(["fedavg", "local"], (x, y), partition=fl.partition.iid(clients=4), seeds=[0, 1], **SHORT)
+    result = found["fedavg", 0]
+    assert torch.equal(result.final(), result.final("global", "rmse"))
+    assert torch.equal(fl.open_run(found.folder)["fedavg", 0].final(), result.final())
+
+
+@pytest.mark.parametrize("crash_at", [3, 20, 45])
+def test_killed_at_any_change_of_the_disk_the_same_call_gives_the_same(crash_at: int, tmp_path: Path) -> None:
+    call: dict[str, Any] = {"partition": CUT, "seeds": [0, 1], "engine": {"checkpoint_every": 1e-6}, **SHORT}
+    methods = ["fedavg", "ditto"]
+    assert in_a_fork(lambda: fl.compare(methods, "digits", folder=tmp_path / "run", **call), crash_at) == 137
+    found, whole = (fl.compare(methods, "digits", folder=tmp_path / name, **call) for name in ("run", "whole"))
+    tables = [pq.read_table(one.folder / "metrics.parquet") for one in (found, whole)]
+    assert tables[0].equals(tables[1])
 
 
 def test_a_federation_needs_no_partition() -> None:

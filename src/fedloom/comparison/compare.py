@@ -50,6 +50,10 @@ class Comparison(RecordedComparison):
         self.failures = {(one.label, one.seed): one.reason for one in outcomes if one.result is None}
         self.chosen = chosen
 
+    def __repr__(self) -> str:
+        lines = [f"{label}, seed {seed}: {sentence}" for (label, seed), sentence in self.failures.items()]
+        return "\n  ".join([super().__repr__(), *lines])
+
     def __getitem__(self, key: tuple[str, int]) -> Result:
         return self.results[key]
 
@@ -135,6 +139,9 @@ def _compared(
         outcomes = plan.run(hear, page=False)
     if any(one.status == "interrupted" for one in outcomes):
         raise RunStopped(Stop.INTERRUPTED, "the same call goes on from its folder, if it names one")
+    if all(one.result is None for one in outcomes):
+        first = outcomes[0]
+        raise RunStopped(Stop.FAILED, f"no run has a result; {first.label}, seed {first.seed}: {first.reason}")
     return Comparison(place, outcomes, against, models, chosen)
 
 

@@ -111,11 +111,13 @@ class GivenExperiment:
         methods: Mapping[str, Any] | Sequence[Any],
         data: Any,
         partition: Any,
-        seeds: Iterable[int],
+        seeds: Any,
         tune: Mapping[str, Any],
         name: str,
         choices: Mapping[str, Any],
     ) -> None:
+        if isinstance(seeds, str) or not isinstance(seeds, Iterable):
+            raise ConfigError(f"compare: seeds must be several whole numbers, as range(5), got {seeds!r:.80}")
         self._head = make(Head, {"name": name, "seeds": tuple(seeds)}, "compare", Head.model_fields)
         self._source, self._options, self._partition = _federation(data, partition)
         self._common = Setting.of("fedavg", **{**choices, "seed": self._head.seeds[0]})
@@ -257,8 +259,23 @@ def _given(label: str | None, spec: Any) -> Given:
             f"{where}: must be a method such as fl.algorithms.FedAvg(), or its name, got {algorithm!r:.80}"
         )
     kind = type(algorithm.algorithm if isinstance(algorithm, Composition) else algorithm)
-    named = next((name for name, known in REGISTRY.items() if known is kind), None)
-    name = named or importable(kind) or kind.__qualname__
-    entry = None if isinstance(algorithm, Composition) else kind
-    given = Given(label or named or kind.__name__, name, entry, algorithm, own)
+    if isinstance(algorithm, Composition):
+        named = next(
+            (name for name, known in REGISTRY.items() if isinstance(known, Preset) and _made_by(known, algorithm)), None
+        )
+        given = Given(
+            label or named or kind.__name__, named or f"a composition of {kind.__name__}", None, algorithm, own
+        )
+    else:
+        named = next((name for name, known in REGISTRY.items() if known is kind), None)
+        name = named or importable(kind) or kind.__qualname__
+        given = Given(label or named or kind.__name__, name, kind, algorithm, own)
     return given._replace(value=_with(given, table, where)) if table else given
+
+
+def _made_by(preset: Preset, made: Composition) -> bool:
+    """Whether a preset makes compositions of these parts."""
+    parts = [made.sampler, made.weigher]
+    kinds = [None if part is None else type(part) for part in parts]
+    same = type(made.algorithm) is preset.algorithm and made.pooled == preset.pooled
+    return same and kinds == [preset.sampler, preset.weigher]

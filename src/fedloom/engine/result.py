@@ -62,19 +62,21 @@ class Result:
             raise ConfigError("to_pandas needs pandas: pip install pandas; table() is the same without it")
         return self.table().to_pandas()
 
-    def final(self, model: str | None = None, metric: str = "accuracy", part: str = "test") -> Tensor:
+    def final(self, model: str | None = None, metric: str | None = None, part: str = "test") -> Tensor:
         """A metric of every client that is scored (`Job.scored_ids`) after the last evaluated round, float64 ``[s]``.
 
         Args:
             model: "global", "personal" or "hybrid"; None: the model that a client would use, the hybrid one where it
                 was measured, else the personal one, else the global one.
-            metric: its name.
+            metric: its name; None: accuracy, or the metric that leads where that was not measured.
             part: of the clients' samples.
 
         Raises:
             ConfigError: it was not measured.
         """
         model = model or self.used
+        names = {r.metric for r in self.state.records.items if (r.model, r.part) == (model, part) and not r.total}
+        metric = metric or ("accuracy" if "accuracy" in names else leading(names))
         values = self.state.records.last(model, part, metric)
         if values is None:
             known = ((r.model, r.part, r.metric) for r in self.state.records.items if not r.total)

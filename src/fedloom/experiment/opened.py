@@ -71,12 +71,12 @@ class Recorded:
         mine = pc.and_(pc.equal(whole["method"], self.method), pc.equal(whole["seed"], self.seed))
         return whole.filter(mine).drop_columns(["method", "seed"])
 
-    def final(self, model: str | None = None, metric: str = "accuracy", part: str = "test") -> Tensor:
+    def final(self, model: str | None = None, metric: str | None = None, part: str = "test") -> Tensor:
         """A metric of every client that is scored after the last evaluated round, float64 ``[s]``.
 
         Args:
             model: as in `fedloom.engine.result.Result.final`; None: the model that a client would use.
-            metric: its name.
+            metric: its name; None: accuracy, or the metric that leads where that was not measured.
             part: of the clients' samples.
 
         Raises:
@@ -85,6 +85,8 @@ class Recorded:
         if model is None:
             measured = {kind for kind, _, _ in self.measured()}
             model = next((kind for kind in OWN if kind in measured), OWN[-1])
+        names = {name for kind, place, name in self.measured() if (kind, place) == (model, part)}
+        metric = metric or ("accuracy" if "accuracy" in names else leading(names))
         if (model, part, metric) not in self.measured():
             raise not_measured(model, metric, part, self.measured())
         found = self._clients

@@ -128,11 +128,11 @@ class RecordedComparison:
 
     def _lines(self) -> list[list[str]]:
         """Method, model, mean, difference, Holm's p and verdict as texts."""
-        beside = {pair.row.method: pair for pair in self._pairs(self.against)}
+        beside = {(pair.row.method, pair.row.model): pair for pair in self._pairs(self.against)}
         scale, lines = figure(self._lead).scale, []
         for row in contenders(self._runs, self._rows, self.models):
             mean, half = cell(self._lead, row.figures.get(self._lead))
-            pair = beside.get(row.method)
+            pair = beside.get((row.method, row.model))
             one = pair.comparison if pair else None
             difference = f"{one.mean * scale:+.2f} ± {one.half * scale:.2f}" if one else ""
             holm = f"{one.holm:.3g}" if one and one.testable else ""
