@@ -30,6 +30,7 @@ SMALL = {
     "partition": {"kind": "dirichlet", "clients": 3, "beta": 0.5, "keep": 12},
     "rounds": 2,
     "evaluate": {"every": 2},
+    "weights": "uniform",  # by samples, a run begins when all sites are there
 }
 BAD = 1
 """The client that misbehaves."""

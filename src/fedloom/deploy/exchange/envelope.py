@@ -25,10 +25,10 @@ TYPES: dict[Kind, str] = {
 
 FIGURES = 5000
 """Most numbers of a message: those of every class, part and model."""
-LISTED = 1_000_000
-"""Most entries of a list, such as the tokens of a vocabulary."""
 MOST = 5
 """Most arrays of a message."""
+HEAD_LIMIT = 1 << 20
+"""Most bytes of the head of a message."""
 HEAD, ARRAYS, METRICS = "head", "arrays", "metrics"
 STYPE, DTYPE = "fedloom.wire", "uint8"
 
@@ -121,7 +121,11 @@ def seal(
 
 
 def unseal(
-    content: RecordDict, fields: Mapping[str, Mapping[str, type]], status: Mapping[str, type], limit: int
+    content: RecordDict,
+    fields: Mapping[str, Mapping[str, type]],
+    status: Mapping[str, type],
+    limit: int,
+    head_limit: int = HEAD_LIMIT,
 ) -> Letter:
     """What a message holds, if it is one of these; no array is parsed.
 
@@ -130,6 +134,7 @@ def unseal(
         fields: the further fields of its head, by kind.
         status: fields of every head beside the common ones.
         limit: most bytes of arrays.
+        head_limit: most bytes of the head.
 
     Raises:
         WireError: records, fields, types or sizes are others; no other error is possible.
@@ -138,6 +143,9 @@ def unseal(
     names = {HEAD, ARRAYS} | ({METRICS} if METRICS in content else set())
     if set(content) != names or not isinstance(head, ConfigRecord) or not isinstance(arrays, ArrayRecord):
         raise WireError(f"records must be {HEAD} and {ARRAYS}, got {sorted(map(_short, content))[:8]}")
+    size = sum(len(name) + _size(value) for name, value in head.items())
+    if size > head_limit:
+        raise WireError(f"the head has {size} bytes, at most {head_limit} are allowed")
     return Letter(_head(head, fields, status), _arrays(arrays, limit), _metrics(content))
 
 
@@ -153,7 +161,7 @@ def _head(record: ConfigRecord, fields: Mapping[str, Mapping[str, type]], status
     for name, value in record.items():
         if type(value) is not wanted[name]:
             raise WireError(f"{name} must be {wanted[name].__name__}, got {_short(value)}")
-        if isinstance(value, str | bytes | list) and len(value) > (LISTED if isinstance(value, list) else 10_000):
+        if isinstance(value, str | bytes) and len(value) > 10_000:
             raise WireError(f"{name} is {len(value)} long")
     return dict(record)
 
@@ -182,6 +190,13 @@ def _metrics(content: RecordDict) -> dict[str, float]:
         if len(name) > 100 or isinstance(value, list):
             raise WireError(f"{METRICS} must be single numbers with short names, got {_short(name)}")
     return dict(record)  # type: ignore[arg-type]  # lists were refused
+
+
+def _size(value: object) -> int:
+    """Bytes of a value of a head, a character as one."""
+    if isinstance(value, list):
+        return sum(map(_size, value)) + len(value)
+    return len(value) if isinstance(value, str | bytes) else 8
 
 
 def _short(value: object) -> str:

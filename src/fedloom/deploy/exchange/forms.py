@@ -18,6 +18,8 @@ from fedloom.engine.messages import UPDATE, Letter, idle_upload
 from fedloom.local import Nothing
 from fedloom.local.rows import rows_of
 
+SLACK = 1 << 16
+"""Bytes of a message of the codec beside its numbers, at most."""
 INFO, TOLD, MODEL = "answer to the weigher", "answer to the sampler", "model"
 """Names of what is no field of the method."""
 
@@ -42,6 +44,14 @@ class Forms:
         self.idle = idle_upload(job.algorithm, start, job.oracle, job.ctx(0, ids))
         self._work = job.work(1, ids).idle()
         self._model = torch.zeros(job.oracle.layout.d, dtype=job.oracle.dtype)
+
+    @cached_property
+    def longest(self) -> int:
+        """Most bytes of an upload or of an answer; every encoding is at most as long as the dense one."""
+        parts = [*self._upload.values.values()]
+        if self._job.setting.sampler.probes:
+            parts.append(self._answer)
+        return SLACK + sum(2 * part.numel() * part.element_size() for part in parts)
 
     # ------------------------------------------------------------------------------------------------- training
 

@@ -16,6 +16,7 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedloom.deploy.audit import Audit
+from fedloom.deploy.exchange.bounded import pull
 from fedloom.deploy.exchange.envelope import PROTOCOL, TYPES, Kind, digest_of, seal
 from fedloom.deploy.exchange.forms import Forms
 from fedloom.deploy.exchange.identity import new_nonce, verifying_key
@@ -44,7 +45,7 @@ class Letter(NamedTuple):
         down: what the client receives, for the length of the difference.
         node: Flower's number of the node; filled in when it is sent.
         round: where it is not that of the other messages that are sent with it.
-        read: see `Asked`.
+        read, most: see `Asked`.
     """
 
     kind: Kind
@@ -55,6 +56,7 @@ class Letter(NamedTuple):
     node: int = 0
     round: int | None = None
     read: Callable[[bytes], Any] | None = None
+    most: int = 0
 
 
 class Post:
@@ -212,8 +214,10 @@ class Post:
         """Judge what has arrived, also to messages that are not waited for any more; how many replies there were."""
         now = time.monotonic()
         self._late = {id_: late for id_, late in self._late.items() if now <= late[1]}
-        ids = [*asked, *self._late]
-        arrived = list(self._patiently(lambda: list(self._grid.pull_messages(ids)))) if ids else []
+        limits = {
+            id_: about.most for id_, about in [*asked.items(), *((k, late) for k, (late, _) in self._late.items())]
+        }
+        arrived = list(self._patiently(lambda: pull(self._grid, limits))) if limits else []
         for reply in arrived:
             self._take(reply, asked, good, bad)
         return len(arrived)
@@ -291,7 +295,8 @@ class Post:
             ttl=self._settings.ttl,
             group_id=str(round),
         )
-        return message, Asked(letter.kind, round, letter.client, letter.node, nonce, letter.down, letter.read)
+        most = self.judge.longest(letter.kind, letter.most)
+        return message, Asked(letter.kind, round, letter.client, letter.node, nonce, letter.down, letter.read, most)
 
     def _patiently(self, call: Callable[[], Iterable[Any]]) -> Iterable[Any]:
         """What Flower's server says; while it does not answer, it is asked again, up to the life of a message."""

@@ -20,7 +20,18 @@ from flwr.app import ConfigRecord, Message
 from torch import Tensor
 
 from fedloom.algorithms._messages import base_of
-from fedloom.deploy.exchange.envelope import HEAD, PROTOCOL, REASON, REPLIED, STATUS, Kind, Letter, digest_of, unseal
+from fedloom.deploy.exchange.envelope import (
+    HEAD,
+    HEAD_LIMIT,
+    PROTOCOL,
+    REASON,
+    REPLIED,
+    STATUS,
+    Kind,
+    Letter,
+    digest_of,
+    unseal,
+)
 from fedloom.deploy.exchange.forms import Forms, Sent, score_names
 from fedloom.deploy.exchange.identity import is_signed
 from fedloom.deploy.settings import Schema, Server
@@ -60,6 +71,7 @@ class Asked(NamedTuple):
         nonce: of this message.
         down: what a client received, for the length of the difference.
         read: reads the array of a step of secure aggregation, which nobody else can judge.
+        most: most bytes of the reply, all told.
     """
 
     kind: Kind
@@ -69,6 +81,7 @@ class Asked(NamedTuple):
     nonce: bytes
     down: Any = None
     read: Callable[[bytes], Any] | None = None
+    most: int = 0
 
 
 class Reply(NamedTuple):
@@ -125,10 +138,18 @@ class Judge:
         except Exception as error:  # what nobody thought of counts as little as the rest
             raise Rejected(3, f"cannot be read ({type(error).__name__})") from error
 
+    def longest(self, kind: Kind, array: int = 0) -> int:
+        """Most bytes of a reply of a kind, of which the step of a session has so many in its array."""
+        if kind in ("train", "ask"):
+            assert self._forms is not None
+            array = self._forms.longest
+        head = HEAD_LIMIT + (4 * len(self._settings.samples.model_dump_json()) if kind == "hello" else 0)
+        return min(array, self._settings.message_limit) + head
+
     def _check(self, message: Message, asked: Asked) -> Reply:
         if message.has_error():
             raise Rejected(2, f"error {message.error.code} of the node: {message.error.reason}")
-        letter = self._read(message)
+        letter = self._read(message, asked)
         client = self._identify(letter, asked)
         if letter.head["status"] != "ok":
             raise Rejected(2, f"the site says: {letter.head['reason']}")
@@ -142,14 +163,14 @@ class Judge:
         norm = self._norm(value, asked) if isinstance(value, Sent) else None
         return Reply(client, letter.head, value, self._metrics(letter), norm, letter.head["digest"])
 
-    def _read(self, message: Message) -> Letter:
+    def _read(self, message: Message, asked: Asked) -> Letter:
         """Step 3; another release is named before its other fields are looked at."""
         record = message.content.get(HEAD)
         release = record.get("release") if isinstance(record, ConfigRecord) else None
         if isinstance(release, str) and release != __version__:
             raise Rejected(4, f"the site runs fedloom {plain(release)[:30]}, the server {__version__}")
         try:
-            return unseal(message.content, REPLIED, STATUS, self._settings.message_limit)
+            return unseal(message.content, REPLIED, STATUS, asked.most, asked.most)
         except WireError as error:
             raise Rejected(3, str(error)) from None
 

@@ -101,7 +101,11 @@ class Sessions:
         bound = secure.bound_to(session, terms.digest, [*sealed])
         text = secure.statement(bound, [*sealed])
         answers = self._step(
-            t, nonce, {c: letter(c, inbox[c]) for c in sealed}, lambda c, m: _answer(m, length, text, self._public[c])
+            t,
+            nonce,
+            {c: letter(c, inbox[c]) for c in sealed},
+            lambda c, m: _answer(m, length, text, self._public[c]),
+            most=SIGNATURE + 8 * length + secure.MOST * (4 + SIGNATURE),
         )
         accusations = {c: answer for c, answer in answers.items() if isinstance(answer, dict)}
         if accusations and self._judge(t, nonce, session, accusations, sealed):
@@ -248,13 +252,17 @@ class Sessions:
         letters: dict[int, Letter],
         read: Callable[[int, bytes], Any],
         need: int | None = None,
+        most: int = secure.MOST * (4 + shares.SEALED),
     ) -> dict[int, Any]:
         """What the sites answer in a step of a session, by client in rising order."""
 
         def reader(c: int) -> Callable[[bytes], Any]:
             return lambda message: read(c, message)
 
-        letters = {c: x._replace(more={**(x.more or {}), "session": nonce}, read=reader(c)) for c, x in letters.items()}
+        letters = {
+            c: x._replace(more={**(x.more or {}), "session": nonce}, read=reader(c), most=most)
+            for c, x in letters.items()
+        }
         last = any(x.kind in ("agree", "unmask") for x in letters.values())
         least = max(self._agreed.threshold, 1 if last else min(self._settings.quorum, len(letters)))
         replies = self._post.until(t, letters, least if need is None else need)

@@ -33,6 +33,8 @@ SECRETS = ("ca.key", "server.key", "superexec.secret", "node-key", "signing-key"
 """Files that only their owner reads."""
 WRITES = {"server": ("state", "results", "flower"), "site": ("state", "flower")}
 """Folders that the processes of a side write into."""
+MEMORY = {"server": "40%", "site": "50%"}
+"""Most memory of a unit, as systemd takes it; a percentage is of the machine's."""
 AUTHORITY_DAYS = 3650
 """Days that the authority is valid: sites have its certificate, so it should outlive the server's."""
 
@@ -241,6 +243,7 @@ def _unit(unit: str, what: str, of: Server | Site, side: str, place: Place, word
         folder=folder,
         environment="\n".join(f"Environment={_quoted(f'{k}={v}')}" for k, v in variables.items()),
         command=" ".join(map(_quoted, words)),
+        memory=MEMORY[side],
         writes=" ".join(str(folder / write) for write in WRITES[side]),
         addresses=_only_to(peer),
     )

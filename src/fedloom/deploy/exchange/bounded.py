@@ -1,0 +1,88 @@
+"""Bounded: replies are pulled object by object, and none is put together beyond what its kind may have.
+
+Flower sends equal parts of a message once and puts them together as often as the message claims. So the bytes of the
+objects are counted as often as the message has them, while they come, and a reply beyond its limit is given up there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from flwr.app import Message, Metadata
+from flwr.app.error import Error
+from flwr.app.message import make_message
+from flwr.common.constant import ErrorCode
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+from flwr.serverapp import Grid
+from flwr.supercore.constant import SYSTEM_MESSAGE_TYPE
+from flwr.supercore.date import now
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents, pull_objects
+
+from fedloom.errors import FedloomError
+
+
+class TooLong(FedloomError):
+    """A reply that claims more bytes than its kind may have."""
+
+
+def pull(grid: Grid, limits: Mapping[str, int]) -> list[Message]:
+    """The replies that have arrived; in the place of one that is too long or incomplete, an error.
+
+    Args:
+        grid: Flower's.
+        limits: most bytes of a reply, by the message that it answers.
+    """
+    client = getattr(grid, "_runtime_client", None)
+    if client is None:  # not over a network: a message is there already
+        return list(grid.pull_messages([*limits]))
+    node, run_id = cast(Any, grid).node, grid.run.run_id
+    fetch = make_pull_object_fn_protobuf(pull_object_protobuf=client.PullObject, node=node, run_id=run_id)
+    answer = client.PullMessages(PullAppMessagesRequest(message_ids=[*limits]))
+    replies = []
+    for header, tree in zip(answer.messages_list, answer.message_object_trees, strict=True):
+        id_, asked = header.metadata.message_id, header.metadata.reply_to_message_id
+        try:
+            replies.append(_inflated(id_, tree, fetch, limits.get(asked, 0)))
+        except (TooLong, ObjectPullError) as error:
+            replies.append(_error(run_id, node.node_id, asked, str(error)))
+        client.ConfirmMessageReceived(ConfirmMessageReceivedRequest(node=node, run_id=run_id, message_object_id=id_))
+    return replies
+
+
+def _inflated(id_: str, tree: Any, fetch: Callable[[str], bytes], limit: int) -> Message:
+    """A reply, put together.
+
+    Raises:
+        TooLong: it has more bytes than the limit.
+        ObjectPullError: a part does not come.
+    """
+    times = Counter(part.object_id for part in iterate_object_tree(tree))
+    total, counting = 0, threading.Lock()
+
+    def counted(part: str) -> bytes:
+        nonlocal total
+        content = fetch(part)
+        with counting:
+            total += times[part] * len(content)
+            if total > limit:
+                raise TooLong(f"a reply of more than {total} bytes, at most {limit} are allowed")
+        return content
+
+    message = inflate_object_from_contents(id_, pull_objects([*times], counted))
+    assert isinstance(message, Message)
+    message.metadata.__dict__["_message_id"] = id_
+    return message
+
+
+def _error(run_id: int, node: int, asked: str, reason: str) -> Message:
+    metadata = Metadata(
+        run_id=run_id, message_id="", src_node_id=node, dst_node_id=node, message_type=SYSTEM_MESSAGE_TYPE, group_id="",
+        ttl=0, reply_to_message_id=asked, created_at=now().timestamp(),
+    )  # fmt: skip
+    return make_message(metadata=metadata, error=Error(code=ErrorCode.MESSAGE_UNAVAILABLE, reason=reason))
