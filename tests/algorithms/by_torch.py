@@ -74,7 +74,7 @@ def trained(
 ) -> nn.Module:
     """A copy of the network after plain SGD on the cross-entropy."""
     own = copy.deepcopy(net)
-    optimizer = torch.optim.SGD(own.parameters(), lr)
+    optimizer = torch.optim.SGD([p for p in own.parameters() if p.requires_grad], lr)
     for x, y in batches(round, i, passes, stream):
         optimizer.zero_grad()
         cross_entropy(own(x), y).backward()
@@ -90,7 +90,7 @@ def vector(net: nn.Module) -> Tensor:
 def put(net: nn.Module, row: Tensor) -> nn.Module:
     """A copy of the network with other parameters."""
     own = copy.deepcopy(net)
-    nn.utils.vector_to_parameters(row, own.parameters())
+    nn.utils.vector_to_parameters(row.clone(), own.parameters())
     return own
 
 

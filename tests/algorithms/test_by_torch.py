@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from by_torch import COHORTS, ROUNDS, SIZES, mean, network, put, run, same, trained, vector
-from torch import Tensor
+from by_torch import (
+    BATCH,
+    CLASSES,
+    COHORTS,
+    LR,
+    ROUNDS,
+    SIZES,
+    batches,
+    federation,
+    mean,
+    network,
+    put,
+    run,
+    same,
+    samples,
+    trained,
+    vector,
+)
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from fedloom.algorithms import FedAvg, FedAvgFT
+import fedloom as fl
+from fedloom.algorithms import IFCA, FedALA, FedAvg, FedAvgFT, FedBABU, FedRoD
+from fedloom.errors import Refused
+from fedloom.models import MLP, ModelSpec
 
 N = len(SIZES)
 
@@ -75,3 +100,151 @@ def test_work_of_clients_that_are_not_scored_counts_as_that_of_those_that_are() 
 
 def test_workers_change_no_count() -> None:
     assert work_of(run(FedAvgFT(), engine={"dtype": "float64", "workers": 2})) == work_of(run(FedAvgFT()))
+
+
+# --- FedBABU
+
+
+def frozen(net: nn.Module, names: tuple[str, ...]) -> nn.Module:
+    """A copy in which the parameters with these prefixes do not move."""
+    own = copy.deepcopy(net)
+    for name, p in own.named_parameters():
+        p.requires_grad = not name.startswith(names)
+    return own
+
+
+@pytest.mark.parametrize(("tunes", "fixed"), [("all", ("none",)), ("head", ("0.",)), ("body", ("2.",))])
+def test_fedbabu_trains_the_body_and_then_tunes(tunes: Any, fixed: tuple[str, ...]) -> None:
+    result = run(FedBABU(epochs=3, tunes=tunes))
+    net = network()
+    for t, cohort in enumerate(COHORTS, start=1):
+        net = put(net, mean([vector(trained(frozen(net, ("2.",)), t, i)) for i in cohort], cohort))
+    same(result.models.rows("global"), vector(net))
+    same(vector(net[2]), vector(network()[2]))
+    own = [vector(trained(frozen(net, fixed), ROUNDS, i, 3, "fine-tuning")) for i in range(N)]
+    same(result.models.rows("personal"), torch.stack(own))
+
+
+# --- FedALA
+
+
+def test_fedala_learns_how_much_of_the_received_head_to_take() -> None:
+    result = run(FedALA(eta=2.0, share=0.5, first=2))
+    x, own, weights = vector(network()), [vector(network())] * N, [torch.ones(18, dtype=torch.float64)] * N
+    top, between = slice(-18, None), 0
+    for t, cohort in enumerate(COHORTS, start=1):
+        ends = []
+        for i in cohort:
+            gap = x[top] - own[i][top]
+            passes = 0 if not gap.any() else 2 if bool((weights[i] == 1).all()) else 1
+            half = math.ceil(0.5 * math.ceil(SIZES[i] / BATCH))
+            for bx, by in itertools.islice(batches(t, i, 2, "weights"), passes * half):
+                mixed = put(network(), torch.cat([x[:-18], own[i][top] + gap * weights[i]]))
+                cross_entropy(mixed(bx), by).backward()
+                slope = torch.cat([p.grad.reshape(-1) for p in mixed[2].parameters()]) * gap
+                weights[i] = (weights[i] - 2.0 * slope).clamp(0, 1)
+            between += int(((weights[i] > 0) & (weights[i] < 1)).sum())
+            start = put(network(), torch.cat([x[:-18], own[i][top] + gap * weights[i]]))
+            own[i] = vector(trained(start, t, i))
+            ends.append(own[i])
+        x = mean(ends, cohort)
+    assert between > 0
+    same(result.models.rows("global"), x)
+    same(result.models.rows("personal"), torch.stack(own))
+
+
+def test_fedala_with_weights_of_1_is_fedavg() -> None:
+    assert torch.equal(run(FedALA(eta=0)).models.rows("global"), run(FedAvg()).models.rows("global"))
+
+
+# --- IFCA
+
+
+def loss_of(net: nn.Module, i: int) -> float:
+    x, y = samples(i)
+    return float(cross_entropy(net(x), y).detach())
+
+
+def test_ifca_trains_the_model_that_fits() -> None:
+    result = run(IFCA(clusters=2))
+    start = run(IFCA(clusters=2), rounds=1).job
+    server, *_ = start.algorithm.init(vector(network()), start.ctx(0))
+    assert sorted(server.more.tolist()) == sorted(server.x.tolist())
+    models, chosen = [put(network(), server.x), put(network(), server.more)], set()
+    for t, cohort in enumerate(COHORTS, start=1):
+        choice = {i: min((0, 1), key=lambda j, i=i: loss_of(models[j], i)) for i in cohort}
+        chosen |= set(choice.values())
+        ends = {i: vector(trained(models[choice[i]], t, i)) for i in cohort}
+        for j in (0, 1):
+            if members := [i for i in cohort if choice[i] == j]:
+                models[j] = put(network(), mean([ends[i] for i in members], members))
+    same(torch.stack([result.state.server.x, result.state.server.more]), torch.stack([*map(vector, models)]))
+    best = [vector(min(models, key=lambda net, i=i: loss_of(net, i))) for i in range(N)]
+    same(result.models.rows("personal"), torch.stack(best))
+    assert chosen
+
+
+def test_ifca_with_one_cluster_is_fedavg() -> None:
+    same(run(IFCA(clusters=1)).state.server.x, run(FedAvg()).models.rows("global"))
+
+
+def test_ifca_finds_two_groups_whose_labels_are_exchanged() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(320, 4)).astype(np.float32)
+    owner = np.arange(320) // 40
+    y = (x[:, 0] > 0) ^ (owner % 2 == 1)
+    fed = fl.partition.writers(validation=0.0, test=0.25)(fl.Dataset.of(x, y.astype(int), users=owner), seed=0)
+    settings: dict[str, Any] = {"rounds": 15, "local": {"lr": 0.5, "batch_size": 10}, "evaluate": {"every": 15}}
+    found = fl.simulate(IFCA(), fed, MLP(hidden=(8,)), **settings)
+    assert found.final("personal").mean() > 0.9
+    assert fl.simulate(FedAvg(), fed, MLP(hidden=(8,)), **settings).final("global").mean() < 0.7
+
+
+# --- FedRoD
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.0])
+def test_fedrod_has_a_balanced_generic_head_and_a_personal_one(gamma: float) -> None:
+    result = run(FedRoD(gamma=gamma))
+    x, personal = network(), [torch.zeros(18, dtype=torch.float64)] * N
+    for t, cohort in enumerate(COHORTS, start=1):
+        ends = []
+        for i in cohort:
+            net, own = copy.deepcopy(x), nn.Linear(5, CLASSES).double()
+            nn.utils.vector_to_parameters(personal[i].clone(), own.parameters())
+            counts = torch.bincount(samples(i)[1], minlength=CLASSES).double().clamp(min=1e-9)
+            for bx, by in batches(t, i):
+                z = net[1](net[0](bx))
+                generic = net[2](z)
+                cross_entropy(generic + gamma * counts.log(), by).backward()
+                cross_entropy(generic.detach() + own(z.detach()), by).backward()
+                with torch.no_grad():
+                    for p in (*net.parameters(), *own.parameters()):
+                        p -= LR * p.grad
+                        p.grad = None
+            personal[i] = vector(own)
+            ends.append(vector(net))
+        x = put(x, mean(ends, cohort))
+    same(result.models.rows("global"), vector(x))
+    both = [torch.cat([vector(x)[:-18], vector(x)[-18:] + own]) for own in personal]
+    same(result.models.rows("personal"), torch.stack(both))
+
+
+def test_fedrod_without_class_counts_is_fedavg_at_its_generic_head() -> None:
+    same(run(FedRoD(gamma=0)).models.rows("global"), run(FedAvg()).models.rows("global"))
+
+
+def test_fedrod_needs_classes_and_a_bias() -> None:
+    rng = np.random.default_rng(0)
+    data = fl.Dataset.of(rng.normal(size=(40, 3)), rng.normal(size=40), users=np.arange(40) // 10)
+    with pytest.raises(Refused, match="class counts need classes"):
+        fl.simulate(FedRoD(), fl.partition.writers()(data, seed=0), MLP(hidden=(4,)), rounds=1)
+    with pytest.raises(Refused, match="bias"):
+        fl.simulate(FedRoD(), federation(), Biasless(), rounds=1)
+
+
+class Biasless(ModelSpec):
+    """Its last layer has no bias."""
+
+    def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(int(np.prod(shape)), 5), nn.Tanh(), nn.Linear(5, outputs, bias=False))

@@ -28,6 +28,20 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
         "steps": (None, OPTION),
         "lr": (None, "Yu et al. 2020, Sec. 4.1: that of training, or smaller"),
     },
+    "fedbabu": {
+        "head": ((), OPTION),
+        "epochs": (5, "Oh et al. 2022, Sec. 5: fine-tuning epochs of the tables"),
+        "lr": (None, OPTION),
+        "tunes": ("all", "Sec. 5: whole networks unless it says otherwise"),
+    },
+    "fedala": {
+        "head": ((), OPTION),
+        "eta": (1.0, "Zhang et al. 2023, Sec. 5.1"),
+        "share": (0.8, "Sec. 5.1: s = 80"),
+        "first": (ANY, OURS),
+    },
+    "fedrod": {"gamma": (1.0, "Chen and Chao 2022, Eq. 8: gamma = 1")},
+    "ifca": {"clusters": (ANY, "Ghosh et al. 2020, Sec. 6: 2 to 4, by problem")},
     "local": {},
     "centralized": {"server_lr": (1.0, "as FedAvg")},
     "scaffold": {
@@ -271,7 +285,7 @@ def test_pulls_follow_the_length_of_a_round(name: str) -> None:
     ctx = contexts()[0]
     twice = [ctx._replace(local=LocalSGD(lr=0.1, epochs=1)), ctx._replace(local=LocalSGD(lr=0.05, epochs=2))]
     assert [c.reach for c in twice] == pytest.approx([2 * ctx.reach] * 2)
-    if name not in ("fedadmm-inexact", "perfedavg"):  # full gradients whatever the epochs; a step, no pull
+    if name not in ("fedadmm-inexact", "perfedavg", "fedbabu"):  # full gradients; a step, no pull; epochs
         both = [{k: v for k, v in method.derived(c).items() if not isinstance(v, str)} for c in twice]
         assert both[0] == pytest.approx(both[1])
 

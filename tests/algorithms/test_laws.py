@@ -278,9 +278,64 @@ def sparse(p: Problem, end: Models) -> Models:
     return {"global": x}
 
 
+HEAD = torch.tensor([False] * 4 + [True] * 3)
+
+
+def fedbabu(p: Problem, end: Models) -> Models:
+    """The body where its descents balance under the initial head; from there two epochs on both."""
+    ends = []
+    for i, k in enumerate(steps_of(p)[:, 0].tolist()):
+        w = end["global"]
+        for _ in range(k):
+            w = w - 0.4 * (p.hessian[i] @ (w - p.minimiser[i])) * ~HEAD
+        ends.append(w)
+    assert torch.equal(end["global"][HEAD], p.x0[HEAD])
+    return {"global": mean(p, ends), "personal": p.descent(end["global"], 2 * steps_of(p), 0.4)}
+
+
+def fedala(p: Problem, end: Models) -> Models:
+    x = mean_of_descents(p)
+    return {"global": x, "personal": p.descent(x, steps_of(p), 0.4)}
+
+
+def fedrod(p: Problem, end: Models) -> Models:
+    """One more round by single steps, which must change nothing; the prior of the second class moves the bias."""
+    ends, own, x = [], [], end["global"]
+    for i, k in enumerate(steps_of(p)[:, 0].tolist()):
+        head, w, shift = (end["personal"][i] - x) * HEAD, x, torch.zeros(7, dtype=x.dtype)
+        shift[6] = -np.log(max(int(p.sizes[i]) - 1, 1e-9))
+        for _ in range(k):
+            slope = p.hessian[i] @ (w + head - p.minimiser[i]) * HEAD
+            w = w - 0.4 * p.hessian[i] @ (w + shift - p.minimiser[i])
+            head = head - 0.4 * slope
+        ends.append(w)
+        own.append(head)
+    x = mean(p, ends)
+    return {"global": x, "personal": x + torch.stack(own)}
+
+
+def ifca(p: Problem, end: Models) -> Models:
+    """Every group where the descents of its clients balance."""
+    models = torch.zeros_like(p.minimiser)
+    for members in ([0, 1, 3], [2, 4]):
+        share = torch.zeros_like(p.alpha)
+        share[members] = p.alpha[members] / p.alpha[members].sum()
+        models[members] = mean_of_descents(p, share=share)
+    return {"personal": models}
+
+
 ROWS: dict[str, Row] = {
     "fedavg": Row(lambda p, end: {"global": mean_of_descents(p)}, variants=({"server_lr": 0.5},)),
     "fedavg-ft": Row(fedavg_ft, options={"epochs": 2, "lr": 0.2}, variants=({"steps": 3}, {"epochs": 0})),
+    "fedbabu": Row(fedbabu, 120, {"epochs": 2}, variants=({"tunes": "head", "epochs": 1}, {"head": ("body",)})),
+    "fedala": Row(fedala, 200, {"eta": 0.0}, variants=({"eta": 0.0}, {"share": 0.4, "first": 3, "eta": 0.01})),
+    "fedrod": Row(fedrod, 200, variants=({"gamma": 0.5},)),
+    "ifca": Row(
+        ifca,
+        problem=two_groups,
+        variants=({"clusters": 1}, {"clusters": 3}),
+        without={"translation": "its further models have the entries of the first in another order"},
+    ),
     "fedprox": Row(lambda p, end: {"global": mean_of_descents(p, 0.5)}, options={"mu": 0.5}),
     "local": Row(lambda p, end: {"personal": p.minimiser}, rounds=120),
     "scaffold": Row(consensus, rounds=150, local=LocalSGD(lr=0.2, batch_size=2), variants=({"option": "I"},)),

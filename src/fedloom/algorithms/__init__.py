@@ -23,9 +23,11 @@ from fedloom.algorithms.fedacs import FedACS as FedACS
 from fedloom.algorithms.fedadmm import FedADMM as FedADMM
 from fedloom.algorithms.fedadmm_composite import FedADMMComposite as FedADMMComposite
 from fedloom.algorithms.fedadmm_inexact import FedADMMInexact as FedADMMInexact
+from fedloom.algorithms.fedala import FedALA as FedALA
 from fedloom.algorithms.fedamp import FedAMP as FedAMP
 from fedloom.algorithms.fedavg import FedAvg as FedAvg
 from fedloom.algorithms.fedavg_ft import FedAvgFT as FedAvgFT
+from fedloom.algorithms.fedbabu import FedBABU as FedBABU
 from fedloom.algorithms.fedbn import FedBN as FedBN
 from fedloom.algorithms.feddr import FedDR as FedDR
 from fedloom.algorithms.feddualavg import FedDualAvg as FedDualAvg
@@ -37,6 +39,7 @@ from fedloom.algorithms.fedpd import FedPD as FedPD
 from fedloom.algorithms.fedper import FedPer as FedPer
 from fedloom.algorithms.fedprox import FedProx as FedProx
 from fedloom.algorithms.fedrep import FedRep as FedRep
+from fedloom.algorithms.fedrod import FedRoD as FedRoD
 from fedloom.algorithms.fedskip import FedSkip as FedSkip
 from fedloom.algorithms.fedslr import FedSLR as FedSLR
 from fedloom.algorithms.fedspa import FedSpa as FedSpa
@@ -45,6 +48,7 @@ from fedloom.algorithms.fiaelt import FIAELT as FIAELT
 from fedloom.algorithms.flame import FLAME as FLAME
 from fedloom.algorithms.gifair import GIFAIR as GIFAIR
 from fedloom.algorithms.heurfedamp import HeurFedAMP as HeurFedAMP
+from fedloom.algorithms.ifca import IFCA as IFCA
 from fedloom.algorithms.lgfedavg import LGFedAvg as LGFedAvg
 from fedloom.algorithms.local_only import Local as Local
 from fedloom.algorithms.lpgd import LPGD as LPGD
@@ -86,6 +90,10 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "heurfedamp": HeurFedAMP,
     "fedrep": FedRep,
     "fedper": FedPer,
+    "fedbabu": FedBABU,
+    "fedala": FedALA,
+    "fedrod": FedRoD,
+    "ifca": IFCA,
     "lg-fedavg": LGFedAvg,
     "fedbn": FedBN,
     "fedspa": FedSpa,

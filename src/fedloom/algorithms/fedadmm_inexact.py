@@ -114,7 +114,10 @@ class FedADMMInexact(Algorithm):
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, Up]:
         eps = x0.new_tensor([(ctx.n * self.iterations) ** 2 if self.eps0 == "matlab" else self.eps0])
-        r, sigma = (x0.new_tensor([value]) for value in (1 / ctx.local.lr, self.rho or self.r0 / ctx.local.lr))
+        r, sigma = (
+            x0.new_tensor([value])
+            for value in (1 / ctx.local.lr, self.rho or (self.r0 or 1 / self.inner) / ctx.local.lr)
+        )
         return Server(x0, sigma), Client(x0, torch.zeros_like(x0), eps, r), Up(x0, torch.zeros_like(r))
 
     def client(self, down: Server, rows: Client, work: Work) -> tuple[Up, Client]:

@@ -201,6 +201,15 @@ class Work:
         self.counts.forward.index_add_(0, self.slots, self.sizes[:, 0])
         return self.oracle.accuracy(each_client(w, self.m), self.ids)
 
+    @property
+    def class_counts(self) -> Tensor:
+        """Training samples of every class, ``[m, c]``; counted at the client, in no message.
+
+        Raises:
+            Refused: the task has no classes.
+        """
+        return self.oracle.class_counts(self.ids)
+
     def activations(
         self, w: Tensor, layer: str = "penultimate", reduce: Reduce | None = None, batch: Batch | None = None
     ) -> Tensor:

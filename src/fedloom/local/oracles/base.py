@@ -90,3 +90,11 @@ class Oracle(ABC):
             Refused: nothing is right or wrong here.
         """
         raise Refused("accuracy needs classes, and this task has none; use the loss")
+
+    def class_counts(self, ids: Tensor) -> Tensor:
+        """Training samples ``[m, c]`` of the clients by class, in the oracle's dtype.
+
+        Raises:
+            Refused: there are no classes.
+        """
+        raise Refused("class counts need classes, and this task has none; take a method without them")

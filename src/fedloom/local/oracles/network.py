@@ -176,6 +176,20 @@ class Network(Oracle):
             shares.append((guess == y)[y >= 0].to(self.dtype).mean())
         return torch.stack(shares)[:, None]
 
+    def class_counts(self, ids: Tensor) -> Tensor:
+        """Training samples of the clients by class, ``[m, c]``.
+
+        Raises:
+            Refused: the task is regression.
+        """
+        if self.fed.data.task == "regression":
+            return super().class_counts(ids)
+        return self._class_counts[ids.to(self._class_counts.device)].to(self.device, self.dtype)
+
+    @cached_property
+    def _class_counts(self) -> Tensor:
+        return self.fed.class_counts("train")
+
     # ------------------------------------------------------------------------------------------------ evaluation
 
     @torch.no_grad()

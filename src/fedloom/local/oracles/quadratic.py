@@ -68,6 +68,10 @@ class Quadratic(Oracle):
         gap = w - self.minimiser[batch.ids]
         return 0.5 * (gap * self._gradient(w, batch.ids)).sum(1, keepdim=True) * (batch.count.to(w) / batch.total)
 
+    def class_counts(self, ids: Tensor) -> Tensor:
+        """All samples but one are of the first of two classes that the clients pretend to have."""
+        return torch.stack([self.count[ids] - 1, torch.ones_like(ids)], 1).to(self.dtype)
+
     def activations(
         self, w: Tensor, ids: Tensor, layer: str, reduce: Reduce | None, batch: Batch | None = None
     ) -> Tensor:

@@ -1,0 +1,92 @@
+"""FedALA: a client mixes the received model into its own, parameter by parameter, as its data ask, and trains that.
+
+Problem: min over w_1..w_n of sum_i alpha_i f_i(w_i).
+
+Reference: J. Zhang, Y. Hua, H. Wang, T. Song, Z. Xue, R. Ma, H. Guan, "FedALA: Adaptive Local Aggregation for
+Personalized Federated Learning", AAAI 2023, arXiv:2212.01197v4, Algorithm 1 and Eqs. 4 to 6 (public code:
+TsingZ0/FedALA).
+
+    paper        here       meaning
+    Theta        x          server's model
+    Theta_i      w          client's model
+    W_i^p        a          aggregation weights of the layers that adapt, in [0, 1], 1 at first
+    p            head       those layers, the last one; below them a client takes the received model
+    s            share      part of the client's data that W_i is learned on
+    eta          eta        step size of W_i
+
+Kept by a client: d + h (w, a), h the parameters that adapt. Sent per round: d down, d up.
+
+Deviations: s % of the data are the first s % of the batches of an epoch of their own. The paper learns the weights
+until their loss settles in the first round in which the two models differ; here for ``first`` passes. The personal
+model is the client's own after its training, not the mixture with the newest received one.
+
+Use it when the received model helps some of the layers only; with eta = 0 all weights stay 1 and it is FedAvg whose
+personal models are the clients' last.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms._base import Algorithm, Delta, Model
+from fedloom.local import Batch, Ctx, Work, descend, iterate, where_moved
+from fedloom.rows import masks
+
+
+class Client(NamedTuple):
+    """w ``[m, d]``, a ``[m, h]``."""
+
+    w: Tensor
+    a: Tensor
+
+
+class _Mixed(NamedTuple):
+    a: Tensor
+    own: Tensor
+    gap: Tensor
+
+
+class FedALA(Algorithm):
+    """FedALA (Zhang et al. 2023, Algorithm 1)."""
+
+    head: tuple[str, ...] = Field((), description="prefixes of the parameters that adapt; the last layer when empty")
+    eta: float = Field(1.0, ge=0, description="step size eta of the weights; 1 (Sec. 5.1)")
+    share: float = Field(0.8, gt=0, le=1, description="part s of the data that the weights are learned on; 80 %")
+    first: int = Field(10, ge=1, description="passes over it when the models first differ; until it settles (Sec. 4.2)")
+
+    family: ClassVar[str] = "personalised"
+
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
+        return Model(x0), Client(x0, torch.ones_like(x0[masks.head(ctx.layout, self.head)])), None
+
+    def client(self, down: Model, rows: Client, work: Work) -> tuple[Delta, Client]:
+        top = masks.head(work.layout, self.head).to(down.x.device)
+
+        def step(s: _Mixed, work: Work, batch: Batch) -> _Mixed:
+            mixed = masks.joined(down.x, s.own + s.gap * s.a, top)  # Eq. 4: Theta_i + (Theta - Theta_i) * W_i
+            slope = masks.part(work.clipped(mixed, batch), top) * s.gap
+            return s._replace(a=(s.a - self.eta * slope).clamp(0, 1))  # Eq. 6
+
+        own = masks.part(rows.w, top)
+        mix, once = _Mixed(rows.a, own, down.x[top] - own), (work.epochs(1) * self.share).ceil().long()
+        differs = (mix.gap != 0).any(1, keepdim=True).cpu()
+        fresh = differs & (rows.a == 1).all(1, keepdim=True).cpu()
+        steps = (
+            torch.where(fresh, self.first * once, torch.where(differs, once, 0))
+            * (self.eta > 0)
+            * (work.steps > 0).cpu()
+        )
+        mix = iterate(step, mix, work, steps, stream="weights")
+        start = masks.joined(down.x, own + mix.gap * mix.a, top) if self.eta else down.x
+        w = descend(start, work)
+        return Delta(where_moved(work, w - down.x, torch.zeros_like(w))), Client(where_moved(work, w, rows.w), mix.a)
+
+    def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
+        return Model(server.x + up.dw)
+
+    def personal(self, down: Model, rows: Client, work: Work) -> Tensor:
+        return rows.w

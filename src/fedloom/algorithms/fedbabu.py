@@ -1,0 +1,97 @@
+"""FedBABU: only the body is trained in the rounds, under a head that stays as it was drawn; then clients tune both.
+
+Problem: min over phi of sum_i alpha_i f_i(h, phi), h fixed, then a few steps on f_i from there.
+
+Reference: J. Oh, S. Kim, S.-Y. Yun, "FedBABU: Toward Enhanced Representation for Federated Image Classification", ICLR
+2022, arXiv:2106.06042, Algorithm 1, and its fine-tuning (public code: jhoon-oh/FedBABU).
+
+    paper       here          meaning
+    theta_ext   x             body (extractor), on the server; its head is the initial one
+    theta_cls   head          head (classifier), drawn once
+    tau         local         epochs of the body per round
+    tau_f       epochs        epochs of the fine-tuning
+
+Kept by a client: the initial head's parameters. Sent per round: the body's parameters, down and up. The personal model
+is made where it is asked for and never sent; its gradients count as work of the round after which it was made.
+
+Deviations: the head is the last layer with a matrix unless ``head`` names others.
+
+Defaults: whole models are tuned for 5 epochs, as in the paper's tables, or for a quarter of the rounds' local epochs
+where that is more: the head has to be learned from where it was drawn, in steps of the run's size.
+
+Use it when clients share features but not labels, and new clients come: what it sends does not know labels. On a
+model that is all head it trains nothing in the rounds, of which a run warns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms._base import Algorithm, DerivedFrom0, Mean, Model, Sent, by_rule
+from fedloom.local import Ctx, Work, descend
+from fedloom.rows import masks
+from fedloom.rows.layout import Layout
+
+
+class Down(NamedTuple):
+    """x ``[d]``."""
+
+    x: Annotated[Tensor, Sent(part="body")]
+
+
+class Client(NamedTuple):
+    """head ``[m, h]``, as it was drawn."""
+
+    head: Tensor
+
+
+class Up(NamedTuple):
+    """dw ``[m, d]``, zero in the head."""
+
+    dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="body")]
+
+
+class FedBABU(Algorithm):
+    """FedBABU (Oh et al. 2022, Algorithm 1)."""
+
+    head: tuple[str, ...] = Field((), description="prefixes of the head's parameters; the last layer when empty")
+    epochs: DerivedFrom0 = by_rule(
+        description="tau_f, rounded; 5, or a quarter of the run's local epochs, when not given; 5 in the tables"
+    )
+    lr: float | None = Field(None, gt=0, description="step size of the fine-tuning; that of the round when not given")
+    tunes: Literal["all", "head", "body"] = Field("all", description="what the fine-tuning moves (the paper's Table 5)")
+
+    family: ClassVar[str] = "personalised"
+    paper: ClassVar[Mapping[str, Any]] = {"epochs": 5}
+
+    def derived(self, ctx: Ctx) -> dict[str, Any]:
+        return {"epochs": max(5, ctx.rounds * max(ctx.local.epochs, 1) // 4)}
+
+    def part(self, name: str, layout: Layout) -> Tensor:
+        return ~masks.head(layout, self.head)
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        if not bool(masks.head(layout, self.head).all()):
+            return []
+        return ["FedBABU on a model that is all head trains nothing before its fine-tuning: take a hidden layer"]
+
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
+        return Model(x0), Client(x0[masks.head(ctx.layout, self.head)]), None
+
+    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+        head = masks.head(work.layout, self.head).to(down.x.device)
+        w = descend(masks.joined(down.x, rows.head, head), work, mask=~head)  # theta_ext <- SGD, theta_cls fixed
+        return Up(masks.only_(w.sub_(down.x), ~head)), rows
+
+    def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
+        return Model(server.x + up.dw * self.part("body", ctx.layout).to(server.x.device))
+
+    def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
+        head = masks.head(work.layout, self.head).to(down.x.device)
+        mask = {"all": None, "head": head, "body": ~head}[self.tunes]
+        start, steps = masks.joined(down.x, rows.head, head), work.epochs(round(self.epochs))
+        return descend(start, work, mask=mask, steps=steps, stream="fine-tuning", lr=self.lr)

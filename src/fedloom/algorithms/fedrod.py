@@ -1,0 +1,96 @@
+"""FedRoD: one body under two heads, a generic one trained as if classes were balanced and a personal one beside it.
+
+Problem: min over x of sum_i alpha_i b_i(x), and for every client min over h_i of f_i(x + h_i), h_i in the head alone.
+b_i is f_i with log n_ic added to the output of class c.
+
+Reference: H.-Y. Chen, W.-L. Chao, "On Bridging Generic and Personalized Federated Learning for Image Classification",
+ICLR 2022, arXiv:2107.00778v2, Algorithm 1 with Eqs. 8 and 9, without the hypernetwork (public code: TsingZ0/PFLlib, not
+by the authors).
+
+    paper        here       meaning
+    theta, psi   x          body and generic head, on the server
+    phi_i        head       personal head, whose outputs are added to the generic ones
+    L^BSM        shift      balanced softmax: gamma log n_ic beside the output of class c
+    gamma        gamma      exponent of the class counts
+
+Kept by a client: the head's parameters. Sent per round: d down, d up. The class counts stay at the client.
+
+Deviations: log n_ic is added to the head's bias for the gradient, which is the same; a class that a client lacks counts
+as 1e-9 samples. The personal head starts at zero, not at random: the personal model is the generic one at first. Both
+heads are linear, so the personal model is one network with the sum of both.
+
+Use it when labels are skewed and both a generic and personal models are wanted. With gamma = 0 the generic branch is
+FedAvg. It needs classes and a head with a bias.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms._base import Algorithm, Delta, Model
+from fedloom.errors import Refused
+from fedloom.local import Batch, Ctx, Work, iterate
+from fedloom.rows import masks
+from fedloom.rows.layout import Layout
+
+
+class Client(NamedTuple):
+    """head ``[m, h]``: what a client adds to the head."""
+
+    head: Tensor
+
+
+class _Rows(NamedTuple):
+    w: Tensor
+    head: Tensor
+    shift: Tensor
+
+
+class FedRoD(Algorithm):
+    """FedRoD (Chen and Chao 2022, Algorithm 1)."""
+
+    gamma: float = Field(1.0, ge=0, description="exponent of the class counts in the balanced softmax; 1 (Eq. 8)")
+
+    family: ClassVar[str] = "personalised"
+    plain_sgd: ClassVar[str | None] = "its two heads take their steps on one batch side by side"
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        head = masks.head(layout)
+        if not bool((head & ~masks.matrices(layout)).any()):
+            raise Refused("FedRoD shifts the bias of the model's last layer, which has none: give it one")
+        return masks.undivided("FedRoD", head, "Local beside FedAvg")
+
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
+        return Model(x0), Client(torch.zeros_like(x0[masks.head(ctx.layout)])), None
+
+    def _shift(self, work: Work, like: Tensor) -> Tensor:
+        """Gamma log n_ic in the place of the head's bias, ``[m, d]``."""
+        bias = masks.head(work.layout) & ~masks.matrices(work.layout)
+        prior = self.gamma * work.class_counts.clamp(min=1e-9).log()
+        prior = prior[:, 1:] - prior[:, :1] if bias.sum() == 1 else prior  # one output for two classes
+        return like.new_zeros(work.m, work.layout.d).masked_scatter(bias.to(like.device), prior.to(like))
+
+    def client(self, down: Model, rows: Client, work: Work) -> tuple[Delta, Client]:
+        top = masks.head(work.layout).to(down.x.device)
+        decay = work.local.weight_decay
+
+        def step(r: _Rows, work: Work, batch: Batch) -> _Rows:
+            both = r.w.clone()
+            both[:, top] += r.head
+            slope = work.clipped(both, batch)[:, top].add_(r.head, alpha=decay)  # Eq. 9, body and psi as they are
+            generic = work.clipped(r.w + r.shift, batch).add_(r.w, alpha=decay)  # Eq. 8
+            return r._replace(w=r.w.sub(generic, alpha=work.lr), head=r.head.sub(slope, alpha=work.lr))
+
+        w, head, _ = iterate(step, _Rows(down.x.repeat(work.m, 1), rows.head, self._shift(work, down.x)), work)
+        return Delta(w - down.x), Client(head)
+
+    def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
+        return Model(server.x + up.dw)
+
+    def personal(self, down: Model, rows: Client, work: Work) -> Tensor:
+        top = masks.head(work.layout).to(down.x.device)
+        return masks.joined(down.x, down.x[top] + rows.head, top)

@@ -1,0 +1,95 @@
+"""IFCA: several models; every client trains the one that fits its data best.
+
+Problem: min over x_1..x_k of sum_i alpha_i min over j of f_i(x_j).
+
+Reference: A. Ghosh, J. Chung, D. Yin, K. Ramchandran, "An Efficient Framework for Clustered Federated Learning",
+NeurIPS 2020, arXiv:2006.04088v3, Algorithm 1, option II (model averaging).
+
+    paper      here        meaning
+    theta_j    x, more     models of the k clusters, on the server
+    j_i        choice      cluster of client i: the model with the smallest loss on its training part
+    k          clusters    number of models
+    tau        local       local steps
+
+Kept by a client: nothing. Sent per round: k d down, d + 1 up. The server sees the models of single clients: no secure
+aggregation and no robust rule.
+
+Deviations: a client is counted with its share alpha_i within its cluster; a model that no client of the cohort chooses
+stays. The first model is the run's initial one, the others have its entries in another order within every tensor, which
+are as likely to be drawn; the paper draws them, and takes the best of several draws in its smaller problems.
+
+Defaults: two clusters, as the number belongs to the federation.
+
+Use it when clients fall into groups, each with a model of its own; with one cluster it is FedAvg.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms._base import Algorithm, Rows
+from fedloom.local import Ctx, Nothing, Work, descend
+
+
+class Server(NamedTuple):
+    """x ``[d]``, more ``[(k - 1) d]``: the first model, and the others one after the other."""
+
+    x: Tensor
+    more: Tensor
+
+
+class Up(NamedTuple):
+    """w ``[m, d]``, choice ``[m, 1]``."""
+
+    w: Annotated[Tensor, Rows(primary=True)]
+    choice: Annotated[Tensor, Rows()]
+
+
+class IFCA(Algorithm):
+    """IFCA (Ghosh et al. 2020, Algorithm 1)."""
+
+    clusters: int = Field(2, ge=1, description="k, models; 2 to 4 in Sec. 6")
+
+    family: ClassVar[str] = "clustered"
+    uses_shares: ClassVar[bool] = True
+
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
+        g, more = ctx.rng("clusters"), list[Tensor]()
+        for _ in range(self.clusters - 1):
+            own = ctx.layout.tree(x0.clone())
+            more += [
+                value.flatten()[torch.randperm(value.numel(), generator=g).to(x0.device)] for value in own.values()
+            ]
+        return Server(x0, torch.cat([x0[:0], *more])), Nothing(), None
+
+    def client(self, down: Server, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+        start, choice = self._chosen(down, work)
+        return Up(descend(start, work), choice.to(start)), rows
+
+    def _chosen(self, down: Server, work: Work) -> tuple[Tensor, Tensor]:
+        """The model of every client's cluster ``[m, d]``, and its number ``[m, 1]``."""
+        models = torch.cat([down.x, down.more]).view(self.clusters, -1)
+        if self.clusters == 1:
+            return models.expand(work.m, -1), torch.zeros(work.m, 1, dtype=torch.long, device=models.device)
+        choice = torch.cat([work.loss(model) for model in models], 1).argmin(
+            1, keepdim=True
+        )  # j_i = argmin F_i(theta_j)
+        return models[choice[:, 0]], choice
+
+    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
+        models, share = torch.cat([server.x, server.more]).view(self.clusters, -1).clone(), ctx.weight[ctx.ids].to(up.w)
+        for j in range(self.clusters):
+            mass = share * (up.choice == j)
+            if bool(mass.any()):
+                models[j] = ((mass / mass.sum()).T.double() @ up.w.double())[0]  # theta_j = mean of its clients' models
+        return Server(models[0], models[1:].flatten())
+
+    def global_model(self, server: Server) -> None:
+        return None
+
+    def personal(self, down: Server, rows: Nothing, work: Work) -> Tensor:
+        return self._chosen(down, work)[0].clone()
