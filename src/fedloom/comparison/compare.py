@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -15,7 +16,7 @@ from torch import nn
 
 from fedloom.comparison.given import GivenExperiment
 from fedloom.engine.result import Result
-from fedloom.errors import RunStopped, Stop, unknown
+from fedloom.errors import ConfigError, RunStopped, Stop, unknown
 from fedloom.experiment import Plan
 from fedloom.experiment.events import Listener
 from fedloom.experiment.outputs import Outcome
@@ -106,6 +107,8 @@ def compare(
         RunDirError: the folder holds another comparison.
         RunStopped: interrupted (the same call with the folder goes on), or a search of which no trial completed.
     """
+    if tune is not None and find_spec("optuna") is None:
+        raise ConfigError("compare: tune needs Optuna: pip install 'fedloom[tune]'")
     table = {"trials": tune} if isinstance(tune, int) else dict(tune or {})
     if models not in MODELS:
         raise unknown("choice", models, MODELS, "compare: models")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from fedloom.errors import ConfigError
 from fedloom.report import notebook as display
 from fedloom.report.comparison.contenders import Models, contenders, reference
 from fedloom.report.comparison.pairs import Pair, pairs, pairs_latex
@@ -106,13 +104,7 @@ class RecordedComparison:
         return display.comparison_chart(estimates, chosen)
 
     def to_pandas(self) -> Any:
-        """`table` as a pandas DataFrame.
-
-        Raises:
-            ConfigError: pandas is not installed.
-        """
-        if find_spec("pandas") is None:
-            raise ConfigError("to_pandas needs pandas: pip install pandas; table() is the same without it")
+        """`table` as a pandas DataFrame."""
         return self.table().to_pandas()
 
     def _repr_html_(self) -> str:
