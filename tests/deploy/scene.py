@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedloom import __version__
+from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.audit import Audit
 from fedloom.deploy.exchange.envelope import digest_of, seal
 from fedloom.deploy.exchange.identity import sign
@@ -21,7 +22,6 @@ from fedloom.deploy.ops.keys import key_pair
 from fedloom.deploy.server import serve
 from fedloom.deploy.settings import Member, Server, Site, fingerprint
 from fedloom.deploy.site.client import Client
-from fedloom.deploy.site.local_data import schema_of
 from fedloom.engine.result import Result
 from fedloom.engine.simulate import simulate
 from fedloom.errors import Stop
@@ -106,7 +106,7 @@ def scene(folder: Path, method: dict[str, Any] | str, **changes: Any) -> Scene:
         "experiment": path,
         "fingerprint": fingerprint(path),
         "clients": fed.n,
-        "samples": schema_of(fed.data),
+        "samples": InputSpec.of(fed.data),
         "version": __version__,
     }
     sites = []

@@ -270,11 +270,11 @@ def clinic(tmp_path_factory):
     ("change", "sentence"),
     [
         (("", ""), None),
-        (("age,sex,bp", "age,sex,weight"), "column 3 of the data is weight, that of the experiment bp"),
-        (("age,sex,bp", "bp,sex,age"), "column 1 of the data is bp, that of the experiment age"),
-        ((",f,", ",w,"), "column 2 of the data is sex (m, w), that of the experiment sex (f, m)"),
+        (("age,sex,bp", "age,sex,weight"), "no column 'bp' (the agreement names it)"),
+        (("age,sex,bp", "bp,sex,age"), None),
+        ((",f,", ",w,"), "column 'sex': unknown level 'w', allowed are f, m (20 such)"),
         ((",bp,", ",bp,bmi,"), "cells"),
-        (("yes", "sick"), "classes of the data is no, sick, that of the experiment no, yes"),
+        (("yes", "sick"), "the label 'disease' is 'sick', allowed are no, yes"),
     ],
 )
 def test_a_table_with_other_columns_levels_or_labels_both_sides_named(clinic, tmp_path, change, sentence):

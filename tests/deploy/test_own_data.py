@@ -108,10 +108,10 @@ def test_sites_that_share_no_path(kind: str, how: str, tmp_path: Path, monkeypat
     ("write", "sentence"),
     [
         (lambda home: (home / "cohort.csv").mkdir(), "no .csv file there"),
-        (lambda home: (home / "cohort.csv").write_text("a,y\n1,0\n2,1\n"), "column 2 of the data is none"),
+        (lambda home: (home / "cohort.csv").write_text("a,y\n1,0\n2,1\n"), "no column 'b' (the agreement names it)"),
         (
             lambda home: (home / "cohort.csv").write_text("a,b,y\n1,2,0\n2,3,1\n4,5,2\n"),
-            "that of the experiment binary",
+            "the label 'y' is '2', allowed are 0, 1",
         ),
         (lambda home: (home / "cohort.csv").write_text("a,b,y\n1,2,0\n2,x,1\n"), "expected a finite number"),
     ],

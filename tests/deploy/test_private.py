@@ -13,11 +13,11 @@ import torch
 from flwr.app import Message
 
 from fedloom.algorithms import FedAvg
+from fedloom.data.input_spec import FACTS
 from fedloom.deploy.check import check_site
 from fedloom.deploy.exchange.envelope import COMMON, PROTOCOL, STATUS, digest_of, seal
 from fedloom.deploy.noise import ReleasedNoise, released
 from fedloom.deploy.plan import plan
-from fedloom.deploy.settings import Schema
 from fedloom.deploy.site.client import Client
 from fedloom.deploy.site.ledger import Ledger
 from fedloom.engine.privacy import epsilon
@@ -206,7 +206,7 @@ def test_no_score_and_no_count_of_work_leaves_a_site(tmp_path: Path, how: dict[s
             assert not reply.content.get("metrics")
             assert head["reason"] == ""
             assert len(reply.content.get("arrays", ())) == (kind == "train")
-            own = {"train": {"samples", "work"}, "score": {"samples"}}.get(kind, {"sizes", *Schema.model_fields})
+            own = {"train": {"samples", "work"}, "score": {"samples"}}.get(kind, {"sizes", *FACTS})
             assert set(head) == {*COMMON, *STATUS, *own}
             if kind == "train":
                 assert head["work"] == [0, 0, 0]

@@ -4,9 +4,9 @@ import tomllib
 
 import pytest
 
+from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.settings import (
     Member,
-    Schema,
     Server,
     Site,
     check_fingerprint,
@@ -18,7 +18,7 @@ from fedloom.deploy.settings import (
 from fedloom.errors import ConfigError
 
 KEY = "ecdsa-sha2-nistp384 AAAA{}"
-SCHEMA = {"task": "binary", "shape": (26,), "outputs": 1, "classes": ("healthy", "disease")}
+SCHEMA = {"task": "binary", "shape": (26,), "classes": ("healthy", "disease")}
 
 
 def shared(folder):
@@ -30,7 +30,7 @@ def shared(folder):
         "fingerprint": fingerprint(experiment),
         "version": "1.0",
         "clients": 2,
-        "samples": Schema(**SCHEMA),
+        "samples": InputSpec(**SCHEMA),
     }
 
 

@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 import fedloom as fl
 from fedloom.cli import app
+from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import new_rows
-from fedloom.deploy.site.local_data import federation_of, schema_of
+from fedloom.deploy.site.local_data import federation_of
 from fedloom.engine.setup import make_job, poisoned
 from fedloom.errors import ConfigError, DataError, Refused
 from fedloom.models import LSTM
@@ -202,7 +203,7 @@ def test_flipped_labels_leave_positions_without_a_label_alone() -> None:
 def test_the_server_of_a_deployment_has_a_blank_sequence(each: bool) -> None:
     x = torch.randint(1, 5, (12, 4), generator=torch.Generator().manual_seed(0))
     data = fl.Dataset.of((x, x % 3 if each else x[:, 0] % 3), vocabulary=5)
-    fed = federation_of(schema_of(data), torch.tensor([[3, 1, 1], [2, 0, 0]]))
+    fed = federation_of(InputSpec.of(data), torch.tensor([[3, 1, 1], [2, 0, 0]]))
     assert fed.data.tokens == data.tokens
     setting = fl.Setting(algorithm=fl.algorithms.FedAvg(), model=LSTM(embedding=2, hidden=3))
     job, _ = make_job(setting, fed)

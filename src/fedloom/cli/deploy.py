@@ -28,6 +28,7 @@ SiteFolder = Annotated[Path, typer.Argument(help="a site's folder, with its site
 def init(
     file: FileArgument,
     sites: Annotated[int | None, typer.Option(help="number of sites; the clients of the partition by default")] = None,
+    names: Annotated[str | None, typer.Option(help="names of the sites, with commas; site-0, ... by default")] = None,
     out: Annotated[Path | None, typer.Option(help="directory to write; the file's name by default")] = None,
     method: Annotated[str | None, typer.Option(help="label of the method, if the experiment has several")] = None,
     rounds: Annotated[int | None, typer.Option(help="communication rounds, if not the experiment's", min=1)] = None,
@@ -81,6 +82,7 @@ def init(
             "seed": seed,
             "rounds": rounds,
             "data_dir": data_dir,
+            "names": () if names is None else tuple(name.strip() for name in names.split(",")),
             "own_data": own_data,
             "fixed_data": fixed_data,
             "norm_bound": norm_bound,
@@ -206,6 +208,81 @@ def models(
             say(f"{one.site.site:<16}{one.model.kind:<10}round {one.model.round:<6}{path}")
             if test:
                 say("  " + ", ".join(f"{name} {value:.4f}" for name, value in figures(one).items()))
+
+
+Kind = Annotated[str | None, typer.Option("--model", help="global, personal or hybrid; the site's own by default")]
+
+
+@deploy.command()
+def predict(
+    site: SiteFolder,
+    rows: Annotated[Path, typer.Argument(help="file of rows without labels", show_default=False)],
+    model: Kind = None,
+    out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
+) -> None:
+    """Predict raw rows at a site, by its own model and with its own scaling.
+
+    Example: fedloom deploy predict /srv/fedloom/site new.csv
+    """
+    with errors():
+        from fedloom.deploy.site.models import new_rows, used
+        from fedloom.report.csv_files import csv_of_table
+        from fedloom.storage.files import make_folder, write_atomic
+        from fedloom.trained.predictions import alone, predicted
+
+        trained = used(site, model)
+        found = new_rows(site).rows(trained.recipe.facts, rows)
+        made = predicted(found, alone(trained, found))
+        make_folder(out.parent)
+        write_atomic(out, csv_of_table(made.table()))
+        for note in made.notes:
+            say(note)
+        say(f"{len(made.scores)} predictions by the {trained.about['kind']} model of {made.models[0]}: {out}")
+
+
+@deploy.command()
+def evaluate(
+    site: SiteFolder,
+    rows: Annotated[Path, typer.Argument(help="file of rows with labels", show_default=False)],
+    model: Kind = None,
+) -> None:
+    """Score a site's model on new rows with labels, as it predicts them.
+
+    Example: fedloom deploy evaluate /srv/fedloom/site last-month.csv
+    """
+    with errors():
+        from fedloom.data.new_rows import new_rows as taken
+        from fedloom.deploy.site.models import new_rows, used
+        from fedloom.progress import print_rows
+        from fedloom.trained.predictions import OWN_SCALE, Evaluated, alone
+
+        trained = used(site, model)
+        data = new_rows(site).labelled(trained.recipe.facts, rows)
+        found = taken(trained.recipe.facts, data)
+        scored = Evaluated(trained.about, trained.about["kind"], OWN_SCALE, alone(trained, found), found, data)
+        print_rows([scored.row()])
+        for note in (*found.notes, *scored.choice.strange(found.x)):
+            say(note)
+
+
+@deploy.command()
+def export(
+    site: SiteFolder,
+    out: Annotated[Path, typer.Option(help="file to write", show_default=False)],
+    model: Kind = None,
+    format: Annotated[str, typer.Option(help="onnx, torch or safetensors")] = "onnx",
+) -> None:
+    """Write a site's model for other programs: an ONNX or torch graph that takes raw rows, with the site's scaling.
+
+    Example: fedloom deploy export /srv/fedloom/site --out model.onnx
+    """
+    with errors():
+        from fedloom.deploy.site.models import used
+        from fedloom.trained.export import export as write
+
+        trained = used(site, model)
+        write(trained, out, format)
+        say(f"{trained.about['kind']} model of {trained.about['client']}: {out}")
 
 
 @deploy.command()

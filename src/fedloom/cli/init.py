@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedloom.cli._app import app, errors, say
 from fedloom.errors import ConfigError
 
+if TYPE_CHECKING:
+    from fedloom.data import Dataset
+
 
 @app.command()
 def init(
     table: Annotated[Path, typer.Argument(help="CSV or Parquet file, a row per sample", show_default=False)],
-    by: Annotated[str | None, typer.Option(help="column that names the site of a row")] = None,
+    by: Annotated[str | None, typer.Option(help="column that names the site of a row; '' for none")] = None,
     target: Annotated[str | None, typer.Option(help="column to predict")] = None,
     out: Annotated[Path | None, typer.Option(help="experiment file; beside the table by default")] = None,
+    agree: Annotated[
+        bool, typer.Option("--agree", help="write a document on the columns too, which all sites can agree on")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="replace an experiment file that is there")] = False,
 ) -> None:
     """Look at a table, report everything about it at once, and draft an experiment file that runs as it is.
@@ -32,19 +38,30 @@ def init(
         place = out or table.parent / f"{table.name.lstrip('.').partition('.')[0] or 'data'}.toml"
         if place.exists() and not force:
             raise ConfigError(f"{place} is there already; give --force to replace it, or another --out")
+        document = place.with_name(f"{place.stem}.agreement.toml")
+        if agree and document.exists() and not force:
+            raise ConfigError(f"{document} is there already; give --force to replace it")
         draft = Draft(Survey(table), by, target)
         for line in draft.report:
             say(line)
         text = draft.text(place)
-        _try(text, place)
+        data = _try(text, place)
         make_folder(place.parent)
+        if agree:
+            write_atomic(document, draft.agreement(data).text().encode())
+            text = draft.text(place, document)
+            _try(text, place)
         write_atomic(place, text.encode())
         say(f"\ndraft: {place}; run it with: fedloom run {place}")
+        if agree:
+            say(f"agreement: {document}; fill in its units, and let every site read and sign it")
 
 
-def _try(text: str, place: Path) -> None:
-    """Reads the data as the draft says, so that no draft is written that would not run."""
+def _try(text: str, place: Path) -> Dataset:
+    """The data, read as the draft says, so that no draft is written that would not run."""
     from fedloom.experiment import parse
 
     experiment = parse(tomllib.loads(text), str(place))
-    experiment.partition(experiment.source.read(None), seed=0)
+    data = experiment.source.read(None)
+    experiment.partition(data, seed=0)
+    return data

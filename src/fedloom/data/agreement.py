@@ -10,9 +10,16 @@ import tomli_w
 from pydantic import Field, model_validator
 
 from fedloom.data.dataset import Task
-from fedloom.data.tables import Column, Table
+from fedloom.data.tables import MARKERS, Column, Table
 from fedloom.errors import ConfigError
 from fedloom.values import Value, fields_of, make, read_toml
+
+HEAD = """\
+# What the columns mean at every site. Fill in the units, look at the levels and ranges, and sign it.
+# Columns are found by name, in any order; others are ignored. missing = true: cells may be missing, and a feature tells
+# where. impute = true: such cells, and levels that are not named here, are filled at each site.
+# patients, events: least rows of a site that takes part, and of each class there.
+"""
 
 
 class AgreedColumn(Value):
@@ -89,8 +96,9 @@ class Agreement(Value):
         divisor: float = 1.0,
     ) -> Agreement:  # fmt: skip
         """What a table and its target are."""
+        missing = tuple(text for text in table.missing if text not in MARKERS)
         return cls(
-            target=target, task=task, classes=tuple(classes), centre=centre, divisor=divisor, missing=table.missing,
+            target=target, task=task, classes=tuple(classes), centre=centre, divisor=divisor, missing=missing,
             impute=table.impute, column=tuple(map(AgreedColumn.of, table.columns)),
         )  # fmt: skip
 
@@ -106,13 +114,20 @@ class Agreement(Value):
     @property
     def table(self) -> Table:
         """The features as a table."""
-        return Table(columns=tuple(c.column for c in self.column), missing=self.missing, impute=self.impute)
+        missing = tuple(dict.fromkeys((*MARKERS, *self.missing)))
+        return Table(columns=tuple(c.column for c in self.column), missing=missing, impute=self.impute)
 
     def text(self) -> str:
         """The document: reading it back gives the same agreement."""
         head = {k: v for k, v in self.model_dump(mode="json", exclude_none=True).items() if k != "column"}
-        rows = [column.model_dump(mode="json", exclude_defaults=True) for column in self.column]
-        return tomli_w.dumps({**head, "column": rows})
+        rows = [
+            {
+                **column.model_dump(mode="json", exclude_defaults=True),
+                **({} if column.levels else {"unit": column.unit}),
+            }
+            for column in self.column
+        ]
+        return HEAD + tomli_w.dumps({**head, "column": rows})
 
     def shortcomings(self, counts: Mapping[str, int], rows: int) -> list[str]:
         """Why a site with so many rows, and so many of every class, may not take part; a sentence each.

@@ -11,10 +11,12 @@ import tomli_w
 from numpy.typing import NDArray
 
 from fedloom.data import by_site
+from fedloom.data.agreement import Agreement
 from fedloom.data.column_facts import FEW, LATER, PER_LEVEL, TOKENS, Facts
+from fedloom.data.dataset import Dataset
 from fedloom.data.sources.cells import level
 from fedloom.data.survey import Survey
-from fedloom.data.tables import is_number
+from fedloom.data.tables import Table, is_number
 from fedloom.errors import ConfigError, DataError
 
 LEAST = 10
@@ -39,7 +41,7 @@ class Draft:
 
     Args:
         survey: of the table.
-        by: column that names the site of a row; None: found out.
+        by: column that names the site of a row; None: found out; empty: there is none.
         target: column to predict; None: found out.
 
     Attributes:
@@ -113,7 +115,7 @@ class Draft:
         def sizes(site: Facts) -> tuple[NDArray[np.str_], NDArray[np.int64]]:
             return np.unique(site.cells[known & (site.cells != "")].astype(str), return_counts=True)
 
-        self._site = None if given is None else survey.column(given, "--by")
+        self._site = survey.column(given, "--by") if given else None
         if self._site is target:
             raise ConfigError(f"{survey.path}: {given!r} is taken for the target; --target names another column")
         if given is None:
@@ -252,8 +254,29 @@ class Draft:
         if same := [" and ".join(map(repr, names)) for names in ways.values() if len(names) > 1]:
             self._say(c, f"levels that differ by capitals or spaces only: {', '.join(same[:4])}; write them alike")
 
-    def text(self, place: Path) -> str:
-        """The experiment file, to be written to `place`."""
+    def agreement(self, data: Dataset) -> Agreement:
+        """What sites would agree on, from the drafted data: units are left open, ranges are those of the table.
+
+        Args:
+            data: as the draft reads them.
+        """
+        assert isinstance(data.prepare, Table)
+        ranges = []
+        for k, column in enumerate(data.prepare.columns):
+            values = data.x[:, k][~data.x[:, k].isnan()]
+            spread = None if column.levels or not len(values) else (float(values.min()), float(values.max()))
+            ranges.append(None if spread is None or spread[0] == spread[1] else spread)
+        columns = tuple(c.with_(range=r) for c, r in zip(data.prepare.columns, ranges, strict=True))
+        table = data.prepare.with_(columns=columns, missing=tuple(self._odd), impute=True)
+        return Agreement.of(table, data.task, data.classes, self._target.name, data.centre, data.unit)
+
+    def text(self, place: Path, agreement: Path | None = None) -> str:
+        """The experiment file, to be written to `place`.
+
+        Args:
+            place: of the file.
+            agreement: document that says what the columns mean; None: the file says it.
+        """
         regression = self._task == "regression"
         if self._site is not None:
             partition: dict[str, Any] = {"kind": "writers", "min_size": SMALLEST}
@@ -268,7 +291,7 @@ class Draft:
                 f"#   fedloom run {_bare(str(place))}",
                 _lines({"name": place.stem, "rounds": 30, "seeds": [0, 1, 2]}, {"seeds": "repetitions"}),
                 "[data]",
-                _lines(self._data(), self._notes()),
+                _lines(self._data(agreement), self._notes()),
                 f"[partition]  # {why}",
                 _lines({**partition, "validation": 0.2}, {"validation": "share of a client's rows that may choose"}),
                 '[model]\nkind = "softmax"  # linear; kind = "mlp" with hidden = [32] bends\n',
@@ -280,7 +303,7 @@ class Draft:
             ]
         )
 
-    def _data(self) -> dict[str, Any]:
+    def _data(self, agreement: Path | None) -> dict[str, Any]:
         """The table of the data."""
         survey = self._survey
         data: dict[str, Any] = {"source": str(survey.path)}
@@ -296,12 +319,16 @@ class Draft:
         if self._task == "regression":
             data |= {"centre": _rounded(float(self._values.mean()))}
             data |= {"unit": _rounded(float(self._values.std())) or 1.0}
+        if agreement is not None:
+            agreed = ("task", "categorical", "drop", "missing", "impute", "centre", "unit")
+            data = {k: v for k, v in data.items() if k not in agreed} | {"agreement": str(agreement)}
         return data
 
     def _notes(self) -> dict[str, str]:
         return {
             "source": "from the folder where fedloom is called",
             "label": "what is predicted",
+            "agreement": "what the columns mean at every site",
             "users": "whose row it is",
             "categorical": "text: a feature per level",
             "drop": "; ".join(f"{_bare(name)}: {_bare(why)}" for name, why in list(self._drop.items())[:SHOWN]),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
+from fedloom.data.agreement import Agreement
 from fedloom.data.dataset import Dataset, Task, refuse
 from fedloom.data.federation import Federation, Split
 from fedloom.data.partition.changes import prepared
@@ -18,6 +21,15 @@ from fedloom.data.text import NO_LABEL, UNKNOWN, recoded, wrong_tokens
 from fedloom.errors import ConfigError, DataError
 from fedloom.seeds import numpy_generator
 from fedloom.values import Value
+
+FACTS = ("task", "shape", "outputs", "classes", "vocabulary", "each")
+"""Facts of a sample that a server and its sites compare."""
+
+
+def compared(data: InputSpec | Dataset) -> dict[str, Any]:
+    """The `FACTS` of data, as JSON has them."""
+    values = {name: getattr(data, name) for name in FACTS}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 class InputSpec(Value):
@@ -54,6 +66,19 @@ class InputSpec(Value):
             each=data.each,
         )
 
+    @classmethod
+    def agreed(cls, agreement: Agreement) -> InputSpec:
+        """The facts of data that nobody has yet, from what was agreed on."""
+        table = agreement.table
+        return cls(
+            shape=(table.width,),
+            task=agreement.task,
+            classes=agreement.classes,
+            centre=agreement.centre,
+            unit=agreement.divisor,
+            table=table,
+        )
+
     @property
     def tokens(self) -> tuple[int, bool] | None:
         """As `Dataset.tokens`."""
@@ -63,6 +88,14 @@ class InputSpec(Value):
     def outputs(self) -> int:
         """Outputs of a model: classes, 1 for binary, k for a regression."""
         return {"classification": len(self.classes), "binary": 1, "regression": self.targets}[self.task]
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """What sites must agree on to read tables of their own as the training's; None where there is no table."""
+        if self.table is None:
+            return None
+        columns = tuple(column.with_(range=None) for column in self.table.columns)  # far rows get a note, no refusal
+        return Agreement.of(self.table.with_(columns=columns), self.task, self.classes, None, self.centre, self.unit)
 
     def take(self, data: Dataset) -> Dataset:
         """New data in the terms of the old: classes by name, columns by name, the same scaling.

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedloom.data.agreement import Agreement
 from fedloom.data.dataset import Dataset
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import NewRows, new_rows
@@ -82,14 +81,8 @@ class NewData(NamedTuple):
         tables = issubclass(kind, TableSource) and (named is None or issubclass(named, TableSource))
         known = {k: v for k, v in options.items() if k in fields_of(kind) and v not in SIGNS.get(k, ())}
         if tables and facts.table is not None:
-            known = {k: v for k, v in known.items() if k not in AGREED} | {"agreement": _agreement(self.options, facts)}
+            known = {k: v for k, v in known.items() if k not in AGREED} | {"agreement": facts.agreement}
         return kind(**{**(known if tables or named in (None, kind) else {}), "path": str(data)})
-
-
-def _agreement(options: Mapping[str, Any], facts: InputSpec) -> Agreement:
-    """What a model knows of the table that it was trained on."""
-    assert facts.table is not None
-    return Agreement.of(facts.table, facts.task, facts.classes, options.get("label"), facts.centre, facts.unit)
 
 
 def _lines(file: Path) -> list[str]:

@@ -173,10 +173,11 @@ class Table(Value):
             share = float(((values < low) | (values > high)).double().mean())
             if share >= FAR:
                 unit = f" {column.unit}" if column.unit else ""
+                whose = "which was agreed on" if column.range is not None else "where those of the training lie"
                 found.append(
-                    f"column {column.name!r}: {share:.0%} of the rows lie beyond {low:.4g} to {high:.4g}{unit}, where "
-                    f"those of the training lie (median here {float(values.median()):.4g}); another unit or another "
-                    "marker of missing cells?"
+                    f"column {column.name!r}: {share:.0%} of the rows lie beyond {low:.4g} to {high:.4g}{unit}, "
+                    f"{whose} (median here {float(values.median()):.4g}); another unit or another marker of missing "
+                    "cells?"
                 )
         return found
 

@@ -126,13 +126,18 @@ def _data(site: Site) -> Iterator[Finding]:
     if train == 0:
         yield Finding("note", "data: no sample; the site will get models and contribute nothing")
         return
+    for note in fed.data.notes:
+        yield Finding("note", f"data: {note}")
     yield Finding("ok", f"data: {train} samples for training, {validation} for validation, {test} for test")
     if not fed.data.classes:
         return
     counts = fed.class_counts("train")[site.client].tolist()
     lacking = [name for name, count in zip(fed.data.classes, counts, strict=True) if count == 0]
     if lacking:
-        yield Finding("note", f"labels: no training sample of {', '.join(lacking)}")
+        unscored = ", and AUROC has no value here" if fed.data.task == "binary" else ""
+        yield Finding(
+            "note", f"labels: no training sample of {', '.join(lacking)}; the site trains all the same{unscored}"
+        )
     else:
         yield Finding("ok", f"labels: all {len(counts)} classes, the rarest with {min(counts)} training samples")
 

@@ -13,14 +13,17 @@ from typing import Any, Literal
 import tomli_w
 import torch
 
+from fedloom.data import PARTS
+from fedloom.data.input_spec import InputSpec
+from fedloom.data.new_data import AGREED, SIGNS
 from fedloom.data.sources import SOURCES
 from fedloom.data.sources._base import ENV, FileSource
+from fedloom.data.sources.tabular import TableSource
 from fedloom.deploy.code import Code, code_of
 from fedloom.deploy.exchange.replies import lengths
 from fedloom.deploy.exchange.secure import FEWEST, MOST, least_threshold, safe_threshold
 from fedloom.deploy.server import check_deployable
-from fedloom.deploy.settings import Schema
-from fedloom.deploy.site.local_data import columns_of, schema_of
+from fedloom.deploy.site.local_data import federation_of
 from fedloom.engine.chunk import run_clients
 from fedloom.engine.job import Job
 from fedloom.engine.setup import make_job
@@ -42,7 +45,7 @@ class Plan:
     """What a deployment is made of.
 
     name: of the experiment; experiment: text of the experiment file, of one method and one seed, without the path of
-    any data; sites: their names, in the order of the clients; samples, columns: what a sample looks like; data: where a
+    any data; sites: their names, in the order of the clients; samples: what one looks like; data: where a
     site's samples are; data_dir: folder of data sets on this machine; share, fixed_data: see `Site`; code: what the
     experiment names by import path; norm_bound: longest difference that the server accepts, None for any;
     threshold: of secure aggregation, None without it.
@@ -51,8 +54,7 @@ class Plan:
     name: str
     experiment: str
     sites: tuple[str, ...]
-    samples: Schema
-    columns: tuple[str, ...]
+    samples: InputSpec
     data: dict[str, Any]
     data_dir: Path | None
     share: Literal["all", "partition"]
@@ -66,6 +68,7 @@ def plan(
     experiment: Experiment,
     sites: int | None = None,
     *,
+    names: Sequence[str] = (),
     method: str | None = None,
     seed: int | None = None,
     rounds: int | None = None,
@@ -80,7 +83,8 @@ def plan(
 
     Args:
         experiment: the comparison; its data must be there, since it says what a sample looks like.
-        sites: number of sites; None: the clients of the partition.
+        sites: number of sites; None: the clients of the partition, or as many as there are names.
+        names: of the sites; none: those of the clients, or site-0, site-1, ...
         method: label of the method; None: the only one.
         seed: None: the first.
         rounds: None: the method's.
@@ -100,11 +104,17 @@ def plan(
     one = _single(experiment, method, seed, rounds)
     check_deployable(one, masked=secure_aggregation)
     seed = one.head.seeds[0]
-    data = one.source.read(data_dir)
-    fed = one.partition(data, seed)
-    job, start = make_job(one.methods[0].setting, fed)  # refuses what does not go together
+    agreement = getattr(one.source, "agreement", None)
+    sites = len(names) if names and sites is None else sites
     if sites is None and own_data:
-        raise ConfigError("with data of their own the number of sites is open: say it with --sites")
+        raise ConfigError("with data of their own the number of sites is open: say it with --sites or --names")
+    if agreement is not None and own_data:  # it says all that the coordinator needs to know
+        samples = InputSpec.agreed(agreement)
+        fed = federation_of(samples, torch.ones(sites or 1, len(PARTS), dtype=torch.long))
+    else:
+        fed = one.partition(one.source.read(data_dir), seed)
+        samples = InputSpec.of(fed.data)
+    job, start = make_job(one.methods[0].setting, fed)  # refuses what does not go together
     if sites is not None and sites != fed.n and not own_data:
         raise ConfigError(
             f"the partition of {experiment.head.name} gives {fed.n} clients, but {sites} sites were asked for; change "
@@ -115,20 +125,21 @@ def plan(
     agreed_threshold = _threshold(job, sites or fed.n, secure_aggregation, threshold)
     folder = data_dir or (Path(os.environ[ENV]) if os.environ.get(ENV) else None)
     agreed = one.settings() | {"data": _placeless(one)}
+    if agreement is not None:
+        agreed["data"]["agreement"] = agreement.model_dump(mode="json", exclude_none=True)
     settled = job.setting.method  # a site does not know the others' sizes: what follows from them is written down
     agreed["method"][0] |= {name: getattr(settled, name) for name in settled.derived(job.ctx(0))}
     return Plan(
         name=_safe(experiment.head.name),
         experiment=tomli_w.dumps(agreed),
-        sites=_names(range(sites or fed.n) if own_data else fed.names),
-        samples=schema_of(fed.data),
-        columns=columns_of(data),
-        data=_own(one) if own_data else _absolute(one.source_options),
+        sites=_named(names, sites or fed.n) if names else _names(range(sites or fed.n) if own_data else fed.names),
+        samples=samples,
+        data=_own(one) if own_data else _absolute(_labelled(one)),
         data_dir=None if folder is None or own_data else folder.resolve(),
         share="all" if own_data else "partition",
         fixed_data=fixed_data,
         code=code_of(one.settings()),
-        norm_bound=norm_bound or _bound(job, start),
+        norm_bound=norm_bound or (None if fed.data.name == "blank" else _bound(job, start)),
         threshold=agreed_threshold,
     )
 
@@ -197,6 +208,26 @@ def _names(names: Sequence[object]) -> tuple[str, ...]:
     return tuple(f"site-{k}" for k in range(len(safe))) if plain else safe
 
 
+def _named(names: Sequence[str], count: int) -> tuple[str, ...]:
+    """The names that sites were given.
+
+    Raises:
+        ConfigError: another number of them, one twice, or one that cannot be a folder.
+    """
+    if len(names) != count:
+        raise ConfigError(f"--names has {len(names)} names ({', '.join(names)}) for {count} sites")
+    odd = [name for k, name in enumerate(names) if _safe(name) != name or name in names[:k]]
+    if odd:
+        raise ConfigError(f"--names: {odd[0]!r} must be letters, digits, '.', '_' or '-', and there once")
+    return tuple(names)
+
+
+def _labelled(one: Experiment) -> dict[str, Any]:
+    """The table [data], without what an agreement says instead."""
+    agreed = getattr(one.source, "agreement", None) is not None
+    return {k: v for k, v in one.source_options.items() if not agreed or k not in AGREED}
+
+
 def _safe(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:63] or "x"
 
@@ -213,8 +244,13 @@ def _placeless(one: Experiment) -> dict[str, Any]:
 
 def _own(one: Experiment) -> dict[str, Any]:
     """The table [data] of a site with data of its own: a file of the same name, beside the site's settings."""
-    path = getattr(one.source, "path", None)
-    return _placeless(one) | ({} if path is None else {"path": Path(path).name})
+    path, options = getattr(one.source, "path", None), _placeless(one)
+    if isinstance(one.source, TableSource):  # what its columns mean was agreed on, and signs are found out
+        options = {k: v for k, v in options.items() if k not in (*AGREED, *SIGNS, "users", "factors")}
+        if one.source.label is None and one.source.agreement is None:
+            with one.source.open() as raw:
+                options["label"] = raw.names[-1]
+    return options | ({} if path is None else {"path": Path(path).name})
 
 
 def _absolute(options: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tomli_w
 from pydantic import AfterValidator, BaseModel, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
+from fedloom.data.input_spec import InputSpec
 from fedloom.data.sources import SOURCES
 from fedloom.deploy.exchange.secure import FEWEST, MOST, least_threshold
 from fedloom.errors import ConfigError
@@ -35,22 +36,6 @@ PublicKey = Annotated[str, AfterValidator(_public_key)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
-
-
-class Schema(Value):
-    """What one sample looks like to the model; the same at every site."""
-
-    task: Literal["classification", "binary", "regression"] = Field(description="what is predicted")
-    shape: tuple[PositiveInt, ...] = Field(description="shape of one sample, after the source prepared it")
-    outputs: int = Field(ge=1, description="outputs of the model: classes, 1 for binary, numbers of a regression")
-    classes: tuple[str, ...] = Field((), description="names of the classes in label order; none for a regression")
-    vocabulary: tuple[str, ...] = Field((), description="names of the tokens of sequences; none where they are numbers")
-    each: bool = Field(False, description="every position of a sequence has a label")
-
-    @property
-    def tokens(self) -> tuple[int, bool] | None:
-        """As `fedloom.data.Dataset.tokens`."""
-        return (len(self.vocabulary), self.each) if self.vocabulary else None
 
 
 class Secure(Value):
@@ -85,8 +70,7 @@ class Shared(Value):
     fingerprint: Digest = Field(description="SHA-256 of the experiment file")
     version: str = Field(description="version of fedloom, the same on all machines")
     clients: int = Field(ge=1, description="sites of the experiment, taking part or not")
-    samples: Schema = Field(description="what one sample looks like")
-    columns: tuple[str, ...] = Field((), description="columns of a table, in order, with their levels; none: no table")
+    samples: InputSpec = Field(description="what one sample looks like; of a table its columns, levels and flags")
     fixed_data: bool = Field(False, description="a site whose samples change in a run is refused; else it is told")
     code: dict[str, Digest] = Field({}, description="SHA-256 of the files of user code in the folder code, by path")
     installed: dict[str, Digest] = Field({}, description="SHA-256 of modules of user code that are installed, by name")

@@ -138,6 +138,8 @@ class Opened:
     def __init__(self, path: Path | str, *, trust: bool = False) -> None:
         self.path, self._trust = Path(path), trust
         settings = self.path / "experiment.toml"
+        if deployed := _deployed(self.path):
+            raise RunDirError(f"{path} is {deployed}")
         if not self.path.is_dir() or not settings.is_file():
             what = "has no experiment.toml" if self.path.is_dir() else "is not a directory"
             raise RunDirError(f"{path} is not a run directory: it {what}; give the --out of 'fedloom run'")
@@ -354,6 +356,17 @@ class Opened:
 
     def __repr__(self) -> str:
         return f"Opened({str(self.path)!r}, {len(self)} runs)"
+
+
+def _deployed(path: Path) -> str:
+    """What part of a deployment a folder is, and the commands for its models; empty for any other folder."""
+    if (path / "site.toml").is_file():
+        return f"a site of a deployment: use 'fedloom deploy predict {path} ROWS' (evaluate and export too)"
+    if (path.parent / "site.toml").is_file():
+        return f"of a site of a deployment: use 'fedloom deploy predict {path.parent} ROWS' (evaluate and export too)"
+    if (path / "sites").is_dir() or (path / "server.toml").is_file() or (path.parent / "server.toml").is_file():
+        return "of a deployment, whose models are at its sites: use 'fedloom deploy predict SITE ROWS' there"
+    return ""
 
 
 def _text(value: object) -> str:

@@ -234,7 +234,7 @@ def _source(data: Mapping[str, Any], where: str) -> Source:
         kind = choose("data set", SOURCES, name, where, Source)
         return make(kind, options, where, fields_of(kind))
     try:
-        found = source_of(name)
+        found = source_of(name, **({"agreement": agreed} if (agreed := options.get("agreement")) is not None else {}))
     except (ConfigError, DataError) as error:
         raise type(error)(f"{where}: {error}") from None
     return make(lambda **o: source_of(name, **o), options, where, fields_of(type(found)))

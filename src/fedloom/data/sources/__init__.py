@@ -12,7 +12,7 @@ from fedloom.data.sources._base import Source
 from fedloom.data.sources.arrays import Npy, Npz
 from fedloom.data.sources.census import Adult, Heart
 from fedloom.data.sources.cifar import Cifar10, Cifar100
-from fedloom.data.sources.detect import detect
+from fedloom.data.sources.detect import BY_ENDING, detect
 from fedloom.data.sources.embedded import Digits, Embedded
 from fedloom.data.sources.hub import Hub
 from fedloom.data.sources.idx import FashionMnist, Mnist
@@ -79,7 +79,11 @@ def source(name_or_path: str | Path, **options: Any) -> Source:
     if name.startswith("hub:"):
         return Hub(name=name.removeprefix("hub:"), **options)
     if isinstance(name_or_path, Path) or (name not in SOURCES and _is_path(name)):
-        kind: type[Source] = detect(Path(name).expanduser())
+        place = Path(name).expanduser()
+        kind: type[Source] | None = None
+        if "agreement" in options and not place.exists():  # who plans with an agreement needs no data
+            kind = BY_ENDING.get(place.suffix)
+        kind = kind or detect(place)
         return kind(**{"path": name, **options})
     return choose("data set", SOURCES, name)(**options)
 

@@ -161,7 +161,7 @@ class _Reading:
         else:
             task = agreement.task
             label, classes, wrong = _agreed_classes(agreement, self.label, label, classes)
-        if sentences := [*sentences, *wrong]:
+        if sentences := [*sentences, *wrong, *self._out_of_range()]:
             refuse(where, sentences)
         regression = task == "regression"
         target = self.measured.done() if regression else label
@@ -191,6 +191,15 @@ class _Reading:
                 unit=unit if regression else 1.0,
                 notes=self._notes(),
             )
+
+    def _out_of_range(self) -> list[str]:
+        """Agreed columns whose rows lie beyond the agreed range, as those of another unit do."""
+        table = None if self.spec.agreement is None else self.spec.agreement.table
+        if table is None or not self.x.size:
+            return []
+        nothing = torch.full((len(table.columns), 1), torch.nan, dtype=torch.float64)
+        cure = "; convert it by factors = { NAME = FACTOR } in [data], or agree on another range"
+        return [sentence + cure for sentence in table.strange(torch.from_numpy(self.x.done()), nothing)]
 
     def _table(self, values: Tensor, coded: Mapping[str, tuple[NDArray[np.float64], tuple[str, ...]]]) -> Table:
         """The agreed table, or one whose levels and gaps are those of the file."""

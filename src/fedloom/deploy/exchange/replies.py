@@ -20,6 +20,7 @@ from flwr.app import ConfigRecord, Message
 from torch import Tensor
 
 from fedloom.algorithms._messages import base_of
+from fedloom.data.input_spec import compared
 from fedloom.deploy.exchange.envelope import (
     HEAD,
     HEAD_LIMIT,
@@ -34,7 +35,7 @@ from fedloom.deploy.exchange.envelope import (
 )
 from fedloom.deploy.exchange.forms import Forms, Sent, score_names
 from fedloom.deploy.exchange.identity import is_signed
-from fedloom.deploy.settings import Schema, Server
+from fedloom.deploy.settings import Server
 from fedloom.engine.chunk import usable
 from fedloom.engine.job import Job
 from fedloom.engine.scoring import COST
@@ -200,14 +201,9 @@ class Judge:
 
     def _check_data(self, head: dict[str, Any]) -> None:
         """What a site says of its data."""
-        try:
-            here = Schema(**{name: _plain(head[name]) for name in Schema.model_fields})
-        except ValueError as error:
-            raise Rejected(3, f"what the site says of its data makes no sense: {error}") from None
-        for name in Schema.model_fields:
-            got, want = getattr(here, name), getattr(self._settings.samples, name)
-            if got != want:
-                raise Rejected(3, f"{name} of the site's data is {got}, that of the experiment {want}")
+        for name, want in compared(self._settings.samples).items():
+            if (got := head[name]) != want:
+                raise Rejected(3, f"{name} of the site's data is {str(got)[:200]}, that of the experiment {want}")
         sizes, limit = head["sizes"], self._settings.examples_limit
         if len(sizes) != 3 or not all(type(k) is int and 0 <= k <= limit for k in sizes):
             raise Rejected(9, f"numbers of samples must be three from 0 to {limit}, got {str(sizes)[:60]}")
@@ -298,7 +294,3 @@ def absolute(kind: Any, width: int, received: int) -> bool:
 def plain(text: str) -> str:
     """A sentence from elsewhere that is safe to print and to log."""
     return re.sub(r"[^\x20-\x7e]+", " ", str(text))[:REASON]
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

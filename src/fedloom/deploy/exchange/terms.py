@@ -15,8 +15,8 @@ import torch
 from pydantic import Field, ValidationError
 
 from fedloom.data.federation import PARTS
+from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.exchange.secure import FEWEST, MOST, Broken
-from fedloom.deploy.settings import Schema
 from fedloom.deploy.site.local_data import federation_of
 from fedloom.engine.job import Job
 from fedloom.engine.setup import shares_of
@@ -71,7 +71,7 @@ class Terms(Value):
         lacking = {part: sum(not self.sizes[c][k] for c in self.cohort) for k, part in enumerate(PARTS)}
         return [part for part, count in lacking.items() if threshold - count >= FEWEST]
 
-    def weighed(self, job: Job, samples: Schema) -> Job:
+    def weighed(self, job: Job, samples: InputSpec) -> Job:
         """A site's run with the shares of the objective that follow from all numbers of samples."""
         fed = federation_of(samples, torch.tensor(self.sizes))
         return replace(job, alpha=shares_of(job.setting.weights, fed).to(job.oracle.dtype))

@@ -146,7 +146,6 @@ def _sides(plan: Plan, place: Place) -> Iterator[tuple[str, str, Files]]:
         "version": __version__,
         "clients": len(plan.sites),
         "samples": plan.samples,
-        "columns": plan.columns,
         "fixed_data": plan.fixed_data,
         "code": plan.code.digests(),
         "installed": plan.code.installed,

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from flwr.app import Message, RecordDict
 
+from fedloom.data.input_spec import compared
 from fedloom.deploy.exchange.envelope import ASKED, PROTOCOL, REASON, STEPS, Kind, Letter, digest_of, seal, unseal
 from fedloom.deploy.exchange.identity import sign, signing_key
 from fedloom.deploy.exchange.secure import ACCUSES, Broken
 from fedloom.deploy.exchange.terms import check_models, check_terms, read_terms
 from fedloom.deploy.settings import Site
 from fedloom.deploy.site.ledger import Spent
-from fedloom.deploy.site.local_data import part_sizes, schema_of
+from fedloom.deploy.site.local_data import part_sizes
 from fedloom.deploy.site.masking import Masking
 from fedloom.deploy.site.state import Memory, Rewound
 from fedloom.deploy.site.trainer import PLAIN, Trainer, said
@@ -167,7 +168,7 @@ class Client:
         kind: Kind = letter.head["kind"]
         torch.set_num_threads(self.site.threads)
         if kind == "hello":
-            said = schema_of(self.trainer.fed.data).model_dump(mode="json")
+            said = compared(self.trainer.fed.data)
             return said | {"sizes": part_sizes(self.trainer.fed, self.site.client)}, [], None
         if kind in STEPS:
             return {}, [self._step(letter)], None

@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedloom.data import PARTS, Dataset, Federation, Split
+from fedloom.data.input_spec import InputSpec, compared
+from fedloom.data.new_data import AGREED
 from fedloom.data.partition import Iid
-from fedloom.data.tables import Table
+from fedloom.data.sources import Source
 from fedloom.data.text import UNKNOWN, recoded
-from fedloom.deploy.settings import Schema, Site
+from fedloom.deploy.settings import Site
 from fedloom.errors import ConfigError, DataError, NoSamples, Refused
 from fedloom.experiment import Experiment, parse
 
@@ -33,14 +36,18 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
         DataError: the data cannot be read, or a sample is not what the experiment says.
         ConfigError: the source has an option that is not known, or the partition does not give this client.
     """
-    mine = parse({**experiment.settings(), "data": site.data}, f"{site.site}: the site file")
+    mine = parse({**experiment.settings(), "data": options_of(experiment, site)}, f"{site.site}: the site file")
     try:
         data = mine.source.read(site.data_dir)
     except NoSamples:
         return federation_of(site.samples, torch.zeros(site.clients, len(PARTS), dtype=torch.long))
     except ConfigError as error:  # it may quote the first row of a file without a header
         raise DataError(str(error)) from error
-    check_columns(site, data)
+    except DataError as error:
+        if not Path(str(site.data.get("path", "."))).exists():
+            raise DataError(f"{error}; this site's data: set path in [data] of its site.toml") from error
+        raise
+    check_patients(site, mine.source, data)
     seed, cut = experiment.head.seeds[0], experiment.partition
     if site.share == "partition":
         fed, client = cut(data, seed), site.client
@@ -53,11 +60,11 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
         fields = {name: getattr(cut, name) for name in CUTS if name in cut.model_fields_set}
         fed, client = Iid(clients=1, **fields)(data, seed), 0
     fed = replace(fed, data=_in_order(fed.data, site.samples))
-    check_schema(site, fed.data)
+    check_samples(site, fed.data)
     return _seated(fed, client, site.client, site.clients)
 
 
-def federation_of(samples: Schema, sizes: Tensor) -> Federation:
+def federation_of(samples: InputSpec, sizes: Tensor) -> Federation:
     """A federation of which only the numbers of samples are known: there is one blank sample, and all are that one.
 
     Args:
@@ -79,48 +86,43 @@ def federation_of(samples: Schema, sizes: Tensor) -> Federation:
     return Federation(blank, parts, tuple(str(i) for i in range(len(sizes))))
 
 
-def schema_of(data: Dataset) -> Schema:
-    """What one sample of a data set looks like."""
-    return Schema(**{name: getattr(data, name) for name in Schema.model_fields})
-
-
-def check_schema(site: Site, data: Dataset) -> None:
+def check_samples(site: Site, data: Dataset) -> None:
     """Refuse data other than the experiment's.
 
     Raises:
         DataError: what the data is, and what the experiment says, are both named.
         Refused: the same, of what holds no value of a sample, so that the server may read it.
     """
-    here = schema_of(data)
-    for name in Schema.model_fields:
-        got, wanted = getattr(here, name), getattr(site.samples, name)
+    here = compared(data)
+    for name, wanted in compared(site.samples).items():
+        got = here[name]
         if got != wanted:
-            raise (DataError if isinstance(got, tuple) and got and isinstance(got[0], str) else Refused)(
+            raise (DataError if isinstance(got, list) and got and isinstance(got[0], str) else Refused)(
                 f"{site.site}: {name} of the data is {_text(got)}, that of the experiment {_text(wanted)}; the "
                 "columns, labels and options of the source must be the same at every site"
             )
 
 
-def columns_of(data: Dataset) -> tuple[str, ...]:
-    """The columns of a table as its source read it, in order, with the levels of codes; empty for other data."""
-    columns = data.prepare.columns if isinstance(data.prepare, Table) else ()
-    return tuple(f"{c.name} ({', '.join(c.names)})" if c.names else c.name for c in columns)
+def options_of(experiment: Experiment, site: Site) -> dict[str, Any]:
+    """The table ``[data]`` of a site, which says where its samples are; what columns mean was agreed on."""
+    agreed = getattr(experiment.source, "agreement", None) or site.samples.agreement
+    if agreed is None:
+        return site.data
+    own = {key: value for key, value in site.data.items() if key not in AGREED or key == "missing"}
+    return {**own, "agreement": agreed.model_dump(mode="json", exclude_none=True)}
 
 
-def check_columns(site: Site, data: Dataset) -> None:
-    """Refuse a table whose columns mean something else.
+def check_patients(site: Site, source: Source, data: Dataset) -> None:
+    """Refuse a site with fewer rows, or rows of a class, than were agreed on.
 
     Raises:
-        DataError: the first column that differs, here and in the experiment.
+        DataError: how many there are, and how many are needed.
     """
-    here, wanted = columns_of(data), site.columns
-    if wanted and here != wanted:
-        pairs = zip_longest(here, wanted, fillvalue="none")
-        number, (got, want) = next((k, pair) for k, pair in enumerate(pairs, 1) if pair[0] != pair[1])
-        raise DataError(
-            f"{site.site}: column {number} of the data is {got}, that of the experiment {want}; the columns and their "
-            "levels must be the same, in the same order, at every site"
-        )
+    agreement = getattr(source, "agreement", None)
+    if agreement is not None:
+        counts = {} if data.labels is None else {c: int((data.labels == k).sum()) for k, c in enumerate(data.classes)}
+        if few := agreement.shortcomings(counts, len(data)):
+            raise DataError(f"{site.site}: {'; '.join(few)}")
 
 
 def part_sizes(fed: Federation, client: int) -> list[int]:
@@ -142,7 +144,7 @@ def samples_digest(fed: Federation, client: int) -> str:
     return digest.hexdigest()
 
 
-def _in_order(data: Dataset, samples: Schema) -> Dataset:
+def _in_order(data: Dataset, samples: InputSpec) -> Dataset:
     """The data with the experiment's tokens, and its class numbers where its own classes are among them."""
     classes, known = samples.classes, samples.vocabulary
     if data.vocabulary and known[1:2] == (UNKNOWN,):

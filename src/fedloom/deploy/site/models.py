@@ -9,15 +9,21 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from fedloom.data.new_data import NewData
 from fedloom.deploy.code import read_agreed
 from fedloom.deploy.settings import Site, read_site
 from fedloom.deploy.site.local_data import site_federation
 from fedloom.deploy.site.state import Model, models
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, unknown
 from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import check_digest, save_tensors
 from fedloom.storage.files import make_folder
 from fedloom.tasks import task_of
+from fedloom.trained.model import Model as TrainedModel
+from fedloom.trained.model import Recipe
+
+PREFERRED = ("hybrid", "personal", "global")
+"""Kinds of a site's models, the one that it uses first."""
 
 
 class Owned(NamedTuple):
@@ -39,6 +45,50 @@ def owned(folder: Path) -> list[Owned]:
         raise ConfigError(f"{folder} is neither a site's folder (site.toml) nor a deployment's directory (sites/)")
     sites = sorted((read_site(file) for file in files), key=lambda site: site.client)
     return [Owned(s, m) for s in sites for m in models(s.state) if m.experiment == s.fingerprint]
+
+
+def used(folder: Path, kind: str | None = None) -> TrainedModel:
+    """A site's model as the site uses it: on raw rows, with the scaling of its own training part.
+
+    Args:
+        folder: of the site.
+        kind: "global", "personal" or "hybrid"; None: the first of `PREFERRED` that is there.
+
+    Raises:
+        ConfigError: there is no such model.
+        DataError: the site's data, which its columns are scaled by, cannot be read.
+    """
+    if not (folder / "site.toml").exists():
+        raise ConfigError(f"{folder} is no site's folder: it has no site.toml")
+    models_there = {one.model.kind: one for one in owned(folder)}
+    if not models_there:
+        raise ConfigError(f"{folder} has no model yet: a site has one after the first round that it took part in")
+    chosen = kind or min(models_there, key=lambda name: PREFERRED.index(name) if name in PREFERRED else len(PREFERRED))
+    if chosen not in models_there:
+        raise unknown("model", chosen, models_there, str(folder))
+    one = models_there[chosen]
+    site, experiment = one.site, read_agreed(one.site)
+    row = load_file(one.model.path)["rows"][0]
+    facts, scaling = site.samples, None
+    if facts.table is not None:  # the site's own markers of gaps beside those that were agreed on
+        markers = tuple(dict.fromkeys((*facts.table.missing, *site.data.get("missing", ()))))
+        facts = facts.with_(table=facts.table.with_(missing=markers))
+    recipe = Recipe(experiment.common.model, facts, experiment.head.seeds[0], row.dtype, experiment.common.task)
+    if facts.table is not None and (fitted := site_federation(experiment, site).data.fitted) is not None:
+        scaling = fitted.values[site.client if site.share == "partition" else 0]
+    about = {
+        "method": experiment.methods[0].label,
+        "seed": experiment.head.seeds[0],
+        "kind": chosen,
+        "client": site.site,
+        "round": one.model.round,
+    }
+    return TrainedModel(recipe, row, row[:0], scaling, about)
+
+
+def new_rows(folder: Path) -> NewData:
+    """How new rows at a site are read: as its own data are."""
+    return NewData(read_site(folder / "site.toml").data)
 
 
 def module_of(one: Owned) -> nn.Module:
