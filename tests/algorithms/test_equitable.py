@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from fedloom.algorithms import PRESETS, REGISTRY, FedAvg, FedProx, Preset
-from fedloom.choose import EquitableWeigher
+from fedloom.choose import EquitableWeigher, UniformWeigher
 from fedloom.errors import ConfigError
 from fedloom.local import Ctx, LocalSGD
 from fedloom.seeds import generator
@@ -141,3 +144,56 @@ def test_preset_refuses_an_option_that_no_part_has() -> None:
         PRESETS["equitable-fl"](cluster=3)
     with pytest.raises(ConfigError, match="unknown option 'kind'"):
         PRESETS["equitable-fl"](kind="equitable")
+
+
+# --- Theorem 1
+
+
+PLANTED = torch.tensor([0, 0, 0, 1, 1])
+
+
+class ByCluster(UniformWeigher):
+    """Shares 1/(C |gamma_q|) of planted clusters, as the weigher gives them where it recovers them."""
+
+    equal: bool = True
+
+    def apply(self, state: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Any]:
+        groups = PLANTED[ctx.ids]
+        share = 1 / torch.bincount(groups).double()[groups] if self.equal else torch.ones(len(groups)).double()
+        return share[:, None], state
+
+
+def planted(seed: int) -> Problem:
+    """Two clusters of clients that are alike within and far apart, with values that are not negative."""
+    p = Problem.random(seed)
+    return replace(p, hessian=p.hessian[[0, 0, 0, 3, 3]], minimiser=p.minimiser[[0, 0, 0, 3, 3]])
+
+
+def mean_square_gradient(p: Problem, rounds: int, mu: float, weigher: ByCluster) -> tuple[float, float, float]:
+    """E ||grad f(w_k*)||^2 over the theorem's distribution of k*, its bound for exact gradients, the last square."""
+    steps, smooth = 3, float(torch.linalg.eigvalsh(p.hessian)[:, -1].max())
+    eta = 1 / (4 * steps * (3 * smooth * rounds) ** 0.5)
+    assert eta * smooth * steps <= 0.5
+    local = LocalSGD(lr=eta, steps=steps, batch_size="full")
+    share = 1 / (2 * torch.bincount(PLANTED).double()[PLANTED])
+    gap = p.x0 - p.minimiser
+    start = 0.5 * (share * torch.einsum("ni,nij,nj->n", gap, p.hessian, gap)).sum()
+    inner = 9 * eta * smooth**2 * steps + 4 * eta * mu * steps + 6 * smooth * (1 + 4 * eta**2 * mu**2 * steps**2 / 18)
+    zeta = eta**2 * steps**2 * inner
+    chances = (1 + zeta) ** torch.arange(rounds - 1, -1, -1, dtype=torch.float64)
+    states = federate(FedProx(mu=mu), p, rounds - 1, local=local, weigher=weigher)
+    squares = torch.stack([(share[:, None] * p.gradient(s.server.x)).sum(0).square().sum() for s in states])
+    bound = 16 * (3 * smooth) ** 0.5 * start / ((1 - mu) * rounds**0.5)
+    return float((chances * squares).sum() / chances.sum()), float(bound), float(squares[-1])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_theorem_1_the_gradient_of_the_equitable_objective_vanishes_like_one_over_root_k(seed: int) -> None:
+    p = planted(seed)
+    figures = [mean_square_gradient(p, rounds, 0.1, ByCluster()) for rounds in (200, 800)]
+    for square, bound, _ in figures:
+        assert square <= bound
+    (first, *_), (second, *_) = figures
+    assert first > 1.8 * second  # the bound halves
+    elsewhere = mean_square_gradient(p, 800, 0.1, ByCluster(equal=False))[2]
+    assert figures[1][2] < 0.5 * elsewhere  # equal shares of clients go elsewhere
