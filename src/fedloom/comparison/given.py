@@ -21,8 +21,8 @@ from fedloom.data.federation import PARTS, Federation
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import Source
 from fedloom.data.sources import source as source_of
-from fedloom.engine.setting import Setting
-from fedloom.errors import ConfigError
+from fedloom.engine.setting import Setting, home_of
+from fedloom.errors import ConfigError, unknown
 from fedloom.experiment.check import merged
 from fedloom.experiment.schema import Experiment, Head, Method
 from fedloom.experiment.tuning import Tune
@@ -120,9 +120,10 @@ class GivenExperiment:
             raise ConfigError(f"compare: seeds must be several whole numbers, as range(5), got {seeds!r:.80}")
         self._head = make(Head, {"name": name, "seeds": tuple(seeds)}, "compare", Head.model_fields)
         self._source, self._options, self._partition = _federation(data, partition)
+        self._methods = {given.label: given for given in _methods(methods)}
+        _refuse_options(choices, self._methods.values())
         self._common = Setting.of("fedavg", **{**choices, "seed": self._head.seeds[0]})
         self._tune = make(Tune, tune, "compare: tune", Tune.model_fields)
-        self._methods = {given.label: given for given in _methods(methods)}
 
     @property
     def references(self) -> list[str]:
@@ -179,12 +180,14 @@ class GivenExperiment:
             own["local"] = make(LocalSGD, local, f"{where}: {given.label}: local", LocalSGD.model_fields)
         if "rounds" in table:
             own["rounds"] = table["rounds"]
-        setting = common.with_(**own, algorithm=value)
+        where = f"{where}: {given.label}"
+        setting = make(common.with_, {**own, "algorithm": value}, where, Setting.model_fields)
         return Method(given.label, given.name, options, setting, given.entry)
 
 
 def _with(given: Given, options: Mapping[str, Any], where: str) -> Algorithm | Composition:
     """A method with some of its options replaced."""
+    _check_keys(options, given.entry, where)
     if isinstance(given.value, Algorithm):
         changed: Algorithm = make(given.value.with_, options, where, fields_of(type(given.value)))
         return changed
@@ -252,6 +255,7 @@ def _given(label: str | None, spec: Any) -> Given:
         algorithm = make(algorithm, {}, where, fields_of(algorithm))
     if isinstance(algorithm, str):
         entry: Any = choose("algorithm", REGISTRY, algorithm, where, Algorithm)
+        _check_keys(table, entry, where)
         value = make(entry, table, where, {**fields_of(entry), "settings": None})
         return Given(label or algorithm.rpartition(":")[2], algorithm, entry, value, own)
     if not isinstance(algorithm, Algorithm | Composition):
@@ -271,6 +275,23 @@ def _given(label: str | None, spec: Any) -> Given:
         name = named or importable(kind) or kind.__qualname__
         given = Given(label or named or kind.__name__, name, kind, algorithm, own)
     return given._replace(value=_with(given, table, where)) if table else given
+
+
+def _check_keys(options: Mapping[str, Any], entry: type[Algorithm] | Preset | None, where: str) -> None:
+    """Refuse keys that are no options of a method, with the place where they belong."""
+    allowed = [*(fields_of(entry) if entry is not None else ()), "settings"]
+    for key, value in options.items():
+        if key not in allowed:
+            raise unknown("key", key, [*allowed, *Setting.own], where, cure=home_of(key, value, None))
+
+
+def _refuse_options(choices: Mapping[str, Any], methods: Iterable[Given]) -> None:
+    """Refuse options of a method among the choices that all methods share."""
+    for key, value in choices.items():
+        having = [given for given in methods if given.entry is not None and key in fields_of(given.entry)]
+        if having and key not in Setting.model_fields:
+            table = {having[0].label: {"algorithm": having[0].name, key: value}}
+            raise ConfigError(f"compare: {key!r} is an option of {having[0].label}: give it there, as {table}")
 
 
 def _made_by(preset: Preset, made: Composition) -> bool:

@@ -182,7 +182,7 @@ def _places(key: str, value: Any) -> list[str]:
     return places
 
 
-def _home(key: str, value: Any, algorithm: Any) -> str:
+def home_of(key: str, value: Any, algorithm: Any) -> str:
     """Where a keyword of something else belongs, as the end of a sentence; empty if nothing has it."""
     entry: Any = REGISTRY.get(algorithm) if isinstance(algorithm, str) else type(algorithm)
     if key in (fields_of(entry) if isinstance(entry, Preset) or hasattr(entry, "model_fields") else ()):
@@ -281,7 +281,7 @@ class Setting(Value):
     def _refuse_misplaced(cls, choices: Mapping[str, Any], algorithm: Any) -> None:
         for name, value in choices.items():
             if name not in cls.model_fields:
-                raise unknown("key", name, cls.model_fields, cure=_home(name, value, algorithm))
+                raise unknown("key", name, cls.model_fields, cure=home_of(name, value, algorithm))
 
     @classmethod
     def tables(cls) -> dict[str, Table]:
