@@ -1,0 +1,215 @@
+"""FlowerClients: the nodes of somebody's Flower app, as the clients of a round."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from logging import WARNING
+from typing import Any, TypeVar
+
+import torch
+from flwr.app import Message, MetricRecord, RecordDict
+from flwr.supercore import log
+from torch import Tensor
+
+from fedloom.algorithms._messages import base_of
+from fedloom.deploy.exchange.forms import for_client
+from fedloom.engine.chunk import ClientOutput, ClientState, accept, asked_counts
+from fedloom.engine.job import Job
+from fedloom.errors import FedloomError, WireError
+from fedloom.flower.records import HEAD, arrays_of, fields_like, head, head_of, tensors_of
+from fedloom.local import Nothing
+from fedloom.processes.clients import (
+    COUNTS,
+    Answers,
+    AskRequest,
+    ChunkResult,
+    ScoreRequest,
+    Scores,
+    TrainRequest,
+    TrainResult,
+    TrainTask,
+)
+
+T = TypeVar("T")
+
+Send = Callable[[list[Message]], Iterable[Message]]
+"""Sends messages and gives the replies that arrive in time, in any order."""
+
+
+class FlowerClients:
+    """The nodes of an app; see `fedloom.processes.clients.Clients`. Each is a chunk of its own.
+
+    Args:
+        job: the run, as the server has it.
+        idle: the upload ``[1, .]`` of a client that takes no step, for the shapes.
+        nodes: Flower's numbers of the nodes, by client.
+        sizes: ``[n, 3]`` training, validation and test samples.
+        document: the method and the choices of the run.
+        parameters: names and shapes of the model's parameters.
+        send: the way to the nodes.
+
+    Attributes:
+        accepted: ``[n]`` round in which a client's upload was last accepted, 0 for none.
+        scores: figures of every client that answered the newest evaluation.
+    """
+
+    def __init__(
+        self, job: Job, idle: Any, nodes: list[int], sizes: Tensor, document: str, parameters: str, send: Send
+    ) -> None:
+        self._job, self._nodes, self._sizes, self._send = job, nodes, sizes, send
+        self._shared: dict[str, Any] = {
+            "document": document, "parameters": parameters, "rounds": job.setting.rounds,
+            "sizes": job.train_sizes[:, 0].tolist(), "weights": job.alpha[:, 0].double().tolist(),
+        }  # fmt: skip
+        self._idle = idle
+        self._start = job.oracle.layout.vector(job.oracle.module, job.oracle.dtype)
+        self.accepted = torch.zeros(job.n, dtype=torch.long)
+        self.scores: dict[int, dict[str, float]] = {}
+
+    def through(self, send: Send) -> FlowerClients:
+        """These clients, reached in another way."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        other._send = send
+        return other
+
+    def train(self, request: TrainRequest) -> Iterator[TrainResult]:
+        """Train at the nodes; a node without samples or a usable answer is left out of the round."""
+        job, t = self._job, request.round
+        places = zip(request.ids.tolist(), request.place.tolist(), strict=True)
+        received = {c: for_client(request.down, place) for c, place in places}
+        messages = [
+            self._message("train", c, t, {"down": arrays_of(down._asdict())})
+            for c, down in received.items()
+            if int(self._sizes[c, 0])
+        ]
+        outputs = self._replies(messages, lambda c, reply: self._output(reply, received[c], t, c))
+        for k, c in enumerate(request.ids.tolist()):
+            task = TrainTask(t, request.place[k : k + 1], request.ids[k : k + 1], request.share[k : k + 1])
+            if c in outputs:
+                yield accept(job, request.server, task, received[c], outputs[c])
+            else:
+                nothing = torch.zeros(1, len(COUNTS), dtype=torch.long)
+                yield ChunkResult(task.ids, task.share, torch.tensor([False]), {}, {}, 0.0, nothing)
+
+    def ask(self, request: AskRequest) -> Iterator[Answers]:
+        """Ask candidates; one that gives no answer is worth less than any other."""
+        job, clients = self._job, request.ids.tolist()
+        model = {"model": arrays_of({"model": request.model})}
+        messages = [self._message("query.ask", c, request.round, model) for c in clients if int(self._sizes[c, 0])]
+
+        def read(_client: int, reply: RecordDict) -> tuple[Tensor, Tensor]:
+            answer = tensors_of(reply, "answers").get("sampler")
+            if answer is None or answer.dim() != 2 or len(answer) != 1:
+                raise WireError("it has no answer [1, k] to the sampler")
+            return answer.to(job.oracle.dtype), _work(head_of(reply))
+
+        answers = self._replies(messages, read)
+        width = next((values.shape[1] for values, _ in answers.values()), 1)
+        nothing = torch.full((1, width), -torch.inf, dtype=job.oracle.dtype), torch.zeros(1, 3, dtype=torch.long)
+        values, work = (torch.cat(rows) for rows in zip(*(answers.get(c, nothing) for c in clients), strict=True))
+        yield Answers(values, asked_counts(job, values, work))
+
+    def score(self, request: ScoreRequest) -> Iterator[Scores]:
+        """Scores that every node has of the models on its own samples; NaN where it did not answer."""
+        self.scores = self._replies(self.score_messages(request), lambda _client, reply: _metrics(reply))
+        scores: Scores = {}
+        for key in sorted({key for figures in self.scores.values() for key in figures if key.count("/") == 2}):
+            kind, part, name = key.split("/")
+            values = [self.scores.get(c, {}).get(key, torch.nan) for c in request.ids.tolist()]
+            scores.setdefault((kind, part), {})[name] = torch.tensor(values, dtype=torch.float64)
+        yield scores
+
+    def on_one(self, ids: Tensor, call: Callable[[], T]) -> T:
+        """The value of a call, made at the server."""
+        return call()
+
+    def score_messages(self, request: ScoreRequest) -> list[Message]:
+        """Messages that ask for scores."""
+        messages = []
+        for c in request.ids.tolist():
+            down = None if request.down is None else for_client(request.down, c)
+            records = {} if down is None else {"down": arrays_of(down._asdict())}
+            model = request.model
+            if model is not None and not (down and torch.equal(down[0].reshape(-1), model)):
+                records["model"] = arrays_of({"model": model})
+            if int(self._sizes[c].sum()):
+                messages.append(self._message("evaluate", c, request.round, records, **{"global": model is not None}))
+        return messages
+
+    def _message(self, kind: str, client: int, t: int, records: Mapping[str, Any], **more: Any) -> Message:
+        accepted = int(self.accepted[client])
+        values = {"client": client, "round": t, "accepted": accepted}
+        content = RecordDict({HEAD: head(**self._shared, **values, **more), **records})
+        if not accepted:  # the node has no state yet, whose template begins at this model
+            content["start"] = arrays_of({"start": self._start})
+        return Message(content, dst_node_id=self._nodes[client], message_type=kind, group_id=str(t))
+
+    def _replies(self, messages: list[Message], read: Callable[[int, RecordDict], T]) -> dict[int, T]:
+        """What is read of the first usable reply of every client; all else is logged and left out."""
+        clients = {self._nodes[k]: k for k in range(len(self._nodes))}
+        asked = {message.metadata.dst_node_id for message in messages}
+        values: dict[int, T] = {}
+        for reply in self._send(messages) if messages else ():
+            node = reply.metadata.src_node_id
+            client = clients.get(node)
+            if reply.has_error():
+                log(WARNING, "fedloom: a node did not answer: %s", reply.error.reason)
+                continue
+            if client is None or node not in asked or client in values:
+                log(WARNING, "fedloom: node %s was not asked; its reply is left out", node)
+                continue
+            try:
+                values[client] = self._read(client, reply, read)
+            except Exception as error:  # of a reply from elsewhere
+                reason = (
+                    str(error) if isinstance(error, FedloomError) else f"it cannot be read ({type(error).__name__})"
+                )
+                log(WARNING, "fedloom: the reply of node %s is left out: %s", node, reason)
+        return values
+
+    def _read(self, client: int, reply: Message, read: Callable[[int, RecordDict], T]) -> T:
+        values = head_of(reply.content)
+        if "error" in values:
+            if values.get("lost"):
+                self.accepted[client] = 0
+            raise WireError(str(values["error"])[:500])
+        if "client" in values and values["client"] != client:
+            raise WireError(f"it is of client {values['client']}, not {client}")
+        return read(client, reply.content)
+
+    def _output(self, reply: RecordDict, down: Any, t: int, client: int) -> ClientOutput:
+        """The output of a client, if it is of this round and of the shapes of the method."""
+        job, values = self._job, head_of(reply)
+        if values.get("round") != t:
+            raise WireError(f"it is of round {values.get('round')}, not {t}")
+        upload = fields_like(self._idle, tensors_of(reply, "up"), "upload")
+        answers = {name: rows.to(job.oracle.dtype) for name, rows in tensors_of(reply, "answers").items()}
+        weigher, sampler = (self._answer(answers, name) for name in ("weigher", "sampler"))
+        name, model = job.model_field, None
+        if name and not job.fields[name].base.startswith("rows."):
+            model = getattr(upload, name) + base_of(job.fields[name], down, None)
+        return ClientOutput(upload, ClientState(Nothing()), _work(values), weigher, sampler, model)
+
+    def _answer(self, answers: Mapping[str, Tensor], name: str) -> Tensor | None:
+        rows = answers.get(name)
+        if name == "weigher" and rows is None and self._job.setting.weigher.probes:
+            raise WireError("it has no answer to the weigher")
+        if rows is not None and (rows.dim() != 2 or len(rows) != 1 or not bool(rows.isfinite().all())):
+            raise WireError(f"its answer to the {name} must be finite numbers [1, k]")
+        return rows
+
+
+def _work(values: Mapping[str, Any]) -> Tensor:
+    work = values.get("work")
+    if not isinstance(work, list) or len(work) != 3 or not all(type(k) is int and 0 <= k <= 10**15 for k in work):
+        raise WireError(f"work must be three counts, got {json.dumps(work, default=str)[:60]}")
+    return torch.tensor([work])
+
+
+def _metrics(reply: RecordDict) -> dict[str, float]:
+    record = reply.get("metrics")
+    if not isinstance(record, MetricRecord):
+        raise WireError("it has no metrics")
+    return {key: float(value) for key, value in record.items() if isinstance(value, (int, float))}

@@ -1,0 +1,367 @@
+"""Node: the client app of a user trains, answers and scores by a method of fedloom, on the user's model and samples."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from flwr.app import Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from fedloom.data import PARTS, Dataset, Federation, Split
+from fedloom.deploy.noise import released
+from fedloom.deploy.settings import Schema
+from fedloom.deploy.site.local_data import part_sizes, schema_of
+from fedloom.engine.chunk import ask_chunk, run_clients
+from fedloom.engine.job import Job
+from fedloom.engine.scoring import hybrid_scores, personal_models, score_chunk
+from fedloom.engine.setup import make_job
+from fedloom.errors import ConfigError, FedloomError, Refused, WireError
+from fedloom.flower.records import (
+    HEAD,
+    arrays_of,
+    check_alike,
+    fields_like,
+    head,
+    head_of,
+    setting_of,
+    shapes_of,
+    tensors_of,
+)
+from fedloom.local.rows import to_device
+from fedloom.processes.clients import AskTask, ScoreTask, TrainTask
+from fedloom.replay import Replay
+from fedloom.tasks import Objective
+
+STATE, MODEL = "fedloom.state.", "fedloom.model"
+"""Names of a node's records in Flower's ``context.state``: its rows by round, and its newest model."""
+KEPT_RUNS = 64
+"""Runs of nodes that a process keeps ready."""
+
+_OWN = {"classification": nn.CrossEntropyLoss, "binary": nn.BCEWithLogitsLoss, "regression": nn.MSELoss}
+
+
+@dataclass
+class Local:
+    """A node's model and samples.
+
+    Args:
+        model: the module, as at the server; its values are those that the server sends.
+        trainset: training samples: a torch ``Dataset`` or ``DataLoader``, or tensors ``(x, y)``. They are read once,
+            so random changes of them are drawn once; batches are drawn by the strategy's ``local``.
+        loss: ``nn.CrossEntropyLoss()``, ``nn.BCEWithLogitsLoss()``, ``nn.MSELoss()``, or a function of a batch's
+            outputs and targets; by default the cross-entropy of whole-number targets, else the squared error.
+        testset: test samples, in any of these forms.
+        valset: validation samples, in any of these forms.
+        device: where the node computes.
+    """
+
+    model: nn.Module
+    trainset: Any
+    loss: Any = None
+    testset: Any = None
+    valset: Any = None
+    device: str = "cpu"
+
+    def federation(self) -> Federation:
+        """The node's samples as a federation of one client.
+
+        Raises:
+            ConfigError: they are no samples, or the model does not take them.
+        """
+        sets = {"train": self.trainset, "validation": self.valset, "test": self.testset}
+        samples = {part: _tensors(part, value) for part, value in sets.items() if value is not None}
+        x, y = (torch.cat([pair[k] for pair in samples.values()]) for k in (0, 1))
+        task = next((t for t, loss in _OWN.items() if type(self.loss) is loss), None)
+        task = task or ("regression" if y.is_floating_point() else "classification")
+        parts, start = {}, 0
+        for part in PARTS:
+            count = len(samples[part][0]) if part in samples else 0
+            parts[part] = Split(torch.arange(start, start + count), torch.tensor([0, count]))
+            start += count
+        outputs = _outputs(self.model, x)
+        if task == "classification":
+            classes = tuple(map(str, range(outputs)))
+            data = Dataset("node", x, y.long(), "classification", classes)
+        elif task == "binary":
+            data = Dataset("node", x, y.flatten().long(), "binary", ("0", "1"))
+        else:
+            data = Dataset("node", x, y.reshape(len(y), -1).float(), "regression", ())
+        return Federation(data, parts, ("node",))
+
+    @property
+    def objective(self) -> Objective:
+        """The node's own loss, if it has one."""
+        if self.loss is None or _is_default(self.loss):
+            return Objective()
+        loss = self.loss
+
+        def own(outputs: Tensor, targets: Tensor) -> Tensor:
+            """The loss of the node's app."""
+            value: Tensor = loss(outputs, targets)
+            return value
+
+        return Objective(loss=own)
+
+
+LocalFunction = Callable[[Context], Local]
+"""Makes a node's model and samples; it is called once per run and process."""
+
+
+def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
+    """Have an app's nodes train, answer and score for `fedloom.flower.Strategy`.
+
+    Example:
+        >>> app = ClientApp()
+        >>> @client(app)
+        ... def local(context):
+        ...     return Local(Net(), trainset, loss=nn.CrossEntropyLoss(), testset=testset)
+    """
+
+    def decorate(function: LocalFunction) -> LocalFunction:
+        node = _Node(function)
+        app.query()(node.answering(node.hello))
+        app.query("ask")(node.answering(node.ask))
+        app.train()(node.answering(node.train))
+        app.evaluate()(node.answering(node.evaluate))
+        return function
+
+    return decorate
+
+
+def personal_model(context: Context) -> dict[str, Tensor]:
+    """The node's newest model by parameter, after an evaluation: the personal one, else the global one.
+
+    Raises:
+        ConfigError: there is none yet.
+    """
+    found = tensors_of(context.state, MODEL)
+    if not found:
+        raise ConfigError("this node has no model yet: it gets one when the strategy evaluates")
+    return found
+
+
+@dataclass
+class _Run:
+    """What a node makes of a run once."""
+
+    local: Local
+    own: Federation
+    job: Job | None = None
+    server: Any = None
+    key: tuple[Any, ...] = ()
+
+
+class _Node:
+    """Answers of a node."""
+
+    def __init__(self, function: LocalFunction) -> None:
+        self._function, self._runs = function, dict[tuple[int, int], _Run]()
+
+    def answering(self, act: Callable[[dict[str, Any], Message, Context], RecordDict]) -> Callable[..., Message]:
+        """A handler of Flower's whose failure is a sentence, here and at the server."""
+
+        def handler(message: Message, context: Context) -> Message:
+            try:
+                values = head_of(message.content)
+                return Message(act(values, message, context), reply_to=message)
+            except Exception as error:
+                sentence = str(error) if isinstance(error, FedloomError) else f"{type(error).__name__}: {error}"
+                sys.stderr.write(f"fedloom: node {context.node_id}: {sentence}\n")
+                lost = isinstance(error, _Lost)
+                return Message(RecordDict({HEAD: head(error=sentence, lost=lost)}), reply_to=message)
+
+        return handler
+
+    def hello(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
+        """Say what the node's samples look like, and how many there are."""
+        run = self._run(context)
+        check_alike(shapes_of(run.local.model), values["parameters"])
+        schema: Schema = schema_of(run.own.data)
+        return RecordDict({HEAD: head(schema=schema.model_dump_json(), sizes=part_sizes(run.own, 0))})
+
+    def ask(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
+        """Answer a sampler about the global model."""
+        job = self._job(values, message, context)
+        model = tensors_of(message.content, "model")["model"].to(job.oracle.dtype)
+        answer, counts = ask_chunk(job, model, AskTask(values["round"], _ids(values)))
+        work = counts[0, :3].tolist()
+        return RecordDict({HEAD: head(work=work), "answers": arrays_of({"sampler": answer})})
+
+    def train(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
+        """Train from the state that the server names as accepted; the new state waits for the next message."""
+        job, t, ids = self._job(values, message, context), values["round"], _ids(values)
+        down = to_device(self._down(values, message, context), job.oracle.device)
+        output = run_clients(job, down, TrainTask(t, torch.tensor([0]), ids, torch.ones(1, 1)))
+        groups = {"rows": output.state.rows, "residue": output.state.residue, "optimizer": output.state.optimizer}
+        state = {
+            f"{group}.{name}": field[0]
+            for group, value in groups.items()
+            if value is not None
+            for name, field in value._asdict().items()
+        }
+        context.state[f"{STATE}{t}"] = arrays_of(state)
+        answers = {"weigher": output.weigher_answer, "sampler": output.sampler_report}
+        return RecordDict(
+            {
+                HEAD: head(round=t, client=values["client"], work=output.work[0].tolist()),
+                "up": arrays_of(output.upload._asdict()),
+                "answers": arrays_of({name: rows for name, rows in answers.items() if rows is not None}),
+                "metrics": MetricRecord({"num-examples": part_sizes(job.fed, values["client"])[0]}),
+            }
+        )
+
+    def evaluate(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
+        """Score the models on the node's own samples, and keep the newest one."""
+        job, t, ids = self._job(values, message, context), values["round"], _ids(values)
+        down = self._down(values, message, context) if job.has_personal else None
+        tensors = tensors_of(message.content, "model")
+        model = tensors["model"].to(job.oracle.dtype) if tensors else None
+        if model is None and values["global"] and down is not None:
+            model = down[0].reshape(-1)
+        everyone = None if down is None else type(down)(*[f.expand(job.n, -1) if f.dim() > 1 else f for f in down])
+        scores = score_chunk(job, everyone, model, ScoreTask(t, ids, ids, common=False))
+        part = job.setting.evaluate.select_on
+        if {("global", part), ("personal", part)} <= set(scores):
+            scores |= hybrid_scores(scores, part)
+        row = personal_models(job, everyone, t, ids)[0] if job.has_personal else model
+        if row is not None:
+            context.state[MODEL] = arrays_of(job.oracle.layout.tree(row.cpu()))
+        metrics: dict[str, int | float | list[int] | list[float]] = {
+            f"{kind}/{part}/{name}": float(value[0])
+            for (kind, part), figures in scores.items()
+            if part
+            for name, value in figures.items()
+            if bool(value[0].isfinite())
+        }
+        sizes = part_sizes(job.fed, values["client"])
+        metrics["num-examples"] = sizes[2] or sizes[0]
+        return RecordDict({HEAD: head(round=t, client=values["client"]), "metrics": MetricRecord(metrics)})
+
+    def _run(self, context: Context) -> _Run:
+        """The node's model and samples, read once per run."""
+        key = (context.run_id, context.node_id)
+        if key not in self._runs:
+            local = self._function(context)
+            if not isinstance(local, Local):
+                raise ConfigError(f"the function under @client must return a Local, got {type(local).__name__}")
+            while len(self._runs) >= KEPT_RUNS:
+                self._runs.pop(next(iter(self._runs)))
+            self._runs[key] = _Run(local, local.federation())
+        return self._runs[key]
+
+    def _job(self, values: dict[str, Any], message: Message, context: Context) -> Job:
+        """The run as this node knows it, with its share and the state that the server names as accepted."""
+        run, seat = self._run(context), values["client"]
+        start = tensors_of(message.content, "start")
+        check_alike(shapes_of(run.local.model), values["parameters"])
+        key = (seat, values["document"], *values["sizes"])
+        if start or run.key != key:
+            engine = {"device": run.local.device, "workers": 1, "chunk": 1}
+            setting = setting_of(values["document"], run.local.model, values["rounds"], task=run.local.objective)
+            setting = setting.with_(engine=setting.engine.with_(**engine))
+            initial = start.get("start")
+            replay = Replay() if initial is None else Replay(initial=initial)
+            job, run.server = make_job(setting, _seated(run.own, seat, values["sizes"]), replay=replay)
+            run.job = replace(job, setting=job.setting.with_(channel=released(job.setting.channel)))
+            run.key = key
+        assert run.job is not None
+        job = replace(run.job, alpha=torch.tensor(values["weights"], dtype=torch.float64)[:, None].to(run.job.alpha))
+        self._restore(job, context, values["accepted"], seat)
+        return job
+
+    def _restore(self, job: Job, context: Context, accepted: int, seat: int) -> None:
+        """Put the accepted state into the stores, and forget all others."""
+        newest = f"{STATE}{accepted}"
+        for name in [name for name in context.state if name.startswith(STATE) and name != newest]:
+            del context.state[name]
+        tensors = tensors_of(context.state, newest)
+        stores = {"rows": job.clients, "residue": job.residue, "optimizer": job.optimizer}
+        if accepted and newest not in context.state:
+            raise _Lost(f"the state of round {accepted} is not at this node any more; it begins anew")
+        for group, store in stores.items():
+            store.reset()
+            if accepted:
+                rows = {name.partition(".")[2]: t for name, t in tensors.items() if name.startswith(f"{group}.")}
+                template = type(store.template)(*[field[None] for field in store.template])
+                batched = {name: row[None] for name, row in rows.items()}
+                store.write(torch.tensor([seat]), fields_like(template, batched, f"state of {group}"))
+
+    def _down(self, values: dict[str, Any], message: Message, context: Context) -> Any:
+        """What the node receives."""
+        run = self._run(context)
+        assert run.job is not None
+        template = run.job.down(run.server, 1, _ids(values))
+        try:
+            return fields_like(template, tensors_of(message.content, "down"), "download")
+        except WireError as error:
+            raise Refused(f"the server's message does not fit this node's method: {error}") from error
+
+
+class _Lost(FedloomError):
+    """The node has lost the state that the server expects of it."""
+
+
+def _seated(own: Federation, seat: int, sizes: list[int]) -> Federation:
+    """The node's samples as those of one client of all; of the others only the numbers of samples are known."""
+    parts, filler = {}, own.indices("train", 0)[:1]
+    for part in PARTS:
+        index = own.indices(part, 0)
+        counts = torch.tensor(sizes if part == "train" else [0] * len(sizes))
+        counts[seat] = len(index)
+        pieces = [index if i == seat else filler.expand(count) for i, count in enumerate(counts.tolist())]
+        offsets = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+        parts[part] = Split(torch.cat(pieces), offsets)
+    return Federation(own.data, parts, tuple(map(str, range(len(sizes)))))
+
+
+def _ids(values: dict[str, Any]) -> Tensor:
+    return torch.tensor([values["client"]])
+
+
+def _tensors(part: str, value: Any) -> tuple[Tensor, Tensor]:
+    """Samples and targets."""
+    value = value.dataset if isinstance(value, DataLoader) else value
+    if not (isinstance(value, tuple) and len(value) == 2 and all(isinstance(v, Tensor) for v in value)):
+        try:
+            pairs = [value[k] for k in range(len(value))]
+            pairs = [tuple(pair.values()) if isinstance(pair, dict) else pair for pair in pairs]
+            value = tuple(torch.stack([torch.as_tensor(pair[k]) for pair in pairs]) for k in (0, 1))
+        except Exception as error:
+            raise ConfigError(
+                f"{part}set must be a Dataset or DataLoader of pairs (sample, target), or tensors (x, y), got "
+                f"{type(value).__name__}: {error}"
+            ) from error
+    x, y = value
+    if not len(x) or len(x) != len(y):
+        raise ConfigError(f"{part}set needs as many samples as targets, and one at least, got {len(x)} and {len(y)}")
+    return x if x.is_floating_point() else x.float(), y
+
+
+@torch.no_grad()
+def _outputs(model: nn.Module, x: Tensor) -> int:
+    """Outputs of a model for one sample."""
+    training = model.training
+    try:
+        first = next((p for p in model.parameters()), x)
+        outputs = model.eval()(x[:1].to(first))
+    except Exception as error:
+        raise ConfigError(f"the model does not take a sample of shape {[*x.shape[1:]]}: {error}") from error
+    finally:
+        model.train(training)
+    return int(outputs.shape[-1])
+
+
+def _is_default(loss: Any) -> bool:
+    """Whether a loss is one of torch's that fedloom has built in, with no option changed."""
+    kind = next((kind for kind in _OWN.values() if type(loss) is kind), None)
+    if kind is None:
+        return False
+    options = ("reduction", "label_smoothing", "ignore_index")
+    same = all(getattr(loss, name, None) == getattr(kind(), name, None) for name in options)
+    return same and getattr(loss, "weight", None) is None and getattr(loss, "pos_weight", None) is None

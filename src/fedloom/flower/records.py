@@ -1,0 +1,160 @@
+"""Records: what server and nodes exchange, as Flower's records, and the document of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from torch import Tensor, nn
+
+from fedloom.algorithms import ALGORITHMS, REGISTRY, Algorithm
+from fedloom.engine.setting import Setting
+from fedloom.errors import ConfigError, Refused, WireError
+from fedloom.values import Value, choose, dump, fields_of, make
+from fedloom.version import __version__
+
+HEAD = "fedloom"
+"""Name of the record that has the plain values of a message, and of a reply."""
+WANTED = ("local", "sampler", "weigher", "aggregator", "channel", "weights", "seed", "augment", "evaluate", "engine")
+"""Fields of a setting that a strategy takes."""
+
+
+def arrays_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
+    """Write tensors as a record."""
+    return ArrayRecord({name: Array(tensor.detach().cpu().contiguous().numpy()) for name, tensor in tensors.items()})
+
+
+def tensors_of(records: RecordDict, name: str) -> dict[str, Tensor]:
+    """Read the tensors of a record; none where it is not there.
+
+    Raises:
+        WireError: an array is not what it says that it is.
+    """
+    record = records.get(name)
+    if not isinstance(record, ArrayRecord):
+        return {}
+    try:
+        return {key: torch.from_numpy(array.numpy().copy()) for key, array in record.items()}
+    except Exception as error:  # of bytes from elsewhere
+        raise WireError(f"the arrays {name!r} cannot be read: {type(error).__name__}") from error
+
+
+def fields_like(template: Any, tensors: Mapping[str, Tensor], what: str) -> Any:
+    """The named tuple of some tensors, of the shapes and types of another.
+
+    Args:
+        template: a named tuple of tensors.
+        tensors: by name.
+        what: the tuple in a word, for errors.
+
+    Raises:
+        WireError: other names, shapes, or no numbers with a fraction.
+    """
+    wanted = {name: tuple(value.shape) for name, value in template._asdict().items()}
+    got = {name: tuple(value.shape) for name, value in tensors.items()}
+    if got != wanted:
+        raise WireError(f"the {what} has the arrays {got}, expected {wanted}")
+    for name, value in tensors.items():
+        if value.is_floating_point() != getattr(template, name).is_floating_point():
+            raise WireError(f"the {what} {name!r} has numbers of type {value.dtype}")
+    return type(template)(*[tensors[name].to(like) for name, like in template._asdict().items()])
+
+
+def head_of(records: RecordDict) -> dict[str, Any]:
+    """Read the plain values of a message.
+
+    Raises:
+        WireError: it is not one of fedloom's.
+        Refused: another release wrote it.
+    """
+    record = records.get(HEAD)
+    if not isinstance(record, ConfigRecord) or "release" not in record:
+        raise WireError(f"the message has no record {HEAD!r}: the other side does not run fedloom.flower")
+    if record["release"] != __version__:
+        raise Refused(f"the other side runs fedloom {record['release']!s}, this one {__version__}")
+    return dict(record)
+
+
+def head(**values: Any) -> ConfigRecord:
+    """Write the plain values of a message."""
+    return ConfigRecord({"release": __version__, **values})
+
+
+def document_of(algorithm: str, options: Mapping[str, Any], choices: Mapping[str, Any]) -> str:
+    """Write a method and the choices of a run as JSON, for the nodes.
+
+    Raises:
+        ConfigError: the method is none of the registry, or a value has no such form.
+    """
+    if algorithm not in REGISTRY:
+        choose("algorithm", REGISTRY, algorithm, base=Algorithm)  # names the nearest
+        raise ConfigError(f"algorithm must be a name of fl.algorithms.REGISTRY, got {algorithm!r}")
+    try:
+        return json.dumps({"algorithm": algorithm, "options": _plain(options), "choices": _plain(choices)})
+    except TypeError as error:
+        raise ConfigError(f"a strategy takes names, numbers, tables and values of fedloom: {error}") from error
+
+
+def resolved_document(setting: Setting) -> str:
+    """Write the setting of a job for its nodes, with all that follows from the federation made a number."""
+    name = next(name for name, kind in ALGORITHMS.items() if kind is type(setting.method))
+    tables = {part: getattr(setting, part) for part in ("sampler", "weigher", "channel")}
+    choices = {part: dump(value, kind=value.kind) for part, value in tables.items() if value is not None}
+    choices |= {part: dump(getattr(setting, part)) for part in ("local", "augment", "evaluate", "engine")}
+    options = dump(setting.method)
+    return json.dumps({"algorithm": name, "options": options, "choices": choices | {"seed": setting.seed}})
+
+
+def setting_of(document: str, model: nn.Module, rounds: int, **more: Any) -> Setting:
+    """Read the setting of a document.
+
+    Raises:
+        ConfigError: a value that cannot work.
+        Refused: it names code, which no message may.
+    """
+    content = json.loads(document)
+    for text in _texts(content):
+        if ":" in text:
+            raise Refused(f"{text!r} names code; a strategy takes the names of fedloom's own parts only")
+    choices = {**content["choices"], **more}
+    entry: Any = REGISTRY[content["algorithm"]]
+    algorithm = make(entry, content["options"], content["algorithm"], fields_of(entry))
+    return Setting.of(algorithm, model=model, rounds=rounds, **choices)
+
+
+def shapes_of(module: nn.Module) -> str:
+    """Names and shapes of the parameters that train, as text: equal where two modules are alike."""
+    return json.dumps({name: [*p.shape] for name, p in module.named_parameters() if p.requires_grad})
+
+
+def check_alike(here: str, there: str) -> None:
+    """Refuse a model that differs from the server's.
+
+    Raises:
+        Refused: the first parameter that differs, on both sides.
+    """
+    own, other = json.loads(here), json.loads(there)
+    for name in [*own, *other]:
+        if own.get(name) != other.get(name):
+            got, want = (shapes.get(name, "none") for shapes in (own, other))
+            raise Refused(f"parameter {name!r} of the node's model has the shape {got}, that of the server {want}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Value):
+        kind = {"kind": value.kind} if hasattr(value, "kind") else {}
+        return kind | value.model_dump(mode="json", exclude_unset=True)
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _texts(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [text for inner in value.values() for text in _texts(inner)]
+    if isinstance(value, list):
+        return [text for inner in value for text in _texts(inner)]
+    return [value] if isinstance(value, str) else []

@@ -1,0 +1,312 @@
+"""Strategy: a method of fedloom, as Flower's strategies are used."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from logging import INFO, WARNING
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy import Strategy as FlowerStrategy
+from flwr.supercore import log
+from torch import Tensor, nn
+
+from fedloom.algorithms import upload_fields
+from fedloom.deploy.noise import released
+from fedloom.deploy.settings import Schema
+from fedloom.deploy.site.local_data import federation_of
+from fedloom.engine.job import Job
+from fedloom.engine.messages import idle_upload
+from fedloom.engine.round import run_round
+from fedloom.engine.scoring import score_request
+from fedloom.engine.setting import Setting
+from fedloom.engine.setup import make_job
+from fedloom.engine.state import State, initial_state
+from fedloom.errors import ConfigError, FedloomError, Refused, RunStopped, WireError
+from fedloom.flower.clients import FlowerClients
+from fedloom.flower.records import HEAD, WANTED, document_of, head, head_of, resolved_document, setting_of, shapes_of
+from fedloom.local import Nothing
+from fedloom.processes.clients import TrainRequest, TrainResult
+from fedloom.storage.store import Store
+
+PAUSE = 1.0
+"""Seconds between two looks for nodes."""
+
+
+class Strategy(FlowerStrategy):
+    """A method of fedloom at the server of a Flower app, whose nodes have `fedloom.flower.client`.
+
+    Args:
+        algorithm: a name of ``fl.algorithms.REGISTRY``.
+        model: the module, as at the nodes; its values are replaced by ``initial_arrays``.
+        min_nodes: nodes to wait for before the first round; those that are there then are the federation.
+        wait: seconds to wait for them.
+        evaluate_every: rounds between two evaluations at the nodes; 0 for none.
+        choices: ``local``, ``sampler``, ``weigher``, ``aggregator``, ``channel``, ``weights``, ``seed``, ``augment`` or
+            ``engine`` as in an experiment file or `fedloom.Setting`; all others are options of the method.
+
+    Attributes:
+        state: the state of the run after the newest round (`fedloom.engine.state.State`); None before the first.
+        client_metrics: figures of every client by round of evaluation.
+
+    Raises:
+        ConfigError: an unknown method, option or choice.
+        Refused: a method that real nodes cannot compute.
+    """
+
+    def __init__(
+        self, algorithm: str, model: nn.Module, *, min_nodes: int = 2, wait: float = 3600.0, evaluate_every: int = 1,
+        **choices: Any,
+    ) -> None:  # fmt: skip
+        options = {name: value for name, value in choices.items() if name not in WANTED}
+        self._document = document_of(algorithm, options, {n: v for n, v in choices.items() if n in WANTED})
+        self._name, self._model = algorithm, copy.deepcopy(model)
+        self._min_nodes, self._wait, self._every = min_nodes, wait, evaluate_every
+        self._rounds = 1
+        self._setting(1)
+        self._clients: FlowerClients | None = None
+        self._job: Job | None = None
+        self.state: State | None = None
+        self.client_metrics: dict[int, dict[int, dict[str, float]]] = {}
+
+    def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *args: Any, **kwargs: Any) -> Result:
+        """Run the rounds; see ``flwr.serverapp.strategy.Strategy.start``."""
+        self._rounds = num_rounds
+        self._setting(num_rounds)
+        self._clients = self._job = self.state = None
+        return super().start(grid, initial_arrays, num_rounds, *args, **kwargs)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Draw the cohort of the next round, and make its messages."""
+        if self._clients is None:
+            self._begin(arrays, grid)
+        assert self._clients is not None
+        assert self._job is not None
+        assert self.state is not None
+        sent: list[Message] = []
+
+        def note(messages: list[Message]) -> Iterable[Message]:
+            if messages[0].metadata.message_type != "train":
+                return list(grid.send_and_receive(messages))
+            sent.extend(messages)
+            raise _Configured
+
+        self._answers = _Remembering(self._clients.through(note))
+        try:
+            run_round(self._job, self._answers, self.state)
+        except _Configured:
+            pass
+        except RunStopped as error:
+            log(WARNING, "fedloom: %s", error)
+        for message in sent:
+            message.content["config"] = ConfigRecord({**config, "server-round": server_round})
+        log(INFO, "configure_train: %s nodes (out of %s)", len(sent), self._job.n)
+        self._sent = sent
+        return sent
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Aggregate the usable replies; without enough of them nothing changes."""
+        assert self._clients is not None
+        assert self._job is not None
+        assert self.state is not None
+        arrived = list(replies)
+        clients = self._answers.replaying(self._clients.through(lambda _messages: arrived))
+        try:
+            state, events = run_round(self._job, clients, self.state)
+        except RunStopped as error:
+            log(WARNING, "fedloom: round %s changes nothing: %s", server_round, error)
+            self.state = self.state.with_(round=self.state.round + 1)
+            return None, None
+        for event in events:
+            log(INFO, "fedloom: %s", event)
+        before, self.state = self.state, state.with_(notes=(*state.notes, *events))
+        self._clients.accepted[state.cohort] = state.round
+        counts = (state.totals - before.totals).tolist()
+        metrics = MetricRecord({"accepted": len(state.cohort), "dropped": counts[-1], "samples-backward": counts[0]})
+        return self._arrays(), metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask all nodes for the scores of their models."""
+        if self._job is None or self._clients is None or self.state is None:
+            return []
+        last = server_round >= self._rounds
+        request = score_request(self._job, self.state) if self._every else None
+        if request is None or not (last or server_round % self._every == 0):
+            return []
+        self._request = request
+        sent: list[Message] = self._clients.score_messages(request)
+        for message in sent:
+            message.content["config"] = ConfigRecord({**config, "server-round": server_round})
+        return sent
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Average the scores over the nodes, by samples of the part."""
+        arrived = list(replies)
+        if not arrived or self._clients is None or self._job is None:
+            return None
+        clients = self._clients.through(lambda _messages: arrived)
+        list(clients.score(self._request))
+        self.client_metrics[server_round] = clients.scores
+        sizes = {part: self._job.eval_fed.sizes(part).double() for part in ("train", "validation", "test")}
+        figures: dict[str, int | float | list[int] | list[float]] = {}
+        for key in sorted({key for scores in clients.scores.values() for key in scores if key.count("/") == 2}):
+            weights = {c: float(sizes[key.split("/")[1]][c]) for c, scores in clients.scores.items() if key in scores}
+            total = sum(weights.values())
+            if total:
+                figures[key] = sum(w * clients.scores[c][key] for c, w in weights.items()) / total
+        return MetricRecord(figures) if figures else None
+
+    def summary(self) -> None:
+        """Log the method and its choices."""
+        log(INFO, "\t├──> fedloom: %s", self._document)
+
+    def _setting(self, rounds: int) -> Setting:
+        """The setting of the run.
+
+        Raises:
+            ConfigError: a choice that cannot work.
+            Refused: a method that real nodes cannot compute.
+        """
+        setting = setting_of(self._document, self._model, rounds)
+        if setting.pooled:
+            raise Refused(f"{self._name} pools the data of all clients, which nodes do not give; choose another method")
+        resolved = setting.resolved()
+        kinds = upload_fields(type(resolved.method)).values()
+        if resolved.sampler.learns and any(k.primary and k.base.startswith("rows.") for k in kinds):
+            raise Refused(
+                f"sampler {resolved.sampler.kind!r} looks at the clients' models, but {self._name} uploads a "
+                "difference to a state that stays at the client; choose another sampler"
+            )
+        return setting
+
+    def _begin(self, arrays: ArrayRecord, grid: Grid) -> None:
+        """Find the nodes of the run, and make the job of their samples."""
+        self._model.load_state_dict(_state_dict(arrays, self._model))
+        nodes, schema, sizes = self._greet(grid)
+        setting = self._setting(self._rounds)
+        setting = setting.with_(engine=setting.engine.with_(quorum=1e-9, device="cpu", workers=1, chunk=1))
+        job, server = make_job(setting, federation_of(schema, sizes))
+        start = (server, job.clients.template, job.kept.template if job.kept_fields else None)
+        idle = idle_upload(job.algorithm, start, job.oracle, job.ctx(0, torch.tensor([0])))
+        none = Store(job.n, Nothing())
+        noisy = job.setting.with_(channel=released(job.setting.channel), aggregator=released(job.setting.aggregator))
+        self._job = replace(job, setting=noisy, clients=none, residue=none, optimizer=none, memory=None)
+        parameters, send = shapes_of(self._model), grid.send_and_receive
+        self._clients = FlowerClients(self._job, idle, nodes, sizes, resolved_document(job.setting), parameters, send)
+        self.state = initial_state(self._job, server)
+        for note in job.notes:
+            log(INFO, "fedloom: %s", note)
+
+    def _greet(self, grid: Grid) -> tuple[list[int], Schema, Tensor]:
+        """The nodes of the run in the order of their numbers, their samples' form, and how many these are.
+
+        Raises:
+            ConfigError: too few nodes are there and fit.
+        """
+        end, reasons = time.monotonic() + self._wait, dict[int, str]()
+        while len(nodes := sorted(grid.get_node_ids())) < self._min_nodes and time.monotonic() < end:
+            time.sleep(PAUSE)
+        content = RecordDict({HEAD: head(parameters=shapes_of(self._model))})
+        messages = [Message(content, dst_node_id=node, message_type="query") for node in nodes]
+        known: dict[int, tuple[Schema, list[int]]] = {}
+        for reply in grid.send_and_receive(messages) if messages else ():
+            node = reply.metadata.src_node_id
+            try:
+                known[node] = _introduction(reply)
+            except FedloomError as error:
+                reasons[node] = str(error)
+        form = next((known[node][0] for node in nodes if node in known), None)
+        for node, (schema, _) in list(known.items()):
+            if schema != form:
+                reasons[node] = f"its samples are {schema}, those of the first node {form}"
+                del known[node]
+        for node, reason in reasons.items():
+            log(WARNING, "fedloom: node %s takes no part: %s", node, reason)
+        if form is None or len(known) < self._min_nodes:
+            why = "".join(f"; node {node}: {reason}" for node, reason in list(reasons.items())[:3])
+            raise ConfigError(f"{len(known)} nodes are there and fit, {self._min_nodes} are needed{why}")
+        members = [node for node in nodes if node in known]
+        return members, form, torch.tensor([known[node][1] for node in members])
+
+    def _arrays(self) -> ArrayRecord | None:
+        """The global model as a state dict of the module; None where the method has none."""
+        assert self._job is not None
+        assert self.state is not None
+        row = self._job.algorithm.global_model(self.state.server)
+        if row is None:
+            return None
+        state = dict(self._model.state_dict())
+        state |= {name: value.to(state[name]) for name, value in self._job.oracle.layout.tree(row).items()}
+        return ArrayRecord(state)
+
+
+class _Configured(Exception):
+    """The messages of a round are made; its replies come later."""
+
+
+class _Remembering:
+    """Clients whose answers to a sampler are remembered, so that a round can be run again."""
+
+    def __init__(self, clients: FlowerClients) -> None:
+        self._clients, self._asked = clients, dict[int, Any]()
+        self.score, self.on_one = clients.score, clients.on_one
+
+    def replaying(self, clients: FlowerClients) -> _Remembering:
+        """The same answers, and the trainings of other clients."""
+        other = _Remembering(clients)
+        other._asked = self._asked
+        return other
+
+    def ask(self, request: Any) -> Iterator[Any]:
+        if request.round not in self._asked:
+            self._asked[request.round] = list(self._clients.ask(request))
+        yield from self._asked[request.round]
+
+    def train(self, request: TrainRequest) -> Iterator[TrainResult]:
+        return self._clients.train(request)
+
+
+def _state_dict(arrays: ArrayRecord, module: nn.Module) -> dict[str, Tensor]:
+    """The values of a module from a record.
+
+    Raises:
+        ConfigError: they are those of another module.
+    """
+    values, own = dict(arrays.to_torch_state_dict()), module.state_dict()
+    for name in [*own, *values]:
+        got, want = (list(s[name].shape) if name in s else "none" for s in (values, own))
+        if got != want:
+            raise ConfigError(f"initial_arrays: {name!r} has the shape {got}, the model's has {want}")
+    return values
+
+
+def _introduction(reply: Message) -> tuple[Schema, list[int]]:
+    """What a node's samples look like, and how many there are.
+
+    Raises:
+        FedloomError: the node cannot take part; the sentence says why.
+    """
+    if reply.has_error():
+        raise WireError(f"it did not answer: {reply.error.reason}")
+    values = head_of(reply.content)
+    if "error" in values:
+        raise WireError(str(values["error"])[:500])
+    sizes = values.get("sizes")
+    if not isinstance(sizes, list) or len(sizes) != 3 or not all(type(k) is int and 0 <= k < 2**40 for k in sizes):
+        raise WireError("its numbers of samples make no sense")
+    try:
+        return Schema.model_validate_json(str(values.get("schema"))), sizes
+    except ValueError as error:
+        raise WireError("what it says of its samples makes no sense") from error

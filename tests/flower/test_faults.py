@@ -1,0 +1,245 @@
+"""Nodes of an app that fail, come back, differ or send what they should not; forms of samples; bad choices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import fedloom.flower as ff
+from fedloom.errors import ConfigError
+from fedloom.flower.records import HEAD
+from tests.flower.app import App
+
+SAMPLES, CLASSES = 24, 3
+CHOICES: dict[str, Any] = {"local": {"lr": 0.1, "batch_size": 8}}
+
+
+class Net(nn.Module):
+    """With statistics and randomness of its own."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2))
+        self.head = nn.Linear(width, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores of the classes."""
+        out: Tensor = self.head(self.body(x))
+        return out
+
+
+def samples(k: int, count: int = SAMPLES) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(k)
+    x = torch.randn(count, 5, generator=g)
+    return x, (x[:, 0] > k - 1).long() + (x[:, 1] > 0).long()
+
+
+def local(context: Context) -> ff.Local:
+    k = int(context.node_config["partition-id"])
+    return ff.Local(Net(), samples(k), nn.CrossEntropyLoss(), testset=samples(10 + k))
+
+
+def run(app: App, name: str = "ditto", rounds: int = 3, **choices: Any) -> tuple[ff.Strategy, Any]:
+    strategy = ff.Strategy(name, Net(), wait=0.1, **CHOICES, **choices)
+    return strategy, strategy.start(app.grid, ArrayRecord(Net().state_dict()), num_rounds=rounds)
+
+
+def test_a_model_with_statistics_and_dropout_trains_and_is_kept_at_every_node() -> None:
+    app = App(local, 3)
+    strategy, result = run(app, rounds=20)
+    figures = result.evaluate_metrics_clientapp
+    assert set(figures) == set(range(1, 21))
+    assert figures[20]["personal/train/loss"] < 0.6 * figures[1]["personal/train/loss"]
+    Net().load_state_dict(result.arrays.to_torch_state_dict())
+    models = [ff.personal_model(context) for context in app.contexts.values()]
+    assert not torch.equal(models[0]["head.weight"], models[1]["head.weight"])
+    assert set(strategy.client_metrics[20]) == {0, 1, 2}
+
+
+class Pairs(Dataset[Any]):
+    """A data set that gives numpy arrays and plain numbers, as a user's may."""
+
+    def __init__(self, k: int) -> None:
+        self.x, self.y = samples(k)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, k: int) -> tuple[Any, int]:
+        return self.x[k].numpy(), int(self.y[k])
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [Pairs, lambda k: TensorDataset(*samples(k)), lambda k: DataLoader(TensorDataset(*samples(k)), batch_size=3)],
+    ids=["own", "tensors", "loader"],
+)
+def test_samples_in_any_form_are_the_same(wrap: Any) -> None:
+    def other(context: Context) -> ff.Local:
+        return ff.Local(Net(), wrap(int(context.node_config["partition-id"])))
+
+    start = ArrayRecord(Net().state_dict())
+    rows = []
+    for kind in (local, other):
+        strategy = ff.Strategy("fedavg", Net(), evaluate_every=0, **CHOICES)
+        rows.append(strategy.start(App(kind, 3).grid, start, num_rounds=2).arrays.to_torch_state_dict())
+    assert all(torch.equal(rows[0][name], rows[1][name]) for name in rows[0])
+
+
+def lost(node: int, rounds: tuple[int, ...]) -> Any:
+    def fault(at: int, message: Message, reply: Message) -> Message | None:
+        kind, t = message.metadata.message_type, message.content.get(HEAD, {}).get("round")
+        return None if at == node and kind == "train" and t in rounds else reply
+
+    return fault
+
+
+def test_a_node_whose_reply_is_lost_is_as_one_that_was_not_asked() -> None:
+    """Its state goes back to the last accepted one, so that its next answer is the one it would have given."""
+    strategy, _ = run(App(local, 3, lost(101, (2,))), "scaffold", rounds=3)
+    assert strategy.state is not None
+    assert strategy.state.uploads.tolist() == [3, 3, 3]
+    assert strategy.state.totals[-1] == 1
+    assert bool(strategy.state.server.x.isfinite().all())
+
+
+def test_a_process_that_begins_anew_goes_on_from_the_state_that_flower_kept() -> None:
+    start = ArrayRecord(Net().state_dict())
+
+    def rounds(restart: bool) -> dict[str, Tensor]:
+        app = App(local, 3)
+
+        def fault(node: int, message: Message, reply: Message) -> Message:
+            if restart and node == 100:
+                app.restart(100, local)
+            return reply
+
+        app.grid.fault = fault
+        strategy = ff.Strategy("ditto", Net(), **CHOICES)
+        strategy.start(app.grid, start, num_rounds=4)
+        return ff.personal_model(app.contexts[100])
+
+    plain, anew = rounds(False), rounds(True)
+    assert all(torch.equal(plain[name], anew[name]) for name in plain)
+
+
+def test_a_node_that_lost_its_state_says_so_and_begins_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    app = App(local, 3)
+
+    def fault(node: int, message: Message, reply: Message) -> Message:
+        if node == 102 and message.metadata.message_type == "train" and message.content[HEAD]["round"] == 2:
+            app.restart(102, local, forget=True)
+        return reply
+
+    app.grid.fault = fault
+    strategy, _ = run(app, rounds=5)
+    assert "the state of round 2 is not at this node any more" in capsys.readouterr().err
+    assert strategy.state is not None
+    assert int(strategy.state.totals[-1]) <= 1
+    assert set(strategy.client_metrics[5]) == {0, 1, 2}
+
+
+BENT: dict[str, Any] = {
+    "other shapes": lambda content: content.__setitem__("up", ArrayRecord(nn.Linear(2, 2).state_dict())),
+    "no upload": lambda content: content.pop("up"),
+    "not finite": lambda content: content.__setitem__(
+        "up", ArrayRecord({k: v * float("nan") for k, v in content["up"].to_torch_state_dict().items()})
+    ),
+    "another round": lambda content: content.__setitem__(HEAD, ConfigRecord({**content[HEAD], "round": 99})),
+    "another client": lambda content: content.__setitem__(HEAD, ConfigRecord({**content[HEAD], "client": 0})),
+    "another release": lambda content: content.__setitem__(HEAD, ConfigRecord({**content[HEAD], "release": "0"})),
+    "impossible work": lambda content: content.__setitem__(HEAD, ConfigRecord({**content[HEAD], "work": [-1, 0, 0]})),
+    "nothing": lambda content: [content.pop(name) for name in list(content)],
+}
+
+
+@pytest.mark.parametrize("bend", BENT.values(), ids=BENT.keys())
+def test_a_reply_that_makes_no_sense_costs_its_node_the_round(bend: Any) -> None:
+    def fault(node: int, message: Message, reply: Message) -> Message:
+        if node == 101 and message.metadata.message_type == "train":
+            bend(reply.content)
+        return reply
+
+    strategy, result = run(App(local, 3, fault), "flame", rounds=2)
+    assert strategy.state is not None
+    assert strategy.state.cohort.sort().values.tolist() == [0, 2]
+    assert strategy.state.round == 2
+    assert all(bool(v.isfinite().all()) for v in result.arrays.to_torch_state_dict().values())
+
+
+def test_replies_that_come_twice_or_from_others_count_once() -> None:
+    def fault(node: int, message: Message, reply: Message) -> list[Message]:
+        return [reply, reply]
+
+    strategy, _ = run(App(local, 3, fault), "fedavg", rounds=2)
+    other, _ = run(App(local, 3), "fedavg", rounds=2)
+    assert strategy.state is not None
+    assert other.state is not None
+    assert torch.equal(strategy.state.totals, other.state.totals)
+
+
+def test_without_a_usable_reply_nothing_changes_and_the_run_goes_on() -> None:
+    strategy, _ = run(App(local, 3, lambda node, message, reply: None if _trains(message, 2) else reply), rounds=3)
+    assert strategy.state is not None
+    assert (strategy.state.round, strategy.state.uploads.tolist()) == (3, [2, 2, 2])
+
+
+def _trains(message: Message, t: int) -> bool:
+    return message.metadata.message_type == "train" and message.content[HEAD]["round"] == t
+
+
+def test_a_node_with_another_model_takes_no_part(capsys: pytest.CaptureFixture[str]) -> None:
+    def mixed(context: Context) -> ff.Local:
+        k = int(context.node_config["partition-id"])
+        return ff.Local(Net(9 if k == 1 else 8), samples(k))
+
+    app = App(mixed, 3)
+    strategy, _ = run(app, "fedavg", rounds=2)
+    assert strategy.state is not None
+    assert len(strategy.state.uploads) == 2
+    assert "parameter 'body.0.weight' of the node's model has the shape [9, 5], that of the server [8, 5]" in (
+        capsys.readouterr().err
+    )
+    with pytest.raises(ConfigError, match=r"2 nodes are there and fit, 3 are needed; node 101: parameter"):
+        run(app, "fedavg", min_nodes=3)
+
+
+def test_too_few_nodes() -> None:
+    with pytest.raises(ConfigError, match="1 nodes are there and fit, 2 are needed"):
+        run(App(local, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: ff.Strategy("dito", Net()), "did you mean 'ditto'"),
+        (lambda: ff.Strategy("ditto", Net(), lamda=1.0), "unknown key 'lamda'"),
+        (lambda: ff.Strategy("ditto", Net(), lam=-1.0), "lam: input should be greater than"),
+        (lambda: ff.Strategy("fedavg", Net(), local={"lr": 0}), "lr"),
+        (lambda: ff.Strategy("fedavg", Net(), sampler={"kind": "os:getcwd"}), "names code"),
+        (lambda: ff.Strategy("fedavg", Net(), local=object()), "a strategy takes names, numbers, tables"),
+        (lambda: run(App(lambda context: ff.Local(Net(), 3), 2)), "trainset must be a Dataset or DataLoader"),
+        (lambda: run(App(lambda context: ff.Local(Net(), (torch.ones(3, 2), torch.ones(3))), 2)), "does not take a"),
+        (lambda: run(App(lambda context: Net(), 2)), "must return a Local, got Net"),
+        (
+            lambda: ff.Strategy("fedavg", Net()).start(App(local, 2).grid, ArrayRecord(Net(9).state_dict())),
+            r"initial_arrays: 'body.0.weight' has the shape \[9, 5\], the model's has \[8, 5\]",
+        ),
+    ],
+)
+def test_bad_input_is_a_sentence(make: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        make()
+
+
+def test_a_stranger_is_told_that_the_app_is_not_fedlooms() -> None:
+    app = App(local, 2)
+    message = Message(RecordDict({"x": ConfigRecord({"a": 1})}), dst_node_id=100, message_type="train")
+    message.metadata.__dict__["_message_id"] = "m"
+    reply = app.apps[100](message, app.contexts[100])
+    assert "does not run fedloom.flower" in str(reply.content[HEAD]["error"])

@@ -1,0 +1,112 @@
+"""A method in a Flower app, whose nodes are in this process, is the method of a simulation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context
+from torch import Tensor, nn
+
+import fedloom as fl
+import fedloom.flower as ff
+from fedloom.algorithms import REGISTRY
+from fedloom.data.federation import Federation
+from fedloom.errors import Refused
+from tests.deploy.test_parity import QUICK
+from tests.flower.app import App
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+CHOICES: dict[str, Any] = {
+    "local": {"lr": 0.05, "batch_size": 20, "epochs": 1}, "engine": {"dtype": "float64", "oracle": "looped"}, "seed": 3
+}  # fmt: skip
+NEEDED: dict[str, dict[str, Any]] = {"fedbn": {"layers": ["1.bias"]}}  # the model has no normalisation layer
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logger = logging.getLogger("flwr")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(before)
+
+
+@pytest.fixture(scope="module")
+def fed() -> Federation:
+    return fl.partition.dirichlet(clients=3, beta=0.5, keep=30)(fl.load("digits"), seed=0)
+
+
+def net() -> nn.Module:
+    """Another one each time, as at nodes that start on their own."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()
+
+
+def local_of(fed: Federation) -> Any:
+    def part(client: int, name: str) -> tuple[Tensor, Tensor]:
+        index = fed.indices(name, client)
+        return fed.fetch(index).double(), fed.targets(index)
+
+    def local(context: Context) -> ff.Local:
+        k = int(context.node_config["partition-id"])
+        return ff.Local(
+            net(), part(k, "train"), nn.CrossEntropyLoss(), testset=part(k, "test"), valset=part(k, "validation")
+        )
+
+    return local
+
+
+def check(fed: Federation, name: str, rounds: int = 3, **choices: Any) -> None:
+    options = {**NEEDED.get(name, {}), **{k: v for k, v in choices.items() if k not in fl.Setting.model_fields}}
+    choices = {**CHOICES, **{k: v for k, v in choices.items() if k in fl.Setting.model_fields}}
+    module, app = net(), App(local_of(fed), 3)
+    strategy = ff.Strategy(name, net(), **options, **choices)
+    result = strategy.start(app.grid, ArrayRecord(module.state_dict()), num_rounds=rounds)
+    known = fl.simulate(REGISTRY[name](**options), fed, model=module, rounds=rounds, evaluate={"every": 1}, **choices)
+    assert strategy.state is not None
+    assert strategy.state.round == rounds
+    assert torch.equal(strategy.state.totals[:3], known.state.totals[:3])
+    for field in known.state.server._fields:
+        torch.testing.assert_close(getattr(strategy.state.server, field), getattr(known.state.server, field), **CLOSE)
+    if "global" in known.models.kinds():
+        row = torch.cat([value.flatten() for value in result.arrays.to_torch_state_dict().values()])
+        torch.testing.assert_close(row, known.models.rows("global"), **CLOSE)
+    if "personal" in known.models.kinds():
+        rows = known.models.rows("personal")
+        for k, context in enumerate(app.contexts.values()):
+            own = torch.cat([value.flatten() for value in ff.personal_model(context).values()])
+            torch.testing.assert_close(own, rows[k], **CLOSE)
+    model = known.models.kinds()[-1] if known.models.kinds()[-1] != "hybrid" else "personal"
+    for k, figures in strategy.client_metrics[rounds].items():
+        assert figures[f"{model}/test/loss"] == pytest.approx(float(known.final(model, "loss")[k]), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in REGISTRY if n != "centralized"]
+)
+def test_every_method_in_an_app_is_simulated(fed: Federation, name: str) -> None:
+    check(fed, name)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"sampler": {"kind": "uniform", "fraction": 0.7}},
+        {"sampler": {"kind": "power-of-choice", "clients": 2, "candidates": 3}},
+        {"aggregator": {"kind": "median"}},
+        {"channel": {"kind": "top-k", "fraction": 0.3}},
+        {"weights": "uniform"},
+        {"local": {"lr": 0.01, "batch_size": 20, "optimizer": "adam", "optimizer_state": "kept"}},
+    ],
+    ids=lambda choices: next(iter(choices)),
+)
+def test_parts_by_name_are_those_of_an_experiment_file(fed: Federation, choices: dict[str, Any]) -> None:
+    check(fed, "fedavg", **choices)
+
+
+def test_pooling_is_refused() -> None:
+    with pytest.raises(Refused, match="pools the data of all clients"):
+        ff.Strategy("centralized", net())
