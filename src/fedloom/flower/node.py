@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fedloom.data import PARTS, Dataset, Federation, Split
+from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.noise import released
-from fedloom.deploy.settings import Schema
-from fedloom.deploy.site.local_data import part_sizes, schema_of
+from fedloom.deploy.site.local_data import part_sizes
 from fedloom.engine.chunk import ask_chunk, run_clients
 from fedloom.engine.job import Job
 from fedloom.engine.scoring import hybrid_scores, personal_models, score_chunk
@@ -182,7 +182,7 @@ class _Node:
         """Say what the node's samples look like, and how many there are."""
         run = self._run(context)
         check_alike(shapes_of(run.local.model), values["parameters"])
-        schema: Schema = schema_of(run.own.data)
+        schema = InputSpec.of(run.own.data)
         return RecordDict({HEAD: head(schema=schema.model_dump_json(), sizes=part_sizes(run.own, 0))})
 
     def ask(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:

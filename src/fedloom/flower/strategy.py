@@ -18,8 +18,8 @@ from flwr.supercore import log
 from torch import Tensor, nn
 
 from fedloom.algorithms import upload_fields
+from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.noise import released
-from fedloom.deploy.settings import Schema
 from fedloom.deploy.site.local_data import federation_of
 from fedloom.engine.job import Job
 from fedloom.engine.messages import idle_upload
@@ -209,7 +209,7 @@ class Strategy(FlowerStrategy):
         for note in job.notes:
             log(INFO, "fedloom: %s", note)
 
-    def _greet(self, grid: Grid) -> tuple[list[int], Schema, Tensor]:
+    def _greet(self, grid: Grid) -> tuple[list[int], InputSpec, Tensor]:
         """The nodes of the run in the order of their numbers, their samples' form, and how many these are.
 
         Raises:
@@ -220,7 +220,7 @@ class Strategy(FlowerStrategy):
             time.sleep(PAUSE)
         content = RecordDict({HEAD: head(parameters=shapes_of(self._model))})
         messages = [Message(content, dst_node_id=node, message_type="query") for node in nodes]
-        known: dict[int, tuple[Schema, list[int]]] = {}
+        known: dict[int, tuple[InputSpec, list[int]]] = {}
         for reply in grid.send_and_receive(messages) if messages else ():
             node = reply.metadata.src_node_id
             try:
@@ -292,7 +292,7 @@ def _state_dict(arrays: ArrayRecord, module: nn.Module) -> dict[str, Tensor]:
     return values
 
 
-def _introduction(reply: Message) -> tuple[Schema, list[int]]:
+def _introduction(reply: Message) -> tuple[InputSpec, list[int]]:
     """What a node's samples look like, and how many there are.
 
     Raises:
@@ -307,6 +307,6 @@ def _introduction(reply: Message) -> tuple[Schema, list[int]]:
     if not isinstance(sizes, list) or len(sizes) != 3 or not all(type(k) is int and 0 <= k < 2**40 for k in sizes):
         raise WireError("its numbers of samples make no sense")
     try:
-        return Schema.model_validate_json(str(values.get("schema"))), sizes
+        return InputSpec.model_validate_json(str(values.get("schema"))), sizes
     except ValueError as error:
         raise WireError("what it says of its samples makes no sense") from error
