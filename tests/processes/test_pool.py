@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import mmap
+import os
+import signal
 import time
 from typing import NamedTuple
 
@@ -12,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import FedloomError
+from fedloom.processes import pool as pools
 from fedloom.processes.pool import LARGE, SHORT, Pool
 
 
@@ -115,3 +119,55 @@ def test_an_error_of_a_task_that_waited_is_raised() -> None:
 
     with Pool([fail], 2, ahead=True) as pool, pytest.raises(FedloomError, match="task 3"):
         assert [*pool.map(fail, None, list(range(8)))] == []
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("first", [False, True], ids=["after other answers", "before any answer"])
+def test_a_worker_that_a_signal_has_stopped_is_reported_once(first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(_shared: object, k: int) -> int:
+        if k == (0 if first else 5):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return k
+
+    class Continue(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+            os.kill(record.args[0], signal.SIGCONT)  # type: ignore[index,arg-type]
+
+    lines: list[str] = []
+    monkeypatch.setattr(pools, "LOOK", 0.02)
+    monkeypatch.setattr(pools, "QUIET", 0.3)
+    log = logging.getLogger("fedloom")
+    handler = Continue()
+    log.addHandler(handler)
+    try:
+        with Pool([stop], 2) as pool:
+            assert [*pool.map(stop, None, range(9))] == [*range(9)]
+    finally:
+        log.removeHandler(handler)
+    assert len(lines) == 1
+    assert "a signal has stopped it; 'kill -CONT" in lines[0]
+
+
+def test_a_worker_that_takes_far_longer_than_the_others_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pools, "LOOK", 0.02)
+    monkeypatch.setattr(pools, "QUIET", 0.5)
+
+    def slow(_shared: object, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    with Pool([slow], 2) as pool, caplog.at_level(logging.WARNING, "fedloom"):
+        list(pool.map(slow, None, [0.01, 0.01, 0.1]))
+        list(pool.map(slow, None, [0.4, 0.4]))
+        time.sleep(0.6)
+        assert not caplog.records
+        slow_parent = pool.map(slow, None, [0.01, 0.01, 0.01, 0.01])
+        next(slow_parent)
+        time.sleep(1)  # of the parent, not of a worker
+        list(slow_parent)
+        assert not caplog.records
+        list(pool.map(slow, None, [0.01, 0.01, 1.5]))
+    assert ["the longest answer before took 0.0 s" in record.getMessage() for record in caplog.records] == [True]

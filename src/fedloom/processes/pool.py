@@ -5,16 +5,19 @@ from __future__ import annotations
 import ctypes
 import gc
 import io
+import logging
 import mmap
 import multiprocessing
 import os
 import pickle  # noqa: TID251 (between our own forked processes, never a file)
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import cycle
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -31,6 +34,12 @@ Handler = Callable[[Any, Any], Any]
 
 LARGE = 1 << 14
 """Bytes from which a tensor travels through shared memory; a smaller one is written into the message as it is."""
+
+LOOK = 1.0
+"""Seconds between two looks at workers that do not answer."""
+QUIET, TIMES = 10.0, 10
+"""Seconds, and multiple of the longest answer so far, after which a worker without an answer is reported."""
+LOG = logging.getLogger("fedloom")
 
 SHORT = 1 << 14
 """Bytes of a message that a pipe takes whatever the other end does: it may be sending, and wait for this end."""
@@ -160,6 +169,7 @@ class Pool:
         done: dict[int, Any] = {}
         turn = 0
         first = [("share", self._handlers.index(handler), self._down.pack(shared))]
+        silence = _Silence()
         while turn < len(tasks):
             if interrupted is not None and interrupted():
                 waiting.clear()
@@ -171,9 +181,14 @@ class Pool:
                 return
             self._hand_out(waiting, list(busy.values()), *first)
             first = []
-            for pipe in wait([pipe for pipe, (own, _) in busy.items() if own], None if interrupted is None else 1.0):
+            silence.begin(worker for own, worker in busy.values() if own)
+            ready = wait([pipe for pipe, (own, _) in busy.items() if own], LOOK)
+            if not ready:
+                silence.look(worker for own, worker in busy.values() if own)
+            for pipe in ready:
                 own, worker = busy[pipe]  # type: ignore[index]
                 done[own.pop(0)] = worker.receive()
+                silence.end(worker)
                 self._hand_out(waiting, [(own, worker)])
             while turn in done:
                 result = done.pop(turn)
@@ -218,6 +233,44 @@ class Pool:
         self.close()
 
 
+class _Silence:
+    """Says in the log which workers do not answer for far longer than any answer has taken."""
+
+    def __init__(self) -> None:
+        self._since: dict[_Worker, float] = {}
+        self._longest = 0.0
+        self._reported: set[_Worker] = set()
+
+    def begin(self, workers: Iterable[_Worker]) -> None:
+        """Note which workers have tasks."""
+        now = time.monotonic()
+        for worker in workers:
+            self._since.setdefault(worker, now)
+
+    def look(self, workers: Iterable[_Worker]) -> None:
+        """Report those of the workers, none of which has answered, that should have."""
+        for worker in workers:
+            silent = time.monotonic() - self._since[worker]
+            if worker in self._reported or silent < max(QUIET, TIMES * self._longest):
+                continue
+            if worker.is_stopped():
+                why = f"a signal has stopped it; 'kill -CONT {worker.pid}' lets it go on"
+            elif self._longest:
+                why = f"the longest answer before took {self._longest:.1f} s; it may lack memory, or wait for a disk"
+            else:
+                continue
+            self._reported.add(worker)
+            LOG.warning("worker process %d has been silent for %.0f s: %s", worker.pid, silent, why)
+
+    def end(self, worker: _Worker) -> None:
+        """Note an answer."""
+        now = time.monotonic()
+        if worker not in self._reported:
+            self._longest = max(self._longest, now - self._since[worker])
+        del self._since[worker]
+        self._reported.discard(worker)
+
+
 class _Worker:
     def __init__(self, handlers: Sequence[Handler], down: Buffer, up_bytes: int, depth: int) -> None:
         context = multiprocessing.get_context("fork")
@@ -227,6 +280,19 @@ class _Worker:
         self._process = context.Process(target=_serve, args=(theirs, handlers, down, ups), daemon=True)
         self._process.start()
         theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """Number of its process."""
+        return self._process.pid or 0
+
+    def is_stopped(self) -> bool:
+        """Whether a signal, or a debugger, has stopped its process."""
+        try:
+            text = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return False
+        return text.rpartition(")")[2].split()[0] in "Tt"
 
     def send(self, orders: list[tuple[Any, ...]]) -> None:
         """Give the worker something to do."""
