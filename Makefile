@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo test test-full test-deploy check check-fast docs mutants clean
+.PHONY: help demo test test-full test-deploy check check-fast docs mutants lock clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -32,6 +32,10 @@ docs: $(VENV)/.dev-ready ## the documentation, in build/site
 
 mutants: $(VENV)/.dev-ready ## do the tests notice wrong operators, indices and constants?
 	$(BIN)/python scripts/mutants
+
+lock: $(VENV)/.dev-ready ## what a machine of a deployment installs, with versions and hashes
+	echo hatchling | $(BIN)/uv pip compile pyproject.toml - --extra deploy --constraint constraints.txt --generate-hashes \
+	  --python-version 3.11 --universal --no-annotate --custom-compile-command 'make lock' -q -o requirements-deploy.txt
 
 clean: ## remove the virtual environment and the caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -214,6 +214,25 @@ def test_pins_are_what_ci_installs_and_no_more() -> None:
     assert set(pins()) == {name for name, _ in seen} - {"fedloom"}
 
 
+def test_what_a_deployment_installs_is_pinned_by_hash() -> None:
+    text = (ROOT / "requirements-deploy.txt").read_text()
+    blocks = [block for block in re.split(r"\n(?=\S)", text) if not block.startswith("#")]
+    locked = {}
+    for block in blocks:
+        requirement, *hashes = block.replace("\\\n", "").split("--hash=")
+        name, _, version = requirement.partition(";")[0].strip().partition("==")
+        locked[canonicalize_name(name)] = version
+        assert hashes, name
+        assert all(re.fullmatch(r"sha256:[0-9a-f]{64}", one.strip()) for one in hashes), name
+    known = pins()
+    assert {name: version for name, version in locked.items() if name in known} == {
+        n: known[n] for n in locked if n in known
+    }
+    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["deploy"], "hatchling"]
+    for requirement in map(Requirement, wanted):
+        assert requirement.specifier.contains(locked[canonicalize_name(requirement.name)])
+
+
 NAMES = {"pillow": "PIL", "scikit-learn": "sklearn", "vl-convert-python": "vl_convert"}
 EXTRAS = {
     "Crypto", "cryptography", "datasets", "dp_accounting", "flwr", "mlflow", "onnx", "onnxscript", "opendp",

@@ -223,6 +223,7 @@ def _readme(plan: Plan, server: Server, place: Place) -> str:
         home=place.home,
         cli=home / CLI,
         programs=place.programs,
+        environment=place.programs.parent,
         version=__version__,
         run=" ".join(f"'{word}'" if '"' in word else word for word in words),
         behind=_behind(server),
