@@ -192,6 +192,18 @@ class Algorithm(Value, ABC):
     def client(self, down: Any, rows: Any, work: Work) -> tuple[Any, Any]:
         """A client's round: the upload and its new rows."""
 
+    def ranges(self, down: Any, up: Any, work: Work) -> Mapping[str, tuple[Tensor | float, Tensor | float]]:
+        """The smallest and largest value that upload fields of one number can have, by name.
+
+        A deployed server refuses what is beyond them; none by default.
+
+        Args:
+            down: what the clients received.
+            up: their uploads.
+            work: their local problems, of which the server knows sizes, steps and step size.
+        """
+        return {}
+
     @abstractmethod
     def server(self, server: Any, up: Any, ctx: Ctx) -> Any:
         """The server's step on the aggregated upload of the accepted cohort."""

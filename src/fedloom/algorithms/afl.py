@@ -29,6 +29,7 @@ Use it to bound the loss of the worst client, with few clients that all return o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -86,6 +87,9 @@ class AFL(Algorithm):
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         w = descend(down.x, work)  # w_t = w_{t-1} - gamma_w grad_w L(w_{t-1}, lambda_{t-1})
         return Up(down.share * (w - down.x), down.share, work.loss(down.x)), rows
+
+    def ranges(self, down: Down, up: Up, work: Work) -> dict[str, tuple[Tensor | float, Tensor | float]]:
+        return {"share": (down.share, down.share), "loss": (0.0, math.inf)}
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         x = server.x + torch.where(up.share > 0, up.dw / up.share, 0.0)  # sum of lam_i (w_i - x) over sum of lam_i

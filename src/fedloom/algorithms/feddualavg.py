@@ -90,6 +90,10 @@ class FedDualAvg(Algorithm):
         end = iterate(step, start, work)
         return Up(end.z.sub_(down.z), end.t - down.t), rows
 
+    def ranges(self, down: Down, up: Up, work: Work) -> dict[str, tuple[Tensor, Tensor]]:
+        time = work.lr * work.steps.to(up[0])
+        return {"time": (time, time)}
+
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
         z = server.z + self.server_lr * up.dz  # z += eta_s mean of Delta
         t = server.t + self.server_lr * up.time  # eta_s eta_c K (r + 1)

@@ -70,6 +70,10 @@ class FedMiD(Algorithm):
         w = descend(down.x, work, prox=None if psi is None else (psi, None))  # w <- prox_{eta_c psi}(w - eta_c g(w))
         return Up(w - down.x, work.lr * work.steps.to(w)), rows
 
+    def ranges(self, down: Down, up: Up, work: Work) -> dict[str, tuple[Tensor, Tensor]]:
+        time = work.lr * work.steps.to(up[0])
+        return {"time": (time, time)}
+
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         x = server.x + self.server_lr * up.dw
         t = self.server_lr * up.time

@@ -64,15 +64,18 @@ class FedNova(Algorithm):
 
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         change = descend(down.x, work, pull=((self.mu, down.x),), decay=self.gamma) - down.x
-        rho, tau = work.local.momentum, work.steps.to(change)
-        if self.mu or self.gamma < 1:
-            size = self._size(work, change)
-        else:
-            size = (tau - rho * (1 - rho**tau) / (1 - rho)) / (1 - rho)  # ||a_i||_1 of SGD with momentum rho
+        size = self._size(work, change)
         return Up(change / size.clamp(min=1), size), rows  # -eta d_i
 
+    def ranges(self, down: Model, up: Up, work: Work) -> dict[str, tuple[Tensor, Tensor]]:
+        size = self._size(work, up.dw)
+        return {"size": (size, size)}
+
     def _size(self, work: Work, like: Tensor) -> Tensor:
-        """The change, over -eta, of a model whose every batch gradient is 1: the sum of their weights."""
+        """The change, over -eta, of a model whose every batch gradient is 1: the sum of their weights, ||a_i||_1."""
+        rho, tau = work.local.momentum, work.steps.to(like)
+        if not self.mu and self.gamma == 1:
+            return (tau - rho * (1 - rho**tau) / (1 - rho)) / (1 - rho)
         size = velocity = torch.zeros_like(like[:, :1])
         for k in range(int(work.steps.max())):
             velocity = work.local.momentum * velocity + 1 - work.lr * self.mu * size

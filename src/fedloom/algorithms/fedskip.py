@@ -69,5 +69,9 @@ class FedSkip(Algorithm):
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         return Up(descend(down.w, work), down.seen + work.sizes.to(down.seen)), rows
 
+    def ranges(self, down: Down, up: Up, work: Work) -> dict[str, tuple[Tensor, Tensor]]:
+        seen = down.seen + work.sizes.to(down.seen)
+        return {"seen": (seen, seen)}
+
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         return Model(up.w)  # mean of all local models, weighted by their samples

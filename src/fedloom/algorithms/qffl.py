@@ -28,6 +28,7 @@ Use it for a more even accuracy over clients at some cost of the mean; tune q. q
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -71,6 +72,16 @@ class QFFL(Algorithm):
         square = (change * change).sum(1, keepdim=True)
         h = q * f ** (q - 1) * lipschitz * square + f**q  # h_k / L
         return Up(f**q * change, h), rows  # -Delta_k / L
+
+    def ranges(self, down: Model, up: Up, work: Work) -> dict[str, tuple[Tensor | float, Tensor | float]]:
+        """h is at least its minimum over all losses F for this length of dw, q L |dw|^2 F^(-q-1) + F^q."""
+        q, lipschitz = self.q, 1 / work.lr if self.lipschitz == "step" else self.lipschitz
+        square = (up.dw * up.dw).sum(1, keepdim=True)
+        if not q:
+            return {"h": (1.0, 1.0)}
+        f = ((q + 1) * lipschitz * square) ** (1 / (2 * q + 1))
+        f = f.clamp(min=SMALLEST)
+        return {"h": (q * lipschitz * square * f ** (-q - 1) + f**q, math.inf)}
 
     def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
         return Model(server.x + up.dw / up.h)  # w^{t+1} = w^t - sum Delta_k / sum h_k

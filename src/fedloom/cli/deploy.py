@@ -94,7 +94,9 @@ def init(
         write(planned, folder, place)
         say(f"{folder}: a server and {len(planned.sites)} sites ({', '.join(planned.sites)})")
         if planned.norm_bound is not None:
-            say(f"maximum update norm accepted per site: norm_bound = {planned.norm_bound:g} in server.toml")
+            bound = planned.norm_bound
+            text = ", ".join(f"{k} {v:g}" for k, v in bound.items()) if isinstance(bound, dict) else f"{bound:g}"
+            say(f"maximum update norm accepted per site: norm_bound = {text} in server.toml")
         if planned.threshold is not None:
             from fedloom.deploy.exchange.secure import colluders
 

@@ -23,6 +23,7 @@ from fedloom.deploy.code import Code, code_of
 from fedloom.deploy.exchange.replies import lengths
 from fedloom.deploy.exchange.secure import FEWEST, MOST, least_threshold, safe_threshold
 from fedloom.deploy.server import check_deployable
+from fedloom.deploy.settings import NormBound
 from fedloom.deploy.site.local_data import federation_of
 from fedloom.engine.chunk import run_clients
 from fedloom.engine.job import Job
@@ -60,7 +61,7 @@ class Plan:
     share: Literal["all", "partition"]
     fixed_data: bool
     code: Code
-    norm_bound: float | None
+    norm_bound: NormBound | None
     threshold: int | None = None
 
 
@@ -169,17 +170,22 @@ def _threshold(job: Job, n: int, secure_aggregation: bool, threshold: int | None
     return found
 
 
-def _bound(job: Job, server: Any) -> float | None:
-    """`MARGIN` times the longest difference of a first round, to three digits; None for a method that sends none."""
+def _bound(job: Job, server: Any) -> NormBound | None:
+    """`MARGIN` times the longest difference of a first round, to three digits; None for a method that sends none.
+
+    By field where an upload has several whose length is bounded.
+    """
     everyone = torch.arange(job.n)
     for store in job.stores.values():
         store.touch(everyone)
-    down, longest = job.down(server, 1, everyone), 0.0
+    down, longest = job.down(server, 1, everyone), dict[str, float]()
     for place in everyone.tensor_split(chunk_count(job.n, job.chunk)):
         received = to_device(rows_of(down, place), job.oracle.device)
         output = run_clients(job, received, TrainTask(1, place, place, torch.ones(len(place), 1)))
-        longest = max(longest, float(lengths(job, output.upload, received).max()))
-    return float(f"{MARGIN * longest:.3g}") if 0 < longest < math.inf else None
+        for name, norm in lengths(job, output.upload, received).items():
+            longest[name] = max(longest.get(name, 0.0), float(norm.max()))
+    bounds = {name: float(f"{MARGIN * most:.3g}") for name, most in longest.items() if 0 < most < math.inf}
+    return (bounds if len(longest) > 1 else next(iter(bounds.values()), None)) or None
 
 
 def _single(experiment: Experiment, label: str | None, seed: int | None, rounds: int | None) -> Experiment:

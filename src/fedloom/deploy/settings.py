@@ -7,6 +7,7 @@ mean the same experiment before anything is trained. Paths in a file are relativ
 from __future__ import annotations
 
 import hashlib
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -38,6 +39,15 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
+NormBound = PositiveFloat | dict[str, PositiveFloat]
+"""The longest difference of every field of an upload, or of each by its name."""
+
+
+def bound_of(bound: NormBound | None, field: str) -> float:
+    """The longest difference of a field of an upload; infinite where none is given."""
+    return math.inf if bound is None else bound.get(field, math.inf) if isinstance(bound, dict) else bound
+
+
 class Secure(Value):
     """Secure aggregation: the server sees masked sums (`fedloom.deploy.exchange.secure`)."""
 
@@ -45,7 +55,9 @@ class Secure(Value):
     keys: tuple[PublicKey, ...] = Field(
         min_length=FEWEST, max_length=MOST, description="signing keys, by number of the site"
     )
-    norm_bound: PositiveFloat | None = Field(None, description="longest difference that a site sends (L2)")
+    norm_bound: NormBound | None = Field(
+        None, description="longest difference that a site sends (L2), of every field of an upload or by its name"
+    )
     scores: Literal["masked", "per-site", "off"] = Field(
         "masked", description="masked: the server gets sums of scores; per-site: every site's own; off: none"
     )
@@ -141,8 +153,10 @@ class Server(Shared):
         3,
         description="rounds in which a mute site is asked in vain; then it counts as absent until it answers",
     )
-    norm_bound: PositiveFloat | None = Field(
-        None, description="maximum update norm accepted per site (L2); any finite norm when left out"
+    norm_bound: NormBound | None = Field(
+        None,
+        description="maximum update norm accepted per site (L2), of every field of an upload or by its name; any "
+        "finite norm when left out",
     )
     epsilon: PositiveFloat | None = Field(None, description="the run stops before a client's epsilon exceeds this")
     examples_limit: int = Field(100_000_000, ge=1, description="most training samples that a site may claim")

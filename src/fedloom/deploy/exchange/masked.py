@@ -16,7 +16,7 @@ from fedloom.deploy.exchange.secure import Broken, Integers
 from fedloom.deploy.exchange.sessions import Sessions
 from fedloom.deploy.exchange.terms import Terms
 from fedloom.deploy.noise import SharedMean
-from fedloom.deploy.settings import Server
+from fedloom.deploy.settings import Server, bound_of
 from fedloom.deploy.site.vectors import Figures, Uploads
 from fedloom.deploy.sites import Sites
 from fedloom.engine.job import Job
@@ -160,15 +160,13 @@ class MaskedSites(Sites):
         Raises:
             Broken: they are.
         """
-        bound, squares = self._agreed.norm_bound, 0.0
-        if bound is None or isinstance(self._job.setting.aggregator, SharedMean):
+        if isinstance(self._job.setting.aggregator, SharedMean):
             return
         down = self._job.oracle.layout.d
         for name, value in sums.items():
-            kind = self._job.fields[name]
-            if not absolute(kind, value.shape[0], down):
-                squares += float((value / (2 if kind.keeps else 1 if kind.accumulates else scale)).square().sum())
-        if squares**0.5 > count * bound * (1 + 1e-6) + 1e-6:
-            raise Broken(
-                f"the sum of {count} sites is {squares**0.5:.4g} long, {count * bound:.4g} is the most it can be"
-            )
+            kind, most = self._job.fields[name], count * bound_of(self._agreed.norm_bound, name)
+            if absolute(kind, value.shape[0], down) or not (kind.primary or value.shape[0] > 1):
+                continue
+            norm = float((value / (2 if kind.keeps else 1 if kind.accumulates else scale)).norm())
+            if norm > most * (1 + 1e-6) + 1e-6:
+                raise Broken(f"the sum of {name} of {count} sites is {norm:.4g} long, {most:.4g} is the most it can be")

@@ -35,7 +35,7 @@ from fedloom.deploy.exchange.envelope import (
 )
 from fedloom.deploy.exchange.forms import Forms, Sent, score_names
 from fedloom.deploy.exchange.identity import is_signed
-from fedloom.deploy.settings import Server
+from fedloom.deploy.settings import Server, bound_of
 from fedloom.engine.chunk import usable
 from fedloom.engine.job import Job
 from fedloom.engine.scoring import COST
@@ -44,6 +44,8 @@ from fedloom.metrics import metric
 from fedloom.processes.clients import COUNTS
 from fedloom.version import __version__
 
+TINY = 1e-6
+"""What a number may be off beside its relative error."""
 MOST = 10**15
 """Largest count of work that is believed."""
 
@@ -256,15 +258,30 @@ class Judge:
     def _norm(self, sent: Sent, asked: Asked) -> float:
         """Step 11: the length of the upload, the model as a difference to what the client received."""
         assert self._job is not None
-        norm = float(lengths(self._job, sent.up, asked.down))
-        bound = math.inf if self._settings.norm_bound is None else self._settings.norm_bound
-        if not (norm <= bound and math.isfinite(norm)):
-            raise Rejected(11, f"the difference is {norm:.4g} long, at most {bound:.4g} is allowed")
+        norms = {name: float(length) for name, length in lengths(self._job, sent.up, asked.down).items()}
+        for name, norm in norms.items():
+            bound = bound_of(self._settings.norm_bound, name)
+            if not (norm <= bound and math.isfinite(norm)):
+                raise Rejected(11, f"the difference of {name} is {norm:.4g} long, at most {bound:.4g} is allowed")
         if not bool(usable((*sent.up,), 1, self._job.setting.engine.norm_bound).all()):
             raise Rejected(11, f"a field is longer than engine.norm_bound = {self._job.setting.engine.norm_bound}")
         if any(bool((weight < 0).any()) for weight in self._job.weights(sent.up)):
             raise Rejected(11, "a weight of the client's model is below zero")
-        return norm
+        self._check_ranges(sent.up, asked)
+        return math.hypot(*norms.values())
+
+    def _check_ranges(self, up: Any, asked: Asked) -> None:
+        """Step 11: what a client does not choose is what it must be; a channel changes it, so nothing is known then."""
+        job = self._job
+        assert job is not None
+        if job.setting.channel is not None or not up:
+            return
+        work = job.work(asked.round, torch.tensor([asked.client]))
+        for name, (low, high) in job.algorithm.ranges(asked.down, up, work).items():
+            value, slack = float(getattr(up, name)), 1 + 1e-4
+            low, high = float(low), float(high)
+            if not low - TINY <= value * (slack if value >= 0 else 1 / slack) or not value <= high * slack + TINY:
+                raise Rejected(11, f"{name} is {value:.4g}, it can be {low:.4g} to {high:.4g}")
 
     def model(self, sent: Sent, down: Any) -> Tensor | None:
         """The client's model, if the server's side looks at it."""
@@ -276,14 +293,18 @@ class Judge:
         return model
 
 
-def lengths(job: Job, up: Any, down: Any) -> Tensor:
-    """The length ``[m]`` of uploads, all fields together, the model as a difference to what the client received."""
-    squares = torch.zeros(len(up[0]) if up else 1, dtype=torch.float64)
+def lengths(job: Job, up: Any, down: Any) -> dict[str, Tensor]:
+    """The lengths ``[m]`` of the fields of uploads, the model as a difference to what the client received.
+
+    Fields of one number beside the model have ranges instead (`Algorithm.ranges`).
+    """
+    found = {}
     for name, field in up._asdict().items():
         kind = job.fields[name]
-        change = field - down[0] if absolute(kind, field.shape[1], down[0].shape[-1]) else field
-        squares += change.double().square().sum(1)
-    return squares.sqrt()
+        if kind.primary or field.shape[1] > 1:
+            change = field - down[0] if absolute(kind, field.shape[1], down[0].shape[-1]) else field
+            found[name] = change.double().square().sum(1).sqrt()
+    return found
 
 
 def absolute(kind: Any, width: int, received: int) -> bool:

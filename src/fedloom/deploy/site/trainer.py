@@ -18,7 +18,7 @@ from fedloom.deploy.exchange.envelope import digest_of
 from fedloom.deploy.exchange.forms import Forms
 from fedloom.deploy.exchange.replies import lengths
 from fedloom.deploy.noise import SharedMean, released
-from fedloom.deploy.settings import Site, check_version
+from fedloom.deploy.settings import Site, bound_of, check_version
 from fedloom.deploy.site.ledger import Ledger
 from fedloom.deploy.site.local_data import part_sizes, samples_digest, site_federation
 from fedloom.deploy.site.masking import check_maskable
@@ -130,9 +130,10 @@ class Trainer:
         assert self._site.secure is not None
         bound = self._site.secure.norm_bound
         if not isinstance(job.setting.aggregator, SharedMean):  # which clips, and a refusal would be an answer
-            length = float(lengths(job, output.upload, down))
-            if bound is not None and length > bound:
-                raise Refused(f"the difference is {length:.4g} long, at most {bound:.4g} is agreed")
+            for name, norm in lengths(job, output.upload, down).items():
+                if float(norm) > bound_of(bound, name):
+                    limit = f"at most {bound_of(bound, name):.4g} is agreed"
+                    raise Refused(f"the difference of {name} is {float(norm):.4g} long, {limit}")
             rows = () if self._noise else output.state.rows  # rows have no noise, so that a refusal would reveal them
             fields = (*output.upload, *rows)
             if not bool(usable(fields, 1, job.setting.engine.norm_bound, job.weights(output.upload)).all()):

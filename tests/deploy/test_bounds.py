@@ -1,0 +1,192 @@
+"""How far one site can move the model: bounds of every field, and ranges of what a site does not choose."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Message
+
+from fedloom.algorithms import PRESETS, REGISTRY
+from fedloom.algorithms._messages import Model, primary_field
+from fedloom.algorithms.qffl import Up
+from fedloom.deploy.plan import _bound
+from fedloom.engine.setup import make_job
+from fedloom.errors import Stop
+from tests.deploy.scene import FIRST, Scene, changed, scene
+from tests.deploy.sessions import arrays_of, kind_of
+
+BAD = 1
+SMALL: dict[str, Any] = {
+    "partition": {"kind": "dirichlet", "clients": 3, "beta": 0.5, "keep": 24},
+    "evaluate": {"every": 100},
+    "weights": "uniform",
+    "rounds": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+
+
+def forging(here: Scene, change: Callable[[Any, Any], Any], rounds: Any = range(99)) -> Any:
+    """A fault: one site's uploads are others, from what it received and would have sent."""
+    forms = here.clients()[BAD].trainer.forms
+
+    def fault(node: int, message: Message, reply: Message) -> Message:
+        t = int(message.content["head"]["round"])  # type: ignore[arg-type]
+        if node != FIRST + BAD or kind_of(message) != "train" or t not in rounds or not arrays_of(reply):
+            return reply
+        down, up = forms.read_down(arrays_of(message)[0]), forms.read_up(arrays_of(reply)[0]).up
+        return changed(reply, BAD, arrays=[forms._messages.up(change(down, up), {}).encode()])
+
+    return fault
+
+
+def given(name: str) -> dict[str, Any]:
+    options = {"algorithm": name, **({"layers": ["head.bias"]} if name == "fedbn" else {})}
+    return options | ({"clusters": 2} if name in PRESETS and "clusters" in REGISTRY[name].options else {})
+
+
+@pytest.mark.parametrize("name", [n for n in REGISTRY if n != "centralized"])
+def test_no_honest_site_is_refused_by_bounds_and_ranges(name: str, tmp_path: Path) -> None:
+    """With the bounds that `init` writes down, over rounds in which all that a method keeps has come to be."""
+    here = scene(tmp_path, given(name), **SMALL | {"rounds": 3})
+    experiment = here.experiment
+    fed = experiment.partition(experiment.source.load(), 0)
+    bound = _bound(*make_job(experiment.methods[0].setting, fed))
+    if name == "fedadmm-inexact":  # in round 2 its u, with the dual in it, is 16 times as far as in round 1
+        bound = 4 * bound  # type: ignore[operator]
+    assert here.serve(norm_bound=bound) is Stop.DONE
+    assert not here.audit("rejected")
+
+
+def test_every_field_has_a_bound_of_its_own(tmp_path: Path) -> None:
+    here = scene(tmp_path, "scaffold", **SMALL)
+    experiment = here.experiment
+    bound = _bound(*make_job(experiment.methods[0].setting, experiment.partition(experiment.source.load(), 0)))
+    assert isinstance(bound, dict)
+    assert bound.keys() == {"dy", "dc"}
+    here = here._replace(server=here.server.with_(norm_bound=bound, quorum=2))
+    for name in bound:
+        grid = here.grid(forging(here, lambda _, up, name=name: scaled(up, name, bound[name] * 1.01), [1]))
+        assert here.serve(grid) is Stop.DONE
+        reasons = [x["reason"] for x in here.audit("rejected", step=11)]
+        assert any(f"the difference of {name} is" in reason for reason in reasons)
+        here = scene(tmp_path / name, "scaffold", **SMALL)
+        here = here._replace(server=here.server.with_(norm_bound=bound, quorum=2))
+
+
+def scaled(up: Any, name: str, length: float) -> Any:
+    value = getattr(up, name)
+    return up._replace(**{name: value / value.norm() * length})
+
+
+FORGED: dict[str, tuple[str, str, list[float]]] = {
+    "fednova": ("fednova", "size", [-1.0, 0.0, 30.0, 1e6, 1e30]),
+    "fednova with momentum": ("fednova", "size", [0.0, 1e3]),
+    "afl": ("afl", "share", [-2.0, 0.0, 3.0, 1e9]),
+    "afl's losses": ("afl", "loss", [-1.0, -1e30]),
+    "fedskip": ("fedskip", "seen", [0.0, 1e8]),
+    "q-ffl": ("q-ffl", "h", [0.0, -1.0, -1e9, 1e-9]),
+    "q-ffl with q = 0": ("q-ffl", "h", [0.0, 0.5, 2.0, 1e9]),
+    "fedmid": ("fedmid", "time", [-1.0, 1e6]),
+    "feddualavg": ("feddualavg", "time", [-1.0, 1e6]),
+}
+CASES = [(case, value) for case, (_, _, values) in FORGED.items() for value in values]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fednova with momentum": {"local": {"lr": 0.05, "epochs": 2, "batch_size": 7, "momentum": 0.9}},
+}
+
+
+@pytest.mark.parametrize(("case", "value"), CASES)
+def test_a_number_that_a_site_does_not_choose_is_refused(case: str, value: float, tmp_path: Path) -> None:
+    name, field, _ = FORGED[case]
+    method = {"algorithm": name, **({"q": 0.0} if "q = 0" in case else {})}
+    here = scene(tmp_path, method, **SMALL | OPTIONS.get(case, {}))
+    here = here._replace(server=here.server.with_(quorum=2))
+
+    def forge(_: Any, up: Any) -> Any:
+        return up._replace(**{field: torch.full_like(getattr(up, field), value)})
+
+    assert here.serve(here.grid(forging(here, forge, [1]))) is Stop.DONE
+    [rejected] = here.audit("rejected", step=11)
+    assert rejected["client"] == BAD
+    assert f"{field} is {value:.4g}, it can be" in rejected["reason"]
+
+
+B = 0.5
+
+
+def moved(tmp_path: Path, method: dict[str, Any], forge: Callable[[float], Callable[[Any, Any], Any]]) -> Any:
+    """The models after one round in which one site sends either of two uploads, as far apart as they may be."""
+    models = []
+    for sign in (1.0, -1.0):
+        here = scene(tmp_path / f"{sign}", method, **SMALL | {"rounds": 1})
+        primary = primary_field(type(here.experiment.methods[0].setting.method))
+        assert here.serve(here.grid(forging(here, forge(sign))), norm_bound={primary: B}) is Stop.DONE
+        assert not here.audit("rejected")
+        models.append(here.model())
+    return here, float((models[0] - models[1]).norm())
+
+
+def along(d: torch.Tensor, sign: float) -> torch.Tensor:
+    direction = torch.randn(d.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return (sign * B * (1 - 1e-12) * direction / direction.norm()).to(d)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "ditto", "pfedme", "gifair-fl", "afl", "scaffold", "fednova"])
+def test_one_of_m_sites_moves_a_mean_by_twice_the_bound_over_m(name: str, tmp_path: Path) -> None:
+    """And by no less, so the statement is sharp; FedNova multiplies by its mean number of steps."""
+
+    def forge(sign: float) -> Callable[[Any, Any], Any]:
+        return lambda _, up: up._replace(**{up._fields[0]: along(up[0], sign)})
+
+    here, distance = moved(tmp_path, given(name), forge)
+    steps = 1.0
+    if name == "fednova":
+        [reply] = [float(c._memory.read(1).reply["work"][2]) for c in here.clients()[:1]]  # type: ignore[union-attr]
+        steps = reply
+    assert distance <= steps * 2 * B / 3 * (1 + 1e-9)
+    assert distance >= steps * 2 * B / 3 * (1 - 1e-6)
+
+
+def test_one_site_moves_fedskip_by_twice_the_bound_times_its_samples(tmp_path: Path) -> None:
+    def forge(sign: float) -> Callable[[Any, Any], Any]:
+        return lambda down, up: up._replace(w=down.w.reshape(up.w.shape) + along(up.w, sign))
+
+    here, distance = moved(tmp_path, {"algorithm": "fedskip", "skip": 1}, forge)
+    sizes = torch.tensor([c.trainer.job.fed.sizes("train")[c.site.client] for c in here.clients()]).double()
+    part = float(sizes[BAD] / sizes.sum())
+    assert distance <= 2 * B * part * (1 + 1e-9)
+    assert distance >= 2 * B * part * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("q", [0.0, 0.1, 1.0, 5.0])
+@pytest.mark.parametrize("length", [1e-6, 0.1, 1.0, 30.0])
+def test_one_client_moves_q_ffl_by_its_own_part_and_the_step_of_the_others(q: float, length: float) -> None:
+    """Away from D / H of the others by at most |dw| / (H + h) + |D| / H, and h is not below its range."""
+    draws = torch.Generator().manual_seed(1)
+    method = REGISTRY["q-ffl"](q=q, lipschitz=2.0)
+    change = torch.randn(4, 7, generator=draws, dtype=torch.float64)
+    loss = torch.rand(4, 1, generator=draws, dtype=torch.float64) + 0.1
+    square = (change * change).sum(1, keepdim=True)
+    honest = Up(loss**q * change, q * loss ** (q - 1) * 2.0 * square + loss**q)
+    work: Any = SimpleNamespace(lr=0.1)
+    low, high = method.ranges(None, honest, work)["h"]
+    assert bool((honest.h >= torch.as_tensor(low) * (1 - 1e-12)).all())
+    assert bool((honest.h <= torch.as_tensor(high) * (1 + 1e-12)).all())
+    d, h = honest.dw.sum(0), float(honest.h.sum())
+    direction = torch.randn(1, 7, generator=draws, dtype=torch.float64)
+    forged = Up(length * direction / direction.norm(), torch.zeros(1, 1))
+    smallest = float(method.ranges(None, forged, work)["h"][0])
+    for own in (smallest, 10 * smallest, 1e12) if q else (1.0,):
+        up = Up((d + forged.dw[0]) / 5, torch.tensor([(h + own) / 5]))
+        x = method.server(Model(torch.zeros(7, dtype=torch.float64)), up, None).x  # type: ignore[arg-type]
+        assert float((x - d / h).norm()) <= length / (h + own) + float(d.norm()) / h + 1e-12
