@@ -292,7 +292,7 @@ def test_an_objective_is_written_with_names() -> None:
 
     path = "torch.nn.functional:cross_entropy"
     written = dump(Objective(loss=torch.nn.functional.cross_entropy, metrics=("brier",), class_weights={"a": 2}))
-    assert written == {"loss": path, "metrics": ["brier"], "class_weights": {"a": 2.0}}
+    assert written == {"loss": path, "metrics": ["brier"], "class_weights": {"a": 2.0}, "calibrate": False}
     assert dump(Objective(**written)) == written
     held = dump(Objective(loss=here))["loss"]
     assert held.startswith("here ")

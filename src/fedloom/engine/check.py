@@ -117,7 +117,7 @@ def notes_of(setting: Setting, oracle: Network, server: Any, ctx: Ctx, fewest: i
     """
     method, sampler = setting.method, setting.sampler
     notes = [*method.check(oracle.layout, ctx), *_counted_once(method, sampler), *sampler.remarks(ctx)]
-    notes += setting.weigher.remarks()
+    notes += [*setting.weigher.remarks(), *setting.task.remarks()]
     notes += [*_unweighed(setting, len(ctx.weight.unique()) > 1), *_normalised(setting, oracle, server)]
     if isinstance(setting.attack, Forgery) and not upload_fields(type(method)):
         name = type(method).__name__

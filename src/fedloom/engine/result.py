@@ -13,7 +13,7 @@ from torch import Tensor
 from fedloom.data.input_spec import InputSpec
 from fedloom.engine.job import Job
 from fedloom.engine.records import not_measured
-from fedloom.engine.scoring import choose_model, personal_models
+from fedloom.engine.scoring import choose_model, line_of, pass_own, pass_shared, personal_models
 from fedloom.engine.state import State
 from fedloom.errors import ConfigError, Stop
 from fedloom.local.rows import to_device
@@ -156,6 +156,18 @@ class Live:
     def _down(self) -> Any:
         """The download of all clients, which may mix all that is kept."""
         return self._job.down(self._state.server, max(self._state.round, 1))
+
+    def calibration(self, kind: str) -> Tensor | None:
+        job, ids = self._job, torch.arange(len(self.names))
+        if not job.setting.task.calibrate:
+            return None
+        if kind == "personal":
+            models = personal_models(job, self._down, max(self._state.round, 1), ids)
+            return line_of(job, pass_own(job, models, ids, "validation"))
+        row = job.algorithm.global_model(self._state.server)
+        assert row is not None
+        job.oracle.set_statistics(row.to(job.oracle.device), self._state.cohort)
+        return line_of(job, pass_shared(job, row.to(job.oracle.device), ids, "validation"))
 
     def takes_global(self) -> Tensor:
         records, part = self._state.records, self._job.setting.evaluate.select_on

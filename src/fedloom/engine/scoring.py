@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fedloom.metrics import METRICS, leading, mutual_information
 from fedloom.processes.clients import COUNTS, Clients, ScoreRequest, Scores, ScoreTask
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox import made_by
+from fedloom.tasks.calibration import recalibrated, recalibration
 
 COST = ("", "")
 """Where `Scores` have the work that personal models took, per client: samples backward and forward."""
@@ -170,8 +171,8 @@ def _scores(job: Job, down: Any, global_model: Tensor | None, task: ScoreTask) -
             scores |= {("global", part): values for part, values in own.items()}
             job.oracle.set_statistics(row, task.cohort)
         else:
-            for part in job.setting.evaluate.parts:
-                scores["global", part] = _score_shared(job, row, task.ids, part)
+            shared = _score_shared(job, row, task.ids)
+            scores |= {("global", part): values for part, values in shared.items()}
         if task.common:
             scores["global", "common"] = _score_common(job, row)
             scores["global", ""] = sizes_of(job.algorithm, job.oracle.layout, row[None])
@@ -230,28 +231,56 @@ def _personal(job: Job, down: Any, round: int, ids: Tensor, *, trains: bool) -> 
     return models, torch.stack([work.counts.backward, work.counts.forward], 1)
 
 
-def _score_shared(job: Job, row: Tensor, ids: Tensor, part: str) -> dict[str, Tensor]:
-    """One model on the parts of many clients, in one pass over their samples."""
+Pass = tuple[Tensor, Tensor, Tensor]
+"""Outputs ``[N, k]``, positions ``[N]`` of the samples, and samples ``[m]`` of every client."""
+
+
+def _score_shared(job: Job, row: Tensor, ids: Tensor) -> dict[str, dict[str, Tensor]]:
+    """One model on the parts of many clients, in one pass over the samples of each."""
+    return _by_part(job, lambda part: pass_shared(job, row, ids, part))
+
+
+def pass_shared(job: Job, row: Tensor, ids: Tensor, part: str) -> Pass:
+    """One model on a part of many clients."""
     index, sizes = job.eval_fed.gather(part, ids)
-    return _metrics(job, torch.cat([*_outputs(job.oracle, row, index)]), index, sizes)
+    return torch.cat([*_outputs(job.oracle, row, index)]), index, sizes
 
 
 def _score_own(job: Job, models: Tensor, ids: Tensor) -> dict[str, dict[str, Tensor]]:
     """Every client's model on its own parts, by part, with the normalisation statistics of its training part."""
+    return _by_part(job, lambda part: pass_own(job, models, ids, part))
+
+
+def pass_own(job: Job, models: Tensor, ids: Tensor, part: str) -> Pass:
+    """Every client's model on a part of its own."""
     oracle = job.oracle
+    index, sizes = job.eval_fed.gather(part, ids)
+    if not oracle.normalisers:
+        return oracle.outputs_of(models, index, sizes), index, sizes
+    pieces: list[Tensor] = []
+    for row, i, piece in zip(models, ids, index.split(sizes.tolist()), strict=True):
+        oracle.set_statistics(row, i[None])
+        pieces += _outputs(oracle, row, piece)
+    return torch.cat(pieces), index, sizes
+
+
+def _by_part(job: Job, outputs: Callable[[str], Pass]) -> dict[str, dict[str, Tensor]]:
+    """Metrics of every part; with `Objective.calibrate`, of outputs on each client's line through its validation."""
+    line = line_of(job, outputs("validation")) if job.setting.task.calibrate else None
     scores = dict[str, dict[str, Tensor]]()
     for part in job.setting.evaluate.parts:
-        index, sizes = job.eval_fed.gather(part, ids)
-        if oracle.normalisers:
-            found: list[Tensor] = []
-            for row, i, piece in zip(models, ids, index.split(sizes.tolist()), strict=True):
-                oracle.set_statistics(row, i[None])
-                found += _outputs(oracle, row, piece)
-            outputs = torch.cat(found)
-        else:
-            outputs = oracle.outputs_of(models, index, sizes)
-        scores[part] = _metrics(job, outputs, index, sizes)
+        made, index, sizes = outputs(part)
+        if line is not None:
+            made = recalibrated(made, line.repeat_interleave(sizes.cpu(), 0))
+        scores[part] = _metrics(job, made, index, sizes)
     return scores
+
+
+def line_of(job: Job, validation: Pass) -> Tensor:
+    """Slope and intercept ``[m, 2]`` that recalibrate a model at every client; see `recalibration`."""
+    outputs, index, sizes = validation
+    owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
+    return recalibration(outputs, job.eval_fed.targets(index), owner, len(sizes))
 
 
 def _score_common(job: Job, row: Tensor) -> dict[str, Tensor]:

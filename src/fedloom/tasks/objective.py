@@ -85,6 +85,18 @@ class Objective(Value):
         None,
         description="factors of the training losses by class: 'balanced' at every client, a list, or a table",
     )
+    calibrate: bool = Field(
+        False, description="recalibrate every model of a binary task at each client on its validation part"
+    )
+
+    def remarks(self) -> list[str]:
+        """What is worth knowing before a run."""
+        if self.class_weights is None or self.calibrate:
+            return []
+        return [
+            "class_weights raise the probabilities of rare classes above their shares: AUROC and recall hold, "
+            "probabilities and calibration do not; [task] calibrate = true mends them on validation"
+        ]
 
     @property
     def functions(self) -> list[Function]:
@@ -173,6 +185,8 @@ class Chosen:
         if twice:
             raise ConfigError(f"task.metrics: two metrics are called {twice!r}; rename one function")
         _check_weights(objective.class_weights, classes)
+        if objective.calibrate and not isinstance(base, Binary):
+            raise ConfigError("task.calibrate is of binary tasks only; leave it out")
         declare(objective.directions)
         return cls(base, objective, classes, tuple(n for n in dict.fromkeys(named) if n not in there))
 

@@ -28,6 +28,7 @@ from fedloom.storage.files import make_folder
 from fedloom.tasks import Objective, task_of
 from fedloom.trained.raw import RawModel, said
 
+TENSORS = ("rows", "statistics", "fitted", "calibration")
 BASE = "base."
 """Beginning of the names of a model's state before training, in a file of one model."""
 
@@ -89,6 +90,7 @@ class Model:
         statistics: ``[b]`` means and variances of its batch normalisation; empty without any.
         fitted: ``[p, .]`` what the columns of a table were fitted to at its client; None where that is not known.
         about: method, algorithm, seed, kind, client and round, as far as they are known.
+        calibration: ``[2]`` slope and intercept that recalibrate its logits; None: they stay as they are.
     """
 
     recipe: Recipe
@@ -96,6 +98,7 @@ class Model:
     statistics: Tensor
     fitted: Tensor | None
     about: Mapping[str, Any]
+    calibration: Tensor | None = None
 
     def module(self) -> nn.Module:
         """A plain `nn.Module` in evaluation mode; it takes samples that are scaled as `InputSpec` says."""
@@ -118,7 +121,9 @@ class Model:
             raise ConfigError(
                 "columns were scaled at each client on its own, and this model has no scaling; give a client, or adapt"
             )
-        return RawModel(self.module() if module is None else module, facts, self.fitted, self.recipe.dtype).eval()
+        return RawModel(
+            self.module() if module is None else module, facts, self.fitted, self.recipe.dtype, self.calibration
+        ).eval()
 
     def predict(self, rows: Any) -> NDArray[Any]:
         """Names of classes ``[N]``, or values ``[N]`` (``[N, k]`` of several targets).
@@ -209,6 +214,7 @@ class Model:
         path = Path(path)
         make_folder(path.parent)
         tensors = {"rows": self.row, "statistics": self.statistics, "fitted": self.fitted}
+        tensors |= {"calibration": self.calibration}
         kept = {name: t for name, t in tensors.items() if t is not None and t.numel()}
         kept |= {f"{BASE}{name}": t for name, t in self.recipe.start().items()}
         save_tensors(path, kept, self.recipe.header(self.about))
@@ -233,12 +239,14 @@ class Model:
                 raise LayoutError(
                     f"{path}: holds no single model (no tensor 'rows'); it has {', '.join(sorted(names))}"
                 )
-            found = {name: file.get_tensor(name) for name in ("rows", "statistics", "fitted") if name in names}
+            found = {name: file.get_tensor(name) for name in TENSORS if name in names}
             base = {name.removeprefix(BASE): file.get_tensor(name) for name in names if name.startswith(BASE)}
         recipe = Recipe(spec, facts, int(about.get("seed", 0)), found["rows"].dtype, objective, base or None)
         check_layout(file_layout(path), recipe.layout, Path(path))
         empty = torch.zeros(0, dtype=recipe.dtype)
-        return cls(recipe, found["rows"], found.get("statistics", empty), found.get("fitted"), about)
+        return cls(
+            recipe, found["rows"], found.get("statistics", empty), found.get("fitted"), about, found.get("calibration")
+        )
 
 
 def figures(recipe: Recipe, outputs: Tensor, data: Dataset) -> dict[str, float]:

@@ -49,6 +49,13 @@ class Source(Protocol):
         """Personal models ``[m, d]`` and their running statistics ``[m, b]``."""
         ...
 
+    def calibration(self, kind: str) -> Tensor | None:
+        """Slope and intercept ``[n, 2]`` that recalibrate the "global" or "personal" model at every client.
+
+        None: the run did not ask for it; nan where a client's validation part has one class only.
+        """
+        ...
+
     def takes_global(self) -> Tensor:
         """Whose hybrid model is the global one, bool ``[n]``."""
         ...

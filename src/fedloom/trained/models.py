@@ -87,7 +87,16 @@ class Models:
         fitted = self._source.fitted
         about = {**self._source.about, "kind": kind, **({} if place is None else {"client": self.names[place]})}
         mine = None if fitted is None or place is None else fitted[place]
-        return Model(self.recipe, row, statistics, mine, about)
+        return Model(self.recipe, row, statistics, mine, about, self._line(kind, place))
+
+    def _line(self, kind: str, place: int | None) -> Tensor | None:
+        """What recalibrates a model ``[2]`` at a client; of none the medians over the clients."""
+        if kind == "hybrid" and place is not None:
+            kind = "global" if bool(self._source.takes_global()[place]) else "personal"
+        lines = self._source.calibration(kind)
+        if lines is None:
+            return None
+        return lines.nanquantile(0.5, dim=0) if place is None else lines[place]
 
     def ready(self, kind: str | None = None, client: int | str | None = None) -> Model:
         """One model that takes raw rows: of a table it has its client's scaling, or that of the clients together.

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedloom.data.input_spec import InputSpec
+from fedloom.tasks.calibration import recalibrated
 
 
 class RawModel(nn.Module):
@@ -25,12 +26,20 @@ class RawModel(nn.Module):
         facts: of the data that it was trained on.
         fitted: ``[p, .]`` what the columns of a table were fitted to; see `fedloom.data.tables.Table.fit`.
         dtype: of the module.
+        calibration: ``[2]`` slope and intercept of its logits; None: they stay as they are.
     """
 
     def __init__(
-        self, module: nn.Module, facts: InputSpec, fitted: Tensor | None, dtype: torch.dtype = torch.float32
+        self,
+        module: nn.Module,
+        facts: InputSpec,
+        fitted: Tensor | None,
+        dtype: torch.dtype = torch.float32,
+        calibration: Tensor | None = None,
     ) -> None:
         super().__init__()
+        self.line: Tensor | None
+        self.register_buffer("line", calibration)
         self.module, self.task, self.dtype = module, facts.task, dtype
         self.centre, self.unit = facts.centre, facts.unit
         if facts.table is not None:
@@ -47,7 +56,7 @@ class RawModel(nn.Module):
     def outputs(self, samples: Tensor) -> Tensor:
         """Outputs of the module, ``[b, k]``, or ``[b, L, k]`` with a label per position."""
         out: Tensor = self.module(self.before(samples).to(self.takes))
-        return out
+        return out if self.line is None else recalibrated(out, self.line)
 
     def after(self, out: Tensor) -> Tensor:
         """Probabilities or values of the module's outputs."""

@@ -32,7 +32,13 @@ def files(source: Source) -> list[str]:
     """Names of the files of `write`: the models, what new clients need, and how columns were scaled."""
     kinds = source.kinds()
     server = ["server"] if "personal" in kinds else []
-    return [*kinds, *server, *([] if source.fitted is None else ["scaling"])]
+    lines = ["calibration"] if source.recipe.objective.calibrate else []
+    return [*kinds, *server, *([] if source.fitted is None else ["scaling"]), *lines]
+
+
+def _lined(source: Source) -> list[str]:
+    """Kinds of models that are recalibrated by themselves: the hybrid one is one of them."""
+    return [kind for kind in source.kinds() if kind != "hybrid"]
 
 
 def write(source: Source, folder: Path) -> list[Path]:
@@ -83,6 +89,9 @@ def _tensors(source: Source, name: str) -> Mapping[str, Tensor]:
         case "scaling":
             assert source.fitted is not None
             return {"fitted": source.fitted}
+        case "calibration":
+            lines = {kind: source.calibration(kind) for kind in _lined(source)}
+            return {kind: line for kind, line in lines.items() if line is not None}
         case _:
             return _server_tensors(source.server())
 
@@ -188,6 +197,9 @@ class Shelf:
                     found[-1][k] = file.get_slice(f"{part}.{i // PIECE * PIECE:08d}")[i % PIECE]
         rows, statistics = found
         return rows, statistics
+
+    def calibration(self, kind: str) -> Tensor | None:
+        return self._read("calibration").get(kind) if self._path("calibration").is_file() else None
 
     def takes_global(self) -> Tensor:
         return self._read("hybrid")["takes_global"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,8 +20,9 @@ from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import check_digest, save_tensors
 from fedloom.storage.files import make_folder
 from fedloom.tasks import task_of
+from fedloom.tasks.calibration import recalibration
 from fedloom.trained.model import Model as TrainedModel
-from fedloom.trained.model import Recipe
+from fedloom.trained.model import Recipe, outputs_of
 
 PREFERRED = ("hybrid", "personal", "global")
 """Kinds of a site's models, the one that it uses first."""
@@ -74,7 +76,8 @@ def used(folder: Path, kind: str | None = None) -> TrainedModel:
         markers = tuple(dict.fromkeys((*facts.table.missing, *site.data.get("missing", ()))))
         facts = facts.with_(table=facts.table.with_(missing=markers))
     recipe = Recipe(experiment.common.model, facts, experiment.head.seeds[0], row.dtype, experiment.common.task)
-    if facts.table is not None and (fitted := site_federation(experiment, site).data.fitted) is not None:
+    fed = None if facts.table is None and not recipe.objective.calibrate else site_federation(experiment, site)
+    if fed is not None and (fitted := fed.data.fitted) is not None:
         scaling = fitted.values[site.client if site.share == "partition" else 0]
     about = {
         "method": experiment.methods[0].label,
@@ -83,7 +86,13 @@ def used(folder: Path, kind: str | None = None) -> TrainedModel:
         "client": site.site,
         "round": one.model.round,
     }
-    return TrainedModel(recipe, row, row[:0], scaling, about)
+    trained = TrainedModel(recipe, row, row[:0], scaling, about)
+    if fed is None or not recipe.objective.calibrate or fed.data.name == "blank":
+        return trained
+    validation = fed.indices("validation", site.client)
+    outputs = outputs_of(trained.module(), fed, validation) if len(validation) else torch.zeros(0, 1)
+    owner = torch.zeros(len(validation), dtype=torch.long)
+    return replace(trained, calibration=recalibration(outputs, fed.targets(validation), owner, 1)[0])
 
 
 def new_rows(folder: Path) -> NewData:
