@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.special import nctdtrinc, stdtr, stdtrit
+from statsmodels.stats.multitest import multipletests
 
+from fedloom.report.comparison.family import LEVEL
 from fedloom_studies.reproduce.cells import Numbers, finite, printed
 from fedloom_studies.reproduce.figures import Reference
 from fedloom_studies.reproduce.recipe import Claim, Recipe
@@ -274,13 +276,11 @@ def _one_sided(lead: float, error: float, n: int) -> float:
 
 
 def _holm(looks: Sequence[Look]) -> list[bool]:
-    """Which are clear by Holm's step-down procedure, each at the level of its own look."""
-    order = sorted(range(len(looks)), key=lambda k: looks[k].p)
-    clear = [False] * len(looks)
-    for rank, k in enumerate(order):
-        if looks[k].p > looks[k].level / (len(order) - rank):
-            break
-        clear[k] = True
+    """Which are clear by Holm's procedure (statsmodels), each p as a share of the level of its own look."""
+    if not looks:
+        return []
+    shares = [min(1.0, LEVEL * look.p / look.level) for look in looks]
+    clear: list[bool] = multipletests(shares, alpha=LEVEL, method="holm")[0].tolist()
     return clear
 
 
