@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import fedloom as fl
-from fedloom.algorithms import IFCA, FedALA, FedAvg, FedAvgFT, FedBABU, FedRoD
+from fedloom.algorithms import IFCA, MOON, FedALA, FedAvg, FedAvgFT, FedBABU, FedProto, FedRoD
 from fedloom.errors import Refused
 from fedloom.models import MLP, ModelSpec
 
@@ -248,3 +248,73 @@ class Biasless(ModelSpec):
 
     def module(self, shape: tuple[int, ...], outputs: int) -> nn.Module:
         return nn.Sequential(nn.Linear(int(np.prod(shape)), 5), nn.Tanh(), nn.Linear(5, outputs, bias=False))
+
+
+# --- MOON
+
+
+def similar(a: Tensor, b: Tensor) -> Tensor:
+    return (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1))
+
+
+def test_moon_contrasts_with_the_received_and_the_last_model() -> None:
+    result = run(MOON(mu=2.0, tau=0.7))
+    net, last = network(), [network()] * N
+    for t, cohort in enumerate(COHORTS, start=1):
+        for i in cohort:
+            own = copy.deepcopy(net)
+            optimizer = torch.optim.SGD(own.parameters(), LR)
+            for x, y in batches(t, i):
+                z = own[1](own[0](x))
+                with torch.no_grad():
+                    received, before = (other[1](other[0](x)) for other in (net, last[i]))
+                near, far = (similar(z, anchor).div(0.7).exp() for anchor in (received, before))
+                optimizer.zero_grad()
+                (cross_entropy(own[2](z), y) - 2.0 * (near / (near + far)).log().mean()).backward()
+                optimizer.step()
+            last[i] = own
+        net = put(net, mean([vector(last[i]) for i in cohort], cohort))
+    same(result.models.rows("global"), vector(net))
+
+
+def test_moon_without_contrast_is_fedavg() -> None:
+    assert torch.equal(run(MOON(mu=0)).models.rows("global"), run(FedAvg()).models.rows("global"))
+
+
+# --- FedProto
+
+
+def test_fedproto_shares_what_classes_look_like() -> None:
+    result = run(FedProto(lam=3.0))
+    nets, prototypes = [network() for _ in range(N)], dict[int, Tensor]()
+    for t, cohort in enumerate(COHORTS, start=1):
+        for i in cohort:
+            optimizer = torch.optim.SGD(nets[i].parameters(), LR)
+            for x, y in batches(t, i):
+                z = nets[i][1](nets[i][0](x))
+                away = [((z[k] - prototypes[c]) ** 2).mean() for k, c in enumerate(y.tolist()) if c in prototypes]
+                optimizer.zero_grad()
+                (cross_entropy(nets[i][2](z), y) + 3.0 * sum(away, torch.tensor(0.0)) / len(y)).backward()
+                optimizer.step()
+        seen: dict[int, list[Tensor]] = {}
+        for i in cohort:
+            x, y = samples(i)
+            z = nets[i][1](nets[i][0](x)).detach()
+            for row, c in zip(z, y.tolist(), strict=True):
+                seen.setdefault(c, []).append(row)
+        prototypes |= {c: torch.stack(rows).mean(0) for c, rows in seen.items()}
+    same(result.models.rows("personal"), torch.stack([vector(net) for net in nets]))
+    same(result.state.server.prototypes.view(CLASSES, 5), torch.stack([prototypes[c] for c in range(CLASSES)]))
+
+
+def test_fedproto_without_distance_is_local() -> None:
+    assert torch.equal(run(FedProto(lam=0)).models.rows("personal"), run("local").models.rows("personal"))
+
+
+def test_a_class_that_the_cohort_lacks_keeps_its_prototype() -> None:
+    first = run(FedProto(), rounds=1, cohorts=[[0]]).state.server
+    second = run(FedProto(), rounds=2, cohorts=[[0], [1]]).state.server
+    assert first.known.tolist() == second.known.tolist() == [1.0] * CLASSES
+    assert 2 not in samples(1)[1].tolist()
+    assert torch.equal(second.prototypes[-5:], first.prototypes[-5:])
+    assert not torch.equal(second.prototypes[:5], first.prototypes[:5])

@@ -314,6 +314,40 @@ def fedrod(p: Problem, end: Models) -> Models:
     return {"global": x, "personal": x + torch.stack(own)}
 
 
+def moon(p: Problem, end: Models) -> Models:
+    """One more round by single steps, from the ends that rounds from this model come to."""
+
+    def slope(w: Tensor, near: Tensor, far: Tensor) -> Tensor:
+        gap, rise = 0.0, torch.zeros_like(w)
+        for sign, anchor in ((-1, near), (1, far)):
+            z, a = w[:2], anchor[:2]
+            cosine = z @ a / (z.norm() * a.norm())
+            gap += sign * cosine / 0.5
+            rise[:2] += sign * (a / (z.norm() * a.norm()) - cosine * z / (z @ z)) / 0.5
+        return 0.5 * torch.sigmoid(torch.as_tensor(gap)) * rise
+
+    x, ends = end["global"], [end["global"]] * p.n
+    for _ in range(100):
+        for i, k in enumerate(steps_of(p)[:, 0].tolist()):
+            w = x
+            for _ in range(k):
+                w = w - 0.4 * (p.hessian[i] @ (w - p.minimiser[i]) + slope(w, x, ends[i]))
+            ends[i] = w
+    assert torch.linalg.vector_norm(x - mean_of_descents(p)) > 1e-3
+    return {"global": mean(p, ends)}
+
+
+def fedproto(p: Problem, end: Models) -> Models:
+    """Minimisers of f_i + 0.7/2 |z - C|^2, C the mean of the z by samples of the first class."""
+    w, pull = p.minimiser, torch.diag(torch.tensor([0.7, 0.7, 0, 0, 0, 0, 0], dtype=torch.float64))
+    mass = p.alpha * (p.sizes[:, None] - 1) / p.sizes[:, None]
+    for _ in range(2000):
+        centre = (mass * w).sum(0) / mass.sum()
+        right = (p.hessian @ p.minimiser[:, :, None])[:, :, 0] + pull @ centre
+        w = torch.linalg.solve(p.hessian + pull, right)
+    return {"personal": w}
+
+
 def ifca(p: Problem, end: Models) -> Models:
     """Every group where the descents of its clients balance."""
     models = torch.zeros_like(p.minimiser)
@@ -335,6 +369,12 @@ ROWS: dict[str, Row] = {
         problem=two_groups,
         variants=({"clusters": 1}, {"clusters": 3}),
         without={"translation": "its further models have the entries of the first in another order"},
+    ),
+    "moon": Row(
+        moon, 120, {"mu": 0.5}, variants=({"mu": 5.0, "tau": 2.0},), without={"translation": "angles know the origin"}
+    ),
+    "fedproto": Row(
+        fedproto, 250, {"lam": 0.7}, variants=({"lam": 0.0},), without={"translation": "it sends means of features"}
     ),
     "fedprox": Row(lambda p, end: {"global": mean_of_descents(p, 0.5)}, options={"mu": 0.5}),
     "local": Row(lambda p, end: {"personal": p.minimiser}, rounds=120),

@@ -54,8 +54,8 @@ ASKERS = {"power-of-choice"}
 LEARNERS = {"clustered"}
 COMPRESSORS = {"top-k", "random-k", "qsgd", "sign"}
 PROBING = {"equitable", "fairfed"}
-PROJECTED = {"lp-proj", "admm-lp-proj"}
-"""Methods whose clients and server exchange a projection of the models."""
+PROJECTED = {"lp-proj", "admm-lp-proj", "fedproto"}
+"""Methods whose clients and server exchange something smaller than models."""
 
 REASONS = {
     "nothing": ("uploads nothing", "The method uploads nothing: there is nothing to act on."),
@@ -74,7 +74,7 @@ REASONS = {
     ),
     "projected": (
         "uploads something smaller",
-        "Clients and server exchange a projection of the models, and the plug-in looks at models.",
+        "Clients and server exchange projections of models, or means of features; the plug-in looks at models.",
     ),
     "no difference": ("clips differences", "It uploads absolute values; what is clipped must be a difference."),
     "single": (

@@ -37,6 +37,7 @@ from fedloom.algorithms.fednova import FedNova as FedNova
 from fedloom.algorithms.fedopt import FedOpt as FedOpt
 from fedloom.algorithms.fedpd import FedPD as FedPD
 from fedloom.algorithms.fedper import FedPer as FedPer
+from fedloom.algorithms.fedproto import FedProto as FedProto
 from fedloom.algorithms.fedprox import FedProx as FedProx
 from fedloom.algorithms.fedrep import FedRep as FedRep
 from fedloom.algorithms.fedrod import FedRoD as FedRoD
@@ -53,6 +54,7 @@ from fedloom.algorithms.lgfedavg import LGFedAvg as LGFedAvg
 from fedloom.algorithms.local_only import Local as Local
 from fedloom.algorithms.lpgd import LPGD as LPGD
 from fedloom.algorithms.lpproj import LpProj as LpProj
+from fedloom.algorithms.moon import MOON as MOON
 from fedloom.algorithms.perfedavg import PerFedAvg as PerFedAvg
 from fedloom.algorithms.pfedme import PFedMe as PFedMe
 from fedloom.algorithms.presets import PRESETS as PRESETS
@@ -94,6 +96,8 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedala": FedALA,
     "fedrod": FedRoD,
     "ifca": IFCA,
+    "moon": MOON,
+    "fedproto": FedProto,
     "lg-fedavg": LGFedAvg,
     "fedbn": FedBN,
     "fedspa": FedSpa,

@@ -7,6 +7,7 @@ from fedloom.local.iterate import iterate
 from fedloom.local.settings import LocalSGD
 from fedloom.local.step import step_, where_moved
 from fedloom.local.svrg import SvrgResult, svrg
+from fedloom.local.terms import Term
 from fedloom.local.work import Counts, Work
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Nothing",
     "Pull",
     "SvrgResult",
+    "Term",
     "Work",
     "descend",
     "iterate",

@@ -13,10 +13,12 @@ from fedloom.local.iterate import iterate
 from fedloom.local.optimizer import decays_itself
 from fedloom.local.rows import each_client, per_client
 from fedloom.local.steppers import Steppers
+from fedloom.local.terms import Bound, active, bound
 from fedloom.rows.masks import spans
 
 if TYPE_CHECKING:
     from fedloom.local.batches import Batch
+    from fedloom.local.terms import Term
     from fedloom.local.work import Work
     from fedloom.rows.prox import Prox
     from fedloom.seeds import Purpose
@@ -36,6 +38,7 @@ class _Rows(NamedTuple):
     rest: Tensor | None
     centre: Tensor | None
     scale: Tensor | None
+    terms: tuple[Bound, ...]
 
 
 def descend(
@@ -50,8 +53,9 @@ def descend(
     lr: float | None = None,
     scale: Tensor | None = None,
     decay: float = 1.0,
+    terms: Sequence[Term] = (),
 ) -> Tensor:
-    """Local SGD on s f_i(w) + sum mu/2 ||w - x||^2 + <shift, w>, started at ``w``.
+    """Local SGD on s f_i(w) + sum mu/2 ||w - x||^2 + <shift, w> + terms, started at ``w``.
 
     A step is ``w <- w - lr (s g(w) + sum mu (w - x) + shift)``, with momentum, decay and clipping of `LocalSGD`, then
     ``w <- centre + prox_{lr f}(w - centre)`` if a prox is given. Another optimiser of `LocalSGD` steps along the same
@@ -69,23 +73,26 @@ def descend(
         lr: step size; the step size of the round when None.
         scale: s > 0, ``[m, 1]``; 1 when None.
         decay: factor of the step size from one step to the next, in (0, 1].
+        terms: functions of the representation, whose gradient is added to that of the batch before it is clipped.
 
     Returns:
         ``[m, d]``. A problem that can be solved exactly (`Quadratic` with ``solve=True``) is.
 
     Raises:
-        Refused: a prox with another optimiser than plain SGD.
+        Refused: a prox with another optimiser than plain SGD; terms that the model or an exact solution cannot have.
     """
     m, local = work.m, work.local
     rate = work.lr if lr is None else lr
     w = each_client(w, m)
     pulled: float | Tensor = sum((mu for mu, _ in pull), 0.0)
-    plain = local.optimizer == "sgd"
+    plain, terms = local.optimizer == "sgd", active(terms)
     handed = not plain and work.oracle.minimise is None and decays_itself(local)
     if local.weight_decay and not handed:
         pulled = pulled + local.weight_decay * (1.0 if scale is None else scale)
     if isinstance(pulled, Tensor):
         pulled = per_client(pulled, m, w)
+    if work.oracle.minimise is not None and terms:
+        raise Refused("a problem that is solved exactly has no terms; take steps")
     if work.oracle.minimise is not None and prox is None:
         steady = _steady(1.0, pull, shift, w)
         best = _minimum(work, w, pulled, steady, None if mask is None else mask > 0, scale)
@@ -95,7 +102,7 @@ def descend(
     moving = spans(mask) if mask is not None and mask.dim() == 1 and plain else ALL
     mask = None if mask is None or moving != ALL else each_client(mask.to(w), m)
     rest = None if mask is None else torch.addcmul(w, w, mask, value=-1.0)
-    whole = plain and local.clip is None and moving == ALL and decay == 1
+    whole = plain and local.clip is None and moving == ALL and decay == 1 and not terms
     in_place = whole and not local.momentum
     steady = _steady(-rate if in_place else 1.0, pull, shift, w)
     rows = _Rows(
@@ -107,12 +114,14 @@ def descend(
         rest if rest is not None and bool(rest.any()) else None,
         None if prox is None or prox[1] is None else each_client(prox[1], m),
         scale,
+        bound(terms, w),
     )
 
     if whole and mask is None and prox is None:
         one = (1 - rate * pulled, -rate) if in_place else (local.momentum, 1.0)
         if work.descend_(rows.w, steps, stream, (*one, rows.steady, scale, None if in_place else (pulled, rate))):
             return rows.w
+    functions = [term.fn for term in terms]
     steppers = None if plain else Steppers(rows.w, work, stream, rate)
 
     def step(rows: _Rows, work: Work, batch: Batch) -> _Rows:
@@ -139,8 +148,9 @@ def descend(
         g = torch.empty_like(rows.w) if rows.velocity is None else rows.velocity
         if local.clip is None:
             work.addgrad_(g, rows.w, _scaled(batch, rows), local.momentum, 1.0, rows.steady)
+            work.add_terms_(g, rows.w, batch, functions, rows.terms)
         else:
-            clipped = work.clipped(rows.w, batch)
+            clipped = work.clipped(rows.w, batch, functions, rows.terms)
             clipped = clipped if rows.scale is None else clipped.mul_(rows.scale)
             g = clipped if rows.velocity is None else g.mul_(local.momentum).add_(clipped)
             g = g if rows.steady is None else g.add_(rows.steady)

@@ -14,6 +14,7 @@ from fedloom.local.optimizer import Memory
 from fedloom.local.oracles.base import Oracle, Reduce, Steps
 from fedloom.local.rows import each_client
 from fedloom.local.settings import LocalSGD
+from fedloom.local.terms import Bound, TermFunction
 from fedloom.rows.layout import Layout
 from fedloom.seeds import Purpose, generator
 
@@ -127,10 +128,13 @@ class Work:
         g = self.clipped(w, batch)
         return g.add_(w, alpha=self.local.weight_decay) if self.local.weight_decay else g
 
-    def clipped(self, w: Tensor, batch: Batch) -> Tensor:
-        """Gradient of the mean loss of ``batch`` at ``w`` ``[m, d]``, its norm at most ``local.clip``."""
+    def clipped(
+        self, w: Tensor, batch: Batch, functions: Sequence[TermFunction] = (), terms: Sequence[Bound] = ()
+    ) -> Tensor:
+        """Gradient of the mean loss of ``batch`` and terms at ``w`` ``[m, d]``, its norm at most ``local.clip``."""
         g = torch.empty_like(w, memory_format=torch.contiguous_format)
         self.addgrad_(g, w, batch, 0.0, 1.0)
+        self.add_terms_(g, w, batch, functions, terms)
         if self.local.clip is not None:
             norm = torch.linalg.vector_norm(g, dim=1, keepdim=True)
             g.mul_((self.local.clip / norm).clamp(max=1.0))
@@ -148,6 +152,33 @@ class Work:
         """``out <- beta out + alpha gradient of the mean batch loss at w + steady``, counted as samples backward."""
         self.counts.backward.index_add_(0, self.slots[: len(batch.count)], batch.count[:, 0])
         self.oracle.addgrad_(out, w, batch, beta, alpha, steady)
+
+    def add_terms_(
+        self, out: Tensor, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]
+    ) -> None:
+        """``out <- out + gradient`` of terms (`fedloom.local.terms`), which is one with the batch's own.
+
+        A sample counts as forward for every anchor.
+
+        Raises:
+            Refused: the model's samples cannot be looked at one by one.
+        """
+        if terms:
+            anchors = sum(len(term.anchors) for term in terms)
+            self.counts.forward.index_add_(0, self.slots[: len(batch.count)], anchors * batch.count[:, 0])
+            self.oracle.add_terms_(out, w, batch, functions, terms)
+
+    def class_means(self, w: Tensor) -> Tensor:
+        """Mean representation at ``w`` of every class in the training part, ``[m, c, k]``; 0 where a client has none.
+
+        Args:
+            w: ``[d]`` or ``[m, d]``.
+
+        Raises:
+            Refused: the task has no classes, or the model's samples cannot be looked at one by one.
+        """
+        self.counts.forward.index_add_(0, self.slots, self.sizes[:, 0])
+        return self.oracle.class_means(each_client(w, self.m), self.ids)
 
     def descend_(self, w: Tensor, steps: Tensor | int | None, stream: Purpose, step: Steps) -> bool:
         """All steps of SGD on ``w [m, d]`` at once, in place; False if the oracle has no such loop."""

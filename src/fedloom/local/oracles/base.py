@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedloom.errors import Refused
 from fedloom.local.batches import Batch, Plan
+from fedloom.local.terms import Bound, TermFunction
 from fedloom.rows.layout import Layout
 
 Reduce = Callable[[Tensor], Tensor]
@@ -98,3 +99,21 @@ class Oracle(ABC):
             Refused: there are no classes.
         """
         raise Refused("class counts need classes, and this task has none; take a method without them")
+
+    def add_terms_(
+        self, out: Tensor, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]
+    ) -> None:
+        """``out <- out + gradient`` of terms on the representation (`fedloom.local.terms`).
+
+        Raises:
+            Refused: there is no representation, or its samples cannot be looked at one by one.
+        """
+        raise Refused(f"oracle {self.name!r} has no representation for a term; take a method without one")
+
+    def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
+        """Mean representation of every class in the clients' training parts, ``[m, c, k]``; 0 where it has none.
+
+        Raises:
+            Refused: there are no classes.
+        """
+        raise Refused("means by class need classes, and this task has none; take a method without them")

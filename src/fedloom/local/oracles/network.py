@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from fedloom.local.oracles.allocator import keep_memory
 from fedloom.local.oracles.base import Oracle, Reduce
 from fedloom.local.oracles.precision import lowered
 from fedloom.local.oracles.samples import Samples, batch_loss, probe
+from fedloom.local.oracles.terms import Representation, add_terms_, check_terms, class_means
 from fedloom.models import Augment, penultimate
 from fedloom.models.dropout import Dropout
 from fedloom.rows.layout import Layout, trainable
@@ -26,6 +27,7 @@ from fedloom.tasks import Chosen
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
     from fedloom.local.batches import Batch
+    from fedloom.local.terms import Bound, TermFunction
     from fedloom.tasks import Task
 
 TRIED = 32
@@ -62,7 +64,7 @@ class Network(Oracle):
     low = False
 
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
-        self.task, self.fed, self.augment = task, fed, augment
+        self.task, self.fed, self.augment, self._module = task, fed, augment, module
         self.layout = Layout.of(module)
         self.dtype, self.device = fed.dtype, fed.device
         self.module = copy.deepcopy(module).to(device=fed.device, dtype=fed.dtype)
@@ -189,6 +191,35 @@ class Network(Oracle):
     @cached_property
     def _class_counts(self) -> Tensor:
         return self.fed.class_counts("train")
+
+    def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
+        """Mean representation of every class, ``[m, c, k]``.
+
+        Raises:
+            Refused: the task is regression, or its sequences have a label per position.
+        """
+        check_terms(self)
+        return class_means(self, w, ids)
+
+    def add_terms_(
+        self, out: Tensor, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]
+    ) -> None:
+        """Client by client, by autograd.
+
+        Raises:
+            Refused: the model's samples cannot be looked at one by one.
+        """
+        check_terms(self)
+        add_terms_(self, out, w, batch, functions, terms)
+
+    @cached_property
+    def representation(self) -> Representation:
+        """The module with its representation beside its outputs."""
+        return Representation(self._module, torch.empty(0, dtype=self.dtype, device=self.device))
+
+    def masks_of(self, batch: Batch, row: int, count: int) -> dict[str, Tensor]:
+        """The dropout masks of one client by layer."""
+        return {name: self._mask(name, batch, row, count) for name in self.dropouts}
 
     # ------------------------------------------------------------------------------------------------ evaluation
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from fedloom.local.oracles.base import Oracle, Reduce
+from fedloom.local.rows import map_rows
 from fedloom.rows.layout import Layout
 
 if TYPE_CHECKING:
     from fedloom.local.batches import Batch
+    from fedloom.local.terms import Bound, TermFunction
 
 
 class Quadratic(Oracle):
@@ -71,6 +74,32 @@ class Quadratic(Oracle):
     def class_counts(self, ids: Tensor) -> Tensor:
         """All samples but one are of the first of two classes that the clients pretend to have."""
         return torch.stack([self.count[ids] - 1, torch.ones_like(ids)], 1).to(self.dtype)
+
+    def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
+        """The first parameters, as many as the last matrix has columns, are the mean of both classes."""
+        return w[:, None, : self._features].repeat(1, 2, 1)
+
+    @property
+    def _features(self) -> int:
+        shapes = list(self.layout.matrix_shapes.values())
+        return shapes[-1][1] if shapes else self.layout.d
+
+    def add_terms_(
+        self, out: Tensor, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]
+    ) -> None:
+        """Of one sample of the first class, whose outputs are the model, and its representation as in `class_means`."""
+        k, first = self._features, torch.zeros(1, dtype=torch.long)
+        for i, row in enumerate(w):
+            leaf = row.detach().clone().requires_grad_()
+            with torch.enable_grad():
+                for fn, term in zip(functions, terms, strict=True):
+                    anchors = (
+                        torch.stack([a[i : i + 1, :k] for a in term.anchors]) if term.anchors else row.new_empty(0, 1)
+                    )
+                    given = map_rows(lambda t, i=i: t[i], term.given)  # type: ignore[misc]
+                    value = term.weight[i, 0] * fn(leaf[None, :k], leaf[None], first, anchors, given).sum()
+                    if value.requires_grad:
+                        out[i] += torch.autograd.grad(value, leaf)[0]
 
     def activations(
         self, w: Tensor, ids: Tensor, layer: str, reduce: Reduce | None, batch: Batch | None = None

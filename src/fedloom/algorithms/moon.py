@@ -1,0 +1,66 @@
+"""MOON: local training that keeps representations near the received model's and away from the client's last ones.
+
+Problem: min over x of sum_i alpha_i f_i(x), from local steps on f_i(w) + mu l_con(w).
+
+Reference: Q. Li, B. He, D. Song, "Model-Contrastive Federated Learning", CVPR 2021, arXiv:2103.16257v1, Algorithm 1 and
+Eq. 3 (public code: QinbinLi/MOON).
+
+    paper       here     meaning
+    w_t         x        server's model
+    w_i^(t-1)   last     client's model after its last training; the initial model before it
+    z, z_glob,  features, anchors    representations of a sample by the local, the received and the last model
+    z_prev
+    tau         tau      temperature
+    mu          mu       weight of the contrastive loss
+
+Kept by a client: d (last). Sent per round: d down, d up.
+
+Deviations: the representation is the input of the model's head; the paper adds a projection head of two layers to every
+network, which can be part of the model here. Representations of the received and the last model are taken without
+dropout. Absent clients keep the model of their last round, as in the public code with its pool of one model.
+
+Defaults: mu = 0.1, the smallest of the paper's: the term holds representations where the received model has them, which
+in a few rounds of small steps leaves the network where it started.
+
+Use it when labels are skewed and networks are deep enough to have representations; a sample costs two further forward
+passes. With mu = 0 it is FedAvg.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, cross_entropy
+
+from fedloom.algorithms._base import Algorithm, Delta, Model
+from fedloom.local import Ctx, Term, Work, descend, where_moved
+
+
+class Client(NamedTuple):
+    """last ``[m, d]``."""
+
+    last: Tensor
+
+
+class MOON(Algorithm):
+    """MOON (Li et al. 2021, Algorithm 1)."""
+
+    mu: float = Field(0.1, ge=0, description="weight of the contrastive loss; tuned in {0.1, 1, 5, 10} (Sec. 4.1)")
+    tau: float = Field(0.5, gt=0, description="temperature; 0.5 (Sec. 4.1)")
+
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
+        return Model(x0), Client(x0), None
+
+    def client(self, down: Model, rows: Client, work: Work) -> tuple[Delta, Client]:
+        def contrast(z: Tensor, _outputs: Tensor, y: Tensor, anchors: Tensor, _given: Any) -> Tensor:
+            near, far = (cosine_similarity(z, anchor) / self.tau for anchor in anchors)
+            return cross_entropy(torch.stack([near, far], 1), torch.zeros_like(y), reduction="none")  # Eq. 3
+
+        w = descend(down.x, work, terms=(Term(contrast, self.mu, (down.x, rows.last)),))
+        return Delta(w - down.x), Client(where_moved(work, w, rows.last))
+
+    def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
+        return Model(server.x + up.dw)

@@ -1,0 +1,112 @@
+"""Gradients of terms on a representation, and means of representations by class, for every oracle of a network."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedloom.errors import Refused
+from fedloom.local.rows import map_rows
+from fedloom.models import penultimate
+
+if TYPE_CHECKING:
+    from fedloom.local.batches import Batch
+    from fedloom.local.oracles.network import Network
+    from fedloom.local.terms import Bound, TermFunction
+
+
+class Seen(NamedTuple):
+    """features ``[b, k]`` and outputs ``[b, c]`` of samples."""
+
+    features: Tensor
+    outputs: Tensor
+
+
+class Representation:
+    """A network that gives its representation beside its outputs, with parameters from outside.
+
+    Args:
+        module: the network; copied.
+        like: a tensor of the dtype and on the device to compute with.
+    """
+
+    def __init__(self, module: nn.Module, like: Tensor) -> None:
+        self.module = copy.deepcopy(module).to(like.device, like.dtype)
+        self.layer = dict(self.module.named_modules())[penultimate(self.module)]
+
+    def __call__(self, parameters: dict[str, Tensor], x: Tensor, *, train: bool) -> Seen:
+        """Features and outputs of samples ``[b, *shape]``."""
+        caught: list[Tensor] = []
+        hook = self.layer.register_forward_hook(lambda _module, _inputs, out: caught.append(out))
+        try:
+            outputs = functional_call(self.module.train(train), parameters, (x,))
+        finally:
+            hook.remove()
+        return Seen(caught[-1].flatten(1), outputs)
+
+
+def check_terms(oracle: Network) -> None:
+    """Refuse networks whose samples cannot be looked at one by one.
+
+    Raises:
+        Refused: with the reason.
+    """
+    what = ""
+    if oracle.normalisers:
+        what = "its normalisation layers mix the samples of a batch"
+    elif oracle.labels_each is not None:
+        what = "its sequences have a label per position"
+    elif getattr(oracle, "draws", False):
+        what = "it draws from a global generator (use fedloom.models.Dropout)"
+    elif oracle.fed.data.task == "regression":
+        what = "its task has no classes"
+    if what:
+        raise Refused(f"a term on the representation of this model cannot be computed: {what}; take another method")
+
+
+def add_terms_(
+    oracle: Network, out: Tensor, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]
+) -> None:
+    """``out <- out + gradient`` of the sum over terms of weight times the mean of the function over the batch."""
+    data, layout = oracle.samples(batch, step=True), oracle.layout
+    model = oracle.representation
+    for i, count in enumerate(data.counts):
+        if not count:
+            continue
+        x, y = oracle.arranged(data.x[i, :count]), data.y[i, :count]
+        for name, mask in oracle.masks_of(batch, i, count).items():
+            model.module.get_submodule(name).mask = mask
+        leaves = {name: value.detach().requires_grad_() for name, value in layout.tree(w[i]).items()}
+        with torch.enable_grad():
+            now = model(leaves, x, train=True)
+            total = now.features.new_zeros(())
+            for fn, term in zip(functions, terms, strict=True):
+                with torch.no_grad():
+                    anchors = [model(layout.tree(a[i]), x, train=False).features for a in term.anchors]
+                beside = torch.stack(anchors) if anchors else now.features.new_empty(0, *now.features.shape)
+                given = map_rows(lambda t, i=i: t[i], term.given)  # type: ignore[misc]
+                values = fn(now.features, now.outputs, y, beside, given)
+                if values.shape != (count,):
+                    raise ValueError(f"a term must give one number per sample, [{count}], got {[*values.shape]}")
+                total = total + term.weight[i, 0] * values.sum()
+        if total.requires_grad:
+            grads = torch.autograd.grad(total / batch.total[i, 0].to(total), list(leaves.values()), allow_unused=True)
+            for target, g in zip(layout.tree(out[i]).values(), grads, strict=True):
+                if g is not None:
+                    target.add_(g)
+
+
+def class_means(oracle: Network, w: Tensor, ids: Tensor) -> Tensor:
+    """Mean representation of every class in each client's training part, ``[m, c, k]``; 0 where it has none."""
+    counts, found = oracle.class_counts(ids), []
+    for row, i, count in zip(w, ids.tolist(), counts, strict=True):
+        index = oracle.fed.indices("train", i)
+        features = oracle.representations(row, index)
+        total = features.new_zeros(len(count), features.shape[1]).index_add_(0, oracle.fed.targets(index), features)
+        found.append(total / count.clamp(min=1)[:, None])
+    return torch.stack(found)
