@@ -201,3 +201,18 @@ def test_columns_in_other_units_are_named_with_the_share_beyond_the_training(ope
     )
     usual = hospitals.write(tmp_path / "usual.csv", hospitals.patients("Amsel", seed=4))
     assert "lie beyond" not in call("predict", opened.path, usual, "--method", "fedavg", "--out", tmp_path / "p.csv")
+
+
+def test_predictions_carry_ids_and_are_decided_by_a_threshold(opened: Opened, tmp_path: Path) -> None:
+    rows = hospitals.patients("Amsel", seed=6)
+    file, out = hospitals.write(tmp_path / "new.csv", rows), tmp_path / "p.csv"
+    words = ("predict", opened.path, file, "--method", "fedavg", "--out", out)
+    call(*words, "--keep", "patient_id", "--keep", "age", "--threshold", 0.05)
+    with out.open(newline="") as source:
+        table = list(csv.DictReader(source))
+    assert [row["patient_id"] for row in table] == [row["patient_id"] for row in rows]
+    assert [int(row["age"]) for row in table] == [row["age"] for row in rows]
+    assert all((row["prediction"] == "1") == (float(row["probability of 1"]) >= 0.05) for row in table)
+    assert 0 < sum(row["prediction"] == "1" for row in table) < len(table)
+    assert "no column 'id' to keep" in call(*words, "--keep", "id", code=2)
+    assert "must be a probability from 0 to 1" in call(*words, "--threshold", 5, code=2)

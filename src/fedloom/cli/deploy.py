@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors, say
+from fedloom.cli.models import KeepOption, ThresholdOption
 
 deploy = typer.Typer(
     no_args_is_help=True,
@@ -221,6 +222,8 @@ def predict(
     rows: Annotated[Path, typer.Argument(help="file of rows without labels", show_default=False)],
     model: Kind = None,
     out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
+    keep: KeepOption = None,
+    threshold: ThresholdOption = None,
 ) -> None:
     """Predict raw rows at a site, by its own model and with its own scaling.
 
@@ -233,8 +236,8 @@ def predict(
         from fedloom.trained.predictions import alone, predicted
 
         trained = used(site, model)
-        found = new_rows(site).rows(trained.recipe.facts, rows)
-        made = predicted(found, alone(trained, found))
+        found = new_rows(site).rows(trained.recipe.facts, rows, None, tuple(keep or ()))
+        made = predicted(found, alone(trained, found)).decided(threshold)
         make_folder(out.parent)
         write_atomic(out, csv_of_table(made.table()))
         for note in made.notes:

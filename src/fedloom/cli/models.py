@@ -34,6 +34,15 @@ ModelOption = Annotated[
 ]
 
 
+KeepOption = Annotated[
+    list[str] | None, typer.Option("--keep", help="column that goes with the predictions, as an id; may be repeated")
+]
+ThresholdOption = Annotated[
+    float | None,
+    typer.Option("--threshold", help="probability from which the second class is predicted; 0.5 by default"),
+]
+
+
 @app.command(name="models")
 def models_command(run: RunArgument) -> None:
     """List the models of a run directory: global, personal, hybrid and adapted ones, with their scores.
@@ -96,6 +105,8 @@ def predict(
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="CSV file to write")] = Path("predictions.csv"),
+    keep: KeepOption = None,
+    threshold: ThresholdOption = None,
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
@@ -108,7 +119,8 @@ def predict(
         from fedloom.report.csv_files import csv_of_table
         from fedloom.storage.files import make_folder, write_atomic
 
-        found = open_run(run, trust=trust).predict(data, method, seed, client, model, data_dir)
+        found = open_run(run, trust=trust).predict(data, method, seed, client, model, data_dir, tuple(keep or ()))
+        found = found.decided(threshold)
         make_folder(out.parent)
         write_atomic(out, csv_of_table(found.table()))
         for note in found.notes:

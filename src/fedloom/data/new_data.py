@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,14 +47,18 @@ class NewData(NamedTuple):
         """
         return self.source(data, facts).read(data_dir)
 
-    def rows(self, facts: InputSpec, data: Any, data_dir: str | Path | None = None) -> NewRows:
+    def rows(
+        self, facts: InputSpec, data: Any, data_dir: str | Path | None = None, keep: Sequence[str] = ()
+    ) -> NewRows:
         """Rows without labels, of a file or in memory; arguments and errors as `labelled`, and `new_rows`."""
         users, factors = self.options.get("users"), self.options.get("factors")
         if not isinstance(data, str | Path):
-            return new_rows(facts, data, users=users, factors=factors)
+            return new_rows(facts, data, users=users, factors=factors, keep=keep)
         if facts.vocabulary and Path(data).suffix == ".txt":
             return new_rows(facts, _lines(Path(data)), str(data))
         found = self.source(data, facts)
+        if keep and not isinstance(found, TableSource):
+            raise DataError(f"{data}: is no table, so {keep[0]!r} cannot be kept")
         if isinstance(found, Texts):
             texts, sites = found.rows(data_dir)
             return new_rows(facts, texts, str(data))._replace(sites=sites)
@@ -66,7 +70,7 @@ class NewData(NamedTuple):
         if not isinstance(found, TableSource):
             return new_rows(facts, found.read(data_dir), str(data))
         with found.open(data_dir) as raw:
-            return new_rows(facts, raw, str(data), users, factors)
+            return new_rows(facts, raw, str(data), users, factors, keep)
 
     def source(self, data: str | Path, facts: InputSpec) -> Source:
         """The reader of new data, with the run's options where they apply."""

@@ -31,12 +31,14 @@ class NewRows(NamedTuple):
         sites: who owns each row, where a column says so.
         notes: sentences on cells that are filled.
         files: the file of each row, where each has its own.
+        kept: columns that go with the predictions, by name, as text.
     """
 
     x: Tensor
     sites: Sequence[str] | None = None
     notes: tuple[str, ...] = ()
     files: Sequence[str] | None = None
+    kept: Mapping[str, Sequence[str]] = {}
 
 
 def new_rows(
@@ -45,6 +47,7 @@ def new_rows(
     name: str = "rows",
     users: str | None = None,
     factors: Mapping[str, float] | None = None,
+    keep: Sequence[str] = (),
 ) -> NewRows:
     """Rows without labels as a model takes them: columns by name, levels by their old codes.
 
@@ -56,6 +59,7 @@ def new_rows(
         name: for messages.
         users: column that names the client of a row.
         factors: numbers by which columns are multiplied; see `fedloom.data.sources.tabular.TableSource`.
+        keep: columns of a table that are handed on, such as a number of the patient.
 
     Raises:
         DataError: columns that are not there, another shape, text in numbers; and unless the table imputes, missing
@@ -67,20 +71,22 @@ def new_rows(
         sites = None if rows.users is None else [rows.user_names[k] for k in rows.users.tolist()]
         return NewRows(facts.raw(rows), sites)
     if isinstance(rows, Raw):
-        found = _by_column(facts, rows.names, rows.cells, rows.problems, users, factors)
+        found = _by_column(facts, rows.names, rows.cells, rows.problems, users, factors, keep)
     elif is_frame(rows):
         names = [str(c) for c in (rows.columns if hasattr(rows, "columns") else rows.column_names)]
-        found = _by_column(facts, names, frame_cells(rows), Problems(name, first=0), users, factors)
+        found = _by_column(facts, names, frame_cells(rows), Problems(name, first=0), users, factors, keep)
     elif isinstance(rows, Mapping):
         columns = {str(c): plain(values, f"{name}, column {c!r}", mixed=True).tolist() for c, values in rows.items()}
         if len({len(cells) for cells in columns.values()}) > 1:
             raise DataError(f"{name}: columns of {', '.join(f'{len(v)} ({c})' for c, v in columns.items())} rows")
         cells = (Piece(0, c, values) for c, values in columns.items())
-        found = _by_column(facts, list(columns), cells, Problems(name, first=0), users, factors)
+        found = _by_column(facts, list(columns), cells, Problems(name, first=0), users, factors, keep)
     elif facts.vocabulary:
         found = _sequences(facts, plain(rows, name), name)
     else:
         found = NewRows(_array(facts, plain(rows, name), name))
+    if keep and not found.kept:
+        raise DataError(f"{name}: has no named columns, so {keep[0]!r} cannot be kept")
     if not len(found.x):
         raise NoSamples(f"{name}: no rows to predict; give at least one")
     return found
@@ -93,6 +99,7 @@ def _by_column(
     problems: Problems,
     users: str | None,
     factors: Mapping[str, float] | None = None,
+    keep: Sequence[str] = (),
 ) -> NewRows:
     table, where = facts.table, problems.where
     if table is None:
@@ -103,6 +110,8 @@ def _by_column(
             f"{where}: lacks the column{'s'[: len(absent) > 1]} {', '.join(map(repr, absent))} that the model was "
             f"trained on; it has {', '.join(map(repr, names))}"
         )
+    if lost := [column for column in keep if column not in names]:
+        raise DataError(f"{where}: no column {lost[0]!r} to keep; it has {', '.join(map(repr, names))}")
     if twice := sorted({c for c in names if list(names).count(c) > 1}):
         raise DataError(f"{where}: two columns have the same name, {', '.join(map(repr, twice))}; rename one")
     agreed = {
@@ -111,7 +120,10 @@ def _by_column(
     }
     parts: dict[str, list[np.ndarray[Any, Any]]] = {name: [] for name in agreed}
     sites: list[str] = []
+    kept: dict[str, list[str]] = {column: [] for column in keep}
     for piece in cells:
+        if piece.column in kept:
+            kept[piece.column] += ["" if cell is None else level(cell) for cell in piece.cells]
         if piece.column != users and piece.column not in agreed:
             continue
         gone = is_missing(piece.cells, table.missing)
@@ -123,7 +135,7 @@ def _by_column(
     columns = [np.concatenate(blocks) if blocks else np.empty(0) for blocks in parts.values()]
     notes = [f"column {n!r}: {one.filled} cells filled as in training" for n, one in agreed.items() if one.filled]
     x = torch.from_numpy(np.stack(columns, 1))
-    return NewRows(x, sites if users in names else None, tuple(notes))
+    return NewRows(x, sites if users in names else None, tuple(notes), kept=kept)
 
 
 def _sequences(facts: InputSpec, rows: np.ndarray[Any, Any], name: str) -> NewRows:

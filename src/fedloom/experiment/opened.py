@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -234,6 +234,7 @@ class Opened:
         client: str | int | None = None,
         kind: str | None = None,
         data_dir: str | Path | None = None,
+        keep: Sequence[str] = (),
     ) -> Predictions:
         """Predictions for rows without labels.
 
@@ -246,13 +247,14 @@ class Opened:
             kind: "global", "personal" or "hybrid", or the file of an adapted model, which takes all rows; None: a
                 client's best.
             data_dir: folder of data sets.
+            keep: columns of a table that go with the predictions.
 
         Raises:
             ConfigError: no such method, seed, client or model.
             DataError: other columns or shape, and cells that the training did not take.
         """
         first = self.runs(method, seed)[0].models
-        rows = self.new_data.rows(first.recipe.facts, data, data_dir)
+        rows = self.new_data.rows(first.recipe.facts, data, data_dir, keep)
         if kind is not None and kind not in KINDS:
             model = self.adapted(kind, method, seed)
             return predicted(rows, alone(model, rows)._replace(notes=(f"the model of {kind} for all rows",)))

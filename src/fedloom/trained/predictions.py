@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +35,8 @@ class Predictions:
         notes: sentences on what was filled in, and which models were taken.
         there: ``[N, L]`` the positions that are no padding, where every one has a prediction.
         files: the file of every row, where each has its own.
+        kept: columns that were handed on.
+        threshold: probability of the second class of a binary task from which it is predicted; None: 1/2.
     """
 
     facts: InputSpec
@@ -43,6 +45,8 @@ class Predictions:
     notes: tuple[str, ...] = ()
     there: NDArray[np.bool_] | None = None
     files: Sequence[str] | None = None
+    kept: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
+    threshold: float | None = None
 
     def __repr__(self) -> str:
         return f"Predictions({len(self.scores):,} rows, {self.facts.task}: {'; '.join(self.notes)})"
@@ -50,17 +54,33 @@ class Predictions:
     @property
     def labels(self) -> NDArray[Any]:
         """Names of the most probable classes ``[N]``, or values ``[N]`` (``[N, k]`` of several targets)."""
-        return said(self.facts, self.scores)
+        if self.threshold is None:
+            return said(self.facts, self.scores)
+        names: NDArray[Any] = np.array(self.facts.classes)[(self.scores[..., 1] >= self.threshold).astype(int)]
+        return names
+
+    def decided(self, threshold: float | None) -> Predictions:
+        """The same with another threshold.
+
+        Raises:
+            ConfigError: it is not within 0 and 1, or the task is not binary.
+        """
+        if threshold is not None and self.facts.task != "binary":
+            raise ConfigError(f"a threshold decides between two classes, and this is a {self.facts.task}; leave it out")
+        if threshold is not None and not 0 <= threshold <= 1:
+            raise ConfigError(f"threshold must be a probability from 0 to 1, got {threshold}")
+        return replace(self, threshold=threshold)
 
     def table(self) -> pa.Table:
-        """``row`` (from 1), ``file`` of images, ``model``, ``prediction [<k>]``, ``probability of <c>``.
+        """``row`` (from 1), ``file`` of images, kept columns, ``model``, ``prediction [<k>]``, ``probability of <c>``.
 
         With a label per position, a row for each, ``position`` from 1, and padding left out.
         """
         scores = self.scores
         rows, owners = np.arange(1, len(scores) + 1), np.array(self.models, object)
         files = {} if self.files is None else {"file": list(self.files)}
-        columns: dict[str, Any] = {"row": rows, **files, "model": owners.tolist()}
+        kept = {name: cells for name, cells in self.kept.items() if name not in ("row", "model")}
+        columns: dict[str, Any] = {"row": rows, **files, **kept, "model": owners.tolist()}
         if self.there is not None:
             row, position = np.nonzero(self.there)
             scores = scores[row, position]
@@ -69,7 +89,8 @@ class Predictions:
             names = ["prediction"] if scores.shape[1] == 1 else [f"prediction {k}" for k in range(scores.shape[1])]
             return pa.table(columns | dict(zip(names, scores.T, strict=True)))
         each = {f"probability of {c}": p for c, p in zip(self.facts.classes, scores.T, strict=True)}
-        return pa.table({**columns, "prediction": said(self.facts, scores).tolist(), **each})
+        labels = self.labels if self.there is None else self.labels[row, position]
+        return pa.table({**columns, "prediction": labels.tolist(), **each})
 
 
 class Assignment(NamedTuple):
@@ -152,7 +173,7 @@ def predicted(rows: NewRows, choice: Assignment) -> Predictions:
     there = (rows.x != 0).numpy() if facts.each else None
     scores = model.raw().after(choice.outputs(rows.x)).numpy()
     notes = (*rows.notes, *choice.notes, *choice.strange(rows.x))
-    return Predictions(facts, scores, choice.owners, notes, there, rows.files)
+    return Predictions(facts, scores, choice.owners, notes, there, rows.files, rows.kept)
 
 
 @dataclass(frozen=True, eq=False)
