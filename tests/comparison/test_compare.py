@@ -232,6 +232,7 @@ def test_a_method_of_an_experiment_has_its_own_model_and_task() -> None:
         ({"methods": {}}, "methods must be a table by label"),
         ({"methods": "fedavg"}, "methods must be a table by label"),
         ({"methods": ["fedavg", "fedavg"]}, "two methods have the label 'fedavg'"),
+        ({"methods": {3: "fedavg"}}, "a label must be text that can be printed, got 3"),
         ({"methods": {"a": 3}}, "a: must be a method such as"),
         ({"methods": {"a": {"lam": 1}}}, "a: algorithm is missing"),
         ({"methods": {"a": {"algorithm": "ditto", "lambda": 1}}}, "a: unknown key 'lambda'"),

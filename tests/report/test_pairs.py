@@ -25,8 +25,8 @@ from fedloom.report import overview
 from fedloom.report.comparison.contenders import contenders
 from fedloom.report.comparison.criteria import marks, winners
 from fedloom.report.comparison.pairs import Pair, pairs, pairs_csv, pairs_latex
+from fedloom.report.comparison.paper import results_latex
 from fedloom.report.numbers import Row, rows_of
-from fedloom.report.page import results_latex
 from fedloom.report.reading import Run, read_runs
 
 

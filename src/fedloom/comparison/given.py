@@ -180,8 +180,7 @@ class GivenExperiment:
             own["local"] = make(LocalSGD, local, f"{where}: {given.label}: local", LocalSGD.model_fields)
         if "rounds" in table:
             own["rounds"] = table["rounds"]
-        where = f"{where}: {given.label}"
-        setting = make(common.with_, {**own, "algorithm": value}, where, Setting.model_fields)
+        setting = make(common.with_, {**own, "algorithm": value}, f"{where}: {given.label}", Setting.model_fields)
         return Method(given.label, given.name, options, setting, given.entry)
 
 
@@ -240,8 +239,10 @@ def _methods(methods: Mapping[str, Any] | Sequence[Any]) -> list[Given]:
     return found
 
 
-def _given(label: str | None, spec: Any) -> Given:
+def _given(label: Any, spec: Any) -> Given:
     where = f"compare: {label}" if label else "compare"
+    if label is not None and not (isinstance(label, str) and label.strip() and label.isprintable()):
+        raise ConfigError(f"compare: a label must be text that can be printed, got {label!r:.80}")
     table = dict(spec) if isinstance(spec, Mapping) else {"algorithm": spec}
     if "algorithm" not in table:
         raise ConfigError(f"{where}: algorithm is missing; give a method, as fl.algorithms.Ditto(lam=1.0), or its name")

@@ -19,8 +19,8 @@ from fedloom.errors import ConfigError, FedloomError, RunDirError, explained
 from fedloom.report import overview
 from fedloom.report.clients import clients
 from fedloom.report.comparison.contenders import Models, contenders
-from fedloom.report.comparison.criteria import Marks, marks, tasks
 from fedloom.report.comparison.pairs import Pair, pairs, pairs_csv, pairs_html, pairs_latex
+from fedloom.report.comparison.paper import results_latex, title
 from fedloom.report.csv_files import csv_of
 from fedloom.report.curves import curves, robustness
 from fedloom.report.figure import Figure, Rows, theme
@@ -30,7 +30,7 @@ from fedloom.report.partition import clusters, skew_table, splits
 from fedloom.report.reading import Run, read_runs
 from fedloom.report.settings import settings
 from fedloom.report.sites import SITES, privacy_tables, site_tables
-from fedloom.report.tables import csv_text, latex, printed
+from fedloom.report.tables import csv_text
 from fedloom.report.tradeoffs import costs, tradeoffs
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
@@ -164,21 +164,6 @@ def _recorded(run_dirs: Sequence[Path]) -> Iterator[None]:
         ) from error
 
 
-def results_latex(
-    runs: list[Run], rows: list[Row], columns: Sequence[str] | None = None, models: Models = "used"
-) -> str:
-    """The result table as LaTeX: at most one row per method unless all models are asked for; see `latex`."""
-    shown: list[Row] = []
-    places: dict[str, list[Marks]] = {}
-    for _, own_runs, own in tasks(runs, rows):
-        part = contenders(own_runs, own, models)
-        for name, found in marks(part, printed(rows, columns)).items():
-            places.setdefault(name, []).append(found.moved(len(shown)))
-        shown += part
-    joint = {name: Marks.union(found) for name, found in places.items()}
-    return latex(shown, title(runs), columns, joint)
-
-
 def figures(runs: list[Run], rows: list[Row]) -> list[Figure]:
     """Every chart that the recorded figures allow; colour means the model unless the caption says otherwise."""
     lead = leading_metric(runs)
@@ -217,12 +202,6 @@ def _replace(path: Path, text: str) -> None:
 
 def _explained(path: Path) -> AbstractContextManager[None]:
     return explained(path, "the results of the run are", "'fedloom report' with the run directory writes it")
-
-
-def title(runs: list[Run]) -> str:
-    """The names of the experiments."""
-    names = dict.fromkeys(run.summary.name or str(run.options.get("name", run.label)) for run in runs)
-    return ", ".join(names)
 
 
 @cache

@@ -14,7 +14,8 @@ from fedloom.report.naming import metric as named
 from fedloom.report.naming import titled
 from fedloom.storage.files import write_atomic
 from fedloom.tune.search import ALL, Found, beyond, defaults
-from fedloom.tune.trial import Goal, Trial
+from fedloom.tune.trial import Trial
+from fedloom.tune.work import Goal
 
 
 def write_report(out: Path, name: str, tune: Tune, goal: Goal, found: Sequence[Found], *, tuned: bool) -> None:

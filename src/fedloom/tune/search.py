@@ -27,8 +27,8 @@ from fedloom.experiment.schema import Method
 from fedloom.experiment.tuning import Dimension, Range, Tune
 from fedloom.local import LocalSGD
 from fedloom.seeds import generator, words
-from fedloom.tune.trial import Goal, Params, Trial
-from fedloom.tune.work import BEYOND
+from fedloom.tune.trial import Params, Trial
+from fedloom.tune.work import BEYOND, Goal
 from fedloom.values import fields_of
 
 Read = Callable[[Mapping[str, Any], str], Experiment]

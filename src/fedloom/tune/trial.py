@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import optuna
 import torch
@@ -29,7 +29,7 @@ from fedloom.experiment.schema import Method
 from fedloom.metrics import METRICS, leading
 from fedloom.metrics import metric as facts
 from fedloom.storage.files import append_synced, write_atomic
-from fedloom.tune.work import Budget
+from fedloom.tune.work import Goal
 from fedloom.values import Value
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -151,38 +151,6 @@ def _trial(frozen: FrozenTrial) -> Trial:
 
 class Interrupted(Exception):
     """The user asked to stop; the trial at hand is kept as a checkpoint."""
-
-
-class Goal(NamedTuple):
-    """What trials are given and judged by.
-
-    Attributes:
-        rounds: work of a trial, in rounds of plain local training, or in the method's own.
-        budget: work of a trial with one seed; None: its rounds are the method's own.
-        metric: name of the validation metric.
-        seeds: the score is the mean over them.
-        models: the score is the mean over them.
-        higher: more is better.
-        statistic: of the clients' values: mean, or weighted by samples.
-    """
-
-    rounds: int
-    budget: Budget | None
-    metric: str
-    seeds: tuple[int, ...]
-    models: tuple[str, ...]
-    higher: bool
-    statistic: str = "mean"
-
-    @property
-    def figure(self) -> str:
-        """The name under which the score of a round is recorded."""
-        return f"{self.metric}/{self.statistic}"
-
-    @property
-    def samples(self) -> int | None:
-        """Samples whose gradient a trial takes, over all its seeds; None: what its rounds cost."""
-        return None if self.budget is None else self.budget.samples * len(self.seeds)
 
 
 def without_test(fed: Federation) -> Federation:

@@ -36,8 +36,8 @@ from fedloom.tune.search import (
     space_of,
     with_params,
 )
-from fedloom.tune.trial import PART, Goal, Interrupted, Journal, Trial, attempt, judged, judged_models, without_test
-from fedloom.tune.work import Budget, plain_budget
+from fedloom.tune.trial import PART, Interrupted, Journal, Trial, attempt, judged, judged_models, without_test
+from fedloom.tune.work import Budget, Goal, plain_budget
 from fedloom.values import difference, dump, flat
 
 FREE = ("seeds", "name", "evaluate")

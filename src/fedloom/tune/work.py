@@ -109,3 +109,35 @@ def plain_budget(setting: Setting, fed: Federation, rounds: int) -> Budget:
             if alike or len(costs) == rounds:
                 break
     return Budget((*costs, *[costs[-1]] * (rounds - len(costs))))
+
+
+class Goal(NamedTuple):
+    """What trials are given and judged by.
+
+    Attributes:
+        rounds: work of a trial, in rounds of plain local training, or in the method's own.
+        budget: work of a trial with one seed; None: its rounds are the method's own.
+        metric: name of the validation metric.
+        seeds: the score is the mean over them.
+        models: the score is the mean over them.
+        higher: more is better.
+        statistic: of the clients' values: mean, or weighted by samples.
+    """
+
+    rounds: int
+    budget: Budget | None
+    metric: str
+    seeds: tuple[int, ...]
+    models: tuple[str, ...]
+    higher: bool
+    statistic: str = "mean"
+
+    @property
+    def figure(self) -> str:
+        """The name under which the score of a round is recorded."""
+        return f"{self.metric}/{self.statistic}"
+
+    @property
+    def samples(self) -> int | None:
+        """Samples whose gradient a trial takes, over all its seeds; None: what its rounds cost."""
+        return None if self.budget is None else self.budget.samples * len(self.seeds)

@@ -11,9 +11,10 @@ import pyarrow as pa
 from fedloom.report import notebook as display
 from fedloom.report.comparison.contenders import Models, contenders, reference
 from fedloom.report.comparison.pairs import Pair, pairs, pairs_latex
+from fedloom.report.comparison.paper import results_latex, title
 from fedloom.report.naming import figure, titled
 from fedloom.report.numbers import Row, leading_metric, rows_of
-from fedloom.report.page import results_latex, title, write
+from fedloom.report.page import write
 from fedloom.report.reading import Run, read_runs
 from fedloom.report.tables import arrow, cell
 

@@ -1,0 +1,32 @@
+"""The result table for a paper: at most one row per method, with marks for the best and what is level with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedloom.report.comparison.contenders import Models, contenders
+from fedloom.report.comparison.criteria import Marks, marks, tasks
+from fedloom.report.numbers import Row
+from fedloom.report.reading import Run
+from fedloom.report.tables import latex, printed
+
+
+def results_latex(
+    runs: list[Run], rows: list[Row], columns: Sequence[str] | None = None, models: Models = "used"
+) -> str:
+    """The result table as LaTeX: at most one row per method unless all models are asked for; see `latex`."""
+    shown: list[Row] = []
+    places: dict[str, list[Marks]] = {}
+    for _, own_runs, own in tasks(runs, rows):
+        part = contenders(own_runs, own, models)
+        for name, found in marks(part, printed(rows, columns)).items():
+            places.setdefault(name, []).append(found.moved(len(shown)))
+        shown += part
+    joint = {name: Marks.union(found) for name, found in places.items()}
+    return latex(shown, title(runs), columns, joint)
+
+
+def title(runs: list[Run]) -> str:
+    """The names of the experiments."""
+    names = dict.fromkeys(run.summary.name or str(run.options.get("name", run.label)) for run in runs)
+    return ", ".join(names)
