@@ -144,7 +144,9 @@ def test_the_same_call_goes_on_and_another_is_refused(tmp_path: Path) -> None:
     assert all(path.stat().st_mtime_ns == time for path, time in before.items())
     assert torch.equal(first["fedavg", 1].final(), more["fedavg", 1].final())
     assert not torch.equal(more["half", 1].final(), more["fedavg", 1].final())
-    with pytest.raises(RunDirError, match=r"holds another experiment: .*lr was 0.1, now it is 0.2"):
+    with pytest.raises(
+        RunDirError, match=r"holds another experiment: .*lr was 0.1, now it is 0.2; give another folder"
+    ):
         fl.compare({"fedavg": "fedavg"}, **{**small, "local": {"lr": 0.2}})
     with pytest.raises(RunDirError):
         fl.compare({"half": Half(factor=0.25)}, **small)

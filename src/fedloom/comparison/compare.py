@@ -16,7 +16,7 @@ from torch import nn
 
 from fedloom.comparison.given import GivenExperiment
 from fedloom.engine.result import Result
-from fedloom.errors import ConfigError, RunStopped, Stop, unknown
+from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop, unknown
 from fedloom.experiment import Plan
 from fedloom.experiment.events import Listener
 from fedloom.experiment.outputs import Outcome
@@ -132,9 +132,13 @@ def _compared(
 ) -> Comparison:
     """The comparison in a folder, after all that is missing has been run."""
     document, chosen = given.document(), dict[str, Mapping[str, Any]]()
-    if tunes:
-        document, chosen = _tuned(given, document, place.with_name(f"{place.name}-tune"), progress)
-    plan = Plan(given.read(document), place)
+    try:
+        if tunes:
+            document, chosen = _tuned(given, document, place.with_name(f"{place.name}-tune"), progress)
+        plan = Plan(given.read(document), place)
+    except RunDirError as error:
+        what, flag, _ = str(error).partition("; choose another --out")
+        raise RunDirError(f"{what}; give another folder, or remove this one" if flag else what) from None
     for label, notes in plan.notes.items() if progress else ():
         for note in notes:
             sys.stderr.write(f"{label}: {note}\n")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
 from typing import Any, ClassVar, NamedTuple
 
 import tomli_w
@@ -220,8 +221,8 @@ def _federation(data: Any, partition: Any) -> tuple[Source, dict[str, Any], Part
     if not isinstance(partition, Partition):
         kinds = ", ".join(f"fl.partition.{kind}" for kind in PARTITIONS if hasattr(partitions, kind))
         raise ConfigError(f"compare: partition must be one of {kinds}, got {partition!r:.80}")
-    if isinstance(data, str):
-        return source_of(data), {"source": data}, partition
+    if isinstance(data, str | PathLike):
+        return source_of(str(data)), {"source": str(data)}, partition
     found = Dataset.of(data)
     return InMemory(held=found), {"source": "memory", "name": found.name, "checksum": found.checksum()}, partition
 
