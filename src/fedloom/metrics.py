@@ -57,6 +57,8 @@ METRICS = {
     "f1": Metric("F1", bounds=SHARE),
     "r2": Metric("R²", bounds=(-math.inf, 1.0)),
     "calibration_error": Metric("Calibration error", higher=False, bounds=SHARE),
+    "calibration_slope": Metric("Calibration slope", rated=False),
+    "calibration_intercept": Metric("Calibration intercept", rated=False),
     "brier": Metric("Brier score", higher=False, bounds=(0.0, 2.0)),
     "perplexity": Metric("Perplexity", higher=False, bounds=(1.0, math.inf)),
     "rmse": Metric("RMSE", higher=False, bounds=POSITIVE),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnxruntime
@@ -16,7 +17,7 @@ from sklearn.metrics import brier_score_loss, roc_auc_score
 import fedloom as fl
 from fedloom.errors import ConfigError
 from fedloom.experiment import Plan, parse
-from fedloom.tasks import Objective
+from fedloom.tasks import Objective, task_of
 from fedloom.tasks.calibration import ENOUGH, recalibrated, recalibration
 from fedloom.trained.export import export
 from tests import hospitals
@@ -66,6 +67,24 @@ def test_a_line_is_the_logistic_regression_on_the_logits_and_meets_the_share_of_
     assert torch.equal(recalibrated(z[owner == 2], lines[2]), z[owner == 2])
     worse = recalibration(-z, y, owner, 3)
     assert float(worse[0, 0]) == 1.0
+
+
+def test_slope_and_intercept_tell_probabilities_that_are_too_extreme_or_too_high() -> None:
+    gen = torch.Generator().manual_seed(1)
+    truth = torch.randn(20000, 1, generator=gen, dtype=torch.float64) - 1
+    y = (torch.rand(20000, generator=gen, dtype=torch.float64) < truth[:, 0].sigmoid()).long()
+    owner = torch.arange(20000) % 4
+    output = torch.where(owner[:, None] == 1, 2 * truth, torch.where(owner[:, None] == 2, truth + 1.5, truth))
+    y[owner == 3] = 0
+    metrics = task_of(
+        SimpleNamespace(task="binary", classes=("0", "1"), y=y),
+        Objective(metrics=("calibration_slope", "calibration_intercept")),
+    ).metrics(output, y, owner, 4)
+    slope, intercept = metrics["calibration_slope"], metrics["calibration_intercept"]
+    assert slope[:3].tolist() == pytest.approx([1.0, 0.5, 1.0], abs=0.06)
+    assert intercept[[0, 2]].tolist() == pytest.approx([0.0, -1.5], abs=0.08)
+    assert slope[3].isnan()
+    assert intercept[3].isnan()
 
 
 def test_class_weights_spoil_probabilities_and_calibrate_mends_them(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ Prediction Models", 2nd ed., Section 15.3: the intercept alone where events are 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -14,6 +16,7 @@ from scipy.special import expit
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
+Floats = NDArray[np.float64]
 ENOUGH = 10
 """Validation rows of each class from which the slope is fitted too."""
 UNPENALISED = 1e10
@@ -35,24 +38,45 @@ def recalibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
         n: number of clients.
     """
     lines = torch.full((n, 2), torch.nan, dtype=torch.float64)
-    logits, targets, owners = (t.detach().cpu().numpy() for t in (output.double().flatten(), y, owner))
-    for client in range(n):
-        z, hits = logits[owners == client], targets[owners == client]
-        least = min(int(hits.sum()), len(hits) - int(hits.sum()))
-        if least == 0 or not np.isfinite(z).all():
-            continue
-        slope = 1.0
-        if least >= ENOUGH and z.std() > 0:
-            fit = LogisticRegression(C=UNPENALISED, tol=1e-10, max_iter=1000).fit(
-                ((z - z.mean()) / z.std())[:, None], hits
-            )
-            steep = float(fit.coef_[0, 0]) / float(z.std())
-            slope = steep if steep > 0 else 1.0
+    for client, z, hits in _clients(output, y, owner, n):
+        slope = _slope(z, hits)
+        slope = slope if slope > 0 else 1.0
         lines[client] = torch.tensor([slope, _intercept(slope * z, float(hits.mean()))], dtype=torch.float64)
     return lines
 
 
-def _intercept(z: NDArray[np.float64], share: float) -> float:
+def calibration(output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
+    """Calibration of every client's probabilities, ``[n]`` float64 each; arguments as `recalibration`.
+
+    ``calibration_slope`` is that of the targets on the logits: 1 where probabilities spread as they should, less where
+    they are too extreme, nan with fewer than `ENOUGH` rows of a class. ``calibration_intercept`` is calibration in the
+    large, what must be added to the logits to meet the share of positives: 0 is right; nan with one class only.
+    """
+    slopes, intercepts = torch.full((2, n), torch.nan, dtype=torch.float64)
+    for client, z, hits in _clients(output, y, owner, n):
+        slopes[client], intercepts[client] = _slope(z, hits), _intercept(z, float(hits.mean()))
+    return {"calibration_slope": slopes, "calibration_intercept": intercepts}
+
+
+def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple[int, Floats, Floats]]:
+    """Logits and targets of every client that has both classes and finite logits, with its number."""
+    logits, targets, owners = (t.detach().cpu().numpy() for t in (output.double().flatten(), y.double(), owner))
+    for client in range(n):
+        z, hits = logits[owners == client], targets[owners == client]
+        if 0 < hits.sum() < len(hits) and np.isfinite(z).all():
+            yield client, z, hits
+
+
+def _slope(z: Floats, hits: Floats) -> float:
+    """Slope of the logistic regression of targets on logits; nan with fewer than `ENOUGH` rows of a class."""
+    if min(hits.sum(), len(hits) - hits.sum()) < ENOUGH or z.std() == 0:
+        return float("nan")
+    scaled = ((z - z.mean()) / z.std())[:, None]
+    fit = LogisticRegression(C=UNPENALISED, tol=1e-10, max_iter=1000).fit(scaled, hits)
+    return float(fit.coef_[0, 0]) / float(z.std())
+
+
+def _intercept(z: Floats, share: float) -> float:
     """What is added to logits to make the mean probability a share in (0, 1)."""
     return float(brentq(lambda b: expit(z + b).mean() - share, -STEEP - z.max(), STEEP - z.min(), xtol=1e-12))
 

@@ -136,7 +136,10 @@ class Binary(Kind):
     their bin.
     """
 
-    further: ClassVar[tuple[str, ...]] = ("balanced_accuracy", "recall", "precision", "macro_precision", "brier")
+    further: ClassVar[tuple[str, ...]] = (
+        *("balanced_accuracy", "recall", "precision", "macro_precision", "brier"),
+        *("calibration_slope", "calibration_intercept"),
+    )
 
     @property
     def outputs(self) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from fedloom.errors import CodeError, ConfigError, FedloomError, cause_of, unknown
 from fedloom.imports import PATTERN, Function, function, is_path
 from fedloom.metrics import METRICS, declare
+from fedloom.tasks.calibration import calibration
 from fedloom.tasks.figures import known, labelled, mean, of_classes, wide
 from fedloom.tasks.kinds import Binary, Classification, Regression, Task
 from fedloom.values import Value
@@ -233,6 +234,8 @@ class Chosen:
         if not isinstance(self.base, Regression):
             p, guess = self.base.probabilities(z), self.base.predict(z)
             more = of_classes(self.extra, p, guess, target, who, n, labels(self.classes))
+        if asked := {"calibration_slope", "calibration_intercept"} & {*self.extra}:
+            more |= {name: value for name, value in calibration(z, target, who, n).items() if name in asked}
         if "perplexity" in self.extra:
             more["perplexity"] = mean(self.base.loss(z, target), who, n).exp()
         if self.objective.loss is not None:
