@@ -1,0 +1,1 @@
+"""A personalised method in a Flower app."""

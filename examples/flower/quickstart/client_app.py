@@ -1,0 +1,17 @@
+"""The node: the user's model and samples."""
+
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+from torch import nn
+
+from fedloom.flower import Local, client
+from quickstart.task import Net, load_data
+
+app = ClientApp()
+
+
+@client(app)
+def local(context: Context) -> Local:
+    """The model and the samples of this node."""
+    trainset, testset = load_data(int(context.node_config["partition-id"]))
+    return Local(Net(), trainset, loss=nn.CrossEntropyLoss(), testset=testset)
