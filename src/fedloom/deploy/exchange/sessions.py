@@ -84,9 +84,9 @@ class Sessions:
         while True:
             cohort = self._apart(terms, [c for c in terms.cohort if c not in self._out])
             self._check_count(terms.round, len(cohort))
-            found = self._begun(terms, cohort, letter, length)
-            if found is not None:
-                return found
+            session_sum = self._begun(terms, cohort, letter, length)
+            if session_sum is not None:
+                return session_sum
 
     def _begun(self, terms: Terms, cohort: list[int], letter: Ask, length: int) -> Asked | None:
         """A session; None if a site was left out of it, so that another one is to begin."""
@@ -237,8 +237,8 @@ class Sessions:
         bound = secure.bound_to(session, asked.question, asked.shared)
         arrived = secure.write({c: asked.signed.get(c, bytes(SIGNATURE)) for c in asked.clients})
         ask = {c: Letter("unmask", c, [arrived]) for c in asked.clients}
-        told = self._step(asked.round, asked.nonce, ask, lambda _, m: _shares_of(m, asked.shared))
-        secrets, wrong = shares.restored(session, asked.shared, asked.clients, told)
+        answers = self._step(asked.round, asked.nonce, ask, lambda _, m: _shares_of(m, asked.shared))
+        secrets, wrong = shares.restored(session, asked.shared, asked.clients, answers)
         for client in sorted(wrong):
             self._leave_out(asked.round, client, "its shares of the others' secrets are wrong")
         return secure.unmasked(session, bound, asked.clients, asked.total, secrets)
@@ -290,14 +290,16 @@ class Sessions:
         Raises:
             WireError: the bytes are not that, or not this client's keys in this session: the agreements may differ.
         """
-        found = secure.read_adverts(message)
-        if [a.client for a in found] != [client]:
-            raise WireError(f"one advertisement, of client {client}, is expected, got {[a.client for a in found][:5]}")
+        adverts = secure.read_adverts(message)
+        if [a.client for a in adverts] != [client]:
+            raise WireError(
+                f"one advertisement, of client {client}, is expected, got {[a.client for a in adverts][:5]}"
+            )
         try:
-            secure.check_adverts(name, found, self._public)
+            secure.check_adverts(name, adverts, self._public)
         except Broken as error:
             raise WireError(f"{error}; do both sides have the same agreement?") from None
-        return found[0]
+        return adverts[0]
 
     def _sealed(self, session: secure.Session, client: int, message: bytes) -> dict[int, bytes]:
         """The sealed shares of a site, for all others, each signed by it.
@@ -305,20 +307,20 @@ class Sessions:
         Raises:
             WireError: the bytes are not that.
         """
-        found, receivers = secure.read(message, shares.SEALED), {*session.adverts} - {client}
-        if set(found) != receivers:
-            raise WireError(f"shares for {sorted(receivers)} are expected, got those for {sorted(found)}")
-        for to, sealed in found.items():
+        parts, receivers = secure.read(message, shares.SEALED), {*session.adverts} - {client}
+        if set(parts) != receivers:
+            raise WireError(f"shares for {sorted(receivers)} are expected, got those for {sorted(parts)}")
+        for to, sealed in parts.items():
             if not shares.is_signed(session, client, to, sealed, self._public[client]):
                 raise WireError(f"the share for client {to} is not signed by client {client} for this session")
-        return found
+        return parts
 
 
 def _shares_of(message: bytes, owners: Collection[int]) -> dict[int, bytes]:
-    found = secure.read(message, secure.KEY)
-    if set(found) != set(owners):
-        raise WireError(f"shares of {sorted(owners)} are expected, got those of {sorted(found)}")
-    return found
+    parts = secure.read(message, secure.KEY)
+    if set(parts) != set(owners):
+        raise WireError(f"shares of {sorted(owners)} are expected, got those of {sorted(parts)}")
+    return parts
 
 
 def _signature(message: bytes, text: bytes, public: Any) -> bytes:

@@ -49,10 +49,10 @@ def share(session: Session, client: int, secrets: Secrets, key: Ed25519PrivateKe
     for half in (secrets.seed[:_HALF], secrets.seed[_HALF:], secrets.masking[:_HALF], secrets.masking[_HALF:]):
         for k, (_, part) in enumerate(Shamir.split(session.threshold, n, half, ssss=False)):
             shares[k] += part
-    made = {}
+    sealed = {}
     for to, plain in zip(session.adverts, shares, strict=True):
-        made[to] = plain if to == client else _sealed(session, client, to, secrets, plain, key)
-    return made
+        sealed[to] = plain if to == client else _sealed(session, client, to, secrets, plain, key)
+    return sealed
 
 
 def _sealed(session: Session, sender: int, to: int, secrets: Secrets, plain: bytes, key: Ed25519PrivateKey) -> bytes:
@@ -187,7 +187,7 @@ class Undecided(Broken):
 
 
 def restored(
-    session: Session, peers: Collection[int], arrived: Collection[int], told: Mapping[int, Mapping[int, bytes]]
+    session: Session, peers: Collection[int], arrived: Collection[int], answers: Mapping[int, Mapping[int, bytes]]
 ) -> tuple[dict[int, bytes], set[int]]:
     """The secrets that take the masks off a sum, by owner, and the sites whose shares are wrong.
 
@@ -195,18 +195,18 @@ def restored(
         session: all agree on.
         peers: sites that have masks with each other.
         arrived: those of them whose vector arrived, whose seeds are restored; of the others it is the masking key.
-        told: by the site that says them, shares by owner (`tell`).
+        answers: by the site that says them, shares by owner (`tell`).
 
     Raises:
         Broken: there are fewer than ``threshold`` answers.
         Undecided: shares do not give a secret that its owner is committed to.
     """
-    if len(told) < session.threshold:
-        raise Broken(f"{len(told)} sites said their shares, {session.threshold} are needed")
+    if len(answers) < session.threshold:
+        raise Broken(f"{len(answers)} sites said their shares, {session.threshold} are needed")
     place = {c: k + 1 for k, c in enumerate(session.adverts)}
     secrets, wrong = dict[int, bytes](), set[int]()
     for owner in peers:
-        parts = {c: (place[c], shares[owner]) for c, shares in told.items() if c not in wrong}
+        parts = {c: (place[c], shares[owner]) for c, shares in answers.items() if c not in wrong}
         tried = ((joined([parts[c] for c in subset]), subset) for subset in _subsets([*parts], session.threshold))
         first = next(tried, None)
         match = next((x for x in itertools.chain([first], tried) if x and _fits(session, owner, x[0], arrived)), None)

@@ -48,8 +48,8 @@ class Terms(Value):
     @property
     def sums(self) -> dict[str, int]:
         """The round of what is summed, by what that is."""
-        found = {"uploads": self.round} if self.trains else {}
-        return found | ({"scores": self.scored} if self.scored >= 0 else {})
+        rounds = {"uploads": self.round} if self.trains else {}
+        return rounds | ({"scores": self.scored} if self.scored >= 0 else {})
 
     @property
     def asked(self) -> dict[str, str]:

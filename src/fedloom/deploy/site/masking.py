@@ -74,26 +74,26 @@ class Masking:
     def keys(self, round: int, nonce: bytes) -> bytes:
         """Step 1: this site's keys in a new session, which takes the place of the one before."""
         name = secure.session_name(self._agreement, round, nonce)
-        known = self._load()
-        self._opened.begin(name, known.get("name"))
-        if known.get("name") != name.hex():
+        record = self._load()
+        self._opened.begin(name, record.get("name"))
+        if record.get("name") != name.hex():
             secrets = secure.new_secrets()
             advert = secure.write_adverts([secure.advertise(name, self._client, secrets, self._key)])
-            known = {"name": name.hex(), "secrets": [part.hex() for part in secrets], "advert": advert.hex()}
-            self._save(known)
-        return self._bytes(known, "advert")
+            record = {"name": name.hex(), "secrets": [part.hex() for part in secrets], "advert": advert.hex()}
+            self._save(record)
+        return self._bytes(record, "advert")
 
     def shares(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Step 2: shares of this site's secrets, sealed for every other site of those that advertised."""
-        known = self._session(round, nonce)
-        self._once(known, "adverts", message.hex())
-        if "shares" not in known:
-            session, secrets = self._agreed_by(known, message), _secrets(known)
+        record = self._session(round, nonce)
+        self._once(record, "adverts", message.hex())
+        if "shares" not in record:
+            session, secrets = self._agreed_by(record, message), _secrets(record)
             made = shares.share(session, self._client, secrets, self._key)
-            known["own"] = made.pop(self._client).hex()
-            known["shares"] = secure.write(made).hex()
-            self._save(known)
-        return self._bytes(known, "shares")
+            record["own"] = made.pop(self._client).hex()
+            record["shares"] = secure.write(made).hex()
+            self._save(record)
+        return self._bytes(record, "shares")
 
     def receive(self, round: int, nonce: bytes, message: bytes, terms: Terms) -> bytes:
         """Step 3, first half: the shares of the others, whom this site will have masks with.
@@ -107,45 +107,45 @@ class Masking:
         Returns:
             Accusations by the accused, where a share does not decrypt; then the session is over here.
         """
-        known = self._session(round, nonce, "shares")
-        self._once(known, "inbox", message.hex())
-        self._once(known, "terms", terms.digest.hex())
-        self._once(known, "sums", terms.sums)
-        self._once(known, "asked", terms.asked)
-        if "held" not in known and "accuses" not in known:
-            session, secrets = self._agreed_by(known), _secrets(known)
+        record = self._session(round, nonce, "shares")
+        self._once(record, "inbox", message.hex())
+        self._once(record, "terms", terms.digest.hex())
+        self._once(record, "sums", terms.sums)
+        self._once(record, "asked", terms.asked)
+        if "held" not in record and "accuses" not in record:
+            session, secrets = self._agreed_by(record), _secrets(record)
             sealed = _read(message, shares.SEALED)
             if not set(sealed) <= set(session.adverts) - {self._client}:
                 raise Broken("shares came of sites that did not advertise")
             if len(sealed) + 1 < session.threshold:
                 raise Broken(f"{len(sealed) + 1} sites sent shares, {session.threshold} are needed")
-            held, accuses = {self._client: bytes.fromhex(known["own"])}, dict[int, bytes]()
+            held, accuses = {self._client: bytes.fromhex(record["own"])}, dict[int, bytes]()
             for c, part in sealed.items():
                 try:
                     held[c] = shares.open_share(session, self._client, secrets, c, part, self._public[c])
                 except shares.Unreadable:
                     accuses[c] = shares.accuse(session, self._client, c, self._key)
             if accuses:
-                known["accuses"] = secure.write(accuses).hex()
+                record["accuses"] = secure.write(accuses).hex()
             else:
-                known["held"] = {str(c): part.hex() for c, part in held.items()}
-            self._save(known)
-        return self._bytes(known, "accuses") if "accuses" in known else b""
+                record["held"] = {str(c): part.hex() for c, part in held.items()}
+            self._save(record)
+        return self._bytes(record, "accuses") if "accuses" in record else b""
 
     def masked(self, round: int, nonce: bytes, vector: Integers) -> bytes:
         """Step 3, second half: this site's vector under its masks, behind its signature that all may be summed."""
-        known = self._session(round, nonce, "held")
-        self._once(known, "vector", hashlib.sha256(vector.tobytes()).hexdigest())
-        self._save(known)
-        peers, bound = [int(c) for c in known["held"]], self._bound(known)
-        sent = secure.masked(self._agreed_by(known), bound, self._client, _secrets(known), peers, vector)
+        record = self._session(round, nonce, "held")
+        self._once(record, "vector", hashlib.sha256(vector.tobytes()).hexdigest())
+        self._save(record)
+        peers, bound = [int(c) for c in record["held"]], self._bound(record)
+        sent = secure.masked(self._agreed_by(record), bound, self._client, _secrets(record), peers, vector)
         signature = self._key.sign(secure.statement(bound, peers))
         return signature + sent.astype("<u8", copy=False).tobytes()
 
     def open(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Where others say that they cannot read this site's shares: the one-time keys of what they were sent."""
-        known = self._session(round, nonce, "shares")
-        session, secrets = self._agreed_by(known), _secrets(known)
+        record = self._session(round, nonce, "shares")
+        session, secrets = self._agreed_by(record), _secrets(record)
         for accuser, signature in _read(message, SIGNATURE).items():
             if accuser not in session.adverts or not shares.is_accused(
                 session, accuser, self._client, signature, self._public[accuser]
@@ -155,89 +155,89 @@ class Masking:
 
     def agree(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Step 4: this site's signature that the sum may be of the sites whose vector arrived, as some did not."""
-        known = self._session(round, nonce, "vector")
-        arrived = self._arrived(known, _read(message, 0))
-        self._once(known, "arrived", message.hex())
-        self._save(known)
-        return self._key.sign(secure.statement(self._bound(known), arrived))
+        record = self._session(round, nonce, "vector")
+        arrived = self._arrived(record, _read(message, 0))
+        self._once(record, "arrived", message.hex())
+        self._save(record)
+        return self._key.sign(secure.statement(self._bound(record), arrived))
 
     def tell(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Step 5: shares of the seeds of the sites whose vector arrived, of the masking keys of the others."""
-        known = self._session(round, nonce)
+        record = self._session(round, nonce)
         signed = _read(message, SIGNATURE)
         survivors = secure.write(dict.fromkeys(signed, b"")).hex()
-        if "told" not in known:
+        if "told" not in record:
             self._session(round, nonce, "vector")
-            arrived, held = self._arrived(known, signed), {int(c): bytes.fromhex(p) for c, p in known["held"].items()}
-            if known.get("arrived", survivors) != survivors:
+            arrived, held = self._arrived(record, signed), {int(c): bytes.fromhex(p) for c, p in record["held"].items()}
+            if record.get("arrived", survivors) != survivors:
                 raise Broken("this site has signed that the sum is of other sites")
-            secure.check_statement(self._agreed_by(known), self._bound(known), signed, self._public)
-            self._opened.reveal(known["sums"], known["asked"], arrived, self._agreed.threshold)
+            secure.check_statement(self._agreed_by(record), self._bound(record), signed, self._public)
+            self._opened.reveal(record["sums"], record["asked"], arrived, self._agreed.threshold)
             told = secure.write(shares.tell(held, arrived)).hex()
-            known = {"name": known["name"], "told": told, "survivors": survivors}  # all secrets are gone
-            self._save(known)
-        self._once(known, "survivors", survivors)
-        return self._bytes(known, "told")
+            record = {"name": record["name"], "told": told, "survivors": survivors}  # all secrets are gone
+            self._save(record)
+        self._once(record, "survivors", survivors)
+        return self._bytes(record, "told")
 
     # ---------------------------------------------------------------------------------------------------- inside
 
-    def _arrived(self, known: dict[str, Any], clients: Collection[int]) -> list[int]:
+    def _arrived(self, record: dict[str, Any], clients: Collection[int]) -> list[int]:
         """The sites of a sum, if it may be one.
 
         Raises:
             Broken: it may not.
         """
-        if self._client not in clients or not {*clients} <= {int(c) for c in known["held"]}:
+        if self._client not in clients or not {*clients} <= {int(c) for c in record["held"]}:
             raise Broken("the sites whose vector arrived are not among those that shared, or this one is missing")
         if len(clients) < self._agreed.threshold:
             raise Broken(f"the sum is of {len(clients)} sites, it must be of {self._agreed.threshold} or more")
         return [*clients]
 
-    def _bound(self, known: dict[str, Any]) -> bytes:
-        peers = [int(c) for c in known["held"]]
-        return secure.bound_to(self._agreed_by(known), bytes.fromhex(known["terms"]), peers)
+    def _bound(self, record: dict[str, Any]) -> bytes:
+        peers = [int(c) for c in record["held"]]
+        return secure.bound_to(self._agreed_by(record), bytes.fromhex(record["terms"]), peers)
 
     def _session(self, round: int, nonce: bytes, step: str = "name") -> dict[str, Any]:
-        """What is known of the session, which must have come to a step."""
-        known = self._load()
-        if known.get("name") != secure.session_name(self._agreement, round, nonce).hex() or step not in known:
+        """Read the record of the session, which must have come to a step."""
+        record = self._load()
+        if record.get("name") != secure.session_name(self._agreement, round, nonce).hex() or step not in record:
             raise Broken("the session is another one, is over, or has not come to this step")
-        return known
+        return record
 
-    def _once(self, known: dict[str, Any], name: str, value: Any) -> None:
+    def _once(self, record: dict[str, Any], name: str, value: Any) -> None:
         """Whatever was said once in a session stays."""
-        if known.setdefault(name, value) != value:
+        if record.setdefault(name, value) != value:
             raise Broken(f"the {name} of a session cannot change")
 
-    def _agreed_by(self, known: dict[str, Any], message: bytes | None = None) -> secure.Session:
+    def _agreed_by(self, record: dict[str, Any], message: bytes | None = None) -> secure.Session:
         """The session, of those that advertised; checked when they are heard of for the first time."""
-        adverts = _adverts(bytes.fromhex(known["adverts"]) if message is None else message)
-        name = bytes.fromhex(known["name"])
+        adverts = _adverts(bytes.fromhex(record["adverts"]) if message is None else message)
+        name = bytes.fromhex(record["name"])
         if message is not None:
             secure.check_adverts(name, adverts, self._public)
-            if bytes.fromhex(known["advert"]) not in [secure.write_adverts([a]) for a in adverts]:
+            if bytes.fromhex(record["advert"]) not in [secure.write_adverts([a]) for a in adverts]:
                 raise Broken("this site's own keys are missing or are not those that it advertised")
             if len(adverts) < self._agreed.threshold:
                 raise Broken(f"{len(adverts)} sites advertised keys, {self._agreed.threshold} are needed")
         return secure.session_of(name, self._agreed.threshold, adverts)
 
     @staticmethod
-    def _bytes(known: dict[str, Any], name: str) -> bytes:
-        return bytes.fromhex(known[name])
+    def _bytes(record: dict[str, Any], name: str) -> bytes:
+        return bytes.fromhex(record[name])
 
     def _load(self) -> dict[str, Any]:
         return read_checked(self._path) or {}
 
-    def _save(self, known: dict[str, Any]) -> None:
-        write_checked(self._path, known)
+    def _save(self, record: dict[str, Any]) -> None:
+        write_checked(self._path, record)
 
     @property
     def _path(self) -> Path:
         return self._folder / "session" / "session.json"
 
 
-def _secrets(known: dict[str, Any]) -> secure.Secrets:
-    return secure.Secrets(*map(bytes.fromhex, known["secrets"]))
+def _secrets(record: dict[str, Any]) -> secure.Secrets:
+    return secure.Secrets(*map(bytes.fromhex, record["secrets"]))
 
 
 def _read(message: bytes, width: int) -> dict[int, bytes]:

@@ -39,12 +39,12 @@ class Opened:
         Raises:
             Broken: the new one is over.
         """
-        known = self._load()
-        if name.hex() in known["past"]:
+        record = self._load()
+        if name.hex() in record["past"]:
             raise Broken("this session is over")
         if before not in (None, name.hex()):
-            known["past"] = [*known["past"], before][-REMEMBERED:]
-        write_checked(self._path, known)
+            record["past"] = [*record["past"], before][-REMEMBERED:]
+        write_checked(self._path, record)
 
     def reveal(self, sums: Mapping[str, int], asked: Mapping[str, str], arrived: Sequence[int], threshold: int) -> None:
         """Enter a sum before a share of it is said.
@@ -58,10 +58,10 @@ class Opened:
         Raises:
             Broken: it would tell a difference that is of too few sites.
         """
-        known = self._load()
+        record = self._load()
         for what, t in sums.items():
-            opened: dict[str, Any] = known["opened"].setdefault(what, {})
-            if t <= known["forgotten"].get(what, -1):
+            opened: dict[str, Any] = record["opened"].setdefault(what, {})
+            if t <= record["forgotten"].get(what, -1):
                 raise Broken(f"round {t} is too long ago to know whether its {what} were summed already")
             new = {"sites": [*arrived], "models": asked[what]}
             if opened.setdefault(str(t), new)["sites"] != new["sites"]:
@@ -78,14 +78,14 @@ class Opened:
             while len(opened) > REMEMBERED:
                 oldest = min(opened, key=int)
                 del opened[oldest]
-                known["forgotten"][what] = int(oldest)
-        write_checked(self._path, known)
+                record["forgotten"][what] = int(oldest)
+        write_checked(self._path, record)
 
     def _load(self) -> dict[str, Any]:
-        """What is known; where the file is gone or damaged, all rounds up to the newest state count as summed."""
-        found = read_checked(self._path)
-        if found is not None:
-            return found
+        """Read the record; where the file is gone or damaged, all rounds up to the newest state count as summed."""
+        values = read_checked(self._path)
+        if values is not None:
+            return values
         newest = max((int(p.stem.partition("-")[2]) for p in self._folder.glob("round-*.state")), default=-1)
         return {"past": [], "opened": {}, "forgotten": {"uploads": newest, "scores": newest}}
 
@@ -96,10 +96,10 @@ def read_checked(path: Path) -> dict[str, Any] | None:
         text, _, digest = path.read_bytes().rpartition(b"\n")
         if hashlib.sha256(text).hexdigest().encode() != digest:
             return None
-        found: dict[str, Any] = json.loads(text)
+        values: dict[str, Any] = json.loads(text)
     except (OSError, ValueError):
         return None
-    return found
+    return values
 
 
 def write_checked(path: Path, values: Mapping[str, Any]) -> None:

@@ -89,23 +89,23 @@ class Memory:
         Raises:
             Rewound: the server went back by more than the round before.
         """
-        known, previous, held = self._settled()
-        if accepted < known and accepted != previous:
+        current, previous, held = self._settled()
+        if accepted < current and accepted != previous:
             raise Rewound(
-                f"round {known} was accepted here, the server names {accepted}, which is too far back to follow; the "
+                f"round {current} was accepted here, the server names {accepted}, which is too far back to follow; the "
                 "site keeps its state and model: begin a new experiment, or put the server's checkpoints back"
             )
         state = self.read(accepted) if accepted else None
         if accepted and state is None:
-            state = next((s for r in (held, known, previous) if 0 < r < accepted and (s := self.read(r))), None)
+            state = next((s for r in (held, current, previous) if 0 < r < accepted and (s := self.read(r))), None)
             instead = "begins anew" if state is None else f"goes on from round {state.round}"
             self.notes.append(f"the state of round {accepted} is not on this disk: the site {instead}")
             if state is None:
                 self._set_model_aside()
-        if accepted != known:
-            if accepted < known:
-                self.notes.append(f"the server went back: round {known} was accepted here, now it is {accepted}")
-            before = known if accepted > known else 0
+        if accepted != current:
+            if accepted < current:
+                self.notes.append(f"the server went back: round {current} was accepted here, now it is {accepted}")
+            before = current if accepted > current else 0
             held = held if state is None else state.round
             text = json.dumps({**self._key, "accepted": accepted, "previous": before, "held": held})
             make_folder(self.folder)
