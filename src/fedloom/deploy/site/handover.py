@@ -23,6 +23,7 @@ import tomllib
 from contextlib import suppress
 from pathlib import Path
 
+from fedloom.deploy.site.pinned import SECRET, start_executor
 from fedloom.errors import ConfigError, FedloomError
 from fedloom.version import __version__
 
@@ -71,7 +72,7 @@ def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> byte
 
 
 def main(words: list[str]) -> None:
-    """Start a site's process, then become another command, which the process ends with.
+    """Start a site's process, and what starts its tasks, then become another command, which both end with.
 
     Args:
         words: the site's TOML file, and the command.
@@ -81,6 +82,8 @@ def main(words: list[str]) -> None:
         _Begin(file, folder_of(file), os.getpid()).attempt(wait=PATIENCE)
     except (FedloomError, OSError) as error:  # the first message says it too
         sys.stderr.write(f"fedloom: {error}\n")
+    if SECRET in words:
+        start_executor(words[1:], folder_of(Path(words[0]).resolve()))
     os.execv(words[1], words[1:])
 
 
