@@ -10,8 +10,8 @@ INPUTS := pyproject.toml constraints.txt
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
-demo: $(VENV)/.run-ready ## six methods on a heterogeneous federation of handwritten digits, with table and report
-	$(BIN)/fedloom run examples/quickstart.toml --out runs/quickstart
+demo: $(VENV)/.run-ready ## which method serves which clients: three federations of digits, one picture
+	$(BIN)/python examples/demo.py runs/demo
 
 test: $(VENV)/.dev-ready ## format, lint, types, import rules and tests
 	PYTHON=$(BIN)/python scripts/check

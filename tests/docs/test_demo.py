@@ -1,0 +1,69 @@
+"""The demo: who leads is computed, whoever it is, and a run of it writes a picture and a report of every federation."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import fedloom as fl
+
+FILE = Path(__file__).parents[2] / "examples" / "demo.py"
+
+
+@pytest.fixture
+def demo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("demo", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def row(what: str, method: str, stands: str) -> dict[str, Any]:
+    behind = "" if stands == "best mean" else "-2.0 ± 1.0"
+    return {"federation": what, "method": method, "mean": 90.0, "low": 89.0, "high": 91.0, "stands": stands,
+            "behind": behind}  # fmt: skip
+
+
+@pytest.mark.parametrize("winner", ["local", "fedavg", "fedavg-ft", "pfedme", "fedslr"])
+def test_any_method_may_win(demo: ModuleType, winner: str) -> None:
+    rows = [row(what, winner, "best mean") for what in "abc"]
+    assert demo.overall(rows, dict.fromkeys("abc", "level")) == [f"{winner} has the best mean in 3 of 3 federations"]
+    level, worse = (row("a", "other", stands) for stands in ("not clearly worse", "clearly worse"))
+    assert demo.sentence([rows[0], level]) == f"{winner} 90.0 %, not clearly ahead of other"
+    assert demo.sentence([rows[0], worse]) == (
+        f"{winner} 90.0 %, clearly ahead of all others; clearly behind: other (-2.0 ± 1.0)"
+    )
+
+
+def test_winners_that_differ(demo: ModuleType) -> None:
+    rows = [row(what, winner, "best mean") for what, winner in zip("abc", ("local", "fedavg", "ditto"), strict=True)]
+    first, *others = demo.overall(rows, {"a": "worse", "b": "better", "c": "level"})
+    assert first == "Each of the 3 federations has another method on top"
+    assert [line.split(" clearly ")[1] for line in others] == [
+        "better than training alone with b",
+        "worse than training alone with a",
+    ]
+
+
+def test_a_short_demo(demo: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setattr(demo, "SEEDS", range(5))
+    monkeypatch.setattr(demo, "RATES", {name: demo.RATES[name] for name in ("local", "fedavg")})
+    demo.main(tmp_path)
+    printed = capfd.readouterr()
+    assert printed.err == ""
+    assert [what for what in demo.PARTS if f"{what}: " in printed.out] == [*demo.PARTS]
+    for name in ("demo.svg", "demo-dark.svg", *(f"federation-{k}/report.html" for k in (1, 2, 3))):
+        assert (tmp_path / name).stat().st_size > 5000
+
+
+def test_no_client_of_the_demo_is_small(demo: ModuleType) -> None:
+    data = fl.load("digits")
+    smallest = [int(part(data, seed).sizes("train").min()) for part in demo.PARTS.values() for seed in demo.SEEDS]
+    assert min(smallest) >= 20
+    assert len(demo.SEEDS) >= 5
