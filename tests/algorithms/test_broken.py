@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedloom.algorithms import FLAME, SCAFFOLD, Algorithm, Delta, FedACS, FedAvg, Kept, Mean, Model, Point
+from fedloom.algorithms import FLAME, SCAFFOLD, Algorithm, Delta, FedACS, FedAvg, FedBN, Kept, Mean, Model, Point
 from fedloom.algorithms.scaffold import Up as Variates
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows.layout import Layout
 from fedloom.testing import LAWS, check_algorithm, check_law
+from fedloom.testing.laws import CURES
 
 
 class TwoPrimaries(NamedTuple):
@@ -129,7 +131,8 @@ class CountsTheSampled(FedAvg):
 
 class SumOfVariates(SCAFFOLD):
     def server(self, server: Any, up: Any, ctx: Ctx) -> Any:
-        return super().server(server, up, ctx._replace(n=ctx.m))
+        alone = torch.zeros_like(ctx.weight).index_copy(0, ctx.ids, ctx.weight[ctx.ids])
+        return super().server(server, up, ctx._replace(weight=alone))
 
 
 class OldMinusNew(SCAFFOLD):
@@ -283,3 +286,18 @@ def test_kept_fields_all_or_none() -> None:
     OneKept.client.__annotations__["return"] = tuple[Mixed, Any]
     with pytest.raises(AssertionError, match="if the primary field is Kept, all fields are"):
         check_law("declarations", OneKept())
+
+
+def test_a_method_that_names_layers_is_checked_with_their_names() -> None:
+    named = FedBN(layers=("norm",))
+    with pytest.raises(AssertionError, match="no parameter starts with 'norm'"):
+        check_algorithm(named)
+    check_algorithm(named, layout=Layout.from_shapes({"conv.weight": (2, 2), "norm.weight": (2,), "fc.weight": (1, 2)}))
+    module = nn.Sequential(OrderedDict(conv=nn.Linear(2, 2), norm=nn.BatchNorm1d(2), fc=nn.Linear(2, 1)))
+    check_algorithm(named, layout=module)
+
+
+def test_every_law_names_its_cure() -> None:
+    assert CURES.keys() == LAWS.keys()
+    with pytest.raises(AssertionError, match=r"law translation.*without=\['translation'\]"):
+        check_algorithm(KnowsTheOrigin())

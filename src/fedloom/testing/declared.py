@@ -11,13 +11,13 @@ from fedloom.algorithms import primary_field, upload_fields
 from fedloom.algorithms._messages import base_of
 from fedloom.local.rows import map_rows
 from fedloom.testing.federate import Federation, State, begin, mixed, personal_models
-from fedloom.testing.scene import COHORT, HISTORY, SETTINGS, TIGHT, Scene, Subject, agree, demand, law_problem
+from fedloom.testing.scene import COHORT, HISTORY, SETTINGS, TIGHT, Scene, Subject, agree, demand
 from fedloom.testing.trees import difference, named, picked, plus
 
 
 def declarations(s: Subject) -> None:
     """One field carries the model, bases and parts exist, and what the server keeps is what the upload declares."""
-    problem, fields = law_problem(), upload_fields(type(s.algorithm))
+    problem, fields = s.problem, upload_fields(type(s.algorithm))
     primary = [name for name, kind in fields.items() if kind.primary]
     demand(len(primary) == (1 if fields else 0), f"one upload field must be primary, got {primary}")
     kept = [name for name, kind in fields.items() if kind.keeps]

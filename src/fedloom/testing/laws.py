@@ -12,10 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from fedloom.algorithms import Algorithm, Composition
 from fedloom.choose import Weigher
 from fedloom.local.rows import map_rows
+from fedloom.rows.layout import Layout
 from fedloom.testing.declared import (
     bases,
     declarations,
@@ -27,7 +29,8 @@ from fedloom.testing.declared import (
     translation,
 )
 from fedloom.testing.federate import State, mixed, play
-from fedloom.testing.scene import COHORT, HISTORY, TIGHT, Scene, Subject, agree, demand, law_problem
+from fedloom.testing.problems import LAYOUT
+from fedloom.testing.scene import COHORT, HISTORY, TIGHT, Scene, Subject, agree, demand
 from fedloom.testing.trees import named, picked, received, through_checkpoint
 
 
@@ -97,8 +100,8 @@ def no_state(s: Subject) -> None:
     demand(torch.equal(before, torch.random.get_rng_state()), "the global generator was used")
     demand(a.model_dump() == dumped and a == other, f"the value changed from {dumped} to {a.model_dump()}")
     agree(again, first, "the same calls twice")
-    agree(Subject(other, s.weigher).run([*HISTORY, COHORT])[-1], first, "a copy of the value")
-    agree(Subject(a.with_(), s.weigher).run([*HISTORY, COHORT])[-1], first, "the value made anew from its fields")
+    agree(replace(s, algorithm=other).run([*HISTORY, COHORT])[-1], first, "a copy of the value")
+    agree(replace(s, algorithm=a.with_()).run([*HISTORY, COHORT])[-1], first, "the value made anew from its fields")
 
 
 def dropped_is_not_sampled(s: Subject) -> None:
@@ -123,7 +126,7 @@ def dropped_is_not_sampled(s: Subject) -> None:
 
 def precision(s: Subject) -> None:
     """float32 stays float32 and agrees with float64, in which no number passes through torch's default dtype."""
-    problems = (law_problem().to(dtype) for dtype in (torch.float32, torch.float64))
+    problems = (s.problem.to(dtype) for dtype in (torch.float32, torch.float64))
     single, double = (s.run([*HISTORY, COHORT], problem=p)[-1] for p in problems)
     floats = {name: t for name, t in named(single.parts()).items() if t.is_floating_point()}
     for name, t in floats.items():
@@ -144,7 +147,7 @@ def resume(s: Subject) -> None:
     whole = s.run(rounds)[-1]
     half = s.run(rounds, 2)[-1]
     state = State(half.round, *(through_checkpoint(tree) for tree in half[1:]))
-    other = Subject(s.algorithm.with_(), s.weigher)
+    other = replace(s, algorithm=s.algorithm.with_())
     agree(other.run(rounds, 2, start=state)[-1], whole, "resumed and uninterrupted")
 
 
@@ -158,44 +161,74 @@ LAWS: dict[str, Callable[[Subject], None]] = {
 """Every law by name."""
 
 
-def check_law(law: str, algorithm: Algorithm | Composition, weigher: Weigher | None = None) -> None:
+CURES = {
+    "declarations": "annotate every field of the upload, once, as Mean, Kept or Rows; one of them is primary",
+    "shapes": "a field is a row per client [m, .], or [d] at the server, in the dtype of the model",
+    "row_independence": "compute every row from that client's rows alone: no sum, mean or index over dimension 0",
+    "permutation": "use work.ids and ctx.ids, never a client's place in the cohort",
+    "arguments_unmodified": "clone before an in-place operation, or make a new tensor",
+    "no_state": "keep nothing on self: what a later round needs belongs in rows or in the server's state",
+    "dropped_is_not_sampled": "let the server read the accepted cohort only: up, ctx.ids, ctx.m and ctx.part",
+    "bases": "send new - old of what base names; let the server add what accumulates times ctx.part",
+    "parts": "let the server read the coordinates of a field's part only",
+    "kept_rows": "set mixes = True if down reads the kept rows",
+    "idle_is_finite": "divide by work.steps.clamp(min=1), or take where_moved(work, new, old)",
+    "idle_is_zero": "take where_moved(work, new, old) of what is sent and kept: without a step nothing changes",
+    "translation": "models may be compared and averaged, not measured from zero; if the method knows the origin, as a "
+    "regulariser does, set family = 'composite' or leave the law out: without=['translation']",
+    "precision": "take dtypes from the arguments: torch.zeros_like(w), torch.rand(..., dtype=w.dtype)",
+    "resume": "put all that a round needs from the one before into rows or the server's state",
+}
+"""What usually breaks a law is cured by this; the end of its message."""
+
+
+def check_law(
+    law: str, algorithm: Algorithm | Composition, weigher: Weigher | None = None, layout: Layout = LAYOUT
+) -> None:
     """Hold one method to one law.
 
     Args:
         law: a name in `LAWS`.
         algorithm: a method, or what a preset stands for.
         weigher: the weigher of the runs; a composition's own when None.
+        layout: names and shapes of the parameters.
 
     Raises:
         AssertionError: law, method and what differed.
     """
     if isinstance(algorithm, Composition):
-        subject = Subject(algorithm.algorithm, weigher or algorithm.weigher).settled()
+        subject = Subject(algorithm.algorithm, weigher or algorithm.weigher, layout).settled()
     else:
-        subject = Subject(algorithm, weigher).settled()
+        subject = Subject(algorithm, weigher, layout).settled()
     try:
         LAWS[law](subject)
     except Exception as broken:
         what = str(broken) if isinstance(broken, AssertionError) else f"stopped with {type(broken).__name__}: {broken}"
-        raise AssertionError(f"law {law}, {subject.algorithm!r}: {what}") from broken
+        raise AssertionError(f"law {law}, {subject.algorithm!r}: {what}; {CURES[law]}") from broken
 
 
 def check_algorithm(
-    algorithm: Algorithm | Composition, weigher: Weigher | None = None, without: Collection[str] = ()
+    algorithm: Algorithm | Composition,
+    weigher: Weigher | None = None,
+    without: Collection[str] = (),
+    *,
+    layout: Layout | nn.Module = LAYOUT,
 ) -> None:
     """Hold a method to every law.
 
     Args:
         algorithm: the method.
-        weigher: the weigher of the runs; uniform when None.
+        weigher: the weigher of the runs; by the clients' shares when None.
         without: laws that the method breaks on purpose. ``translation`` is left out for composite methods, whose
             regulariser knows the origin.
+        layout: for a method that names layers: names and shapes of the parameters, or a module that has them.
 
     Raises:
-        AssertionError: at the first law that is broken: law, method and what differed.
+        AssertionError: at the first law that is broken: law, method, what differed, and what usually cures it.
     """
+    named = Layout.of(layout) if isinstance(layout, nn.Module) else layout
     for law in laws_of(algorithm, without):
-        check_law(law, algorithm, weigher)
+        check_law(law, algorithm, weigher, named)
 
 
 def laws_of(algorithm: Algorithm | Composition, without: Collection[str] = ()) -> list[str]:

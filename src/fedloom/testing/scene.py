@@ -10,8 +10,9 @@ from typing import Any
 from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.choose import Weigher
 from fedloom.local import Ctx, LocalSGD, Work
+from fedloom.rows.layout import Layout
 from fedloom.testing.federate import Federation, State, federate, mixed
-from fedloom.testing.problems import Problem
+from fedloom.testing.problems import LAYOUT, Problem
 from fedloom.testing.trees import difference, picked
 
 SETTINGS = LocalSGD(lr=0.1, batch_size=2, epochs=1)
@@ -22,20 +23,26 @@ TIGHT = 1e-9
 
 @dataclass(frozen=True)
 class Subject:
-    """What a law is about: a method and, if it brings one, its weigher."""
+    """What a law is about: a method and, if it brings one, its weigher; and the names of the parameters."""
 
     algorithm: Algorithm
     weigher: Weigher | None = None
+    layout: Layout = LAYOUT
+
+    @property
+    def problem(self) -> Problem:
+        """The laws' quadratics, in parameters of these names and shapes."""
+        return law_problem(self.layout)
 
     def settled(self) -> Subject:
         """The same with the options that are not given derived on the laws' problem."""
-        problem = law_problem()
+        problem = self.problem
         fed = Federation(problem.oracle(), problem.alpha, SETTINGS)
         return replace(self, algorithm=self.algorithm.settled(fed.ctx(0, range(fed.n))))
 
     def run(self, cohorts: Sequence[Collection[int]], rounds: int | None = None, **options: Any) -> list[State]:
         """A short run with these cohorts, on the laws' problem unless another is given."""
-        given = {"problem": law_problem(), "local": SETTINGS, "noise": 0.5, "weigher": self.weigher, **options}
+        given = {"problem": self.problem, "local": SETTINGS, "noise": 0.5, "weigher": self.weigher, **options}
         return federate(self.algorithm, rounds=len(cohorts) if rounds is None else rounds, cohorts=cohorts, **given)
 
 
@@ -50,7 +57,7 @@ class Scene:
 
     def __init__(self, subject: Subject, ids: Sequence[int] = COHORT, problem: Problem | None = None) -> None:
         self.subject, self.a, self.ids = subject, subject.algorithm, list(ids)
-        self.problem = law_problem() if problem is None else problem
+        self.problem = subject.problem if problem is None else problem
         self.fed = Federation(self.problem.oracle(noise=0.5), self.problem.alpha, SETTINGS)
         self.state = subject.run(HISTORY, problem=self.problem)[-1]
         self.kept = mixed(self.a, self.state.kept, self.ids)
@@ -73,9 +80,9 @@ class Scene:
 
 
 @cache
-def law_problem() -> Problem:
+def law_problem(layout: Layout = LAYOUT) -> Problem:
     """The quadratics of the laws: five ragged clients, shares by samples."""
-    return Problem.random(7, weights="samples")
+    return Problem.random(7, layout=layout, weights="samples")
 
 
 def demand(holds: object, sentence: str) -> None:
