@@ -74,11 +74,11 @@ def test_every_method_data_set_and_recipe_is_offered(program: dict[str, str]) ->
 
 def test_names_of_a_run_directory_are_offered(program: dict[str, str], tmp_path: Path) -> None:
     runs = [{"method": m, "seed": s} for m in ("fedavg", "ditto") for s in (0, 7)]
-    summary = {"runs": runs, "partition": {"clients": ["north", "south"]}}
+    summary = {"runs": runs, "clients": 12}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     assert in_bash(program, f"fedloom adapt {tmp_path} --method ") == ["fedavg", "ditto"]
     assert in_bash(program, f"fedloom adapt {tmp_path} --seed ") == ["0", "7"]
-    assert in_bash(program, f"fedloom evaluate {tmp_path} --client so") == ["south"]
+    assert in_bash(program, f"fedloom evaluate {tmp_path} --client 1") == ["1", "10", "11"]
     assert in_bash(program, f"fedloom export {tmp_path} --format o") == ["onnx"]
     assert in_bash(program, f"fedloom export {tmp_path / 'none'} --method ") == []
 

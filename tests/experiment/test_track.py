@@ -20,9 +20,9 @@ from fedloom.cli import app
 from fedloom.errors import ConfigError
 from fedloom.experiment import Plan, parse
 from fedloom.experiment.events import Event
-from fedloom.experiment.execute import folder_of
 from fedloom.experiment.track import TRACKERS, Tracker
 from fedloom.progress import shown
+from fedloom.rundir import folder_of
 
 SMALL = """
 name = "small"
@@ -126,6 +126,19 @@ def test_an_unknown_tracker_starts_nothing(tmp_path: Path) -> None:
     assert found.exit_code == 2
     assert "did you mean 'tensorboard'" in found.output
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_tracked_after_force_is_of_the_new_run_alone(tmp_path: Path) -> None:
+    kind = "tensorboard"
+    for package in NEEDED[kind]:
+        pytest.importorskip(package)
+    out = tmp_path / "out"
+    for force in (False, True):
+        made = Plan(plan(out).experiment, out, force=force)
+        made.run(Tracker(kind, made.experiment, out), page=False)
+        steps = [key for key, _ in READ[kind](out, "fedavg", 0)]
+        assert steps
+        assert len(set(steps)) == len(steps)
 
 
 def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

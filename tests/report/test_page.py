@@ -25,8 +25,9 @@ from fedloom.report import page as page_module
 from fedloom.report.figure import slug
 from fedloom.report.numbers import Estimate, Row, rows_of
 from fedloom.report.page import figures
-from fedloom.report.reading import Key, Record, read_runs
+from fedloom.report.reading import Key, read_runs
 from fedloom.report.tables import csv_text, latex
+from fedloom.rundir import Record
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,12 @@ from fedloom.cli import app
 from fedloom.errors import RunDirError
 from fedloom.experiment import parse
 from fedloom.experiment.events import Event, Listener
+from fedloom.rundir import label_of
 from fedloom.tune.search import space_of
 from fedloom_studies.reproduce import Recipe, estimate, recipe, recipes, reproduce
 from fedloom_studies.reproduce.choices import at_an_edge, candidates, extensions, open_methods, rounds_of, search_of
 from fedloom_studies.reproduce.execute import PROTOCOL, experiment
-from fedloom_studies.reproduce.recipe import SCALES, label_of, make_recipe, merged
+from fedloom_studies.reproduce.recipe import SCALES, make_recipe, merged
 from tests.commands import in_a_fork
 
 ALL = recipes()

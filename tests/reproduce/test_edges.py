@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from small_recipe import TINY, tiny
 
+from fedloom.rundir import label_of
 from fedloom_studies.reproduce import recipes, reproduce
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.choices import at_an_edge, candidates, extensions
-from fedloom_studies.reproduce.recipe import label_of, make_recipe, merged
+from fedloom_studies.reproduce.recipe import make_recipe, merged
 from fedloom_studies.store import CHECKOUT
 
 ALL = recipes()

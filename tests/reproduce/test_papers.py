@@ -11,6 +11,7 @@ import pytest
 from small_recipe import FAR, NEAR, TINY, tiny, with_claim
 
 from fedloom.errors import ConfigError
+from fedloom.rundir import label_of
 from fedloom_studies.reproduce import papers, recipes
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.charts import WORDS, WORDS_DARK
@@ -20,7 +21,7 @@ from fedloom_studies.reproduce.judge import between, claims
 from fedloom_studies.reproduce.marks import drawn
 from fedloom_studies.reproduce.page import last, not_run, page, plot
 from fedloom_studies.reproduce.papers import overview, pages, sheets
-from fedloom_studies.reproduce.recipe import Recipe, label_of, make_recipe, merged
+from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merged
 from fedloom_studies.reproduce.summary import Need, Summary, needs
 from fedloom_studies.store import CHECKOUT
 

@@ -10,11 +10,12 @@ from small_recipe import TINY, tiny
 
 from fedloom.errors import ConfigError
 from fedloom.experiment import Plan
+from fedloom.rundir import label_of
 from fedloom_studies.reproduce import Budget, recipe, recipes, reproduce
 from fedloom_studies.reproduce.choices import candidates, chosen, first
 from fedloom_studies.reproduce.execute import experiment
 from fedloom_studies.reproduce.figures import Reference
-from fedloom_studies.reproduce.recipe import NOMINAL, SCALES, label_of, make_recipe, merged
+from fedloom_studies.reproduce.recipe import NOMINAL, SCALES, make_recipe, merged
 
 ALL = recipes()
 NAMES = list(ALL)

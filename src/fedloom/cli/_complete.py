@@ -68,5 +68,7 @@ sources = offer(lambda: _keys("data/sources/__init__.py", "SOURCES"))
 """Names for ``fedloom data``."""
 methods, seeds = _of_runs("method"), _of_runs("seed")
 """Labels and seeds of a run directory."""
-clients = offer(lambda: _summary().get("partition", {}).get("clients", ()))
-"""Clients of a run directory."""
+clients = offer(lambda: map(str, range(min(int(_summary().get("clients", 0)), MOST))))
+"""Numbers of clients of a run directory."""
+MOST = 1000
+"""Clients that are offered."""

@@ -150,7 +150,7 @@ def adapt(
     with errors():
         from fedloom.experiment import open_run
         from fedloom.progress import print_rows
-        from fedloom.storage.files import file_name
+        from fedloom.rundir import file_name
 
         opened = open_run(run, trust=trust)
         chosen = _one(opened, method, seed)

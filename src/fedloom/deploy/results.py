@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from typing import Any
 
@@ -16,10 +15,9 @@ from fedloom.engine.state import State
 from fedloom.errors import Stop
 from fedloom.experiment import Experiment
 from fedloom.experiment.outputs import partition_table, write_measured, write_partition, write_settings
+from fedloom.rundir import SUMMARY, Record, Site, Summary
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
-
-SUMMARY = "summary.json"
 
 
 class Results:
@@ -70,23 +68,21 @@ class Results:
         """
         settings, method, job = self._settings, self._experiment.methods[0], self._job
         reason = "the run has not ended" if stop is None else f"{stop.value}{f' ({detail})' if detail else ''}"
-        run: dict[str, Any] = {
-            "method": method.label, "algorithm": method.algorithm, "seed": self._experiment.head.seeds[0],
-            "status": (stop or Stop.INTERRUPTED).status, "reason": reason,
-            "rounds": self._rounds,
-        }  # fmt: skip
-        if diverged is not None:
-            run["diverged"] = diverged
+        more: dict[str, Any] = {} if diverged is None else {"diverged": diverged}
         if job is not None:
-            run |= {"oracle": job.oracle.name, "chunk": 1, "device": "cpu", "parameters": job.oracle.layout.d}
+            more |= {"oracle": job.oracle.name, "chunk": 1, "device": "cpu", "parameters": job.oracle.layout.d}
+        run = Record(
+            method=method.label, algorithm=method.algorithm, seed=self._experiment.head.seeds[0],
+            status=(stop or Stop.INTERRUPTED).status, reason=reason, rounds=self._rounds, **more,
+        )  # fmt: skip
         members = {m.client: m.site for m in settings.sites}
         found = tallies(lines_of(settings.audit), members, self._rounds)
-        text = {
-            "name": settings.name, "runs": [run], "clients": settings.clients, "classes": settings.samples.classes,
-            "select_on": self._experiment.common.evaluate.select_on, "warnings": self._notes,
-            "metrics": self._experiment.methods[0].setting.task.directions,
-            "stop": stop and stop.name, "reason": reason if stop is None else stop.value, "detail": detail,
-            "sites": {members[c]: {"here": c in here, **tally} for c, tally in found.items()},
-        }  # fmt: skip
+        summary = Summary(
+            name=settings.name, runs=(run,), clients=settings.clients, classes=settings.samples.classes,
+            select_on=self._experiment.common.evaluate.select_on, warnings=self._notes,
+            metrics=self._experiment.methods[0].setting.task.directions,
+            stop=stop and stop.name, reason=reason if stop is None else stop.value, detail=detail,
+            sites={members[c]: Site(here=c in here, **tally) for c, tally in found.items()},
+        )  # fmt: skip
         make_folder(settings.results)
-        write_atomic(settings.results / SUMMARY, json.dumps(text, indent=1).encode())
+        write_atomic(settings.results / SUMMARY, summary.content())

@@ -19,7 +19,7 @@ from fedloom.deploy.exchange.forms import Forms
 from fedloom.deploy.exchange.masked import MaskedSites
 from fedloom.deploy.exchange.post import Post
 from fedloom.deploy.noise import SharedMean, left_to_sites, released
-from fedloom.deploy.results import SUMMARY, Results
+from fedloom.deploy.results import Results
 from fedloom.deploy.settings import Server, check_version
 from fedloom.deploy.site.ledger import Ledger
 from fedloom.deploy.site.local_data import federation_of
@@ -38,6 +38,7 @@ from fedloom.errors import GivenUp, Refused, RunStopped, Stop
 from fedloom.experiment import Experiment
 from fedloom.local import Nothing
 from fedloom.rows.channel import GaussianNoise
+from fedloom.rundir import SUMMARY
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.storage.files import lock
 from fedloom.storage.store import Store

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from fedloom.errors import ConfigError, homes_of, unknown
 from fedloom.experiment.shapes import Shape
 from fedloom.imports import is_path
+from fedloom.rundir import label_of
 from fedloom.values import choose, table
 
 
@@ -167,7 +168,7 @@ def _method(
                 cure = _home(key, given[key], grammar, shape, but="method")
                 raise unknown("key", key, (*found.fields, *more), where, cure)
         found.check({k: v for k, v in given.items() if k != "algorithm"}, where, more)
-    label = given.get("label", name.rpartition(":")[2])
+    label = given.get("label", label_of(given))
     plain = {"label": label, **{k: v for k, v in given.items() if k in ("rounds", "weights", "settings")}}
     shape(grammar.own).check(plain, where)
     for what in grammar.overrides:

@@ -19,7 +19,6 @@ from fedloom.errors import CodeError, DamagedCheckpoint, LayoutError, RunDirErro
 from fedloom.experiment.events import PAUSE, Emitter, Event, Line, Listener
 from fedloom.experiment.inspection import check_inspection
 from fedloom.experiment.outputs import (
-    LIVE,
     Live,
     Outcome,
     write_inspection,
@@ -32,8 +31,9 @@ from fedloom.experiment.schema import Experiment, Method, changed
 from fedloom.processes.pool import Pool, cores
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
+from fedloom.rundir import CHECKPOINTS, FILES, FOLDERS, LIVE, MODELS, REPORT, SETTINGS, folder_of
 from fedloom.storage.checkpoint import check_digest
-from fedloom.storage.files import file_name, is_unused, lock, make_folder
+from fedloom.storage.files import is_unused, lock, make_folder
 
 FEW_CLIENTS = 16
 """Cohorts below this size run several runs side by side, instead of several chunks of one."""
@@ -115,7 +115,7 @@ class Plan:
             outcomes = self._run_all(listeners, alone=processes == 1, interrupted=interrupted, ended=ended)
             self._write(outcomes)
             if page and any(o.result is not None for o in outcomes):
-                report.write([self.out], self.out / "report.html", charts=False)
+                report.write([self.out], self.out / REPORT, charts=False)
         return outcomes
 
     def _run_all(
@@ -142,7 +142,7 @@ class Plan:
         if not alone:
             setting = setting.with_(engine=setting.engine.with_(workers=1))
         emitter = Emitter(listeners, method.label, setting, 0.0 if alone else PAUSE)
-        folder, fed = self._folder("checkpoints", method, seed), self.federations[seed]
+        folder, fed = self._folder(CHECKPOINTS, method, seed), self.federations[seed]
         try:
             live = [Live(self.out, method.label, seed, setting.rounds)] if self.ranks.rank == 0 else []
             progress: list[Progress] = [emitter, *live]
@@ -177,7 +177,7 @@ class Plan:
     def _write(self, outcomes: list[Outcome]) -> None:
         for (method, seed), outcome in zip(self.runs, outcomes, strict=False):
             if outcome.complete and outcome.result is not None:
-                _save_models(outcome.result, self._folder("models", method, seed))
+                _save_models(outcome.result, self._folder(MODELS, method, seed))
         write_tables(self.out, outcomes)
         more = write_inspection(self.out, self.experiment.common.evaluate, outcomes)
         write_summary(self.out, self.experiment, outcomes, self.federations, more)
@@ -187,7 +187,7 @@ class Plan:
         """Refuse what is not a run directory, or one of another experiment; methods and seeds may come and go."""
         if is_unused(self.out):
             return
-        settings = self.out / "experiment.toml"
+        settings = self.out / SETTINGS
         if not settings.exists():
             raise RunDirError(
                 f"{self.out} is not empty and not a run directory (no experiment.toml); choose another --out"
@@ -215,13 +215,12 @@ class Plan:
         self._force = False
         if self._partly:
             for method, seed in self.runs:
-                for kind in ("checkpoints", "models"):
+                for kind in (CHECKPOINTS, MODELS):
                     shutil.rmtree(self._folder(kind, method, seed), ignore_errors=True)
             return
-        for name in ("checkpoints", "models", "adapted", "tracking", LIVE):
+        for name in FOLDERS:
             shutil.rmtree(self.out / name, ignore_errors=True)
-        tables = (f"{name}.parquet" for name in ("metrics", "timings", "partition", "confusion", "tsne"))
-        for name in (*tables, "summary.json", "report.html"):
+        for name in FILES:
             (self.out / name).unlink(missing_ok=True)
 
     def _folder(self, kind: str, method: Method, seed: int) -> Path:
@@ -235,11 +234,6 @@ def side_by_side(experiment: Experiment, federations: Collection[Federation]) ->
         wanted = cores()
     small = all(fed.n < FEW_CLIENTS for fed in federations) and experiment.common.engine.device == "cpu"
     return min(wanted, len(experiment.methods) * len(experiment.head.seeds)) if small else 1
-
-
-def folder_of(out: Path, kind: str, label: str, seed: int) -> Path:
-    """The folder of a run's ``checkpoints`` or ``models`` in a run directory."""
-    return out / kind / f"{file_name(label)}-{seed}"
 
 
 def _save_models(result: Result, folder: Path) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import LayoutError
-from fedloom.experiment.execute import folder_of
 from fedloom.experiment.opened import Opened, Recorded
 from fedloom.metrics import leading, metric, worst
+from fedloom.rundir import ADAPTED, MODELS, folder_of
 from fedloom.trained.model import facts_of, open_tensors
 from fedloom.trained.model_source import KINDS
 
@@ -22,9 +22,7 @@ def listed(opened: Opened) -> list[dict[str, Any]]:
     table = opened.table()
     lead = leading(table["metric"].unique().to_pylist())
     rows = [row for run in opened for row in _rows(opened, run, lead)]
-    return rows + [
-        _adapted(file, opened.path, lead) for file in sorted((opened.path / "adapted").glob("*.safetensors"))
-    ]
+    return rows + [_adapted(file, opened.path, lead) for file in sorted((opened.path / ADAPTED).glob("*.safetensors"))]
 
 
 def _rows(opened: Opened, run: Recorded, lead: str) -> list[dict[str, Any]]:
@@ -34,7 +32,7 @@ def _rows(opened: Opened, run: Recorded, lead: str) -> list[dict[str, Any]]:
         if (kind, "test", lead) not in measured:
             continue
         values = run.final(kind, lead)
-        file = folder_of(opened.path, "models", run.method, run.seed) / f"{kind}.safetensors"
+        file = folder_of(opened.path, MODELS, run.method, run.seed) / f"{kind}.safetensors"
         found.append(
             {
                 "method": run.method,

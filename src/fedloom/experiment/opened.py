@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,12 +20,12 @@ from fedloom.data.new_data import NewData
 from fedloom.data.new_rows import new_rows
 from fedloom.engine.records import not_measured
 from fedloom.errors import ConfigError, RunDirError, nearest
-from fedloom.experiment.execute import folder_of
 from fedloom.experiment.schema import Experiment, Method, parse
 from fedloom.metrics import leading, metric
 from fedloom.report import notebook as display
 from fedloom.report import result_table
 from fedloom.report.reading import read_table
+from fedloom.rundir import METRICS, MODELS, SETTINGS, SUMMARY, folder_of, read_summary
 from fedloom.trained.model import Model
 from fedloom.trained.model_source import KINDS
 from fedloom.trained.models import OWN, Models
@@ -137,7 +136,7 @@ class Opened:
 
     def __init__(self, path: Path | str, *, trust: bool = False) -> None:
         self.path, self._trust = Path(path), trust
-        settings = self.path / "experiment.toml"
+        settings = self.path / SETTINGS
         if deployed := _deployed(self.path):
             raise RunDirError(f"{path} is {deployed}")
         if not self.path.is_dir() or not settings.is_file():
@@ -145,11 +144,13 @@ class Opened:
             raise RunDirError(f"{path} is not a run directory: it {what}; give the --out of 'fedloom run'")
         try:
             self._document = read_toml(settings, "settings of the run")
-            summary = json.loads((self.path / "summary.json").read_text())
-            self._runs = {(str(r["method"]), int(r["seed"])): r for r in summary["runs"]}
+            summary = read_summary(self.path / SUMMARY)
+            self._runs = {(record.method, record.seed): record for record in summary.runs}
         except OSError:
             raise RunDirError(f"{path} has no summary.json yet; let 'fedloom run' finish first") from None
-        except (ConfigError, ValueError, KeyError, TypeError) as error:
+        except RunDirError:
+            raise
+        except ConfigError as error:
             raise RunDirError(f"{path} is damaged: {error}") from None
         if not self._runs:
             raise RunDirError(f"{path} holds no run yet; let 'fedloom run' finish first")
@@ -165,7 +166,7 @@ class Opened:
             known = ", ".join(f"{method!r} with seed {seed}" for method, seed in self._runs)
             raise ConfigError(f"{self.path} has no run of {key[0]!r} with seed {key[1]}; it has {known}")
         run = self._runs[key]
-        return Recorded(*key, run["status"], run["reason"], run["rounds"], self)
+        return Recorded(*key, run.status, run.reason, run.rounds, self)
 
     def runs(self, method: str | None = None, seed: int | None = None) -> list[Recorded]:
         """The runs of a method, of a seed, of both, or all.
@@ -182,7 +183,7 @@ class Opened:
 
     @cached_property
     def _table(self) -> pa.Table:
-        return read_table(self.path / "metrics.parquet", COLUMNS)
+        return read_table(self.path / METRICS, COLUMNS)
 
     def table(self) -> pa.Table:
         """Every figure of every run, with the columns ``method`` and ``seed`` first.
@@ -190,7 +191,7 @@ class Opened:
         Raises:
             RunDirError: the file is missing or damaged.
         """
-        if not (self.path / "metrics.parquet").is_file():
+        if not (self.path / METRICS).is_file():
             raise RunDirError(f"{self.path} has no metrics.parquet; run the experiment again to write it")
         return self._table
 
@@ -201,14 +202,14 @@ class Opened:
         Raises:
             ConfigError: a part of user code cannot be imported any more, or the directory is another user's.
         """
-        check_document(self._document, self.path / "experiment.toml", trust=self._trust)
+        check_document(self._document, self.path / SETTINGS, trust=self._trust)
         document = {k: v for k, v in self._document.items() if k != "resolved"}
-        return parse({**document, "data": {"source": "digits"}}, str(self.path / "experiment.toml"))
+        return parse({**document, "data": {"source": "digits"}}, str(self.path / SETTINGS))
 
     def shelf(self, method: str, seed: int) -> Shelf:
         """The files of the models of a run."""
         chosen: Method = next(m for m in self.experiment.methods if m.label == method)
-        folder = folder_of(self.path, "models", method, seed)
+        folder = folder_of(self.path, MODELS, method, seed)
         run = chosen.setting
         return Shelf(folder, run.method, run.model, run.local, seed, method, run.task)
 

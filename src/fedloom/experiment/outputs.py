@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import platform
 import shutil
 import time
@@ -25,11 +24,22 @@ from fedloom.engine.setting import Evaluate
 from fedloom.engine.state import State
 from fedloom.experiment.inspection import confusion, tsne
 from fedloom.experiment.schema import Experiment
-from fedloom.storage.files import file_name, make_folder, write_atomic
+from fedloom.rundir import (  # fmt: skip
+    CONFUSION,
+    LIVE,
+    METRICS,
+    PARTITION,
+    SETTINGS,
+    SUMMARY,
+    TIMINGS,
+    TSNE,
+    Record,
+    Summary,
+    file_name,
+)
+from fedloom.storage.files import make_folder, write_atomic
 from fedloom.version import __version__
 
-LIVE = "live"
-"""Folder of the figures of runs that go on."""
 PAUSE = 2.0
 """Seconds between two files of these figures of a run, at least."""
 VERSIONS = ("torch", "numpy", "scipy", "scikit-learn", "pyarrow", "pydantic")
@@ -82,7 +92,7 @@ def write_settings(out: Path, experiment: Experiment) -> None:
         **{v: _version(v) for v in VERSIONS},
     }
     document = {**experiment.settings(), "resolved": {"versions": versions}}
-    write_atomic(out / "experiment.toml", tomli_w.dumps(document).encode())
+    write_atomic(out / SETTINGS, tomli_w.dumps(document).encode())
 
 
 def write_tables(out: Path, outcomes: Sequence[Outcome]) -> None:
@@ -103,8 +113,8 @@ def write_measured(
     """
     metrics = [_labelled(table, label, seed) for label, seed, table, _ in runs]
     seconds = [_labelled(_timings(*spent), label, seed) for label, seed, _, spent in runs]
-    _write(out / "metrics.parquet", metrics, keep)
-    _write(out / "timings.parquet", seconds, keep)
+    _write(out / METRICS, metrics, keep)
+    _write(out / TIMINGS, seconds, keep)
 
 
 def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome]) -> list[str]:
@@ -122,8 +132,8 @@ def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome])
             table, said = tsne(result, evaluate.tsne)
             places.append(_labelled(table, outcome.label, outcome.seed))
             notes += said
-    _write(out / "confusion.parquet", counts, keep)
-    _write(out / "tsne.parquet", places, keep)
+    _write(out / CONFUSION, counts, keep)
+    _write(out / TSNE, places, keep)
     return notes
 
 
@@ -149,22 +159,21 @@ def write_summary(
     more: Sequence[str] = (),
 ) -> None:
     """``summary.json``: how every run ended; ``partition.parquet``: how the data were split."""
-    runs = [_run(o) for o in outcomes]
     feds = list(federations.values())
     attackers = {o.seed: o.result.job.attackers.numpy() for o in outcomes if o.result is not None}
     write_splits(out, federations, attackers)
     notes = [f"data, seed {seed}: {note}" for seed, fed in federations.items() for note in fed.notes]
     notes += [f"{o.label}, seed {o.seed}: {note}" for o in outcomes if o.result is not None for note in o.result.notes]
-    summary = {
-        "name": experiment.head.name,
-        "runs": runs,
-        "clients": feds[0].n,
-        "classes": list(feds[0].data.classes),
-        "select_on": experiment.common.evaluate.select_on,
-        "metrics": {k: v for m in experiment.methods for k, v in m.setting.task.directions.items()},
-        "warnings": list(dict.fromkeys([*notes, *more])),
-    }
-    write_atomic(out / "summary.json", json.dumps(summary, indent=1).encode())
+    summary = Summary(
+        name=experiment.head.name,
+        runs=tuple(map(_run, outcomes)),
+        clients=feds[0].n,
+        classes=feds[0].data.classes,
+        select_on=experiment.common.evaluate.select_on,
+        metrics={k: v for m in experiment.methods for k, v in m.setting.task.directions.items()},
+        warnings=tuple(dict.fromkeys([*notes, *more])),
+    )
+    write_atomic(out / SUMMARY, summary.content())
 
 
 def write_splits(
@@ -175,17 +184,16 @@ def write_splits(
     write_partition(out, [_partition(seed, fed, known.get(seed)) for seed, fed in federations.items()])
 
 
-def _run(outcome: Outcome) -> dict[str, Any]:
-    base = {"method": outcome.label, "algorithm": outcome.algorithm, "seed": outcome.seed}
-    base |= {"status": outcome.status, "reason": outcome.reason}
+def _run(outcome: Outcome) -> Record:
     result = outcome.result
-    if result is not None and result.diverged is not None:
-        base["diverged"] = result.diverged
-    if result is None:
-        return {**base, "rounds": 0}
-    job = result.job
-    engine = {"oracle": job.oracle.name, "chunk": job.chunk, "device": str(job.oracle.device)}
-    return {**base, "rounds": result.rounds, **engine, "parameters": job.oracle.layout.d}
+    more: dict[str, Any] = {"rounds": 0}
+    if result is not None:
+        job = result.job
+        more = {"rounds": result.rounds, "oracle": job.oracle.name, "chunk": job.chunk}
+        more |= {"device": str(job.oracle.device), "parameters": job.oracle.layout.d}
+        more |= {} if result.diverged is None else {"diverged": result.diverged}
+    fields: dict[str, Any] = {"method": outcome.label, "algorithm": outcome.algorithm, "seed": outcome.seed}
+    return Record(**fields, status=outcome.status, reason=outcome.reason, **more)
 
 
 def _partition(seed: int, fed: Federation, attackers: NDArray[np.int64] | None) -> pa.Table:
@@ -227,7 +235,7 @@ def partition_table(
 
 def write_partition(out: Path, tables: list[pa.Table]) -> None:
     """``partition.parquet``, from a table per seed."""
-    _write(out / "partition.parquet", tables)
+    _write(out / PARTITION, tables)
 
 
 def _timings(seconds: Sequence[float], startup: Sequence[float]) -> pa.Table:
@@ -269,7 +277,7 @@ class Live:
 
 def newest(out: Path) -> dict[str, int]:
     """The files of a run directory that a report reads, with their times: what differs when there is news."""
-    names = ("experiment.toml", "metrics.parquet", "timings.parquet", "partition.parquet", "summary.json")
+    names = (SETTINGS, METRICS, TIMINGS, PARTITION, SUMMARY)
     paths = [*(out / name for name in names), *sorted((out / LIVE).glob("*.parquet"))]
     return {path.name: path.stat().st_mtime_ns for path in paths if path.exists()}
 
@@ -287,15 +295,15 @@ def snapshot(out: Path, into: Path) -> Path:
     make_folder(into)
     tables = [pq.read_table(path) for path in live.values()]
     known = {(t["method"][0].as_py(), t["seed"][0].as_py()) for t in tables if t.num_rows}
-    if (out / "metrics.parquet").exists():
-        before = pq.read_table(out / "metrics.parquet")
+    if (out / METRICS).exists():
+        before = pq.read_table(out / METRICS)
         others = [
             key not in known for key in zip(before["method"].to_pylist(), before["seed"].to_pylist(), strict=True)
         ]
         tables = [before.filter(pa.array(others, pa.bool_())), *tables]
-    for name in ("experiment.toml", "timings.parquet", "partition.parquet"):
+    for name in (SETTINGS, TIMINGS, PARTITION):
         (into / name).unlink(missing_ok=True)
         if (out / name).exists():
             shutil.copyfile(out / name, into / name)
-    _write(into / "metrics.parquet", tables)
+    _write(into / METRICS, tables)
     return into

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedloom.errors import ConfigError, unknown
+from fedloom.rundir import label_of
 from fedloom.values import FACTOR, table
 
 WORD = re.compile(rf"[A-Za-z_][\w./:-]*|{FACTOR}")
@@ -43,20 +44,16 @@ def changed(
         _set(found, text, where)
     named = [m for m in entries if isinstance(m, dict)]
     if methods:
-        names = list(dict.fromkeys(name for m in named for name in (_label(m), str(m.get("algorithm")))))
+        names = list(dict.fromkeys(name for m in named for name in (label_of(m), str(m.get("algorithm")))))
         for name in methods:
             if name not in names:
                 raise unknown("method", name, names, f"{where}: --method")
-        found["method"] = [m for m in named if {_label(m), m.get("algorithm")} & {*methods}]
+        found["method"] = [m for m in named if {label_of(m), m.get("algorithm")} & {*methods}]
     if rounds is not None:
         found["rounds"] = rounds
         for m in named:
             m.pop("rounds", None)
     return found
-
-
-def _label(method: Mapping[str, Any]) -> str:
-    return str(method.get("label", str(method.get("algorithm")).rpartition(":")[2]))
 
 
 def _set(document: dict[str, Any], text: str, where: str) -> None:
@@ -80,7 +77,7 @@ def _set(document: dict[str, Any], text: str, where: str) -> None:
 
 def _method(document: Mapping[str, Any], parts: list[str], text: str, where: str) -> tuple[dict[str, Any], list[str]]:
     """The table of a method that a key names, and the rest of the key."""
-    labels = {_label(m): m for m in document.get("method", ()) if isinstance(m, dict)}
+    labels = {label_of(m): m for m in document.get("method", ()) if isinstance(m, dict)}
     if len(parts) < 3:
         raise ConfigError(f"--set {text!r}: a key of a method is method.LABEL.key; labels: {', '.join(labels)}")
     if parts[1] not in labels:

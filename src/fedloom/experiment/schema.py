@@ -23,6 +23,7 @@ from fedloom.experiment.shapes import Shape
 from fedloom.experiment.tuning import Tune
 from fedloom.imports import is_path
 from fedloom.models import Import
+from fedloom.rundir import label_of
 from fedloom.values import Value, choose, difference, dump, fields_of, flat, make, make_kind
 
 
@@ -250,7 +251,7 @@ def _method(options: Mapping[str, Any], local: Mapping[str, Any], common: Settin
     entry = choose("algorithm", REGISTRY, name, where, Algorithm)
     own = {k: v for k, v in options.items() if k not in ("algorithm", "label", *Setting.own)}
     made: Any = make(entry, own, where, {**fields_of(entry), **dict.fromkeys(("label", "settings", *Setting.own))})
-    label = make(_Own, {"label": options.get("label", name.rpartition(":")[2])}, where, _Own.model_fields).label
+    label = make(_Own, {"label": options.get("label", label_of(options))}, where, _Own.model_fields).label
     given = {k: v for k, v in options.items() if k in Setting.own}
     for what, kind in Setting.tables().items():
         if what in given:

@@ -14,14 +14,15 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from fedloom.errors import ConfigError, unknown
 from fedloom.experiment.events import Event, Figures
-from fedloom.experiment.execute import folder_of
 from fedloom.experiment.schema import Experiment
+from fedloom.rundir import folder_of
 from fedloom.storage.files import make_folder
 
 FOLDER = "tracking"
@@ -192,20 +193,26 @@ def _tensorboard(experiment: Experiment, out: Path) -> tuple[Make, str]:
 
 def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    from mlflow.tracking import MlflowClient
-
-    for name in ("mlflow", "alembic"):
-        logging.getLogger(name).setLevel(logging.WARNING)
     folder = (out / FOLDER).resolve()
-    make_folder(folder)
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
-    client: Any = MlflowClient(uri)
-    name = experiment.head.name
-    known = client.get_experiment_by_name(name)
-    id = client.create_experiment(name, (folder / "artifacts").as_uri()) if known is None else known.experiment_id
     settings = {m.label: m.settings() for m in experiment.methods}
 
+    @cache
+    def opened() -> tuple[Any, str]:
+        """The client and the number of its experiment; a run's directory is its own only once the run has begun."""
+        from mlflow.tracking import MlflowClient
+
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        make_folder(folder)
+        client: Any = MlflowClient(uri)
+        name = experiment.head.name
+        known = client.get_experiment_by_name(name)
+        artifacts = (folder / "artifacts").as_uri()
+        return client, client.create_experiment(name, artifacts) if known is None else known.experiment_id
+
     def make(label: str, seed: int) -> Writer:
+        client, id = opened()
         origin = f"{out.resolve()}#{label}#{seed}"
         return MLflow(client, id, f"{label}-{seed}", origin, {"seed": seed, **settings[label]})
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from fedloom.metrics import leading, worst
 from fedloom.report.naming import METRICS, metric
-from fedloom.report.reading import Integers, Key, Numbers, Points, Record, Run
+from fedloom.report.reading import Integers, Key, Numbers, Points, Run
+from fedloom.rundir import Record
 
 MODELS = ("global", "personal", "hybrid")
 WORK = ("steps", "samples_backward", "samples_forward", "bytes_up", "bytes_down", "bytes_up_paper", "bytes_down_paper")

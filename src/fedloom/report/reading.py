@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedloom.errors import RunDirError
 from fedloom.metrics import declare
+from fedloom.rundir import (
+    FEDERATION,
+    METRICS,
+    MOST_CLIENTS,
+    PARTITION,
+    SETTINGS,
+    SUMMARY,
+    TIMINGS,
+    Summary,
+    read_summary,
+)  # fmt: skip
 
 Numbers = NDArray[np.float64]
 Integers = NDArray[np.int64]
-FEDERATION = -1
-"""Client id of rows about the whole federation."""
 
-MOST_CLIENTS = 2**31
-"""Clients are numbered below this."""
 TABLES = (
     "data", "partition", "model", "attack", "augment", "evaluate", "local", "sampler", "weigher", "aggregator",
     "channel", "engine", "task", "tune", "resolved",
@@ -63,66 +68,6 @@ class Points(NamedTuple):
     def at(self, rows: Any) -> Points:
         """The points at places, in a slice, or where a mask is true."""
         return Points(self.round[rows], self.client[rows], self.value[rows])
-
-
-class _Lenient(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""A number that a column of a table can hold."""
-Client = Annotated[int, Field(ge=0, lt=MOST_CLIENTS)]
-
-
-class Record(_Lenient):
-    """One method with one seed; ``diverged`` is the round by which it had, if it went on to its end."""
-
-    method: str
-    algorithm: str = ""
-    seed: Whole
-    status: Literal["done", "diverged", "interrupted", "failed"]
-    reason: str = ""
-    rounds: Whole = 0
-    diverged: Whole | None = None
-    oracle: str | None = None
-    chunk: Whole | None = None
-    device: str | None = None
-    parameters: Whole | None = None
-    attackers: tuple[Client, ...] = ()
-
-    @property
-    def lost(self) -> bool:
-        """Whether the run has no result: it failed, or diverged and could not go on."""
-        return self.status == "failed" or (self.status == "diverged" and self.diverged is None)
-
-
-class Rejection(_Lenient):
-    """Replies of a site that failed one step of the server's check, and the newest sentence on it."""
-
-    count: Whole = 0
-    reason: str = ""
-
-
-class Site(_Lenient):
-    """How a site of a deployment did: rounds that it took part in or missed, and its last accepted reply."""
-
-    here: bool = True
-    accepted: Whole = 0
-    missed: Whole = 0
-    last_reply: str | None = None
-    rejected: dict[str, Rejection] = {}
-
-
-class Summary(_Lenient):
-    """The part of ``summary.json`` that a report needs; ``metrics`` are own ones, True where more is better."""
-
-    name: str = ""
-    runs: tuple[Record, ...] = ()
-    classes: tuple[str, ...] = ()
-    select_on: str = "validation"
-    metrics: dict[str, bool] = {}
-    warnings: tuple[str, ...] = ()
-    sites: dict[str, Site] = {}
 
 
 @dataclass(frozen=True)
@@ -231,15 +176,15 @@ def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
 def _read(path: Path, label: str) -> Run:
     if not path.is_dir():
         raise RunDirError(f"{path} is not a directory; give the output directory of 'fedloom run'")
-    if not (path / "experiment.toml").is_file():
+    if not (path / SETTINGS).is_file():
         raise RunDirError(
             f"{path} is not a run directory: no experiment.toml; give the output directory of 'fedloom run'"
         )
-    if not (path / "metrics.parquet").is_file():
+    if not (path / METRICS).is_file():
         raise RunDirError(f"{path} has no metrics.parquet yet; run the experiment until its first method has a result")
-    settings = _text(path / "experiment.toml")
-    _check_settings(path / "experiment.toml", settings)
-    table = read_table(path / "metrics.parquet", (*_TEXT, *_INTEGER, "value"), coded=True)
+    settings = _text(path / SETTINGS)
+    _check_settings(path / SETTINGS, settings)
+    table = read_table(path / METRICS, (*_TEXT, *_INTEGER, "value"), coded=True)
     series: dict[Key, Points] = {}
     totals: dict[Key, Points] = {}
     for key, points in _split(table).items():
@@ -247,22 +192,18 @@ def _read(path: Path, label: str) -> Run:
         for found, rows in ((series, own), (totals, ~own)):
             if rows.any():
                 found[key] = points if rows.all() else points.at(rows)
-    summary, seconds = _summary(path / "summary.json"), _seconds(path / "timings.parquet")
+    summary, seconds = _summary(path / SUMMARY), _seconds(path / TIMINGS)
     declare(summary.metrics)
-    partitions, names = _partitions(path / "partition.parquet")
+    partitions, names = _partitions(path / PARTITION)
     most = max((int(points.client.max()) for points in series.values()), default=FEDERATION)
     if most >= (len(names) or MOST_CLIENTS):
-        raise RunDirError(
-            f"{path / 'metrics.parquet'}: client {most} is not one of the {len(names)} of partition.parquet"
-        )
+        raise RunDirError(f"{path / METRICS}: client {most} is not one of the {len(names)} of partition.parquet")
     if any(int(points.client.min()) < FEDERATION for points in series.values()):
-        raise RunDirError(f"{path / 'metrics.parquet'}: a client has a number below 0")
+        raise RunDirError(f"{path / METRICS}: a client has a number below 0")
     return Run(path, label, settings, summary, partitions, names, series, totals, seconds)
 
 
 def _text(path: Path) -> str:
-    if path.exists() and not path.is_file():
-        raise RunDirError(f"{path} is no regular file; remove it")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -289,20 +230,12 @@ def _check_settings(path: Path, settings: str) -> None:
 
 def _summary(path: Path) -> Summary:
     """The summary; an empty one while the first method is still running."""
-    if not path.exists():
-        return Summary()
     try:
-        document = json.loads(_text(path))
-        json.dumps(document, ensure_ascii=False).encode()  # refuses halves of characters
-        return Summary.model_validate(document)
-    except RecursionError as error:
-        raise RunDirError(f"{path} is damaged: nested too deeply") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise RunDirError(f"{path}: {place}: {first['msg']}, got {str(first['input'])[:60]}") from error
-    except ValueError as error:
-        raise RunDirError(f"{path} is damaged: {error}") from error
+        return read_summary(path)
+    except FileNotFoundError:
+        return Summary()
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be read: {error}") from error
 
 
 def _seconds(path: Path) -> dict[tuple[str, int], Points]:

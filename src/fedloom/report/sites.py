@@ -6,8 +6,9 @@ from html import escape
 
 import numpy as np
 
-from fedloom.report.reading import Run, Site
+from fedloom.report.reading import Run
 from fedloom.report.tables import scrolling
+from fedloom.rundir import Site
 
 MOST = 25
 """Lines of a table over rounds; more rounds are thinned evenly, with the first and the last among them."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import io
 import os
 import socket
@@ -18,7 +17,6 @@ import weakref
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import quote_plus
 
 from fedloom.errors import DamagedCheckpoint, RunDirError, explained
 
@@ -32,16 +30,12 @@ __all__ = [
     "Sink",
     "append_synced",
     "discard",
-    "file_name",
     "hook",
     "in_use",
     "lock",
     "make_folder",
     "write_atomic",
 ]
-
-LONGEST = 150
-"""Most characters of a label in a file's name: a system takes 255 bytes, of which seed, ending and draft need some."""
 
 BUFFERS = 1024
 """Most buffers that a system reads or writes in one call."""
@@ -128,21 +122,6 @@ class Sink(io.RawIOBase):
     def replace(self, data: Buffer, at: int) -> None:
         """Other bytes in the place of those from byte ``at`` on."""
         _write(self._fd, self._path, _bytes(data), at)
-
-
-def file_name(label: str) -> str:
-    """A label as a part of a file's name; labels that differ have names that differ.
-
-    Of one that is too long for that, the beginning and a digest are the name.
-
-    >>> file_name("flame"), file_name("rho=0.1"), file_name("rho 0.1"), file_name("a/b"), file_name("..")
-    ('flame', 'rho=0.1', 'rho+0.1', 'a%2Fb', '%2E%2E')
-    """
-    name = label.replace(".", "%2E") if label.strip(".") == "" else quote_plus(label, safe="=")
-    if len(name) <= LONGEST:
-        return name
-    digest = hashlib.sha256(name.encode()).hexdigest()[:32]
-    return f"{name[: LONGEST - len(digest) - 1]}@{digest}"  # no other name has this sign
 
 
 def make_folder(folder: Path) -> None:

@@ -22,7 +22,8 @@ from fedloom.experiment.tuning import Dimension, Tune
 from fedloom.processes.distributed import check_alone
 from fedloom.processes.pool import Pool, cores
 from fedloom.processes.signals import interruptible
-from fedloom.storage.files import file_name, is_unused, lock, make_folder, write_atomic
+from fedloom.rundir import file_name
+from fedloom.storage.files import is_unused, lock, make_folder, write_atomic
 from fedloom.tune.report import write_report
 from fedloom.tune.search import (
     Found,

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from fedloom.algorithms import REGISTRY, Algorithm, Preset
 from fedloom.experiment import Experiment, parse
 from fedloom.experiment.tuning import Tune
-from fedloom.storage.files import file_name
+from fedloom.rundir import file_name
 from fedloom.values import choose, dump, make, read_toml
 from fedloom_studies.reproduce.recipe import merged, without_uniform
 

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.experiment import parse
+from fedloom.rundir import label_of
 from fedloom.storage.files import write_atomic
-from fedloom_studies.reproduce.recipe import label_of, merged
+from fedloom_studies.reproduce.recipe import merged
 
 if TYPE_CHECKING:
     from fedloom.tune.search import Found

@@ -19,7 +19,8 @@ from fedloom.experiment import Experiment, Plan, parse
 from fedloom.experiment.events import Event, Listener
 from fedloom.processes.distributed import check_alone
 from fedloom.report.reading import read_runs
-from fedloom.storage.files import file_name, make_folder, write_atomic
+from fedloom.rundir import file_name, label_of
+from fedloom.storage.files import make_folder, write_atomic
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.choices import (
     TRIALS,
@@ -34,7 +35,7 @@ from fedloom_studies.reproduce.choices import (
     trials_of,
     write_choices,
 )
-from fedloom_studies.reproduce.recipe import Recipe, Scale, digest_of, label_of
+from fedloom_studies.reproduce.recipe import Recipe, Scale, digest_of
 from fedloom_studies.reproduce.summary import Summary
 
 PROTOCOL = "protocol.json"

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.report.numbers import WORK
+from fedloom.rundir import label_of
 from fedloom_studies.reproduce import judge
 from fedloom_studies.reproduce.cells import cells
 from fedloom_studies.reproduce.charts import alt, chart, charted
 from fedloom_studies.reproduce.choices import at_an_edge, beyond, candidates
 from fedloom_studies.reproduce.figures import Reference, unit
-from fedloom_studies.reproduce.recipe import SCALES, Recipe, Scale, label_of
+from fedloom_studies.reproduce.recipe import SCALES, Recipe, Scale
 from fedloom_studies.reproduce.summary import Need, Summary, read
 
 MODES = {

@@ -30,6 +30,7 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 from pydantic import BeforeValidator, Field, model_validator
 
 from fedloom.errors import ConfigError
+from fedloom.rundir import label_of
 from fedloom.values import Value, choose, make
 
 Scale = Literal["smoke", "laptop", "full"]
@@ -253,11 +254,6 @@ def without_uniform(document: Any) -> Any:
     if not isinstance(document, Mapping) or document.get("weights") != "uniform":
         return document
     return {key: value for key, value in document.items() if key != "weights"}
-
-
-def label_of(method: Mapping[str, Any]) -> str:
-    """How a method of an experiment document is called."""
-    return str(method.get("label", method.get("algorithm")))
 
 
 def names() -> Iterator[str]:

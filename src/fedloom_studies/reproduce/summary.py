@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 from fedloom.report.numbers import MODELS, WORK
 from fedloom.report.reading import Run, read_runs
-from fedloom.storage.files import file_name, write_atomic
+from fedloom.rundir import file_name, label_of
+from fedloom.storage.files import write_atomic
 from fedloom_studies.reproduce.choices import TRIALS, settled, trials_of
 from fedloom_studies.reproduce.figures import Reference, values
-from fedloom_studies.reproduce.recipe import Recipe, Scale, label_of
+from fedloom_studies.reproduce.recipe import Recipe, Scale
 from fedloom_studies.store import not_a_record, put, records
 
 SUMMARIES = "papers.jsonl"

@@ -1,0 +1,156 @@
+"""Own the format of a run directory: its files and folders by name, how runs are labelled, and what its summary holds.
+
+A simulation and a deployment write one; reports, opened runs and `watch` read it; all by these names and values, and
+none of them needs torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import quote_plus
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedloom.errors import RunDirError
+
+SETTINGS, SUMMARY, REPORT = "experiment.toml", "summary.json", "report.html"
+METRICS, TIMINGS, PARTITION = "metrics.parquet", "timings.parquet", "partition.parquet"
+CONFUSION, TSNE = "confusion.parquet", "tsne.parquet"
+CHECKPOINTS, MODELS, ADAPTED, TRACKING, LIVE = "checkpoints", "models", "adapted", "tracking", "live"
+FILES = (METRICS, TIMINGS, PARTITION, CONFUSION, TSNE, SUMMARY, REPORT)
+"""Files that a run writes anew, beside its settings."""
+FOLDERS = (CHECKPOINTS, MODELS, ADAPTED, TRACKING, LIVE)
+
+FEDERATION = -1
+"""Client number of figures of the whole federation."""
+MOST_CLIENTS = 2**31
+"""Clients are numbered below this."""
+LONGEST = 150
+"""Most characters of a label in a file's name: a system takes 255 bytes, of which seed, ending and draft need some."""
+
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""A number that a column of a table can hold."""
+Client = Annotated[int, Field(ge=0, lt=MOST_CLIENTS)]
+
+
+def label_of(method: Mapping[str, Any]) -> str:
+    """The label of a method's table: its own, else the name of its algorithm, of user code the class alone.
+
+    >>> label_of({"algorithm": "my_parts:Pulled"}), label_of({"algorithm": "flame", "label": "mine"})
+    ('Pulled', 'mine')
+    """
+    return str(method.get("label", str(method.get("algorithm")).rpartition(":")[2]))
+
+
+def file_name(label: str) -> str:
+    """A label as a part of a file's name; labels that differ have names that differ.
+
+    Of one that is too long for that, the beginning and a digest are the name.
+
+    >>> file_name("flame"), file_name("rho=0.1"), file_name("rho 0.1"), file_name("a/b"), file_name("..")
+    ('flame', 'rho=0.1', 'rho+0.1', 'a%2Fb', '%2E%2E')
+    """
+    name = label.replace(".", "%2E") if label.strip(".") == "" else quote_plus(label, safe="=")
+    if len(name) <= LONGEST:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:32]
+    return f"{name[: LONGEST - len(digest) - 1]}@{digest}"  # no other name has this sign
+
+
+def folder_of(out: Path, kind: str, label: str, seed: int) -> Path:
+    """The folder of a run's checkpoints, models or tracking in a run directory."""
+    return out / kind / f"{file_name(label)}-{seed}"
+
+
+class _Recorded(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Record(_Recorded):
+    """One method with one seed; ``diverged`` is the round by which it had, if it went on to its end."""
+
+    method: str
+    algorithm: str = ""
+    seed: Whole
+    status: Literal["done", "diverged", "interrupted", "failed"]
+    reason: str = ""
+    diverged: Whole | None = None
+    rounds: Whole = 0
+    oracle: str | None = None
+    chunk: Whole | None = None
+    device: str | None = None
+    parameters: Whole | None = None
+    attackers: tuple[Client, ...] = ()
+
+    @property
+    def lost(self) -> bool:
+        """Whether the run has no result: it failed, or diverged and could not go on."""
+        return self.status == "failed" or (self.status == "diverged" and self.diverged is None)
+
+
+class Rejection(_Recorded):
+    """Replies of a site that failed one step of the server's check, and the newest sentence on it."""
+
+    count: Whole = 0
+    reason: str = ""
+
+
+class Site(_Recorded):
+    """How a site of a deployment did: rounds that it took part in or missed, and its last accepted reply."""
+
+    here: bool = True
+    accepted: Whole = 0
+    missed: Whole = 0
+    last_reply: str | None = None
+    mute: bool = False
+    rejected: dict[str, Rejection] = {}
+
+
+class Summary(_Recorded):
+    """``summary.json``: how every run ended; ``metrics`` are own ones, True where more is better.
+
+    A deployment adds why it ended and how its sites did.
+    """
+
+    name: str = ""
+    runs: tuple[Record, ...] = ()
+    clients: Whole = 0
+    classes: tuple[str, ...] = ()
+    select_on: str = "validation"
+    metrics: dict[str, bool] = {}
+    warnings: tuple[str, ...] = ()
+    stop: str | None = None
+    reason: str = ""
+    detail: str = ""
+    sites: dict[str, Site] = {}
+
+    def content(self) -> bytes:
+        """The file: every field that was given."""
+        return json.dumps(self.model_dump(mode="json", exclude_unset=True), indent=1).encode()
+
+
+def read_summary(path: Path) -> Summary:
+    """The summary in a file.
+
+    Raises:
+        RunDirError: it is damaged, or not one.
+        OSError: it cannot be read.
+    """
+    if path.exists() and not path.is_file():
+        raise RunDirError(f"{path} is no regular file; remove it")
+    try:
+        document = json.loads(path.read_bytes())
+        json.dumps(document, ensure_ascii=False).encode()  # refuses halves of characters
+        return Summary.model_validate(document)
+    except RecursionError as error:
+        raise RunDirError(f"{path} is damaged: nested too deeply") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise RunDirError(f"{path}: {place}: {first['msg']}, got {str(first['input'])[:60]}") from error
+    except ValueError as error:
+        raise RunDirError(f"{path} is damaged: {error}") from error
