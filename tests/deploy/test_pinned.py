@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_the_program_of_a_task_is_flowers_but_for_the_app(tmp_path: Path) -> Non
 
 
 def test_what_the_server_sent_is_not_installed_nor_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flwr.supernode.cli import flwr_clientapp as cli
+    from flwr.supernode.cli.flwr_clientapp import flwr_clientapp
     from flwr.supernode.runtime import run_clientapp
 
     seen: list[Any] = []
@@ -68,7 +69,7 @@ def test_what_the_server_sent_is_not_installed_nor_loaded(monkeypatch: pytest.Mo
 
     for name in ("install_from_fab", "get_project_dir", "get_load_client_app_fn"):
         monkeypatch.setattr(run_clientapp, name, getattr(run_clientapp, name))
-    monkeypatch.setattr(cli, "flwr_clientapp", task)
+    monkeypatch.setattr(sys.modules[flwr_clientapp.__module__], "flwr_clientapp", task)
     pinned.main()
     assert seen == [client_app]
 
