@@ -20,8 +20,8 @@ from fedloom.report.tradeoffs import REACHED
 
 SHOWN = 4
 """Further notes are folded away."""
-EQUAL, BEYOND = 1.01, 1.1
-"""Work up to the first share of the least is called equal; more than the second of FedAvg's is named."""
+BEYOND = 1.1
+"""Work up to this share of the least is called equal, as `fedloom tune` plans it; more of FedAvg's is named."""
 TIE = 1e-6
 """Results that differ by less than this share are called equal."""
 
@@ -252,7 +252,7 @@ def _work(own: list[Row]) -> str:
         for row in own
         if row.done and "samples_backward" in row.figures
     }
-    if not work or max(work.values()) <= EQUAL * min(work.values()):
+    if not work or max(work.values()) <= BEYOND * min(work.values()):
         return ""
     algorithms = {row.algorithm: row.method for row in reversed(own) if row.method in work}
     least = algorithms.get("fedavg") or min(work, key=work.__getitem__)
