@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 
-from fedloom.cli import bench, deploy, facts, init, models, runs, tune, watch
+from fedloom.cli import bench, cox, deploy, facts, init, models, runs, tune, watch
 from fedloom.cli._app import app
 
-__all__ = ["app", "bench", "deploy", "facts", "init", "main", "models", "runs", "tune", "watch"]
+__all__ = ["app", "bench", "cox", "deploy", "facts", "init", "main", "models", "runs", "tune", "watch"]
 
 for _package in entry_points(group="fedloom.commands"):
     _package.load()
