@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[1]
@@ -10,7 +11,7 @@ PAPERS, MAP = "<!-- papers -->", "<!-- map -->"
 
 def page() -> str:
     """The text of site/choosing.md with the numbers in their place."""
-    text = (DOCS / "site" / "choosing.md").read_text()
+    text = re.sub(r"\]\(\.\./", "](", (DOCS / "site" / "choosing.md").read_text())
     made = {PAPERS: _papers(), MAP: _map()}
     for place, lines in made.items():
         text = text.replace(place, "\n".join(lines))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -21,6 +22,8 @@ from fedloom.rows.channel import CHANNELS
 from fedloom.tasks import Objective
 from fedloom.values import fields_of
 
+PAGE = Path(__file__).resolve().parents[1] / "experiment-file.md"
+
 START = """# Experiment file
 
 An experiment file is a comparison: one federation, one model, and a `[[method]]` table for every method. Only `[data]`
@@ -38,7 +41,8 @@ source = "digits"
 algorithm = "fedavg"
 ```
 """
-METHOD = """A method's own options are on [its page](methods/index.md). Beside them, every `[[method]]` may have
+METHOD = """A method's own options are on [its page](../src/fedloom/algorithms/). Beside them, every `[[method]]` may
+have:
 
 | key | |
 |---|---|
@@ -129,3 +133,7 @@ def _cell(value: str) -> str:
     for letter in "\\*_[]|":
         value = value.replace(letter, f"\\{letter}")
     return value.replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import choosing
-import experiment_file
 import methods
 import notebooks
 from mkdocs.config.defaults import MkDocsConfig
@@ -20,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 def pages() -> Iterator[tuple[str, str]]:
     """Path and content of every page that is made."""
     yield from methods.pages()
-    yield "experiment-file.md", experiment_file.page()
     yield "choosing.md", choosing.page()
     yield from notebooks.pages()
     for file in (*(ROOT / "studies" / "pages").glob("*.md"), ROOT / "tests" / "mutants.md"):
@@ -38,8 +36,13 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_page_markdown(markdown: str, **more: object) -> str:
-    """Links between ``docs`` and ``studies`` as they are on the site, where both lie in one folder."""
-    return re.sub(r"\]\((?:\.\./studies/pages|\.\./\.\./docs)/", "](", markdown)
+    """Links as they are on the site, where all pages lie in one folder and a method's file is its page.
+
+    In the repository they lead to files that are there: ``docs``, ``studies/pages`` and the code of the methods.
+    """
+    made = re.sub(r"\]\((?:\.\./studies/pages|\.\./\.\./docs|site)/", "](", markdown)
+    made = re.sub(r"\]\((?:\.\./)+src/fedloom/algorithms/(\w*)(?:\.py)?(?:#([\w-]+))?", methods.link, made)
+    return re.sub(r"\]\(\.\./(CONTRIBUTING|CHANGELOG)\.md", lambda found: f"]({found[1].lower()}.md", made)
 
 
 def on_page_content(html: str, **more: object) -> str:

@@ -22,6 +22,14 @@ from fedloom_studies.map.records import NOT_RUN, read
 from fedloom_studies.map.setups import setups
 from fedloom_studies.store import CHECKOUT
 
+
+def link(found: re.Match[str]) -> str:
+    """The link to a method's page, from one to its file: the stem, and the name of a preset."""
+    stem, preset = found[1], found[2]
+    names = {entry.__module__.rpartition(".")[2]: name for name, entry in REGISTRY.items() if isinstance(entry, type)}
+    return f"](methods/{preset or names.get(stem, 'index')}.md"
+
+
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = ROOT / "studies" / "data" / "defaults.json"
 HELD_OUT = ROOT / "studies" / "data" / "held-out.json"

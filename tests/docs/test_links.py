@@ -1,0 +1,56 @@
+"""Links of the documents lead somewhere when read on a code host, and generated pages are those of the code."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(ROOT / "docs").rglob("*.md"),
+    *(ROOT / "studies").rglob("*.md"),
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_no_dead_link(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s#]+)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+    dead = [t for t in targets if not re.match(r"https?:|mailto:", t) and not (page.parent / t).exists()]
+    assert dead == []
+
+
+def test_the_reference_of_experiment_files_is_that_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``python docs/site/experiment_file.py`` writes it anew."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "site"))
+    file = ROOT / "docs" / "site" / "experiment_file.py"
+    spec = importlib.util.spec_from_file_location("experiment_file", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (ROOT / "docs" / "experiment-file.md").read_text() == module.page()
+
+
+def test_a_link_to_a_file_of_methods_is_one_to_a_page_on_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "site"))
+    pytest.importorskip("mkdocs")
+    for name in ("hooks", "methods", "choosing", "notebooks"):
+        sys.modules.pop(name, None)
+    import hooks
+
+    for link, want in {
+        "../src/fedloom/algorithms/local_only.py": "methods/local.md",
+        "../../src/fedloom/algorithms/presets.py#equitable-fl": "methods/equitable-fl.md",
+        "../src/fedloom/algorithms/": "methods/index.md",
+        "../CONTRIBUTING.md": "contributing.md",
+        "../studies/pages/adapt.md": "adapt.md",
+        "site/choosing.md": "choosing.md",
+        "tuning.md": "tuning.md",
+    }.items():
+        assert hooks.on_page_markdown(f"[x]({link})") == f"[x]({want})"
