@@ -101,11 +101,9 @@ def document_of(algorithm: str, options: Mapping[str, Any], choices: Mapping[str
 def resolved_document(setting: Setting) -> str:
     """Write the setting of a job for its nodes, with all that follows from the federation made a number."""
     name = next(name for name, kind in ALGORITHMS.items() if kind is type(setting.method))
-    tables = {part: getattr(setting, part) for part in ("sampler", "weigher", "channel")}
-    choices = {part: dump(value, kind=value.kind) for part, value in tables.items() if value is not None}
-    choices |= {part: dump(getattr(setting, part)) for part in ("local", "augment", "evaluate", "engine")}
-    options = dump(setting.method)
-    return json.dumps({"algorithm": name, "options": options, "choices": choices | {"seed": setting.seed}})
+    parts = ("sampler", "weigher", "channel", "local", "augment", "evaluate", "engine", "seed")
+    choices = {part: value for part in parts if (value := getattr(setting, part)) is not None}
+    return json.dumps({"algorithm": name, "options": dump(setting.method), "choices": _plain(choices)})
 
 
 def setting_of(document: str, model: nn.Module, rounds: int, **more: Any) -> Setting:
