@@ -15,7 +15,10 @@ from flwr.app import Message
 from fedloom.algorithms import PRESETS, REGISTRY
 from fedloom.algorithms._messages import Model, primary_field
 from fedloom.algorithms.qffl import Up
+from fedloom.data.input_spec import compared
+from fedloom.deploy.exchange.replies import Judge, Rejected
 from fedloom.deploy.plan import _bound
+from fedloom.deploy.settings import read_server
 from fedloom.engine.setup import make_job
 from fedloom.errors import Stop
 from tests.deploy.scene import FIRST, Scene, changed, scene
@@ -190,3 +193,13 @@ def test_one_client_moves_q_ffl_by_its_own_part_and_the_step_of_the_others(q: fl
         up = Up((d + forged.dw[0]) / 5, torch.tensor([(h + own) / 5]))
         x = method.server(Model(torch.zeros(7, dtype=torch.float64)), up, None).x  # type: ignore[arg-type]
         assert float((x - d / h).norm()) <= length / (h + own) + float(d.norm()) / h + 1e-12
+
+
+def test_a_site_claims_no_more_samples_than_the_agreed_parts_have(written: Path, planned: Any) -> None:
+    """`init` has cut the data, so it knows the largest part of any site; a larger one is refused at the start."""
+    server = read_server(written / "server" / "server.toml")
+    assert server.examples_limit == planned.most_samples < 10_000
+    head = {"sizes": [server.examples_limit + 1, 0, 0], **compared(server.samples)}
+    with pytest.raises(Rejected, match="numbers of samples must be three from 0 to"):
+        Judge(server, {})._check_data(head)
+    Judge(server, {})._check_data(head | {"sizes": [server.examples_limit, 0, 0]})

@@ -200,3 +200,26 @@ def test_a_damaged_ledger_of_the_server_ends_the_run(tmp_path: Path) -> None:
     (here.server.checkpoints / "ledger.jsonl").write_bytes(b"")
     assert here.serve() is Stop.BUDGET
     assert "the state beside it knows of 2" in here.summary()["detail"]
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.01, 30.0, -50.0])
+def test_a_site_may_refuse_a_model_that_is_far_from_the_last(factor: float, tmp_path: Path) -> None:
+    """Whole or in one layer; that of an honest run passes, and without the setting any is taken."""
+    given: dict[str, Any] = {"model": {"kind": "mlp", "hidden": [8]}, "weights": "uniform"}
+    here = scene(tmp_path, "fedavg", **{**SMALL, "rounds": 3} | given)
+    here = here._replace(sites=[s.with_(model_change=4.0) for s in here.sites])
+    assert here.serve(here.grid(losing({(3, "train"): range(3)}))) is Stop.TOO_FEW
+    assert not here.audit("rejected")
+    client = here.clients()[0]
+    job, server = client.trainer._run
+    down = job.down(server, 1, client.trainer.ids)
+    for layer in (None, *job.oracle.layout.tree(down[0][None])):
+        mask = torch.ones_like(down[0]) if layer is None else job.oracle.layout.mask(layer).to(down[0])
+        if layer is not None and not bool((down[0] * mask).any()):
+            continue  # a layer that was zero has no norm to compare with
+        crafted = type(down)(down[0] * (1 - mask) + factor * mask * down[0], *down[1:])
+        message = client.trainer.forms.write_down(crafted, server)
+        status, reason = ask(client, "train", message, round=3, accepted=2, scored=-1)
+        assert (status, "takes a change by 4 times" in reason) == ("refused", True)
+    open_ = Client(here.sites[0].with_(model_change=None))
+    assert ask(open_, "train", message, round=3, accepted=2, scored=-1)[0] == "ok"

@@ -49,7 +49,8 @@ class Plan:
     any data; sites: their names, in the order of the clients; samples: what one looks like; data: where a
     site's samples are; data_dir: folder of data sets on this machine; share, fixed_data: see `Site`; code: what the
     experiment names by import path; norm_bound: longest difference that the server accepts, None for any;
-    threshold: of secure aggregation, None without it.
+    threshold: of secure aggregation, None without it; most_samples: of any part of a site, None where sites have their
+    own data.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Plan:
     code: Code
     norm_bound: NormBound | None
     threshold: int | None = None
+    most_samples: int | None = None
 
 
 def plan(
@@ -142,6 +144,7 @@ def plan(
         code=code_of(one.settings()),
         norm_bound=norm_bound or (None if fed.data.name == "blank" else _bound(job, start)),
         threshold=agreed_threshold,
+        most_samples=None if own_data else max(int(fed.sizes(part).max()) for part in PARTS),
     )
 
 

@@ -108,6 +108,12 @@ class Site(Shared):
     threads: int = Field(1, ge=1, description="threads of local training")
     free_disk: int = Field(1024, ge=0, description="megabytes that must be free where the state is")
     message_limit: int = Field(1 << 30, ge=1, description="most bytes of arrays that the site reads from one message")
+    model_change: float | None = Field(
+        None,
+        gt=1,
+        description="a model is refused whose norm, whole or of a layer, is this many times that of the last one that "
+        "the site trained from, or less by as much; none: any is taken",
+    )
     epsilon: PositiveFloat | None = Field(
         None,
         description="epsilon that the site never exceeds; it sends no scores then, nor under a delta; none: no limit",

@@ -159,6 +159,7 @@ def _sides(plan: Plan, place: Place) -> Iterator[tuple[str, str, Files]]:
     given = {**shared, "sites": members, "quorum": quorum, "port": place.port, "public": place.gate}
     given |= {} if place.metrics_port is None else {"metrics_port": place.metrics_port}
     given["norm_bound"] = plan.norm_bound
+    given |= {} if plan.most_samples is None else {"examples_limit": plan.most_samples}
     server = make(Server, given, "fedloom deploy init", Server.model_fields)
     home = place.home / "server"
     yield "authority", "authority", {"ca.key": ca.private(), "ca.crt": ca.pem()}

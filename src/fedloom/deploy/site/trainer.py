@@ -33,6 +33,11 @@ from fedloom.errors import CheckpointError, ConfigError, FedloomError, LayoutErr
 from fedloom.experiment import Experiment
 from fedloom.processes.clients import Scores, ScoreTask, TrainTask
 
+
+class Remote(RunDirError):
+    """A model that a site does not train from; the sentence holds nothing of the samples."""
+
+
 PLAIN = (CheckpointError, ConfigError, LayoutError, RunDirError, WireError)
 """Errors whose sentence has no value of a sample; others may quote a cell, or what code of the user's says of one."""
 
@@ -173,15 +178,43 @@ class Trainer:
         if kept is not None:
             return kept
         down = self.forms.read_down(download)
+        norms = self._norms(down)
+        self._check_change(t, norms, [] if state is None else state.reply.get("norms", []))
         releases = self._ledger.release(t, samples=self.samples)
         output = self._output(job, down, t)
         tensors = {f"rows.{name}": value[0] for name, value in output.state.rows._asdict().items()}
         for group, values in (("residue", output.state.residue), ("optimizer", output.state.optimizer)):
             tensors |= {f"{group}.{n}": v[0] for n, v in (values._asdict() if values else {}).items()}
         tensors |= self._sent(job, state, output, down, weights)
-        new = Generation(t, base, digest, tensors, {"work": output.work[0].tolist(), "releases": releases})
+        new = Generation(
+            t, base, digest, tensors, {"work": output.work[0].tolist(), "releases": releases, "norms": norms}
+        )
         self._memory.keep(new)
         return new
+
+    def _norms(self, down: Any) -> list[float]:
+        """The norms of the received model's layers, and of all of it; empty where no whole model is received."""
+        layout = self.job.oracle.layout
+        model = down[0].reshape(-1) if len(down) else torch.zeros(0)
+        if len(model) != layout.d:
+            return []
+        return [float(part.norm()) for part in (*layout.tree(model[None]).values(), model)]
+
+    def _check_change(self, t: int, norms: list[float], before: list[float]) -> None:
+        """Refuse a model that is far from the last one, as one is that was made to read samples from the upload.
+
+        Raises:
+            Remote: the site's settings have a limit, and it is beyond.
+        """
+        most = self._site.model_change
+        if most is None:
+            return
+        for new, old in zip(norms, before, strict=False):
+            if old > 0 and not old / most <= new <= old * most:
+                raise Remote(
+                    f"round {t}: a norm of the model is {new:.4g}, it was {old:.4g} in the last one, and site "
+                    f"{self._site.site} takes a change by {most:g} times"
+                )
 
     @property
     def _ledger(self) -> Ledger:
