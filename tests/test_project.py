@@ -129,6 +129,12 @@ def test_a_folder_has_few_files_and_the_round_is_one_page() -> None:
     assert len((SOURCE / "engine" / "round.py").read_text().splitlines()) <= 120
 
 
+def test_the_page_on_the_architecture_names_files_that_are_there() -> None:
+    named = set(re.findall(r"`([a-z_/]+/[a-z_]+\.py)`", (ROOT / "docs" / "architecture.md").read_text()))
+    assert len(named) > 30
+    assert not {name for name in named if name not in MODULES}
+
+
 def test_public_names_are_the_ones_that_type_checkers_see() -> None:
     tree = ast.parse((SOURCE / "__init__.py").read_text())
     block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
