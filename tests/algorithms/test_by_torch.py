@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import fedloom as fl
-from fedloom.algorithms import IFCA, MOON, FedALA, FedAvg, FedAvgFT, FedBABU, FedProto, FedRoD
+from fedloom.algorithms import IFCA, MOON, FedALA, FedAvg, FedAvgFT, FedBABU, FedPAC, FedProto, FedRoD
+from fedloom.algorithms.fedpac import combined
 from fedloom.errors import Refused
 from fedloom.models import MLP, ModelSpec
 
@@ -318,3 +319,58 @@ def test_a_class_that_the_cohort_lacks_keeps_its_prototype() -> None:
     assert 2 not in samples(1)[1].tolist()
     assert torch.equal(second.prototypes[-5:], first.prototypes[-5:])
     assert not torch.equal(second.prototypes[:5], first.prototypes[:5])
+
+
+# --- FedPAC
+
+
+def class_sums(net: nn.Module, i: int) -> Tensor:
+    x, y = samples(i)
+    return nn.functional.one_hot(y, CLASSES).double().T @ net[1](net[0](x)).detach()
+
+
+def test_fedpac_aligns_features_and_combines_heads() -> None:
+    result = run(FedPAC(lam=2.0))
+    body, heads, prototypes = vector(network())[:-18], [vector(network())[-18:]] * N, dict[int, Tensor]()
+    for t, cohort in enumerate(COHORTS, start=1):
+        nets, moments, spreads = {}, [], []
+        for i in cohort:
+            net, size = put(network(), torch.cat([body, heads[i]])), SIZES[i]
+            moments.append((class_sums(net, i) / size).flatten())
+            z = net[1](net[0](samples(i)[0])).detach()
+            spreads.append((z.square().sum() / size - moments[-1].square().sum()) / size)
+            net = trained(frozen(net, ("0.",)), t, i, 1, "head")
+            net.requires_grad_(True)
+            optimizer = torch.optim.SGD(net[0].parameters(), LR)
+            for x, y in batches(t, i):
+                z = net[1](net[0](x))
+                away = [((z[k] - prototypes[c]) ** 2).mean() for k, c in enumerate(y.tolist()) if c in prototypes]
+                optimizer.zero_grad()
+                (cross_entropy(net[2](z), y) + 2.0 * sum(away, torch.tensor(0.0)) / len(y)).backward()
+                optimizer.step()
+            nets[i] = net
+        total = torch.stack([class_sums(nets[i], i) for i in cohort]).sum(0)
+        count = torch.stack([torch.bincount(samples(i)[1], minlength=CLASSES) for i in cohort]).sum(0)
+        prototypes |= {c: total[c] / count[c] for c in range(CLASSES) if count[c]}
+        body = mean([vector(nets[i])[:-18] for i in cohort], cohort)
+        gaps = torch.stack(moments)[:, None] - torch.stack(moments)
+        weights = combined(torch.stack(spreads), gaps)
+        for row, i in zip(weights, cohort, strict=True):
+            heads[i] = sum((a * vector(nets[j])[-18:] for a, j in zip(row, cohort, strict=True)), torch.zeros(18))
+    want = torch.stack([torch.cat([body, head]) for head in heads])
+    torch.testing.assert_close(result.models.rows("personal"), want, rtol=0, atol=1e-8)
+
+
+def test_heads_are_combined_by_the_quadratic_program() -> None:
+    g = torch.Generator().manual_seed(0)
+    moment = torch.randn(6, 4, generator=g, dtype=torch.float64)
+    gaps, spread = moment[:, None] - moment, torch.rand(6, generator=g, dtype=torch.float64)
+    got = combined(spread, gaps)
+    same(got.sum(1), torch.ones(6, dtype=torch.float64))
+    for a, gap in zip(got, gaps, strict=True):
+        p = torch.diag(spread) + gap @ gap.T
+        slope = p @ a  # optimal where no coordinate in use has a larger slope than any other
+        assert float((slope[a > 1e-9].max() - slope.min()).detach()) < 1e-6
+    same(combined(torch.zeros(6), gaps.float()).double(), torch.eye(6, dtype=torch.float64))
+    alike = combined(torch.ones(6, dtype=torch.float64), torch.zeros(6, 6, 4, dtype=torch.float64))
+    same(alike, torch.full((6, 6), 1 / 6, dtype=torch.float64))

@@ -42,6 +42,7 @@ PAPERS: dict[str, dict[str, tuple[Any, str]]] = {
     },
     "fedrod": {"gamma": (1.0, "Chen and Chao 2022, Eq. 8: gamma = 1")},
     "moon": {"mu": (ANY, "Li et al. 2021, Sec. 4.1: tuned in {0.1, 1, 5, 10}"), "tau": (0.5, "Sec. 4.1")},
+    "fedpac": {"lam": (1.0, "Xu et al. 2023, Sec. 5.1"), "head_epochs": (1, "Sec. 5.1: one epoch")},
     "fedproto": {"lam": (1.0, "Tan et al. 2022, Sec. 5.1")},
     "ifca": {"clusters": (ANY, "Ghosh et al. 2020, Sec. 6: 2 to 4, by problem")},
     "local": {},

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from fair_optima import agnostic, penalised, q_fair
+from scipy.optimize import minimize
 from torch import Tensor
 
 from fedloom.algorithms import REGISTRY, Composition
@@ -348,6 +349,40 @@ def fedproto(p: Problem, end: Models) -> Models:
     return {"personal": w}
 
 
+def fedpac(p: Problem, end: Models) -> Models:
+    """One more round by single steps, with the weights of heads by SciPy, which must change nothing."""
+    received, heads, bodies = end["personal"], [], []
+    share = (p.sizes[:, None] - 1).double() / p.sizes[:, None]
+    both = torch.cat([share, 1 - share], 1)
+    moment = (both[:, :, None] * received[:, None, :2]).flatten(1)
+    spread = (received.square().sum(1) - moment.square().sum(1)) / p.sizes
+    mass, z = p.alpha * share, received
+    for _ in range(60):  # the prototype is that of the features after the round, which are drawn to it
+        centre, ends = (mass * z[:, :2]).sum(0) / mass.sum(), []
+        for i, k in enumerate(steps_of(p)[:, 0].tolist()):
+            w = received[i]
+            for moves in (HEAD, ~HEAD):
+                for _ in range(k):
+                    slope = p.hessian[i] @ (w - p.minimiser[i])
+                    slope[:2] += 0.4 * (w[:2] - centre) * (moves[0])
+                    w = w - 0.4 * slope * moves
+            ends.append(w)
+        z = torch.stack(ends)
+    for i in range(p.n):
+        gaps = (moment[i] - moment).numpy()
+        matrix = np.diag(spread.clamp(min=0).numpy()) + gaps @ gaps.T
+        found = minimize(
+            lambda a, m=matrix: a @ m @ a, np.full(p.n, 1 / p.n), jac=lambda a, m=matrix: 2 * m @ a, method="SLSQP",
+            bounds=[(0, 1)] * p.n, constraints={"type": "eq", "fun": lambda a: a.sum() - 1, "jac": np.ones_like},
+            options={"ftol": 1e-16, "maxiter": 1000},
+        )  # fmt: skip
+        heads.append((torch.tensor(found.x)[:, None] * z).sum(0))
+        bodies.append(mean(p, z))
+    limit = torch.where(HEAD, torch.stack(heads), torch.stack(bodies))
+    torch.testing.assert_close(received, limit, rtol=0, atol=1e-5)  # SciPy's weights are not exact
+    return {"personal": received}
+
+
 def ifca(p: Problem, end: Models) -> Models:
     """Every group where the descents of its clients balance."""
     models = torch.zeros_like(p.minimiser)
@@ -369,6 +404,13 @@ ROWS: dict[str, Row] = {
         problem=two_groups,
         variants=({"clusters": 1}, {"clusters": 3}),
         without={"translation": "its further models have the entries of the first in another order"},
+    ),
+    "fedpac": Row(
+        fedpac,
+        200,
+        {"lam": 0.4},
+        variants=({"lam": 0.0, "head_epochs": 2},),
+        without={"translation": "it sends means of features"},
     ),
     "moon": Row(
         moon, 120, {"mu": 0.5}, variants=({"mu": 5.0, "tau": 2.0},), without={"translation": "angles know the origin"}

@@ -35,6 +35,7 @@ from fedloom.algorithms.feddyn import FedDyn as FedDyn
 from fedloom.algorithms.fedmid import FedMiD as FedMiD
 from fedloom.algorithms.fednova import FedNova as FedNova
 from fedloom.algorithms.fedopt import FedOpt as FedOpt
+from fedloom.algorithms.fedpac import FedPAC as FedPAC
 from fedloom.algorithms.fedpd import FedPD as FedPD
 from fedloom.algorithms.fedper import FedPer as FedPer
 from fedloom.algorithms.fedproto import FedProto as FedProto
@@ -98,6 +99,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "ifca": IFCA,
     "moon": MOON,
     "fedproto": FedProto,
+    "fedpac": FedPAC,
     "lg-fedavg": LGFedAvg,
     "fedbn": FedBN,
     "fedspa": FedSpa,

@@ -17,19 +17,21 @@ Deviations: the distance is that of every sample to the prototype, as in the pub
 client's means; squared, over k. All clients have one architecture and start from one model. A client predicts with its
 head, in place of the nearest prototype. A class without a prototype yet adds nothing.
 
-Use it where models must not leave the clients, or traffic is dear. With lam = 0 it is Local.
+Use it where models must not leave the clients, or traffic is dear. With lam = 0 it is Local; on a model that is all
+head, too, of which a run warns.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, ClassVar, NamedTuple
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Mean
-from fedloom.local import Ctx, Term, Work, descend
+from fedloom.algorithms._prototypes import shape_of, shares, towards, updated
+from fedloom.local import Ctx, Work, descend
+from fedloom.rows import masks
 from fedloom.rows.layout import Layout
 
 
@@ -53,16 +55,6 @@ class Up(NamedTuple):
     share: Annotated[Tensor, Mean()]
 
 
-class _Given(NamedTuple):
-    prototypes: Tensor
-    known: Tensor
-
-
-def distance(z: Tensor, _outputs: Tensor, y: Tensor, _anchors: Tensor, given: _Given) -> Tensor:
-    """Mean squared difference of features ``[b, k]`` to the prototypes of their classes, ``[b]``; 0 without one."""
-    return (z - given.prototypes[y]).square().mean(1) * given.known[y]
-
-
 class FedProto(Algorithm):
     """FedProto (Tan et al. 2022, Algorithm 1)."""
 
@@ -70,32 +62,20 @@ class FedProto(Algorithm):
 
     family: ClassVar[str] = "personalised"
 
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        return masks.undivided("FedProto", masks.head(layout), "Local")
+
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
         classes, features = shape_of(ctx.layout)
         return Server(x0.new_zeros(classes * features), x0.new_zeros(classes)), Client(x0), None
 
     def client(self, down: Server, rows: Client, work: Work) -> tuple[Up, Client]:
-        m, classes = work.m, len(down.known)
-        given = _Given(down.prototypes.view(classes, -1).expand(m, -1, -1), down.known.expand(m, -1))
-        w = descend(rows.w, work, terms=(Term(distance, self.lam, given=given),))  # Eq. 7
-        share = work.class_counts.to(w) / work.sizes.to(w)
-        total = work.class_means(w) * share[:, :, None]  # Eq. 3
-        return Up(total.flatten(1), share), Client(w)
+        w = descend(rows.w, work, terms=(towards(down.prototypes, down.known, self.lam, work),))  # Eq. 7
+        share = shares(work, w)
+        return Up((work.class_means(w) * share[:, :, None]).flatten(1), share), Client(w)  # Eq. 3
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        classes, there = len(server.known), (up.share > 0).to(server.known)
-        mean = up.total.view(classes, -1) / torch.where(up.share > 0, up.share, 1)[:, None]  # Eq. 6
-        old = server.prototypes.view(classes, -1)
-        prototypes = torch.where(
-            there[:, None] > 0, mean.to(old), old
-        )  # a class that no client of the cohort has stays
-        return Server(prototypes.flatten(), torch.maximum(server.known, there))
+        return Server(*updated(server.prototypes, server.known, up.total, up.share))  # Eq. 6
 
     def personal(self, down: Server, rows: Client, work: Work) -> Tensor:
         return rows.w
-
-
-def shape_of(layout: Layout) -> tuple[int, int]:
-    """Classes and features of a model: two classes and the inputs of its last matrix where that has one output."""
-    outputs, features = list(layout.matrix_shapes.values())[-1]
-    return max(2, outputs), features

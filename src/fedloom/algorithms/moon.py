@@ -19,11 +19,11 @@ Deviations: the representation is the input of the model's head; the paper adds 
 network, which can be part of the model here. Representations of the received and the last model are taken without
 dropout. Absent clients keep the model of their last round, as in the public code with its pool of one model.
 
-Defaults: mu = 0.1, the smallest of the paper's: the term holds representations where the received model has them, which
-in a few rounds of small steps leaves the network where it started.
+Defaults: mu = 0.5, between the two smallest of the paper's: the term holds representations where the received model has
+them, which with 1 and more, in a few rounds of small steps, leaves a network where it started.
 
 Use it when labels are skewed and networks are deep enough to have representations; a sample costs two further forward
-passes. With mu = 0 it is FedAvg.
+passes. With mu = 0 it is FedAvg; on a model that is all head, too, of which a run warns.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 
 from fedloom.algorithms._base import Algorithm, Delta, Model
 from fedloom.local import Ctx, Term, Work, descend, where_moved
+from fedloom.rows import masks
+from fedloom.rows.layout import Layout
 
 
 class Client(NamedTuple):
@@ -48,8 +50,11 @@ class Client(NamedTuple):
 class MOON(Algorithm):
     """MOON (Li et al. 2021, Algorithm 1)."""
 
-    mu: float = Field(0.1, ge=0, description="weight of the contrastive loss; tuned in {0.1, 1, 5, 10} (Sec. 4.1)")
+    mu: float = Field(0.5, ge=0, description="weight of the contrastive loss; tuned in {0.1, 1, 5, 10} (Sec. 4.1)")
     tau: float = Field(0.5, gt=0, description="temperature; 0.5 (Sec. 4.1)")
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        return masks.undivided("MOON", masks.head(layout), "FedAvg") if layout.matrix_shapes else []
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(x0), None

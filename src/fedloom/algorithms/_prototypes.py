@@ -1,0 +1,55 @@
+"""Prototypes: mean representations of classes, as methods send, keep and compare them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedloom.local import Term, Work
+from fedloom.rows.layout import Layout
+
+
+class Prototypes(NamedTuple):
+    """The mean representation of every class ``[m, c, k]``, and 1 where there is one ``[m, c]``."""
+
+    centre: Tensor
+    known: Tensor
+
+
+def shape_of(layout: Layout) -> tuple[int, int]:
+    """Classes and features of a model: the shape of its last matrix, two classes where that has one output."""
+    outputs, features = list(layout.matrix_shapes.values())[-1]
+    return max(2, outputs), features
+
+
+def distance(z: Tensor, _outputs: Tensor, y: Tensor, _anchors: Tensor, given: Prototypes) -> Tensor:
+    """Mean squared difference of features ``[b, k]`` to the prototypes of their classes, ``[b]``; 0 without one."""
+    return (z - given.centre[y]).square().mean(1) * given.known[y]
+
+
+def towards(prototypes: Tensor, known: Tensor, weight: float, work: Work) -> Term:
+    """The term that draws features to the server's prototypes ``[c k]`` of the classes ``known [c]``."""
+    centre = prototypes.view(len(known), -1).expand(work.m, -1, -1)
+    return Term(distance, weight, given=Prototypes(centre, known.expand(work.m, -1)))
+
+
+def shares(work: Work, like: Tensor) -> Tensor:
+    """The share of every class in the clients' samples, ``[m, c]``."""
+    return work.class_counts.to(like) / work.sizes.to(like)
+
+
+def updated(prototypes: Tensor, known: Tensor, total: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """The server's prototypes ``[c k]`` and the classes that it knows ``[c]`` after a round.
+
+    Args:
+        prototypes: those before.
+        known: the classes before.
+        total: mean over clients of a class's mean representation times its share of the client's samples, ``[c k]``.
+        share: mean of that share, ``[c]``; where it is 0 a prototype stays.
+    """
+    there = share > 0
+    mean = total.view(len(known), -1) / torch.where(there, share, 1)[:, None]
+    old = prototypes.view(len(known), -1)
+    return torch.where(there[:, None], mean.to(old), old).flatten(), torch.maximum(known, there.to(known))

@@ -1,0 +1,126 @@
+"""FedPAC: one body whose features are aligned by prototypes, under heads that combine those of clients alike.
+
+Problem: min over phi and h_1..h_n of sum_i alpha_i (f_i(h_i, phi) + lam mean of ||z(phi) - C_y||^2 / k).
+
+Reference: J. Xu, X. Tong, S.-L. Huang, "Personalized Federated Learning with Feature Alignment and Classifier
+Collaboration", ICLR 2023, arXiv:2306.11867v1, Algorithm 1, Eqs. 4, 5 and 11 (public code: JianXu95/FedPAC).
+
+    paper        here          meaning
+    phi          x             body (feature extractor), on the server
+    w_i          heads, head   head of client i, a combination of those of its cohort
+    c_k          prototypes    mean representation of class k over all clients
+    lambda       lam           weight of the alignment
+    V_i          spread        variance of the client's estimate of its features' means by class
+    h_i          moment        share of a class times its mean representation under the received body
+    alpha_ij     alpha         weight of client j's head at client i
+
+Kept by a client: nothing; the server has its head. Sent per round: body, head and prototypes down, body, head and two
+times c k features up, c classes. The server sees heads and moments of single clients: no secure aggregation.
+
+Deviations: the quadratic program of Eq. 11 is solved by projected gradient steps. A client that is absent keeps its
+head. The alignment is that of the public code: every sample to the prototype of its class, from the second round on.
+
+Use it when labels are skewed and some clients are alike. With lam = 0 features are not aligned.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms._base import Algorithm, Mean, Rows, Sent
+from fedloom.algorithms._prototypes import shape_of, shares, towards, updated
+from fedloom.local import Ctx, Nothing, Work, descend
+from fedloom.rows import masks
+from fedloom.rows.algebra import onto_simplex
+from fedloom.rows.layout import Layout
+
+
+class Server(NamedTuple):
+    """x ``[d]``, heads ``[n, h]``, prototypes ``[c k]``, known ``[c]``."""
+
+    x: Tensor
+    heads: Tensor
+    prototypes: Tensor
+    known: Tensor
+
+
+class Down(NamedTuple):
+    """x ``[d]``, head ``[m, h]``, prototypes ``[c k]``, known ``[c]``."""
+
+    x: Annotated[Tensor, Sent(part="body")]
+    head: Tensor
+    prototypes: Tensor
+    known: Tensor
+
+
+class Up(NamedTuple):
+    """dw ``[m, d]``, 0 in heads; head ``[m, h]``; moment, total ``[m, c k]``; spread ``[m, 1]``; share ``[m, c]``."""
+
+    dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="body")]
+    head: Annotated[Tensor, Rows()]
+    moment: Annotated[Tensor, Rows()]
+    spread: Annotated[Tensor, Rows()]
+    total: Annotated[Tensor, Mean()]
+    share: Annotated[Tensor, Mean()]
+
+
+class FedPAC(Algorithm):
+    """FedPAC (Xu et al. 2023, Algorithm 1)."""
+
+    lam: float = Field(1.0, ge=0, description="lambda, weight of the alignment; 1 (Sec. 5.1)")
+    head_epochs: int = Field(1, ge=0, description="epochs of the head before the body moves; 1 (Sec. 5.1)")
+
+    family: ClassVar[str] = "personalised"
+
+    def part(self, name: str, layout: Layout) -> Tensor:
+        return ~masks.head(layout)
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        return masks.undivided("FedPAC", masks.head(layout), "a combination of heads alone")
+
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
+        classes, features = shape_of(ctx.layout)
+        heads = x0[masks.head(ctx.layout)].expand(ctx.n, -1).clone()
+        return Server(x0, heads, x0.new_zeros(classes * features), x0.new_zeros(classes)), Nothing(), None
+
+    def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
+        return Down(server.x, server.heads[ctx.ids], server.prototypes, server.known)
+
+    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+        top = masks.head(work.layout).to(down.x.device)
+        w, share = masks.joined(down.x, down.head, top), shares(work, down.x)
+        moment = (work.class_means(w) * share[:, :, None]).flatten(1)
+        size = work.activations(w, reduce=torch.square).sum(1, keepdim=True) - moment.square().sum(1, keepdim=True)
+        spread = size / work.sizes.to(w)  # V_i
+        w = descend(w, work, mask=top, steps=work.epochs(self.head_epochs), stream="head")
+        w = descend(w, work, mask=~top, terms=(towards(down.prototypes, down.known, self.lam, work),))  # Eq. 4
+        total, head = (work.class_means(w) * share[:, :, None]).flatten(1), masks.part(w, top)
+        return Up(masks.only_(w.sub_(down.x), ~top), head, moment, spread, total, share), rows
+
+    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
+        moment = up.moment.cpu().double()
+        alpha = combined(up.spread[:, 0].cpu().double(), moment[:, None] - moment).to(up.head)
+        heads = server.heads.index_copy(0, ctx.ids.to(server.heads.device), alpha @ up.head)
+        x = server.x + up.dw * self.part("body", ctx.layout).to(server.x.device)
+        return Server(x, heads, *updated(server.prototypes, server.known, up.total, up.share))
+
+    def global_model(self, server: Server) -> None:
+        return None
+
+    def personal(self, down: Down, rows: Nothing, work: Work) -> Tensor:
+        return masks.joined(down.x, down.head, masks.head(work.layout).to(down.x.device))
+
+
+def combined(spread: Tensor, gaps: Tensor, steps: int = 2000) -> Tensor:
+    """Row i: argmin over the simplex of sum_j a_j^2 V_j + ||sum_j a_j (h_i - h_j)||^2 (Eq. 11), ``[m, m]``."""
+    p = torch.diag(spread.clamp(min=0)) + gaps @ gaps.mT
+    rate = 1 / torch.linalg.matrix_norm(p, 2).clamp(min=1e-12)[:, None]
+    a = ahead = torch.eye(len(spread), dtype=spread.dtype, device=spread.device)
+    for k in range(steps):
+        new = onto_simplex(ahead - rate * torch.einsum("ijk,ik->ij", p, ahead), 1.0)
+        a, ahead = new, new + k / (k + 3) * (new - a)
+    return a
