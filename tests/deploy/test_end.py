@@ -12,12 +12,13 @@ import torch
 from flwr.app import ConfigRecord
 from safetensors.torch import load_file
 
+from fedloom.deploy.audit import Audit, lines_of
 from fedloom.deploy.exchange.envelope import ASKED, COMMON, PROTOCOL, Kind, digest_of, seal
-from fedloom.deploy.site.client import Client
+from fedloom.deploy.site.client import SENT, Client
 from fedloom.deploy.site.ledger import Ledger, Spent
 from fedloom.deploy.site.state import MODEL, Generation, Memory, Rewound
 from fedloom.engine.privacy import epsilon
-from fedloom.errors import Stop
+from fedloom.errors import CheckpointError, Stop
 from fedloom.rows.channel import GaussianNoise
 from fedloom.version import __version__
 from tests.deploy.scene import Scene, scene
@@ -47,7 +48,7 @@ def download(client: Client) -> bytes:
 
 
 def files(folder: Path) -> dict[Path, bytes]:
-    return {p: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file() and p.name != "lock"}
+    return {p: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file() and p.name not in ("lock", SENT)}
 
 
 @pytest.fixture(scope="module")
@@ -223,3 +224,33 @@ def test_a_site_may_refuse_a_model_that_is_far_from_the_last(factor: float, tmp_
         assert (status, "takes a change by 4 times" in reason) == ("refused", True)
     open_ = Client(here.sites[0].with_(model_change=None))
     assert ask(open_, "train", message, round=3, accepted=2, scored=-1)[0] == "ok"
+
+
+def test_a_site_has_a_log_of_its_own_of_what_left_it(tmp_path: Path) -> None:
+    """Every reply, refusals too, with its digest, which the server's log has of the same reply."""
+    here = scene(tmp_path, "fedavg", **SMALL | {"evaluate": {"every": 1}})
+    assert here.serve() is Stop.DONE
+    for site in here.sites:
+        [file] = site.state.rglob(SENT)
+        sent = lines_of(file)
+        accepted = here.audit("accepted", client=site.client)
+        assert [(x["kind"], x["round"], x["digest"]) for x in sent] == [
+            (x["kind"], x["round"], x["digest"]) for x in accepted
+        ]
+        assert {x["kind"] for x in sent if x["bytes"]} == {"train"}
+        assert {x["kind"] for x in sent if x["numbers"]} == {"train", "score"}
+    client = here.clients()[0]
+    assert ask(client, "train", b"", round=99)[0] == "refused"
+    last = lines_of(client._memory.folder / SENT)[-1]
+    assert (last["status"], last["bytes"], last["round"]) == ("refused", 0, 99)
+
+
+def test_what_cannot_be_noted_does_not_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = scene(tmp_path, "fedavg", **SMALL)
+    client = here.clients()[0]
+
+    def full(*_: Any, **__: Any) -> None:
+        raise CheckpointError("no space left on the disk")
+
+    monkeypatch.setattr(Audit, "write", full)
+    assert ask(client, "hello") == ("refused", "no space left on the disk")

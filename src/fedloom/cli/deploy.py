@@ -149,7 +149,7 @@ def local(
     with errors():
         from fedloom.deploy.ops.loopback import run_all
         from fedloom.deploy.server import finished
-        from fedloom.deploy.status import status_of
+        from fedloom.deploy.status import lines, status_of
         from fedloom.errors import Stop
 
         try:
@@ -157,7 +157,12 @@ def local(
         except KeyboardInterrupt:
             say("interrupted; every process has ended; run the same command again to go on", err=True)
             raise typer.Exit(130) from None
-        _print_sites(deployment.table(), ("site", "model", "round"))
+        rows = deployment.table()
+        if rows:
+            _print_sites(rows, ("site", "model", "round"))
+        else:  # no site's own scores reach the server: their means, or that there are none
+            for line in lines(status_of(deployment.server)):
+                say(line)
         say(f"results of the server: {deployment.server.results}")
         for site in deployment.sites.values():
             say(f"models of {site.site}: {site.state}")
@@ -303,7 +308,11 @@ def renew(
     with errors():
         from fedloom.deploy.ops.directory import renew as renew_certificate
 
-        say(f"copy {renew_certificate(directory, host, days)} and its key to the server, then reload the gate")
+        new = renew_certificate(directory, host, days)
+        say(
+            f"copy {new} and its key to the server, reload the gate (nginx -s reload) and restart fedloom-superlink, "
+            "which holds the old certificate too; a run survives that"
+        )
 
 
 def _print_sites(rows: Sequence[dict[str, Any]], first: Sequence[str]) -> None:

@@ -54,7 +54,7 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
         ``accepted`` and ``missed`` rounds, ``last_reply`` (time, ISO 8601, or None), ``mute``, and ``rejected``: by
         step of the check, how many replies and the newest ``reason``.
     """
-    blank: dict[str, Any] = {"last_reply": None, "mute": False}
+    blank: dict[str, Any] = {"last_reply": None, "mute": False, "node": None}
     found = {c: {"accepted": 0, "missed": 0, **blank, "rejected": dict[str, Any]()} for c in sorted(members)}
     accepted: dict[int, set[int]] = {c: set() for c in found}
     missed: dict[int, set[int]] = {c: set() for c in found}
@@ -65,7 +65,7 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
             continue
         one, number = found[c], line.get("round", 0)
         if what == "accepted":
-            one |= {"last_reply": line["time"], "mute": False}
+            one |= {"last_reply": line["time"], "mute": False, "node": line.get("node", one["node"])}
             if line.get("kind") in TRAINING and number <= rounds:
                 accepted[c].add(number)
         elif what == "mute":

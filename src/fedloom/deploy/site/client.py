@@ -11,6 +11,7 @@ import torch
 from flwr.app import Message, RecordDict
 
 from fedloom.data.input_spec import compared
+from fedloom.deploy.audit import Audit
 from fedloom.deploy.exchange.envelope import ASKED, PROTOCOL, REASON, STEPS, Kind, Letter, digest_of, seal, unseal
 from fedloom.deploy.exchange.identity import sign, signing_key
 from fedloom.deploy.exchange.secure import ACCUSES, Broken
@@ -27,6 +28,8 @@ from fedloom.errors import CheckpointError, Refused, RunDirError, WireError
 from fedloom.processes.clients import AskTask, Scores
 from fedloom.version import __version__
 
+SENT = "sent.jsonl"
+"""Name of the site's own log of what left it, in the folder of its state."""
 SAFE = (Spent, Broken, CheckpointError, RunDirError, WireError)
 """Errors whose sentence holds nothing of the samples, whenever they are raised."""
 
@@ -84,7 +87,23 @@ class Client:
                 reason = self.trainer.withheld(reason)
             more, arrays, metrics = {"status": "refused", "reason": reason[:REASON]}, [], None
         self._memory.notes.clear()
+        try:
+            self._note_sent(head, more, arrays, metrics)
+        except CheckpointError as error:  # what cannot be noted does not leave
+            more, arrays, metrics = {"status": "refused", "reason": str(error)[:REASON]}, [], None
         return self._signed(head, more, arrays, metrics)
+
+    def _note_sent(
+        self, about: dict[str, Any], more: dict[str, Any], arrays: Sequence[bytes], metrics: dict[str, float] | None
+    ) -> None:
+        """Enter what leaves the site in its own log, before it leaves.
+
+        Raises:
+            CheckpointError: the disk is full or refuses.
+        """
+        facts = {"kind": about.get("kind"), "round": about.get("round"), "status": more["status"]}
+        sizes = {"bytes": sum(map(len, arrays)), "numbers": len(metrics or {}), "digest": digest_of(arrays)}
+        Audit(self._memory.folder / SENT).write("sent", **facts, **sizes)
 
     def _signed(
         self, about: dict[str, Any], more: dict[str, Any], arrays: Sequence[bytes], metrics: dict[str, float] | None
