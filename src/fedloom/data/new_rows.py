@@ -15,7 +15,7 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.data.sources.arrays import plain
 from fedloom.data.sources.cells import Agreed, Piece, Problems, is_missing, level
 from fedloom.data.sources.memory import frame_cells, is_frame
-from fedloom.data.sources.tabular import Raw
+from fedloom.data.sources.table_reading import Raw
 from fedloom.data.text import UNKNOWN, encoded
 from fedloom.errors import DataError, NoSamples
 

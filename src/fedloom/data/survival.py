@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedloom.data.sources import Source
-from fedloom.data.sources.tabular import TableSource
+from fedloom.data.sources.table_reading import TableSource
 from fedloom.data.tables import Table
 from fedloom.errors import ConfigError, DataError
 

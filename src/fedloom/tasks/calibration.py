@@ -11,9 +11,6 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import brentq
-from scipy.special import expit
-from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
 Floats = NDArray[np.float64]
@@ -69,6 +66,8 @@ def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple
 
 def _slope(z: Floats, hits: Floats) -> float:
     """Slope of the logistic regression of targets on logits; nan with fewer than `ENOUGH` rows of a class."""
+    from sklearn.linear_model import LogisticRegression  # slow to import
+
     if min(hits.sum(), len(hits) - hits.sum()) < ENOUGH or z.std() == 0:
         return float("nan")
     scaled = ((z - z.mean()) / z.std())[:, None]
@@ -78,6 +77,9 @@ def _slope(z: Floats, hits: Floats) -> float:
 
 def _intercept(z: Floats, share: float) -> float:
     """What is added to logits to make the mean probability a share in (0, 1)."""
+    from scipy.optimize import brentq  # slow to import
+    from scipy.special import expit
+
     return float(brentq(lambda b: expit(z + b).mean() - share, -STEEP - z.max(), STEEP - z.min(), xtol=1e-12))
 
 

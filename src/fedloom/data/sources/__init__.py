@@ -14,10 +14,10 @@ from fedloom.data.sources.census import Adult, Heart
 from fedloom.data.sources.cifar import Cifar10, Cifar100
 from fedloom.data.sources.detect import BY_ENDING, detect
 from fedloom.data.sources.embedded import Digits, Embedded
-from fedloom.data.sources.hub import Hub
 from fedloom.data.sources.idx import FashionMnist, Mnist
 from fedloom.data.sources.images import ImageFolder, MedicalMnist, TinyImagenet
 from fedloom.data.sources.leaf import Femnist, Leaf
+from fedloom.data.sources.memory import Hub
 from fedloom.data.sources.synthetic import Synthetic
 from fedloom.data.sources.tabular import Csv, Parquet
 from fedloom.data.sources.texts import Docstrings, Sent140, Shakespeare, Texts

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import Field
 
-from fedloom.data.agreement import Agreement, agreement_of
-from fedloom.data.dataset import Dataset
-from fedloom.data.sources._base import FileSource, locate
+from fedloom.data.sources._base import locate
 from fedloom.data.sources.archive import check_regular, check_size, entries
 from fedloom.data.sources.cells import (
     BATCH,
@@ -27,72 +24,11 @@ from fedloom.data.sources.cells import (
     signs_of,
     with_points,
 )
-from fedloom.data.sources.table_reading import read_table
-from fedloom.data.tables import MARKERS
+from fedloom.data.sources.table_reading import Raw, TableSource
 from fedloom.errors import DataError
 
 CELL = np.dtype(np.float64).itemsize
 """Bytes of a cell in memory, however few a file has for it."""
-
-
-class Raw(NamedTuple):
-    """A table as its file has it: a name, the names of its columns, their cells, and what is found wrong meanwhile."""
-
-    name: str
-    names: list[str]
-    cells: Iterator[Piece]
-    problems: Problems
-
-
-class TableSource(FileSource):
-    """Roles of the columns: one label, the others features unless named below."""
-
-    label: str | None = Field(default=None, description="name of the target column; None: the last one")
-    task: Literal["auto", "binary", "classification", "regression"] = Field(
-        default="auto", description="auto: classification if the label has text or whole numbers, binary if two of them"
-    )
-    categorical: tuple[str, ...] = Field(default=(), description="columns of codes or text: one feature per level")
-    drop: tuple[str, ...] = Field(default=(), description="columns to leave out")
-    users: str | None = Field(default=None, description="column that names the client of a row; no feature")
-    columns: tuple[str, ...] = Field(default=(), description="columns a partition may split by; features all the same")
-    missing: tuple[str, ...] = Field(
-        default=(), description=f"cells that mean missing, by value, beside empty ones and {', '.join(MARKERS[1:])}"
-    )
-    impute: bool = Field(default=False, description="allow missing cells: filled per client from its training part")
-    unlabelled: Literal["refuse", "drop"] = Field(
-        default="refuse", description="rows whose label or user is missing: refuse the table, or leave them out"
-    )
-    scale: bool = Field(default=True, description="centre and scale numbers, per client on its training part")
-    centre: float = Field(default=0.0, description="subtracted from the label of a regression")
-    unit: float = Field(default=1.0, gt=0, description="divides the label of a regression after that; errors are in it")
-    agreement: Annotated[
-        Agreement | None,
-        BeforeValidator(agreement_of),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}], "default": None}),
-    ] = Field(default=None, description="document that says what the columns mean at every site: a path, or its keys")
-    factors: dict[str, float] = Field(
-        default={}, description="numbers by which columns are multiplied, to be in the units that were agreed on"
-    )
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """All cells that mean missing: those of every table, then this one's."""
-        agreed = () if self.agreement is None else self.agreement.missing
-        return tuple(dict.fromkeys((*MARKERS, *agreed, *self.missing)))
-
-    @abstractmethod
-    def open(self, data_dir: str | Path | None = None) -> AbstractContextManager[Raw]:
-        """The table before its columns have roles; its cells are read within the context.
-
-        Raises:
-            DataError: no such file, or no table.
-        """
-        ...
-
-    def load(self, data_dir: str | Path | None = None) -> Dataset:
-        """All rows."""
-        with self.open(data_dir) as raw:
-            return read_table(self, *raw)
 
 
 class Csv(TableSource):
