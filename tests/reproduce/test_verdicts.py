@@ -35,6 +35,7 @@ from fedloom_studies.reproduce.judge import (
     papers_lead,
 )
 from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merged, recipes
+from fedloom_studies.reproduce.verdicts import print_listing
 from fedloom_studies.store import records
 from tests import commands
 
@@ -461,3 +462,13 @@ def test_what_the_command_refuses(tmp_path: Path) -> None:
     assert "did you mean 'smoke'" in call("fedacs-table2", "--scale", "smok", code=2)
     missing = ("--data-dir", str(tmp_path), "--out", str(tmp_path / "out"), "--results", str(tmp_path / "results"))
     assert "mnist" in call("flame-table3-mnist", *missing, code=2).lower()
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "200"])
+def test_a_listing_breaks_no_name(columns: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    names = [f"flame-table3-fashion-mnist-published-labels-{k}" for k in range(2)]
+    print_listing([(name, "Table III of a paper", "data are there", "done", "5", "10 minutes") for name in names])
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in names)

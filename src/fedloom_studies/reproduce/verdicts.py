@@ -46,8 +46,9 @@ def print_line(text: str) -> None:
 
 def _print(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in titles:
-        table.add_column(title, overflow="fold")
+    names = max((len(row[0]) for row in rows), default=0)  # which are copied and searched for, so never broken
+    for place, title in enumerate(titles):
+        table.add_column(title, overflow="fold", min_width=0 if place else names, no_wrap=not place)
     for row in rows:
         table.add_row(*row)
     _console().print(table, markup=False, highlight=False)
