@@ -98,14 +98,21 @@ def data(
         str, typer.Argument(help="a data set's name, or a path", show_default=False, autocompletion=offer.sources)
     ],
     data_dir: DataDir = None,
+    fetch: Annotated[
+        bool, typer.Option("--fetch", help="fetch its original files first, checked by their digests (extra fetch)")
+    ] = False,
 ) -> None:
-    """Print counts, shapes, classes and the checksum of a data set.
+    """Print counts, shapes, classes and the checksum of a data set; with --fetch, get its files first.
 
-    Example: fedloom data mnist --data-dir ~/data
+    Example: fedloom data mnist --data-dir ~/data --fetch
     """
     with errors():
         from fedloom.data import load
 
+        if fetch:
+            from fedloom.fetch import fetch as fetched
+
+            say(f"files      {fetched(name, data_dir)}")
         facts: dict[str, Any] = load(name, data_dir).describe()
         for key, value in facts.items():
             say(f"{key:<10} {json.dumps(value) if isinstance(value, dict) else value}")

@@ -16,11 +16,9 @@ from torch import Tensor
 
 from fedloom.data.dataset import MOST_CLASSES, Dataset
 from fedloom.errors import DataError, blamed
+from fedloom.fetch import ENV as ENV
 from fedloom.imports import path_of
 from fedloom.values import Value
-
-ENV = "FEDLOOM_DATA"
-"""Environment variable with the folder of data sets."""
 
 FOLDER = "file or folder of the data set; None: looked for in the data folder"
 
