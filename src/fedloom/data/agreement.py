@@ -136,26 +136,26 @@ class Agreement(Value):
             counts: rows by class.
             rows: of the site.
         """
-        found = []
+        sentences = []
         if rows < self.patients:
-            found.append(f"{rows} rows, the agreement asks for at least {self.patients}")
+            sentences.append(f"{rows} rows, the agreement asks for at least {self.patients}")
         rare = {name: counts.get(name, 0) for name in self.classes if counts.get(name, 0) < self.events}
         if rare:
             shown = ", ".join(f"{count} of {self.target or 'the target'} = {name}" for name, count in rare.items())
-            found.append(f"{shown}; the agreement asks for at least {self.events}")
-        return found
+            sentences.append(f"{shown}; the agreement asks for at least {self.events}")
+        return sentences
 
 
-def agreement_of(given: Any) -> Agreement | None:
+def agreement_of(document: Any) -> Agreement | None:
     """An agreement as it is given: the document's path, its keys, or itself.
 
     Raises:
         ConfigError: it cannot be read.
     """
-    if given is None or isinstance(given, Agreement):
-        return given
-    if isinstance(given, str | Path):
-        return Agreement.read(Path(given).expanduser())
-    if isinstance(given, Mapping):
-        return make(Agreement, dict(given), "agreement", fields_of(Agreement))
-    raise ConfigError(f"agreement must be the path of a document, got {given!r:.60}")
+    if document is None or isinstance(document, Agreement):
+        return document
+    if isinstance(document, str | Path):
+        return Agreement.read(Path(document).expanduser())
+    if isinstance(document, Mapping):
+        return make(Agreement, dict(document), "agreement", fields_of(Agreement))
+    raise ConfigError(f"agreement must be the path of a document, got {document!r:.60}")

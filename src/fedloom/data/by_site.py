@@ -39,28 +39,30 @@ def alone(column: Facts, target: Facts, task: str) -> Alone:
     A number ranks rows itself; every column ranks them by the target's mean in its groups too, which is learned on one
     half of the rows and applied to the other. 0 where too few rows are there to say so.
     """
-    there = ~np.isnan(target.values) if task == "regression" else np.isin(target.cells, [*target.odd, ""], invert=True)
-    if there.sum() < FEW:
+    present = (
+        ~np.isnan(target.values) if task == "regression" else np.isin(target.cells, [*target.odd, ""], invert=True)
+    )
+    if present.sum() < FEW:
         return Alone(0.0, "")
-    groups, numbers = column.groups[there], column.values[there]
-    seen = ~np.isnan(numbers) if column.kind == "number" else np.zeros(len(groups), bool)
+    groups, numbers = column.groups[present], column.values[present]
+    observed = ~np.isnan(numbers) if column.kind == "number" else np.zeros(len(groups), bool)
     if task == "regression":
-        y = target.values[there]
+        y = target.values[present]
         if y.std() == 0:
             return Alone(0.0, "")
         value = r2_score(y, _across(groups, y))
-        if seen.sum() > len(y) / 2 and numbers[seen].std() > 0 and y[seen].std() > 0:
-            value = max(value, float(np.corrcoef(numbers[seen], y[seen])[0, 1] ** 2))
+        if observed.sum() > len(y) / 2 and numbers[observed].std() > 0 and y[observed].std() > 0:
+            value = max(value, float(np.corrcoef(numbers[observed], y[observed])[0, 1] ** 2))
         return Alone(max(0.0, value), f"R2 {value:.3f} alone")
     values = []
     for name in list(target.levels):
-        y = (target.cells[there] == name).astype(float)
+        y = (target.cells[present] == name).astype(float)
         if name in target.odd or min(y.sum(), len(y) - y.sum()) < EVENTS:
             continue
         ranks = [roc_auc_score(y, _across(groups, y))]
-        if EVENTS <= y[seen].sum() <= seen.sum() - EVENTS:
-            one = float(roc_auc_score(y[seen], numbers[seen]))
-            share = float(seen.mean())
+        if EVENTS <= y[observed].sum() <= observed.sum() - EVENTS:
+            one = float(roc_auc_score(y[observed], numbers[observed]))
+            share = float(observed.mean())
             ranks.append(share * max(one, 1 - one) + (1 - share) / 2)
         values.append(max(ranks))
         if len(target.levels) == 2:
@@ -92,22 +94,22 @@ def sentences(column: Facts, rows: Rows) -> Iterator[str]:
     """What differs from site to site in a column."""
     gone = np.isnan(column.values) if column.kind == "number" else column.cells == ""
     shares = {site: float(gone[here].mean()) for site, here in rows.items()}
-    there = [site for site, share in shares.items() if share < ABSENT]
-    if len(there) > 1 or len(rows) == 1:
+    present = [site for site, share in shares.items() if share < ABSENT]
+    if len(present) > 1 or len(rows) == 1:
         least, most = min(shares, key=lambda s: shares[s]), max(shares, key=lambda s: shares[s])
-        if len(there) < len(rows):
-            absent = [site for site in rows if site not in there]
+        if len(present) < len(rows):
+            absent = [site for site in rows if site not in present]
             yield f"is not there at {_named(absent)}"
         elif shares[most] - shares[least] >= APART:
             yield f"missing in {shares[least]:.0%} of the rows at {least!r}, in {shares[most]:.0%} at {most!r}"
     if column.kind == "number":
-        yield from _units(column, {site: here & ~gone for site, here in rows.items() if site in there})
+        yield from _units(column, {site: here & ~gone for site, here in rows.items() if site in present})
 
 
 def lone_site(column: Facts, rows: Rows) -> str | None:
     """The only site that has a column, if it is one of several."""
-    there = [s for s, here in rows.items() if float((column.cells[here] == "").mean()) < ABSENT]
-    return there[0] if len(there) == 1 and len(rows) > 1 else None
+    present = [s for s, here in rows.items() if float((column.cells[here] == "").mean()) < ABSENT]
+    return present[0] if len(present) == 1 and len(rows) > 1 else None
 
 
 def _units(column: Facts, rows: Rows) -> Iterator[str]:

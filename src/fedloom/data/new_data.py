@@ -56,37 +56,37 @@ class NewData(NamedTuple):
             return new_rows(facts, data, users=users, factors=factors, keep=keep)
         if facts.vocabulary and Path(data).suffix == ".txt":
             return new_rows(facts, _lines(Path(data)), str(data))
-        found = self.source(data, facts)
-        if keep and not isinstance(found, TableSource):
+        reader = self.source(data, facts)
+        if keep and not isinstance(reader, TableSource):
             raise DataError(f"{data}: is no table, so {keep[0]!r} cannot be kept")
-        if isinstance(found, Texts):
-            texts, sites = found.rows(data_dir)
+        if isinstance(reader, Texts):
+            texts, sites = reader.rows(data_dir)
             return new_rows(facts, texts, str(data))._replace(sites=sites)
-        if isinstance(found, SampleSource):
-            if isinstance(found, ImageFolder) and found.rgb is None and len(facts.shape) == 3:
-                found = found.with_(rgb=facts.shape[0] == 3)
-            samples, files = found.samples(data_dir)
+        if isinstance(reader, SampleSource):
+            if isinstance(reader, ImageFolder) and reader.rgb is None and len(facts.shape) == 3:
+                reader = reader.with_(rgb=facts.shape[0] == 3)
+            samples, files = reader.samples(data_dir)
             return new_rows(facts, samples, str(data))._replace(files=files)
-        if not isinstance(found, TableSource):
-            return new_rows(facts, found.read(data_dir), str(data))
-        with found.open(data_dir) as raw:
+        if not isinstance(reader, TableSource):
+            return new_rows(facts, reader.read(data_dir), str(data))
+        with reader.open(data_dir) as raw:
             return new_rows(facts, raw, str(data), users, factors, keep)
 
     def source(self, data: str | Path, facts: InputSpec) -> Source:
         """The reader of new data, with the run's options where they apply."""
         options = {k: v for k, v in self.options.items() if k not in ("source", "path")}
-        trained = self.options.get("source", "")
-        named = SOURCES.get(trained)
+        name = self.options.get("source", "")
+        named = SOURCES.get(name)
         if str(data) in SOURCES or str(data).startswith("hub:"):
-            return source(str(data), **(options if str(data) == trained else {}))
+            return source(str(data), **(options if str(data) == name else {}))
         kind = detect(Path(data).expanduser())
         if (named in (Shakespeare, Sent140) and kind is Leaf) or (named is Texts and issubclass(kind, TableSource)):
             kind = named
         tables = issubclass(kind, TableSource) and (named is None or issubclass(named, TableSource))
-        known = {k: v for k, v in options.items() if k in fields_of(kind) and v not in SIGNS.get(k, ())}
+        chosen = {k: v for k, v in options.items() if k in fields_of(kind) and v not in SIGNS.get(k, ())}
         if tables and facts.table is not None:
-            known = {k: v for k, v in known.items() if k not in AGREED} | {"agreement": facts.agreement}
-        return kind(**{**(known if tables or named in (None, kind) else {}), "path": str(data)})
+            chosen = {k: v for k, v in chosen.items() if k not in AGREED} | {"agreement": facts.agreement}
+        return kind(**{**(chosen if tables or named in (None, kind) else {}), "path": str(data)})
 
 
 def _lines(file: Path) -> list[str]:

@@ -86,5 +86,5 @@ def _intercept(z: Floats, share: float) -> float:
 def recalibrated(output: Tensor, line: Tensor) -> Tensor:
     """Logits ``[N, 1]`` on the lines ``[N, 2]`` or ``[2]`` of their clients; as they are where there is none."""
     slope, intercept = line.to(output).unbind(-1)
-    there = ~(slope.isnan() | intercept.isnan())
-    return torch.where(there, slope, 1.0).unsqueeze(-1) * output + torch.where(there, intercept, 0.0).unsqueeze(-1)
+    fitted = ~(slope.isnan() | intercept.isnan())
+    return torch.where(fitted, slope, 1.0).unsqueeze(-1) * output + torch.where(fitted, intercept, 0.0).unsqueeze(-1)

@@ -57,8 +57,8 @@ class RiskSums(NamedTuple):
     def __add__(self, other: object) -> RiskSums:
         assert isinstance(other, RiskSums)
         risk, tied = (
-            (mine[0] + theirs[0], mine[1] + theirs[1], mine[2] + theirs[2])
-            for mine, theirs in ((self.risk, other.risk), (self.tied, other.tied))
+            (ours[0] + theirs[0], ours[1] + theirs[1], ours[2] + theirs[2])
+            for ours, theirs in ((self.risk, other.risk), (self.tied, other.tied))
         )
         return RiskSums(risk, tied, self.deaths + other.deaths, self.total + other.total)
 
@@ -207,9 +207,9 @@ def _stepped(
 ) -> tuple[Floats, Likelihood]:
     """Newton's step, halved until the likelihood does not fall."""
     for _ in range(HALVINGS):
-        there = at(beta + step)
-        if there.value >= here.value - 1e-12 * abs(here.value):
-            return beta + step, there
+        ahead = at(beta + step)
+        if ahead.value >= here.value - 1e-12 * abs(here.value):
+            return beta + step, ahead
         step = step / 2
     return beta, here
 
