@@ -387,12 +387,15 @@ def test_a_site_without_data(tmp_path: Path) -> None:  # 29
     [
         ("a,b,y\n1,2,0\n3,,1\n4,5,1\n", "missing value"),
         ("a,b,y\n1,2,0\n3,nan,1\n4,5,1\n", "missing value|finite|NaN"),
-        ("a,b,y\n1,2,0\n3,4,2\n5,6,1\n", "task|classes|outputs"),
-        ("a,b,y\n1,2,-1\n3,4,0\n5,6,1\n", "task|classes|outputs"),
-        ("a,b,y\n1,2,0.5\n3,4,0\n5,6,1\n", "fractions"),
-        ("a,b,c,y\n1,2,3,0\n3,4,5,1\n5,6,5,1\n", "shape of the data is 3, that of the experiment 2"),
+        ("a,b,y\n1,2,0\n3,4,2\n5,6,1\n", "the label 'y' is '2', allowed are 0, 1"),
+        ("a,b,y\n1,2,-1\n3,4,0\n5,6,1\n", "the label 'y' is '-1', allowed are 0, 1"),
+        ("a,b,y\n1,2,0.5\n3,4,0\n5,6,1\n", "the label 'y' is '0.5', allowed are 0, 1"),
+        ("a,c,y\n1,3,0\n3,5,1\n5,5,1\n", "no column 'b'"),  # further columns are left alone, one that is missing is not
         ("nonsense", "label|column|rows|header"),
-        ("a,b,y\n1,2,Miller\n3,4,Smith\n5,6,Smith\n", "classes of the data is Miller, Smith"),  # the wrong column
+        (
+            "a,b,y\n1,2,Miller\n3,4,Smith\n5,6,Smith\n",
+            "the label 'y' is 'Miller', 'Smith', allowed are 0, 1",
+        ),  # the wrong column
     ],
 )
 def test_bad_data_of_a_site(  # 31, and another schema
