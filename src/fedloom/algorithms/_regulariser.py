@@ -8,6 +8,8 @@ import torch
 from pydantic import AfterValidator
 from torch import Tensor
 
+from fedloom.local import Ctx
+from fedloom.local.inexact import Seen
 from fedloom.rows import algebra
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox import L1, AnyProx, Form, Nuclear, Prox, made_by
@@ -53,6 +55,17 @@ def gradient_mapping(f: object, x: Tensor, gradient: Tensor, t: float, layout: L
     """||x - prox_{t f}(x - t gradient)|| / t: zero exactly where 0 is in gradient + df(x) (f convex), ``[..., 1]``."""
     gap = x - proximal(f, x - t * gradient, t, layout)
     return algebra.norm(gap) / t
+
+
+def stationarity(f: object, y: Tensor, xi: Tensor, total: Seen, ctx: Ctx) -> dict[str, float]:
+    """FIAELT's figures at y ``[d]``, with xi in df(y) and the clients' means of gradient ``[d]`` and energy ``[1]``.
+
+    ``kkt`` is at least the distance of 0 from the sum of gradients + df(y) (Theorem 1), ``lyapunov`` is H_t
+    (Proposition 5).
+    """
+    gradient, energy = ctx.n * total.gradient, ctx.n * total.energy
+    kkt, h = torch.linalg.vector_norm(gradient + xi), energy + penalty(f, y, ctx.layout)
+    return {"kkt": float(kkt), "lyapunov": float(h), "nonzeros": float(y.count_nonzero())}
 
 
 Components = Literal["lr+s", "s+s", "s+lr", "lr+lr"]

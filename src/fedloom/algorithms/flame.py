@@ -49,8 +49,8 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Derived, Model, Point, by_rule
-from fedloom.local import Ctx, Work, descend, iterate
-from fedloom.local.dual import epochs_with_dual
+from fedloom.local import Ctx, Work, descend
+from fedloom.local.dual import Residuals, epochs_with_dual, residuals_of, until_tolerance
 
 
 class Client(NamedTuple):
@@ -59,21 +59,6 @@ class Client(NamedTuple):
     theta: Tensor
     w: Tensor
     pi: Tensor
-    eps: Tensor
-
-
-class Seen(NamedTuple):
-    """The client's term of the Lagrangian, squares of its primal and dual residual ``[m, 1]``."""
-
-    lagrangian: Tensor
-    primal: Tensor
-    dual: Tensor
-
-
-class _Solve(NamedTuple):
-    theta: Tensor
-    g: Tensor
-    w: Tensor
     eps: Tensor
 
 
@@ -93,12 +78,10 @@ class FLAME(Algorithm):
     )
     dual: Literal["round", "epoch", "none"] = Field(
         "round",
-        description="w_i and pi_i move once per round (Algorithm 1) or after every epoch (public code); none: pi_i is "
-        "0, the inexact penalty method of Sec. IV-E",
+        description="w_i and pi_i move once per round (Algorithm 1), every epoch (public code), or pi_i is 0 (IV-E)",
     )
     residuals: bool = Field(
-        False,
-        description="record the augmented Lagrangian and both residuals; costs a gradient of all training samples",
+        False, description="record the Lagrangian and both residuals, from gradients of all samples"
     )
 
     family: ClassVar[str] = "personalised"
@@ -140,7 +123,7 @@ class FLAME(Algorithm):
             theta = descend(theta, work, pull=((self.lam, centre),))  # Eq. 11: theta_i ~ prox_{f_i/lambda}(w_i)
         else:
             eps = self.shrink * eps  # Eq. 18
-            theta = self._approximate(theta, centre, eps, work)
+            theta = until_tolerance(theta, centre, eps, work, self.lam, self.most)
         w = (pull * theta + self.rho * x - pi) / (pull + self.rho)  # Eq. 12
         if self.dual == "round":
             pi = pi + self.rho * (w - x)  # Eq. 13
@@ -152,36 +135,10 @@ class FLAME(Algorithm):
     def personal(self, down: Model, rows: Client, work: Work) -> Tensor:
         return rows.theta
 
-    def observe(self, down: Model, rows: Client, work: Work) -> Seen | None:
-        if not self.residuals:
-            return None
-        theta, w, pi, _ = rows
-        gap, apart, share = w - down.x, theta - w, work.weight
-        envelope = work.loss(theta) + work.local.weight_decay / 2 * _square(theta) + self.lam / 2 * _square(apart)
-        lagrangian = share * envelope + (pi * gap).sum(1, keepdim=True) + self.rho / 2 * _square(gap)
-        return Seen(lagrangian, _square(gap), _square(share * work.full_grad(theta) + pi))
+    def observe(self, down: Model, rows: Client, work: Work) -> Residuals | None:
+        return residuals_of(*rows[:3], down.x, work, self.lam, self.rho) if self.residuals else None
 
-    def diagnostics(self, server: Model, total: Seen | None, ctx: Ctx) -> dict[str, float]:
-        if total is None:
-            return {}
-        return {"lagrangian": float(total.lagrangian), "primal_residual": float(total.primal.sqrt()),
-                "dual_residual": float(total.dual.sqrt())}  # fmt: skip
-
-    def _approximate(self, theta: Tensor, w: Tensor, eps: Tensor, work: Work) -> Tensor:
-        """Gradient descent on f_i + lam/2 ||theta - w||^2 from theta until Eq. 17 holds."""
-
-        def step(s: _Solve, work: Work) -> _Solve:
-            work.count_steps()
-            theta = s.theta - work.lr * s.g
-            return s._replace(theta=theta, g=work.full_grad(theta) + self.lam * (theta - s.w))
-
-        def close(s: _Solve, work: Work) -> Tensor:
-            return (work.weight * s.g).square().sum(1, keepdim=True) <= s.eps  # Eq. 17
-
-        start = _Solve(theta, work.full_grad(theta) + self.lam * (theta - w), w, eps)
-        steps = self.most * ((work.steps > 0) & ~close(start, work))
-        return iterate(step, start, work, steps, batches=0, until=close).theta
-
-
-def _square(rows: Tensor) -> Tensor:
-    return rows.square().sum(1, keepdim=True)
+    def diagnostics(self, server: Model, total: Residuals | None, ctx: Ctx) -> dict[str, float]:
+        roots = {} if total is None else {"primal_residual": total.primal.sqrt(), "dual_residual": total.dual.sqrt()}
+        figures = {} if total is None else {"lagrangian": total.lagrangian, **roots}
+        return {name: float(figure) for name, figure in figures.items()}

@@ -1,4 +1,4 @@
-"""epochs_with_dual: local SGD whose prox centre and dual move after every epoch (FLAME's public code)."""
+"""Local parts of ADMM on the Moreau envelope (FLAME): epochs that move the dual, a tolerance, and residuals."""
 
 from __future__ import annotations
 
@@ -56,3 +56,58 @@ def epochs_with_dual(theta: Tensor, w: Tensor, pi: Tensor, x: Tensor, work: Work
         return _Rows(theta, torch.where(ends, w, r.w), pi, velocity)
 
     return Primal(*iterate(step, _Rows(theta, w, pi, torch.zeros_like(theta)), work)[:3])
+
+
+class _Solve(NamedTuple):
+    theta: Tensor
+    g: Tensor
+    w: Tensor
+    eps: Tensor
+
+
+def until_tolerance(theta: Tensor, w: Tensor, eps: Tensor, work: Work, lam: float, most: int) -> Tensor:
+    """Gradient descent on f_i + lam/2 ||theta - w||^2 from theta until its gradient is small (FLAME, Eq. 17).
+
+    Args:
+        theta: ``[m, d]``, where every client starts.
+        w: ``[m, d]`` the prox centre.
+        eps: ``[m, 1]`` bound of the squared gradient times the client's share.
+        work: the local problems.
+        lam: weight of the distance to w.
+        most: most steps.
+    """
+
+    def step(s: _Solve, work: Work) -> _Solve:
+        work.count_steps()
+        theta = s.theta - work.lr * s.g
+        return s._replace(theta=theta, g=work.full_grad(theta) + lam * (theta - s.w))
+
+    def close(s: _Solve, work: Work) -> Tensor:
+        return _square(work.weight * s.g) <= s.eps
+
+    start = _Solve(theta, work.full_grad(theta) + lam * (theta - w), w, eps)
+    steps = most * ((work.steps > 0) & ~close(start, work))
+    return iterate(step, start, work, steps, batches=0, until=close).theta
+
+
+class Residuals(NamedTuple):
+    """The client's term of the augmented Lagrangian, and squares of its primal and dual residual ``[m, 1]``."""
+
+    lagrangian: Tensor
+    primal: Tensor
+    dual: Tensor
+
+
+def residuals_of(
+    theta: Tensor, w: Tensor, pi: Tensor, x: Tensor, work: Work, lam: float, rho: float
+) -> Residuals:  # fmt: skip
+    """The terms of L at a global model ``x [d]`` (FLAME, Eq. 10), with w - x and alpha_i grad f_i(theta) + pi."""
+    gap, share = w - x, work.weight
+    decay = work.local.weight_decay / 2 * _square(theta)
+    envelope = work.loss(theta) + decay + lam / 2 * _square(theta - w)
+    lagrangian = share * envelope + (pi * gap).sum(1, keepdim=True) + rho / 2 * _square(gap)
+    return Residuals(lagrangian, _square(gap), _square(share * work.full_grad(theta) + pi))
+
+
+def _square(rows: Tensor) -> Tensor:
+    return rows.square().sum(1, keepdim=True)

@@ -136,6 +136,16 @@ def inexact(
     return DescentResult(end.w, end.done * work.steps)
 
 
+def below(method: object, beta: float | None, smooth: float) -> list[str]:
+    """The warning that a given beta is at most L, if it is: the criterion of `inexact` promises nothing then."""
+    if not beta or beta > smooth:
+        return []
+    return [
+        f"{type(method).__name__} may not converge: it needs beta > L, got beta = {beta:g} and L = {smooth:.3g}; its "
+        "criterion promises nothing, so all local iterations are taken"
+    ]
+
+
 class _Pass(NamedTuple):
     w: Tensor
     start: Tensor
