@@ -784,7 +784,7 @@ REFUSED: dict[str, tuple[str, Any]] = {
     "too few shares": ("2 sites sent shares, 3 are needed", lambda s: s.receive(0, [0, 1])),
     "another question under the same masks": (
         "cannot change",
-        lambda s: (s.receive(0, range(5)), s.receive(0, range(5), TERMS.with_(download="1" * 64))),
+        lambda s: (s.receive(0, range(5)), s.receive(0, range(5), TERMS.with_(sizes=((8, 3, 3),) * 5))),
     ),
     "another inbox": ("cannot change", lambda s: (s.receive(0, range(5)), s.receive(0, range(4)))),
     "a vector before the shares": ("has not come to this step", lambda s: (s.shared(), s.masked(0))),
