@@ -33,7 +33,8 @@ then five steps go 0.6 of the way to the solution of a local problem, and the se
 1/r. None of these depends on local.lr, on the clients' sizes or on the number of rounds.
 
 Use it where full gradients are cheap and communication is not. Many dual steps on one x come near a gradient step of
-size 1/sigma: sigma must then exceed half the curvature of the mean loss, whatever the authors' r0.
+size 1/sigma: sigma must then exceed half the curvature of the mean loss, whatever the authors' r0. On a plateau, as at
+the start of networks of convolutions, the measured curvature is small and steps become too long: give ``rho`` there.
 """
 
 from __future__ import annotations
