@@ -34,7 +34,9 @@ def test_no_two_rows_are_of_one_guard() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.guard)
 def test_a_row_names_code_and_a_test_that_are_there(row: guards.Guard) -> None:
-    ast.parse(row.changed())
+    text = row.changed()
+    if row.file.endswith(".py"):
+        ast.parse(text)
     file, _, name = row.test.partition("::")
     functions = {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if hasattr(node, "name")}
     assert name.partition("[")[0].rpartition("::")[2] in functions
