@@ -166,6 +166,10 @@ def takes_less(limit: float, before: str, code: str) -> bool:
     return any(float(run(timed).split()[-1]) < limit for _ in range(3))
 
 
+def test_opening_a_run_loads_no_charts() -> None:
+    assert run("import sys, fedloom; fedloom.open_run; print({'altair', 'vl_convert'} & set(sys.modules))") == "set()\n"
+
+
 def test_help_comes_at_once() -> None:
     call = "from fedloom.cli import main\ntry: main()\nexcept SystemExit: pass"
     assert takes_less(0.5, "import sys; sys.argv = ['fedloom', '--help']", call)

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import altair as alt
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
@@ -22,7 +21,6 @@ from fedloom.engine.records import not_measured
 from fedloom.errors import ConfigError, RunDirError, nearest
 from fedloom.experiment.schema import Experiment, Method, parse
 from fedloom.metrics import leading, metric
-from fedloom.report import notebook as display
 from fedloom.report import result_table
 from fedloom.report.reading import read_table
 from fedloom.rundir import METRICS, MODELS, SETTINGS, SUMMARY, folder_of, read_summary
@@ -41,6 +39,9 @@ from fedloom.trained.predictions import (
 from fedloom.trained.saved import Shelf
 from fedloom.trust import check_document
 from fedloom.values import read_toml
+
+if TYPE_CHECKING:
+    import altair as alt
 
 COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric", "value")
 
@@ -96,9 +97,13 @@ class Recorded:
 
     def chart(self, metric: str | None = None, part: str = "test") -> alt.Chart:
         """An Altair chart of a metric by round; see `fedloom.report.notebook.chart`."""
+        from fedloom.report import notebook as display  # slow to import, needed where charts are drawn
+
         return display.chart(self.table(), metric, part)
 
     def _repr_html_(self) -> str:
+        from fedloom.report import notebook as display
+
         return display.page(self.table(), f"{self.method}, seed {self.seed}: {self.rounds} rounds, {self.reason}")
 
     def measured(self) -> set[tuple[str, str, str]]:
@@ -350,6 +355,8 @@ class Opened:
 
     def _repr_html_(self) -> str:
         """The result table: a row per method and model, means over seeds."""
+        from fedloom.report import notebook as display
+
         rows = result_table(self.path).to_pylist()
         lead = leading(rows[0])
         figures = {lead: f"test {lead}"} if lead in rows[0] else {}
