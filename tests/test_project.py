@@ -167,7 +167,7 @@ def takes_less(limit: float, before: str, code: str) -> bool:
 
 
 def test_opening_a_run_loads_no_charts() -> None:
-    assert run("import sys, fedloom; fedloom.open_run; print({'altair', 'vl_convert'} & set(sys.modules))") == "set()\n"
+    assert run("import sys, fedloom; fedloom.open_run; print({'altair', 'vl_convert'} & set(sys.modules))") == "set()"
 
 
 def test_help_comes_at_once() -> None:
