@@ -94,16 +94,17 @@ KNOWN = {
     ): "it sums over all clients, absent ones as they were; its card asks for few that all take part",
     ("fedadmm-inexact", "pictures"): "on the plateau curvature is small and steps grow too long; with rho it learns",
     ("fedavg-ft", "users"): "48 samples a client: FedAvg is better than Local, and steps on one's own data lead away",
+    ("moon", "fast"): "0.048 from FedAvg, two seeds 0.051: in a network this small half of mu = 1 changes little",
     ("fedavg-ft", "fast"): "FedAvg is 11 points better than Local here: steps on one's own data lead away",
     ("fedala", "fast"): "FedAvg is 11 points better than Local here: half a local head costs more than it brings",
-    **dict.fromkeys([(m, "pictures") for m in ("fedala", "ifca")], _PLATEAU),
+    **dict.fromkeys([(m, "pictures") for m in ("fedala", "ifca", "moon")], _PLATEAU),
     ("fedrod", "slow"): "the run is the start of training, of which balanced losses see less per class",
     ("ifca", "slow"): "the run is the start of training, of which each of two models sees a part",
     **dict.fromkeys([(m, "many") for m in ("fedavg-ft", "fedala", "fedproto", "moon")], _COHORTS.replace("100", "50")),
     ("fedproto", "hundred"): _SIX_TURNS,
     ("ditto", "hundred"): _FEW_SAMPLES,
     **dict.fromkeys(
-        [(m, "pictures") for m in ("fedprox", "feddyn", "fedskip", "flame", "fedacs", "heurfedamp")],
+        [(m, "pictures") for m in ("fedprox", "feddyn", "fedskip", "fedacs", "heurfedamp")],
         f"{_PLATEAU}; {_LEVEL}",
     ),
     **dict.fromkeys(
@@ -115,7 +116,7 @@ KNOWN = {
         f"{_PLATEAU}; {_NEAR}",
     ),
     **dict.fromkeys([(m, "pictures") for m in ("ditto", "afl")], _ONE_DESCENT),
-    ("feddr", "pictures"): f"{_HALF_STEP}: relaxed by 1.95, a round goes nearly twice as far",
+    ("feddr", "pictures"): f"{_PLATEAU}; relaxed by 1.95, a round goes nearly twice as far",
     ("perfedavg", "pictures"): f"{_HALF_STEP}: its gradient is taken after a step of that size",
     ("apfl", "many"): "FedAvg is 15 points better than Local here: half a local model costs more than it brings",
     (
