@@ -119,7 +119,8 @@ def test_a_damaged_session_file_costs_its_site_one_sum(damage: str, name: str, t
             file = clients[3]._memory.folder / "session" / "session.json"
             data = file.read_bytes()
             place = data.index(b'"held"') + 20
-            new = {"digit": data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :], "cut": data[:-9], "empty": b""}
+            digit = b"1" if data[place : place + 1] == b"0" else b"0"
+            new = {"digit": data[:place] + digit + data[place + 1 :], "cut": data[:-9], "empty": b""}
             if damage == "gone":
                 file.unlink()
             else:

@@ -684,6 +684,7 @@ def test_what_needs_single_uploads_is_refused() -> None:
         assert not refusal(name)
     for kind in ({"kind": "median"}, {"kind": "multi-krum", "f": 1}):
         assert "compares single uploads" in refusal("fedavg", aggregator=kind)
+    assert "draws a client twice" in refusal("fedavg", sampler={"kind": "size-weighted", "fraction": 1.0})
     assert not refusal("fedavg", aggregator=PRIVATE)
     assert "too little noise to be shared" in refusal("fedavg", aggregator={**PRIVATE, "sigma": 1e-7})
 
