@@ -92,11 +92,9 @@ class FedADMMInexact(Algorithm):
     iterations: int = Field(1, ge=1, description="k_0, dual steps between two communications; 5 and more in the paper")
     inner: int = Field(5, ge=1, description="most linearised steps per dual step; 3 in the MATLAB code")
     eps0: Annotated[float, Field(gt=0)] | Literal["matlab"] = Field(
-        1e-6, description="first tolerance per parameter; 'matlab': (n k_0)^2, the MATLAB code's, for f_i/n"
+        1e-6, description="first tolerance; 'matlab': (n k_0)^2"
     )
-    shrink: float = Field(
-        0.95, ge=0.5, lt=1, description="nu, factor of the tolerance per dual step; 0.95 in the MATLAB code"
-    )
+    shrink: float = Field(0.95, ge=0.5, lt=1, description="nu, factor of the tolerance per dual step (MATLAB code)")
 
     plain_sgd: ClassVar[str | None] = "its local steps are linearised ADMM steps, which have no momentum"
 
@@ -127,11 +125,8 @@ class FedADMMInexact(Algorithm):
             step, before = s.residual / (s.r + s.sigma), s.residual.clone()
             s.w.sub_(step)  # x_i = (r x_i + sigma x - pi_i - g_i)/(r + sigma)
             residual_(s, work)
-            return s if self.rho else s._replace(r=measured(s.r, step, before.sub_(s.residual).sub_(step * s.sigma)))
-
-        def measured(r: Tensor, moved: Tensor, change: Tensor) -> Tensor:  # ||g(w) - g(w')|| / ||w - w'||
-            found = norm(change) / norm(moved)
-            return torch.where(found > 0, torch.maximum(found, r / 2), r)
+            found = norm(before.sub_(s.residual).sub_(step * s.sigma)) / norm(step)  # ||g(w) - g(w')|| / ||w - w'||
+            return s if self.rho else s._replace(r=torch.where(found > 0, torch.maximum(found, s.r / 2), s.r))
 
         def residual_(s: _Solve, work: Work) -> Tensor:  # g_i + pi_i + sigma (x_i - x)
             return work.add_full_grad_(torch.addcmul(s.y, s.w, s.sigma, out=s.residual).sub_(s.towards), s.w)
