@@ -16,25 +16,20 @@ authors' MATLAB code for the constants).
     epsilon_i    eps               tolerance of a local problem
     nu_i         shrink            eps <- nu eps in every dual step
 
-Kept by a client: 2d + 2 (w, y, eps, r). Sent per round: d + 1 down, d + 1 up; the server keeps the last u and the
-logarithm of r of every client.
+Kept by a client: 2d + 2 (w, y, eps, r), by the server its last u and r. Sent per round: d + 1 down, d + 1 up.
 
-Deviations: the paper weighs every f_i by 1/n; here that factor is divided out of duals, penalty and gradients, and of
-eps (n^2), and shares that differ weigh the mean. Its r_i comes from the data of linear models. Here it is measured on
-the way: ||change of the gradient|| / ||change of w|| in the last step (Malitsky and Mishchenko, arXiv:1910.09529,
-without their factor 2), or half of what it was if that is more; 1/lr of local training before the first step. Its
-sigma_i differ; with one sigma for all, sum z_i / sum sigma_i is the mean of u. That sigma is r0 times the geometric
-mean of the r_i, and moves only where this is less than half or more than twice of what it was, as the last u of absent
-clients have an older one; with ``rho`` it is fixed, and so is r_i = 1/lr. Steps use full gradients: epochs, steps and
-batch size of the run are not used, and without ``rho`` neither is its schedule.
+Deviations: the paper's 1/n is divided out of duals, penalty, gradients and eps (n^2); shares weigh the mean. Its r_i is
+that of linear models; here it is measured: ||change of the gradient|| / ||change of w|| in the last step (Malitsky and
+Mishchenko, arXiv:1910.09529, without their factor 2), or half of what it was if that is more; at first 1/lr. One sigma
+is for all: r0 times the geometric mean of the r_i, moved where this is below half or above twice of what it was, as u
+of absent clients has an older one; with ``rho`` it is fixed, and so is r_i = 1/lr. Steps use full gradients: epochs,
+steps, batch size, and without ``rho`` the schedule, are not used.
 
-Defaults: one dual step after at most five linearised ones, which cost six times FedAvg's gradients, and r0 = 1/inner:
-then five steps go 0.6 of the way to the solution of a local problem, and the server's model moves three steps of size
-1/r. None of these depends on local.lr, on the clients' sizes or on the number of rounds.
+Defaults: one dual step after at most five linearised ones (six times FedAvg's gradients), and r0 = 1/inner: five steps
+go 0.6 of the way to a local solution. Neither depends on local.lr, on the clients' sizes or on the number of rounds.
 
-Use it where full gradients are cheap and communication is not. Many dual steps on one x come near a gradient step of
-size 1/sigma: sigma must then exceed half the curvature of the mean loss, whatever the authors' r0. On a plateau, as at
-the start of networks of convolutions, the measured curvature is small and steps become too long: give ``rho`` there.
+Use it where full gradients are cheap. On a plateau, as at the start of networks of convolutions, the curvature is small
+and steps become too long: give ``rho`` there.
 """
 
 from __future__ import annotations
@@ -141,8 +136,7 @@ class FedADMMInexact(Algorithm):
             return s._replace(eps=self.shrink * s.eps)
 
         w, y, eps, r = rows
-        if self.rho:
-            r = torch.full_like(r, 1 / work.lr)
+        r = torch.full_like(r, 1 / work.lr) if self.rho else r
         sigma = down.sigma.expand_as(r)
         start = _Solve(w.clone(), y.clone(), eps, r, torch.empty_like(w), sigma, sigma * down.x)
         residual_(start, work)
