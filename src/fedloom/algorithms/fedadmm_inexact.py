@@ -2,8 +2,7 @@
 
 Problem: min over x of sum_i alpha_i f_i(x).
 
-Reference: S. Zhou, G. Y. Li, "Federated Learning via Inexact ADMM", IEEE TPAMI 2023, arXiv:2204.10607, Algorithm 1 (the
-authors' MATLAB code for the constants).
+Reference: S. Zhou, G. Y. Li, "Federated Learning via Inexact ADMM", IEEE TPAMI 2023, arXiv:2204.10607, Algorithm 1.
 
     paper        here              meaning
     x            x                 server's model
@@ -28,8 +27,7 @@ steps, batch size, and without ``rho`` the schedule, are not used.
 Defaults: one dual step after at most five linearised ones (six times FedAvg's gradients), and r0 = 1/inner: five steps
 go 0.6 of the way to a local solution. Neither depends on local.lr, on the clients' sizes or on the number of rounds.
 
-Use it where full gradients are cheap. On a plateau, as at the start of networks of convolutions, the curvature is small
-and steps become too long: give ``rho`` there.
+Use it where full gradients are cheap. On plateaus (networks of convolutions) steps become too long: give ``rho`` there.
 """
 
 from __future__ import annotations
