@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, cross_entropy
 
 from fedloom.algorithms._base import Algorithm, Delta, Model
 from fedloom.local import Ctx, Term, Work, descend, where_moved
@@ -60,9 +59,9 @@ class MOON(Algorithm):
         return Model(x0), Client(x0), None
 
     def client(self, down: Model, rows: Client, work: Work) -> tuple[Delta, Client]:
-        def contrast(z: Tensor, _outputs: Tensor, y: Tensor, anchors: Tensor, _given: Any) -> Tensor:
-            near, far = (cosine_similarity(z, anchor) / self.tau for anchor in anchors)
-            return cross_entropy(torch.stack([near, far], 1), torch.zeros_like(y), reduction="none")  # Eq. 3
+        def contrast(z: Tensor, _outputs: Tensor, _y: Tensor, anchors: Tensor, _given: Any) -> Tensor:
+            near, far = (torch.cosine_similarity(z, anchor) / self.tau for anchor in anchors)
+            return torch.logaddexp(near, far) - near  # Eq. 3
 
         w = descend(down.x, work, terms=(Term(contrast, self.mu, (down.x, rows.last)),))
         return Delta(w - down.x), Client(where_moved(work, w, rows.last))

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.errors import Refused
-from fedloom.local.oracles.network import Network, hooked
+from fedloom.local.oracles.pooling import hooked
 from fedloom.local.oracles.products import Batched, Compiled, Linear, Products, Stored, apply
 from fedloom.local.oracles.samples import slopes
+from fedloom.local.oracles.terms import TermNetwork
 from fedloom.models.dropout import Dropout
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def chain_of(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
     return chain
 
 
-class Fused(Network):
+class Fused(TermNetwork):
     """Gradient steps of stacked networks of linear layers by batched products; see `Network` for the arguments.
 
     Raises:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from fedloom.local.oracles.linear import Pass, prepare
-from fedloom.local.oracles.network import Network, at_least_two, forked, scale_
+from fedloom.local.oracles.network import at_least_two, forked, scale_
 from fedloom.local.oracles.pooling import join
 from fedloom.local.oracles.precision import of_products
 from fedloom.local.oracles.samples import slope
+from fedloom.local.oracles.terms import TermNetwork
 from fedloom.seeds import as_global
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from fedloom.tasks import Task
 
 
-class Looped(Network):
+class Looped(TermNetwork):
     """Gradients client by client; see `Network` for the arguments.
 
     Batch normalisation uses the statistics of the batch. A module that draws from the global generator does so under

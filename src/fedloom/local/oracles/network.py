@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedloom.errors import unknown
 from fedloom.local.batches import PASS
 from fedloom.local.oracles.allocator import keep_memory
 from fedloom.local.oracles.base import Oracle, Reduce
+from fedloom.local.oracles.pooling import Pooled
 from fedloom.local.oracles.precision import lowered
 from fedloom.local.oracles.samples import Samples, batch_loss, probe
-from fedloom.local.oracles.terms import Representation, add_terms_, check_terms, class_means
 from fedloom.models import Augment, penultimate
 from fedloom.models.dropout import Dropout
 from fedloom.rows.layout import Layout, trainable
@@ -27,7 +26,6 @@ from fedloom.tasks import Chosen
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
     from fedloom.local.batches import Batch
-    from fedloom.local.terms import Bound, TermFunction
     from fedloom.tasks import Task
 
 TRIED = 32
@@ -192,31 +190,6 @@ class Network(Oracle):
     def _class_counts(self) -> Tensor:
         return self.fed.class_counts("train")
 
-    def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
-        """Mean representation of every class, ``[m, c, k]``.
-
-        Raises:
-            Refused: the task is regression, or its sequences have a label per position.
-        """
-        check_terms(self)
-        return class_means(self, w, ids)
-
-    def add_terms_(
-        self, out: Tensor, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]
-    ) -> None:
-        """Client by client, by autograd.
-
-        Raises:
-            Refused: the model's samples cannot be looked at one by one.
-        """
-        check_terms(self)
-        add_terms_(self, out, w, batch, functions, terms)
-
-    @cached_property
-    def representation(self) -> Representation:
-        """The module with its representation beside its outputs."""
-        return Representation(self._module, torch.empty(0, dtype=self.dtype, device=self.device))
-
     def masks_of(self, batch: Batch, row: int, count: int) -> dict[str, Tensor]:
         """The dropout masks of one client by layer."""
         return {name: self._mask(name, batch, row, count) for name in self.dropouts}
@@ -313,7 +286,7 @@ class Network(Oracle):
         if not weights or sample.dim() != 4 or self.device.type != "cpu":
             return torch.contiguous_format
         try:
-            with torch.no_grad(), forked(self.device), _Pooled() as pooled:
+            with torch.no_grad(), forked(self.device), Pooled() as pooled:
                 self.module.eval()(sample.clone(memory_format=torch.channels_last))
         except RuntimeError:  # a view() in user code, for one
             return torch.contiguous_format
@@ -338,19 +311,6 @@ class Network(Oracle):
         return masks
 
 
-class _Pooled(TorchDispatchMode):
-    """Counts the elements per sample that go into pooling over windows of an image."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in (torch.ops.aten.max_pool2d_with_indices, torch.ops.aten.avg_pool2d):
-            self.elements += args[0][0].numel()
-        return func(*args, **(kwargs or {}))
-
-
 def scale_(target: Tensor, beta: float | Tensor) -> Tensor:
     """``target <- beta target``, ``beta`` a number or one per client; 0 forgets what it held, even if not finite."""
     if isinstance(beta, Tensor):
@@ -358,12 +318,6 @@ def scale_(target: Tensor, beta: float | Tensor) -> Tensor:
     if beta == 0:
         return target.zero_()
     return target if beta == 1 else target.mul_(beta)
-
-
-def hooked(layer: nn.Module) -> bool:
-    """Whether something looks at what goes into the layer or comes out."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(layer, name) for name in hooks)
 
 
 def forked(device: torch.device) -> AbstractContextManager[None]:

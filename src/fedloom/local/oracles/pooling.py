@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-
-from fedloom.local.oracles.network import hooked
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def join(module: nn.Module) -> None:
@@ -80,3 +79,22 @@ class _Together(torch.autograd.Function):
 def _array(x: Tensor) -> Any:
     """For the compiled loops, which know bfloat16 by its bits."""
     return x.view(torch.int16).numpy() if x.dtype is torch.bfloat16 else x.numpy()
+
+
+class Pooled(TorchDispatchMode):
+    """Counts the elements per sample that go into pooling over windows of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.max_pool2d_with_indices, torch.ops.aten.avg_pool2d):
+            self.elements += args[0][0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+def hooked(layer: nn.Module) -> bool:
+    """Whether something looks at what goes into the layer or comes out."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(layer, name) for name in hooks)

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fedloom.errors import ClientError
-from fedloom.local.oracles.network import Network, scale_
+from fedloom.local.oracles.network import scale_
 from fedloom.local.oracles.samples import slopes
+from fedloom.local.oracles.terms import TermNetwork
 from fedloom.models.sequences import Recurrence
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from fedloom.tasks import Task
 
 
-class Stacked(Network):
+class Stacked(TermNetwork):
     """Gradients of stacked models: one vmapped forward pass, one backward pass; see `Network` for the arguments."""
 
     name: ClassVar[str] = "stacked"

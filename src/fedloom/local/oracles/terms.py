@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,12 +12,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedloom.errors import Refused
+from fedloom.local.oracles.network import Network
 from fedloom.local.rows import map_rows
 from fedloom.models import penultimate
 
 if TYPE_CHECKING:
     from fedloom.local.batches import Batch
-    from fedloom.local.oracles.network import Network
     from fedloom.local.terms import Bound, TermFunction
 
 
@@ -50,63 +51,83 @@ class Representation:
         return Seen(caught[-1].flatten(1), outputs)
 
 
-def check_terms(oracle: Network) -> None:
-    """Refuse networks whose samples cannot be looked at one by one.
+class TermNetwork(Network):
+    """A network with means by class, and gradients of terms, of its representation; see `Network` for the arguments."""
 
-    Raises:
-        Refused: with the reason.
-    """
-    what = ""
-    if oracle.normalisers:
-        what = "its normalisation layers mix the samples of a batch"
-    elif oracle.labels_each is not None:
-        what = "its sequences have a label per position"
-    elif getattr(oracle, "draws", False):
-        what = "it draws from a global generator (use fedloom.models.Dropout)"
-    elif oracle.fed.data.task == "regression":
-        what = "its task has no classes"
-    if what:
-        raise Refused(f"a term on the representation of this model cannot be computed: {what}; take another method")
+    def class_means(self, w: Tensor, ids: Tensor) -> Tensor:
+        """Mean representation of every class in each client's training part, ``[m, c, k]``; 0 where it has none.
 
+        Raises:
+            Refused: the model's samples cannot be looked at one by one.
+        """
+        self._check_terms()
+        counts, found = self.class_counts(ids), []
+        for row, i, count in zip(w, ids.tolist(), counts, strict=True):
+            index = self.fed.indices("train", i)
+            features = self.representations(row, index)
+            total = features.new_zeros(len(count), features.shape[1]).index_add_(0, self.fed.targets(index), features)
+            found.append(total / count.clamp(min=1)[:, None])
+        return torch.stack(found)
 
-def add_terms_(
-    oracle: Network, out: Tensor, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]
-) -> None:
-    """``out <- out + gradient`` of the sum over terms of weight times the mean of the function over the batch."""
-    data, layout = oracle.samples(batch, step=True), oracle.layout
-    model = oracle.representation
-    for i, count in enumerate(data.counts):
-        if not count:
-            continue
-        x, y = oracle.arranged(data.x[i, :count]), data.y[i, :count]
-        for name, mask in oracle.masks_of(batch, i, count).items():
-            model.module.get_submodule(name).mask = mask
-        leaves = {name: value.detach().requires_grad_() for name, value in layout.tree(w[i]).items()}
-        with torch.enable_grad():
-            now = model(leaves, x, train=True)
-            total = now.features.new_zeros(())
-            for fn, term in zip(functions, terms, strict=True):
-                with torch.no_grad():
-                    anchors = [model(layout.tree(a[i]), x, train=False).features for a in term.anchors]
-                beside = torch.stack(anchors) if anchors else now.features.new_empty(0, *now.features.shape)
-                given = map_rows(lambda t, i=i: t[i], term.given)  # type: ignore[misc]
-                values = fn(now.features, now.outputs, y, beside, given)
-                if values.shape != (count,):
-                    raise ValueError(f"a term must give one number per sample, [{count}], got {[*values.shape]}")
-                total = total + term.weight[i, 0] * values.sum()
-        if total.requires_grad:
-            grads = torch.autograd.grad(total / batch.total[i, 0].to(total), list(leaves.values()), allow_unused=True)
-            for target, g in zip(layout.tree(out[i]).values(), grads, strict=True):
-                if g is not None:
-                    target.add_(g)
+    def add_terms_(
+        self, out: Tensor, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]
+    ) -> None:
+        """``out <- out + gradient`` of the sum over terms of weight times the mean of the function over the batch.
 
+        Client by client, by autograd.
 
-def class_means(oracle: Network, w: Tensor, ids: Tensor) -> Tensor:
-    """Mean representation of every class in each client's training part, ``[m, c, k]``; 0 where it has none."""
-    counts, found = oracle.class_counts(ids), []
-    for row, i, count in zip(w, ids.tolist(), counts, strict=True):
-        index = oracle.fed.indices("train", i)
-        features = oracle.representations(row, index)
-        total = features.new_zeros(len(count), features.shape[1]).index_add_(0, oracle.fed.targets(index), features)
-        found.append(total / count.clamp(min=1)[:, None])
-    return torch.stack(found)
+        Raises:
+            Refused: the model's samples cannot be looked at one by one.
+        """
+        self._check_terms()
+        data, layout = self.samples(batch, step=True), self.layout
+        model = self.representation
+        for i, count in enumerate(data.counts):
+            if not count:
+                continue
+            x, y = self.arranged(data.x[i, :count]), data.y[i, :count]
+            for name, mask in self.masks_of(batch, i, count).items():
+                model.module.get_submodule(name).mask = mask
+            leaves = {name: value.detach().requires_grad_() for name, value in layout.tree(w[i]).items()}
+            with torch.enable_grad():
+                now = model(leaves, x, train=True)
+                total = now.features.new_zeros(())
+                for fn, term in zip(functions, terms, strict=True):
+                    with torch.no_grad():
+                        anchors = [model(layout.tree(a[i]), x, train=False).features for a in term.anchors]
+                    beside = torch.stack(anchors) if anchors else now.features.new_empty(0, *now.features.shape)
+                    given = map_rows(lambda t, i=i: t[i], term.given)  # type: ignore[misc]
+                    values = fn(now.features, now.outputs, y, beside, given)
+                    if values.shape != (count,):
+                        raise ValueError(f"a term must give one number per sample, [{count}], got {[*values.shape]}")
+                    total = total + term.weight[i, 0] * values.sum()
+            if total.requires_grad:
+                grads = torch.autograd.grad(
+                    total / batch.total[i, 0].to(total), list(leaves.values()), allow_unused=True
+                )
+                for target, g in zip(layout.tree(out[i]).values(), grads, strict=True):
+                    if g is not None:
+                        target.add_(g)
+
+    @cached_property
+    def representation(self) -> Representation:
+        """The module with its representation beside its outputs."""
+        return Representation(self._module, torch.empty(0, dtype=self.dtype, device=self.device))
+
+    def _check_terms(self) -> None:
+        """Refuse a network whose samples cannot be looked at one by one.
+
+        Raises:
+            Refused: with the reason.
+        """
+        what = ""
+        if self.normalisers:
+            what = "its normalisation layers mix the samples of a batch"
+        elif self.labels_each is not None:
+            what = "its sequences have a label per position"
+        elif getattr(self, "draws", False):
+            what = "it draws from a global generator (use fedloom.models.Dropout)"
+        elif self.fed.data.task == "regression":
+            what = "its task has no classes"
+        if what:
+            raise Refused(f"a term on the representation of this model cannot be computed: {what}; take another method")
