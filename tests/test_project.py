@@ -160,6 +160,12 @@ def test_import_and_help_load_no_torch() -> None:
     assert "run" in text
 
 
+def test_without_flwr_its_users_package_says_what_to_install() -> None:
+    hidden = "import sys; sys.modules['flwr'] = None; import fedloom; fedloom.simulate"
+    text = run(f"{hidden}\ntry: import fedloom.flower\nexcept ImportError as error: print(error)")
+    assert text == "fedloom.flower needs flwr; install it with: pip install 'fedloom[flower]'"
+
+
 def takes_less(limit: float, before: str, code: str) -> bool:
     """Whether one of three fresh interpreters needs less processor time, in seconds, for `code` after `before`."""
     timed = f"{before}\nimport time; start = time.process_time()\n{code}\nprint('\\n', time.process_time() - start)"
@@ -256,11 +262,11 @@ def test_imports_are_declared(name: str) -> None:
     core = {NAMES.get(n, n.replace("-", "_")) for n in (Requirement(r).name for r in PROJECT["dependencies"])}
     allowed = core | set(sys.stdlib_module_names) | {"fedloom", "fedloom_studies", *WITH_PYDANTIC}
     assert {name.split(".")[0] for name in imports(every(name))} <= allowed | EXTRAS
-    if name.startswith(("deploy/", "tune/", "fedloom_studies/")):
+    if name.startswith(("deploy/", "flower/", "tune/", "fedloom_studies/")):
         assert {
             name.split(".")[0] for name in imports(every(name))
         } & EXTRAS <= COMMANDS.keys()  # a sentence if missing
-    if not name.startswith(("deploy/", "tune/")):
+    if not name.startswith(("deploy/", "flower/", "tune/")):
         assert {name.split(".")[0] for name in imports(parsed(name).body)} <= allowed, (
             "extras are imported where they are used"
         )

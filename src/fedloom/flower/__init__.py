@@ -1,5 +1,11 @@
 """Any method in anyone's Flower app: a strategy at the server, a decorator at the nodes; see docs/flower.md."""
 
+try:
+    import flwr as _flwr  # noqa: F401  # all of the package needs it
+except ModuleNotFoundError as error:
+    sentence = f"fedloom.flower needs {error.name}; install it with: pip install 'fedloom[flower]'"
+    raise ModuleNotFoundError(sentence, name=error.name) from None
+
 from fedloom.flower.local import Local
 from fedloom.flower.node import client, personal_model
 from fedloom.flower.strategy import Strategy

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 from flwr.app import Message, MetricRecord, RecordDict
-from flwr.supercore import log
 from torch import Tensor
 
 from fedloom.algorithms._messages import base_of
@@ -17,7 +16,7 @@ from fedloom.deploy.exchange.forms import for_client
 from fedloom.engine.chunk import ClientOutput, ClientState, accept, asked_counts
 from fedloom.engine.job import Job
 from fedloom.errors import FedloomError, WireError
-from fedloom.flower.records import HEAD, arrays_of, fields_like, head, head_of, tensors_of
+from fedloom.flower.records import HEAD, arrays_of, fields_like, head, head_of, log, tensors_of
 from fedloom.local import Nothing
 from fedloom.processes.clients import (
     COUNTS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ HEAD = "fedloom"
 """Name of the record that has the plain values of a message, and of a reply."""
 WANTED = ("local", "sampler", "weigher", "aggregator", "channel", "weights", "seed", "augment", "evaluate", "engine")
 """Fields of a setting that a strategy takes."""
+log = logging.getLogger("flwr").log
+"""Writes to Flower's log; releases of Flower differ in where it can be imported from."""
 
 
 def arrays_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:

@@ -14,7 +14,6 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy import Strategy as FlowerStrategy
-from flwr.supercore import log
 from torch import Tensor, nn
 
 from fedloom.algorithms import upload_fields
@@ -30,7 +29,17 @@ from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.errors import ConfigError, FedloomError, Refused, RunStopped, WireError
 from fedloom.flower.clients import FlowerClients
-from fedloom.flower.records import HEAD, WANTED, document_of, head, head_of, resolved_document, setting_of, shapes_of
+from fedloom.flower.records import (
+    HEAD,
+    WANTED,
+    document_of,
+    head,
+    head_of,
+    log,
+    resolved_document,
+    setting_of,
+    shapes_of,
+)
 from fedloom.local import Nothing
 from fedloom.processes.clients import TrainRequest, TrainResult
 from fedloom.storage.store import Store
