@@ -12,7 +12,7 @@ from fedloom.report.comparison.contenders import contenders
 from fedloom.report.comparison.criteria import Winner, tasks, winners
 from fedloom.report.curves import share_of
 from fedloom.report.figure import off_axis
-from fedloom.report.naming import COSTS, figure
+from fedloom.report.naming import COSTS, figure, metric
 from fedloom.report.numbers import ENOUGH, Row, leading_metric, run_of, seeds_of
 from fedloom.report.reading import Run
 from fedloom.report.tables import DASH, cell, columns_of, plain, rounded_pair
@@ -22,6 +22,8 @@ SHOWN = 4
 """Further notes are folded away."""
 BEYOND = 1.1
 """Work up to this share of the least is called equal, as `fedloom tune` plans it; more of FedAvg's is named."""
+NAMED = 20
+"""Up to so many clients without a result are named."""
 TIE = 1e-6
 """Results that differ by less than this share are called equal."""
 
@@ -266,23 +268,29 @@ def _work(own: list[Row]) -> str:
 
 def _clients(run: Run, own: list[Row]) -> list[str]:
     lead = leading_metric([run])
-    empty = max((_clients_without(run, row, lead) for row in own), default=0)
-    if not empty or any("test part" in warning for warning in run.summary.warnings):
+    without = [clients for row in own for clients in _clients_without(run, row, lead)]
+    most = max(map(len, without), default=0)
+    if not most or any("test part" in warning for warning in run.summary.warnings):
         return []
-    return [f"Clients without a test result, left out of the means: up to {empty} of {run.clients}."]
+    everyone = sorted(frozenset[int]().union(*without))
+    always = frozenset(everyone).intersection(*without)
+    listed = ", ".join(run.client(k) + " (with some seeds)" * (k not in always) for k in everyone)
+    who = f"; {listed}" if len(everyone) <= NAMED else ""
+    return [f"Clients without {metric(lead).title}, left out of the means: up to {most} of {run.clients}{who}."]
 
 
-def _clients_without(run: Run, row: Row, name: str) -> int:
-    """Benign clients without a value at the last round, over the seeds that have a result."""
-    counts = [0]
+def _clients_without(run: Run, row: Row, name: str) -> list[frozenset[int]]:
+    """Benign clients without a value at the last round, by seed that has a result."""
+    without = []
     for key in run.series:
         about = (key.method, key.model, key.part, key.metric)
         points = (
             run.benign(key) if about == (row.method, row.model, "test", name) and key.seed not in row.lost else None
         )
         if points is not None and len(points.round):
-            counts.append(int(np.isnan(points.value[points.round == points.round[-1]]).sum()))
-    return max(counts)
+            empty = (points.round == points.round[-1]) & np.isnan(points.value)
+            without.append(frozenset(points.client[empty].tolist()))
+    return without
 
 
 def _dropped(run: Run) -> str:

@@ -19,6 +19,7 @@ from fedloom.errors import ConfigError, FedloomError, RunDirError, explained
 from fedloom.report import overview
 from fedloom.report.clients import clients
 from fedloom.report.comparison.contenders import Models, contenders
+from fedloom.report.comparison.gains import LEAD, Table, gains, gains_csv, gains_html, gains_latex
 from fedloom.report.comparison.pairs import Pair, pairs, pairs_csv, pairs_html, pairs_latex
 from fedloom.report.comparison.paper import results_latex, title
 from fedloom.report.csv_files import csv_of
@@ -95,7 +96,8 @@ def write(
 
     ``out`` becomes one self-contained page, from which every chart can be saved as SVG and its data as CSV. A folder
     of the same name without its suffix receives ``results.csv`` and ``results.tex``, and where there is a method to
-    compare the others with, ``pairs.csv`` and ``pairs.tex``.
+    compare the others with, ``pairs.csv`` and ``pairs.tex``; where clients are few and named, ``sites.csv`` and
+    ``sites.tex``.
 
     Args:
         run_dirs: output directories of runs; several are compared.
@@ -126,7 +128,8 @@ def write(
         shown = figures(runs, rows)
         tex = results_latex(runs, rows, columns, models)
         compared = pairs(runs, rows, against, models)
-        text = page(runs, rows, shown, tex, compared)
+        by_site = gains(runs, rows, leading_metric(runs))
+        text = page(runs, rows, shown, tex, compared, by_site)
     with _explained(beside):
         beside.mkdir(parents=True, exist_ok=True)
     _replace(beside / "results.csv", csv_text(rows))
@@ -134,6 +137,9 @@ def write(
     if compared:
         _replace(beside / "pairs.csv", pairs_csv(compared))
         _replace(beside / "pairs.tex", pairs_latex(compared, title(runs)))
+    if by_site:
+        _replace(beside / "sites.csv", gains_csv(by_site))
+        _replace(beside / "sites.tex", gains_latex(by_site, title(runs)))
     for figure in shown if charts else ():
         _replace(beside / f"{figure.id}.svg", figure.svg())
         _replace(beside / f"{figure.id}.csv", _data_csv(figure))
@@ -231,13 +237,21 @@ def _json(id: str, value: object) -> str:
     return f'<script type="application/json" id="{id}">{text}</script>'
 
 
-def page(runs: list[Run], rows: list[Row], shown: list[Figure], tex: str, compared: Sequence[Pair] = ()) -> str:
+def page(
+    runs: list[Run],
+    rows: list[Row],
+    shown: list[Figure],
+    tex: str,
+    compared: Sequence[Pair] = (),
+    by_site: Sequence[Table] = (),
+) -> str:
     """The whole page as text."""
     name = escape(title(runs))
     bodies = {group: _gallery([figure for figure in shown if figure.group == group]) for group in PLACES}
     bodies["partition"] += skew_table(runs)
     bodies["privacy"] += privacy_tables(runs)
     parts = {
+        **({"gains": ("Who gains", _section("gains", "Who gains", LEAD, gains_html(by_site)))} if by_site else {}),
         "overview": (
             "Overview",
             _section("overview", "Overview", "Who leads by which criterion.", overview.cards(runs, rows)),
@@ -267,7 +281,7 @@ def page(runs: list[Run], rows: list[Row], shown: list[Figure], tex: str, compar
 <style>{_asset("page.css")}</style>
 </head>
 <body>
-<a class="skip" href="#overview">Skip to the results</a>
+<a class="skip" href="#{next(iter(parts))}">Skip to the results</a>
 <header class="wrap">
 <div class="top"><h1>{name}</h1><button data-do="look">Dark look</button></div>
 <p class="facts">{escape(overview.facts(runs, rows))}</p>

@@ -77,7 +77,7 @@ def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
         if takes is None:
             continue
         for name in test_metrics(run, local.method, local.model):
-            own, other = (_last(run, row, seed, "test", name) for row in (local, shared))
+            own, other = (last_points(run, row, seed, "test", name) for row in (local, shared))
             if own is None or other is None or own.client.shape != other.client.shape:
                 continue
             mixed = own._replace(value=np.where(takes, other.value, own.value))
@@ -101,7 +101,7 @@ def _takes_shared(run: Run, local: Row, shared: Row, seed: int) -> np.ndarray[tu
     if not names:
         return None
     name = leading(names, "client")
-    own, other = (_last(run, row, seed, part, name) for row in (local, shared))
+    own, other = (last_points(run, row, seed, part, name) for row in (local, shared))
     if own is None or other is None or own.client.shape != other.client.shape:
         return None
     sign = 1.0 if metric(name).higher else -1.0
@@ -109,7 +109,7 @@ def _takes_shared(run: Run, local: Row, shared: Row, seed: int) -> np.ndarray[tu
     return takes
 
 
-def _last(run: Run, row: Row, seed: int, part: str, name: str) -> Points | None:
+def last_points(run: Run, row: Row, seed: int, part: str, name: str) -> Points | None:
     """The clients' values after the last evaluated round; None where there are none."""
     points = run.benign(Key(row.method, seed, row.model, part, name))
     return None if points is None or not len(points.round) else points.at(points.round == points.round[-1])
