@@ -24,22 +24,42 @@ def figures(path: Path) -> dict:
     return {f.id: f for f in found if f is not None}
 
 
-def test_relative_accuracy_is_the_gain_over_fedavg_client_by_client(small: Path) -> None:
-    figure = figures(small)["relative"]
+@pytest.mark.parametrize(("lead", "sign", "scale"), [("accuracy", 1, 100), ("loss", -1, 1)])
+def test_the_gain_of_a_client_is_over_its_own_model_in_the_leading_metric(
+    lead: str, sign: int, scale: int, small: Path
+) -> None:
     run = read_runs([small])[0]
+    figure = clients([run], rows_of([run]), lead)[-1]
     gains = []
     for seed in range(3):
-        own, base = (
-            run.series[Key(method, seed, model, "test", "accuracy")]
-            for method, model in (("ditto", "personal"), ("fedavg", "global"))
-        )
-        gains += list(100 * (own.value[own.round == 20] - base.value[base.round == 20]))
+        own, base = (run.series[Key(method, seed, "personal", "test", lead)] for method in ("ditto", "local"))
+        gains += list(sign * scale * (own.value[own.round == 20] - base.value[base.round == 20]))
     found = next(r for r in figure.rows if (r["method"], r["model"]) == ("ditto", "personal"))
     assert found["median"] == pytest.approx(np.nanmedian(gains), rel=1e-3)
     assert found["clients"] == 27
-    assert not any(r["method"] == "fedavg" for r in figure.rows)
-    assert "fedavg" in figure.title
-    assert "fedavg" in figure.caption
+    assert not any(r["method"] == "local" for r in figure.rows)
+    for text in (figure.title, figure.tab, figure.caption):
+        assert "local" in text
+
+
+def test_without_training_alone_the_gain_is_over_fedavg(tmp_path: Path) -> None:
+    path = Recording(methods=2, seeds=2, clients=4, rounds=5).write(tmp_path / "run")
+    assert figures(path)["relative"].tab == "Gain over fedavg"
+
+
+def test_equal_gains_have_no_hill(tmp_path: Path) -> None:
+    path = Recording(methods=2, seeds=2, clients=4, rounds=5).write(tmp_path / "run")
+    table = pq.read_table(path / "metrics.parquet").to_pylist()
+    of_fedavg = {(r["seed"], r["round"], r["client"], r["part"], r["metric"]): r["value"] for r in table
+                 if r["method"] == "fedavg"}  # fmt: skip
+    for row in table:
+        row["value"] = of_fedavg[row["seed"], row["round"], row["client"], row["part"], row["metric"]]
+    pq.write_table(pa.Table.from_pylist(table), path / "metrics.parquet")
+    figure = figures(path)["relative"]
+    assert {row["value"] for row in figure.data["dots"]} == {0.0}
+    assert not [layer for layer in figure.chart["layer"] if layer["mark"]["type"] == "area"]
+    assert "density" not in figure.caption
+    assert "area" not in figure.svg()
 
 
 def test_confusion_and_tsne_draw_twelve_clients_of_one_method(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ PANELS = 16
 """Up to so many clients are drawn over rounds."""
 POINTS, FEWEST = 2500, 5
 """Up to so many points in all over rounds; lines are thinned, but not below the fewest."""
-BASELINES = ("fedavg", "local")
-"""The first of these algorithms that was run is the baseline of relative accuracies (FedSLR, Fig. 3: FedAvg)."""
+BASELINES = ("local", "fedavg")
+"""The first of these algorithms that was run is the baseline of gains (FedSLR, Fig. 3, has FedAvg)."""
 
 Seeds = dict[int, tuple[Integers, Numbers]]
 """Clients and their values by seed."""
@@ -39,7 +39,7 @@ def clients(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
     ]
     known = [i for i, seeds in enumerate(last) if any(len(values) for _, values in seeds.values())]
     if not known:
-        return [_relative(runs, rows)]
+        return []
     sign = 1 if metric(lead).higher else -1
     best = max(known, key=lambda i: sign * np.mean(_pooled(last[i])))
     clients, means = _means(last[best])
@@ -52,7 +52,7 @@ def clients(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
         _one_by_one(runs, rows, lead, order, rows[best]),
         *calibration,
         _over_rounds(runs, rows, lead, clients, order, rows[best]),
-        _relative(runs, rows),
+        _relative(runs, rows, lead),
     ]
 
 
@@ -156,8 +156,9 @@ def _spread(runs: list[Run], rows: list[Row], last: list[Seeds], lead: str) -> F
     return Figure("clients", "clients", "Spread", "How clients differ", caption, spec, data, "wide", table="dots")
 
 
-def _relative(runs: list[Run], rows: list[Row]) -> Figure | None:
-    """Client accuracy minus the baseline's at the same client and seed (FedSLR, Fig. 3)."""
+def _relative(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
+    """Gain of each client over the baseline with the same seed, above 0 where the method is better (FedSLR, Fig. 3)."""
+    shown, sign = metric(lead), 1 if metric(lead).higher else -1
     gains: list[tuple[Row, Seeds]] = []
     against: dict[str, None] = {}
     for row in rows:
@@ -166,24 +167,26 @@ def _relative(runs: list[Run], rows: list[Row]) -> Figure | None:
             continue
         found: Seeds = {}
         for seed in seeds_of(run, row.method):
-            (ids, own), (others, other) = (_last(run, r, seed, "accuracy") for r in (row, base))
+            (ids, own), (others, other) = (_last(run, r, seed, lead) for r in (row, base))
             both, i, j = np.intersect1d(ids, others, assume_unique=True, return_indices=True)
-            found[seed] = (both, own[i] - other[j])
+            found[seed] = (both, sign * (own[i] - other[j]))
         if len(_pooled(found)) > 1:
-            against[base.title] = None
+            against[base.name] = None
             gains.append((row, found))
     if not gains:
         return None
     compared, found_gains = [row for row, _ in gains], [found for _, found in gains]
-    spec, data, words = _distribution(runs, compared, found_gains, "Gain in accuracy (points)", -1, zero=True)
+    axis = f"Gain in {shown.title}{' (points)' * (shown.scale == 100)}"
+    spec, data, words = _distribution(runs, compared, found_gains, axis, -1, zero=True)
     base_names = " or ".join(against)
     caption = (
-        f"Relative accuracy: each client's test accuracy at the last round minus that of {base_names} at the same "
-        f"client and seed, in percentage points; right of the red line clients gain, left of it they lose. {words}"
+        f"Gain of each client: its {shown.title} on its own test part at the last round "
+        + (f"minus that of {base_names}" if sign > 0 else f"subtracted from that of {base_names}")
+        + f" with the same seed; right of the red line clients gain, left of it they lose. {words}"
         f"{without_attackers(runs)}"
     )
-    title = f"Accuracy relative to {base_names}"
-    return Figure("relative", "clients", "Relative accuracy", title, caption, spec, data, "wide", table="dots")
+    title = f"Gain in {shown.title} over {base_names}"
+    return Figure("relative", "clients", f"Gain over {base_names}", title, caption, spec, data, "wide", table="dots")
 
 
 def _baseline(rows: list[Row], row: Row) -> Row | None:
@@ -236,6 +239,8 @@ def _distribution(
     )
     box_y = {**y, "field": "middle"}
     cloud: list[Spec] = [
+        {"joinaggregate": [{"op": op, "field": "value", "as": op} for op in ("min", "max")], "groupby": ["row"]},
+        {"filter": "datum.max > datum.min"},  # equal values have no density
         {"density": "value", "groupby": ["row", "model", "place"], "steps": 80},
         {"joinaggregate": [{"op": "max", "field": "density", "as": "top"}], "groupby": ["row"]},
         {"calculate": "datum.place - 0.42 * datum.density / datum.top", "as": "up"},
@@ -246,8 +251,9 @@ def _distribution(
     box_at = {"y": box_y, "tooltip": quantile_tips}
     look: Spec = {"shape": "circle", "size": 42, "fill": "white", "stroke": "black", "strokeWidth": 1.2, "opacity": 1}
     shape = {"x": x, "y": {**y, "field": "up"}, "y2": {"field": "place"}, "detail": {"field": "row"}, "color": tint}
+    spread = any(box["maximum"] > box["minimum"] for box in boxes)
     layers = [
-        vl.mark("area", shape, *cloud, data="dots", opacity=0.45, clip=True, tooltip=None),
+        *([vl.mark("area", shape, *cloud, data="dots", opacity=0.45, clip=True, tooltip=None)] if spread else []),
         vl.mark(
             "point",
             {"x": x, "y": box_y, "color": tint, "tooltip": dot},
@@ -276,7 +282,8 @@ def _distribution(
     ]
     spec = vl.chart(*layers, width=640, height=52 * len(boxes))
     each = "a sample of the clients, evenly from the worst to the best" if some else "every client"
-    words = f"Hill: density; white dot: median; thick line: middle half; thin line: 10 % to 90 %; small dots: {each}."
+    hill = "Hill: density; white" if spread else "White"
+    words = f"{hill} dot: median; thick line: middle half; thin line: 10 % to 90 %; small dots: {each}."
     cut = any(box["minimum"] < ends[0] or box["maximum"] > ends[1] for box in boxes if box["row"] not in off)
     return (
         spec,
