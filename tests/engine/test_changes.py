@@ -7,13 +7,25 @@ from typing import Any
 import pytest
 import torch
 
-from fedloom.algorithms import FIAELT, FLAME, REGISTRY, Ditto, FedACS, FedADMMInexact, FedAvg, Preset, upload_fields
+from fedloom.algorithms import (
+    FIAELT,
+    FLAME,
+    IFCA,
+    REGISTRY,
+    Ditto,
+    FedACS,
+    FedADMMInexact,
+    FedAvg,
+    Preset,
+    upload_fields,
+)
 from fedloom.data import load
 from fedloom.data.federation import Federation
 from fedloom.data.partition import Dirichlet, Iid
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Engine
 from fedloom.engine.simulate import simulate
+from fedloom.errors import Refused
 from fedloom.local import LocalSGD
 from fedloom.models import MLP
 from fedloom.rows.attacks import SignFlip
@@ -57,7 +69,7 @@ WITH_MORE = ("lpgd", "fedskip", "admm-lp-proj", "fedadmm-inexact")
 """Their uploads have more than the model, and the bound is that of all."""
 
 
-@pytest.mark.parametrize("name", [name for name in ABSOLUTE if name not in WITH_MORE])
+@pytest.mark.parametrize("name", [n for n in ABSOLUTE if n not in {*WITH_MORE, "ifca", "fedproto"}])
 def test_the_change_to_the_received_model_is_clipped(fed: Federation, name: str) -> None:
     """What a server keeps lies within the bound of what the clients received."""
     plain, clipped = run(fed, name), run(fed, name, channel=Clip(bound=0.01))
@@ -69,6 +81,36 @@ def test_the_change_to_the_received_model_is_clipped(fed: Federation, name: str)
     assert moved.any()
     torch.testing.assert_close(near[moved], torch.full_like(near[moved], 0.01), rtol=1e-9, atol=0)
     torch.testing.assert_close(kept(run(fed, name, channel=Clip(bound=1e6))), kept(plain), rtol=0, atol=1e-12)
+
+
+def test_the_change_to_the_model_of_the_cluster_is_clipped(fed: Federation) -> None:
+    """A model is a mean of those of its clients, which lie within the bound of it; their choice is left alone."""
+    method = IFCA(clusters=3)
+    plain, clipped, wide, noisy = (
+        run(fed, method, channel=channel)
+        for channel in (None, Clip(bound=0.01), Clip(bound=1e6), GaussianNoise(clip=1e-9, sigma=1.0))
+    )
+    start, _, _ = method.init(initial(plain), plain.job.ctx(0))
+
+    def moved(result: Result) -> torch.Tensor:
+        change = torch.cat([*result.state.server]) - torch.cat([*start])
+        return torch.linalg.vector_norm(change.view(3, -1), dim=1)
+
+    chosen = moved(plain) > 0.01
+    assert chosen[1:].any()
+    assert chosen.sum() > 1
+    assert ((moved(clipped) > 0) == chosen).all()
+    assert moved(clipped).max() <= 0.01 * (1 + 1e-9)
+    assert moved(clipped).max() > 0.005
+    assert ((moved(noisy) > 0) == chosen).all()
+    assert moved(noisy).max() < 1e-6
+    torch.testing.assert_close(moved(wide), moved(plain), rtol=0, atol=1e-12)
+
+
+def test_epsilon_is_refused_beside_a_label(fed: Federation) -> None:
+    pytest.importorskip("dp_accounting")
+    with pytest.raises(Refused, match="upload a label without noise"):
+        run(fed, IFCA(), channel=GaussianNoise(clip=1.0, sigma=1.0, delta=1e-5))
 
 
 @pytest.mark.parametrize("name", ["fedacs", "flame"])

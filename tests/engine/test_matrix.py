@@ -64,6 +64,14 @@ REASONS = {
         "Its server adds uploads up over rounds, which is right for the mean by the clients' shares and nothing else.",
     ),
     "mixes": ("mixes single models", "Its server mixes single models for every client: nothing is aggregated."),
+    "by itself": (
+        "averages single models itself",
+        "Its server averages single models itself, by what they are: there is no mean that a rule could replace.",
+    ),
+    "exact": (
+        "divides sums of features by shares",
+        "Its server divides sums of features by shares of classes: clipped alike they have the same quotient.",
+    ),
     "keeps": (
         "keeps every client's last upload",
         "Its server keeps every client's last upload and takes the mean by their shares over all, seen or not.",
@@ -114,13 +122,19 @@ def refusal(made: Composition, kind: str, plugin: str) -> str | None:
             return "projected" if plugin in PROBING and projected else None
         if not fields:
             return "nothing"
-        return "keeps" if any(isinstance(field, Kept) for field in fields) else "adds"
+        return "keeps" if any(isinstance(field, Kept) for field in fields) else "adds" if adds else "by itself"
     if not fields:
         return None if kind in ("weigher", "attack") else "nothing"
     if kind == "aggregator" and plugin != "mean":
-        return "adds" if adds else "mixes" if method.mixes else central(fields) if plugin == "private-mean" else None
+        if adds or method.mixes:
+            return "adds" if adds else "mixes"
+        if any(field.primary and not field.averaged for field in fields):
+            return "by itself"
+        return central(fields) if plugin == "private-mean" else None
     if kind == "channel" and plugin in COMPRESSORS:
         return "absolute" if any(field.primary and field.base == "zero" for field in fields) else None
+    if kind == "channel" and type(method) is REGISTRY["fedproto"]:
+        return "exact"
     return None
 
 

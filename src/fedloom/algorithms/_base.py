@@ -87,6 +87,8 @@ class Algorithm(Value, ABC):
     uses_shares: ClassVar[bool] = False
     """Has the clients' shares alpha_i in its local problems (``work.weight``): what the server keeps of the clients
     arrives as a uniform mean. Every other method has them in its means only."""
+    needs_exact: ClassVar[str | None] = None
+    """Why no channel may change what clients upload, if none may: a run with one is refused with this sentence."""
     projects: ClassVar[bool] = False
     """Works in a subspace; takes the matrix that a run replays (``ctx.projection``, ``work.projection``)."""
     family: ClassVar[str] = "consensus"
@@ -191,6 +193,18 @@ class Algorithm(Value, ABC):
     @abstractmethod
     def client(self, down: Any, rows: Any, work: Work) -> tuple[Any, Any]:
         """A client's round: the upload and its new rows."""
+
+    def received(self, down: Any, up: Any) -> Tensor:
+        """The model ``[d]`` or ``[m, d]`` that clients started from; a channel gets the change to it.
+
+        By default the first field of the download.
+
+        Args:
+            down: what the clients received.
+            up: their uploads, of which a channel changes no label.
+        """
+        received: Tensor = down[0]
+        return received
 
     def ranges(self, down: Any, up: Any, work: Work) -> Mapping[str, tuple[Tensor | float, Tensor | float]]:
         """The smallest and largest value that upload fields of one number can have, by name.

@@ -24,6 +24,7 @@ class Kind:
         accumulates: the server adds it up over rounds, times ``ctx.part``; arrives as its mean over the cohort by
             the clients' shares, whatever the weigher.
         part: name of a mask of the algorithm (`Algorithm.part`): only those coordinates travel.
+        label: the number of something, such as a cluster: a channel leaves it as it is.
     """
 
     averaged: ClassVar[bool] = True
@@ -35,6 +36,7 @@ class Kind:
     primary: bool = False
     accumulates: bool = False
     part: str | None = None
+    label: bool = False
 
     @property
     def single(self) -> bool:

@@ -61,6 +61,9 @@ class FedProto(Algorithm):
     lam: float = Field(1.0, ge=0, description="lambda, weight of the distance to prototypes; 1 for digits (Sec. 5.1)")
 
     family: ClassVar[str] = "personalised"
+    needs_exact: ClassVar[str | None] = (
+        "its server divides sums of features by shares of classes: clipped alike they have the same quotient"
+    )
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
         return masks.undivided("FedProto", masks.head(layout), "Local")

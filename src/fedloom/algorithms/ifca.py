@@ -25,6 +25,7 @@ Use it when clients fall into groups, each with a model of its own; with one clu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, NamedTuple
 
 import torch
@@ -46,7 +47,7 @@ class Up(NamedTuple):
     """w ``[m, d]``, choice ``[m, 1]``."""
 
     w: Annotated[Tensor, Rows(primary=True)]
-    choice: Annotated[Tensor, Rows()]
+    choice: Annotated[Tensor, Rows(label=True)]
 
 
 class IFCA(Algorithm):
@@ -70,9 +71,19 @@ class IFCA(Algorithm):
         start, choice = self._chosen(down, work)
         return Up(descend(start, work), choice.to(start)), rows
 
+    def received(self, down: Server, up: Up) -> Tensor:
+        return self._models(down)[up.choice[:, 0].long().clamp(0, self.clusters - 1)]
+
+    def ranges(self, down: Server, up: Up, work: Work) -> Mapping[str, tuple[Tensor | float, Tensor | float]]:
+        return {"choice": (0.0, self.clusters - 1.0)}
+
+    def _models(self, server: Server) -> Tensor:
+        """``[k, d]``."""
+        return torch.cat([server.x, server.more]).view(self.clusters, -1)
+
     def _chosen(self, down: Server, work: Work) -> tuple[Tensor, Tensor]:
         """The model of every client's cluster ``[m, d]``, and its number ``[m, 1]``."""
-        models = torch.cat([down.x, down.more]).view(self.clusters, -1)
+        models = self._models(down)
         if self.clusters == 1:
             return models.expand(work.m, -1), torch.zeros(work.m, 1, dtype=torch.long, device=models.device)
         choice = torch.cat([work.loss(model) for model in models], 1).argmin(
@@ -81,7 +92,7 @@ class IFCA(Algorithm):
         return models[choice[:, 0]], choice
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        models, share = torch.cat([server.x, server.more]).view(self.clusters, -1).clone(), ctx.weight[ctx.ids].to(up.w)
+        models, share = self._models(server).clone(), ctx.weight[ctx.ids].to(up.w)
         for j in range(self.clusters):
             mass = share * (up.choice == j)
             if bool(mass.any()):

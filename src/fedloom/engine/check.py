@@ -58,8 +58,10 @@ def check_together(
             why = "it uploads nothing"
         elif any(k.keeps for k in kinds):
             why = "its server keeps every client's last upload"
-        else:
+        elif any(k.accumulates for k in kinds):
             why = "its server adds uploads up over rounds"
+        else:
+            why = "its server averages single models itself"
         cure = "leave the weigher out"
         if isinstance(weigher, SamplesWeigher):
             cure += "; weights = 'samples' weighs every method's clients by their samples"
@@ -83,10 +85,17 @@ def check_together(
                 f"aggregator {_kind(aggregator)!r} has nothing to act on in {name}: its server mixes single models for "
                 "every client; leave it out"
             )
+        if any(k.primary and not k.averaged for k in kinds):
+            raise Refused(
+                f"aggregator {_kind(aggregator)!r} has nothing to act on in {name}: its server averages single models "
+                "itself, by what they are; leave it out"
+            )
     if channel is not None and channel.remembers and any(k.primary and k.base == "zero" for k in kinds):
         raise Refused(
             f"channel {_kind(channel)!r} compresses differences, but {name} uploads absolute values; use clip or noise"
         )
+    if channel is not None and algorithm.needs_exact:
+        raise Refused(f"channel {_kind(channel)!r} cannot be used with {name}: {algorithm.needs_exact}; leave it out")
 
 
 def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> None:

@@ -191,9 +191,10 @@ def _output(job: Job, inputs: _Inputs, upload: Any, rows: Any) -> ClientOutput:
             report = job.setting.sampler.report(model, work) if job.setting.sampler.learns else None
     if job.setting.channel is not None:
         with blamed("channel", job.setting.channel, f"round {work.round}"):
-            upload = job.messages.change(upload, inputs.down[0])
+            received = job.algorithm.received(inputs.down, upload)
+            upload = job.messages.change(upload, received)
             upload, residue = apply_channel(job, upload, job.residue.read(work.ids), work.rng("channel"))
-            upload = job.messages.absolute(upload, inputs.down[0])
+            upload = job.messages.absolute(upload, received)
     if name:
         model = getattr(upload, name) + base_of(job.fields[name], inputs.down, inputs.rows)
     state = ClientState(rows, residue, _optimizer_states(job, work))

@@ -157,8 +157,8 @@ class Messages:
 
 
 def channel_fields(algorithm: type[Algorithm], channel: Channel | None) -> list[str]:
-    """Upload fields that pass a channel: all, but for a compressor, the differences only."""
-    fields = upload_fields(algorithm)
+    """Upload fields that pass a channel: all but labels, and of a compressor the differences only."""
+    fields = {name: kind for name, kind in upload_fields(algorithm).items() if not kind.label}
     return [n for n, k in fields.items() if channel is not None and (not channel.remembers or k.base != "zero")]
 
 

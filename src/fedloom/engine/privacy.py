@@ -65,6 +65,11 @@ def check_privacy(
         return
     if find_spec("dp_accounting") is None:
         raise ConfigError("delta needs the extra privacy; run: pip install 'fedloom[privacy]'")
+    if any(k.label for k in fields):
+        raise Refused(
+            f"delta asks for epsilon, but clients of {name} also upload a label without noise, so none holds; "
+            "leave delta out or take another method"
+        )
     reports = type(sampler).report is not Sampler.report and sampler.learns
     for what, kind, asks in (
         ("weigher", weigher.kind, weigher.probes),

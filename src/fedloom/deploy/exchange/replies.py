@@ -302,7 +302,8 @@ def lengths(job: Job, up: Any, down: Any) -> dict[str, Tensor]:
     for name, field in up._asdict().items():
         kind = job.fields[name]
         if kind.primary or field.shape[1] > 1:
-            change = field - down[0] if absolute(kind, field.shape[1], down[0].shape[-1]) else field
+            whole = absolute(kind, field.shape[1], down[0].shape[-1])
+            change = field - job.algorithm.received(down, up) if whole else field
             found[name] = change.double().square().sum(1).sqrt()
     return found
 

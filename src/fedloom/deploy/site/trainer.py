@@ -246,7 +246,7 @@ class Trainer:
         if accounted(job.setting.channel) is not None:
             assert job.setting.channel is not None
             sent, _ = job.setting.channel.apply(None, torch.zeros_like(job.messages.update(up)), ())
-            up = job.messages.absolute(job.messages.with_update(up, sent), down[0])
+            up = job.messages.absolute(job.messages.with_update(up, sent), job.algorithm.received(down, up))
         rows, residue, optimizer = (s.read(ids) for s in (job.clients, job.residue, job.optimizer))
         return ClientOutput(up, ClientState(rows, residue, optimizer), torch.zeros(1, 3).long())
 
