@@ -40,7 +40,7 @@ class Row:
         local: settings of local training.
         solve: local problems are solved exactly.
         problem: what is solved with these shares, "uniform" or "samples".
-        lean: options of the run of the laws, where the method's defaults take long.
+        lean: options of the run of the laws, where the method's defaults take long or end within float32's rounding.
         variants: further options that are held to the laws.
         without: laws that the method breaks on purpose, each with its reason.
     """
@@ -430,7 +430,13 @@ ROWS: dict[str, Row] = {
         solve=True,
         variants=({"server_lr": "fraction", "start": "own"},),
     ),
-    "fedadmm-inexact": Row(consensus, rounds=100, options={"rho": 1.0, "iterations": 2}, variants=({"rho": 1.0},)),
+    "fedadmm-inexact": Row(
+        consensus,
+        rounds=100,
+        options={"rho": 1.0, "iterations": 2},
+        lean={"inner": 2},  # a fifth step on a quadratic is so small that its curvature has three digits in float32
+        variants=({"rho": 1.0},),
+    ),
     "fedadmm-composite": Row(sparse, rounds=150, options={"regulariser": L1(c=1.0)}, solve=True),
     "feddr": Row(
         sparse,
