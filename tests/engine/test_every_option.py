@@ -69,6 +69,7 @@ NOTHING = {
     ("Engine", "chunk"): "bits by rounding",
     ("Evaluate", "personal_on_common"): "acts where there is a common test set",
     ("Evaluate", "select_on"): "acts where the parts choose otherwise",
+    ("Evaluate", "statistics"): "acts on batch normalisation; tests/engine/test_scoring.py",
     ("GIFAIR", "level"): "groups are the partition's, and asked for",
 }
 """Fields that a small run cannot show, and why."""

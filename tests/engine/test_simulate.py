@@ -355,7 +355,7 @@ def test_a_cohort_too_small_for_the_rule_is_refused_before_the_run(sampler: Samp
 
 def test_a_cohort_that_turns_out_too_small_for_the_rule_ends_the_run_with_a_sentence(fed: Federation) -> None:
     result = run(fed, sampler=Bernoulli(probability=0.01), aggregator=Krum(f=1))
-    assert result.stop is Stop.TOO_FEW
+    assert result.stop is Stop.UNUSABLE
     assert result.detail.startswith("round 1: krum needs m >= 2 f + 3, got m = 1 rows")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, GetCoreSchemaHandler, NonNegativeInt, PlainValidator
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler, NonNegativeInt, PlainValidator
 from pydantic_core import CoreSchema, core_schema
 from torch import nn
 
@@ -59,12 +59,19 @@ class Evaluate(Value):
     )
 
 
+def _some_workers(workers: int | Literal["auto"]) -> int | Literal["auto"]:
+    """Refuse less than one worker."""
+    if workers != "auto" and workers < 1:
+        raise ValueError(f"must be at least 1 or 'auto', got {workers}")
+    return workers
+
+
 class Engine(Value):
     """How a run is computed. Workers change no result; oracle, chunk, dtype and precision by rounding only."""
 
     free: ClassVar[tuple[str, ...]] = ("workers", "checkpoint_every", "store_budget")
 
-    workers: int | Literal["auto"] = Field(
+    workers: Annotated[int | Literal["auto"], AfterValidator(_some_workers)] = Field(
         1,
         description="processes of one thread each on this machine; under torchrun, its ranks are the workers",
         union_mode="left_to_right",

@@ -305,7 +305,5 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
 def worker_count(engine: Engine, rounds: int, d: int, samples: int) -> int:
     """Processes of a run; ``auto`` uses the cores when there is enough to do to pay for starting them."""
     if engine.workers != "auto":
-        if engine.workers < 1:
-            raise ConfigError(f"engine.workers must be at least 1 or 'auto', got {engine.workers}")
         return engine.workers
     return cores() if engine.device == "cpu" and 3.0 * rounds * samples * d > WORTH_FORKING else 1
