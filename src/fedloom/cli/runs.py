@@ -176,6 +176,9 @@ def report_command(
             autocompletion=offer.one_of("used", "personal", "all"),
         ),
     ] = "used",
+    card: Annotated[
+        bool, typer.Option("--card", help="write a model card too: card.md, for people to complete")
+    ] = False,
 ) -> None:
     """Write one offline HTML report of one or several run directories, and every chart as SVG and CSV beside it.
 
@@ -191,3 +194,5 @@ def report_command(
             raise unknown("choice", models, MODELS, "--models")
         page = out or runs[0] / "report.html"
         say(f"report: {report.write(runs, page, columns=chosen, against=against, models=kind)}")
+        if card:
+            say(f"model card: {report.write_card(runs, page.with_suffix('') / 'card.md')}")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from fedloom.report.card import write_card
 from fedloom.report.page import write
 from fedloom.report.tables import result_table
 
-__all__ = ["result_table", "write"]
+__all__ = ["result_table", "write", "write_card"]

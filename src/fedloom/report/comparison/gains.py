@@ -104,14 +104,12 @@ def _by_site(run: Run) -> bool:
 def _table(run: Run, rows: list[Row], lead: str) -> Table | None:
     shown = [row for row in contenders([run], rows) if lead in row.figures and row.figures[lead].finite]
     alone = next((row for row in shown if row.algorithm == "local"), None)
-    federated = [row for row in shown if row.algorithm not in APART]
-    whole = [row for row in federated if not row.lost] or federated
-    if alone is None or not whole:
+    together = federated_leader(shown, lead)
+    if alone is None or together is None:
         return None
     sign = 1 if metric(lead).higher else -1
-    together = max(whole, key=lambda row: sign * row.figures[lead].mean)
-    results = [_by_seed(run, row, lead) for row in (alone, together)]
-    pairs = [(_site(results[0], k), _site(results[1], k)) for k in range(len(run.names))]
+    results = [values_by_seed(run, row, lead) for row in (alone, together)]
+    pairs = [(site_estimate(results[0], k), site_estimate(results[1], k)) for k in range(len(run.names))]
     pairs += [_means(run, *results, weigh=weigh) for weigh in (False, True)]
     better = (differences(shared, own) if sign > 0 else differences(own, shared) for own, shared in pairs)
     tests = family(dict(enumerate(better)))
@@ -124,7 +122,20 @@ def _table(run: Run, rows: list[Row], lead: str) -> Table | None:
     return Table(alone.run, lead, alone, together, tuple(lines))
 
 
-def _by_seed(run: Run, row: Row, name: str) -> dict[int, Numbers]:
+def federated_leader(rows: Sequence[Row], lead: str) -> Row | None:
+    """The row of a federated method with the best mean, of those that lost no seed if there are any; None without one.
+
+    Args:
+        rows: that have the metric.
+        lead: metric that is compared.
+    """
+    sign = 1 if metric(lead).higher else -1
+    federated = [row for row in rows if row.algorithm not in APART]
+    whole = [row for row in federated if not row.lost] or federated
+    return max(whole, key=lambda row: sign * row.figures[lead].mean, default=None)
+
+
+def values_by_seed(run: Run, row: Row, name: str) -> dict[int, Numbers]:
     """Values ``[n]`` of the clients at the last round of every seed; nan where there is none."""
     values = {}
     for record in row.records:
@@ -135,7 +146,8 @@ def _by_seed(run: Run, row: Row, name: str) -> dict[int, Numbers]:
     return values
 
 
-def _site(values: dict[int, Numbers], place: int) -> Estimate:
+def site_estimate(values: dict[int, Numbers], place: int) -> Estimate:
+    """Value of the client at a place with every seed."""
     return Estimate({seed: float(by_client[place]) for seed, by_client in values.items()})
 
 
@@ -225,7 +237,7 @@ def gains_html(tables: Sequence[Table]) -> str:
         lines = [[escape(word) for word in _words(table, line)] for line in table.lines]
         title = f"<h3>{escape(table.run)}</h3>" if table.run else ""
         reasons = "".join(f"<li>{escape(line.reason)}</li>" for line in table.lines if line.reason)
-        text += title + scrolling(f"Who gains {table.run}".strip(), _heads(table), lines, text=(6,))
+        text += title + scrolling(f"Who gains {table.run}".strip(), _heads(table), lines)
         text += f"<ul>{reasons}</ul>" if reasons else ""
     return text
 
