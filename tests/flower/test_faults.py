@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -59,6 +61,38 @@ def test_a_model_with_statistics_and_dropout_trains_and_is_kept_at_every_node() 
     models = [ff.personal_model(context) for context in app.contexts.values()]
     assert not torch.equal(models[0]["head.weight"], models[1]["head.weight"])
     assert set(strategy.client_metrics[25]) == {0, 1, 2}
+
+
+def test_a_model_is_saved_in_the_folder_that_its_node_names(tmp_path: Path) -> None:
+    """With the statistics that its node's samples give it, so that its figures are those that the server has."""
+
+    def saving(context: Context) -> ff.Local:
+        node = local(context)
+        node.folder = tmp_path / "models"
+        return node
+
+    app = App(saving, 3)
+    strategy, _ = run(app, rounds=4)
+    for k, context in enumerate(app.contexts.values()):
+        model = Net()
+        model.load_state_dict(load_file(tmp_path / "models" / f"{context.node_id}.safetensors"))
+        x, y = samples(10 + k)
+        loss = nn.functional.cross_entropy(model.eval()(x), y).item()
+        assert loss == pytest.approx(strategy.client_metrics[4][k]["personal/test/loss"], rel=1e-5)
+        Net().load_state_dict(ff.personal_model(context))
+
+
+def test_a_node_whose_folder_cannot_be_takes_no_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+
+    def mixed(context: Context) -> ff.Local:
+        node = local(context)
+        node.folder = tmp_path / "file" if context.node_id == 101 else None
+        return node
+
+    strategy, _ = run(App(mixed, 3))
+    assert set(strategy.client_metrics[3]) == {0, 1}
+    assert f"folder: {tmp_path / 'file'} is a file; name a folder" in capsys.readouterr().err
 
 
 class Pairs(Dataset[Any]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class Local:
         testset: test samples, in any of these forms.
         valset: validation samples, in any of these forms.
         device: where the node computes.
+        folder: of the node's model file, ``<node>.safetensors``, written at every evaluation; None for no file.
     """
 
     model: nn.Module
@@ -37,6 +39,7 @@ class Local:
     testset: Any = None
     valset: Any = None
     device: str = "cpu"
+    folder: Path | str | None = None
 
     def federation(self) -> Federation:
         """The node's samples as a federation of one client.

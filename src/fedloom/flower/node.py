@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from flwr.app import Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedloom.data import PARTS, Federation, Split
 from fedloom.data.input_spec import InputSpec
@@ -36,6 +38,9 @@ from fedloom.flower.records import (
 from fedloom.local.rows import to_device
 from fedloom.processes.clients import AskTask, ScoreTask, TrainTask
 from fedloom.replay import Replay
+from fedloom.storage.checkpoint import save_tensors
+from fedloom.storage.files import make_folder
+from fedloom.trained.model import running_statistics
 
 STATE, MODEL = "fedloom.state.", "fedloom.model"
 """Names of a node's records in Flower's ``context.state``: its rows by round, and its newest model."""
@@ -69,7 +74,9 @@ def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
 
 
 def personal_model(context: Context) -> dict[str, Tensor]:
-    """The node's newest model by parameter, after an evaluation: the personal one, else the global one.
+    """The state dict of the node's newest model, after an evaluation: the personal one, else the global one.
+
+    Statistics of normalisation layers are those of the node's training samples.
 
     Raises:
         ConfigError: there is none yet.
@@ -165,7 +172,13 @@ class _Node:
             scores |= hybrid_scores(scores, part)
         row = personal_models(job, everyone, t, ids)[0] if job.has_personal else model
         if row is not None:
-            context.state[MODEL] = arrays_of(job.oracle.layout.tree(row.cpu()))
+            model_state = _state_dict(self._run(context).local.model, job, row, ids)
+            context.state[MODEL] = arrays_of(model_state)
+            folder = self._run(context).local.folder
+            if folder is not None:
+                about = {"kind": "personal" if job.has_personal else "global", "round": t, "run": context.run_id}
+                path = Path(folder) / f"{context.node_id}.safetensors"
+                save_tensors(path, model_state, {name: str(value) for name, value in about.items()})
         metrics: dict[str, int | float | list[int] | list[float]] = {
             f"{kind}/{part}/{name}": float(value[0])
             for (kind, part), figures in scores.items()
@@ -184,6 +197,10 @@ class _Node:
             local = self._function(context)
             if not isinstance(local, Local):
                 raise ConfigError(f"the function under @client must return a Local, got {type(local).__name__}")
+            if local.folder is not None:
+                make_folder(Path(local.folder))
+                if not Path(local.folder).is_dir():
+                    raise ConfigError(f"folder: {local.folder} is a file; name a folder for the node's model")
             while len(self._runs) >= KEPT_RUNS:
                 self._runs.pop(next(iter(self._runs)))
             self._runs[key] = _Run(local, local.federation())
@@ -252,6 +269,16 @@ def _seated(own: Federation, seat: int, sizes: list[int]) -> Federation:
         offsets = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
         parts[part] = Split(torch.cat(pieces), offsets)
     return Federation(own.data, parts, tuple(map(str, range(len(sizes)))))
+
+
+def _state_dict(model: nn.Module, job: Job, row: Tensor, ids: Tensor) -> dict[str, Tensor]:
+    """The module's state dict with some parameters ``[d]``, and the statistics that a client's samples give it."""
+    job.oracle.set_statistics(row, ids)
+    module = copy.deepcopy(model).to(device="cpu", dtype=job.oracle.dtype)
+    job.oracle.layout.load(module, row.cpu())
+    for target, value in zip(running_statistics(module), running_statistics(job.oracle.module), strict=True):
+        target.copy_(value)
+    return dict(module.state_dict())
 
 
 def _ids(values: dict[str, Any]) -> Tensor:
