@@ -22,6 +22,7 @@ from fedloom.algorithms import (
 from fedloom.data import load
 from fedloom.data.federation import Federation
 from fedloom.data.partition import Dirichlet, Iid
+from fedloom.deploy.exchange.replies import lengths
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Engine
 from fedloom.engine.simulate import simulate
@@ -105,6 +106,20 @@ def test_the_change_to_the_model_of_the_cluster_is_clipped(fed: Federation) -> N
     assert ((moved(noisy) > 0) == chosen).all()
     assert moved(noisy).max() < 1e-6
     torch.testing.assert_close(moved(wide), moved(plain), rtol=0, atol=1e-12)
+
+
+def test_a_deployed_server_measures_the_change_to_the_model_of_the_cluster(fed: Federation) -> None:
+    """And a site may name no cluster that is not there."""
+    method = IFCA(clusters=3)
+    job = run(fed, method).job
+    down = method.init(initial(run(fed, method)), job.ctx(0))[0]
+    models, choice = torch.cat([*down]).view(3, -1), torch.tensor([[0.0], [1.0], [2.0], [9.0]])
+    sent = models[[0, 1, 2, 2]].clone()
+    sent[:, 0] += torch.tensor([1.0, 2.0, 3.0, 4.0])
+    up = job.upload(sent, choice.to(sent))
+    torch.testing.assert_close(lengths(job, up, down)["w"], torch.tensor([1.0, 2.0, 3.0, 4.0]).double())
+    low, high = method.ranges(down, up, job.work(1, torch.arange(4)))["choice"]
+    assert ((choice >= low) & (choice <= high)).flatten().tolist() == [True, True, True, False]
 
 
 def test_epsilon_is_refused_beside_a_label(fed: Federation) -> None:
