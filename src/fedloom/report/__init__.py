@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedloom.report.card import write_card
+from fedloom.report.comparison.card import write_card
 from fedloom.report.page import write
 from fedloom.report.tables import result_table
 

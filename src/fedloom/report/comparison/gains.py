@@ -237,7 +237,7 @@ def gains_html(tables: Sequence[Table]) -> str:
         lines = [[escape(word) for word in _words(table, line)] for line in table.lines]
         title = f"<h3>{escape(table.run)}</h3>" if table.run else ""
         reasons = "".join(f"<li>{escape(line.reason)}</li>" for line in table.lines if line.reason)
-        text += title + scrolling(f"Who gains {table.run}".strip(), _heads(table), lines)
+        text += title + scrolling(f"Every site alone and together {table.run}".strip(), _heads(table), lines)
         text += f"<ul>{reasons}</ul>" if reasons else ""
     return text
 
