@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import altair as alt
 
 import fedloom as fl
-from fedloom.report.figure import theme
+from fedloom.report.figure import WIDE, theme
 
 PARTS: dict[str, Any] = {
     "amounts that differ": fl.partition.quantity(clients=10, beta=1.0, min_size=30),
@@ -103,7 +104,7 @@ def picture(rows: list[dict[str, Any]], title: list[str], *, dark: bool) -> alt.
     shade = alt.Color(
         "stands:N", title="beside the best mean",
         scale=alt.Scale(domain=["best mean", "not clearly worse", "clearly worse"],
-                        range=["#1a7f4b", "#7fb89a", "#c0563b"]),
+                        range=["#2ebd8f", "#a9dcc8", "#f0883e"] if dark else ["#1a7f4b", "#7fb89a", "#c0563b"]),
     )  # fmt: skip
     panels = []
     for what in PARTS:
@@ -116,10 +117,11 @@ def picture(rows: list[dict[str, Any]], title: list[str], *, dark: bool) -> alt.
                 mine.mark_rule(strokeWidth=3).encode(x=low, x2="high:Q", y=y, color=shade),
                 mine.mark_point(filled=True, size=90).encode(x=x, y=y, color=shade),
                 mine.mark_text(align="left", dx=10, fontSize=11).encode(x=alt.X("high:Q"), y=y, text="behind:N"),
-            ).properties(title=what, width=230, height=130)
+            ).properties(title=what, width=400, height=110)
         )  # fmt: skip
-    chart = alt.hconcat(*panels, title=alt.Title(title, anchor="start", fontSize=13, offset=12))
-    return alt.Chart.from_dict({**chart.to_dict(), "config": theme(dark=dark)})
+    lines = [part for line in title for part in textwrap.wrap(line, 66)]
+    chart = alt.vconcat(*panels, title=alt.Title(lines, anchor="start", fontSize=13, offset=12))
+    return alt.Chart.from_dict({**chart.to_dict(), "config": theme(dark=dark, font=WIDE)})
 
 
 def main(folder: Path) -> None:

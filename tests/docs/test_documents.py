@@ -25,6 +25,7 @@ import pytest
 import fedloom as fl
 from fedloom.algorithms import REGISTRY
 from fedloom.experiment.cards import text
+from fedloom.report.comparison.family import Comparison
 from fedloom.values import fields_of
 from tests.commands import end, fork
 
@@ -139,6 +140,49 @@ def test_the_gallery_has_every_entry_with_its_experiment_as_it_is_and_its_chart(
         assert (folder / f"{name}.toml").read_text() in part
         assert f"](gallery/{name}.svg)" in part
         assert (folder / f"{name}.svg").read_text().startswith("<svg")
+
+
+def test_the_answers_of_the_gallery_follow_from_their_differences() -> None:
+    entries = tomllib.loads((ROOT / "docs" / "gallery" / "entries.toml").read_text())
+    parts = (ROOT / "docs" / "gallery.md").read_text().split("\n## ")[1:]
+    for entry, part in zip(entries.values(), parts, strict=True):
+        answer, fixed = part.split("\n\n")[1:3]
+        assert f"against `{entry['against']}`" in fixed.lower()
+        assert f"least difference of interest is {entry['least']}" in fixed
+        clauses = dict(clause.strip("*. ").split(": ", 1) for clause in answer.split("; ") if ": `" in clause)
+        groups = {
+            group for group in ("better", "worse", "level", "not decided") for c in clauses if same(c, entry[group])
+        }
+        assert len(groups) == len(clauses), answer
+        assert ("better" in groups) != same(answer.split("; ")[0].strip("*."), entry["none"])
+        for group in groups:
+            (text,) = [text for clause, text in clauses.items() if same(clause, entry[group])]
+            differences = re.findall(r"\(([+-]?[\d.]+) ± ([\d.]+)\)", text)
+            assert len(differences) == text.count("`") // 2 > 0
+            for mean, half in ((float(mean), float(half)) for mean, half in differences):
+                level = abs(mean) + half <= entry["least"]
+                decided = "better" if mean > half else "worse" if mean < -half else "level" if level else "not decided"
+                assert group == decided, text
+
+
+def same(one: str, other: str) -> bool:
+    """Whether two clauses are the same but for a capital at the start of a sentence."""
+    return one.lower() == other.lower()
+
+
+def test_what_a_comparison_of_the_gallery_decides() -> None:
+    outcome_of = runpy.run_path(str(ROOT / "studies" / "scripts" / "gallery"), run_name="gallery")["outcome_of"]
+    for mean, half, significant, seeds, outcome in (
+        (3.0, 1.0, True, 5, "better"),
+        (-3.0, 1.0, True, 5, "worse"),
+        (0.5, 1.0, False, 5, "level"),
+        (0.5, 2.0, False, 5, "not decided"),
+        (0.5, 1.0, False, 4, "not decided"),
+    ):
+        compared = Comparison(mean, half, 0.5, 0.5, significant, seeds)
+        assert outcome_of(compared, 2.0, higher=True) == outcome
+        flipped = {"better": "worse", "worse": "better"}.get(outcome, outcome)
+        assert outcome_of(compared, 2.0, higher=False) == flipped
 
 
 @pytest.mark.slow
