@@ -252,7 +252,7 @@ def test_what_a_deployment_installs_is_pinned_by_hash() -> None:
 NAMES = {"pillow": "PIL", "scikit-learn": "sklearn", "vl-convert-python": "vl_convert"}
 EXTRAS = {
     "Crypto", "cryptography", "datasets", "dp_accounting", "flwr", "mlflow", "onnx", "onnxscript", "opendp",
-    "optuna", "prometheus_client", "scikit_posthocs", "tensorboard", "transformers", "wandb",
+    "optuna", "pooch", "prometheus_client", "requests", "scikit_posthocs", "tensorboard", "transformers", "wandb",
 }  # fmt: skip
 WITH_PYDANTIC = {"annotated_types", "pydantic_core", "typing_extensions"}
 
