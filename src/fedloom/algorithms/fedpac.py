@@ -88,7 +88,9 @@ class FedPAC(Algorithm):
         return Server(x0, heads, x0.new_zeros(classes * features), x0.new_zeros(classes)), Nothing(), None
 
     def down(self, server: Server, kept: None, ctx: Ctx) -> Down:
-        return Down(server.x, server.heads[ctx.ids], server.prototypes, server.known)
+        first = server.x[masks.head(ctx.layout).to(server.x.device)]  # of clients that join later
+        heads = torch.cat([server.heads, first.expand(ctx.n - len(server.heads), -1)])
+        return Down(server.x, heads[ctx.ids], server.prototypes, server.known)
 
     def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         top = masks.head(work.layout).to(down.x.device)

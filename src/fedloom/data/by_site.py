@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from sklearn.metrics import r2_score, roc_auc_score
 
 from fedloom.data.column_facts import FEW, Facts
+from fedloom.seeds import numpy_generator
 
 EVENTS = 5
 """Rows of a class, on each side, below which nothing is said of how well a column tells it."""
@@ -74,7 +75,7 @@ def alone(column: Facts, target: Facts, task: str) -> Alone:
 def _across(groups: NDArray[np.int64], y: NDArray[np.float64]) -> NDArray[np.float64]:
     """Of every row the mean target of its group in the half of the rows that it is not in."""
     codes = np.unique(groups, return_inverse=True)[1]
-    order = np.random.default_rng(0).permutation(len(y))
+    order = numpy_generator(0, purpose="halves").permutation(len(y))
     half, out = np.zeros(len(y), bool), np.empty(len(y))
     half[order[: len(y) // 2]] = True
     for here in (half, ~half):

@@ -237,7 +237,7 @@ def marked(mean: str, half: str, *, best: bool = False, level: bool = False) -> 
     r"""A cell of a LaTeX table: a figure with its half width, bold for the best, with a dagger for what is level.
 
     >>> marked("91.2", "0.4"), marked("91.2", "0.4", best=True), marked("91", "", level=True)
-    ('$91.2 \\\\pm 0.4$', '$\\\\mathbf{91.2 \\\\pm 0.4}$', '$91^{\\\\dagger}$')
+    ('$91.2 \\pm 0.4$', '$\\mathbf{91.2 \\pm 0.4}$', '$91^{\\dagger}$')
     """
     if mean == DASH:
         return "--"

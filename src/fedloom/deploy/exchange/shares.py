@@ -14,7 +14,6 @@ import itertools
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-import numpy as np
 from Crypto.Protocol.SecretSharing import Shamir
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -31,6 +30,7 @@ from fedloom.deploy.exchange.secure import (
     derived,
     public_of,
 )
+from fedloom.seeds import numpy_generator
 
 NONCE, _HALF = 12, KEY // 2
 SEALED = KEY + NONCE + 2 * KEY + 16 + SIGNATURE
@@ -230,5 +230,5 @@ def _subsets(clients: list[int], size: int) -> Iterator[Sequence[int]]:
     if m < size:
         return
     yield from ([clients[(k + a) % m] for a in range(size)] for k in range(m if m > size else 1))
-    draws = np.random.default_rng(0)
+    draws = numpy_generator(0, purpose="subsets")
     yield from ([clients[k] for k in draws.permutation(m)[:size]] for _ in range(SUBSETS - m) if m > size + 1)
