@@ -263,7 +263,7 @@ def _distribution(
             opacity=0.3,
             clip=True,
         ),
-        *([vl.mark("rule", {"x": {"datum": 0}}, color="#d33f3f", strokeWidth=1.4)] if zero else []),
+        *([vl.mark("rule", {"x": {"datum": 0}}, color="#d33f3f", strokeWidth=1.4, aria=False)] if zero else []),
         vl.mark(
             "rule",
             {**box_at, "x": {**x, "field": "p10"}, "x2": {"field": "p90"}, "color": tint},
