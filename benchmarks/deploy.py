@@ -26,9 +26,9 @@ from typing import NamedTuple, Self
 from fedloom.deploy.ops.commands import OPS, command, environment
 from fedloom.deploy.ops.directory import APP, Place, write
 from fedloom.deploy.ops.loopback import Loopback
+from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.ops.processes import Process, ProcessError, Processes
-from fedloom.deploy.plan import plan
-from fedloom.deploy.status import lines_of, status_of
+from fedloom.deploy.ops.status import lines_of, status_of
 from fedloom.experiment import parse
 
 SERVER = """

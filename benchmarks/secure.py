@@ -14,7 +14,8 @@ import time
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedloom.deploy.exchange import secure, shares
+from fedloom.deploy.secure import protocol as secure
+from fedloom.deploy.secure import shares
 
 
 def main() -> None:

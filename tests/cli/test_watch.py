@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from fedloom.cli import app
 from fedloom.cli.watch import HOST, Page, handler
-from fedloom.deploy import status as deployment
+from fedloom.deploy.ops import status as deployment
 from fedloom.errors import FedloomError
 from fedloom.experiment import Plan, outputs, parse
 from fedloom.experiment.events import Event

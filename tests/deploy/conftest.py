@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
-from fedloom.deploy.exchange import post, presence
 from fedloom.deploy.ops.directory import Place, write
-from fedloom.deploy.plan import plan
+from fedloom.deploy.ops.plan import plan
+from fedloom.deploy.server import presence, transport
 from fedloom.experiment import parse
 from tests.deploy.grid import Clock
 
@@ -52,6 +52,6 @@ def ready(written, tmp_path):
 def clock(monkeypatch):
     """Time for the server that passes only where it sleeps."""
     made = Clock()
-    for module in (post, presence):
+    for module in (transport, presence):
         monkeypatch.setattr(module, "time", made)
     return made

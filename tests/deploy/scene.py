@@ -16,10 +16,10 @@ from torch import Tensor
 from fedloom import __version__
 from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.audit import Audit
-from fedloom.deploy.exchange.envelope import digest_of, seal
-from fedloom.deploy.exchange.identity import sign
 from fedloom.deploy.ops.keys import key_pair
-from fedloom.deploy.server import serve
+from fedloom.deploy.protocol.envelope import digest_of, seal
+from fedloom.deploy.protocol.identity import sign
+from fedloom.deploy.server.run import serve
 from fedloom.deploy.settings import Member, Server, Site, fingerprint
 from fedloom.deploy.site.client import Client
 from fedloom.engine.result import Result

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from flwr.app import Message
 
-from fedloom.deploy.exchange import secure, shares
-from fedloom.deploy.exchange.terms import Terms
+from fedloom.deploy.secure import protocol as secure
+from fedloom.deploy.secure import shares
+from fedloom.deploy.secure.member import SessionMember
+from fedloom.deploy.secure.terms import Terms
 from fedloom.deploy.settings import Secure
-from fedloom.deploy.site.masking import Masking
 from tests.deploy.scene import FIRST, Scene, scene, signing_key_of
 
 SMALL: dict[str, Any] = {
@@ -70,7 +71,7 @@ class Steps:
     def __init__(self, here: Scene, folder: str = "alone") -> None:
         self.here, self.nonce, self.n = here, os.urandom(16), len(here.sites)
         self.terms = terms_of(self.n)
-        self.sites = [Masking(s, signing_key_of(s.client), s.state / folder) for s in here.sites]
+        self.sites = [SessionMember(s, signing_key_of(s.client), s.state / folder) for s in here.sites]
         self.adverts = secure.write_adverts([secure.read_adverts(s.keys(1, self.nonce))[0] for s in self.sites])
 
     def shared(self) -> dict[int, dict[int, bytes]]:

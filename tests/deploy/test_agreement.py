@@ -15,7 +15,7 @@ import pytest
 import tomli_w
 
 from fedloom.data.agreement import Agreement
-from fedloom.deploy.server import serve
+from fedloom.deploy.server.run import serve
 from fedloom.deploy.settings import read_server, read_site
 from fedloom.deploy.site.client import Client
 from fedloom.errors import ConfigError, Stop

@@ -11,10 +11,11 @@ import pytest
 import torch
 from flwr.app import Message
 
-from fedloom.deploy.exchange import secure, shares
-from fedloom.deploy.exchange.secure import ACCUSES
+from fedloom.deploy.secure import protocol as secure
+from fedloom.deploy.secure import shares
+from fedloom.deploy.secure.opened import read_checked
+from fedloom.deploy.secure.protocol import ACCUSES
 from fedloom.deploy.settings import Server
-from fedloom.deploy.site.opened import read_checked
 from fedloom.errors import Stop
 from tests.deploy.scene import FIRST, Scene, changed, signing_key_of
 from tests.deploy.sessions import arrays_of, kind_of, losing, secured

@@ -17,8 +17,8 @@ from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 
-from fedloom.deploy.exchange.bounded import pull
-from fedloom.deploy.exchange.envelope import HEAD_LIMIT, STATUS, seal, unseal
+from fedloom.deploy.protocol.envelope import HEAD_LIMIT, STATUS, seal, unseal
+from fedloom.deploy.server.bounded import pull
 from fedloom.errors import Stop, WireError
 from tests.deploy.grid import outside_flower
 from tests.deploy.scene import FIRST, changed, scene

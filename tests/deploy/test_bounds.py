@@ -16,8 +16,8 @@ from fedloom.algorithms import PRESETS, REGISTRY
 from fedloom.algorithms._messages import Model, primary_field
 from fedloom.algorithms.qffl import Up
 from fedloom.data.input_spec import compared
-from fedloom.deploy.exchange.replies import Judge, Rejected
-from fedloom.deploy.plan import _bound
+from fedloom.deploy.ops.plan import _bound
+from fedloom.deploy.protocol.checks import Checks, Rejected
 from fedloom.deploy.settings import read_server
 from fedloom.engine.setup import make_job
 from fedloom.errors import Stop
@@ -201,5 +201,5 @@ def test_a_site_claims_no_more_samples_than_the_agreed_parts_have(written: Path,
     assert server.examples_limit == planned.most_samples < 10_000
     head = {"sizes": [server.examples_limit + 1, 0, 0], **compared(server.samples)}
     with pytest.raises(Rejected, match="numbers of samples must be three from 0 to"):
-        Judge(server, {})._check_data(head)
-    Judge(server, {})._check_data(head | {"sizes": [server.examples_limit, 0, 0]})
+        Checks(server, {})._check_data(head)
+    Checks(server, {})._check_data(head | {"sizes": [server.examples_limit, 0, 0]})

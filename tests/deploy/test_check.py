@@ -13,11 +13,10 @@ from typer.testing import CliRunner
 
 import fedloom
 from fedloom.cli import app
-from fedloom.deploy import check
-from fedloom.deploy.check import check_site
-from fedloom.deploy.ops import keys
+from fedloom.deploy.ops import check, keys
+from fedloom.deploy.ops.check import check_site
 from fedloom.deploy.ops.directory import Place, write
-from fedloom.deploy.plan import plan
+from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.settings import read_site, text_of
 from fedloom.errors import DataError
 from fedloom.experiment import parse

@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 from fedloom.cli import app
 from fedloom.deploy import code
-from fedloom.deploy.check import check_site
 from fedloom.deploy.code import check_code, code_of, read_agreed
+from fedloom.deploy.ops.check import check_site
 from fedloom.deploy.ops.directory import Place, write
 from fedloom.deploy.ops.loopback import Loopback
+from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.ops.processes import Processes
-from fedloom.deploy.plan import plan
 from fedloom.deploy.settings import read_server, read_site
 from fedloom.errors import ConfigError
 from fedloom.experiment import parse

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from fedloom.cli import app
 from fedloom.deploy.ops import keys
 from fedloom.deploy.ops.directory import Place, gate, renew, server_units, site_unit, write
-from fedloom.deploy.plan import plan
+from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.settings import check_fingerprint, read_server, read_site
 from fedloom.deploy.site import handover
 from fedloom.errors import ConfigError, Refused, Stop

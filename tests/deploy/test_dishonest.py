@@ -17,12 +17,13 @@ import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord
 
-from fedloom.deploy.exchange import secure, shares
-from fedloom.deploy.exchange.envelope import ASKED, COMMON, PROTOCOL, Kind, digest_of, seal
-from fedloom.deploy.exchange.secure import Broken
-from fedloom.deploy.exchange.terms import Terms
+from fedloom.deploy.protocol.envelope import ASKED, COMMON, PROTOCOL, Kind, digest_of, seal
+from fedloom.deploy.secure import protocol as secure
+from fedloom.deploy.secure import shares
+from fedloom.deploy.secure.protocol import Broken
+from fedloom.deploy.secure.terms import Terms
+from fedloom.deploy.secure.vectors import UploadVector
 from fedloom.deploy.site.local_data import part_sizes
-from fedloom.deploy.site.vectors import Uploads
 from fedloom.version import __version__
 from tests.deploy.scene import Scene
 from tests.deploy.sessions import Steps, secured
@@ -154,7 +155,9 @@ def test_asked_honestly_the_sites_open_the_sum(rogue: Rogue) -> None:
     session = honest(rogue, 1, rogue.download())
     assert session.told.keys() == {*ALL}
     job = rogue.trainer.job
-    sums, work = Uploads(job, rogue.trainer.forms.idle).decode(session.total(rogue.terms(1, rogue.download())), 5, 1.0)
+    sums, work = UploadVector(job, rogue.trainer.forms.idle).decode(
+        session.total(rogue.terms(1, rogue.download())), 5, 1.0
+    )
     assert bool((work > 0).any())
     kept = [s._memory.read(1) for s in rogue.sites]
     expected = sum(k.tensors["reply"].numpy()[:-3] for k in kept if k is not None)

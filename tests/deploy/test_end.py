@@ -13,10 +13,10 @@ from flwr.app import ConfigRecord
 from safetensors.torch import load_file
 
 from fedloom.deploy.audit import Audit, lines_of
-from fedloom.deploy.exchange.envelope import ASKED, COMMON, PROTOCOL, Kind, digest_of, seal
+from fedloom.deploy.protocol.envelope import ASKED, COMMON, PROTOCOL, Kind, digest_of, seal
 from fedloom.deploy.site.client import SENT, Client
 from fedloom.deploy.site.ledger import Ledger, Spent
-from fedloom.deploy.site.state import MODEL, Generation, Memory, Rewound
+from fedloom.deploy.site.state import MODEL, Generation, Rewound, SiteState
 from fedloom.engine.privacy import epsilon
 from fedloom.errors import CheckpointError, Stop
 from fedloom.rows.channel import GaussianNoise
@@ -101,7 +101,7 @@ def test_a_server_that_names_no_accepted_round_erases_no_model(done: Scene) -> N
 
 def test_the_last_accepted_state_outlives_a_server_that_claims_others(tmp_path: Path) -> None:
     """A server that names rounds as accepted which the site never computed: the last real state stays."""
-    memory = Memory(tmp_path, "a" * 64, 0)
+    memory = SiteState(tmp_path, "a" * 64, 0)
     for t in (1, 2):
         memory.keep(Generation(t, t - 1, "d", {"rows.w": torch.full((2,), float(t))}, {}))
         memory.settle(t)

@@ -17,8 +17,8 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from fedloom.deploy.exchange.envelope import ARRAYS, FIGURES, HEAD, METRICS
-from fedloom.deploy.exchange.replies import Asked, Judge, Rejected
+from fedloom.deploy.protocol.checks import Checks, Pending, Rejected
+from fedloom.deploy.protocol.envelope import ARRAYS, FIGURES, HEAD, METRICS
 from fedloom.errors import Stop
 from fedloom.rows.fields import Field
 from fedloom.rows.layout import Layout
@@ -185,23 +185,23 @@ def run(here: Scene, bend: Bend, kind: str = "train", **settings: Any) -> Stop:
 class Heard(NamedTuple):
     """An honest reply, what it answers, and its judge."""
 
-    judge: Judge
+    checks: Checks
     reply: Message
-    asked: Asked
+    asked: Pending
 
 
 @pytest.fixture(scope="module")
 def heard(tmp_path_factory: pytest.TempPathFactory) -> Heard:
     found: list[Heard] = []
-    check = Judge.check
+    check = Checks.check
 
-    def look(self: Judge, reply: Message, asked: Asked) -> Any:
+    def look(self: Checks, reply: Message, asked: Pending) -> Any:
         if asked.kind == "train" and asked.client == BAD:
             found.append(Heard(self, reply, asked))
         return check(self, reply, asked)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Judge, "check", look)
+        patch.setattr(Checks, "check", look)
         here = scene(tmp_path_factory.mktemp("heard"), "fedavg", **SMALL)
         assert here.serve(norm_bound=100.0, message_limit=1_000_000) is Stop.DONE
     return found[0]
@@ -210,11 +210,11 @@ def heard(tmp_path_factory: pytest.TempPathFactory) -> Heard:
 @pytest.mark.parametrize("case", CASES)
 def test_rejected(case: str, heard: Heard) -> None:
     step, bend = CASES[case]
-    assert heard.judge.check(heard.reply, heard.asked).client == BAD
+    assert heard.checks.check(heard.reply, heard.asked).client == BAD
     bent = bend(heard.reply)
     assert isinstance(bent, Message)
     with pytest.raises(Rejected) as error:
-        heard.judge.check(wire(bent), heard.asked)
+        heard.checks.check(wire(bent), heard.asked)
     assert error.value.step == step, error.value
     assert 10 < len(error.value.reason) <= 500
     assert not Path("fedloom-bomb").exists()

@@ -19,8 +19,8 @@ import torch
 from flwr.app import Message
 from safetensors.torch import load_file
 
-from fedloom.deploy.exchange.envelope import HEAD
-from fedloom.deploy.server import serve
+from fedloom.deploy.protocol.envelope import HEAD
+from fedloom.deploy.server.run import serve
 from fedloom.deploy.settings import read_server, read_site
 from fedloom.deploy.site import trainer as trainer_module
 from fedloom.deploy.site.client import Client

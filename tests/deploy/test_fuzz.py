@@ -13,8 +13,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.deploy.exchange.envelope import ARRAYS, HEAD, METRICS
-from fedloom.deploy.exchange.replies import Asked, Judge, Rejected
+from fedloom.deploy.protocol.checks import Checks, Pending, Rejected
+from fedloom.deploy.protocol.envelope import ARRAYS, HEAD, METRICS
 from fedloom.deploy.site.client import Client
 from fedloom.errors import Stop, WireError
 from tests.deploy.grid import wire
@@ -25,34 +25,34 @@ BAD = 1
 
 
 @pytest.fixture(scope="module")
-def heard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Judge, Message, Asked, Client, Message]:
+def heard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checks, Message, Pending, Client, Message]:
     """A judge, an honest reply, what it answers; and the site that gave it, with the message."""
-    found: list[tuple[Judge, Message, Asked]] = []
-    check = Judge.check
+    found: list[tuple[Checks, Message, Pending]] = []
+    check = Checks.check
 
-    def look(self: Judge, reply: Message, asked: Asked) -> Any:
+    def look(self: Checks, reply: Message, asked: Pending) -> Any:
         if asked.kind == "train" and asked.client == BAD:
             found.append((self, reply, asked))
         return check(self, reply, asked)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Judge, "check", look)
+        patch.setattr(Checks, "check", look)
         patch.setattr(os, "fsync", lambda _fd: None)
         here = scene(tmp_path_factory.mktemp("fuzz"), "fedavg", **SMALL)
         grid = here.grid()
         assert here.serve(grid) is Stop.DONE
-    [(judge, reply, asked)] = found
+    [(checks, reply, asked)] = found
     message = next(m for m in grid.sent if m.content[HEAD]["nonce"] == asked.nonce)
-    return judge, reply, asked, Client(here.sites[BAD]), message
+    return checks, reply, asked, Client(here.sites[BAD]), message
 
 
 def upload(reply: Message) -> bytes:
     return next(iter(reply.content[ARRAYS].values())).data
 
 
-def is_rejected(judge: Judge, reply: Message, asked: Asked) -> bool:
+def is_rejected(checks: Checks, reply: Message, asked: Pending) -> bool:
     try:
-        judge.check(reply, asked)
+        checks.check(reply, asked)
     except Rejected as error:
         return 2 <= error.step <= 12 and error.reason.isprintable() and len(error.reason) <= 500
     return False
@@ -82,19 +82,19 @@ def random_bytes(honest: bytes, seed: int, count: int) -> Iterator[bytes]:
 
 def test_ten_thousand_byte_strings(heard: Any) -> None:
     """Every tenth is signed by the site itself and goes the whole way, the others go to the codec."""
-    judge, reply, asked, *_ = heard
+    checks, reply, asked, *_ = heard
     for k, data in enumerate(random_bytes(upload(reply), 0, 10_000)):
         with pytest.raises(WireError):
-            judge._forms.read_up(data)
+            checks._forms.read_up(data)
         if k % 10 == 0:
-            assert is_rejected(judge, changed(reply, BAD, arrays=[data]), asked), data[:60]
+            assert is_rejected(checks, changed(reply, BAD, arrays=[data]), asked), data[:60]
 
 
 def test_memory_is_bounded(heard: Any) -> None:
-    judge, reply, asked, *_ = heard
+    checks, reply, asked, *_ = heard
     tracemalloc.start()
     for data in random_bytes(upload(reply), 1, 200):
-        assert is_rejected(judge, changed(reply, BAD, arrays=[data]), asked), data[:60]
+        assert is_rejected(checks, changed(reply, BAD, arrays=[data]), asked), data[:60]
     assert tracemalloc.get_traced_memory()[1] < 10_000_000
     tracemalloc.stop()
 
@@ -114,14 +114,14 @@ heads = st.dictionaries(names, scalars | lists, max_size=6)
 @given(change=heads)
 def test_heads_with_any_values(heard: Any, change: dict[str, Any]) -> None:
     """Some fields of the head replaced or added, and signed; what changes nothing is accepted."""
-    judge, reply, asked, *_ = heard
+    checks, reply, asked, *_ = heard
     honest = {k: v for k, v in reply.content[HEAD].items() if k != "signature"}
     told = {**honest, **{k: v for k, v in change.items() if k != "signature"}}
     bent = changed(reply, BAD, head={k: v for k, v in change.items() if k != "signature"})
     free = {"reason": told["reason"], "work": told["work"]}  # what a site may say as it likes
-    if {**told, **free} == {**honest, **free} and not is_rejected(judge, wire(bent), asked):
+    if {**told, **free} == {**honest, **free} and not is_rejected(checks, wire(bent), asked):
         return
-    assert is_rejected(judge, wire(bent), asked)
+    assert is_rejected(checks, wire(bent), asked)
 
 
 arrays = st.builds(
@@ -147,7 +147,7 @@ records = (
     )
 )
 def test_records_of_any_structure(heard: Any, change: dict[str, Any]) -> None:
-    judge, reply, asked, *_ = heard
+    checks, reply, asked, *_ = heard
 
     def edit(sealed: RecordDict) -> RecordDict:
         return RecordDict({k: v for k, v in {**sealed, **change}.items() if v is not None})
@@ -158,7 +158,7 @@ def test_records_of_any_structure(heard: Any, change: dict[str, Any]) -> None:
     same_but_metrics = {k: bent.content.get(k) for k in (HEAD, ARRAYS)} == {k: reply.content[k] for k in (HEAD, ARRAYS)}
     if same_but_metrics and set(bent.content) == {HEAD, ARRAYS, METRICS} and not bent.content[METRICS]:
         return  # no metric at all is what was signed
-    assert is_rejected(judge, wire(bent), asked)
+    assert is_rejected(checks, wire(bent), asked)
 
 
 @settings(max_examples=100)

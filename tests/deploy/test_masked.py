@@ -20,19 +20,20 @@ from flwr.app import Message
 from safetensors.torch import load_file
 
 from fedloom.algorithms import PRESETS, REGISTRY
-from fedloom.deploy.check import check_site
-from fedloom.deploy.exchange import secure, shares
-from fedloom.deploy.exchange.envelope import ASKED, COMMON, PROTOCOL, Kind, digest_of, seal
-from fedloom.deploy.exchange.secure import Broken
-from fedloom.deploy.exchange.sessions import ATTEMPTS
-from fedloom.deploy.exchange.terms import Terms, read_terms
 from fedloom.deploy.noise import SharedMean
+from fedloom.deploy.ops.check import check_site
+from fedloom.deploy.ops.status import lines, status_of
+from fedloom.deploy.protocol.envelope import ASKED, COMMON, PROTOCOL, Kind, digest_of, seal
+from fedloom.deploy.secure import opened, shares
+from fedloom.deploy.secure import protocol as secure
+from fedloom.deploy.secure.member import check_maskable
+from fedloom.deploy.secure.protocol import Broken
+from fedloom.deploy.secure.sums import ATTEMPTS
+from fedloom.deploy.secure.terms import Terms, read_terms
+from fedloom.deploy.secure.vectors import ScoreVector, UploadVector
 from fedloom.deploy.settings import Secure
-from fedloom.deploy.site import client, opened, trainer
-from fedloom.deploy.site.masking import check_maskable
+from fedloom.deploy.site import client, trainer
 from fedloom.deploy.site.state import models
-from fedloom.deploy.site.vectors import Figures, Uploads
-from fedloom.deploy.status import lines, status_of
 from fedloom.engine.checkpoints import RunCheckpoints
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import epsilon
@@ -310,7 +311,7 @@ def test_what_a_site_remembers_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
         assert [*known["opened"]["uploads"]] == ["5", "6"]
         assert len(known["past"]) <= 2
     with pytest.raises(Broken, match="too long ago"):
-        opened.Opened(clients[0]._memory.folder).reveal({"uploads": 4}, {"uploads": ""}, [0, 1, 2], 3)
+        opened.OpenedSums(clients[0]._memory.folder).reveal({"uploads": 4}, {"uploads": ""}, [0, 1, 2], 3)
 
 
 def test_what_arrives_is_uniform_and_holds_no_upload(tmp_path: Path) -> None:
@@ -393,7 +394,7 @@ def test_forged_and_replayed_keys_are_refused(tmp_path: Path) -> None:
             return super().push_messages(messages)
 
         def edit(self, message: Message) -> None:
-            from fedloom.deploy.exchange.envelope import digest_of, seal
+            from fedloom.deploy.protocol.envelope import digest_of, seal
 
             adverts = secure.read_adverts(arrays_of(message)[0])
             if int(message.content["head"]["round"]) == 1:
@@ -666,7 +667,7 @@ SINGLE = {
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_every_method_is_masked_or_refused_at_init_with_the_reason(name: str, experiment) -> None:
-    from fedloom.deploy.plan import plan
+    from fedloom.deploy.ops.plan import plan
 
     given = {"algorithm": name, **({"layers": ["head.bias"]} if name == "fedbn" else {})}
     if name in PRESETS and "clusters" in REGISTRY[name].options:
@@ -721,7 +722,7 @@ def secured_keys() -> Any:
 
 def test_init_writes_one_agreement_for_all(experiment, tmp_path: Path) -> None:
     from fedloom.deploy.ops.directory import Place, write
-    from fedloom.deploy.plan import plan
+    from fedloom.deploy.ops.plan import plan
     from fedloom.deploy.settings import read_server, read_site
 
     write(plan(experiment("flame"), secure_aggregation=True, threshold=3), tmp_path / "out", Place())
@@ -736,7 +737,7 @@ def test_init_writes_one_agreement_for_all(experiment, tmp_path: Path) -> None:
 
 
 def test_init_refuses_what_cannot_be(experiment) -> None:
-    from fedloom.deploy.plan import plan
+    from fedloom.deploy.ops.plan import plan
 
     def refused(sentence: str, *methods: Any, tables: dict[str, Any] | None = None, **options: Any) -> None:
         with pytest.raises(ConfigError, match=sentence):
@@ -866,7 +867,7 @@ def test_a_site_under_masks_answers_no_plain_question(kind: Kind, five: Scene) -
 def test_sums_of_counts_that_cannot_be_are_rejected(five: Scene) -> None:
     """Those of work and of scores, as those of uploads are: a mask is still on them."""
     trainer = five.clients()[0].trainer
-    uploads, scores = Uploads(trainer.job, trainer.forms.idle), Figures(trainer.job)
+    uploads, scores = UploadVector(trainer.job, trainer.forms.idle), ScoreVector(trainer.job)
     total = np.zeros(uploads.length, dtype=np.uint64)
     assert uploads.decode(total, 3, 1.0)[1].tolist() == [0, 0, 0]
     total.view(np.int64)[-1] = -1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from flwr.app import Error, Message
 
-from fedloom.deploy.exchange.envelope import HEAD
+from fedloom.deploy.protocol.envelope import HEAD
 from fedloom.errors import Stop
 from tests.deploy.grid import Clock, Delay, FakeGrid
 from tests.deploy.scene import FIRST, Scene, scene

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from fedloom.cli import app
 from fedloom.deploy.ops.loopback import run_all
-from fedloom.deploy.server import serve
+from fedloom.deploy.server.run import serve
 from fedloom.deploy.settings import read_server, read_site
 from fedloom.deploy.site.client import Client
 from fedloom.errors import DataError, Stop

@@ -14,10 +14,10 @@ from flwr.app import Message
 
 from fedloom.algorithms import FedAvg
 from fedloom.data.input_spec import FACTS
-from fedloom.deploy.check import check_site
-from fedloom.deploy.exchange.envelope import COMMON, PROTOCOL, STATUS, digest_of, seal
 from fedloom.deploy.noise import ReleasedNoise, released
-from fedloom.deploy.plan import plan
+from fedloom.deploy.ops.check import check_site
+from fedloom.deploy.ops.plan import plan
+from fedloom.deploy.protocol.envelope import COMMON, PROTOCOL, STATUS, digest_of, seal
 from fedloom.deploy.site.client import Client
 from fedloom.deploy.site.ledger import Ledger
 from fedloom.engine.privacy import epsilon

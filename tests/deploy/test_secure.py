@@ -10,7 +10,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.deploy.exchange import secure, shares
+from fedloom.deploy.secure import protocol as secure
+from fedloom.deploy.secure import shares
 from fedloom.errors import Refused, WireError
 
 NAME = bytes(range(32))

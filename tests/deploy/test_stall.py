@@ -9,8 +9,8 @@ import pytest
 
 from fedloom.deploy.ops.directory import Place, write
 from fedloom.deploy.ops.loopback import Loopback
+from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.ops.processes import ProcessError, Processes
-from fedloom.deploy.plan import plan
 from fedloom.deploy.settings import read_server, text_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(900)]

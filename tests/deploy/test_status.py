@@ -13,10 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 from fedloom.cli import app
-from fedloom.deploy import server as deployed
 from fedloom.deploy.ops.processes import free_ports
+from fedloom.deploy.ops.status import status_of, table, tallies
+from fedloom.deploy.server import run as deployed
 from fedloom.deploy.settings import text_of
-from fedloom.deploy.status import status_of, table, tallies
 from fedloom.engine.privacy import epsilon
 from fedloom.errors import ConfigError, Stop
 from fedloom.report.page import write

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fedloom.cli import app
+from fedloom.deploy.ops.table import mean_table, site_table
 from fedloom.deploy.settings import read_site
 from fedloom.deploy.site.local_data import site_federation
 from fedloom.deploy.site.models import export, figures, module_of, owned
-from fedloom.deploy.site.state import Memory
-from fedloom.deploy.table import mean_table, site_table
+from fedloom.deploy.site.state import SiteState
 from fedloom.errors import CheckpointError, ConfigError
 from fedloom.experiment import read
 from fedloom.rows.layout import Layout
@@ -63,7 +63,7 @@ def kept(ready):
     module = read(site.experiment).common.model.build(site.samples.shape, site.samples.outputs, 3)
     layout = Layout.of(module)
     row = torch.arange(layout.d, dtype=torch.float32) / layout.d
-    Memory(site.state, site.fingerprint, site.client).keep_model(row, layout.header(), 7, "personal")
+    SiteState(site.state, site.fingerprint, site.client).keep_model(row, layout.header(), 7, "personal")
     return ready, row, module
 
 

@@ -10,16 +10,16 @@ import torch
 from safetensors.torch import load_file
 
 from fedloom.deploy.audit import lines_of
-from fedloom.deploy.exchange import secure
 from fedloom.deploy.ops.directory import Place, write
 from fedloom.deploy.ops.loopback import Loopback, run_all
+from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.ops.processes import Processes
-from fedloom.deploy.plan import plan
-from fedloom.deploy.server import FINISHED, serve
+from fedloom.deploy.ops.status import status_of
+from fedloom.deploy.secure import protocol as secure
+from fedloom.deploy.server.run import FINISHED, serve
 from fedloom.deploy.settings import read_server, read_site, text_of
 from fedloom.deploy.site.client import Client
 from fedloom.deploy.site.models import figures, owned
-from fedloom.deploy.status import status_of
 from fedloom.engine.simulate import simulate
 from fedloom.errors import Stop
 from fedloom.experiment import read

@@ -9,12 +9,12 @@ import torch
 from flwr.app import Message, RecordDict
 from safetensors.torch import load_file
 
-from fedloom.deploy.exchange.identity import signing_key
 from fedloom.deploy.ops.commands import command
 from fedloom.deploy.ops.directory import Place, write
 from fedloom.deploy.ops.loopback import Loopback
+from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.ops.processes import Processes
-from fedloom.deploy.plan import plan
+from fedloom.deploy.protocol.identity import signing_key
 from fedloom.deploy.settings import read_site
 from fedloom.deploy.site.client import Client
 from tests.deploy.wire import connected

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import fedloom as fl
 from fedloom.cli import app
 from fedloom.data.new_rows import new_rows
-from fedloom.deploy.server import check_deployable
+from fedloom.deploy.server.run import check_deployable
 from fedloom.errors import ConfigError, LayoutError, Refused
 from fedloom.local import LocalSGD, Work, descend
 from fedloom.local.oracles import make_oracle

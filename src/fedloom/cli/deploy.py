@@ -71,7 +71,7 @@ def init(
 
         experiment = read(file, trust=trust)
         from fedloom.deploy.ops.directory import Place, write
-        from fedloom.deploy.plan import plan
+        from fedloom.deploy.ops.plan import plan
         from fedloom.values import make
 
         given = {"host": host, "gate_port": gate_port, "port": port, "home": home, "programs": programs, "days": days}
@@ -99,7 +99,7 @@ def init(
             text = ", ".join(f"{k} {v:g}" for k, v in bound.items()) if isinstance(bound, dict) else f"{bound:g}"
             say(f"maximum update norm accepted per site: norm_bound = {text} in server.toml")
         if planned.threshold is not None:
-            from fedloom.deploy.exchange.secure import colluders
+            from fedloom.deploy.secure.protocol import colluders
 
             count = colluders(len(planned.sites), planned.threshold)
             say(
@@ -123,7 +123,7 @@ def check(
     Example: fedloom deploy check /srv/fedloom/site
     """
     with errors():
-        from fedloom.deploy.check import check_site
+        from fedloom.deploy.ops.check import check_site
         from fedloom.deploy.settings import read_site
 
         refused = 0
@@ -148,8 +148,8 @@ def local(
     """
     with errors():
         from fedloom.deploy.ops.loopback import run_all
-        from fedloom.deploy.server import finished
-        from fedloom.deploy.status import lines, status_of
+        from fedloom.deploy.ops.status import lines, status_of
+        from fedloom.deploy.server.run import finished
         from fedloom.errors import Stop
 
         try:
@@ -184,7 +184,7 @@ def status(
     with errors():
         import json
 
-        from fedloom.deploy.status import lines, server_of, status_of, table
+        from fedloom.deploy.ops.status import lines, server_of, status_of, table
 
         found = status_of(server_of(folder))
         if as_json:

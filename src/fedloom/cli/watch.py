@@ -75,7 +75,7 @@ class Page:
         if not folder.is_dir():
             raise RunDirError(f"{folder} is not a directory; give the --out of 'fedloom run', or a deployment's")
         if not (folder / "experiment.toml").is_file():
-            from fedloom.deploy.status import server_of
+            from fedloom.deploy.ops.status import server_of
 
             self._folder = server_of(folder).results
         self._draft = tempfile.TemporaryDirectory(prefix="fedloom-watch-")

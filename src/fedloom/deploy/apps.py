@@ -1,4 +1,4 @@
-"""The two apps that Flower runs: the server's, which is `fedloom.deploy.server`, and a site's, which hands over.
+"""The two apps that Flower runs: the server's, which is `fedloom.deploy.server.run`, and a site's, which hands over.
 
 Flower imports this module for every message to a site, so it imports PyTorch for the server only.
 """
@@ -34,7 +34,7 @@ def run(grid: Grid, context: Context) -> None:
     Raises:
         FedloomError: the run did not get to its end; Flower records it as failed, the sentence has been printed.
     """
-    from fedloom.deploy.server import STOPS, finished, serve
+    from fedloom.deploy.server.run import STOPS, finished, serve
     from fedloom.deploy.settings import read_server
 
     try:

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, Field, PositiveFloat, PositiveIn
 
 from fedloom.data.input_spec import InputSpec
 from fedloom.data.sources import SOURCES
-from fedloom.deploy.exchange.secure import FEWEST, MOST, least_threshold
+from fedloom.deploy.secure.protocol import FEWEST, MOST, least_threshold
 from fedloom.errors import ConfigError
 from fedloom.imports import is_path
 from fedloom.values import Value, fields_of, make, read_toml
@@ -49,7 +49,7 @@ def bound_of(bound: NormBound | None, field: str) -> float:
 
 
 class Secure(Value):
-    """Secure aggregation: the server sees masked sums (`fedloom.deploy.exchange.secure`)."""
+    """Secure aggregation: the server sees masked sums (`fedloom.deploy.secure.protocol`)."""
 
     threshold: int = Field(ge=FEWEST, description="sites without which no sum is unmasked; more than half of all")
     keys: tuple[PublicKey, ...] = Field(

@@ -12,7 +12,7 @@ from flwr.app import Message, MetricRecord, RecordDict
 from torch import Tensor
 
 from fedloom.algorithms._messages import base_of
-from fedloom.deploy.exchange.forms import for_client
+from fedloom.deploy.protocol.forms import for_client
 from fedloom.engine.chunk import ClientOutput, ClientState, accept, asked_counts
 from fedloom.engine.job import Job
 from fedloom.errors import FedloomError, WireError

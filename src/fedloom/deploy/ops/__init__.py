@@ -1,1 +1,1 @@
-"""What makes a machine run a deployment: keys, files of every side, commands of Flower, processes."""
+"""Operation of a deployment: plan, keys, files of every side, commands of Flower, processes, checks and status."""

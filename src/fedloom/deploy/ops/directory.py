@@ -20,7 +20,7 @@ from pydantic import Field
 from fedloom.deploy.code import FOLDER
 from fedloom.deploy.ops import keys
 from fedloom.deploy.ops.commands import OPS, command, environment, filled, profile
-from fedloom.deploy.plan import Plan
+from fedloom.deploy.ops.plan import Plan
 from fedloom.deploy.settings import Member, Secure, Server, Site, placed, text_of
 from fedloom.errors import ConfigError
 from fedloom.values import Value, make

@@ -17,10 +17,10 @@ from fedloom.deploy.code import check_code, read_agreed
 from fedloom.deploy.ops.commands import command, environment, profile
 from fedloom.deploy.ops.directory import APP
 from fedloom.deploy.ops.processes import Process, ProcessError, Processes, check_free, free_ports
-from fedloom.deploy.server import FINISHED, STOPS, finished
+from fedloom.deploy.ops.table import site_table
+from fedloom.deploy.server.run import FINISHED, STOPS, finished
 from fedloom.deploy.settings import Server, Site, check_fingerprint, check_version, read_server, read_site
 from fedloom.deploy.site.local_data import site_federation
-from fedloom.deploy.table import site_table
 from fedloom.errors import ConfigError
 from fedloom.storage.files import lock
 

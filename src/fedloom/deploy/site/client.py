@@ -12,17 +12,17 @@ from flwr.app import Message, RecordDict
 
 from fedloom.data.input_spec import compared
 from fedloom.deploy.audit import Audit
-from fedloom.deploy.exchange.envelope import ASKED, PROTOCOL, REASON, STEPS, Kind, Letter, digest_of, seal, unseal
-from fedloom.deploy.exchange.identity import sign, signing_key
-from fedloom.deploy.exchange.secure import ACCUSES, Broken
-from fedloom.deploy.exchange.terms import check_models, check_terms, read_terms
+from fedloom.deploy.protocol.envelope import ASKED, PROTOCOL, REASON, STEPS, Envelope, Kind, digest_of, seal, unseal
+from fedloom.deploy.protocol.identity import sign, signing_key
+from fedloom.deploy.secure.member import SessionMember
+from fedloom.deploy.secure.protocol import ACCUSES, Broken
+from fedloom.deploy.secure.terms import check_models, check_terms, read_terms
+from fedloom.deploy.secure.vectors import ScoreVector
 from fedloom.deploy.settings import Site
 from fedloom.deploy.site.ledger import Spent
 from fedloom.deploy.site.local_data import part_sizes
-from fedloom.deploy.site.masking import Masking
-from fedloom.deploy.site.state import Memory, Rewound
+from fedloom.deploy.site.state import Rewound, SiteState
 from fedloom.deploy.site.trainer import PLAIN, Trainer, said
-from fedloom.deploy.site.vectors import Figures
 from fedloom.engine.chunk import ask_chunk
 from fedloom.errors import CheckpointError, Refused, RunDirError, WireError
 from fedloom.processes.clients import AskTask, Scores
@@ -49,7 +49,7 @@ class Client:
 
     def __init__(self, site: Site) -> None:
         self.site, self._key = site, signing_key(site.signing_key)
-        self._memory = Memory(site.state, site.fingerprint, site.client)
+        self._memory = SiteState(site.state, site.fingerprint, site.client)
         self.trainer = Trainer(site, self._memory)
 
     def prepare(self) -> None:
@@ -121,7 +121,7 @@ class Client:
         }
         return seal({**head, "signature": sign(self._key, {**head, "metrics": metrics or {}})}, arrays, metrics)
 
-    def _check(self, letter: Letter) -> None:
+    def _check(self, letter: Envelope) -> None:
         """Refuse another release or experiment, and what did not arrive as it was sent.
 
         Raises:
@@ -183,7 +183,7 @@ class Client:
         else:
             self._memory.notes.append(f"{what}; the run goes on with the new ones")
 
-    def _act(self, letter: Letter) -> tuple[dict[str, Any], list[bytes], dict[str, float] | None]:
+    def _act(self, letter: Envelope) -> tuple[dict[str, Any], list[bytes], dict[str, float] | None]:
         kind: Kind = letter.head["kind"]
         torch.set_num_threads(self.site.threads)
         if kind == "hello":
@@ -207,10 +207,10 @@ class Client:
         found = self.trainer.scores(job, letter.arrays, head["round"], common=head["global"])
         return samples, [], _plain(found)
 
-    def _step(self, letter: Letter) -> bytes:
+    def _step(self, letter: Envelope) -> bytes:
         """A step of secure aggregation; the third trains or scores, or both, and masks what came of it."""
         head, arrays = letter.head, letter.arrays
-        masking, kind = Masking(self.site, self._key, self._memory.folder), head["kind"]
+        masking, kind = SessionMember(self.site, self._key, self._memory.folder), head["kind"]
         if kind in ("masked", "tally"):
             return self._masked(letter, masking)
         wanted = 0 if kind == "keys" else 1
@@ -222,7 +222,7 @@ class Client:
         }  # fmt: skip
         return steps[kind](head["round"], head["session"], *arrays)
 
-    def _masked(self, letter: Letter, masking: Masking) -> bytes:
+    def _masked(self, letter: Envelope, masking: SessionMember) -> bytes:
         """What a site trained, its scores of the models that the letter has, or both, under its masks."""
         head, t, trains, client = letter.head, letter.head["round"], letter.head["kind"] == "masked", self.site.client
         if len(letter.arrays) < 2 + trains:
@@ -244,7 +244,7 @@ class Client:
         if terms.scored >= 0:
             found = self.trainer.scores(job, models, terms.scored, common=terms.common)
             if self.trainer.tallies:
-                vectors.append(Figures(job).encode(found, sizes, terms.parts(agreed.threshold)))
+                vectors.append(ScoreVector(job).encode(found, sizes, terms.parts(agreed.threshold)))
         if trains:
             if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
                 raise Broken(

@@ -14,15 +14,15 @@ from fedloom.data.new_data import NewData
 from fedloom.deploy.code import read_agreed
 from fedloom.deploy.settings import Site, read_site
 from fedloom.deploy.site.local_data import site_federation
-from fedloom.deploy.site.state import Model, models
+from fedloom.deploy.site.state import SiteModel, models
 from fedloom.errors import ConfigError, unknown
 from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import check_digest, save_tensors
 from fedloom.storage.files import make_folder
 from fedloom.tasks import task_of
 from fedloom.tasks.calibration import recalibration
-from fedloom.trained.model import Model as TrainedModel
 from fedloom.trained.model import Recipe, outputs_of
+from fedloom.trained.model import SiteModel as TrainedModel
 
 PREFERRED = ("hybrid", "personal", "global")
 """Kinds of a site's models, the one that it uses first."""
@@ -32,7 +32,7 @@ class Owned(NamedTuple):
     """The newest model of a site in its experiment."""
 
     site: Site
-    model: Model
+    model: SiteModel
 
 
 def owned(folder: Path) -> list[Owned]:

@@ -54,7 +54,7 @@ class Generation(NamedTuple):
         return {k.partition(".")[2]: t for k, t in self.tensors.items() if k.partition(".")[0] == name}
 
 
-class Memory:
+class SiteState:
     """The state of one site in one experiment.
 
     Args:
@@ -208,7 +208,7 @@ class Memory:
         return self.folder / f"round-{round:06d}.state"
 
 
-class Model(NamedTuple):
+class SiteModel(NamedTuple):
     """A site's newest model on its disk.
 
     Attributes:
@@ -226,7 +226,7 @@ class Model(NamedTuple):
     path: Path
 
 
-def models(state: Path) -> list[Model]:
+def models(state: Path) -> list[SiteModel]:
     """The newest model of every experiment in a site's state folder.
 
     Raises:
@@ -237,7 +237,7 @@ def models(state: Path) -> list[Model]:
         try:
             with safe_open(path, framework="pt") as file:
                 about = json.loads(file.metadata()["about"])
-            found.append(Model(about["experiment"], about["client"], about["round"], about["kind"], path))
+            found.append(SiteModel(about["experiment"], about["client"], about["round"], about["kind"], path))
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path} is damaged ({error}); it is written anew after the next round") from error
     return found

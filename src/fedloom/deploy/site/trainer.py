@@ -14,16 +14,16 @@ from torch import Tensor
 
 from fedloom.data import Federation
 from fedloom.deploy.code import read_agreed
-from fedloom.deploy.exchange.envelope import digest_of
-from fedloom.deploy.exchange.forms import Forms
-from fedloom.deploy.exchange.replies import lengths
 from fedloom.deploy.noise import SharedMean, released
+from fedloom.deploy.protocol.checks import lengths
+from fedloom.deploy.protocol.envelope import digest_of
+from fedloom.deploy.protocol.forms import Forms
+from fedloom.deploy.secure.member import check_maskable
+from fedloom.deploy.secure.vectors import UploadVector
 from fedloom.deploy.settings import Site, bound_of, check_version
 from fedloom.deploy.site.ledger import Ledger
 from fedloom.deploy.site.local_data import part_sizes, samples_digest, site_federation
-from fedloom.deploy.site.masking import check_maskable
-from fedloom.deploy.site.state import Generation, Memory
-from fedloom.deploy.site.vectors import Uploads
+from fedloom.deploy.site.state import Generation, SiteState
 from fedloom.engine.chunk import ClientOutput, ClientState, run_clients, usable
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import Noise, accounted, epsilon
@@ -34,7 +34,7 @@ from fedloom.experiment import Experiment
 from fedloom.processes.clients import Scores, ScoreTask, TrainTask
 
 
-class Remote(RunDirError):
+class RefusedModel(RunDirError):
     """A model that a site does not train from; the sentence holds nothing of the samples."""
 
 
@@ -50,7 +50,7 @@ class Trainer:
         memory: its state.
     """
 
-    def __init__(self, site: Site, memory: Memory) -> None:
+    def __init__(self, site: Site, memory: SiteState) -> None:
         self._site, self._memory = site, memory
 
     @cached_property
@@ -144,7 +144,7 @@ class Trainer:
             if not bool(usable(fields, 1, job.setting.engine.norm_bound, job.weights(output.upload)).all()):
                 raise Refused("the upload is not finite, longer than engine.norm_bound, or has a weight below zero")
         output = output._replace(work=torch.zeros_like(output.work)) if self.private else output
-        vector, rows, clipped = Uploads(job, self.forms.idle).encode(
+        vector, rows, clipped = UploadVector(job, self.forms.idle).encode(
             output, *weights, None if state is None else state.group("kept")
         )
         if clipped:
@@ -211,7 +211,7 @@ class Trainer:
             return
         for new, old in zip(norms, before, strict=False):
             if old > 0 and not old / most <= new <= old * most:
-                raise Remote(
+                raise RefusedModel(
                     f"round {t}: a norm of the model is {new:.4g}, it was {old:.4g} in the last one, and site "
                     f"{self._site.site} takes a change by {most:g} times"
                 )

@@ -15,7 +15,7 @@ attempt at a round, has four steps, and a fifth where a site drops out on the wa
 4. Where a vector is missing, the sites sign the list of those that arrived; each signs one such list.
 5. The sites say their shares of the seeds of those whose vector arrived, and of the masking keys of those whose did
    not, never both of one site, and only for a list that ``threshold`` sites have signed. With them the server takes
-   the masks off the sum. Both secrets have a commitment, so wrong shares are found (`fedloom.deploy.exchange.shares`).
+   the masks off the sum. Both secrets have a commitment, so wrong shares are found (`fedloom.deploy.secure.shares`).
 
 Two lists can be opened only if each has ``threshold`` sites behind it. A site that has signed a list of step 4 opens no
 other, so both together need T - c honest sites twice: 2 T <= n + c.

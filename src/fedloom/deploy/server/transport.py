@@ -2,7 +2,7 @@
 
 A message goes to a site with its own nonce and an explicit time to live. A round of messages closes when all are
 answered, or at the soft deadline if there are enough replies that count; with these, nobody waits for a mute node
-(`fedloom.deploy.exchange.presence`). A greeting that is answered after its deadline still counts.
+(`fedloom.deploy.server.presence`). A greeting that is answered after its deadline still counts.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedloom.deploy.audit import Audit
-from fedloom.deploy.exchange.bounded import pull
-from fedloom.deploy.exchange.envelope import PROTOCOL, TYPES, Kind, digest_of, seal
-from fedloom.deploy.exchange.forms import Forms
-from fedloom.deploy.exchange.identity import new_nonce, verifying_key
-from fedloom.deploy.exchange.presence import Presence
-from fedloom.deploy.exchange.replies import Asked, Judge, Rejected, Reply, plain
+from fedloom.deploy.protocol.checks import Checks, Pending, Rejected, Reply, plain
+from fedloom.deploy.protocol.envelope import PROTOCOL, TYPES, Kind, digest_of, seal
+from fedloom.deploy.protocol.forms import Forms
+from fedloom.deploy.protocol.identity import new_nonce, verifying_key
+from fedloom.deploy.server.bounded import pull
+from fedloom.deploy.server.presence import Presence
 from fedloom.deploy.settings import Server
 from fedloom.engine.job import Job
 from fedloom.errors import FedloomError, RunStopped, Stop
@@ -34,7 +34,7 @@ PAUSE = 30.0
 """Most seconds between two attempts to reach Flower's server when it does not answer."""
 
 
-class Letter(NamedTuple):
+class Request(NamedTuple):
     """What goes to one node.
 
     Attributes:
@@ -45,7 +45,7 @@ class Letter(NamedTuple):
         down: what the client receives, for the length of the difference.
         node: Flower's number of the node; filled in when it is sent.
         round: where it is not that of the other messages that are sent with it.
-        read, most: see `Asked`.
+        read, most: see `Pending`.
     """
 
     kind: Kind
@@ -59,7 +59,7 @@ class Letter(NamedTuple):
     most: int = 0
 
 
-class Post:
+class Transport:
     """The way to the sites.
 
     Args:
@@ -77,9 +77,9 @@ class Post:
         self._grid, self._settings, self._audit, self._say = grid, settings, audit, say
         self.members = {member.client: member for member in settings.sites}
         self._keys = {c: verifying_key(m.signing_key, m.site) for c, m in self.members.items()}
-        self.judge = Judge(settings, self._keys)
+        self.checks = Checks(settings, self._keys)
         self.presence = Presence(self.members, settings.clients, settings.patience, settings.absent_after, self._met())
-        self._late: dict[str, tuple[Asked, float]] = {}
+        self._late: dict[str, tuple[Pending, float]] = {}
 
     def _met(self) -> dict[int, int]:
         """The client of every node that the log has a reply of, so that a site is named before it says who it is."""
@@ -99,7 +99,7 @@ class Post:
 
     def begin(self, job: Job, forms: Forms) -> None:
         """Take up a run: its messages are known, and numbers of samples do not change from here on."""
-        self.judge = Judge(self._settings, self._keys, job, forms, self.sizes)
+        self.checks = Checks(self._settings, self._keys, job, forms, self.sizes)
         self.presence.fix()
 
     def gather(self, everyone: str) -> None:
@@ -141,9 +141,9 @@ class Post:
         self._collect({}, {}, set())
         asked = {about.node for about, _ in self._late.values() if about.kind == "hello"}
         new = [node for node in self.presence.strangers(there) if node not in asked]
-        self.exchange(0, [Letter("hello", None, node=node) for node in new], 0, self._settings.deadline)
+        self.exchange(0, [Request("hello", None, node=node) for node in new], 0, self._settings.deadline)
 
-    def until(self, round: int, letters: dict[int, Letter], need: int) -> dict[int, Reply]:
+    def until(self, round: int, letters: dict[int, Request], need: int) -> dict[int, Reply]:
         """Accepted replies by client; those that did not answer are asked again until ``need`` is there.
 
         A reply to a letter that asks for scores only does not count to ``need``.
@@ -175,14 +175,14 @@ class Post:
         return replies
 
     def exchange(
-        self, round: int, letters: Sequence[Letter], need: int, deadline: float
+        self, round: int, letters: Sequence[Request], need: int, deadline: float
     ) -> tuple[dict[int, Reply], set[int]]:
         """Send letters and judge what comes back, until all is there or, with the quorum, the deadline is over.
 
         Returns:
             Accepted replies, and the clients whose reply was rejected.
         """
-        asked: dict[str, Asked] = {}
+        asked: dict[str, Pending] = {}
         start = time.monotonic()
         messages = [self._message(letter, round) for letter in letters]
         pushed = self._patiently(lambda: list(self._grid.push_messages([m for m, _ in messages]))) if messages else []
@@ -210,7 +210,7 @@ class Post:
             self._miss(about, f"no answer within {time.monotonic() - start:.0f} s")
         return good, bad
 
-    def _collect(self, asked: dict[str, Asked], good: dict[int, Reply], bad: set[int]) -> int:
+    def _collect(self, asked: dict[str, Pending], good: dict[int, Reply], bad: set[int]) -> int:
         """Judge what has arrived, also to messages that are not waited for any more; how many replies there were."""
         now = time.monotonic()
         self._late = {id_: late for id_, late in self._late.items() if now <= late[1]}
@@ -222,20 +222,20 @@ class Post:
             self._take(reply, asked, good, bad)
         return len(arrived)
 
-    def _miss(self, about: Asked, why: str) -> None:
+    def _miss(self, about: Pending, why: str) -> None:
         """A node has not answered in time, or its answer was lost: from now on nobody waits for it."""
         if self.presence.silent(about.node):
             name = self.presence.name(about.node)
             self._say(f"fedloom: {name} is mute ({about.kind}: {why}); nobody waits for it until it answers")
             self._audit.write("mute", reason=why, **self._facts(about))
 
-    def _facts(self, about: Asked) -> dict[str, Any]:
+    def _facts(self, about: Pending) -> dict[str, Any]:
         """What the log says of a message: its site, if only from what its node said before."""
         client = self.presence.client(about.node) if about.client is None else about.client
         site = self.members[client].site if client in self.members else None
         return {"kind": about.kind, "round": about.round, "client": client, "site": site, "node": about.node}
 
-    def _take(self, reply: Message, asked: dict[str, Asked], good: dict[int, Reply], bad: set[int]) -> None:
+    def _take(self, reply: Message, asked: dict[str, Pending], good: dict[int, Reply], bad: set[int]) -> None:
         """Judge one reply and log what became of it."""
         id_ = reply.metadata.reply_to_message_id
         facts: dict[str, Any] = {"message": plain(id_)}
@@ -246,7 +246,7 @@ class Post:
             return
         lost = reply.has_error()
         try:
-            found = self.judge.check(reply, about)
+            found = self.checks.check(reply, about)
             if late is not None and about.kind != "hello":
                 self.presence.answered(about.node)
                 raise Rejected(1, "too late, its round goes on without it")
@@ -275,7 +275,7 @@ class Post:
             **facts, **self._facts(about._replace(client=found.client)),
         )  # fmt: skip
 
-    def _message(self, letter: Letter, round: int) -> tuple[Message, Asked]:
+    def _message(self, letter: Request, round: int) -> tuple[Message, Pending]:
         nonce, round = new_nonce(), round if letter.round is None else letter.round
         head = {
             "protocol": PROTOCOL,
@@ -295,8 +295,8 @@ class Post:
             ttl=self._settings.ttl,
             group_id=str(round),
         )
-        most = self.judge.longest(letter.kind, letter.most)
-        return message, Asked(letter.kind, round, letter.client, letter.node, nonce, letter.down, letter.read, most)
+        most = self.checks.longest(letter.kind, letter.most)
+        return message, Pending(letter.kind, round, letter.client, letter.node, nonce, letter.down, letter.read, most)
 
     def _patiently(self, call: Callable[[], Iterable[Any]]) -> Iterable[Any]:
         """What Flower's server says; while it does not answer, it is asked again, up to the life of a message."""

@@ -15,17 +15,17 @@ from fedloom.algorithms import upload_fields
 from fedloom.choose import SharesWeigher, Uniform, UniformWeigher
 from fedloom.deploy.audit import Audit
 from fedloom.deploy.code import read_agreed
-from fedloom.deploy.exchange.forms import Forms
-from fedloom.deploy.exchange.masked import MaskedSites
-from fedloom.deploy.exchange.post import Post
 from fedloom.deploy.noise import SharedMean, left_to_sites, released
-from fedloom.deploy.results import Results
+from fedloom.deploy.ops.status import serve_metrics
+from fedloom.deploy.protocol.forms import Forms
+from fedloom.deploy.secure.member import check_maskable
+from fedloom.deploy.secure.sites import MaskedSites
+from fedloom.deploy.server.results import Results
+from fedloom.deploy.server.sites import Sites
+from fedloom.deploy.server.transport import Transport
 from fedloom.deploy.settings import Server, check_version
 from fedloom.deploy.site.ledger import Ledger
 from fedloom.deploy.site.local_data import federation_of
-from fedloom.deploy.site.masking import check_maskable
-from fedloom.deploy.sites import Sites
-from fedloom.deploy.status import serve_metrics
 from fedloom.engine.checkpoints import RunCheckpoints
 from fedloom.engine.job import Job
 from fedloom.engine.loop import End, Hooks, run_rounds
@@ -132,7 +132,7 @@ class _Run(Hooks):
     def __init__(self, grid: Grid, settings: Server, experiment: Experiment, say: Say) -> None:
         self._settings, self._experiment, self._say = settings, experiment, say
         self._audit = Audit(settings.audit)
-        self._post = Post(grid, settings, self._audit, say)
+        self._transport = Transport(grid, settings, self._audit, say)
         self._results = Results(settings, experiment)
         secure, self.robust_losses = settings.secure, True
         self.scores_with_training = secure is None or secure.scores != "per-site"  # for which a masked sum has no place
@@ -150,7 +150,7 @@ class _Run(Hooks):
         if stop is not Stop.DONE and diverged is None:
             self._say(f"{STOPS}{RunStopped(stop, detail)}")
         self._audit.write("stop", reason=stop.value, detail=detail or None)
-        self._results.summary(stop, detail, self._post.nodes, diverged)
+        self._results.summary(stop, detail, self._transport.nodes, diverged)
         return stop
 
     def _run(self) -> End:
@@ -158,7 +158,7 @@ class _Run(Hooks):
         settings, audit = self._settings, self._audit
         job, server, forms = self._make_job()
         checkpoints = RunCheckpoints(job, settings.checkpoints, settings.fingerprint[:16], every_round=True)
-        sites = (Sites if settings.secure is None else MaskedSites)(job, forms, self._post, settings)
+        sites = (Sites if settings.secure is None else MaskedSites)(job, forms, self._transport, settings)
         self._job, self._sites = job, sites
         state, stop, detail, diverged, extras = checkpoints.resume(initial_state(job, server))
         if extras:
@@ -166,7 +166,7 @@ class _Run(Hooks):
             self._say(f"fedloom: goes on after round {state.round}")
         for note in job.notes:
             self._say(f"fedloom: {note}")
-        audit.write("start", round=state.round, release=__version__, sites=sorted(self._post.nodes))
+        audit.write("start", round=state.round, release=__version__, sites=sorted(self._transport.nodes))
         end = End(state, stop, detail, diverged) if stop else run_rounds(job, self._sites, checkpoints, self, state)
         if end.state.records.items:
             self._results.tables(job, end.state)
@@ -199,7 +199,7 @@ class _Run(Hooks):
         records += [Record.of_federation(state.round, model, part, name, value) for model, part, name, value in sums]
         state = state.with_(records=state.records.plus(records))
         self._results.tables(self._job, state)
-        self._results.summary(None, "", self._post.nodes)
+        self._results.summary(None, "", self._transport.nodes)
         return state, ""
 
     def diverges(self, state: State, sentence: str) -> None:
@@ -211,7 +211,7 @@ class _Run(Hooks):
         return ()
 
     def given_up(self, state: State, error: GivenUp) -> None:
-        self._post.note("given up", state.round, error.clients, str(error))
+        self._transport.note("given up", state.round, error.clients, str(error))
 
     def after_round(self, state: State) -> str | None:
         self._say(self._line(state))
@@ -224,19 +224,19 @@ class _Run(Hooks):
             name: None if one is None else spent(one, setting.sampler, state.uploads, state.round)
             for name, one in {"epsilon": noise, "epsilon_sites": left_to_sites(noise)}.items()
         }
-        return {"accepted": accepted.tolist(), "sizes": self._post.sizes.tolist(), **costs}
+        return {"accepted": accepted.tolist(), "sizes": self._transport.sizes.tolist(), **costs}
 
     def _gather(self) -> None:
         """Wait for the sites; numbers of samples that the run began with hold."""
         known = self._known_sizes()
         if known is not None:
-            self._post.sizes.copy_(known)
-            self._post.presence.fix()
+            self._transport.sizes.copy_(known)
+            self._transport.presence.fix()
         method = self._experiment.methods[0]
         setting = method.setting.resolved()
         plain = isinstance(setting.sampler, Uniform) and isinstance(setting.weigher, SharesWeigher | UniformWeigher)
         by = "weights = 'samples'" if setting.weights == "samples" else "" if plain else "the sampler or weigher"
-        self._post.gather(by if known is None else "")
+        self._transport.gather(by if known is None else "")
 
     def _known_sizes(self) -> Tensor | None:
         """What the newest checkpoint says."""
@@ -245,7 +245,7 @@ class _Run(Hooks):
 
     def _make_job(self) -> tuple[Job, Any, Forms]:
         """The run without samples or client state; a round needs the quorum of the settings."""
-        fed = federation_of(self._settings.samples, self._post.sizes)
+        fed = federation_of(self._settings.samples, self._transport.sizes)
         experiment = self._experiment
         setting = experiment.methods[0].setting
         setting = setting.with_(engine=setting.engine.with_(quorum=1e-9, device="cpu"))
@@ -259,7 +259,7 @@ class _Run(Hooks):
 
     def _line(self, state: State) -> str:
         text = f"fedloom: round {state.round}/{self._job.setting.rounds}: "
-        text += f"{len(state.cohort)} of {len(self._post.members)} accepted"
+        text += f"{len(state.cohort)} of {len(self._transport.members)} accepted"
         figures = ((state.round, "train", "loss", False), (state.round, "train", "loss/mean", True))
         losses = [r for r in state.records.items if (r.round, r.part, r.metric, r.total) in figures]
         return f"{text}, loss {torch.from_numpy(losses[-1].values).nanmean():.4g}" if losses else text

@@ -13,19 +13,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedloom.deploy.exchange import secure, shares
-from fedloom.deploy.exchange.identity import NONCE, verifying_key
-from fedloom.deploy.exchange.post import Letter, Post
-from fedloom.deploy.exchange.secure import ACCUSES, SIGNATURE, Broken, Integers
-from fedloom.deploy.exchange.terms import Terms
-from fedloom.deploy.exchange.unmasked import Asked, Unmasked
+from fedloom.deploy.protocol.identity import NONCE, verifying_key
+from fedloom.deploy.secure import protocol as secure
+from fedloom.deploy.secure import shares
+from fedloom.deploy.secure.pending import PendingSum, PendingSums
+from fedloom.deploy.secure.protocol import ACCUSES, SIGNATURE, Broken, Integers
+from fedloom.deploy.secure.terms import Terms
+from fedloom.deploy.server.transport import Request, Transport
 from fedloom.deploy.settings import Server
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop, WireError
 
 ATTEMPTS = 3
 """How often the shares of a sum are asked for before it is given up."""
 
-Ask = Callable[[int, bytes], Letter]
+Ask = Callable[[int, bytes], Request]
 """(client, sealed shares of the others) -> what asks the client for its vector."""
 
 
@@ -37,23 +38,23 @@ class Sum(NamedTuple):
     traffic: list[int]
 
 
-class Sessions:
+class SecureSums:
     """The sessions of a run.
 
     Args:
-        post: the way to the sites.
+        transport: the way to the sites.
         settings: of the server, with secure aggregation.
     """
 
-    def __init__(self, post: Post, settings: Server) -> None:
+    def __init__(self, transport: Transport, settings: Server) -> None:
         assert settings.secure is not None
-        self._post, self._settings, self._agreed = post, settings, settings.secure
+        self._transport, self._settings, self._agreed = transport, settings, settings.secure
         self._agreement = settings.secure.digest(settings.fingerprint)
         self._public = {c: verifying_key(line, f"client {c}") for c, line in enumerate(settings.secure.keys)}
-        self._unmasked = Unmasked(settings.checkpoints)
+        self._unmasked = PendingSums(settings.checkpoints)
         self._out = set[int]()
 
-    def asked_for(self, sums: Mapping[str, int]) -> Asked | None:
+    def asked_for(self, sums: Mapping[str, int]) -> PendingSum | None:
         """The sum of any of these, by kind and round, if it was asked for before."""
         return self._unmasked.of(sums)
 
@@ -79,7 +80,7 @@ class Sessions:
 
     # --------------------------------------------------------------------------------------- until shares are asked for
 
-    def _collected(self, terms: Terms, letter: Ask, length: int) -> Asked:
+    def _collected(self, terms: Terms, letter: Ask, length: int) -> PendingSum:
         """The steps before the last: the sum under its masks. Until the last, nobody can tell anything."""
         while True:
             cohort = self._apart(terms, [c for c in terms.cohort if c not in self._out])
@@ -88,14 +89,14 @@ class Sessions:
             if session_sum is not None:
                 return session_sum
 
-    def _begun(self, terms: Terms, cohort: list[int], letter: Ask, length: int) -> Asked | None:
+    def _begun(self, terms: Terms, cohort: list[int], letter: Ask, length: int) -> PendingSum | None:
         """A session; None if a site was left out of it, so that another one is to begin."""
         t, nonce = terms.round, os.urandom(NONCE)
         name = secure.session_name(self._agreement, t, nonce)
-        adverts = self._step(t, nonce, {c: Letter("keys", c) for c in cohort}, lambda c, m: self._advert(name, c, m))
+        adverts = self._step(t, nonce, {c: Request("keys", c) for c in cohort}, lambda c, m: self._advert(name, c, m))
         everyone = secure.write_adverts(adverts.values())
         session = secure.session_of(name, self._agreed.threshold, adverts.values())
-        ask = {c: Letter("shares", c, [everyone]) for c in adverts}
+        ask = {c: Request("shares", c, [everyone]) for c in adverts}
         sealed = self._step(t, nonce, ask, lambda c, m: self._sealed(session, c, m))
         inbox = {c: secure.write({p: sent[c] for p, sent in sealed.items() if p != c}) for c in sealed}
         bound = secure.bound_to(session, terms.digest, [*sealed])
@@ -118,11 +119,13 @@ class Sessions:
         signed = {c: signature for c, (signature, _) in vectors.items()}
         if vectors.keys() != sealed.keys():
             arrived = secure.write(dict.fromkeys(vectors, b""))
-            signed = self._signed(t, nonce, bound, vectors, {c: Letter("agree", c, [arrived]) for c in vectors})
-        return Asked(t, nonce, everyone, terms.digest, [*sealed], [*vectors], signed, terms.sums, terms.asked, total)
+            signed = self._signed(t, nonce, bound, vectors, {c: Request("agree", c, [arrived]) for c in vectors})
+        return PendingSum(
+            t, nonce, everyone, terms.digest, [*sealed], [*vectors], signed, terms.sums, terms.asked, total
+        )
 
     def _signed(
-        self, t: int, nonce: bytes, bound: bytes, arrived: Collection[int], ask: dict[int, Letter]
+        self, t: int, nonce: bytes, bound: bytes, arrived: Collection[int], ask: dict[int, Request]
     ) -> dict[int, bytes]:
         """Signatures of the sites of a sum that it is of them, where not all that shared have sent a vector."""
         text = secure.statement(bound, arrived)
@@ -151,7 +154,7 @@ class Sessions:
                 valid = accused in sealed and accuser != accused
                 if valid and shares.is_accused(session, accuser, accused, signature, self._public[accuser]):
                     against.setdefault(accused, {})[accuser] = signature
-        ask = {c: Letter("open", c, [secure.write(signed)]) for c, signed in against.items()}
+        ask = {c: Request("open", c, [secure.write(signed)]) for c, signed in against.items()}
         opened = self._step(t, nonce, ask, lambda _, m: secure.read(m, secure.KEY), need=0) if ask else {}
         before = len(self._out)
         for accused, accusers in against.items():
@@ -201,7 +204,7 @@ class Sessions:
 
     # ------------------------------------------------------------------------------------------------- the last step
 
-    def _told(self, asked: Asked, read: Callable[[Integers, int], Any]) -> Asked:
+    def _told(self, asked: PendingSum, read: Callable[[Integers, int], Any]) -> PendingSum:
         """The last step: any threshold of the sites of a sum take its masks off; it is kept once it makes sense."""
         t, why = asked.round, "it was never told"
         while asked.attempts < ATTEMPTS:
@@ -210,7 +213,7 @@ class Sessions:
                 total = self._open(asked)
             except Broken as error:
                 why = str(error)
-                self._post.note("wrong shares", t, asked.clients, f"round {t}: {error}")
+                self._transport.note("wrong shares", t, asked.clients, f"round {t}: {error}")
                 continue
             try:
                 read(total, len(asked.clients))
@@ -225,7 +228,7 @@ class Sessions:
             asked.clients,
         )
 
-    def _open(self, asked: Asked) -> Integers:
+    def _open(self, asked: PendingSum) -> Integers:
         """The sum without its masks.
 
         Raises:
@@ -236,7 +239,7 @@ class Sessions:
         session = secure.session_of(name, self._agreed.threshold, secure.read_adverts(asked.adverts))
         bound = secure.bound_to(session, asked.question, asked.shared)
         arrived = secure.write({c: asked.signed.get(c, bytes(SIGNATURE)) for c in asked.clients})
-        ask = {c: Letter("unmask", c, [arrived]) for c in asked.clients}
+        ask = {c: Request("unmask", c, [arrived]) for c in asked.clients}
         answers = self._step(asked.round, asked.nonce, ask, lambda _, m: _shares_of(m, asked.shared))
         secrets, wrong = shares.restored(session, asked.shared, asked.clients, answers)
         for client in sorted(wrong):
@@ -249,7 +252,7 @@ class Sessions:
         self,
         t: int,
         nonce: bytes,
-        letters: dict[int, Letter],
+        letters: dict[int, Request],
         read: Callable[[int, bytes], Any],
         need: int | None = None,
         most: int = secure.MOST * (4 + shares.SEALED),
@@ -265,17 +268,19 @@ class Sessions:
         }
         last = any(x.kind in ("agree", "unmask") for x in letters.values())
         least = max(self._agreed.threshold, 1 if last else min(self._settings.quorum, len(letters)))
-        replies = self._post.until(t, letters, least if need is None else need)
+        replies = self._transport.until(t, letters, least if need is None else need)
         return {c: reply.value for c, reply in sorted(replies.items())}
 
     def _leave_out(self, t: int, client: int, why: str) -> None:
         self._out.add(client)
         name = self._names([client])
-        self._post.note("left out", t, [client], f"round {t}: {name} is left out until the server starts again: {why}")
+        self._transport.note(
+            "left out", t, [client], f"round {t}: {name} is left out until the server starts again: {why}"
+        )
 
     def _names(self, clients: Collection[int]) -> str:
         return ", ".join(
-            self._post.members[c].site if c in self._post.members else f"client {c}" for c in sorted(clients)
+            self._transport.members[c].site if c in self._transport.members else f"client {c}" for c in sorted(clients)
         )
 
     def _check_count(self, t: int, count: int) -> None:

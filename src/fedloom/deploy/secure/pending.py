@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedloom.deploy.exchange.secure import Integers
+from fedloom.deploy.secure.protocol import Integers
 from fedloom.storage.files import discard, make_folder, write_atomic
 
 NAME = "unmasked.json"
 
 
-class Asked(NamedTuple):
+class PendingSum(NamedTuple):
     """A sum that was asked for.
 
     Attributes:
@@ -51,7 +51,7 @@ class Asked(NamedTuple):
     told: bool = False
 
 
-class Unmasked:
+class PendingSums:
     """The newest sum that was asked for of every kind.
 
     Args:
@@ -61,7 +61,7 @@ class Unmasked:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def newest(self, what: str) -> Asked | None:
+    def newest(self, what: str) -> PendingSum | None:
         """The sum of a kind that was asked for last; None where there was none, or its file is gone."""
         found = self._read().get(what)
         try:
@@ -73,14 +73,14 @@ class Unmasked:
         given = {key: found[key] for key in ("round", "shared", "clients", "sums", "models", "attempts", "told")}
         given |= {key: bytes.fromhex(found[key]) for key in ("nonce", "adverts", "question")}
         given["signed"] = {int(c): bytes.fromhex(signature) for c, signature in found["signed"].items()}
-        return Asked(**given, total=total.astype(np.uint64, copy=False))
+        return PendingSum(**given, total=total.astype(np.uint64, copy=False))
 
-    def of(self, sums: Mapping[str, int]) -> Asked | None:
+    def of(self, sums: Mapping[str, int]) -> PendingSum | None:
         """The sum of any of these, by kind and round."""
         found = (asked for what, t in sums.items() if (asked := self.newest(what)) and asked.sums[what] == t)
         return next(found, None)
 
-    def keep(self, asked: Asked) -> None:
+    def keep(self, asked: PendingSum) -> None:
         """Make it last; it takes the place of the one before of its kind."""
         make_folder(self._folder)
         name = f"{asked.nonce.hex()}.{'sum' if asked.told else 'masked'}"

@@ -72,7 +72,7 @@ class Forms:
         answers = _answers(output.weigher_answer, output.sampler_report)
         return self._messages.up(output.upload, answers).encode()
 
-    def read_up(self, message: bytes) -> Sent:
+    def read_up(self, message: bytes) -> Upload:
         """What one client sent.
 
         Raises:
@@ -81,7 +81,7 @@ class Forms:
         found = self._upload.decode(message)
         info, told, update = (found.pop(name, None) for name in (INFO, TOLD, UPDATE))
         up = self.idle._replace(**found)
-        return Sent(up if update is None else self._messages.with_update(up, update), info, told)
+        return Upload(up if update is None else self._messages.with_update(up, update), info, told)
 
     # ------------------------------------------------------------------------------ questions before a round
 
@@ -168,7 +168,7 @@ def score_names(job: Job) -> list[tuple[str, str, str]]:
     return [(m, part, name) for m in ("global", "hybrid", "personal") for part in parts for name in names]
 
 
-class Sent(NamedTuple):
+class Upload(NamedTuple):
     """What one client sent, rows ``[1, .]``."""
 
     up: Any
@@ -186,6 +186,6 @@ def for_client(down: Any, place: int) -> Any:
     return rows_of(down, slice(place, place + 1))
 
 
-def output_of(sent: Sent, model: Tensor | None, work: Tensor) -> ClientOutput:
+def output_of(sent: Upload, model: Tensor | None, work: Tensor) -> ClientOutput:
     """The output of a client on the server's side; its state stays at the client."""
     return ClientOutput(sent.up, ClientState(Nothing()), work, sent.info, sent.told, model)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fedloom.data.federation import PARTS
-from fedloom.deploy.exchange import secure
-from fedloom.deploy.exchange.forms import score_names
-from fedloom.deploy.exchange.secure import Broken, Integers
 from fedloom.deploy.noise import SharedMean
+from fedloom.deploy.protocol.forms import score_names
+from fedloom.deploy.secure import protocol as secure
+from fedloom.deploy.secure.protocol import Broken, Integers
 from fedloom.engine.chunk import ClientOutput
 from fedloom.engine.job import Job
 from fedloom.engine.uploads import Kept, fields_of
@@ -27,7 +27,7 @@ UNIT = 2.0**-20
 """A score times this and times the number of samples is what is summed for a weighted mean."""
 
 
-class Uploads:
+class UploadVector:
     """An upload as integers: its fields side by side, and counts of work.
 
     Args:
@@ -121,7 +121,7 @@ class Uploads:
         return found
 
 
-class Figures:
+class ScoreVector:
     """Scores as integers, four each: its value, that times the samples, and whether it is there, as 1 and as samples.
 
     Args:

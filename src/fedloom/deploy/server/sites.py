@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fedloom.deploy.exchange.forms import Forms, for_client, is_common, output_of
-from fedloom.deploy.exchange.post import Letter, Post
-from fedloom.deploy.exchange.replies import Reply
+from fedloom.deploy.protocol.checks import Reply
+from fedloom.deploy.protocol.forms import Forms, for_client, is_common, output_of
+from fedloom.deploy.server.transport import Request, Transport
 from fedloom.deploy.settings import Server
 from fedloom.engine.chunk import accept, asked_counts
 from fedloom.engine.job import Job
@@ -37,19 +37,19 @@ class Sites:
     Args:
         job: the run, as the server has it.
         forms: the forms of its messages.
-        post: the way to the sites.
+        transport: the way to the sites.
         settings: the settings of the server.
 
     Attributes:
         accepted: ``[n]`` round in which a site's upload was last accepted, 0 for none.
     """
 
-    def __init__(self, job: Job, forms: Forms, post: Post, settings: Server) -> None:
-        self._job, self._forms, self._post, self._settings = job, forms, post, settings
+    def __init__(self, job: Job, forms: Forms, transport: Transport, settings: Server) -> None:
+        self._job, self._forms, self._transport, self._settings = job, forms, transport, settings
         self.accepted = torch.zeros(job.n, dtype=torch.long)
         self._pending: ScoreRequest | None = None
         self._scores: tuple[int, dict[int, dict[str, float]]] | None = None
-        post.begin(job, forms)
+        transport.begin(job, forms)
 
     def score_with_training(self, request: ScoreRequest) -> None:
         """Ask for scores in the messages of the training that comes next; `score` has them then."""
@@ -71,15 +71,15 @@ class Sites:
         common = forms.write_down(request.down, request.server) if is_common(request.down) else None
         pending, self._pending = self._pending, None
         scored, asks = (-1, {}) if pending is None else (pending.round, self._score_letters(pending))
-        letters = dict[int, Letter]()
+        letters = dict[int, Request]()
         for c, down in received.items():
-            if bool(self._post.sizes[c, 0]):
+            if bool(self._transport.sizes[c, 0]):
                 ask = asks.pop(c, None)
                 parts, has_global = ((), False) if ask is None else (ask.arrays, bool((ask.more or {})["global"]))
                 more = self._place(c) | {"scored": -1 if ask is None else scored, "global": has_global}
                 message = common or forms.write_down(down, request.server)
-                letters[c] = Letter("train", c, [message, *parts], more, down)
-        replies = self._post.until(t, letters | asks, max(1, min(self._settings.quorum, len(letters))))
+                letters[c] = Request("train", c, [message, *parts], more, down)
+        replies = self._transport.until(t, letters | asks, max(1, min(self._settings.quorum, len(letters))))
         self._scores = (scored, {c: reply.metrics for c, reply in replies.items()})
         replies = {c: reply for c, reply in replies.items() if c in letters}
         if job.setting.aggregator is not None:
@@ -95,15 +95,15 @@ class Sites:
                 yield ChunkResult(task.ids, task.share, torch.tensor([False]), {}, {}, 0.0, nothing)
                 continue
             reply = replies.pop(c)
-            output = output_of(reply.value, self._post.judge.model(reply.value, received[c]), _work(reply))
+            output = output_of(reply.value, self._transport.checks.model(reply.value, received[c]), _work(reply))
             yield accept(job, request.server, task, received[c], output)
 
     def ask(self, request: AskRequest) -> Iterator[Answers]:
         """Ask candidates; one that gives no answer is worth less than any other."""
         job, message = self._job, [self._forms.write_model(request.model)]
         clients = request.ids.tolist()
-        letters = {c: Letter("ask", c, message) for c in clients if bool(self._post.sizes[c, 0])}
-        replies = self._post.until(request.round, letters, 0)
+        letters = {c: Request("ask", c, message) for c in clients if bool(self._transport.sizes[c, 0])}
+        replies = self._transport.until(request.round, letters, 0)
         width = next((r.value.shape[1] for r in replies.values()), 1)
         nothing = torch.full((1, width), -torch.inf, dtype=job.oracle.dtype), torch.zeros(1, 3, dtype=torch.long)
         answers = [(replies[c].value, _work(replies[c])) if c in replies else nothing for c in clients]
@@ -113,7 +113,7 @@ class Sites:
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
         """Scores that every site has of the models on its own samples; NaN where it is not there."""
         if self._scores is None or self._scores[0] != request.round:
-            replies = self._post.until(request.round, self._score_letters(request), 0)
+            replies = self._transport.until(request.round, self._score_letters(request), 0)
             self._scores = request.round, {c: r.metrics for c, r in replies.items()}
         metrics = self._scores[1]
         scores: Scores = {}
@@ -133,19 +133,19 @@ class Sites:
             return {}
         return {("global", ""): sizes_of(self._job.algorithm, self._job.oracle.layout, request.model[None])}
 
-    def _score_letters(self, request: ScoreRequest) -> dict[int, Letter]:
-        """Letters that ask every site that is there for scores."""
+    def _score_letters(self, request: ScoreRequest) -> dict[int, Request]:
+        """Requests that ask every site that is there for scores."""
         forms, down, model = self._forms, request.down, request.model
         common = forms.write_models(down, model) if down is None or is_common(down) else None
         return {
-            c: Letter(
+            c: Request(
                 "score",
                 c,
                 common or forms.write_models(for_client(down, c), model),
                 self._place(c) | {"global": model is not None},
                 round=request.round,
             )
-            for c in self._post.nodes
+            for c in self._transport.nodes
         }
 
     def _place(self, client: int) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from fedloom.deploy.audit import lines_of
+from fedloom.deploy.ops.status import tallies
 from fedloom.deploy.settings import Server
-from fedloom.deploy.status import tallies
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
 from fedloom.errors import Stop

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from fedloom.deploy.code import read_agreed
 from fedloom.deploy.noise import SharedMean, left_to_sites, released
 from fedloom.deploy.ops.processes import check_free
-from fedloom.deploy.server import check_deployable
+from fedloom.deploy.server.run import check_deployable
 from fedloom.deploy.settings import Site
 from fedloom.deploy.site.ledger import Ledger
 from fedloom.deploy.site.local_data import part_sizes, site_federation

@@ -17,8 +17,8 @@ from typing import Any
 import pyarrow as pa
 
 from fedloom.deploy.audit import lines_of
+from fedloom.deploy.ops.table import mean_table, site_table
 from fedloom.deploy.settings import Server, read_server
-from fedloom.deploy.table import mean_table, site_table
 from fedloom.errors import ConfigError, Stop
 from fedloom.metrics import BRIEF
 from fedloom.storage.checkpoint import Checkpoints

@@ -20,9 +20,9 @@ from fedloom.data.sources import SOURCES
 from fedloom.data.sources._base import ENV, FileSource
 from fedloom.data.sources.table_reading import TableSource
 from fedloom.deploy.code import Code, code_of
-from fedloom.deploy.exchange.replies import lengths
-from fedloom.deploy.exchange.secure import FEWEST, MOST, least_threshold, safe_threshold
-from fedloom.deploy.server import check_deployable
+from fedloom.deploy.protocol.checks import lengths
+from fedloom.deploy.secure.protocol import FEWEST, MOST, least_threshold, safe_threshold
+from fedloom.deploy.server.run import check_deployable
 from fedloom.deploy.settings import NormBound
 from fedloom.deploy.site.local_data import federation_of
 from fedloom.engine.chunk import run_clients
@@ -96,7 +96,7 @@ def plan(
         fixed_data: a site whose samples change in the run is refused; otherwise the change is told.
         norm_bound: longest difference that the server accepts from a site (L2); None: `MARGIN` times the longest of the
             first round, which is simulated for it.
-        secure_aggregation: the server gets masked sums (`fedloom.deploy.exchange.secure`).
+        secure_aggregation: the server gets masked sums (`fedloom.deploy.secure.protocol`).
         threshold: sites without which no sum is unmasked; None: more than two thirds.
 
     Raises:

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.deploy.exchange.forms import Forms, is_common
-from fedloom.deploy.exchange.post import Letter, Post
-from fedloom.deploy.exchange.replies import absolute
-from fedloom.deploy.exchange.secure import Broken, Integers
-from fedloom.deploy.exchange.sessions import Sessions
-from fedloom.deploy.exchange.terms import Terms
 from fedloom.deploy.noise import SharedMean
+from fedloom.deploy.protocol.checks import absolute
+from fedloom.deploy.protocol.forms import Forms, is_common
+from fedloom.deploy.secure.protocol import Broken, Integers
+from fedloom.deploy.secure.sums import SecureSums
+from fedloom.deploy.secure.terms import Terms
+from fedloom.deploy.secure.vectors import ScoreVector, UploadVector
+from fedloom.deploy.server.sites import Sites
+from fedloom.deploy.server.transport import Request, Transport
 from fedloom.deploy.settings import Server, bound_of
-from fedloom.deploy.site.vectors import Figures, Uploads
-from fedloom.deploy.sites import Sites
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted
 from fedloom.errors import GivenUp, Refused, RunStopped
@@ -31,11 +31,11 @@ Figure = tuple[float, float, int]
 class MaskedSites(Sites):
     """The sites of a run whose uploads, and scores, are summed under masks; see `Sites`."""
 
-    def __init__(self, job: Job, forms: Forms, post: Post, settings: Server) -> None:
-        super().__init__(job, forms, post, settings)
+    def __init__(self, job: Job, forms: Forms, transport: Transport, settings: Server) -> None:
+        super().__init__(job, forms, transport, settings)
         assert settings.secure is not None
-        self._sessions, self._agreed = Sessions(post, settings), settings.secure
-        self._uploads, self._figures = Uploads(job, forms.idle), Figures(job)
+        self._sessions, self._agreed = SecureSums(transport, settings), settings.secure
+        self._uploads, self._figures = UploadVector(job, forms.idle), ScoreVector(job)
         private = accounted(job.setting.channel, job.setting.aggregator) is not None
         self._tallies = settings.secure.scores == "masked" and not private
         self._tallied: tuple[int, dict[tuple[str, str, str], Figure]] = -1, {}
@@ -61,7 +61,7 @@ class MaskedSites(Sites):
                 "get the same, so that no site can be singled out"
             )
         everyone = zip(request.ids.tolist(), request.share.double().flatten().tolist(), strict=True)
-        shares = {c: share for c, share in everyone if bool(self._post.sizes[c, 0])}
+        shares = {c: share for c, share in everyone if bool(self._transport.sizes[c, 0])}
         download = forms.write_down(down, request.server)
         scored, asks = self._scores_in_same_session(t, shares)
         scale = max(map(abs, shares.values()), default=0.0) or 1.0
@@ -69,9 +69,9 @@ class MaskedSites(Sites):
         n = self._uploads.length
         length = n + (self._figures.length if scored >= 0 and self._tallies else 0)
 
-        def letter(c: int, inbox: bytes) -> Letter:
+        def letter(c: int, inbox: bytes) -> Request:
             models = asks[c].arrays if c in asks else ()
-            return Letter("masked", c, [download, terms.encode(), inbox, *models], self._accepted(c))
+            return Request("masked", c, [download, terms.encode(), inbox, *models], self._accepted(c))
 
         def read(total: Integers, count: int) -> tuple[Any, Tensor, dict[Any, Figure]]:
             sums, work = self._uploads.decode(total[:n], count, scale)
@@ -91,7 +91,7 @@ class MaskedSites(Sites):
         total = float(sum(1.0 if alike else shares[c] for c in request.ids[summed].tolist()))
         yield SumResult(request.ids[summed], request.ids[~summed], parts, total, counts)
 
-    def _scores_in_same_session(self, t: int, cohort: Collection[int]) -> tuple[int, dict[int, Letter]]:
+    def _scores_in_same_session(self, t: int, cohort: Collection[int]) -> tuple[int, dict[int, Request]]:
         """The round whose models are scored with the training, and what asks for it: where all sites train.
 
         Otherwise, or if these scores were asked for already, they have a session of their own, which comes first. A
@@ -102,13 +102,13 @@ class MaskedSites(Sites):
             return -1, {}
         self._scores = pending.round, {}
         before, alone = self._sessions.asked_for({"uploads": t}), self._sessions.asked_for({"scores": pending.round})
-        rides = set(self._post.nodes) <= set(cohort) and alone is None
+        rides = set(self._transport.nodes) <= set(cohort) and alone is None
         if rides if before is None else before.sums.get("scores") == pending.round:
             return pending.round, self._score_letters(pending)
         if self._tallies:
             self._tally(pending)
         else:
-            self._post.until(pending.round, self._score_letters(pending), 0)
+            self._transport.until(pending.round, self._score_letters(pending), 0)
         return -1, {}
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
@@ -125,17 +125,17 @@ class MaskedSites(Sites):
         t, asks = request.round, self._score_letters(request)
         terms = self._terms(t, asks, asks, t)
 
-        def letter(c: int, inbox: bytes) -> Letter:
-            return Letter("tally", c, [terms.encode(), inbox, *asks[c].arrays], self._accepted(c))
+        def letter(c: int, inbox: bytes) -> Request:
+            return Request("tally", c, [terms.encode(), inbox, *asks[c].arrays], self._accepted(c))
 
         self._tallied = t, {}
         try:
             self._tallied = t, self._sessions.sum(terms, letter, self._figures.length, self._figures.decode).value
         except (Broken, GivenUp, RunStopped) as error:
-            self._post.note("scores given up", t, asks, str(error))
+            self._transport.note("scores given up", t, asks, str(error))
 
     def _terms(
-        self, t: int, cohort: Collection[int], asks: Mapping[int, Letter], scored: int, download: bytes | None = None
+        self, t: int, cohort: Collection[int], asks: Mapping[int, Request], scored: int, download: bytes | None = None
     ) -> Terms:
         """What all sites of a session are asked."""
         first = next(iter(asks.values()), None)
@@ -143,7 +143,7 @@ class MaskedSites(Sites):
         return Terms(
             round=t,
             trains=download is not None,
-            sizes=tuple(map(tuple, self._post.sizes.tolist())),
+            sizes=tuple(map(tuple, self._transport.sizes.tolist())),
             cohort=tuple(sorted(cohort)),
             download="" if download is None else hashlib.sha256(download).hexdigest(),
             scored=scored,

@@ -84,7 +84,7 @@ REASON = 500
 """Most characters of a reason."""
 
 
-class Letter(NamedTuple):
+class Envelope(NamedTuple):
     """What an envelope holds.
 
     Attributes:
@@ -126,7 +126,7 @@ def unseal(
     status: Mapping[str, type],
     limit: int,
     head_limit: int = HEAD_LIMIT,
-) -> Letter:
+) -> Envelope:
     """What a message holds, if it is one of these; no array is parsed.
 
     Args:
@@ -146,7 +146,7 @@ def unseal(
     size = sum(len(name) + _size(value) for name, value in head.items())
     if size > head_limit:
         raise WireError(f"the head has {size} bytes, at most {head_limit} are allowed")
-    return Letter(_head(head, fields, status), _arrays(arrays, limit), _metrics(content))
+    return Envelope(_head(head, fields, status), _arrays(arrays, limit), _metrics(content))
 
 
 def _head(record: ConfigRecord, fields: Mapping[str, Mapping[str, type]], status: Mapping[str, type]) -> dict[str, Any]:

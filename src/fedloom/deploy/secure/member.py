@@ -15,13 +15,14 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedloom.algorithms import upload_fields
-from fedloom.deploy.exchange import secure, shares
-from fedloom.deploy.exchange.identity import verifying_key
-from fedloom.deploy.exchange.secure import MOST, SIGNATURE, Broken, Integers
-from fedloom.deploy.exchange.terms import Terms
 from fedloom.deploy.noise import FINEST, released
+from fedloom.deploy.protocol.identity import verifying_key
+from fedloom.deploy.secure import protocol as secure
+from fedloom.deploy.secure import shares
+from fedloom.deploy.secure.opened import OpenedSums, read_checked, write_checked
+from fedloom.deploy.secure.protocol import MOST, SIGNATURE, Broken, Integers
+from fedloom.deploy.secure.terms import Terms
 from fedloom.deploy.settings import Site
-from fedloom.deploy.site.opened import Opened, read_checked, write_checked
 from fedloom.engine.setting import Setting
 from fedloom.errors import Refused, WireError
 from fedloom.rows.aggregate import PrivateMean
@@ -55,7 +56,7 @@ def check_maskable(setting: Setting) -> None:
         raise Refused(f"{why}, but under secure aggregation the server sees sums only; choose another, or leave it out")
 
 
-class Masking:
+class SessionMember:
     """A site in a session.
 
     Args:
@@ -69,7 +70,7 @@ class Masking:
         self._agreed, self._client, self._key, self._folder = site.secure, site.client, key, folder
         self._agreement = site.secure.digest(site.fingerprint)
         self._public = {c: verifying_key(line, f"client {c}") for c, line in enumerate(site.secure.keys)}
-        self._opened = Opened(folder)
+        self._opened = OpenedSums(folder)
 
     def keys(self, round: int, nonce: bytes) -> bytes:
         """Step 1: this site's keys in a new session, which takes the place of the one before."""

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedloom.deploy.exchange.secure import Broken
+from fedloom.deploy.secure.protocol import Broken
 from fedloom.storage.files import make_folder, write_atomic
 
 REMEMBERED = 64
 """Newest sums that a site remembers; it has no part in one of an older round."""
 
 
-class Opened:
+class OpenedSums:
     """The sums of one site in one experiment.
 
     Args:

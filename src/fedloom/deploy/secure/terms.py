@@ -16,7 +16,7 @@ from pydantic import Field, ValidationError
 
 from fedloom.data.federation import PARTS
 from fedloom.data.input_spec import InputSpec
-from fedloom.deploy.exchange.secure import FEWEST, MOST, Broken
+from fedloom.deploy.secure.protocol import FEWEST, MOST, Broken
 from fedloom.deploy.site.local_data import federation_of
 from fedloom.engine.job import Job
 from fedloom.engine.setup import shares_of

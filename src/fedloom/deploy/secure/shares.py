@@ -19,7 +19,7 @@ from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from fedloom.deploy.exchange.secure import (
+from fedloom.deploy.secure.protocol import (
     KEY,
     SIGNATURE,
     Broken,

@@ -4,7 +4,7 @@ The steps, in order: 1 the message that it answers is known and open; 2 it is no
 those of its kind; 4 release, experiment, round, client, nonce, digest and signature; 5 the names of its arrays; 6 their
 sizes and headers, before anything is allocated; 7 types and order of their numbers; 8 all are finite; 9 numbers of
 samples; 10 metrics; 11 the length of the difference; 12 one per client; 13 the quorum. Steps 1, 12 and 13 are the
-round's (`fedloom.deploy.sites`), the others are here; 5, 6 and 7 are the codec's.
+round's (`fedloom.deploy.server.sites`), the others are here; 5, 6 and 7 are the codec's.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch import Tensor
 
 from fedloom.algorithms._messages import base_of
 from fedloom.data.input_spec import compared
-from fedloom.deploy.exchange.envelope import (
+from fedloom.deploy.protocol.envelope import (
     HEAD,
     HEAD_LIMIT,
     PROTOCOL,
     REASON,
     REPLIED,
     STATUS,
+    Envelope,
     Kind,
-    Letter,
     digest_of,
     unseal,
 )
-from fedloom.deploy.exchange.forms import Forms, Sent, score_names
-from fedloom.deploy.exchange.identity import is_signed
+from fedloom.deploy.protocol.forms import Forms, Upload, score_names
+from fedloom.deploy.protocol.identity import is_signed
 from fedloom.deploy.settings import Server, bound_of
 from fedloom.engine.chunk import usable
 from fedloom.engine.job import Job
@@ -63,7 +63,7 @@ class Rejected(FedloomError):
         super().__init__(f"step {step}: {self.reason}")
 
 
-class Asked(NamedTuple):
+class Pending(NamedTuple):
     """A message to a site, as long as its reply is awaited.
 
     Attributes:
@@ -93,7 +93,7 @@ class Reply(NamedTuple):
     Attributes:
         client: number of the site.
         head: plain values.
-        value: an upload (`Sent`), an answer ``[1, k]``, or None.
+        value: an upload (`Upload`), an answer ``[1, k]``, or None.
         metrics: numbers that were believed.
         norm: length of the difference of an upload.
         digest: SHA-256 of the arrays.
@@ -107,7 +107,7 @@ class Reply(NamedTuple):
     digest: str
 
 
-class Judge:
+class Checks:
     """Checks replies.
 
     Args:
@@ -128,7 +128,7 @@ class Judge:
     ) -> None:
         self._settings, self._keys, self._job, self._forms, self._sizes = settings, keys, job, forms, sizes
 
-    def check(self, message: Message, asked: Asked) -> Reply:
+    def check(self, message: Message, asked: Pending) -> Reply:
         """The reply, if all holds.
 
         Raises:
@@ -149,7 +149,7 @@ class Judge:
         head = HEAD_LIMIT + (4 * len(self._settings.samples.model_dump_json()) if kind == "hello" else 0)
         return min(array, self._settings.message_limit) + head
 
-    def _check(self, message: Message, asked: Asked) -> Reply:
+    def _check(self, message: Message, asked: Pending) -> Reply:
         if message.has_error():
             raise Rejected(2, f"error {message.error.code} of the node: {message.error.reason}")
         letter = self._read(message, asked)
@@ -163,10 +163,10 @@ class Judge:
         if asked.read is not None:
             return Reply(client, letter.head, value, {}, None, letter.head["digest"])
         self._check_counts(letter.head, client)
-        norm = self._norm(value, asked) if isinstance(value, Sent) else None
+        norm = self._norm(value, asked) if isinstance(value, Upload) else None
         return Reply(client, letter.head, value, self._metrics(letter), norm, letter.head["digest"])
 
-    def _read(self, message: Message, asked: Asked) -> Letter:
+    def _read(self, message: Message, asked: Pending) -> Envelope:
         """Step 3; another release is named before its other fields are looked at."""
         record = message.content.get(HEAD)
         release = record.get("release") if isinstance(record, ConfigRecord) else None
@@ -177,7 +177,7 @@ class Judge:
         except WireError as error:
             raise Rejected(3, str(error)) from None
 
-    def _identify(self, letter: Letter, asked: Asked) -> int:
+    def _identify(self, letter: Envelope, asked: Pending) -> int:
         """Step 4."""
         head = letter.head
         wanted = {
@@ -210,7 +210,7 @@ class Judge:
         if len(sizes) != 3 or not all(type(k) is int and 0 <= k <= limit for k in sizes):
             raise Rejected(9, f"numbers of samples must be three from 0 to {limit}, got {str(sizes)[:60]}")
 
-    def _value(self, letter: Letter, asked: Asked) -> Any:
+    def _value(self, letter: Envelope, asked: Pending) -> Any:
         """Steps 5 to 8."""
         assert self._forms is not None
         count = 0 if asked.kind == "score" else 1
@@ -225,7 +225,7 @@ class Judge:
             raise Rejected(6, str(error)) from None
         if asked.read is not None:
             return value
-        parts = (*value.up, value.info, value.told) if isinstance(value, Sent) else (value,)
+        parts = (*value.up, value.info, value.told) if isinstance(value, Upload) else (value,)
         if not all(bool(torch.isfinite(part).all()) for part in parts if part is not None):
             raise Rejected(8, "NaN or infinite numbers in the arrays")
         return value
@@ -240,7 +240,7 @@ class Judge:
         if len(work) != 3 or not all(type(k) is int and 0 <= k <= MOST for k in work):
             raise Rejected(9, f"work must be three counts, got {str(work)[:60]}")
 
-    def _metrics(self, letter: Letter) -> dict[str, float]:
+    def _metrics(self, letter: Envelope) -> dict[str, float]:
         """Step 10: what is not a metric of this run, not finite or out of its range is left out."""
         assert self._job is not None
         known = {"/".join(name) for name in score_names(self._job) if name[0] != "hybrid"}
@@ -255,7 +255,7 @@ class Judge:
                 found[key] = float(value)
         return found
 
-    def _norm(self, sent: Sent, asked: Asked) -> float:
+    def _norm(self, sent: Upload, asked: Pending) -> float:
         """Step 11: the length of the upload, the model as a difference to what the client received."""
         assert self._job is not None
         norms = {name: float(length) for name, length in lengths(self._job, sent.up, asked.down).items()}
@@ -270,7 +270,7 @@ class Judge:
         self._check_ranges(sent.up, asked)
         return math.hypot(*norms.values())
 
-    def _check_ranges(self, up: Any, asked: Asked) -> None:
+    def _check_ranges(self, up: Any, asked: Pending) -> None:
         """Step 11: what a client does not choose is what it must be; a channel changes it, so nothing is known then."""
         job = self._job
         assert job is not None
@@ -283,7 +283,7 @@ class Judge:
             if not low - TINY <= value * (slack if value >= 0 else 1 / slack) or not value <= high * slack + TINY:
                 raise Rejected(11, f"{name} is {value:.4g}, it can be {low:.4g} to {high:.4g}")
 
-    def model(self, sent: Sent, down: Any) -> Tensor | None:
+    def model(self, sent: Upload, down: Any) -> Tensor | None:
         """The client's model, if the server's side looks at it."""
         job = self._job
         if job is None or not job.model_field:
