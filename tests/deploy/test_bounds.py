@@ -201,5 +201,5 @@ def test_a_site_claims_no_more_samples_than_the_agreed_parts_have(written: Path,
     assert server.examples_limit == planned.most_samples < 10_000
     head = {"sizes": [server.examples_limit + 1, 0, 0], **compared(server.samples)}
     with pytest.raises(Rejected, match="numbers of samples must be three from 0 to"):
-        Checks(server, {})._check_data(head)
-    Checks(server, {})._check_data(head | {"sizes": [server.examples_limit, 0, 0]})
+        Checks(server, {}).check_data(head)
+    Checks(server, {}).check_data(head | {"sizes": [server.examples_limit, 0, 0]})

@@ -17,8 +17,8 @@ import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from fedloom.deploy.protocol.checks import Checks, Pending, Rejected
-from fedloom.deploy.protocol.envelope import ARRAYS, FIGURES, HEAD, METRICS
+from fedloom.deploy.protocol.checks import Checks, Rejected
+from fedloom.deploy.protocol.envelope import ARRAYS, FIGURES, HEAD, METRICS, Pending
 from fedloom.errors import Stop
 from fedloom.rows.fields import Field
 from fedloom.rows.layout import Layout
@@ -195,10 +195,10 @@ def heard(tmp_path_factory: pytest.TempPathFactory) -> Heard:
     found: list[Heard] = []
     check = Checks.check
 
-    def look(self: Checks, reply: Message, asked: Pending) -> Any:
+    def look(self: Checks, reply: Message, asked: Pending, **more: Any) -> Any:
         if asked.kind == "train" and asked.client == BAD:
             found.append(Heard(self, reply, asked))
-        return check(self, reply, asked)
+        return check(self, reply, asked, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checks, "check", look)

@@ -13,8 +13,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedloom.deploy.protocol.checks import Checks, Pending, Rejected
-from fedloom.deploy.protocol.envelope import ARRAYS, HEAD, METRICS
+from fedloom.deploy.protocol.checks import Checks, Rejected
+from fedloom.deploy.protocol.envelope import ARRAYS, HEAD, METRICS, Pending
 from fedloom.deploy.site.client import Client
 from fedloom.errors import Stop, WireError
 from tests.deploy.grid import wire
@@ -30,10 +30,10 @@ def heard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checks, Message, Pe
     found: list[tuple[Checks, Message, Pending]] = []
     check = Checks.check
 
-    def look(self: Checks, reply: Message, asked: Pending) -> Any:
+    def look(self: Checks, reply: Message, asked: Pending, **more: Any) -> Any:
         if asked.kind == "train" and asked.client == BAD:
             found.append((self, reply, asked))
-        return check(self, reply, asked)
+        return check(self, reply, asked, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checks, "check", look)

@@ -15,8 +15,8 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedloom.data import PARTS
 from fedloom.deploy.audit import Audit
-from fedloom.deploy.protocol.checks import Checks, Pending, Rejected, Reply
-from fedloom.deploy.protocol.envelope import HEAD, HEAD_LIMIT, REPLIED, STATUS, unseal
+from fedloom.deploy.protocol.checks import Checks, Rejected
+from fedloom.deploy.protocol.envelope import HEAD, HEAD_LIMIT, REPLIED, STATUS, Pending, Reply, unseal
 from fedloom.deploy.server.transport import Request, Transport
 from fedloom.deploy.site.client import Client
 from fedloom.deploy.site.local_data import federation_of
@@ -66,7 +66,7 @@ def test_a_message_is_answered_once(here: Scene) -> None:  # 11, the first guard
     transport, grid, _ = hello(here)
     looked: list[int] = []
     check = transport.checks.check
-    transport.checks.check = lambda *a: (looked.append(1), check(*a))[1]  # type: ignore[method-assign]
+    transport.checks.check = lambda *a, **more: (check(*a, **more), looked.append(1))[0]  # type: ignore[method-assign]
     grid.fault = lambda _n, _m, reply: [reply, reply]
     good, _ = transport.exchange(0, [Request("hello", None, node=FIRST)], 1, 0.2)
     assert set(good) == {0}
@@ -143,10 +143,10 @@ def heard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checks, Message, Pe
     found: list[tuple[Checks, Message, Pending]] = []
     check = Checks.check
 
-    def look(self: Checks, reply: Message, asked: Pending) -> Reply:
+    def look(self: Checks, reply: Message, asked: Pending, **more: Any) -> Reply:
         if asked.kind == "train" and asked.client == BAD:
             found.append((self, reply, asked))
-        return check(self, reply, asked)
+        return check(self, reply, asked, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Checks, "check", look)

@@ -22,7 +22,7 @@ from fedloom.algorithms import (
 from fedloom.data import load
 from fedloom.data.federation import Federation
 from fedloom.data.partition import Dirichlet, Iid
-from fedloom.deploy.protocol.checks import lengths
+from fedloom.deploy.protocol.lengths import lengths
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Engine
 from fedloom.engine.simulate import simulate

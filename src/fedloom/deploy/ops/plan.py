@@ -20,7 +20,7 @@ from fedloom.data.sources import SOURCES
 from fedloom.data.sources._base import ENV, FileSource
 from fedloom.data.sources.table_reading import TableSource
 from fedloom.deploy.code import Code, code_of
-from fedloom.deploy.protocol.checks import lengths
+from fedloom.deploy.protocol.lengths import lengths
 from fedloom.deploy.secure.protocol import FEWEST, MOST, least_threshold, safe_threshold
 from fedloom.deploy.server.run import check_deployable
 from fedloom.deploy.settings import NormBound

@@ -1,18 +1,16 @@
-"""Replies: everything that must hold of a reply before it counts; what does not pass is as if it had not come.
+"""Checks that a reply must pass; a reply that fails one is discarded and logged, and has no other effect.
 
-The steps, in order: 1 the message that it answers is known and open; 2 it is no error; 3 its records and fields are
-those of its kind; 4 release, experiment, round, client, nonce, digest and signature; 5 the names of its arrays; 6 their
-sizes and headers, before anything is allocated; 7 types and order of their numbers; 8 all are finite; 9 numbers of
-samples; 10 metrics; 11 the length of the difference; 12 one per client; 13 the quorum. Steps 1, 12 and 13 are the
-round's (`fedloom.deploy.server.sites`), the others are here; 5, 6 and 7 are the codec's.
+`Checks.STEPS` has them in order, with the number that the audit log gives to each. The names of arrays, their sizes and
+headers, and types and order of their numbers (5 to 7) are the codec's: it looks at them before anything is allocated.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -30,16 +28,19 @@ from fedloom.deploy.protocol.envelope import (
     STATUS,
     Envelope,
     Kind,
+    Pending,
+    Reply,
     digest_of,
     unseal,
 )
 from fedloom.deploy.protocol.forms import Forms, Upload, score_names
 from fedloom.deploy.protocol.identity import is_signed
+from fedloom.deploy.protocol.lengths import lengths
 from fedloom.deploy.settings import Server, bound_of
 from fedloom.engine.chunk import usable
 from fedloom.engine.job import Job
 from fedloom.engine.scoring import COST
-from fedloom.errors import FedloomError, WireError
+from fedloom.errors import FedloomError, RunStopped, Stop, WireError
 from fedloom.metrics import metric
 from fedloom.processes.clients import COUNTS
 from fedloom.version import __version__
@@ -54,7 +55,7 @@ class Rejected(FedloomError):
     """A reply that does not count.
 
     Args:
-        step: of the list above.
+        step: number of the check.
         reason: a sentence.
     """
 
@@ -63,52 +64,37 @@ class Rejected(FedloomError):
         super().__init__(f"step {step}: {self.reason}")
 
 
-class Pending(NamedTuple):
-    """A message to a site, as long as its reply is awaited.
+class Late(Rejected):
+    """A sound reply to a message that is not waited for any more."""
 
-    Attributes:
-        kind: of the message.
-        round: of the run.
-        client: number of the site; None in a greeting, which is to find it out.
-        node: Flower's number of the node.
-        nonce: of this message.
-        down: what a client received, for the length of the difference.
-        read: reads the array of a step of secure aggregation, which nobody else can judge.
-        most: most bytes of the reply, all told.
-    """
-
-    kind: Kind
-    round: int
-    client: int | None
-    node: int
-    nonce: bytes
-    down: Any = None
-    read: Callable[[bytes], Any] | None = None
-    most: int = 0
+    def __init__(self) -> None:
+        super().__init__(1, "too late, its round goes on without it")
 
 
-class Reply(NamedTuple):
-    """A reply that counts.
+class _Draft(NamedTuple):
+    """A reply in the course of its checks: the message, what it answers, and all that passed so far."""
 
-    Attributes:
-        client: number of the site.
-        head: plain values.
-        value: an upload (`Upload`), an answer ``[1, k]``, or None.
-        metrics: numbers that were believed.
-        norm: length of the difference of an upload.
-        digest: SHA-256 of the arrays.
-    """
+    message: Message
+    pending: Pending
+    late: bool = False
+    answered: Collection[int] = ()
+    envelope: Envelope = Envelope({}, [], {})
+    value: Any = None
+    metrics: Mapping[str, float] = MappingProxyType({})
+    norm: float | None = None
 
-    client: int
-    head: dict[str, Any]
-    value: Any
-    metrics: dict[str, float]
-    norm: float | None
-    digest: str
+    @property
+    def head(self) -> dict[str, Any]:
+        return self.envelope.head
+
+    @property
+    def is_round(self) -> bool:
+        """Whether it is of a round, and neither a greeting nor a step of a secure session."""
+        return self.pending.kind != "hello" and self.pending.read is None
 
 
 class Checks:
-    """Checks replies.
+    """The checks of replies to a server.
 
     Args:
         settings: of the server.
@@ -116,6 +102,9 @@ class Checks:
         forms: of its messages.
         keys: of the sites, by client.
         sizes: ``[n, 3]`` samples that the sites declared.
+
+    Attributes:
+        STEPS: number, condition and function of every check but the quorum (13), which is of a round; in order.
     """
 
     def __init__(
@@ -128,18 +117,33 @@ class Checks:
     ) -> None:
         self._settings, self._keys, self._job, self._forms, self._sizes = settings, keys, job, forms, sizes
 
-    def check(self, message: Message, asked: Pending) -> Reply:
+    def check(
+        self, message: Message, pending: Pending | None, *, late: bool = False, answered: Collection[int] = ()
+    ) -> Reply:
         """The reply, if all holds.
 
+        Args:
+            message: from a node.
+            pending: the message that it answers; None: none that is open.
+            late: whether that message is not waited for any more.
+            answered: clients of which a reply counts already.
+
         Raises:
+            Late: all holds, but for the time.
             Rejected: what does not; no other error is possible.
         """
+        if pending is None:
+            raise Rejected(1, "answers no open message")
+        draft = _Draft(message, pending, late, answered)
         try:
-            return self._check(message, asked)
+            for _, _, step in self.STEPS:
+                draft = step(self, draft)
         except Rejected:
             raise
-        except Exception as error:  # what nobody thought of counts as little as the rest
+        except Exception as error:  # whatever else cannot be read counts as little as the rest
             raise Rejected(3, f"cannot be read ({type(error).__name__})") from error
+        head = draft.head
+        return Reply(head["client"], head, draft.value, dict(draft.metrics), draft.norm, head["digest"])
 
     def longest(self, kind: Kind, array: int = 0) -> int:
         """Most bytes of a reply of a kind, of which the step of a session has so many in its array."""
@@ -149,45 +153,48 @@ class Checks:
         head = HEAD_LIMIT + (4 * len(self._settings.samples.model_dump_json()) if kind == "hello" else 0)
         return min(array, self._settings.message_limit) + head
 
-    def _check(self, message: Message, asked: Pending) -> Reply:
-        if message.has_error():
-            raise Rejected(2, f"error {message.error.code} of the node: {message.error.reason}")
-        letter = self._read(message, asked)
-        client = self._identify(letter, asked)
-        if letter.head["status"] != "ok":
-            raise Rejected(2, f"the site says: {letter.head['reason']}")
-        if asked.kind == "hello":
-            self._check_data(letter.head)
-            return Reply(client, letter.head, None, {}, None, letter.head["digest"])
-        value = self._value(letter, asked)
-        if asked.read is not None:
-            return Reply(client, letter.head, value, {}, None, letter.head["digest"])
-        self._check_counts(letter.head, client)
-        norm = self._norm(value, asked) if isinstance(value, Upload) else None
-        return Reply(client, letter.head, value, self._metrics(letter), norm, letter.head["digest"])
+    @staticmethod
+    def quorum(round: int, count: int, wanted: int, need: int) -> None:
+        """Step 13: enough replies of a round count.
 
-    def _read(self, message: Message, asked: Pending) -> Envelope:
+        Raises:
+            RunStopped: there are fewer; the state before the round is kept.
+        """
+        if count < need:
+            raise RunStopped(
+                Stop.TOO_FEW,
+                f"round {round}: {count} of {wanted} sites answered with something usable, the quorum is "
+                f"{need}; the state before the round is kept: run again to go on",
+            )
+
+    def _no_error(self, draft: _Draft) -> _Draft:
+        if draft.message.has_error():
+            error = draft.message.error
+            raise Rejected(2, f"error {error.code} of the node: {error.reason}")
+        return draft
+
+    def _read(self, draft: _Draft) -> _Draft:
         """Step 3; another release is named before its other fields are looked at."""
-        record = message.content.get(HEAD)
+        content, most = draft.message.content, draft.pending.most
+        record = content.get(HEAD)
         release = record.get("release") if isinstance(record, ConfigRecord) else None
         if isinstance(release, str) and release != __version__:
             raise Rejected(4, f"the site runs fedloom {plain(release)[:30]}, the server {__version__}")
         try:
-            return unseal(message.content, REPLIED, STATUS, asked.most, asked.most)
+            return draft._replace(envelope=unseal(content, REPLIED, STATUS, most, most))
         except WireError as error:
             raise Rejected(3, str(error)) from None
 
-    def _identify(self, letter: Envelope, asked: Pending) -> int:
-        """Step 4."""
-        head = letter.head
+    def _identify(self, draft: _Draft) -> _Draft:
+        head, pending = draft.head, draft.pending
         wanted = {
             "protocol": PROTOCOL,
             "experiment": self._settings.fingerprint,
-            "kind": asked.kind,
-            "round": asked.round,
-            "nonce": asked.nonce,
-            "digest": digest_of(letter.arrays),
-            **({} if asked.client is None else {"client": asked.client}),
+            "kind": pending.kind,
+            "round": pending.round,
+            "nonce": pending.nonce,
+            "digest": digest_of(draft.envelope.arrays),
+            **({} if pending.client is None else {"client": pending.client}),
         }
         for name, value in wanted.items():
             if head[name] != value:
@@ -196,13 +203,28 @@ class Checks:
         client: int = head["client"]
         if client not in self._keys:
             raise Rejected(4, f"no site has the number {client}")
-        fields = {name: value for name, value in head.items() if name != "signature"} | {"metrics": letter.metrics}
+        fields = {name: value for name, value in head.items() if name != "signature"}
+        fields |= {"metrics": draft.envelope.metrics}
         if not is_signed(self._keys[client], fields, head["signature"]):
             raise Rejected(4, f"not signed with the key of client {client}")
-        return client
+        return draft
 
-    def _check_data(self, head: dict[str, Any]) -> None:
-        """What a site says of its data."""
+    def _no_refusal(self, draft: _Draft) -> _Draft:
+        if draft.head["status"] != "ok":
+            raise Rejected(2, f"the site says: {draft.head['reason']}")
+        return draft
+
+    def _data(self, draft: _Draft) -> _Draft:
+        if draft.pending.kind == "hello":
+            self.check_data(draft.head)
+        return draft
+
+    def check_data(self, head: dict[str, Any]) -> None:
+        """Check the data that a site describes when it is greeted.
+
+        Raises:
+            Rejected: they are not the experiment's, or more than a site may claim.
+        """
         for name, want in compared(self._settings.samples).items():
             if (got := head[name]) != want:
                 raise Rejected(3, f"{name} of the site's data is {str(got)[:200]}, that of the experiment {want}")
@@ -210,78 +232,100 @@ class Checks:
         if len(sizes) != 3 or not all(type(k) is int and 0 <= k <= limit for k in sizes):
             raise Rejected(9, f"numbers of samples must be three from 0 to {limit}, got {str(sizes)[:60]}")
 
-    def _value(self, letter: Envelope, asked: Pending) -> Any:
-        """Steps 5 to 8."""
+    def _decode(self, draft: _Draft) -> _Draft:
+        pending, arrays = draft.pending, draft.envelope.arrays
+        if pending.kind == "hello":
+            return draft
         assert self._forms is not None
-        count = 0 if asked.kind == "score" else 1
-        if len(letter.arrays) != count:
-            raise Rejected(5, f"{len(letter.arrays)} arrays, {count} are expected")
+        count = 0 if pending.kind == "score" else 1
+        if len(arrays) != count:
+            raise Rejected(5, f"{len(arrays)} arrays, {count} are expected")
         if not count:
-            return None
+            return draft
+        read = pending.read or (self._forms.read_up if pending.kind == "train" else self._forms.read_answer)
         try:
-            read = asked.read or (self._forms.read_up if asked.kind == "train" else self._forms.read_answer)
-            value: Any = read(letter.arrays[0])
+            return draft._replace(value=read(arrays[0]))
         except WireError as error:
             raise Rejected(6, str(error)) from None
-        if asked.read is not None:
-            return value
-        parts = (*value.up, value.info, value.told) if isinstance(value, Upload) else (value,)
-        if not all(bool(torch.isfinite(part).all()) for part in parts if part is not None):
-            raise Rejected(8, "NaN or infinite numbers in the arrays")
-        return value
 
-    def _check_counts(self, head: dict[str, Any], client: int) -> None:
-        """Step 9."""
+    def _finite(self, draft: _Draft) -> _Draft:
+        value = draft.value
+        if draft.is_round and value is not None:
+            parts = (*value.up, value.info, value.told) if isinstance(value, Upload) else (value,)
+            if not all(bool(torch.isfinite(part).all()) for part in parts if part is not None):
+                raise Rejected(8, "NaN or infinite numbers in the arrays")
+        return draft
+
+    def _counts(self, draft: _Draft) -> _Draft:
+        if not draft.is_round:
+            return draft
         assert self._sizes is not None
-        declared = int(self._sizes[client, 0])
+        head, declared = draft.head, int(self._sizes[draft.head["client"], 0])
         if head["samples"] != declared:
             raise Rejected(9, f"{head['samples']} training samples, {declared} were declared at the start of the run")
         work = head.get("work", [0, 0, 0])
         if len(work) != 3 or not all(type(k) is int and 0 <= k <= MOST for k in work):
             raise Rejected(9, f"work must be three counts, got {str(work)[:60]}")
+        return draft
 
-    def _metrics(self, letter: Envelope) -> dict[str, float]:
+    def _metrics(self, draft: _Draft) -> _Draft:
         """Step 10: what is not a metric of this run, not finite or out of its range is left out."""
+        if not draft.is_round:
+            return draft
         assert self._job is not None
-        known = {"/".join(name) for name in score_names(self._job) if name[0] != "hybrid"}
-        known |= {"/".join((*COST, name)) for name in COUNTS[:2]}
-        found = {}
-        for key, value in letter.metrics.items():
+        names = {"/".join(name) for name in score_names(self._job) if name[0] != "hybrid"}
+        names |= {"/".join((*COST, name)) for name in COUNTS[:2]}
+        metrics = {}
+        for key, number in draft.envelope.metrics.items():
             name = key.rpartition("/")[2]
             low, high = metric(name).bounds
             if name == "loss" and self._job.oracle.task.own_loss is None:
                 low = 0.0
-            if key in known and math.isfinite(value) and low <= value <= high:
-                found[key] = float(value)
-        return found
+            if key in names and math.isfinite(number) and low <= number <= high:
+                metrics[key] = float(number)
+        return draft._replace(metrics=metrics)
 
-    def _norm(self, sent: Upload, asked: Pending) -> float:
+    def _length(self, draft: _Draft) -> _Draft:
         """Step 11: the length of the upload, the model as a difference to what the client received."""
-        assert self._job is not None
-        norms = {name: float(length) for name, length in lengths(self._job, sent.up, asked.down).items()}
+        if not isinstance(draft.value, Upload):
+            return draft
+        job, up, pending = self._job, draft.value.up, draft.pending
+        assert job is not None
+        norms = {name: float(length) for name, length in lengths(job, up, pending.down).items()}
         for name, norm in norms.items():
             bound = bound_of(self._settings.norm_bound, name)
             if not (norm <= bound and math.isfinite(norm)):
                 raise Rejected(11, f"the difference of {name} is {norm:.4g} long, at most {bound:.4g} is allowed")
-        if not bool(usable((*sent.up,), 1, self._job.setting.engine.norm_bound).all()):
-            raise Rejected(11, f"a field is longer than engine.norm_bound = {self._job.setting.engine.norm_bound}")
-        if any(bool((weight < 0).any()) for weight in self._job.weights(sent.up)):
+        if not bool(usable((*up,), 1, job.setting.engine.norm_bound).all()):
+            raise Rejected(11, f"a field is longer than engine.norm_bound = {job.setting.engine.norm_bound}")
+        if any(bool((weight < 0).any()) for weight in job.weights(up)):
             raise Rejected(11, "a weight of the client's model is below zero")
-        self._check_ranges(sent.up, asked)
-        return math.hypot(*norms.values())
+        self._check_ranges(up, pending)
+        return draft._replace(norm=math.hypot(*norms.values()))
 
-    def _check_ranges(self, up: Any, asked: Pending) -> None:
+    def _check_ranges(self, up: Any, pending: Pending) -> None:
         """Step 11: what a client does not choose is what it must be; a channel changes it, so nothing is known then."""
         job = self._job
         assert job is not None
         if job.setting.channel is not None or not up:
             return
-        work = job.work(asked.round, torch.tensor([asked.client]))
-        for name, (low, high) in job.algorithm.ranges(asked.down, up, work).items():
-            value, slack = float(getattr(up, name)), 1 + 1e-4
+        work = job.work(pending.round, torch.tensor([pending.client]))
+        for name, (low, high) in job.algorithm.ranges(pending.down, up, work).items():
+            number, slack = float(getattr(up, name)), 1 + 1e-4
             low, high = float(low), float(high)
-            if not low - TINY <= value * (slack if value >= 0 else 1 / slack) or not value <= high * slack + TINY:
-                raise Rejected(11, f"{name} is {value:.4g}, it can be {low:.4g} to {high:.4g}")
+            if not low - TINY <= number * (slack if number >= 0 else 1 / slack) or not number <= high * slack + TINY:
+                raise Rejected(11, f"{name} is {number:.4g}, it can be {low:.4g} to {high:.4g}")
+
+    def _in_time(self, draft: _Draft) -> _Draft:
+        if draft.late and draft.pending.kind != "hello":
+            raise Late
+        return draft
+
+    def _once(self, draft: _Draft) -> _Draft:
+        client = draft.head["client"]
+        if not draft.late and client in draft.answered:
+            raise Rejected(12, f"client {client} has answered already")
+        return draft
 
     def model(self, sent: Upload, down: Any) -> Tensor | None:
         """The client's model, if the server's side looks at it."""
@@ -292,25 +336,22 @@ class Checks:
         model: Tensor = getattr(sent.up, job.model_field) + base
         return model
 
-
-def lengths(job: Job, up: Any, down: Any) -> dict[str, Tensor]:
-    """The lengths ``[m]`` of the fields of uploads, the model as a difference to what the client received.
-
-    Fields of one number beside the model have ranges instead (`Algorithm.ranges`).
-    """
-    found = {}
-    for name, field in up._asdict().items():
-        kind = job.fields[name]
-        if kind.primary or field.shape[1] > 1:
-            whole = absolute(kind, field.shape[1], down[0].shape[-1])
-            change = field - job.algorithm.received(down, up) if whole else field
-            found[name] = change.double().square().sum(1).sqrt()
-    return found
-
-
-def absolute(kind: Any, width: int, received: int) -> bool:
-    """Whether a field of an upload is the model itself, whose difference to the ``received`` numbers is bounded."""
-    return bool(kind.primary and kind.base == "zero" and width == received)
+    STEPS: ClassVar[
+        Sequence[tuple[int, str, Callable[[Checks, _Draft], _Draft]]]
+    ] = (  # 1: `check` itself, the message that it answers is known
+        (2, "no error of the node", _no_error),
+        (3, "records, fields and bytes of its kind", _read),
+        (4, "release, experiment, kind, round, nonce, client, digest and signature", _identify),
+        (2, "no refusal of the site", _no_refusal),
+        (9, "in a greeting, the experiment's columns and possible numbers of samples", _data),
+        (5, "number, names, sizes, headers, types and order of the arrays (5 to 7)", _decode),
+        (8, "finite numbers", _finite),
+        (9, "the declared number of samples, and possible counts of work", _counts),
+        (10, "metrics of the run, within their bounds", _metrics),
+        (11, "the length of the difference, and the range of every number of a field", _length),
+        (1, "in time", _in_time),
+        (12, "one reply of a client", _once),
+    )
 
 
 def plain(text: str) -> str:

@@ -7,7 +7,7 @@ arrays. A reply also has a signature over all of it. Nothing here is ever unpick
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -96,6 +96,50 @@ class Envelope(NamedTuple):
     head: dict[str, Any]
     arrays: list[bytes]
     metrics: dict[str, float]
+
+
+class Pending(NamedTuple):
+    """A message to a site, as long as its reply is awaited.
+
+    Attributes:
+        kind: of the message.
+        round: of the run.
+        client: number of the site; None in a greeting, which is to find it out.
+        node: Flower's number of the node.
+        nonce: of this message.
+        down: what a client received, for the length of the difference.
+        read: reads the array of a step of secure aggregation, which nobody else can judge.
+        most: most bytes of the reply, all told.
+    """
+
+    kind: Kind
+    round: int
+    client: int | None
+    node: int
+    nonce: bytes
+    down: Any = None
+    read: Callable[[bytes], Any] | None = None
+    most: int = 0
+
+
+class Reply(NamedTuple):
+    """A reply that counts.
+
+    Attributes:
+        client: number of the site.
+        head: plain values.
+        value: an upload (`Upload`), an answer ``[1, k]``, or None.
+        metrics: numbers that were believed.
+        norm: length of the difference of an upload.
+        digest: SHA-256 of the arrays.
+    """
+
+    client: int
+    head: dict[str, Any]
+    value: Any
+    metrics: dict[str, float]
+    norm: float | None
+    digest: str
 
 
 def digest_of(arrays: Sequence[bytes]) -> str:

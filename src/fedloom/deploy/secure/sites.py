@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fedloom.deploy.noise import SharedMean
-from fedloom.deploy.protocol.checks import absolute
 from fedloom.deploy.protocol.forms import Forms, is_common
+from fedloom.deploy.protocol.lengths import absolute
 from fedloom.deploy.secure.protocol import Broken, Integers
 from fedloom.deploy.secure.sums import SecureSums
 from fedloom.deploy.secure.terms import Terms

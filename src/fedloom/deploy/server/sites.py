@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fedloom.deploy.protocol.checks import Reply
+from fedloom.deploy.protocol.envelope import Reply
 from fedloom.deploy.protocol.forms import Forms, for_client, is_common, output_of
 from fedloom.deploy.server.transport import Request, Transport
 from fedloom.deploy.settings import Server

@@ -16,8 +16,8 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedloom.deploy.audit import Audit
-from fedloom.deploy.protocol.checks import Checks, Pending, Rejected, Reply, plain
-from fedloom.deploy.protocol.envelope import PROTOCOL, TYPES, Kind, digest_of, seal
+from fedloom.deploy.protocol.checks import Checks, Late, Rejected, plain
+from fedloom.deploy.protocol.envelope import PROTOCOL, TYPES, Kind, Pending, Reply, digest_of, seal
 from fedloom.deploy.protocol.forms import Forms
 from fedloom.deploy.protocol.identity import new_nonce, verifying_key
 from fedloom.deploy.server.bounded import pull
@@ -139,75 +139,69 @@ class Transport:
         """Ask nodes that are not known who they are, each once at a time, and forget those that have gone."""
         there = list(self._patiently(self._grid.get_node_ids))
         self._collect({}, {}, set())
-        asked = {about.node for about, _ in self._late.values() if about.kind == "hello"}
+        asked = {pending.node for pending, _ in self._late.values() if pending.kind == "hello"}
         new = [node for node in self.presence.strangers(there) if node not in asked]
         self.exchange(0, [Request("hello", None, node=node) for node in new], 0, self._settings.deadline)
 
-    def until(self, round: int, letters: dict[int, Request], need: int) -> dict[int, Reply]:
+    def until(self, round: int, requests: dict[int, Request], need: int) -> dict[int, Reply]:
         """Accepted replies by client; those that did not answer are asked again until ``need`` is there.
 
-        A reply to a letter that asks for scores only does not count to ``need``.
+        A reply to a request that asks for scores only does not count to ``need``.
         """
         end = time.monotonic() + self._settings.patience
         self.presence.round = max(self.presence.round, round)
         replies: dict[int, Reply] = {}
-        open_ = dict(letters)
+        open_ = dict(requests)
         while True:
             self.greet()
-            now = [letter._replace(node=self.nodes[c]) for c, letter in open_.items() if c in self.nodes]
+            now = [request._replace(node=self.nodes[c]) for c, request in open_.items() if c in self.nodes]
             good, bad = self.exchange(round, now, need - _counting(replies), self._settings.deadline)
             replies |= good
-            open_ = {c: letter for c, letter in open_.items() if c not in good and c not in bad}
-            if _counting(replies) >= need or (not open_ and letters):
+            open_ = {c: request for c, request in open_.items() if c not in good and c not in bad}
+            if _counting(replies) >= need or (not open_ and requests):
                 break
-            if time.monotonic() > end or not letters:
+            if time.monotonic() > end or not requests:
                 break
             time.sleep(min(5 * POLL, self._settings.patience / 10))
         for c in open_:
             self._audit.write("missed", round=round, client=c, site=self.members[c].site if c in self.members else None)
-        if _counting(replies) < need:
-            wanted = sum(letter.kind != "score" for letter in letters.values())
-            raise RunStopped(
-                Stop.TOO_FEW,
-                f"round {round}: {_counting(replies)} of {wanted} sites answered with something usable, the quorum is "
-                f"{need}; the state before the round is kept: run again to go on",
-            )
+        self.checks.quorum(round, _counting(replies), sum(r.kind != "score" for r in requests.values()), need)
         return replies
 
     def exchange(
-        self, round: int, letters: Sequence[Request], need: int, deadline: float
+        self, round: int, requests: Sequence[Request], need: int, deadline: float
     ) -> tuple[dict[int, Reply], set[int]]:
-        """Send letters and judge what comes back, until all is there or, with the quorum, the deadline is over.
+        """Send requests and judge what comes back, until all is there or, with the quorum, the deadline is over.
 
         Returns:
             Accepted replies, and the clients whose reply was rejected.
         """
         asked: dict[str, Pending] = {}
         start = time.monotonic()
-        messages = [self._message(letter, round) for letter in letters]
+        messages = [self._message(request, round) for request in requests]
         pushed = self._patiently(lambda: list(self._grid.push_messages([m for m, _ in messages]))) if messages else []
-        for id_, (_, about) in zip(pushed, messages, strict=True):
+        for id_, (_, pending) in zip(pushed, messages, strict=True):
             if id_:
-                asked[id_] = about
+                asked[id_] = pending
         good: dict[int, Reply] = {}
         bad: set[int] = set()
         latest: float | None = None
-        kinds = {about.kind for about in asked.values()}
+        kinds = {pending.kind for pending in asked.values()}
         while asked:
             arrived = self._collect(asked, good, bad)
             waited = time.monotonic() - start
             if arrived and good:
                 latest = waited
-            idle = not any(self.presence.is_awaited(about.node, about.kind, waited) for about in asked.values())
+            idle = not any(self.presence.is_awaited(pending.node, pending.kind, waited) for pending in asked.values())
             if waited > self._settings.ttl or ((waited > deadline or idle) and _counting(good) >= need):
                 break
             if asked and not arrived:
                 time.sleep(POLL)
         for kind in kinds if latest is not None else ():
             self.presence.took(kind, latest or 0.0)
-        for id_, about in asked.items():
-            self._late[id_] = about, start + self._settings.ttl
-            self._miss(about, f"no answer within {time.monotonic() - start:.0f} s")
+        for id_, pending in asked.items():
+            self._late[id_] = pending, start + self._settings.ttl
+            self._miss(pending, f"no answer within {time.monotonic() - start:.0f} s")
         return good, bad
 
     def _collect(self, asked: dict[str, Pending], good: dict[int, Reply], bad: set[int]) -> int:
@@ -215,88 +209,90 @@ class Transport:
         now = time.monotonic()
         self._late = {id_: late for id_, late in self._late.items() if now <= late[1]}
         limits = {
-            id_: about.most for id_, about in [*asked.items(), *((k, late) for k, (late, _) in self._late.items())]
+            id_: pending.most for id_, pending in [*asked.items(), *((k, late) for k, (late, _) in self._late.items())]
         }
         arrived = list(self._patiently(lambda: pull(self._grid, limits))) if limits else []
         for reply in arrived:
             self._take(reply, asked, good, bad)
         return len(arrived)
 
-    def _miss(self, about: Pending, why: str) -> None:
+    def _miss(self, pending: Pending, why: str) -> None:
         """A node has not answered in time, or its answer was lost: from now on nobody waits for it."""
-        if self.presence.silent(about.node):
-            name = self.presence.name(about.node)
-            self._say(f"fedloom: {name} is mute ({about.kind}: {why}); nobody waits for it until it answers")
-            self._audit.write("mute", reason=why, **self._facts(about))
+        if self.presence.silent(pending.node):
+            name = self.presence.name(pending.node)
+            self._say(f"fedloom: {name} is mute ({pending.kind}: {why}); nobody waits for it until it answers")
+            self._audit.write("mute", reason=why, **self._facts(pending))
 
-    def _facts(self, about: Pending) -> dict[str, Any]:
+    def _facts(self, pending: Pending) -> dict[str, Any]:
         """What the log says of a message: its site, if only from what its node said before."""
-        client = self.presence.client(about.node) if about.client is None else about.client
+        client = self.presence.client(pending.node) if pending.client is None else pending.client
         site = self.members[client].site if client in self.members else None
-        return {"kind": about.kind, "round": about.round, "client": client, "site": site, "node": about.node}
+        return {"kind": pending.kind, "round": pending.round, "client": client, "site": site, "node": pending.node}
 
     def _take(self, reply: Message, asked: dict[str, Pending], good: dict[int, Reply], bad: set[int]) -> None:
-        """Judge one reply and log what became of it."""
+        """Check one reply, and log what became of it."""
         id_ = reply.metadata.reply_to_message_id
-        facts: dict[str, Any] = {"message": plain(id_)}
         late, _ = self._late.pop(id_, (None, 0.0))
-        about = asked.pop(id_, late)
-        if about is None:
-            self._audit.write("rejected", step=1, reason="answers no open message", **facts)
-            return
-        lost = reply.has_error()
+        pending = asked.pop(id_, late)
         try:
-            found = self.checks.check(reply, about)
-            if late is not None and about.kind != "hello":
-                self.presence.answered(about.node)
-                raise Rejected(1, "too late, its round goes on without it")
-            if late is None and found.client in good:
-                raise Rejected(12, f"client {found.client} has answered already")
-            if about.kind == "hello":
-                self.presence.welcome(found.client, about.node, found.head["sizes"])
+            accepted = self.checks.check(reply, pending, late=late is not None, answered=good)
+            assert pending is not None
+            if pending.kind == "hello":
+                self.presence.welcome(accepted.client, pending.node, accepted.head["sizes"])
         except Rejected as error:
-            if about.kind == "hello" and not lost:
-                self.presence.refuse(about.node, error.reason)
-            if about.client is not None and not lost and late is None:
-                bad.add(about.client)
-            self._say(f"fedloom: refuses {self.presence.name(about.node)} ({about.kind}): {error.reason}")
-            self._audit.write("rejected", step=error.step, reason=error.reason, **facts, **self._facts(about))
-            if lost:
-                self._miss(about, error.reason)
+            bad |= self._reject(error, id_, pending, late is not None, reply.has_error())
             return
-        self.presence.answered(about.node, in_time=late is None and about.kind != "hello")
+        self.presence.answered(pending.node, in_time=late is None and pending.kind != "hello")
         if late is None:
-            good[found.client] = found
-        note = plain(found.head["reason"])
+            good[accepted.client] = accepted
+        note = plain(accepted.head["reason"])
         if note:
-            self._say(f"fedloom: {self.presence.name(about.node)} notes ({about.kind}): {note}")
+            self._say(f"fedloom: {self.presence.name(pending.node)} notes ({pending.kind}): {note}")
         self._audit.write(
-            "accepted", digest=found.digest, norm=found.norm, reason=note or None,
-            **facts, **self._facts(about._replace(client=found.client)),
+            "accepted", digest=accepted.digest, norm=accepted.norm, reason=note or None, message=plain(id_),
+            **self._facts(pending._replace(client=accepted.client)),
         )  # fmt: skip
 
-    def _message(self, letter: Request, round: int) -> tuple[Message, Pending]:
-        nonce, round = new_nonce(), round if letter.round is None else letter.round
+    def _reject(self, error: Rejected, id_: str, pending: Pending | None, late: bool, lost: bool) -> set[int]:
+        """Log a reply that does not count; its client, if it is not asked again in this round."""
+        facts: dict[str, Any] = {"step": error.step, "reason": error.reason, "message": plain(id_)}
+        if pending is None:
+            self._audit.write("rejected", **facts)
+            return set()
+        if isinstance(error, Late):
+            self.presence.answered(pending.node)
+        if pending.kind == "hello" and not lost:
+            self.presence.refuse(pending.node, error.reason)
+        self._say(f"fedloom: refuses {self.presence.name(pending.node)} ({pending.kind}): {error.reason}")
+        self._audit.write("rejected", **facts, **self._facts(pending))
+        if lost:
+            self._miss(pending, error.reason)
+        return set() if pending.client is None or lost or late else {pending.client}
+
+    def _message(self, request: Request, round: int) -> tuple[Message, Pending]:
+        nonce, round = new_nonce(), round if request.round is None else request.round
         head = {
             "protocol": PROTOCOL,
             "release": __version__,
             "experiment": self._settings.fingerprint,
-            "kind": letter.kind,
+            "kind": request.kind,
             "round": round,
-            "client": -1 if letter.client is None else letter.client,
+            "client": -1 if request.client is None else request.client,
             "nonce": nonce,
-            "digest": digest_of(letter.arrays),
-            **(letter.more or {}),
+            "digest": digest_of(request.arrays),
+            **(request.more or {}),
         }
         message = Message(
-            seal(head, letter.arrays),
-            dst_node_id=letter.node,
-            message_type=TYPES[letter.kind],
+            seal(head, request.arrays),
+            dst_node_id=request.node,
+            message_type=TYPES[request.kind],
             ttl=self._settings.ttl,
             group_id=str(round),
         )
-        most = self.checks.longest(letter.kind, letter.most)
-        return message, Pending(letter.kind, round, letter.client, letter.node, nonce, letter.down, letter.read, most)
+        most = self.checks.longest(request.kind, request.most)
+        return message, Pending(
+            request.kind, round, request.client, request.node, nonce, request.down, request.read, most
+        )
 
     def _patiently(self, call: Callable[[], Iterable[Any]]) -> Iterable[Any]:
         """What Flower's server says; while it does not answer, it is asked again, up to the life of a message."""

@@ -15,9 +15,9 @@ from torch import Tensor
 from fedloom.data import Federation
 from fedloom.deploy.code import read_agreed
 from fedloom.deploy.noise import SharedMean, released
-from fedloom.deploy.protocol.checks import lengths
 from fedloom.deploy.protocol.envelope import digest_of
 from fedloom.deploy.protocol.forms import Forms
+from fedloom.deploy.protocol.lengths import lengths
 from fedloom.deploy.secure.member import check_maskable
 from fedloom.deploy.secure.vectors import UploadVector
 from fedloom.deploy.settings import Site, bound_of, check_version
