@@ -21,8 +21,8 @@ from fedloom.storage.checkpoint import check_digest, save_tensors
 from fedloom.storage.files import make_folder
 from fedloom.tasks import task_of
 from fedloom.tasks.calibration import recalibration
+from fedloom.trained.model import Model as TrainedModel
 from fedloom.trained.model import Recipe, outputs_of
-from fedloom.trained.model import SiteModel as TrainedModel
 
 PREFERRED = ("hybrid", "personal", "global")
 """Kinds of a site's models, the one that it uses first."""
