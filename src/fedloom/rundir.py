@@ -25,6 +25,12 @@ FILES = (METRICS, TIMINGS, PARTITION, CONFUSION, TSNE, SUMMARY, REPORT)
 """Files that a run writes anew, beside its settings."""
 FOLDERS = (CHECKPOINTS, MODELS, ADAPTED, TRACKING, LIVE)
 
+TABLES = (
+    "data", "partition", "model", "task", "local", "sampler", "weigher", "aggregator", "attack", "channel", "augment",
+    "evaluate", "engine", "tune",
+)  # fmt: skip
+"""Tables of an experiment file beside its methods, in the order of `fedloom.experiment.schema.TABLES`."""
+
 FEDERATION = -1
 """Client number of figures of the whole federation."""
 MOST_CLIENTS = 2**31

@@ -1,4 +1,4 @@
-"""The index: answers and refusals without torch, equal to those of the classes; a cache that is damaged or missing."""
+"""The index: answers without torch, equal to those of the classes; a cache that is damaged or missing."""
 
 from __future__ import annotations
 
@@ -6,23 +6,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tomli_w
 from typer.testing import CliRunner
 
-from fedloom import cache
+from fedloom import cache, rundir
 from fedloom.cli import app
-from fedloom.errors import ConfigError, InvalidValue
-from fedloom.experiment import cards, editors, index, parse
-from fedloom.experiment.check import Grammar, check
-from fedloom.experiment.schema import GRAMMAR
-from fedloom.experiment.shapes import Shape, plain
-from fedloom.values import make
+from fedloom.errors import ConfigError, FedloomError
+from fedloom.experiment import cards, editors, index, parse, schema
 
 SLOW = ("torch", "numpy", "scipy", "sklearn", "pyarrow", "altair", "numba", "PIL")
 """What no answer of the index may import."""
@@ -65,51 +60,74 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 DOCUMENT: dict[str, Any] = {"data": {"source": "digits"}, "method": [{"algorithm": "fedavg"}]}
-WRONG: dict[str, dict[str, Any]] = {
-    "unknown key": {"round": 3},
-    "unknown key of a table": {"local": {"learning_rate": 0.1}},
-    "wrong type": {"rounds": "many"},
-    "out of range": {"local": {"lr": -1.0}},
-    "no table": {"sampler": 3},
-    "no data": {"data": {}},
-    "unknown data": {"data": {"source": "digit"}},
-    "unknown kind": {"partition": {"kind": "dirichlt"}},
-    "no kind": {"aggregator": {"f": 1}},
-    "nested": {"tune": {"space": {"fedavg": {"local.lr": {"low": "a", "high": 1}}}}},
-    "tagged": {"aggregator": {"kind": "mean", "pre": [{"kind": "clip", "tau": 0}]}},
-    "no methods": {"method": []},
-    "unknown method": {"method": [{"algorithm": "fedavgg"}]},
-    "own key of a method": {"method": [{"algorithm": "flame", "rh": 1}]},
-    "of a preset": {"method": [{"algorithm": "power-of-choice", "candidates": 0}]},
-    "own table of a method": {"method": [{"algorithm": "fedavg", "local": {"lr": True}}]},
-    "rounds of a method": {"method": [{"algorithm": "fedavg", "rounds": 0}]},
-    "label": {"method": [{"algorithm": "fedavg", "label": 3}]},
-    "labels": {"method": [{"algorithm": "fedavg"}, {"algorithm": "fedavg"}]},
-    "of a paper": {"model": {"kind": "flame-mlp", "hidden": [0]}},
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown key": ({"round": 3}, "unknown key 'round'; did you mean 'rounds'?"),
+    "unknown key of a table": ({"local": {"learning_rat": 0.1}}, "[local]: unknown key 'learning_rat'; "),
+    "wrong type": ({"rounds": "many"}, "rounds: input should be a valid integer, got 'many' (rounds: "),
+    "out of range": ({"local": {"lr": -1.0}}, "[local]: lr: input should be greater than "),
+    "two at the top": ({"rounds": 0, "seeds": []}, "seeds: "),
+    "no table": ({"sampler": 3}, "[sampler]: must be a table, got 3"),
+    "no data": ({"data": {}}, "[data] needs source, a data set's name or a path; names: adult, "),
+    "unknown data": ({"data": {"source": "digit"}}, "[data]: unknown data set 'digit'; did you mean 'digits'?"),
+    "no such path": ({"data": {"source": "no/such.csv"}}, "[data]: no/such.csv: no such file or folder"),
+    "unknown kind": ({"partition": {"kind": "dirichlt"}}, "[partition]: unknown partition kind 'dirichlt'; did you"),
+    "kind of a type": ({"sampler": {"kind": [1]}}, "[sampler]: unknown sampler kind [1]; allowed: "),
+    "no kind": ({"aggregator": {"f": 1}}, "[aggregator]: kind is missing; allowed: "),
+    "nested": (
+        {"tune": {"space": {"fedavg": {"local.lr": {"low": "a", "high": 1}}}}},
+        "[tune]: space.fedavg.local.lr.low: ",
+    ),
+    "tagged": (
+        {"aggregator": {"kind": "mean", "pre": [{"kind": "clip", "bound": 0}]}},
+        "[aggregator]: pre.0.clip.bound: input should be greater than 0, got 0",
+    ),
+    "no methods": ({"method": []}, "at least one [[method]] is needed"),
+    "no table of a method": ({"method": [3]}, "[[method]] 1: must be a table, got 3"),
+    "unknown method": ({"method": [{"algorithm": "fedavgg"}]}, "[[method]] 1: unknown algorithm 'fedavgg'; did you"),
+    "own key of a method": ({"method": [{"algorithm": "flame", "rh": 1}]}, "[[method]] 1: unknown key 'rh'; did you"),
+    "of a preset": (
+        {"method": [{"algorithm": "power-of-choice", "candidates": 0}]},
+        "[[method]] 1: candidates: input should be greater than or equal to 1, got 0",
+    ),
+    "own table of a method": (
+        {"method": [{"algorithm": "fedavg", "local": {"lr": True}}]},
+        "[[method]] 1: local: lr: input should be a valid number, got True",
+    ),
+    "own table that is none": (
+        {"method": [{"algorithm": "fedavg", "local": 3}]},
+        "[[method]] 1: local: must be a table, got 3",
+    ),
+    "misplaced in a method's table": (
+        {"method": [{"algorithm": "fedavg", "local": {"fraction": 1}}]},
+        "[[method]] 1: local: unknown key 'fraction'; it belongs in [sampler] or [attack] or [channel]: fraction = 1",
+    ),
+    "rounds of a method": ({"method": [{"algorithm": "fedavg", "rounds": 0}]}, "[[method]] 1: rounds: input should be"),
+    "constants": ({"method": [{"algorithm": "fedavg", "settings": "x"}]}, "[[method]] 1: settings: input should be "),
+    "label": ({"method": [{"algorithm": "fedavg", "label": 3}]}, "[[method]] 1: label: input should be a valid string"),
+    "labels": ({"method": [{"algorithm": "fedavg"}, {"algorithm": "fedavg"}]}, "two methods have the label 'fedavg'"),
+    "of a paper": ({"model": {"kind": "flame-mlp", "hidden": [0]}}, "[model]: hidden.0: input should be greater than"),
 }
+"""Documents that no experiment can have, and the beginning of the sentence that refuses each."""
 
 
-def sentence(document: Mapping[str, Any], where: str) -> str:
-    with pytest.raises(ConfigError) as refused:
-        parse(document, where)
-    return str(refused.value)
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_document_is_refused_in_a_sentence(case: str) -> None:
+    change, sentence = WRONG[case]
+    with pytest.raises(FedloomError) as refused:
+        parse({**DOCUMENT, **change}, "a.toml")
+    assert str(refused.value).startswith(f"a.toml: {sentence}")
 
 
-def test_answers_equal_the_slow_ones_and_import_nothing_slow(kept: Path, tmp_path: Path) -> None:
-    files = []
-    for k, change in enumerate(WRONG.values()):
-        files.append(tmp_path / f"{k}.toml")
-        files[-1].write_text(tomli_w.dumps({**DOCUMENT, **change}))
-    calls = [["list"], ["schema"], ["describe", "flam"]]
+def test_answers_equal_the_slow_ones_and_import_nothing_slow(kept: Path) -> None:
+    calls = [["--help"], ["list"], ["schema"], ["describe", "flam"]]
     calls += [["describe", name] for name in cards.cards()]
-    calls += [["run", str(file)] for file in files]
-    calls += [["tune", str(files[0])], ["deploy", "init", str(files[0])], ["run", str(files[0]), "--workers", "2"]]
     before = sorted(kept.iterdir())
     found, loaded = answers(calls, FEDLOOM_CACHE=str(kept))
     assert loaded == []
     assert sorted(kept.iterdir()) == before
 
-    listed, schema, missing, *rest = found
+    overview, listed, schema, missing, *rest = found
+    assert overview[0] == 0
     lines = [
         line
         for family, methods in cards.families().items()
@@ -119,39 +137,29 @@ def test_answers_equal_the_slow_ones_and_import_nothing_slow(kept: Path, tmp_pat
     assert schema == (0, editors.json_schema() + "\n")
     assert missing[0] == 2
     assert "did you mean 'flame'" in missing[1]
-    for (code, text), card in zip(rest, cards.cards().values(), strict=False):
-        assert (code, text) == (0, card + "\n")
-    refused = rest[len(cards.cards()) :]
-    expected = [sentence({**DOCUMENT, **change}, str(file)) for change, file in zip(WRONG.values(), files, strict=True)]
-    assert refused == [(2, f"error: {text}\n") for text in [*expected, *expected[:1] * 3]]
+    assert rest == [(0, card + "\n") for card in cards.cards().values()]
 
 
-@pytest.fixture
-def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has not imported torch yet, for the index; the rest of this process has."""
-    monkeypatch.setattr(index, "sys", SimpleNamespace(modules={}, version=sys.version))
-
-
-def refusal_and_card(folder: Path) -> list[list[str]]:
-    """The commands that ask the index, of a file with an unknown key and of a method."""
-    file = folder / "wrong.toml"
+@pytest.mark.parametrize("command", [["run"], ["tune"], ["deploy", "init"], ["run", "--workers", "2"]])
+def test_commands_refuse_a_wrong_file_with_one_sentence(command: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "wrong.toml"
     file.write_text(tomli_w.dumps({**DOCUMENT, "round": 3}))
-    return [["run", str(file)], ["describe", "flame"]]
+    with pytest.raises(ConfigError) as refused:
+        parse({**DOCUMENT, "round": 3}, str(file))
+    result = CliRunner().invoke(app, [*command, str(file)])
+    assert (result.exit_code, result.output) == (2, f"error: {refused.value}\n")
+    assert sorted(tmp_path.iterdir()) == [file]
 
 
-def right_answers(folder: Path) -> list[tuple[int, str]]:
-    refused = sentence({**DOCUMENT, "round": 3}, str(folder / "wrong.toml"))
-    return [(2, f"error: {refused}\n"), (0, cards.card("flame") + "\n")]
-
-
-def test_without_a_cache_the_classes_answer_and_one_is_made(kept: Path, tmp_path: Path) -> None:
-    found, loaded = answers(refusal_and_card(tmp_path), FEDLOOM_CACHE=str(tmp_path))
-    assert found == right_answers(tmp_path)
-    assert "torch" in loaded
+def test_without_a_cache_the_classes_answer_and_one_is_made(
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path))
+    result = CliRunner().invoke(app, ["describe", "flame"])
+    assert (result.exit_code, result.output) == (0, cards.card("flame") + "\n")
     assert (tmp_path / index.NAME).read_bytes() == (kept / index.NAME).read_bytes()
 
 
-@pytest.mark.usefixtures("without_torch")
 @pytest.mark.parametrize("damage", ["empty", "torn", "changed", "of other sources", "a folder", "a file", "no device"])
 def test_a_cache_that_is_no_use_changes_no_answer(
     kept: Path, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
@@ -174,10 +182,9 @@ def test_a_cache_that_is_no_use_changes_no_answer(
         place.mkdir()
         (place / index.NAME).write_bytes(bad[damage])
     monkeypatch.setenv("FEDLOOM_CACHE", str(place))
-    assert index._find() is None
-    for words, right in zip(refusal_and_card(tmp_path), right_answers(tmp_path), strict=True):
-        result = CliRunner().invoke(app, words)
-        assert (result.exit_code, result.output) == right
+    assert cache.find(index.NAME, index._sources()) is None
+    result = CliRunner().invoke(app, ["describe", "flame"])
+    assert (result.exit_code, result.output) == (0, cards.card("flame") + "\n")
     if damage in bad:
         assert (place / index.NAME).read_bytes() == good
     assert not [p for p in tmp_path.rglob("*") if p.name.startswith(".")]
@@ -210,73 +217,16 @@ def test_changed_sources_make_another_index(tmp_path: Path, monkeypatch: pytest.
     assert len(seen) == 5
 
 
-def test_own_code_is_left_to_the_slow_way(kept: Path, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
+def test_own_code_has_a_card_and_its_keys_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_average.py").write_text(
         '"""Own: FedAvg by another name."""\nfrom fedloom.algorithms import FedAvg\nclass Own(FedAvg):\n    pass\n'
     )
-    file = tmp_path / "own.toml"
-    file.write_text(tomli_w.dumps({**DOCUMENT, "method": [{"algorithm": "own:Own", "servr_lr": 1.0}]}))
-    calls = [["describe", "own:Own"], ["run", str(file)]]
-    found, loaded = answers(
-        calls, FEDLOOM_CACHE=str(kept), PYTHONPATH=f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    )
-    assert found[0][1].startswith("Own: FedAvg by another name.")
-    assert found[1][0] == 2
-    assert "[[method]] 1: unknown key 'servr_lr'; did you mean 'server_lr'?" in found[1][1]
-    assert "torch" in loaded
-
-
-def leaves(grammar: Grammar) -> Iterator[tuple[str, Any]]:
-    yield "head", grammar.head
-    yield "own", grammar.own
-    yield from grammar.method.items()
-    for name, table in grammar.tables.items():
-        yield from ((f"{name}-{kind}", leaf) for kind, leaf in table.kinds.items())
-
-
-LEAVES = list(leaves(GRAMMAR))
-
-
-def said(value: Any, options: dict[str, Any], fields: Mapping[str, Any]) -> str:
-    """What a class, or a shape, refuses options with; empty if it does not."""
-    try:
-        make(value, options, "here", fields)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(("name", "value"), LEAVES, ids=[name for name, _ in LEAVES])
-def test_shapes_refuse_as_the_classes_do(name: str, value: Any) -> None:
-    """Every field, with values of every type and size: the same sentence, unless code of the class is what refuses."""
-    stored = json.loads(json.dumps(plain(value)))
-    shape = Shape(stored)
-    needed = {k for part in stored["parts"] for k, f in part["schema"]["schema"]["fields"].items() if not f["optional"]}
-    refused = 0
-    for key in shape.fields:
-        for wrong in (-(10**9), 10**9, 2**70, 0, 0.5, -1e300, True, "text", "", [], [-1], ["x", 0], {}, {"kind": "x"}):
-            options = {**dict.fromkeys(needed, "1"), key: wrong}
-            by_class = said(value, options, shape.fields)
-            by_shape = said(shape._validate, options, shape.fields)
-            refused += bool(by_shape)
-            if by_shape:
-                assert by_shape == by_class, (key, wrong)
-            elif by_class:
-                with pytest.raises(ConfigError) as error:
-                    value(**options)
-                if isinstance(error.value, InvalidValue):
-                    assert code_decides(error.value, stored), (key, wrong, by_class)
-    assert refused or not shape.fields
-
-
-def code_decides(error: InvalidValue, stored: Any) -> bool:
-    """Whether an error is one of code of the class, not of pydantic's own checks of the table."""
-    return all(e["type"] == "value_error" or _anything(str(e["loc"][0]), stored) for e in error.errors())
-
-
-def _anything(key: str, stored: Any) -> bool:
-    field = next(p["schema"]["schema"]["fields"][key] for p in stored["parts"] if key in p["keys"])
-    return '{"type": "any"}' in json.dumps(field)
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, ["describe", "own_average:Own"]).output.startswith("Own: FedAvg by another name.")
+    for key, cure in (("servr_lr", "did you mean 'server_lr'?"), ("lr", "it belongs in [local]: lr = 1.0")):
+        with pytest.raises(ConfigError) as refused:
+            parse({**DOCUMENT, "method": [{"algorithm": "own_average:Own", key: 1.0}]})
+        assert str(refused.value).startswith(f"experiment: [[method]] 1: unknown key {key!r}; {cure}")
 
 
 def test_the_schema_is_short_and_every_link_ends(kept: Path) -> None:
@@ -296,11 +246,13 @@ def test_the_schema_is_short_and_every_link_ends(kept: Path) -> None:
     assert {link.removeprefix("#/$defs/") for link in found} <= set(schema["$defs"])
 
 
-def test_a_right_file_passes_both_ways() -> None:
-    stored = json.loads(json.dumps(GRAMMAR.map(plain)))
-    assert stored
-    check(DOCUMENT, GRAMMAR.map(plain), Shape, "file")
-    check(parse(DOCUMENT).settings(), GRAMMAR, Shape.of, "file")
+def test_readers_without_torch_have_the_same_tables() -> None:
+    assert tuple(schema.TABLES) == rundir.TABLES
+
+
+def test_settings_of_an_experiment_make_the_same_experiment() -> None:
+    settings = parse(DOCUMENT).settings()
+    assert parse(settings).settings() == settings
 
 
 def test_a_run_leaves_big_libraries_that_it_does_not_use(tmp_path: Path) -> None:

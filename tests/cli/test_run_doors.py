@@ -16,7 +16,7 @@ from fedloom.cli.facts import KINDS
 from fedloom.errors import ConfigError
 from fedloom.experiment import parse, read
 from fedloom.experiment.cards import PARTS, parts
-from fedloom.experiment.overrides import changed
+from fedloom.experiment.overrides import with_overrides
 from fedloom_studies.reproduce.recipe import names
 
 FILE = """
@@ -55,7 +55,7 @@ def call(*words: object) -> Result:
 
 
 def set_to(*values: str, methods: tuple[str, ...] = (), rounds: int | None = None) -> Any:
-    return changed(tomllib.loads(FILE), "small.toml", values, methods, rounds)
+    return with_overrides(tomllib.loads(FILE), "small.toml", values, methods, rounds)
 
 
 # --- list

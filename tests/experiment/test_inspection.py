@@ -14,9 +14,9 @@ from fedloom.data.sources import load
 from fedloom.engine.setting import Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.errors import ConfigError, Refused
+from fedloom.experiment import parse
 from fedloom.experiment.execute import Plan
 from fedloom.experiment.inspection import check_inspection, confusion, tsne
-from fedloom.experiment.schema import parse
 
 FED = partition.shards(clients=4, labels_per_client=2)(load("digits"), seed=0)
 

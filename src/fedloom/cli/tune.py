@@ -33,7 +33,6 @@ def tune(
     Example: fedloom tune examples/quickstart.toml --out runs/quickstart-tune --trials 20
     """
     with errors():
-        from fedloom.experiment.index import refuse
         from fedloom.trust import check_document
         from fedloom.values import read_toml, table
 
@@ -42,7 +41,6 @@ def tune(
         for name, key, value in (("tune", "trials", trials), ("engine", "workers", workers)):
             if value is not None:
                 document[name] = {**table(document.get(name, {}), f"{file}: [{name}]"), key: value}
-        refuse(document, str(file))
         from fedloom.tune import Tuning
         from fedloom.tune.search import beyond
 

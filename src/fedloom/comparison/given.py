@@ -24,11 +24,12 @@ from fedloom.data.sources import Source
 from fedloom.data.sources import source as source_of
 from fedloom.engine.setting import Setting, home_of
 from fedloom.errors import ConfigError, unknown
-from fedloom.experiment.check import merged
+from fedloom.experiment.file import merged
 from fedloom.experiment.schema import Experiment, Head, Method
 from fedloom.experiment.tuning import Tune
 from fedloom.imports import importable
 from fedloom.local import LocalSGD
+from fedloom.rundir import label_of
 from fedloom.values import choose, dump, fields_of, make, make_kind
 
 PLAIN = ("weigher", "aggregator", "channel")
@@ -259,7 +260,7 @@ def _given(label: Any, spec: Any) -> Given:
         entry: Any = choose("algorithm", REGISTRY, algorithm, where, Algorithm)
         _check_keys(table, entry, where)
         value = make(entry, table, where, {**fields_of(entry), "settings": None})
-        return Given(label or algorithm.rpartition(":")[2], algorithm, entry, value, own)
+        return Given(label or label_of({"algorithm": algorithm}), algorithm, entry, value, own)
     if not isinstance(algorithm, Algorithm | Composition):
         raise ConfigError(
             f"{where}: must be a method such as fl.algorithms.FedAvg(), or its name, got {algorithm!r:.80}"

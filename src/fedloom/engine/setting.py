@@ -97,11 +97,22 @@ class Table:
         base: class of the values.
         kinds: classes by the table's ``kind``; empty where there is one.
         default: the kind of a table that names none; None: a table without kind is no choice, and neither is "none".
+        key: the key that names the kind.
     """
 
     base: type[Any]
     kinds: Mapping[str, Any] = field(default_factory=dict)
     default: str | None = None
+    key: str = "kind"
+
+    def classes(self) -> dict[str, type[Any]]:
+        """Return the class of every kind; of a table without kinds, its own, with an empty name."""
+        return {k: kind if isinstance(kind, type) else type(kind) for k, kind in self.kinds.items()} or {"": self.base}
+
+    def class_of(self, options: Mapping[str, Any]) -> type[Any] | None:
+        """Return the class that a table of options chooses; None for user code, an unknown kind or none."""
+        kind = options.get(self.key, self.default) if self.kinds else ""
+        return self.classes().get(kind) if isinstance(kind, str) else None
 
     def read(self, given: Any, where: str = "") -> Any:
         """The value of a table.
@@ -177,8 +188,8 @@ def _places(key: str, value: Any) -> list[str]:
     """The tables and partitions that have a key, each as it is written with this value."""
     places = list[str]()
     for table, may in Setting.tables().items():
-        kinds = {kind: v if isinstance(v, type) else type(v) for kind, v in may.kinds.items()} or {"": may.base}
-        fields = {kind: fields_of(kinds[kind]) for kind in sorted(kinds, key=lambda kind: kind != may.default)}
+        classes = may.classes()
+        fields = {kind: fields_of(classes[kind]) for kind in sorted(classes, key=lambda kind: kind != may.default)}
         ours, having = homes_of(key, fields)
         if having:
             kind = {} if having[0] in ("", may.default) else {"kind": having[0]}

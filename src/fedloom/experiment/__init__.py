@@ -1,6 +1,6 @@
 """Experiments: TOML files, validated values, runs and run directories.
 
-Every name is imported when it is first touched: a file may be refused without torch, and a deployed site runs no plan.
+Every name is imported when it is first touched: `fedloom list` answers without torch, and a deployed site runs no plan.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fedloom.experiment.editors import json_schema
     from fedloom.experiment.execute import Plan
-    from fedloom.experiment.index import read
+    from fedloom.experiment.file import parse, read
     from fedloom.experiment.listing import listed
     from fedloom.experiment.opened import Opened, Recorded, open_run
     from fedloom.experiment.outputs import Outcome
-    from fedloom.experiment.schema import Experiment, Method, parse
+    from fedloom.experiment.schema import Experiment, Method
 
 _WHERE = {
     "Experiment": "schema",
@@ -27,8 +27,8 @@ _WHERE = {
     "json_schema": "editors",
     "listed": "listing",
     "open_run": "opened",
-    "parse": "schema",
-    "read": "index",
+    "parse": "file",
+    "read": "file",
 }
 
 __all__ = [

@@ -6,7 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from fedloom.experiment.schema import GRAMMAR
+from fedloom.algorithms import REGISTRY
+from fedloom.engine.setting import Setting
+from fedloom.experiment.schema import TABLES, Top
 from fedloom.imports import PATTERN
 
 
@@ -38,15 +40,15 @@ def json_schema() -> str:
         choices.append({"type": "object", "title": "user code", "properties": {key: path, **more}, "required": [key]})
         return {"type": "object", "anyOf": choices}
 
-    head = one(GRAMMAR.head)["properties"]
-    tables = {name: kinds(t.kinds, t.key) if t.key else one(t.kinds[""]) for name, t in GRAMMAR.tables.items()}
+    head = one(Top)["properties"]
+    tables = {name: kinds(t.classes(), t.key) if t.kinds else one(t.base) for name, t in TABLES.items()}
     other = {"type": "object", "properties": {"source": {"type": "string", "pattern": "[/:.]"}}, "required": ["source"]}
     tables["data"]["anyOf"].append({**other, "title": "a path or hub:owner/name"})
-    own = {name: tables.pop(name) for name in GRAMMAR.overrides if name in tables}
+    own = {name: tables.pop(name) for name in Setting.own if name in tables}
     links = {name: {"$ref": f"#/$defs/{name}"} for name in own}
     words = {"enum": ["default", "paper"], "description": "constants of the options that are not given"}
     label = {"type": "string"}
-    method = kinds(GRAMMAR.method, "algorithm", **links, rounds=head["rounds"], label=label, settings=words)
+    method = kinds(REGISTRY, "algorithm", **links, rounds=head["rounds"], label=label, settings=words)
     document = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "fedloom experiment",

@@ -17,6 +17,7 @@ from fedloom.engine.setup import check
 from fedloom.engine.simulate import Progress, simulate
 from fedloom.errors import CodeError, DamagedCheckpoint, LayoutError, RunDirError
 from fedloom.experiment.events import PAUSE, Emitter, Event, Line, Listener
+from fedloom.experiment.file import difference_to_recorded
 from fedloom.experiment.inspection import check_inspection
 from fedloom.experiment.outputs import (
     Live,
@@ -27,7 +28,7 @@ from fedloom.experiment.outputs import (
     write_summary,
     write_tables,
 )
-from fedloom.experiment.schema import Experiment, Method, changed
+from fedloom.experiment.schema import Experiment, Method
 from fedloom.processes.pool import Pool, cores
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
@@ -200,7 +201,7 @@ class Plan:
             patterns += [f"method {re.escape(method.label)}: .*" for method in self.experiment.methods]
         try:
             before = {key: value for key, value in tomllib.loads(settings.read_text()).items() if key != "resolved"}
-            difference = changed(before, self.experiment.settings(), "|".join(patterns))
+            difference = difference_to_recorded(before, self.experiment.settings(), "|".join(patterns))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
             raise RunDirError(
                 f"{settings} is damaged: {error}; choose another --out, or start anew with --force"

@@ -19,7 +19,8 @@ from fedloom.data.new_data import NewData
 from fedloom.data.new_rows import new_rows
 from fedloom.engine.records import not_measured
 from fedloom.errors import ConfigError, RunDirError, nearest
-from fedloom.experiment.schema import Experiment, Method, parse
+from fedloom.experiment.file import parse
+from fedloom.experiment.schema import Experiment, Method
 from fedloom.metrics import leading, metric
 from fedloom.report import result_table
 from fedloom.report.reading import read_table

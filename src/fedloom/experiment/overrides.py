@@ -15,14 +15,14 @@ WORD = re.compile(rf"[A-Za-z_][\w./:-]*|{FACTOR}")
 """Text that needs no quotes, for the shell takes them away."""
 
 
-def changed(
+def with_overrides(
     document: Mapping[str, Any],
     where: str,
     values: Sequence[str] = (),
     methods: Sequence[str] = (),
     rounds: int | None = None,
 ) -> dict[str, Any]:
-    """A document with the changes of the command line; what they come to is for `fedloom.experiment.parse` to judge.
+    """Apply the changes of the command line to a document; `fedloom.experiment.parse` checks the outcome.
 
     Args:
         document: of an experiment file.

@@ -23,6 +23,7 @@ from fedloom.rundir import (
     PARTITION,
     SETTINGS,
     SUMMARY,
+    TABLES,
     TIMINGS,
     Summary,
     read_summary,
@@ -30,12 +31,6 @@ from fedloom.rundir import (
 
 Numbers = NDArray[np.float64]
 Integers = NDArray[np.int64]
-
-TABLES = (
-    "data", "partition", "model", "attack", "augment", "evaluate", "local", "sampler", "weigher", "aggregator",
-    "channel", "engine", "task", "tune", "resolved",
-)  # fmt: skip
-"""Tables of an experiment file."""
 
 _TEXT, _INTEGER = ("method", "model", "part", "metric"), ("seed", "round", "client")
 _KINDS = {
@@ -218,7 +213,7 @@ def _check_settings(path: Path, settings: str) -> None:
         raise RunDirError(f"{path} is damaged: nested too deeply") from error
     except ValueError as error:
         raise RunDirError(f"{path} is damaged: {error}") from error
-    for name in TABLES:
+    for name in (*TABLES, "resolved"):
         if not isinstance(document.get(name, {}), dict):
             raise RunDirError(f"{path} is damaged: [{name}] must be a table")
     if not isinstance(document.get("resolved", {}).get("versions", {}), dict):

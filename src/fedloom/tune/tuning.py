@@ -17,7 +17,7 @@ from fedloom.engine.setting import Engine, Setting
 from fedloom.errors import ConfigError, RunDirError, RunStopped, Stop
 from fedloom.experiment import Experiment, parse
 from fedloom.experiment.events import PAUSE, Emitter, Line, Listener
-from fedloom.experiment.schema import changed
+from fedloom.experiment.file import difference_to_recorded
 from fedloom.experiment.tuning import Dimension, Tune
 from fedloom.processes.distributed import check_alone
 from fedloom.processes.pool import Pool, cores
@@ -291,7 +291,7 @@ def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
     """What differs of that which decides the trials; more trials, more methods and a longer final run are free."""
     tunes = [document.pop("tune") for document in (before, now)]
     free = "|".join(map(re.escape, (f"engine.{free}" for free in Engine.free)))
-    if found := changed(before, now, rf"{'|'.join(FREE)}|evaluate\..*|{free}|rounds|method .*: rounds"):
+    if found := difference_to_recorded(before, now, rf"{'|'.join(FREE)}|evaluate\..*|{free}|rounds|method .*: rounds"):
         return found
     was, new = (flat({"tune": {**dump(Tune()), **tune}}) for tune in tunes)
     options = {f"tune.{name}" for name in Tune.model_fields}

@@ -78,7 +78,7 @@ def source(name_or_path: str | Path, **options: Any) -> Source:
         raise ConfigError("hub: lacks the name of a data set; write it as hub:owner/name")
     if name.startswith("hub:"):
         return Hub(name=name.removeprefix("hub:"), **options)
-    if isinstance(name_or_path, Path) or (name not in SOURCES and _is_path(name)):
+    if isinstance(name_or_path, Path) or (name not in SOURCES and _is_file(name)):
         place = Path(name).expanduser()
         kind: type[Source] | None = None
         if "agreement" in options and not place.exists():  # who plans with an agreement needs no data
@@ -88,5 +88,6 @@ def source(name_or_path: str | Path, **options: Any) -> Source:
     return choose("data set", SOURCES, name)(**options)
 
 
-def _is_path(name: str) -> bool:
+def _is_file(name: str) -> bool:
+    """Whether a name is a file or folder, not a data set's name."""
     return "/" in name or "\\" in name or bool(Path(name).suffix) or os.path.exists(name)
