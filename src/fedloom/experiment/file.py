@@ -189,7 +189,7 @@ def _source(section: Mapping[str, Any], where: str) -> Source:
     options = {key: value for key, value in section.items() if key != "source"}
     name = section["source"]
     if name in SOURCES or is_path(name):
-        kind: Any = choose("data set", SOURCES, name, where, Source)
+        kind = choose("data set", SOURCES, name, where, Source)
         _refuse_unknown(options, fields_of(kind), where, "data")
         return make(kind, options, where, fields_of(kind))
     agreement = {"agreement": options["agreement"]} if options.get("agreement") is not None else {}
