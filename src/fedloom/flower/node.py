@@ -23,7 +23,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.scoring import hybrid_scores, personal_models, score_chunk
 from fedloom.engine.setup import make_job
 from fedloom.errors import ConfigError, FedloomError, Refused, WireError
-from fedloom.flower.local import Local
+from fedloom.flower.local import Local, Problem
 from fedloom.flower.records import (
     HEAD,
     arrays_of,
@@ -92,7 +92,8 @@ class _Run:
     """What a node makes of a run once."""
 
     local: Local
-    own: Federation
+    problem: Problem
+    shapes: str
     job: Job | None = None
     server: Any = None
     key: tuple[Any, ...] = ()
@@ -122,9 +123,10 @@ class _Node:
     def hello(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
         """Say what the node's samples look like, and how many there are."""
         run = self._run(context)
-        check_alike(shapes_of(run.local.model), values["parameters"])
-        schema = InputSpec.of(run.own.data)
-        return RecordDict({HEAD: head(schema=schema.model_dump_json(), sizes=part_sizes(run.own, 0))})
+        check_alike(run.shapes, values["parameters"])
+        fed, form = run.problem.fed, run.problem.form.text()
+        schema = InputSpec.of(fed.data).model_dump_json()
+        return RecordDict({HEAD: head(schema=schema, form=form, sizes=part_sizes(fed, 0))})
 
     def ask(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
         """Answer a sampler about the global model."""
@@ -203,22 +205,23 @@ class _Node:
                     raise ConfigError(f"folder: {local.folder} is a file; name a folder for the node's model")
             while len(self._runs) >= KEPT_RUNS:
                 self._runs.pop(next(iter(self._runs)))
-            self._runs[key] = _Run(local, local.federation())
+            self._runs[key] = _Run(local, local.read(), shapes_of(local.model))
         return self._runs[key]
 
     def _job(self, values: dict[str, Any], message: Message, context: Context) -> Job:
         """The run as this node knows it, with its share and the state that the server names as accepted."""
         run, seat = self._run(context), values["client"]
         start = tensors_of(message.content, "start")
-        check_alike(shapes_of(run.local.model), values["parameters"])
+        check_alike(run.shapes, values["parameters"])
         key = (seat, values["document"], *values["sizes"])
         if start or run.key != key:
             engine = {"device": run.local.device, "workers": 1, "chunk": 1}
-            setting = setting_of(values["document"], run.local.model, values["rounds"], task=run.local.objective)
+            model, objective = run.problem.model, run.problem.objective
+            setting = setting_of(values["document"], model, values["rounds"], task=objective)
             setting = setting.with_(engine=setting.engine.with_(**engine))
             initial = start.get("start")
             replay = Replay() if initial is None else Replay(initial=initial)
-            job, run.server = make_job(setting, _seated(run.own, seat, values["sizes"]), replay=replay)
+            job, run.server = make_job(setting, _seated(run.problem.fed, seat, values["sizes"]), replay=replay)
             run.job = replace(job, setting=job.setting.with_(channel=released(job.setting.channel)))
             run.key = key
         assert run.job is not None

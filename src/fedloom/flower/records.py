@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from fedloom.algorithms import ALGORITHMS, REGISTRY, Algorithm
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, Refused, WireError
+from fedloom.trained.model import running_statistics
 from fedloom.values import Value, choose, dump, fields_of, make
 from fedloom.version import __version__
 
@@ -21,6 +23,8 @@ HEAD = "fedloom"
 """Name of the record that has the plain values of a message, and of a reply."""
 WANTED = ("local", "sampler", "weigher", "aggregator", "channel", "weights", "seed", "augment", "evaluate", "engine")
 """Fields of a setting that a strategy takes."""
+NEAR = 1e-3
+"""Difference of means and spreads from which values that do not train are not the same."""
 log = logging.getLogger("flwr").log
 """Writes to Flower's log; releases of Flower differ in where it can be imported from."""
 
@@ -127,8 +131,20 @@ def setting_of(document: str, model: nn.Module, rounds: int, **more: Any) -> Set
 
 
 def shapes_of(module: nn.Module) -> str:
-    """Names and shapes of the parameters that train, as text: equal where two modules are alike."""
-    return json.dumps({name: [*p.shape] for name, p in module.named_parameters() if p.requires_grad})
+    """Shapes of a module's parameters, and of those values that do not train also mean and spread, as text.
+
+    Statistics of normalisation layers are left out: a node computes them from its samples.
+    """
+    statistics = {id(value) for value in running_statistics(module)}
+    trained = {name for name, value in module.named_parameters() if value.requires_grad}
+    facts: dict[str, Any] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if name in trained:
+            facts[name] = [[*value.shape]]
+        elif isinstance(value, Tensor) and id(value) not in statistics and not name.endswith("num_batches_tracked"):
+            values = value.detach().double()
+            facts[name] = [[*value.shape], float(values.mean()), float(values.std(correction=0))]
+    return json.dumps(facts)
 
 
 def check_alike(here: str, there: str) -> None:
@@ -139,9 +155,21 @@ def check_alike(here: str, there: str) -> None:
     """
     own, other = json.loads(here), json.loads(there)
     for name in [*own, *other]:
-        if own.get(name) != other.get(name):
-            got, want = (shapes.get(name, "none") for shapes in (own, other))
-            raise Refused(f"parameter {name!r} of the node's model has the shape {got}, that of the server {want}")
+        got, want = own.get(name, ["none"]), other.get(name, ["none"])
+        if (got[0], len(got)) != (want[0], len(want)):
+            raise Refused(
+                f"parameter {name!r} of the node's model has the shape {_described(got)}, that of the server "
+                f"{_described(want)}"
+            )
+        if any(not math.isclose(a, b, rel_tol=NEAR, abs_tol=NEAR) for a, b in zip(got[1:], want[1:], strict=True)):
+            raise Refused(
+                f"{name!r} does not train, and its values at the node are not those of the server (mean and spread "
+                f"{got[1]:.6g} and {got[2]:.6g}, there {want[1]:.6g} and {want[2]:.6g}); load the same at every node"
+            )
+
+
+def _described(facts: list[Any]) -> str:
+    return str(facts[0]) + (" and does not train" if len(facts) > 1 else "")
 
 
 def _plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from logging import INFO, WARNING
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -40,6 +40,7 @@ from fedloom.flower.records import (
     setting_of,
     shapes_of,
 )
+from fedloom.flower.samples import Form, formed
 from fedloom.local import Nothing
 from fedloom.processes.clients import TrainRequest, TrainResult
 from fedloom.storage.store import Store
@@ -203,8 +204,8 @@ class Strategy(FlowerStrategy):
     def _begin(self, arrays: ArrayRecord, grid: Grid) -> None:
         """Find the nodes of the run, and make the job of their samples."""
         self._model.load_state_dict(_state_dict(arrays, self._model))
-        nodes, schema, sizes = self._greet(grid)
-        setting = self._setting(self._rounds)
+        nodes, schema, form, sizes = self._greet(grid)
+        setting = setting_of(self._document, formed(self._model, form), self._rounds)
         setting = setting.with_(engine=setting.engine.with_(quorum=1e-9, device="cpu", workers=1, chunk=1))
         job, server = make_job(setting, federation_of(schema, sizes))
         start = (server, job.clients.template, job.kept.template if job.kept_fields else None)
@@ -218,8 +219,8 @@ class Strategy(FlowerStrategy):
         for note in job.notes:
             log(INFO, "fedloom: %s", note)
 
-    def _greet(self, grid: Grid) -> tuple[list[int], InputSpec, Tensor]:
-        """The nodes of the run in the order of their numbers, their samples' form, and how many these are.
+    def _greet(self, grid: Grid) -> tuple[list[int], InputSpec, Form, Tensor]:
+        """The nodes of the run in the order of their numbers, what their samples are, and how many there are.
 
         Raises:
             ConfigError: too few nodes are there and fit.
@@ -229,25 +230,25 @@ class Strategy(FlowerStrategy):
             time.sleep(PAUSE)
         content = RecordDict({HEAD: head(parameters=shapes_of(self._model))})
         messages = [Message(content, dst_node_id=node, message_type="query") for node in nodes]
-        known: dict[int, tuple[InputSpec, list[int]]] = {}
+        introductions: dict[int, Introduction] = {}
         for reply in grid.send_and_receive(messages) if messages else ():
             node = reply.metadata.src_node_id
             try:
-                known[node] = _introduction(reply)
+                introductions[node] = _introduction(reply)
             except FedloomError as error:
                 reasons[node] = str(error)
-        form = next((known[node][0] for node in nodes if node in known), None)
-        for node, (schema, _) in list(known.items()):
-            if schema != form:
-                reasons[node] = f"its samples are {schema}, those of the first node {form}"
-                del known[node]
+        first = next((introductions[node] for node in nodes if node in introductions), None)
+        for node, other in list(introductions.items()):
+            if first and other[:2] != first[:2]:
+                reasons[node] = f"its samples are {_samples(other)}, those of the first node {_samples(first)}"
+                del introductions[node]
         for node, reason in reasons.items():
             log(WARNING, "fedloom: node %s takes no part: %s", node, reason)
-        if form is None or len(known) < self._min_nodes:
+        if first is None or len(introductions) < self._min_nodes:
             why = "".join(f"; node {node}: {reason}" for node, reason in list(reasons.items())[:3])
-            raise ConfigError(f"{len(known)} nodes are there and fit, {self._min_nodes} are needed{why}")
-        members = [node for node in nodes if node in known]
-        return members, form, torch.tensor([known[node][1] for node in members])
+            raise ConfigError(f"{len(introductions)} nodes are there and fit, {self._min_nodes} are needed{why}")
+        members = [node for node in nodes if node in introductions]
+        return members, first.schema, first.form, torch.tensor([introductions[node].sizes for node in members])
 
     def _arrays(self) -> ArrayRecord | None:
         """The global model as a state dict of the module; None where the method has none."""
@@ -301,8 +302,23 @@ def _state_dict(arrays: ArrayRecord, module: nn.Module) -> dict[str, Tensor]:
     return values
 
 
-def _introduction(reply: Message) -> tuple[InputSpec, list[int]]:
-    """What a node's samples look like, and how many there are.
+class Introduction(NamedTuple):
+    """Samples of a node: what they are, how its module takes them, and numbers of each part."""
+
+    schema: InputSpec
+    form: Form
+    sizes: list[int]
+
+
+def _samples(introduction: Introduction) -> str:
+    """What samples are, in a few words."""
+    schema, form = introduction.schema, introduction.form
+    inputs = ", ".join(f"{part.name} {[*part.shape]} {part.dtype}" for part in form.inputs) or f"{[*schema.shape]}"
+    return f"{inputs} for a {schema.task} with {schema.outputs} outputs"
+
+
+def _introduction(reply: Message) -> Introduction:
+    """Samples of a node.
 
     Raises:
         FedloomError: the node cannot take part; the sentence says why.
@@ -316,6 +332,7 @@ def _introduction(reply: Message) -> tuple[InputSpec, list[int]]:
     if not isinstance(sizes, list) or len(sizes) != 3 or not all(type(k) is int and 0 <= k < 2**40 for k in sizes):
         raise WireError("its numbers of samples make no sense")
     try:
-        return InputSpec.model_validate_json(str(values.get("schema"))), sizes
+        schema = InputSpec.model_validate_json(str(values.get("schema")))
+        return Introduction(schema, Form.read(str(values.get("form"))), sizes)
     except ValueError as error:
         raise WireError("what it says of its samples makes no sense") from error

@@ -1,0 +1,269 @@
+"""Samples: what a node's app has as tensors, and the module of the app as one that takes and gives a row per sample."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+from torch.utils.data import default_collate as collate
+
+from fedloom.errors import ConfigError, WireError
+
+TARGETS = ("label", "labels", "target", "targets", "y")
+"""Names under which a sample that is a dict has its target."""
+EXACT = 2**24
+"""Whole numbers below it are exact in float32."""
+DTYPES = {"float": None, "int64": torch.int64, "bool": torch.bool}
+"""Types of a module's inputs; those with a fraction are in the run's own type."""
+
+
+class Input(NamedTuple):
+    """An input of a module.
+
+    Attributes:
+        name: its keyword; empty where inputs are given by position.
+        shape: of one sample.
+        dtype: a name of `DTYPES`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Form(NamedTuple):
+    """How the module of an app is called.
+
+    Attributes:
+        inputs: what it takes, side by side in a row; none where a sample is its only input as it is.
+        outputs: shape of what it gives for one sample.
+        fields: whether it gives several fields, of which one is ``logits``.
+    """
+
+    inputs: tuple[Input, ...]
+    outputs: tuple[int, ...]
+    fields: bool
+
+    def text(self) -> str:
+        """The form as JSON."""
+        return json.dumps(self)
+
+    @classmethod
+    def read(cls, text: str) -> Form:
+        """Read what `text` gives.
+
+        Raises:
+            WireError: it is no form.
+        """
+        try:
+            inputs, outputs, fields = json.loads(text)
+            parts = tuple(Input(str(name), tuple(map(int, shape)), str(dtype)) for name, shape, dtype in inputs)
+            form = cls(parts, tuple(map(int, outputs)), bool(fields))
+        except (TypeError, ValueError) as error:
+            raise WireError("its form of samples makes no sense") from error
+        sizes = [*form.outputs, *(size for part in form.inputs for size in part.shape)]
+        if any(part.dtype not in DTYPES for part in form.inputs) or not all(0 < size < EXACT for size in sizes):
+            raise WireError("its form of samples makes no sense")
+        return form
+
+
+class Unpack:
+    """A hook before a module's call: the inputs of the module out of the rows ``[b, p]``."""
+
+    def __init__(self, inputs: Sequence[Input]) -> None:
+        self.inputs = tuple(inputs)
+        self._widths = [math.prod(part.shape) for part in inputs]
+
+    def __call__(self, _module: nn.Module, args: tuple[Tensor], _kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        rows = args[0].flatten(1).split(self._widths, 1)
+        values = [
+            row.reshape(-1, *part.shape).to(DTYPES[part.dtype] or row.dtype)
+            for row, part in zip(rows, self.inputs, strict=True)
+        ]
+        if self.inputs[0].name:
+            return (), {part.name: value for part, value in zip(self.inputs, values, strict=True)}
+        return tuple(values), {}
+
+
+def flat(_module: nn.Module, _args: Any, outputs: Any) -> Tensor:
+    """A hook after a module's call: its outputs as ``[b, k]``; the logits of an output of several fields."""
+    outputs = getattr(outputs, "logits", outputs)
+    rows: Tensor = outputs.reshape(len(outputs), -1)
+    return rows
+
+
+def formed(module: nn.Module, form: Form) -> nn.Module:
+    """A module that takes a row per sample and gives ``[b, k]``: a copy, or the module itself if it is one."""
+    if form.inputs or form.fields or len(form.outputs) != 1:
+        module = copy.deepcopy(module)
+    if form.inputs:
+        module.register_forward_pre_hook(Unpack(form.inputs), with_kwargs=True)
+    if form.fields or len(form.outputs) != 1:
+        module.register_forward_hook(flat)
+    return module
+
+
+def read(part: str, samples: Any, keys: Sequence[str]) -> tuple[dict[str, Tensor], Tensor]:
+    """Read the inputs by name and the targets of a data set.
+
+    Args:
+        part: its name, for messages.
+        samples: a ``Dataset``, a ``DataLoader``, or tensors ``(x, y)``.
+        keys: of samples that are dicts, the names of the inputs and of the target, which is last; empty for a default.
+
+    Raises:
+        ConfigError: they are no samples with a target.
+    """
+    if isinstance(samples, tuple) and len(samples) == 2 and all(isinstance(value, Tensor) for value in samples):
+        batch: Any = samples
+    else:
+        batch = _batch(part, samples)
+    if isinstance(batch, Mapping):
+        names = tuple(keys) or _keys(part, batch)
+        absent = [name for name in names if name not in batch]
+        if absent:
+            there = ", ".join(map(repr, batch))
+            raise ConfigError(f"keys: samples of {part}set have no {absent[0]!r}; they have {there}")
+        *inputs, y = (batch[name] for name in names)
+        names = names[:-1]
+    else:
+        *inputs, y = batch
+        names = tuple(map(str, range(len(inputs))))
+    values = dict(zip(names, inputs, strict=True))
+    for name, value in {**values, "target": y}.items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(f"{part}set: {name!r} of the samples is {type(value).__name__}; give tensors or numbers")
+    counts = {len(value) for value in (*inputs, y)}
+    if counts == {0} or len(counts) > 1 or not inputs:
+        raise ConfigError(
+            f"{part}set needs as many samples as targets, and one at least, got "
+            f"{' and '.join(str(len(value)) for value in (*inputs, y))}"
+        )
+    return values, y
+
+
+def _batch(part: str, samples: Any) -> Any:
+    """All samples as one batch, put together as the loader does it."""
+    loader = samples if isinstance(samples, DataLoader) else None
+    dataset = samples if loader is None else loader.dataset
+    join = collate if loader is None or loader.batch_sampler is None else loader.collate_fn
+    try:
+        if isinstance(dataset, IterableDataset):
+            batch = join(list(dataset))
+        else:
+            batch = join([dataset[k] for k in (range(len(dataset)) if loader is None else _index(part, loader))])
+        if not isinstance(batch, (Mapping, tuple, list)) or len(batch) < 2:
+            raise TypeError(f"a sample has no target: {type(batch).__name__}")
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{part}set must be a Dataset or DataLoader of pairs (sample, target) or of dicts, or tensors (x, y), got "
+            f"{type(samples).__name__}: {error}"
+        ) from error
+    return batch
+
+
+def _index(part: str, loader: DataLoader[Any]) -> Sequence[int]:
+    """Samples that a loader goes through, in the order of the data set."""
+    dataset, sampler = loader.dataset, loader.sampler
+    every = range(len(dataset))  # type: ignore[arg-type]
+    usual = type(loader.batch_sampler) in (BatchSampler, type(None))
+    if usual and isinstance(sampler, SubsetRandomSampler):
+        return sorted(sampler.indices)
+    if usual and isinstance(sampler, (SequentialSampler, RandomSampler)) and len(sampler) == len(every):
+        return every
+    name = type(sampler if usual else loader.batch_sampler).__name__
+    raise ConfigError(
+        f"{part}set: the DataLoader draws by a {name}, but batches are drawn by the strategy's local; give its Dataset"
+    )
+
+
+def _keys(part: str, batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the inputs and, last, of the target.
+
+    Raises:
+        ConfigError: no entry has a name of `TARGETS`, or several have.
+    """
+    targets = [name for name in batch if name in TARGETS]
+    if len(targets) != 1 or len(batch) < 2:
+        raise ConfigError(
+            f"{part}set: of samples with {', '.join(map(repr, batch))} it is not known which entry is the target; name "
+            "the inputs, then the target: Local(..., keys=('image', 'character'))"
+        )
+    return (*(name for name in batch if name != targets[0]), targets[0])
+
+
+def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Form]:
+    """Find the form in which a module takes its inputs, by calling it on two samples.
+
+    Args:
+        module: the app's.
+        inputs: ``[n, ...]`` by name.
+
+    Returns:
+        A row or array per sample ``[n, ...]``, and the form.
+
+    Raises:
+        ConfigError: it takes them in none.
+    """
+    names, values = [*inputs], [*inputs.values()]
+    if len(values) == 1:
+        x = values[0] if values[0].is_floating_point() else values[0].float()
+        try:
+            return x, _called(module, x, ())
+        except ConfigError:
+            if values[0].is_floating_point():
+                raise
+    for name, value in inputs.items():
+        if not value.is_floating_point() and int(value.abs().max()) >= EXACT:
+            raise ConfigError(f"input {name!r} has whole numbers of {EXACT} and more; number them from 0")
+    kinds = ["float" if v.is_floating_point() else "bool" if v.dtype == torch.bool else "int64" for v in values]
+    by_name = len(values) > 1 and not names[0].isdigit()
+    parts = tuple(
+        Input(name if by_name else "", tuple(value.shape[1:]), kind)
+        for name, value, kind in zip(names, values, kinds, strict=True)
+    )
+    x = torch.cat([value.reshape(len(value), -1).float() for value in values], 1)
+    return x, _called(module, x, parts)
+
+
+@torch.no_grad()
+def _called(module: nn.Module, x: Tensor, parts: tuple[Input, ...]) -> Form:
+    """The form of a module that takes these parts.
+
+    Raises:
+        ConfigError: it fails on them, or does not give a tensor with a row per sample.
+    """
+    training, two = module.training, x[:2]
+    try:
+        first = next((p for p in module.parameters() if p.is_floating_point()), two)
+        args, keywords = (two.to(first),), dict[str, Any]()
+        if parts:
+            args, keywords = Unpack(parts)(module, args, keywords)
+        outputs = module.eval()(*args, **keywords)
+    except Exception as error:
+        inputs = ", ".join(f"{part.name} {[*part.shape]} {part.dtype}" for part in parts)
+        raise ConfigError(
+            f"the model does not take a sample of {inputs or f'shape {[*x.shape[1:]]}'}: {str(error)[:200]}"
+        ) from error
+    finally:
+        module.train(training)
+    rows = getattr(outputs, "logits", outputs)
+    if not isinstance(rows, Tensor) or rows.dim() < 1 or len(rows) != len(two):
+        got = f"shape {[*rows.shape]}" if isinstance(rows, Tensor) else type(rows).__name__
+        raise ConfigError(f"the model must give a tensor with a row per sample, got {got} for {len(two)} samples")
+    return Form(parts, tuple(rows.shape[1:]), rows is not outputs)
