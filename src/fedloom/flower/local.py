@@ -57,6 +57,10 @@ class Local:
         Raises:
             ConfigError: they are no samples, or the model or the loss does not take them.
         """
+        try:
+            torch.zeros(1, device=self.device)
+        except Exception as error:
+            raise ConfigError(f"device: {self.device!r} is not there ({str(error)[:100]}); use 'cpu'") from error
         sets = {"train": self.trainset, "validation": self.valset, "test": self.testset}
         parts = {part: read(part, samples, self.keys) for part, samples in sets.items() if samples is not None}
         if "train" not in parts:

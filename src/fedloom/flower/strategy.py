@@ -313,7 +313,9 @@ class Introduction(NamedTuple):
 def _samples(introduction: Introduction) -> str:
     """What samples are, in a few words."""
     schema, form = introduction.schema, introduction.form
-    inputs = ", ".join(f"{part.name} {[*part.shape]} {part.dtype}" for part in form.inputs) or f"{[*schema.shape]}"
+    inputs = (
+        ", ".join(f"{part.name} {[*part.shape]} {part.dtype}".strip() for part in form.inputs) or f"{[*schema.shape]}"
+    )
     return f"{inputs} for a {schema.task} with {schema.outputs} outputs"
 
 
