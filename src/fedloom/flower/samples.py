@@ -158,7 +158,7 @@ def read(part: str, samples: Any, keys: Sequence[str]) -> tuple[dict[str, Tensor
 def _batch(part: str, samples: Any) -> Any:
     """All samples as one batch, put together as the loader does it."""
     loader = samples if isinstance(samples, DataLoader) else None
-    dataset = samples if loader is None else loader.dataset
+    dataset: Any = samples if loader is None else loader.dataset
     join = collate if loader is None or loader.batch_sampler is None else loader.collate_fn
     try:
         if isinstance(dataset, IterableDataset):
@@ -179,8 +179,8 @@ def _batch(part: str, samples: Any) -> Any:
 
 def _index(part: str, loader: DataLoader[Any]) -> Sequence[int]:
     """Samples that a loader goes through, in the order of the data set."""
-    dataset, sampler = loader.dataset, loader.sampler
-    every = range(len(dataset))  # type: ignore[arg-type]
+    dataset: Any = loader.dataset
+    sampler, every = loader.sampler, range(len(dataset))
     usual = type(loader.batch_sampler) in (BatchSampler, type(None))
     if usual and isinstance(sampler, SubsetRandomSampler):
         return sorted(sampler.indices)
