@@ -13,8 +13,12 @@ from fedloom.cli._app import DataDir, FileArgument, app, errors, say
 @app.command()
 def cox(
     file: FileArgument,
-    time: Annotated[str, typer.Option(help="column of the time to the event, or to the end of observation")],
-    event: Annotated[str, typer.Option(help="column with 1 where the time is that of an event, else 0")],
+    time: Annotated[
+        str | None, typer.Option(help="column of the time to the event, or to the end of observation; as in [data]")
+    ] = None,
+    event: Annotated[
+        str | None, typer.Option(help="column with 1 where the time is that of an event, else 0; as in [data]")
+    ] = None,
     ties: Annotated[
         str, typer.Option(help="efron or breslow", autocompletion=offer.one_of("efron", "breslow"))
     ] = "efron",

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import tomli_w
 from pydantic import Field, model_validator
 
-from fedloom.data.dataset import Task
+from fedloom.data.dataset import CLASSED, Task
 from fedloom.data.tables import MARKERS, Column, Table
 from fedloom.errors import ConfigError
 from fedloom.values import Value, fields_of, make, read_toml
@@ -68,8 +68,9 @@ class Agreement(Value):
     """
 
     target: str | None = Field(None, description="column that is predicted; None: as the source says")
-    task: Task = Field("binary", description="classification, binary or regression")
-    classes: tuple[str, ...] = Field((), description="all classes that may occur; none of a regression")
+    event: str | None = Field(None, description="column of events, where the target is a time to them")
+    task: Task = Field("binary", description="classification, binary, regression, survival or count")
+    classes: tuple[str, ...] = Field((), description="all classes that may occur; none where targets are numbers")
     centre: float = Field(0.0, description="subtracted from the target of a regression")
     divisor: float = Field(1.0, gt=0, description="divides the target of a regression after that")
     missing: tuple[str, ...] = Field((), description="cells that mean missing, beside those of every table")
@@ -83,9 +84,10 @@ class Agreement(Value):
         names = [column.name for column in self.column]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"column: two of them are called {twice[0]!r}")
-        if self.target in names:
-            raise ValueError(f"column: {self.target!r} is the target, it cannot be a feature")
-        least = {"classification": 2, "binary": 2, "regression": 0}[self.task]
+        for what, name in (("target", self.target), ("event", self.event)):
+            if name in names:
+                raise ValueError(f"column: {name!r} is the {what}, it cannot be a feature")
+        least = 2 if self.task in CLASSED else 0
         if len(self.classes) < least or (self.task != "classification" and len(self.classes) != least):
             raise ValueError(f"classes: {self.task} with {len(self.classes)} of them")
         return self

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
     from fedloom.data.tables import Fitted
 
-Task = Literal["classification", "binary", "regression"]
+Task = Literal["classification", "binary", "regression", "survival", "count"]
+CLASSED = ("classification", "binary")
+"""Tasks whose targets are classes."""
 MOST_CLASSES = 2**16
 """Classes of a data set; larger numbers are measurements or damage."""
 TOO_MANY = (
@@ -51,10 +53,11 @@ class Dataset:
         name: name of the source.
         x: features [N, *shape], uint8 (images, `[N, channels, height, width]`) or float; or tokens [N, length], int32
             or int64, numbers in `vocabulary`, 0 being padding at the end of a sequence.
-        y: class numbers [N] int64, or for a regression float targets [N, k]; of tokens also one label per position
+        y: class numbers [N] int64; float targets [N, k] of a regression, counts [N, 1], or times above 0 and events
+            0 or 1 [N, 2] of a survival task; of tokens also one label per position
             [N, length], -1 where there is none.
-        task: ``"classification"``, ``"binary"`` or ``"regression"``.
-        classes: names of the classes; empty for a regression.
+        task: ``"classification"``, ``"binary"``, ``"regression"``, ``"survival"`` or ``"count"``.
+        classes: names of the classes; empty where targets are numbers.
         mean: per channel [C] or of everything [1]; subtracted after bytes were divided by 255. None: 0.
         std: same shape as `mean`; divides after the subtraction. None: 1.
         test: positions [k] of the source's official test set in `x`; None where it has none.
@@ -138,15 +141,20 @@ class Dataset:
 
     @property
     def outputs(self) -> int:
-        """Outputs that a model of this task needs: classes, 1 for binary, k for a regression."""
+        """Outputs that a model of this task needs: one per class, k for a regression, else 1."""
         if self.task == "classification":
             return len(self.classes)
-        return 1 if self.task == "binary" else self.y.shape[1]
+        return self.y.shape[1] if self.task == "regression" else 1
+
+    @property
+    def classed(self) -> bool:
+        """Whether targets are classes, not numbers."""
+        return self.task in CLASSED
 
     @property
     def each(self) -> bool:
         """Whether every position of a sequence has a label of its own."""
-        return self.task != "regression" and self.y.ndim == 2
+        return self.classed and self.y.ndim == 2
 
     @property
     def tokens(self) -> tuple[int, bool] | None:
@@ -156,7 +164,7 @@ class Dataset:
     @property
     def labels(self) -> Tensor | None:
         """Class of every sample [N]; None where a sample has none, or one per position."""
-        return None if self.task == "regression" or self.each else self.y
+        return self.y if self.classed and not self.each else None
 
     def __len__(self) -> int:
         return len(self.x)
@@ -183,7 +191,7 @@ class Dataset:
             "users": len(self.user_names),
             "checksum": self.checksum(),
         }
-        if self.task != "regression":
+        if self.classed:
             counts: list[int] = torch.bincount(self.y[self.y >= 0], minlength=len(self.classes)).tolist()
             facts["classes"] = dict(zip(self.classes, counts, strict=True))
         if self.vocabulary:
@@ -214,7 +222,7 @@ class Dataset:
     def _wrong_y(self, n: int) -> Iterator[str]:
         if len(self.y) != n:
             yield f"{n} samples but {len(self.y)} targets; every sample needs one target"
-        if self.task != "regression":
+        if self.classed:
             if self.task == "binary" and len(self.classes) != 2:
                 yield f"a binary task has 2 classes, got {len(self.classes)}"
             if self.each and self.vocabulary:
@@ -222,9 +230,11 @@ class Dataset:
             else:
                 yield from _outside("labels", self.y, len(self.classes))
         elif self.y.ndim != 2 or not self.y.dtype.is_floating_point:
-            yield f"regression targets must be float [N, k], got {self.y.dtype}"
+            yield f"targets of a {self.task} must be float [N, k], got {self.y.dtype}"
         elif not bool(torch.isfinite(self.y).all()):
             yield "NaN or Inf in the targets; remove or repair those samples"
+        else:
+            yield from _wrong_numbers(self.task, self.y)
 
     def _wrong_scale(self) -> Iterator[str]:
         for what, values in (("mean", self.mean), ("std", self.std)):
@@ -247,6 +257,22 @@ def refuse(where: str, problems: Sequence[str]) -> None:
         raise DataError(f"{where}: {problems[0]}")
     if problems:
         raise DataError(f"{where}: {len(problems)} problems" + "".join(f"\n  - {problem}" for problem in problems))
+
+
+def _wrong_numbers(task: Task, y: Tensor) -> Iterator[str]:
+    """What is wrong with times and events, or with counts."""
+    if task == "survival" and y.shape[1] != 2:
+        yield f"targets of a survival task are a time and an event in every row, got {y.shape[1]} columns"
+    elif task == "survival":
+        early, odd = y[:, 0] <= 0, (y[:, 1] != 0) & (y[:, 1] != 1)
+        if bool(early.any()):
+            yield f"{int(early.sum())} times are not above 0 (first: sample {int(early.int().argmax())}); repair them"
+        if bool(odd.any()):
+            yield f"events must be 1, or 0 where the time is censored, got {y[odd, 1].unique()[:5].tolist()}"
+    elif task == "count":
+        odd = ((y < 0) | (y != y.floor())).any(1)
+        if y.shape[1] != 1 or bool(odd.any()):
+            yield f"counts must be one whole number of at least 0 per row; {int(odd.sum())} rows have none"
 
 
 def _outside(what: str, codes: Tensor, count: int) -> Iterator[str]:

@@ -179,12 +179,12 @@ class Federation:
         return level.view(-1, *self.data.shape)
 
     def targets(self, index: Tensor) -> Tensor:
-        """Targets at positions `index` [..., b]: [..., b] int64 classes, or [..., b, k] of `dtype` for a regression.
+        """Targets at positions `index` [..., b]: [..., b] int64 classes, or [..., b, k] of `dtype` for a task without classes.
 
         Labels of positions stand one sequence after another, [..., b * length], -1 where there is none.
         """
         y = torch.index_select(self.data.y, 0, index.reshape(-1))
-        if self.data.task == "regression":
+        if not self.data.classed:
             return y.to(self.dtype).view(*index.shape, y.shape[1])
         if self.data.each:
             return y.view(*index.shape[:-1], index.shape[-1] * y.shape[1])

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedloom.data.agreement import Agreement
-from fedloom.data.dataset import Dataset, Task, refuse
+from fedloom.data.dataset import CLASSED, Dataset, Task, refuse
 from fedloom.data.federation import Federation, Split
 from fedloom.data.partition.changes import prepared
 from fedloom.data.partition.deal import Dealt
@@ -36,9 +36,9 @@ class InputSpec(Value):
     """Shape, classes, scaling and columns of a data set; no sample of it."""
 
     shape: tuple[int, ...] = Field(description="shape of one sample, as a model takes it")
-    task: Task = Field(description="classification, binary or regression")
+    task: Task = Field(description="classification, binary, regression, survival or count")
     classes: tuple[str, ...] = Field((), description="names of the classes")
-    targets: int = Field(1, ge=1, description="values per sample of a regression")
+    targets: int = Field(1, ge=1, description="values per sample where they are numbers")
     centre: float = Field(0.0, description="subtracted from the targets of a regression")
     unit: float = Field(1.0, gt=0, description="divides them after that")
     pixels: bool = Field(False, description="samples were bytes 0..255, read as 0..1")
@@ -55,7 +55,7 @@ class InputSpec(Value):
             shape=data.shape,
             task=data.task,
             classes=data.classes,
-            targets=data.y.shape[1] if data.task == "regression" else 1,
+            targets=1 if data.classed else data.y.shape[1],
             centre=data.centre,
             unit=data.unit,
             pixels=data.x.dtype == torch.uint8,
@@ -74,6 +74,7 @@ class InputSpec(Value):
             shape=(table.width,),
             task=agreement.task,
             classes=agreement.classes,
+            targets=2 if agreement.task == "survival" else 1,
             centre=agreement.centre,
             unit=agreement.divisor,
             table=table,
@@ -86,8 +87,13 @@ class InputSpec(Value):
 
     @property
     def outputs(self) -> int:
-        """Outputs of a model: classes, 1 for binary, k for a regression."""
-        return {"classification": len(self.classes), "binary": 1, "regression": self.targets}[self.task]
+        """As `Dataset.outputs`."""
+        return {"classification": len(self.classes), "regression": self.targets}.get(self.task, 1)
+
+    @property
+    def classed(self) -> bool:
+        """As `Dataset.classed`."""
+        return self.task in CLASSED
 
     @property
     def agreement(self) -> Agreement | None:
@@ -170,9 +176,9 @@ class InputSpec(Value):
             )
 
     def _targets(self, data: Dataset) -> Tensor:
-        if (data.task == "regression") != (self.task == "regression"):
+        if data.task != self.task and not (data.classed and self.classed):
             raise DataError(f"{data.name}: is a {data.task}, the model was trained for a {self.task}")
-        if self.task == "regression":
+        if not self.classed:
             if data.y.shape[1] != self.targets:
                 raise DataError(f"{data.name}: {data.y.shape[1]} values per sample, the model gives {self.targets}")
             return (data.y * data.unit + data.centre - self.centre) / self.unit

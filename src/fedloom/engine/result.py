@@ -159,15 +159,16 @@ class Live:
 
     def calibration(self, kind: str) -> Tensor | None:
         job, ids = self._job, torch.arange(len(self.names))
-        if not job.setting.task.calibrate:
+        part = job.setting.task.line_part
+        if part is None:
             return None
         if kind == "personal":
             models = personal_models(job, self._down, max(self._state.round, 1), ids)
-            return line_of(job, pass_own(job, models, ids, "validation"))
+            return line_of(job, pass_own(job, models, ids, part))
         row = job.algorithm.global_model(self._state.server)
         assert row is not None
         job.oracle.set_statistics(row.to(job.oracle.device), self._state.cohort)
-        return line_of(job, pass_shared(job, row.to(job.oracle.device), ids, "validation"))
+        return line_of(job, pass_shared(job, row.to(job.oracle.device), ids, part))
 
     def takes_global(self) -> Tensor:
         records, part = self._state.records, self._job.setting.evaluate.select_on

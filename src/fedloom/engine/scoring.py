@@ -22,7 +22,7 @@ from fedloom.metrics import METRICS, leading, mutual_information
 from fedloom.processes.clients import COUNTS, Clients, ScoreRequest, Scores, ScoreTask
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox import made_by
-from fedloom.tasks.calibration import recalibrated, recalibration
+from fedloom.tasks.calibration import recalibrated
 
 COST = ("", "")
 """Where `Scores` have the work that personal models took, per client: samples backward and forward."""
@@ -265,8 +265,9 @@ def pass_own(job: Job, models: Tensor, ids: Tensor, part: str) -> Pass:
 
 
 def _by_part(job: Job, outputs: Callable[[str], Pass]) -> dict[str, dict[str, Tensor]]:
-    """Metrics of every part; with `Objective.calibrate`, of outputs on each client's line through its validation."""
-    line = line_of(job, outputs("validation")) if job.setting.task.calibrate else None
+    """Metrics of every part, of outputs on each client's line where the objective has one (`Objective.line`)."""
+    fitted = job.setting.task.line_part
+    line = None if fitted is None else line_of(job, outputs(fitted))
     scores = dict[str, dict[str, Tensor]]()
     for part in job.setting.evaluate.parts:
         made, index, sizes = outputs(part)
@@ -276,11 +277,11 @@ def _by_part(job: Job, outputs: Callable[[str], Pass]) -> dict[str, dict[str, Te
     return scores
 
 
-def line_of(job: Job, validation: Pass) -> Tensor:
-    """Slope and intercept ``[m, 2]`` that recalibrate a model at every client; see `recalibration`."""
-    outputs, index, sizes = validation
+def line_of(job: Job, fitted: Pass) -> Tensor:
+    """Slope and intercept ``[m, 2]`` of a model's outputs at every client; see `Objective.line`."""
+    outputs, index, sizes = fitted
     owner = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
-    return recalibration(outputs, job.eval_fed.targets(index), owner, len(sizes))
+    return job.setting.task.line(outputs, job.eval_fed.targets(index), owner, len(sizes))
 
 
 def _score_common(job: Job, row: Tensor) -> dict[str, Tensor]:

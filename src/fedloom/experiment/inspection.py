@@ -29,12 +29,12 @@ def check_inspection(evaluate: Evaluate, fed: Federation) -> None:
     """Refuses what the federation cannot show.
 
     Raises:
-        Refused: confusion counts of a regression.
+        Refused: confusion counts of a task without classes.
         ConfigError: t-SNE of a client that is not there.
     """
-    if evaluate.confusion and fed.data.task == "regression":
+    if evaluate.confusion and not fed.data.classed:
         raise Refused(
-            f"evaluate.confusion counts predicted classes, but {fed.data.name} is a regression; leave confusion out"
+            f"evaluate.confusion counts predicted classes, but {fed.data.name} has none; leave confusion out"
         )
     unknown = [i for i in evaluate.tsne if i >= fed.n]
     if unknown:
@@ -74,7 +74,7 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
     """t-SNE of what the head sees of clients' test samples: client, model, label, x, y; and notes on who is left out.
 
     The model is the client's personal one, the global one where there is none (FedSLR, Fig. 4). Every client has a
-    plane of its own, a function of the run's seed; a label is a class's code, NaN in a regression.
+    plane of its own, a function of the run's seed; a label is a class's code, NaN without classes.
     """
     from sklearn.manifold import TSNE  # slow to import, needed where it is asked for
 
@@ -92,7 +92,7 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
         index = fed.indices("test", client)
         seen = oracle.representations(row, index).double().cpu().numpy()
         y = fed.targets(index)
-        labels = [math.nan] * len(index) if fed.data.task == "regression" else y[y >= 0].tolist()
+        labels = [math.nan] * len(index) if not fed.data.classed else y[y >= 0].tolist()
         rng = random_state(generator(result.job.setting.seed, client=client, purpose="tsne"))
         plane = TSNE(perplexity=min(PERPLEXITY, (len(index) - 1) / 3), init="random", random_state=rng, n_jobs=1)
         places = plane.fit_transform(seen).tolist()

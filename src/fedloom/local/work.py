@@ -298,11 +298,12 @@ class Work:
         A batch is of the first clients, up to the last one that has samples left.
         """
         longest = int(self.sizes.max())
+        together = longest if self.oracle.whole else PIECE
         pieces = []
-        for start in range(0, longest, PIECE):
+        for start in range(0, longest, together):
             m = int((self.sizes[:, 0] > start).nonzero().max()) + 1
             ids, sizes = self.ids[:m], self.sizes[:m]
-            position = torch.arange(start, min(start + PIECE, longest)).expand(m, -1)
+            position = torch.arange(start, min(start + together, longest)).expand(m, -1)
             position = torch.where(position < sizes, position, -1)
             count = (position >= 0).sum(1, keepdim=True)
             draw = Draw(self.seed, self.round, tuple(ids.tolist()), PASS, start)

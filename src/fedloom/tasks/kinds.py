@@ -34,7 +34,7 @@ class Task(Protocol):
         ...
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """Loss of every sample, ``[..., b]``: output ``[..., b, k]``, y ``[..., b]`` (regression ``[..., b, k]``)."""
+        """Loss of every sample, ``[..., b]``: output ``[..., b, k]``, y ``[..., b]`` (numbers ``[..., b, k]``)."""
         ...
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class Task(Protocol):
 
         Args:
             output: ``[N, k]`` outputs of all clients' samples; of sequences with labels per position ``[N L, k]``.
-            y: their targets, ``[N]`` (regression ``[N, k]``), or ``[N L]`` with -1 where there is none, which counts
+            y: their targets, ``[N]`` (numbers ``[N, k]``), or ``[N L]`` with -1 where there is none, which counts
                 nowhere: figures are over labelled positions.
             owner: ``[N]`` client of every sample, 0..n-1, in any order.
             n: number of clients.
@@ -217,3 +217,41 @@ class Regression(Kind):
             "r2": torch.where(sst > 1e-24 * size, 1 - sse / sst, torch.nan).mean(1),  # else constant but for rounding
         }
         return known(found, z, owner, n)
+
+
+class Count(Kind):
+    """Counts from one output z, the log of their mean; Poisson's loss exp(z) - y z.
+
+    Metrics: ``loss``; ``deviance``, the mean Poisson deviance 2 (y log(y / mu) - y + mu); ``mae`` and ``rmse`` of the
+    mean mu = exp(z).
+    """
+
+    @property
+    def outputs(self) -> int:
+        """One log mean."""
+        return 1
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        """Minus the log-likelihood of a Poisson distribution but for log y!: exp(z) - y z."""
+        return (output.exp() - y.to(output.dtype) * output).squeeze(-1)
+
+    def dloss(self, output: Tensor, y: Tensor) -> Tensor:
+        """Gradient: exp(z) - y."""
+        return output.exp() - y.to(output.dtype)
+
+    def predict(self, output: Tensor) -> Tensor:
+        """The mean."""
+        return output.exp()
+
+    def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
+        """Loss, deviance, MAE and RMSE; see `Task.metrics`."""
+        z, target, owner = wide(output), wide(y), owner.cpu()
+        mu = z.exp()
+        error = mu - target
+        values = {
+            "loss": mean(self.loss(z, target), owner, n),
+            "deviance": mean(2 * (torch.xlogy(target, target) - target * z + error)[:, 0], owner, n),
+            "mae": mean(error.abs()[:, 0], owner, n),
+            "rmse": mean(error.square()[:, 0], owner, n).sqrt(),
+        }
+        return known(values, z, owner, n)

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, get_args
 
 import torch
 from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
@@ -15,10 +15,13 @@ from torch import Tensor
 from fedloom.errors import CodeError, ConfigError, FedloomError, cause_of, unknown
 from fedloom.imports import PATTERN, Function, function, is_path
 from fedloom.metrics import METRICS, declare
-from fedloom.tasks.calibration import calibration
+from fedloom.tasks.calibration import calibration, recalibration
 from fedloom.tasks.figures import known, labelled, mean, of_classes, wide
-from fedloom.tasks.kinds import Binary, Classification, Regression, Task
+from fedloom.tasks.kinds import Binary, Classification, Count, Regression, Task
+from fedloom.tasks.survival import Survival, baseline
 from fedloom.values import Value
+
+Base = Classification | Binary | Regression | Survival | Count
 
 
 def _metric(given: Any) -> str | Function:
@@ -90,6 +93,24 @@ class Objective(Value):
         False, description="recalibrate every model of a binary task at each client on its validation part"
     )
 
+    horizon: float | None = Field(
+        None, gt=0, description="of a survival task: time by which events are predicted, in the unit of the times"
+    )
+
+    @property
+    def line_part(self) -> Literal["train", "validation"] | None:
+        """Part of a client by which `line` is fitted; None: outputs stay as they are."""
+        return "validation" if self.calibrate else None if self.horizon is None else "train"
+
+    def line(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
+        """Slope and intercept ``[n, 2]`` of every client's outputs.
+
+        See `fedloom.tasks.calibration.recalibration` and, with a horizon, `fedloom.tasks.survival.baseline`.
+        """
+        if self.horizon is None:
+            return recalibration(output, y, owner, n)
+        return baseline(output, y, owner, n, self.horizon)
+
     def remarks(self) -> list[str]:
         """What is worth knowing before a run."""
         if self.class_weights is None or self.calibrate:
@@ -111,11 +132,14 @@ class Objective(Value):
         return {m.short: bool(getattr(m.call, "higher_is_better", True)) for m in own}
 
 
+Kinds = Literal["classification", "binary", "regression", "survival", "count"]
+
+
 class Labelled(Protocol):
     """What `task_of` reads of a data set."""
 
     @property
-    def task(self) -> Literal["classification", "binary", "regression"]:
+    def task(self) -> Kinds:
         """What is predicted."""
         ...
 
@@ -134,10 +158,10 @@ def task_of(dataset: Labelled, objective: Objective = Objective()) -> Task:  # n
     """The task that a data set declares, with a user's own objective.
 
     Raises:
-        ConfigError: the data set's ``task`` is not one of classification, binary and regression; or the objective has
-            metrics or class weights that this task has no place for.
+        ConfigError: the data set's ``task`` is unknown; or the objective has metrics, class weights or a horizon that
+            this task has no place for.
     """
-    found: Classification | Binary | Regression
+    found: Base
     match dataset.task:
         case "classification":
             found = Classification(classes=len(dataset.classes))
@@ -145,8 +169,12 @@ def task_of(dataset: Labelled, objective: Objective = Objective()) -> Task:  # n
             found = Binary()
         case "regression":
             found = Regression(outputs=dataset.y.shape[1])
+        case "survival":
+            found = Survival(horizon=objective.horizon)
+        case "count":
+            found = Count()
         case other:
-            raise unknown("task", other, ("classification", "binary", "regression"))
+            raise unknown("task", other, get_args(Kinds))
     return found if objective == Objective() else Chosen.of(found, objective, tuple(dataset.classes))
 
 
@@ -157,17 +185,17 @@ class Chosen:
     Attributes:
         base: the task of the data.
         objective: what the user chose.
-        classes: names of the classes; empty for a regression.
+        classes: names of the classes; empty where targets are numbers.
         extra: the metrics of fedloom that are computed on request.
     """
 
-    base: Classification | Binary | Regression
+    base: Base
     objective: Objective
     classes: tuple[str, ...]
     extra: tuple[str, ...]
 
     @classmethod
-    def of(cls, base: Classification | Binary | Regression, objective: Objective, classes: tuple[str, ...]) -> Chosen:
+    def of(cls, base: Base, objective: Objective, classes: tuple[str, ...]) -> Chosen:
         """The task, once all is looked at.
 
         Raises:
@@ -188,6 +216,8 @@ class Chosen:
         _check_weights(objective.class_weights, classes)
         if objective.calibrate and not isinstance(base, Binary):
             raise ConfigError("task.calibrate is of binary tasks only; leave it out")
+        if objective.horizon is not None and not isinstance(base, Survival):
+            raise ConfigError("task.horizon is of survival tasks only; leave it out, or name the event column in [data]")
         declare(objective.directions)
         return cls(base, objective, classes, tuple(n for n in dict.fromkeys(named) if n not in there))
 
@@ -197,7 +227,7 @@ class Chosen:
 
     @property
     def own_loss(self) -> Callable[[Tensor, Tensor], Tensor] | None:
-        return None if self.objective.loss is None else self.objective.loss.call
+        return self.base.own_loss if self.objective.loss is None else self.objective.loss.call
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
         return self.base.loss(output, y)
@@ -231,7 +261,7 @@ class Chosen:
         found = self.base.metrics(output, y, owner, n)
         z, target, who = wide(output), y.cpu(), owner.cpu()
         more: dict[str, Tensor] = {}
-        if not isinstance(self.base, Regression):
+        if isinstance(self.base, Classification | Binary):
             p, guess = self.base.probabilities(z), self.base.predict(z)
             more = of_classes(self.extra, p, guess, target, who, n, labels(self.classes))
         if asked := {"calibration_slope", "calibration_intercept"} & {*self.extra}:
@@ -259,13 +289,15 @@ def labels(classes: Sequence[str]) -> list[str]:
     return found
 
 
-def _blank(base: Classification | Binary | Regression) -> Tensor:
-    return torch.zeros(0, base.outputs) if isinstance(base, Regression) else torch.zeros(0, dtype=torch.long)
+def _blank(base: Base) -> Tensor:
+    if isinstance(base, Classification | Binary):
+        return torch.zeros(0, dtype=torch.long)
+    return torch.zeros(0, 2 if isinstance(base, Survival) else base.outputs)
 
 
 def _check_weights(given: Any, classes: tuple[str, ...]) -> None:
     if given is not None and not classes:
-        raise ConfigError("task.class_weights needs classes, and this task is a regression; leave it out")
+        raise ConfigError("task.class_weights needs classes, and this task has none; leave it out")
     if isinstance(given, Mapping):
         for name in given:
             if name not in classes:

@@ -163,7 +163,7 @@ def _onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
     except ImportError as error:
         raise ConfigError(f"export to ONNX needs {error.name}: pip install 'fedloom[export]'") from None
     facts = model.recipe.facts
-    output = "values" if facts.task == "regression" else "probabilities"
+    output = "probabilities" if facts.classed else "values"
     with _quietly():
         program: Any = torch.onnx.export(
             raw,
@@ -178,7 +178,7 @@ def _onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
     if facts.table is not None:
         made = onnx.compose.add_prefix(made, "net/", rename_inputs=False, rename_outputs=False)
         header = header | {"columns": json.dumps(_take_columns(onnx, made.graph, facts.table))}
-    if facts.task != "regression":
+    if facts.classed:
         _name_classes(onnx, made.graph, output, facts)
     if "ai.onnx.ml" not in {opset.domain for opset in made.opset_import}:
         made.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 3))

@@ -26,6 +26,7 @@ from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import check_digest, save_tensors
 from fedloom.storage.files import make_folder
 from fedloom.tasks import Objective, task_of
+from fedloom.tasks.calibration import recalibrated
 from fedloom.trained.raw import RawModel, said
 
 TENSORS = ("rows", "statistics", "fitted", "calibration")
@@ -146,11 +147,11 @@ class Model:
         With a label per position ``[N, L, C]``.
 
         Raises:
-            ConfigError: of a regression too.
+            ConfigError: of a task without classes too.
         """
         facts = self.recipe.facts
-        if facts.task == "regression":
-            raise ConfigError("a regression has no probabilities; use predict")
+        if not facts.classed:
+            raise ConfigError(f"a {facts.task} has no probabilities of classes; use predict")
         return self.scores(new_rows(facts, rows).x)
 
     @torch.no_grad()
@@ -202,8 +203,16 @@ class Model:
         if not len(index):
             return {}
         outputs, owner = outputs_of(self.module(), fed, index), torch.zeros(len(index), dtype=torch.long)
+        outputs = outputs if self.calibration is None else recalibrated(outputs, self.calibration)
         found = task_of(fed.data, self.recipe.objective).metrics(outputs, fed.targets(index), owner, 1)
         return {name: float(value) for name, value in found.items()}
+
+    def line(self, fed: Federation, part: str) -> Tensor:
+        """Slope and intercept ``[2]`` of its outputs by a part of a federation of one client; see `Objective.line`."""
+        fed = fed.to(dtype=self.recipe.dtype)
+        index = fed.indices(part, 0)
+        outputs, owner = outputs_of(self.module(), fed, index), torch.zeros(len(index), dtype=torch.long)
+        return self.recipe.objective.line(outputs, fed.targets(index), owner, 1)[0]
 
     def save(self, path: Path | str) -> Path:
         """A safetensors file with ``rows`` ``[d]`` and the layout in its header; see `load`.
@@ -252,7 +261,7 @@ class Model:
 def figures(recipe: Recipe, outputs: Tensor, data: Dataset) -> dict[str, float]:
     """The task's metrics of outputs ``[N, k]`` or ``[N, L, k]`` on the targets of new data, all samples together."""
     known = recipe.facts.take(data)
-    y = known.y.to(recipe.dtype) if known.task == "regression" else known.y.flatten()
+    y = known.y.flatten() if known.classed else known.y.to(recipe.dtype)
     owner = torch.zeros(len(known), dtype=torch.long)
     values = task_of(known, recipe.objective).metrics(outputs.flatten(0, -2), y, owner, 1)
     return {name: float(value) for name, value in values.items()}

@@ -206,12 +206,14 @@ class Models:
         fitted = None if fed.data.fitted is None else fed.data.fitted.values[0]
         about = {**self._source.about, "kind": "adapted", "client": data.name}
         made = Model(self.recipe, row, torch.cat([row[:0], *statistics]), fitted, about)
+        if self.recipe.objective.horizon is not None:
+            made = replace(made, calibration=made.line(fed, "train"))
         scores = {"adapted": made.score_part(fed, "test")}
         if "global" in self.kinds():
             scores["global"] = self.model("global").score_part(fed, "test")
         samples = {"train": len(fed.indices("train", 0)), "test": len(fed.indices("test", 0))}
         more = {"rounds adapted": rounds, "samples": samples, **({"scores": scores} if scores["adapted"] else {})}
-        return Model(self.recipe, row, made.statistics, fitted, {**about, **more})
+        return replace(made, about={**about, **more})
 
     def takes_global(self) -> Tensor:
         """Whose hybrid model is the global one, bool ``[n]``."""

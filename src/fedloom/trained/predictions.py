@@ -85,7 +85,7 @@ class Predictions:
             row, position = np.nonzero(self.there)
             scores = scores[row, position]
             columns = {"row": rows[row], "position": position + 1, "model": owners[row].tolist()}
-        if self.facts.task == "regression":
+        if not self.facts.classed:
             names = ["prediction"] if scores.shape[1] == 1 else [f"prediction {k}" for k in range(scores.shape[1])]
             return pa.table(columns | dict(zip(names, scores.T, strict=True)))
         each = {f"probability of {c}": p for c, p in zip(self.facts.classes, scores.T, strict=True)}
@@ -172,8 +172,18 @@ def predicted(rows: NewRows, choice: Assignment) -> Predictions:
     facts = model.recipe.facts
     there = (rows.x != 0).numpy() if facts.each else None
     scores = model.raw().after(choice.outputs(rows.x)).numpy()
-    notes = (*rows.notes, *choice.notes, *choice.strange(rows.x))
+    notes = (*rows.notes, *meanings(model), *choice.notes, *choice.strange(rows.x))
     return Predictions(facts, scores, choice.owners, notes, there, rows.files, rows.kept)
+
+
+def meanings(model: Model) -> list[str]:
+    """A sentence on what the predictions of a survival task are; of another task none."""
+    if model.recipe.facts.task != "survival":
+        return []
+    horizon = model.recipe.objective.horizon
+    if horizon is None:
+        return ["predictions are logs of hazards, which rank rows; [task] horizon makes them probabilities of the event"]
+    return [f"predictions are probabilities of the event by time {horizon:g}"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,8 +18,9 @@ class RawModel(nn.Module):
 
     It takes raw columns ``[b, p]`` float64 of a table (codes for levels, NaN where missing), else samples
     ``[b, *shape]`` as their data set has them (tokens of sequences as int64), and gives the probabilities ``[b, C]`` of
-    the classes, ``[b, L, C]`` with a label per position, or the values ``[b, k]`` of a regression in the units of its
-    label.
+    the classes, ``[b, L, C]`` with a label per position, or numbers: the values ``[b, k]`` of a regression in the units of
+    its label, the mean ``[b, 1]`` of a count, and of a survival task the probability ``[b, 1]`` of the event by the
+    horizon, or without one the log of the hazard relative to the baseline.
 
     Args:
         module: takes what training gave it.
@@ -60,6 +61,10 @@ class RawModel(nn.Module):
 
     def after(self, out: Tensor) -> Tensor:
         """Probabilities or values of the module's outputs."""
+        if self.task == "survival":
+            return out.double() if self.line is None else -torch.expm1(-out.double().exp())
+        if self.task == "count":
+            return out.double().exp()
         if self.task == "regression":
             return out.double() * self.unit + self.centre
         if self.task == "binary":
@@ -90,7 +95,7 @@ class Scaling(nn.Module):
 
 def said(facts: InputSpec, scores: NDArray[np.float64]) -> NDArray[Any]:
     """The prediction of every row, or of every position ``[N, L]``, from its probabilities or values."""
-    if facts.task == "regression":
+    if not facts.classed:
         return scores[:, 0] if scores.shape[1] == 1 else scores
     found: NDArray[Any] = np.array(facts.classes)[scores.argmax(-1)]
     return found

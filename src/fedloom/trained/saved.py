@@ -32,7 +32,7 @@ def files(source: Source) -> list[str]:
     """Names of the files of `write`: the models, what new clients need, and how columns were scaled."""
     kinds = source.kinds()
     server = ["server"] if "personal" in kinds else []
-    lines = ["calibration"] if source.recipe.objective.calibrate else []
+    lines = ["calibration"] if source.recipe.objective.line_part else []
     return [*kinds, *server, *([] if source.fitted is None else ["scaling"]), *lines]
 
 

@@ -36,7 +36,7 @@ class Pool(NamedTuple):
     def labels(self, kind: str) -> Ints:
         """The classes, for a partition that cannot do without."""
         if self.y is None:
-            what = "has a label per position" if self.data.each else "is a regression"
+            what = "has a label per position" if self.data.each else f"is a {self.data.task}"
             raise Refused(
                 f"{kind} splits by class, but {self.data.name} {what}; use iid, quantity, column, or writers where the "
                 "data come by client"

@@ -29,7 +29,7 @@ class _Header(NamedTuple):
 
 
 class _Arrays(SampleSource):
-    task: Literal["classification", "regression"] | None = Field(
+    task: Literal["classification", "regression", "survival", "count"] | None = Field(
         default=None, description="None: classification if y has whole numbers"
     )
     mean: tuple[float, ...] | None = Field(default=None, description="subtracted (from pixels in [0, 1], if bytes)")
@@ -276,7 +276,7 @@ def of_arrays(
         target, kind = torch.from_numpy(y.astype(np.int64)), task or "classification"
     else:
         target, kind, classes = _targets(y, task, tuple(classes), place)
-    if split is not None and kind != "regression":
+    if split is not None and classes:
         new = sorted(set(target[split:].flatten().tolist()) - {-1, *target[:split].flatten().tolist()})
         shown = ", ".join(repr(classes[c]) if c < len(classes) else str(c) for c in new)
         refuse(place, [f"the test set has classes that no training sample has: {shown}; leave them out"] if new else [])
@@ -303,6 +303,10 @@ def of_arrays(
 def _targets(
     y: NDArray[Any], task: Task | None, classes: tuple[str, ...], place: str
 ) -> tuple[torch.Tensor, Task, tuple[str, ...]]:
+    if task in ("survival", "count"):
+        if y.dtype.kind not in "uifb":
+            raise DataError(f"{place}: y of a {task} task must be numbers, got {y.dtype}")
+        return torch.from_numpy(y.reshape(len(y), -1).astype(np.float64)), task, ()
     if y.dtype.kind == "U" and task != "regression":
         levels, codes = np.unique(y, return_inverse=True)
         names = classes or tuple(str(level) for level in levels)

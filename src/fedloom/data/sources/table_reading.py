@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from torch import Tensor
 
 from fedloom.data.agreement import Agreement, agreement_of
-from fedloom.data.dataset import MOST_CLASSES, TOO_MANY, Dataset, Task, refuse
+from fedloom.data.dataset import CLASSED, MOST_CLASSES, TOO_MANY, Dataset, Task, refuse
 from fedloom.data.sources._base import FileSource, lies_at
 from fedloom.data.sources.archive import Rows
 from fedloom.data.sources.cells import LEVELS, Agreed, Codes, Piece, Problems, is_missing, natural, numbers
@@ -40,8 +40,13 @@ class TableSource(FileSource):
     """Roles of the columns: one label, the others features unless named below."""
 
     label: str | None = Field(default=None, description="name of the target column; None: the last one")
-    task: Literal["auto", "binary", "classification", "regression"] = Field(
-        default="auto", description="auto: classification if the label has text or whole numbers, binary if two of them"
+    event: str | None = Field(
+        default=None, description="column with 1 for an event and 0 where the label, then a time, is censored"
+    )
+    task: Literal["auto", "binary", "classification", "regression", "survival", "count"] = Field(
+        default="auto",
+        description="auto: classification if the label has text or whole numbers, binary if two of them, survival if "
+        "event is set",
     )
     categorical: tuple[str, ...] = Field(default=(), description="columns of codes or text: one feature per level")
     drop: tuple[str, ...] = Field(default=(), description="columns to leave out")
@@ -119,8 +124,12 @@ class _Reading:
         agreement, optional = spec.agreement, {*spec.drop, *spec.columns, *([spec.users] if spec.users else [])}
         target = None if agreement is None else agreement.target
         self.label = spec.label or target or names[-1]
+        self.task = "survival" if spec.event and spec.task == "auto" else spec.task
+        self.task = self.task if agreement is None else agreement.task
+        self.event = spec.event or (None if agreement is None else agreement.event)
+        _check_event(spec, where, self.task, self.event, self.label)
         self.special = [*spec.columns, *([spec.users] if spec.users else [])]
-        wanted = {self.label, *spec.factors}
+        wanted = {self.label, *([self.event] if self.event else []), *spec.factors}
         if agreement is None:
             wanted |= {*spec.categorical, *optional}
         else:
@@ -139,7 +148,7 @@ class _Reading:
         if twice := sorted(column for column, count in Counter(names).items() if count > 1):
             raise DataError(f"{where}: two columns have the same name, {', '.join(map(repr, twice))}; rename one")
         self.agreed: dict[str, Agreed] = {}
-        self.features = [c for c in names if c not in {self.label, spec.users, *spec.drop}]
+        self.features = [c for c in names if c not in {self.label, self.event, spec.users, *spec.drop}]
         if agreement is not None:
             cure = "repair it, or agree on impute = true"
             if self.label in {column.name for column in agreement.column}:
@@ -158,19 +167,19 @@ class _Reading:
         self.place = {column: k for k, column in enumerate(self.features)}
         self.codes = {column: Codes() for column in {self.label, *categorical, *self.special}}
         self.numeric = {c for c in self.features if c not in categorical and c not in self.agreed}
-        self.x, self.measured = Rows((len(self.features),), np.float64), Rows((), np.float64)
+        self.x = Rows((len(self.features),), np.float64)
+        self.measured = {column: Rows((), np.float64) for column in (self.label, self.event) if column}
         self.markers, self.unmatched = spec.markers, [text for text in spec.missing if text not in MARKERS]
 
     @property
-    def regression(self) -> bool:
-        """Whether the label is measured."""
-        agreement = self.spec.agreement
-        return (self.spec.task if agreement is None else agreement.task) == "regression"
+    def numeric_label(self) -> bool:
+        """Whether the label is a number, not a class."""
+        return self.task not in (*CLASSED, "auto")
 
     def add(self, piece: Piece) -> None:
         """A piece of a column."""
         start, column, block = piece
-        if column not in self.codes and column not in self.numeric and column not in self.agreed:
+        if not any(column in roles for roles in (self.codes, self.numeric, self.agreed, self.measured)):
             return
         rows, gone = self.x.at(start, len(block)), is_missing(block, self.markers)
         if self.unmatched and gone.any():
@@ -185,21 +194,21 @@ class _Reading:
         elif column in self.numeric:
             values = numbers(piece, gone, self.problems)
             rows[:, self.place[column]] = values * self.spec.factors.get(column, 1.0)
-        if column == self.label and self.regression:
-            self.measured.at(start, len(block))[:] = numbers(piece, gone, self.problems)
+        if column in self.measured and self.numeric_label:
+            self.measured[column].at(start, len(block))[:] = numbers(piece, gone, self.problems)
 
     def _code(self, piece: Piece, gone: NDArray[np.bool_]) -> None:
         """The levels of a piece of a column."""
         codes, where = self.codes[piece.column], f"{self.problems.where}: column {piece.column!r}"
         with lies_at(Path(where)):
             codes.add(piece.cells, gone)
-        if piece.column == self.label and not self.regression and len(codes.levels) > MOST_CLASSES:
+        if piece.column == self.label and not self.numeric_label and len(codes.levels) > MOST_CLASSES:
             raise DataError(f"{where}: more than {MOST_CLASSES:,} classes; {TOO_MANY}")
 
     def _check_gaps(self, piece: Piece, gone: NDArray[np.bool_]) -> None:
         """Missing cells that nothing allows are a problem."""
         spec, column, problems = self.spec, piece.column, self.problems
-        special = column == self.label or column in self.special
+        special = column in self.measured or column in self.special
         if not gone.any() or column in spec.drop or (spec.unlabelled == "drop" if special else spec.impute):
             return
         what = f"row {problems.first + piece.start + int(gone.argmax())}, column {column!r}: missing value"
@@ -217,21 +226,23 @@ class _Reading:
         coded = {column: codes.done() if codes.rows else (np.empty(0), ()) for column, codes in self.codes.items()}
         label, classes = coded[self.label]
         if agreement is None:
-            task, wrong = _task(spec, self.label, classes, bool(sentences))
+            task, wrong = _task(self.task, self.label, classes, bool(sentences))
         else:
             task = agreement.task
             label, classes, wrong = _agreed_classes(agreement, self.label, label, classes)
+        if task == "survival" and agreement is None and self.event and not np.nansum(self.measured[self.event].done()):
+            wrong.append(f"the event {self.event!r} is 0 in every row; nothing can be learned from it")
         if sentences := [*sentences, *wrong, *self._out_of_range()]:
             refuse(where, sentences)
         regression = task == "regression"
-        target = self.measured.done() if regression else label
-        keep = torch.from_numpy(~np.isnan([target, *(coded[c][0] for c in self.special)]).any(0))
+        numeric = [rows.done() for rows in self.measured.values()] if self.numeric_label else [label]
+        keep = torch.from_numpy(~np.isnan([*numeric, *(coded[c][0] for c in self.special)]).any(0))
         values = torch.from_numpy(self.x.done())
         for column in () if self.agreed else spec.categorical:
             if column in self.place:
                 values[:, self.place[column]] = torch.from_numpy(coded[column][0])
         values = values if bool(keep.all()) else values[keep]
-        y = torch.from_numpy(target)[keep]
+        y = torch.from_numpy(np.stack(numeric, 1))[keep]
         codes = {c: torch.from_numpy(coded[c][0])[keep].long() for c in self.special}
         centre, unit = (spec.centre, spec.unit) if agreement is None else (agreement.centre, agreement.divisor)
         users = spec.users if spec.users in self.special else None
@@ -239,9 +250,9 @@ class _Reading:
             return Dataset(
                 self.name,
                 values,
-                ((y - centre) / unit)[:, None] if regression else y.long(),
+                (y - centre) / unit if regression else y if self.numeric_label else y[:, 0].long(),
                 task,
-                () if regression else classes,
+                () if self.numeric_label else classes,
                 columns=codes,
                 levels={c: coded[c][1] for c in self.special},
                 users=codes[users] if users else None,
@@ -285,11 +296,27 @@ class _Reading:
         return tuple(notes)
 
 
+def _check_event(spec: TableSource, where: str, task: str, event: str | None, label: str) -> None:
+    """Refuse an event without a time, a time without an event, and other units of either.
+
+    Raises:
+        ConfigError: which of them it is.
+    """
+    if task == "survival" and event is None:
+        raise ConfigError(f"{where}: task = 'survival' needs event, the column with 1 for an event and 0 for none")
+    if task != "survival" and event is not None:
+        raise ConfigError(f"{where}: event = {event!r} makes the task survival, but task is {task!r}; leave out one")
+    if event == label:
+        raise ConfigError(f"{where}: {label!r} is both label and event; label names the column of times")
+    if task in ("survival", "count") and (spec.centre, spec.unit) != (0.0, 1.0):
+        raise ConfigError(f"{where}: centre and unit are of a regression, the task is {task}; leave them out")
+
+
 def _agreed_classes(
     agreement: Agreement, label: str, codes: NDArray[np.float64], levels: tuple[str, ...]
 ) -> tuple[NDArray[np.float64], tuple[str, ...], list[str]]:
     """Codes of the agreed classes, these classes, and what is wrong with the levels of the label."""
-    if agreement.task == "regression":
+    if agreement.task not in CLASSED:
         return codes, (), []
     strange = [level for level in levels if level not in agreement.classes]
     if strange:
@@ -299,7 +326,7 @@ def _agreed_classes(
     return place[np.nan_to_num(codes, nan=len(levels)).astype(int)], agreement.classes, []
 
 
-def _task(spec: TableSource, label: str, levels: tuple[str, ...], doubtful: bool) -> tuple[Task, list[str]]:
+def _task(asked: str, label: str, levels: tuple[str, ...], doubtful: bool) -> tuple[Task, list[str]]:
     """The task that the label's levels make, and what is wrong with them.
 
     One level alone is no error, since a trained model may be tried on such a table; of a `doubtful` one it is told.
@@ -309,10 +336,10 @@ def _task(spec: TableSource, label: str, levels: tuple[str, ...], doubtful: bool
         wrong.append(
             f"the label {label!r} is {levels[0]!r} in every row that can be read; nothing can be learned from it"
         )
-    if spec.task == "regression":
-        return "regression", wrong
-    if spec.task == "auto" and any(np.isfinite(v := natural(level)[0]) and v != np.floor(v) for level in levels):
+    if asked in ("regression", "survival", "count"):
+        return cast("Task", asked), wrong
+    if asked == "auto" and any(np.isfinite(v := natural(level)[0]) and v != np.floor(v) for level in levels):
         wrong.append("the label has fractions; set task = 'regression', or 'classification' if they are names")
-    if spec.task == "binary" and len(levels) != 2:
+    if asked == "binary" and len(levels) != 2:
         wrong.append(f"task = 'binary', but the label has {len(levels)} values; use classification")
-    return "binary" if spec.task != "classification" and len(levels) == 2 else "classification", wrong
+    return "binary" if asked != "classification" and len(levels) == 2 else "classification", wrong

@@ -72,7 +72,7 @@ def federation_of(samples: InputSpec, sizes: Tensor) -> Federation:
         sizes: ``[n, 3]`` training, validation and test samples of every client; a client without training samples
             counts as one with a single one.
     """
-    target = torch.zeros(1, samples.outputs) if samples.task == "regression" else torch.zeros(1, dtype=torch.long)
+    target = torch.zeros(1, dtype=torch.long) if samples.classed else torch.ones(1, samples.targets)
     x = torch.zeros(1, *samples.shape)
     if samples.vocabulary:
         x = torch.ones(1, *samples.shape, dtype=torch.int32)
@@ -149,7 +149,7 @@ def _in_order(data: Dataset, samples: InputSpec) -> Dataset:
     classes, known = samples.classes, samples.vocabulary
     if data.vocabulary and known[1:2] == (UNKNOWN,):
         data = replace(data, x=recoded(data.x, data.vocabulary, known), vocabulary=known)
-    if data.task == "regression" or data.classes == classes or not set(data.classes) <= set(classes):
+    if not data.classed or data.classes == classes or not set(data.classes) <= set(classes):
         return data
     place = torch.tensor([classes.index(name) for name in data.classes])
     return replace(data, y=torch.where(data.y < 0, data.y, place[data.y]), classes=classes)

@@ -20,7 +20,6 @@ from fedloom.rows.layout import Layout
 from fedloom.storage.checkpoint import check_digest, save_tensors
 from fedloom.storage.files import make_folder
 from fedloom.tasks import task_of
-from fedloom.tasks.calibration import recalibration
 from fedloom.trained.model import Model as TrainedModel
 from fedloom.trained.model import Recipe, outputs_of
 
@@ -76,7 +75,7 @@ def used(folder: Path, kind: str | None = None) -> TrainedModel:
         markers = tuple(dict.fromkeys((*facts.table.missing, *site.data.get("missing", ()))))
         facts = facts.with_(table=facts.table.with_(missing=markers))
     recipe = Recipe(experiment.common.model, facts, experiment.head.seeds[0], row.dtype, experiment.common.task)
-    fed = None if facts.table is None and not recipe.objective.calibrate else site_federation(experiment, site)
+    fed = None if facts.table is None and recipe.objective.line_part is None else site_federation(experiment, site)
     if fed is not None and (fitted := fed.data.fitted) is not None:
         scaling = fitted.values[site.client if site.share == "partition" else 0]
     about = {
@@ -87,12 +86,13 @@ def used(folder: Path, kind: str | None = None) -> TrainedModel:
         "round": one.model.round,
     }
     trained = TrainedModel(recipe, row, row[:0], scaling, about)
-    if fed is None or not recipe.objective.calibrate or fed.data.name == "blank":
+    part = recipe.objective.line_part
+    if fed is None or part is None or fed.data.name == "blank":
         return trained
-    validation = fed.indices("validation", site.client)
-    outputs = outputs_of(trained.module(), fed, validation) if len(validation) else torch.zeros(0, 1)
-    owner = torch.zeros(len(validation), dtype=torch.long)
-    return replace(trained, calibration=recalibration(outputs, fed.targets(validation), owner, 1)[0])
+    index = fed.indices(part, site.client)
+    outputs = outputs_of(trained.module(), fed, index) if len(index) else torch.zeros(0, 1)
+    owner = torch.zeros(len(index), dtype=torch.long)
+    return replace(trained, calibration=recipe.objective.line(outputs, fed.targets(index), owner, 1)[0])
 
 
 def new_rows(folder: Path) -> NewData:

@@ -40,6 +40,8 @@ class Oracle(ABC):
     dtype: torch.dtype
     device: torch.device
     minimise: Minimise | None = None
+    whole: bool = False
+    """Whether the loss is of all of a client's samples together, not a mean over them."""
 
     def at_once(self, w: Tensor) -> Descend | None:
         """All steps of SGD on rows like ``w [m, d]`` in one call; None where there is no such loop."""

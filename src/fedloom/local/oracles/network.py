@@ -63,6 +63,7 @@ class Network(Oracle):
 
     def __init__(self, module: nn.Module, task: Task, fed: Federation, augment: Augment | None = None) -> None:
         self.task, self.fed, self.augment, self._module = task, fed, augment, module
+        self.whole = fed.data.task == "survival"
         self.layout = Layout.of(module)
         self.dtype, self.device = fed.dtype, fed.device
         self.module = copy.deepcopy(module).to(device=fed.device, dtype=fed.dtype)
@@ -165,9 +166,9 @@ class Network(Oracle):
         """Share of each client's training samples that are predicted right, ``[m, 1]``.
 
         Raises:
-            Refused: the task is regression.
+            Refused: the task has no classes.
         """
-        if self.fed.data.task == "regression":
+        if not self.fed.data.classed:
             return super().accuracy(w, ids)
         shares = []
         for row, i in zip(w, ids.tolist(), strict=True):
@@ -180,9 +181,9 @@ class Network(Oracle):
         """Training samples of the clients by class, ``[m, c]``.
 
         Raises:
-            Refused: the task is regression.
+            Refused: the task has no classes.
         """
-        if self.fed.data.task == "regression":
+        if not self.fed.data.classed:
             return super().class_counts(ids)
         return self._class_counts[ids.to(self._class_counts.device)].to(self.device, self.dtype)
 

@@ -127,7 +127,7 @@ class TermNetwork(Network):
             what = "its sequences have a label per position"
         elif getattr(self, "draws", False):
             what = "it draws from a global generator (use fedloom.models.Dropout)"
-        elif self.fed.data.task == "regression":
+        elif not self.fed.data.classed:
             what = "its task has no classes"
         if what:
             raise Refused(f"a term on the representation of this model cannot be computed: {what}; take another method")

@@ -1,0 +1,200 @@
+"""Time to event: the partial likelihood of a batch, and how the risks of every client rank and are calibrated.
+
+Letters: b samples, N samples of all clients together, n clients. A target is a time and 1, or 0 where it is censored.
+
+References:
+    Partial likelihood: D. R. Cox, JRSS B 1972; ties by B. Efron, JASA 1977.
+    Networks: J. L. Katzman et al., "DeepSurv", BMC Med. Res. Methodol. 2018; risk sets of a batch: H. Kvamme et al.,
+        "Time-to-event prediction with neural networks and Cox regression", JMLR 2019, Section 3.2.
+    Baseline hazard: N. Breslow, Biometrics 1974. Survival: E. L. Kaplan and P. Meier, JASA 1958.
+    C-index: F. E. Harrell et al., JAMA 1982. Brier score by inverse censoring weights: E. Graf et al., Stat. Med. 1999.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.tasks.figures import known
+from fedloom.tasks.kinds import Kind, OwnLoss
+
+Floats = NDArray[np.float64]
+GROUPS = 5
+"""Groups of rising risk at most in which observed and expected events are compared."""
+LEAST = 10
+"""Rows of such a group at least."""
+BLOCK = 1 << 22
+"""Pairs of rows that are compared together."""
+
+
+class Survival(Kind):
+    """Time to event from one output z, the log of a hazard relative to the client's baseline; partial likelihood.
+
+    Metrics: ``loss``, minus the log partial likelihood over the number of rows (ties by Efron); ``c_index`` in [0, 1],
+    Harrell's: the share of comparable pairs in which the earlier event has the higher risk. With a horizon, where z is
+    the log of the cumulative hazard there (`baseline`): ``brier`` score in [0, 1] with weights of inverse censoring;
+    ``calibration_error``, the mean over up to `GROUPS` groups of rising risk of |observed - expected| share of events by
+    the horizon, and ``observed_expected``, their ratio over all rows; observed shares are Kaplan and Meier's.
+    """
+
+    horizon: float | None = Field(None, gt=0, description="time by which events are predicted; None: ranks only")
+
+    @property
+    def outputs(self) -> int:
+        """One log hazard."""
+        return 1
+
+    @property
+    def own_loss(self) -> OwnLoss:
+        """The partial likelihood, which is of a batch and not of a row."""
+        return partial_loss
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        """That of all rows at each of them; its mean is the loss of the batch."""
+        return partial_loss(output, y).expand(len(y))
+
+    def dloss(self, output: Tensor, y: Tensor) -> Tensor:
+        """Gradient of b times the loss of the batch."""
+        with torch.enable_grad():
+            leaf = output.detach().requires_grad_()
+            return torch.autograd.grad(partial_loss(leaf, y), leaf)[0] * len(y)
+
+    def predict(self, output: Tensor) -> Tensor:
+        """The output itself."""
+        return output
+
+    def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
+        """Loss and C-index, with a horizon also Brier score and calibration; see `Task.metrics`."""
+        names = ["loss", "c_index", *(["brier", "calibration_error", "observed_expected"] if self.horizon else [])]
+        values = {name: torch.full((n,), torch.nan, dtype=torch.float64) for name in names}
+        for client, rows in _clients(output, y, owner, n):
+            z = torch.from_numpy(rows.z)[:, None]
+            values["loss"][client] = partial_loss(z, torch.from_numpy(np.stack([rows.time, rows.event], 1)))
+            values["c_index"][client] = concordance(rows)
+            if self.horizon is not None:
+                risk = rows._replace(z=-np.expm1(-np.exp(rows.z)))
+                values["brier"][client] = brier(risk, self.horizon)
+                error, ratio = observed_expected(risk, self.horizon)
+                values["calibration_error"][client], values["observed_expected"][client] = error, ratio
+        return known(values, output.detach().cpu(), owner.cpu(), n)
+
+
+class Rows(NamedTuple):
+    """Rows of one client: a score ``z [N]``, higher where the event is sooner, ``time [N]`` and ``event [N]``."""
+
+    z: Floats
+    time: Floats
+    event: Floats
+
+
+def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple[int, Rows]]:
+    """Clients that have rows, with these."""
+    z, times, owners = (t.detach().cpu().numpy() for t in (output.double().flatten(), y.double(), owner))
+    order = np.argsort(owners, kind="stable")
+    for client, rows in enumerate(np.split(order, np.bincount(owners, minlength=n).cumsum()[:-1])):
+        if len(rows) and np.isfinite(z[rows]).all():
+            yield client, Rows(z[rows], times[rows, 0], times[rows, 1])
+
+
+def partial_loss(output: Tensor, y: Tensor) -> Tensor:
+    """Minus the log partial likelihood of rows over their number, ties by Efron; one number, 0 without an event.
+
+    Args:
+        output: ``[b, 1]`` log hazards.
+        y: ``[b, 2]`` times and events.
+    """
+    order = y[:, 0].argsort(descending=True, stable=True)
+    z, time, event = output[order, 0], y[order, 0], y[order, 1] > 0
+    if not bool(event.any()):
+        return output.sum() * 0
+    last = torch.cat([time[1:] != time[:-1], torch.ones_like(event[:1])])  # of the rows with one time
+    tie = last.cumsum(0) - last.long()
+    at_risk = z.logcumsumexp(0)[last]  # log of the sum over rows whose time is at least this one
+    place = tie[event]
+    deaths = torch.bincount(place, minlength=len(at_risk))
+    earlier = torch.arange(len(place), device=z.device) - (deaths.cumsum(0) - deaths)[place]
+    tied = z.new_zeros(len(at_risk)).index_add(0, place, (z[event] - at_risk[place]).exp())
+    share = earlier.to(z.dtype) / deaths[place]
+    hazards = at_risk[place] + torch.log1p(-share * tied[place])
+    return (hazards - z[event]).sum() / len(z)
+
+
+def baseline(output: Tensor, y: Tensor, owner: Tensor, n: int, horizon: float) -> Tensor:
+    """What makes a log hazard that of the cumulative hazard at the horizon: slope 1 and its baseline ``[n, 2]``.
+
+    Breslow's estimate of every client; without an event by the horizon, half of one is spread over all rows at risk.
+
+    Args:
+        output: ``[N, 1]`` log hazards of all clients' training samples.
+        y: ``[N, 2]`` their times and events.
+        owner: ``[N]`` client of every sample.
+        n: number of clients.
+        horizon: time.
+    """
+    lines = torch.full((n, 2), torch.nan, dtype=torch.float64)
+    for client, rows in _clients(output, y, owner, n):
+        shift, order = rows.z.max(), np.argsort(rows.time)
+        at_risk = np.exp(rows.z - shift)[order][::-1].cumsum()[::-1]
+        times = rows.time[(rows.event > 0) & (rows.time <= horizon)]
+        hazard = (1 / at_risk[np.searchsorted(rows.time[order], times)]).sum() if len(times) else 0.5 / at_risk[0]
+        lines[client] = torch.tensor([1.0, np.log(hazard) - shift], dtype=torch.float64)
+    return lines
+
+
+def concordance(rows: Rows) -> float:
+    """Harrell's C-index; nan without a pair that can be compared.
+
+    A pair can be where one has an event before the other's time, or at it if the other is censored then; equal scores
+    count half.
+    """
+    right, pairs = 0.0, 0
+    events = np.nonzero(rows.event > 0)[0]
+    for some in np.array_split(events, max(1, len(events) * len(rows.z) // BLOCK)):
+        time, z = rows.time[some, None], rows.z[some, None]
+        later = (rows.time > time) | ((rows.time == time) & (rows.event == 0))
+        pairs += int(later.sum())
+        right += float(((rows.z < z) & later).sum()) + float(((rows.z == z) & later).sum()) / 2
+    return right / pairs if pairs else float("nan")
+
+
+def survival_curve(time: Floats, event: Floats, at: Floats, *, before: bool = False) -> Floats:
+    """Kaplan and Meier's share without an event up to times ``at [k]``; with ``before``, just before them."""
+    times, inverse = np.unique(time, return_inverse=True)
+    counts = np.bincount(inverse)
+    at_risk = counts[::-1].cumsum()[::-1]
+    curve = np.concatenate([[1.0], np.cumprod(1 - np.bincount(inverse, event > 0) / at_risk)])
+    return np.asarray(curve[np.searchsorted(times, at, side="left" if before else "right")])
+
+
+def brier(risk: Rows, horizon: float) -> float:
+    """Mean of weighted squares of risk less what came by the horizon, weights from the client's own censoring.
+
+    Nan where nobody is observed that long.
+    """
+    came, past = (risk.time <= horizon) & (risk.event > 0), risk.time > horizon
+    free = survival_curve(risk.time, 1 - risk.event, np.where(came, risk.time, horizon), before=True)
+    at_end = survival_curve(risk.time, 1 - risk.event, np.array([horizon]))[0]
+    if not past.any() or at_end == 0:
+        return float("nan")
+    terms = np.where(came, (1 - risk.z) ** 2 / np.where(free > 0, free, 1), np.where(past, risk.z**2 / at_end, 0.0))
+    return float(terms.mean())
+
+
+def observed_expected(risk: Rows, horizon: float) -> tuple[float, float]:
+    """Calibration error and the ratio of observed to expected events by the horizon; nan where nobody is seen so long."""
+    if risk.time.max() < horizon:
+        return float("nan"), float("nan")
+
+    def observed(rows: NDArray[np.int64]) -> float:
+        return 1 - float(survival_curve(risk.time[rows], risk.event[rows], np.array([horizon]))[0])
+
+    order = np.argsort(risk.z, kind="stable")
+    groups = np.array_split(order, max(1, min(GROUPS, len(order) // LEAST)))
+    gaps = [len(rows) * abs(observed(rows) - risk.z[rows].mean()) for rows in groups]
+    return sum(gaps) / len(order), observed(order) / float(risk.z.mean())
