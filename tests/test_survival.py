@@ -50,9 +50,7 @@ def cut(request: pytest.FixtureRequest) -> tuple[Any, str, str]:
 def sites_of(table: Any, time: str, event: str) -> list[SurvivalSite]:
     groups = [rows for _, rows in table.groupby("site")]
     columns = table.drop(columns=[time, event, "site"]).columns
-    return [
-        SurvivalSite(*(rows[of].to_numpy(float) for of in (columns, time, event))) for rows in groups
-    ]
+    return [SurvivalSite(*(rows[of].to_numpy(float) for of in (columns, time, event))) for rows in groups]
 
 
 @pytest.mark.parametrize("strata", [False, True])
@@ -119,7 +117,8 @@ def federation(sizes: tuple[int, ...] = (80, 50, 120)) -> tuple[Any, list[tuple[
 def test_fedavg_with_full_batches_reaches_the_stratified_cox_fit() -> None:
     fed, clients = federation()
     result = fl.simulate(
-        "fedavg", fed, rounds=120, model="softmax", evaluate={"every": 120}, local=fl.LocalSGD(lr=2.0, batch_size="full", epochs=1),
+        "fedavg", fed, rounds=120, model="softmax", evaluate={"every": 120},
+        local=fl.LocalSGD(lr=2.0, batch_size="full", epochs=1),
         weigher="samples", engine={"dtype": "float64"},
     )  # fmt: skip
     row = result.models.model("global").row[:2].numpy()
@@ -140,7 +139,11 @@ def test_ranks_brier_and_calibration_are_those_of_lifelines(seed: int, rows: int
     free = lifelines.KaplanMeierFitter().fit(time, 1 - event)
     if (time > horizon).any():
         terms = [
-            (1 - r) ** 2 / free.predict(t - 0.5) if t <= horizon and e else r**2 / free.predict(horizon) if t > horizon else 0
+            (1 - r) ** 2 / free.predict(t - 0.5)
+            if t <= horizon and e
+            else r**2 / free.predict(horizon)
+            if t > horizon
+            else 0
             for r, t, e in zip(*risk, strict=True)
         ]
         assert brier(risk, horizon) == pytest.approx(np.mean(terms))
@@ -216,7 +219,8 @@ def test_adapting_gives_the_new_client_a_baseline(run: Path) -> None:
     table = tables()["gbsg2"][0]
     new = tables()["rossi"][0].iloc[:90]
     made = models.adapt(fl.Dataset.of(new, "week", event="arrest"), holdout=0.3)
-    assert made.calibration is not None and np.isfinite(made.about["scores"]["adapted"]["brier"])
+    assert made.calibration is not None
+    assert np.isfinite(made.about["scores"]["adapted"]["brier"])
     with pytest.raises(DataError, match="lacks"):
         models.adapt(fl.Dataset.of(table, "time", event="cens"))
 
@@ -254,9 +258,10 @@ def test_poisson_over_sites_is_the_pooled_fit() -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(240, 2))
     y = rng.poisson(np.exp(0.4 + x @ [0.5, -0.3])).astype(float)
-    pairs = {f"s{k}": {part: (x[k::3], y[k::3]) for part in ("train", "test")} for k in range(3)}
+    pairs = {f"s{k}": dict.fromkeys(("train", "test"), (x[k::3], y[k::3])) for k in range(3)}
     result = fl.simulate(
-        "fedavg", fl.Federation.of(pairs, task="count", validation=0.0), rounds=80, model="softmax", evaluate={"every": 80},
+        "fedavg", fl.Federation.of(pairs, task="count", validation=0.0), rounds=80,
+        model="softmax", evaluate={"every": 80},
         local=fl.LocalSGD(lr=0.5, batch_size="full", epochs=1), engine={"dtype": "float64"},
     )  # fmt: skip
     fit = GLM(y, add_constant(x), glm_families.Poisson()).fit()

@@ -179,7 +179,7 @@ class Federation:
         return level.view(-1, *self.data.shape)
 
     def targets(self, index: Tensor) -> Tensor:
-        """Targets at positions `index` [..., b]: [..., b] int64 classes, or [..., b, k] of `dtype` for a task without classes.
+        """Targets at positions `index` [..., b]: [..., b] int64 classes, or [..., b, k] numbers of `dtype`.
 
         Labels of positions stand one sequence after another, [..., b * length], -1 where there is none.
         """

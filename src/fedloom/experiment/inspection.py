@@ -33,9 +33,7 @@ def check_inspection(evaluate: Evaluate, fed: Federation) -> None:
         ConfigError: t-SNE of a client that is not there.
     """
     if evaluate.confusion and not fed.data.classed:
-        raise Refused(
-            f"evaluate.confusion counts predicted classes, but {fed.data.name} has none; leave confusion out"
-        )
+        raise Refused(f"evaluate.confusion counts predicted classes, but {fed.data.name} has none; leave confusion out")
     unknown = [i for i in evaluate.tsne if i >= fed.n]
     if unknown:
         raise ConfigError(f"evaluate.tsne names client {unknown[0]}, but there are clients 0 to {fed.n - 1} only")

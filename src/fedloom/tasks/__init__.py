@@ -4,4 +4,15 @@ from fedloom.tasks.kinds import Binary, Classification, Count, Regression, Task
 from fedloom.tasks.objective import Chosen, Objective, number, task_of
 from fedloom.tasks.survival import Survival
 
-__all__ = ["Binary", "Chosen", "Classification", "Count", "Objective", "Regression", "Survival", "Task", "number", "task_of"]
+__all__ = [
+    "Binary",
+    "Chosen",
+    "Classification",
+    "Count",
+    "Objective",
+    "Regression",
+    "Survival",
+    "Task",
+    "number",
+    "task_of",
+]

@@ -217,7 +217,9 @@ class Chosen:
         if objective.calibrate and not isinstance(base, Binary):
             raise ConfigError("task.calibrate is of binary tasks only; leave it out")
         if objective.horizon is not None and not isinstance(base, Survival):
-            raise ConfigError("task.horizon is of survival tasks only; leave it out, or name the event column in [data]")
+            raise ConfigError(
+                "task.horizon is of survival tasks only; leave it out, or name the event column in [data]"
+            )
         declare(objective.directions)
         return cls(base, objective, classes, tuple(n for n in dict.fromkeys(named) if n not in there))
 

@@ -39,8 +39,8 @@ class Survival(Kind):
     Metrics: ``loss``, minus the log partial likelihood over the number of rows (ties by Efron); ``c_index`` in [0, 1],
     Harrell's: the share of comparable pairs in which the earlier event has the higher risk. With a horizon, where z is
     the log of the cumulative hazard there (`baseline`): ``brier`` score in [0, 1] with weights of inverse censoring;
-    ``calibration_error``, the mean over up to `GROUPS` groups of rising risk of |observed - expected| share of events by
-    the horizon, and ``observed_expected``, their ratio over all rows; observed shares are Kaplan and Meier's.
+    ``calibration_error``, the mean over up to `GROUPS` groups of rising risk of |observed - expected| share of events
+    by the horizon, and ``observed_expected``, their ratio over all rows; observed shares are Kaplan and Meier's.
     """
 
     horizon: float | None = Field(None, gt=0, description="time by which events are predicted; None: ranks only")
@@ -187,7 +187,7 @@ def brier(risk: Rows, horizon: float) -> float:
 
 
 def observed_expected(risk: Rows, horizon: float) -> tuple[float, float]:
-    """Calibration error and the ratio of observed to expected events by the horizon; nan where nobody is seen so long."""
+    """Calibration error, and observed over expected events by the horizon; nan where nobody is seen so long."""
     if risk.time.max() < horizon:
         return float("nan"), float("nan")
 

@@ -182,7 +182,9 @@ def meanings(model: Model) -> list[str]:
         return []
     horizon = model.recipe.objective.horizon
     if horizon is None:
-        return ["predictions are logs of hazards, which rank rows; [task] horizon makes them probabilities of the event"]
+        return [
+            "predictions are logs of hazards, which rank rows; [task] horizon makes them probabilities of the event"
+        ]
     return [f"predictions are probabilities of the event by time {horizon:g}"]
 
 

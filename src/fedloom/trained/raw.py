@@ -18,8 +18,8 @@ class RawModel(nn.Module):
 
     It takes raw columns ``[b, p]`` float64 of a table (codes for levels, NaN where missing), else samples
     ``[b, *shape]`` as their data set has them (tokens of sequences as int64), and gives the probabilities ``[b, C]`` of
-    the classes, ``[b, L, C]`` with a label per position, or numbers: the values ``[b, k]`` of a regression in the units of
-    its label, the mean ``[b, 1]`` of a count, and of a survival task the probability ``[b, 1]`` of the event by the
+    the classes, ``[b, L, C]`` with a label per position, or numbers: the values ``[b, k]`` of a regression in the units
+    of its label, the mean ``[b, 1]`` of a count, and of a survival task the probability ``[b, 1]`` of the event by the
     horizon, or without one the log of the hazard relative to the baseline.
 
     Args:
