@@ -71,7 +71,7 @@ def survival_table(
             names.append(column.name)
     if not blocks:
         raise ConfigError(f"{data.name}: no column is left beside {time!r} and {event!r}")
-    x, times, events = torch.stack(blocks, 1), *data.y.double().unbind(1)
+    x, (times, events) = torch.stack(blocks, 1), data.y.double().unbind(1)
     owner = torch.zeros(len(data), dtype=torch.long) if data.users is None else data.users
     rows = [here for k in owner.unique() if bool((here := whole & (owner == k)).any())]
     lost = int((~whole).sum())
