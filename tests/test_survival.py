@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import fedloom as fl
 from fedloom.errors import ConfigError, DataError
 from fedloom.tasks import Count, Objective, Survival, task_of
 from fedloom.tasks.cox import SurvivalSite, fit_cox
+from fedloom.tasks.secure_cox import agreement_on, binned, fit_secure_cox, ring_sum
 from fedloom.tasks.survival import Rows, baseline, brier, concordance, observed_expected, partial_loss
 from tests.commands import call
 
@@ -270,3 +272,68 @@ def test_poisson_over_sites_is_the_pooled_fit() -> None:
     scores = Count().metrics(z, torch.from_numpy(y)[:, None], torch.zeros(240, dtype=torch.long), 1)
     assert float(scores["deviance"]) == pytest.approx(mean_poisson_deviance(y, np.exp(x[:, 0])))
     assert Survival().outputs == Count().outputs == 1
+
+
+def test_secure_sums_give_the_pooled_fit_of_binned_rows_within_their_bound(cut: Any) -> None:
+    table, time, event = cut
+    sites = sites_of(table, time, event)
+    names = list(table.drop(columns=[time, event, "site"]).columns)
+    rng = np.random.default_rng(0)
+
+    def masked(vectors: Sequence[np.ndarray]) -> np.ndarray:
+        """Pairwise masks: what a single site sends is uniform, and they cancel in the sum."""
+        sent = [vector.copy() for vector in vectors]
+        for i in range(len(sent)):
+            for j in range(i):
+                mask = rng.integers(0, 2**64, len(sent[i]), dtype=np.uint64)
+                sent[i], sent[j] = sent[i] + mask, sent[j] - mask
+        assert all((a != b).all() for a, b in zip(sent, vectors, strict=True))
+        return ring_sum(sent)
+
+    for ties, least, step in (("efron", 2, 2.0**-40), ("breslow", 1, 2.0**-24)):
+        terms = agreement_on(sites, float(table[time].max()) / 13, least, ties)._replace(step=step)
+        secure = fit_secure_cox(sites, terms, names, masked)
+        rows = [binned(site, terms)[0] for site in sites]
+        pooled = fit_cox([SurvivalSite(*map(np.concatenate, zip(*rows, strict=True)))], ties)
+        gap = np.abs(secure.fit.beta - pooled.beta)
+        assert (gap <= secure.bound).all()
+        assert (secure.bound < 0.05 * pooled.se).all()
+        np.testing.assert_allclose(secure.fit.se, pooled.se, rtol=1e-4)
+        lost = secure.losses
+        assert lost.events - lost.rare - lost.late == pooled.events == secure.fit.events
+        for row, site in zip(rows, sites, strict=True):
+            counts = np.unique(row.time[row.event == 1], return_counts=True)[1]
+            assert (counts >= least).all()
+            assert not len(row.time) or (row.time == row.time.max()).sum() >= least
+            assert len(row.time) in (0, len(site.time))
+
+
+def test_finer_bins_lose_less_and_at_exact_times_nothing() -> None:
+    sites = [SurvivalSite(*patients(seed, rows)) for seed, rows in enumerate((120, 60))]
+    exact = fit_cox(sites)
+    gaps = [
+        np.abs(fit_secure_cox(sites, agreement_on(sites, width, 1, "efron")).fit.beta - exact.beta).max()
+        for width in (15.0, 5.0, 1.0)
+    ]
+    assert gaps[0] > gaps[1] > gaps[2]
+    assert gaps[2] < 1e-8  # times are whole numbers
+
+
+def test_what_cannot_be_summed_is_a_sentence(run: Path) -> None:
+    sites = [SurvivalSite(*patients(seed, 40)) for seed in range(2)]
+    terms = agreement_on(sites, 5.0, 1, "efron")
+    for bad, sentence in (
+        (terms._replace(high=terms.high - 1), "site 0: column 0 has 1?[0-9] values outside the agreed"),
+        (terms._replace(least=40), "no bin has 40 events"),
+        (terms._replace(step=2.0**-62), "take a larger one"),
+    ):
+        with pytest.raises(DataError, match=sentence):
+            fit_secure_cox(sites, bad)
+    with pytest.raises(ConfigError, match="must rise"):
+        fit_secure_cox(sites, terms._replace(ends=terms.ends[::-1]))
+    with pytest.raises(ConfigError, match="at most 10000 bins"):
+        agreement_on(sites, 1e-9, 1, "efron")
+    said = call("cox", run / "rossi.toml", "--bins", "8", "--least", "3")
+    assert "of 114 events are censored" in said
+    assert "with exact times" in said
+    assert "leave one out" in call("cox", run / "rossi.toml", "--bins", "8", "--stratify", code=2)

@@ -22,6 +22,13 @@ def cox(
     ties: Annotated[
         str, typer.Option(help="efron or breslow", autocompletion=offer.one_of("efron", "breslow"))
     ] = "efron",
+    bins: Annotated[
+        float | None,
+        typer.Option(min=0, help="width of time bins that sites agree on; they then send secure sums only"),
+    ] = None,
+    least: Annotated[
+        int, typer.Option(min=1, help="with --bins: events of a site in a bin, and its rows at risk, that it may send")
+    ] = 5,
     stratify: Annotated[bool, typer.Option("--stratify", help="a baseline hazard for every site")] = False,
     data_dir: DataDir = None,
 ) -> None:
@@ -33,18 +40,38 @@ def cox(
         import numpy as np
 
         from fedloom.data.survival import survival_table
+        from fedloom.errors import ConfigError
         from fedloom.experiment import read
         from fedloom.progress import print_rows
         from fedloom.tasks.cox import SurvivalSite, fit_cox
+        from fedloom.tasks.secure_cox import agreement_on, fit_secure_cox
 
         table = survival_table(read(file).source, time, event, data_dir)
         for note in table.notes:
             say(note)
-        fit = fit_cox([SurvivalSite(*site) for site in table.sites], ties, stratify=stratify, names=table.columns)
+        if bins is not None and stratify:
+            raise ConfigError(
+                "--stratify sends what one site alone has, so secure sums have nothing to add; leave one out"
+            )
+        sites = [SurvivalSite(*site) for site in table.sites]
+        fit = exact = fit_cox(sites, ties, stratify=stratify, names=table.columns)
+        if bins is not None:
+            secure = fit_secure_cox(sites, agreement_on(sites, bins, least, ties), table.columns)
+            fit, losses = secure.fit, secure.losses
+            say(
+                f"bins of {bins:g}, at least {least} events and rows of a site: {losses.rare + losses.late} of "
+                f"{losses.events} events are censored ({losses.rare} in bins with too few, {losses.late} late)"
+            )
+            say(
+                f"rounding moves no coefficient by more than {secure.bound.max():.1g} from the pooled fit of these rows"
+            )
         low, high = fit.interval()
         heads = ("coefficient", "standard error", "hazard ratio", "95 % from", "to", "p")
         figures = np.stack([fit.beta, fit.se, np.exp(fit.beta), np.exp(low), np.exp(high), fit.p_values], 1).tolist()
-        rows = zip(table.columns, figures, strict=True)
-        print_rows([{"column": name, **dict(zip(heads, values, strict=True))} for name, values in rows])
+        rows = [dict(zip(heads, values, strict=True)) for values in figures]
+        if bins is not None:
+            for row, beta, se in zip(rows, exact.beta, exact.se, strict=True):
+                row |= {"with exact times": beta, "its standard error": se}
+        print_rows([{"column": name, **row} for name, row in zip(table.columns, rows, strict=True)])
         whose = "a baseline hazard for every site" if stratify else "one baseline hazard"
         say(f"{fit.rows} rows of {len(table.sites)} sites, {fit.events} events; ties by {ties}, {whose}")

@@ -100,15 +100,16 @@ class CoxFit(NamedTuple):
         return values
 
 
-def risk_sums(site: SurvivalSite, beta: Floats, times: Floats) -> RiskSums:
+def risk_sums(site: SurvivalSite, beta: Floats, times: Floats, shift: float = 0.0) -> RiskSums:
     """What a site sends.
 
     Args:
         site: its rows, columns centred and scaled as all sites' are.
         beta: ``[p]`` coefficients.
         times: ``[J]`` event times, rising.
+        shift: subtracted from every row's x beta; it changes no ratio of sums.
     """
-    weight = np.exp(site.x @ beta)
+    weight = np.exp(site.x @ beta - shift)
     products = site.x[:, :, None] * site.x[:, None, :]
     last = np.searchsorted(times, site.time, side="right")  # a row is at risk at the first `last` times
     here = (site.event == 1) & (last > 0)
@@ -184,6 +185,18 @@ def fit_cox(
         values, gradients, informations = zip(*parts, strict=True)
         return Likelihood(sum(values), np.sum(gradients, 0), np.sum(informations, 0))
 
+    beta, here = newton(at, names)
+    se = np.sqrt(np.linalg.inv(here.information).diagonal())
+    events = int(sum(site.event.sum() for site in sites))
+    return CoxFit(beta / spread, se / spread, here.value, events, count)
+
+
+def newton(at: Callable[[Floats], Likelihood], names: Sequence[str]) -> tuple[Floats, Likelihood]:
+    """The coefficients ``[p]`` of the largest likelihood, and the likelihood there.
+
+    Raises:
+        DataError: there is no finite fit, columns depend on each other, or steps do not converge.
+    """
     beta = np.zeros(len(names))
     here = at(beta)
     for _ in range(STEPS):
@@ -193,13 +206,9 @@ def fit_cox(
             raise DataError(f"columns {', '.join(names)} depend on each other; leave one out")
         step: Floats = np.linalg.solve(here.information, here.gradient).astype(float)
         if float(here.gradient @ step) < TOLERANCE:
-            break
+            return beta, here
         beta, here = _stepped(at, beta, step, here)
-    else:
-        raise DataError(f"the fit has not converged after {STEPS} steps; look at the columns {', '.join(names)}")
-    se = np.sqrt(np.linalg.inv(here.information).diagonal())
-    events = int(sum(site.event.sum() for site in sites))
-    return CoxFit(beta / spread, se / spread, here.value, events, count)
+    raise DataError(f"the fit has not converged after {STEPS} steps; look at the columns {', '.join(names)}")
 
 
 def _stepped(
