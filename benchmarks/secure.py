@@ -14,8 +14,8 @@ import time
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from fedloom.deploy.secure import integers, shares
 from fedloom.deploy.secure import protocol as secure
-from fedloom.deploy.secure import shares
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def row(n: int, d: int, lost: int) -> str:
     uploads = rng.normal(size=(len(survivors), d))
     bound = secure.bound_to(session, bytes(32), range(n))
     vectors = {
-        c: secure.masked(session, bound, c, secrets[c], range(n), secure.encode(uploads[c])[0]) for c in survivors
+        c: secure.masked(session, bound, c, secrets[c], range(n), integers.encode(uploads[c])[0]) for c in survivors
     }
     text = secure.statement(bound, survivors)
     signed = {c: signing[c].sign(text) for c in survivors}
@@ -62,9 +62,9 @@ def row(n: int, d: int, lost: int) -> str:
     start = time.process_time()
     masked = np.sum([*vectors.values()], axis=0, dtype=np.uint64)
     restored, _ = shares.restored(session, range(n), survivors, told)
-    total = secure.decode(secure.unmasked(session, bound, survivors, masked, restored), len(survivors))
+    total = integers.decode(secure.unmasked(session, bound, survivors, masked, restored), len(survivors))
     at_server = time.process_time() - start
-    assert np.abs(total - uploads.sum(0)).max() < n * 2.0**-secure.BITS
+    assert np.abs(total - uploads.sum(0)).max() < n * 2.0**-integers.BITS
     advert, sealed = len(secure.write_adverts(adverts[:1])), (n - 1) * (4 + shares.SEALED)
     agree = secure.SIGNATURE * (1 + bool(lost))
     up = advert + sealed + 8 * d + agree + n * (4 + secure.KEY)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from flwr.app import Message
 
+from fedloom.deploy.secure import integers, shares
 from fedloom.deploy.secure import protocol as secure
-from fedloom.deploy.secure import shares
 from fedloom.deploy.secure.opened import read_checked
 from fedloom.deploy.secure.protocol import ACCUSES
 from fedloom.deploy.settings import Server
@@ -23,7 +23,7 @@ from tests.deploy.sessions import arrays_of, kind_of, losing, secured
 Edit = Callable[[Scene, int, bytes], bytes]
 """(deployment, client, what an honest site answers) -> what the bad one answers."""
 
-CLOSE = {"rtol": 0, "atol": 1e4 * 2.0**-secure.BITS}
+CLOSE = {"rtol": 0, "atol": 1e4 * 2.0**-integers.BITS}
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,8 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord
 
 from fedloom.deploy.protocol.envelope import ASKED, COMMON, PROTOCOL, Kind, digest_of, seal
+from fedloom.deploy.secure import integers, shares
 from fedloom.deploy.secure import protocol as secure
-from fedloom.deploy.secure import shares
 from fedloom.deploy.secure.protocol import Broken
 from fedloom.deploy.secure.terms import Terms
 from fedloom.deploy.secure.vectors import UploadVector
@@ -161,7 +161,7 @@ def test_asked_honestly_the_sites_open_the_sum(rogue: Rogue) -> None:
     assert bool((work > 0).any())
     kept = [s._memory.read(1) for s in rogue.sites]
     expected = sum(k.tensors["reply"].numpy()[:-3] for k in kept if k is not None)
-    assert np.array_equal(np.rint(np.ldexp(sums["dw"].numpy(), secure.BITS)), expected)
+    assert np.array_equal(np.rint(np.ldexp(sums["dw"].numpy(), integers.BITS)), expected)
     assert len({s[0] for s in rogue.sizes}) == 5
     assert not rogue.refused
 

@@ -24,8 +24,9 @@ from fedloom.deploy.noise import SharedMean
 from fedloom.deploy.ops.check import check_site
 from fedloom.deploy.ops.status import lines, status_of
 from fedloom.deploy.protocol.envelope import ASKED, COMMON, PROTOCOL, Kind, digest_of, seal
-from fedloom.deploy.secure import opened, shares
+from fedloom.deploy.secure import integers, opened, shares
 from fedloom.deploy.secure import protocol as secure
+from fedloom.deploy.secure import site as masked_site
 from fedloom.deploy.secure.member import check_maskable
 from fedloom.deploy.secure.protocol import Broken
 from fedloom.deploy.secure.sums import ATTEMPTS
@@ -61,7 +62,7 @@ def test_masked_is_plain(name: str, tmp_path: Path) -> None:
     here = secured(tmp_path, name)
     assert here.serve() is Stop.DONE
     result = here.simulate()
-    close = {"rtol": 0, "atol": 1e4 * 2.0**-secure.BITS}
+    close = {"rtol": 0, "atol": 1e4 * 2.0**-integers.BITS}
     if "global" in result.models.kinds():
         torch.testing.assert_close(here.model(), result.models.rows("global"), **close)
     if "personal" in result.models.kinds():
@@ -77,7 +78,7 @@ def test_weights_and_samples(weights: str, tmp_path: Path) -> None:
     here = secured(tmp_path, "fedavg", weights=weights)
     assert here.serve() is Stop.DONE
     found = here.simulate().models.rows("global")
-    torch.testing.assert_close(here.model(), found, rtol=0, atol=1e4 * 2.0**-secure.BITS)
+    torch.testing.assert_close(here.model(), found, rtol=0, atol=1e4 * 2.0**-integers.BITS)
 
 
 GONE = (0, 2)
@@ -103,7 +104,7 @@ def test_drop_outs(name: str, step: str, tmp_path: Path, plain: Callable[[str, b
     """n - threshold sites drop at a step of round 2: the round is that of the sites whose vector arrived."""
     here, wanted = secured(tmp_path, name, rounds=3), plain(name, step != "unmask")
     assert here.serve(here.grid(losing({(2, step): GONE}))) is Stop.DONE
-    torch.testing.assert_close(here.model(), wanted.model(), rtol=0, atol=1e4 * 2.0**-secure.BITS)
+    torch.testing.assert_close(here.model(), wanted.model(), rtol=0, atol=1e4 * 2.0**-integers.BITS)
     for mine, theirs in zip(here.sites, wanted.sites, strict=True):
         for a, b in zip(models(mine.state), models(theirs.state), strict=True):
             torch.testing.assert_close(load_file(a.path)["rows"], load_file(b.path)["rows"], rtol=0, atol=1e-6)
@@ -182,7 +183,7 @@ def test_too_many_drop_outs_stop_the_round_and_it_can_go_on(step: str, tmp_path:
     assert here.summary()["runs"][0]["rounds"] == 1
     assert here.serve() is Stop.DONE
     found = here.simulate().models.rows("global")
-    torch.testing.assert_close(here.model(), found, rtol=0, atol=1e4 * 2.0**-secure.BITS)
+    torch.testing.assert_close(here.model(), found, rtol=0, atol=1e4 * 2.0**-integers.BITS)
 
 
 def test_a_round_is_summed_over_one_set_of_sites_only(tmp_path: Path) -> None:
@@ -212,7 +213,7 @@ def test_a_sum_that_was_asked_for_is_told_by_a_threshold_of_its_sites(tmp_path: 
     plain = scene(tmp_path / "plain", "flame", **{**SMALL, "rounds": 4})
     plain = plain._replace(server=plain.server.with_(quorum=3))
     assert plain.serve(plain.grid(losing({(3, "train"): [4], (4, "train"): [4]}))) is Stop.DONE
-    torch.testing.assert_close(here.model(), plain.model(), rtol=0, atol=1e4 * 2.0**-secure.BITS)
+    torch.testing.assert_close(here.model(), plain.model(), rtol=0, atol=1e4 * 2.0**-integers.BITS)
     assert [s["accepted"] for s in status_of(here.server)["sites"]] == [4, 4, 4, 4, 2]
 
 
@@ -234,7 +235,7 @@ def test_a_server_that_was_killed_after_a_sum_asks_no_site_for_it(
     assert here.serve(grid) is Stop.DONE
     assert not [m for m in grid.sent if m.content["head"]["round"] == 2 and kind_of(m) in (*STEPS, "tally")]
     found = here.simulate().models.rows("global")
-    torch.testing.assert_close(here.model(), found, rtol=0, atol=1e4 * 2.0**-secure.BITS)
+    torch.testing.assert_close(here.model(), found, rtol=0, atol=1e4 * 2.0**-integers.BITS)
 
 
 def test_a_sum_that_is_never_told_is_given_up_after_some_attempts(tmp_path: Path) -> None:
@@ -452,7 +453,7 @@ def test_the_bound_holds_at_the_sites_and_for_the_sum(tmp_path: Path) -> None:
     assert here.serve() is Stop.TOO_FEW
     assert all(x["step"] == 2 for x in here.audit("rejected"))
     here = secured(tmp_path / "sum", "fedavg", agreed={"norm_bound": 100.0})
-    assert here.serve(here.grid(spoiling(2, slice(0, 1), 1000 << secure.BITS))) is Stop.DONE
+    assert here.serve(here.grid(spoiling(2, slice(0, 1), 1000 << integers.BITS))) is Stop.DONE
     [line] = here.audit("given up")
     assert "the most it can be" in line["reason"]
 
@@ -545,7 +546,7 @@ def test_no_sum_of_scores_is_of_one_site(tmp_path: Path) -> None:
         return [train, 3 if number in (0, 1) else 0, test if number != 4 else 0]
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (client, trainer):
+        for module in (client, trainer, masked_site):
             patch.setattr(module, "part_sizes", scarce)
         grid = here.grid(None, clients)
         assert here.serve(grid) is Stop.DONE

@@ -10,8 +10,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedloom.deploy.secure import integers, shares
 from fedloom.deploy.secure import protocol as secure
-from fedloom.deploy.secure import shares
 from fedloom.errors import Refused, WireError
 
 NAME = bytes(range(32))
@@ -93,29 +93,29 @@ def test_fewer_shares_than_the_threshold_give_another_secret() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.lists(st.floats(-(2.0**14), 2.0**14), min_size=4, max_size=4), min_size=1, max_size=100))
 def test_sums_of_numbers_are_right_to_the_resolution(rows: list[list[float]]) -> None:
-    encoded = [secure.encode(np.array(row))[0] for row in rows]
-    found = secure.decode(np.sum(encoded, axis=0, dtype=np.uint64), len(rows))
+    encoded = [integers.encode(np.array(row))[0] for row in rows]
+    found = integers.decode(np.sum(encoded, axis=0, dtype=np.uint64), len(rows))
     exact = np.array(rows).sum(0)
-    assert np.abs(found - exact).max() <= len(rows) * (2.0 ** -(secure.BITS + 1) + 1e-15 * 2**14)
+    assert np.abs(found - exact).max() <= len(rows) * (2.0 ** -(integers.BITS + 1) + 1e-15 * 2**14)
 
 
 def test_numbers_out_of_range_are_clipped_and_counted() -> None:
-    steps, clipped = secure.encode(np.array([1e9, -1e9, 1.0]))
+    steps, clipped = integers.encode(np.array([1e9, -1e9, 1.0]))
     assert clipped == 2
-    assert (secure.decode(steps, 1) == [2.0**14, -(2.0**14), 1.0]).all()
+    assert (integers.decode(steps, 1) == [2.0**14, -(2.0**14), 1.0]).all()
     with pytest.raises(Refused, match="not finite"):
-        secure.encode(np.array([np.nan]))
+        integers.encode(np.array([np.nan]))
 
 
 def test_a_sum_with_a_mask_on_it_is_out_of_range() -> None:
     noise = secure.stream(bytes(32), 100)
     with pytest.raises(Refused, match="out of range"):
-        secure.decode(noise, 100)
-    edge = np.array([int(2 * 3 * secure.RANGE) << secure.BITS], dtype=np.int64)
-    assert secure.decode(edge.view(np.uint64), 3) == 6 * secure.RANGE
+        integers.decode(noise, 100)
+    edge = np.array([int(2 * 3 * integers.RANGE) << integers.BITS], dtype=np.int64)
+    assert integers.decode(edge.view(np.uint64), 3) == 6 * integers.RANGE
     for beyond in (edge + 1, -edge - 1):
         with pytest.raises(Refused, match="out of range"):
-            secure.decode(beyond.view(np.uint64), 3)
+            integers.decode(beyond.view(np.uint64), 3)
 
 
 def test_every_bit_of_the_secret_changes_the_whole_stream() -> None:
@@ -153,7 +153,7 @@ def test_masked_vectors_are_uniform_whatever_is_in_them() -> None:
     rng = np.random.default_rng(1)
     for values in (np.zeros(d), np.full(d, 1e4), rng.normal(size=d)):
         sites, session = ready(range(3), 2)
-        vector, _ = secure.encode(values)
+        vector, _ = integers.encode(values)
         sent = secure.masked(session, bound(session, range(3)), 0, sites[0].secrets, range(3), vector)
         counts = np.bincount(sent.view(np.uint8), minlength=256)
         chi = ((counts - 8 * d / 256) ** 2 / (8 * d / 256)).sum()

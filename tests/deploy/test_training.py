@@ -15,7 +15,7 @@ from fedloom.deploy.ops.loopback import Loopback, run_all
 from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.ops.processes import Processes
 from fedloom.deploy.ops.status import status_of
-from fedloom.deploy.secure import protocol as secure
+from fedloom.deploy.secure import integers
 from fedloom.deploy.server.run import FINISHED, serve
 from fedloom.deploy.settings import read_server, read_site, text_of
 from fedloom.deploy.site.client import Client
@@ -149,7 +149,7 @@ def test_secure_aggregation_over_a_real_network(experiment, tmp_path):
     server = read_server(plain / "server" / "server.toml").with_(deadline=0.2, ttl=0.4, patience=0.4)
     grid = FakeGrid({FIRST + k: one.answer for k, one in enumerate(clients)}, gone)
     assert serve(grid, server, lambda _: None) is Stop.DONE
-    close = {"rtol": 0, "atol": 1e4 * 2.0**-secure.BITS}
+    close = {"rtol": 0, "atol": 1e4 * 2.0**-integers.BITS}
     theirs, mine = (load_file(s.results / "global.safetensors")["rows"] for s in (server, here.server))
     torch.testing.assert_close(mine, theirs, **close)
     for a, b in zip(owned(folder)[:2], owned(plain), strict=False):

@@ -16,11 +16,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedloom.algorithms import upload_fields
 from fedloom.deploy.noise import FINEST, released
+from fedloom.deploy.protocol.envelope import Kind
 from fedloom.deploy.protocol.identity import verifying_key
 from fedloom.deploy.secure import protocol as secure
 from fedloom.deploy.secure import shares
 from fedloom.deploy.secure.opened import OpenedSums, read_checked, write_checked
 from fedloom.deploy.secure.protocol import MOST, SIGNATURE, Broken, Integers
+from fedloom.deploy.secure.stages import Progress, Stage, progress_of
 from fedloom.deploy.secure.terms import Terms
 from fedloom.deploy.settings import Site
 from fedloom.engine.setting import Setting
@@ -82,11 +84,12 @@ class SessionMember:
             advert = secure.write_adverts([secure.advertise(name, self._client, secrets, self._key)])
             record = {"name": name.hex(), "secrets": [part.hex() for part in secrets], "advert": advert.hex()}
             self._save(record)
+        progress_of(record).after("keys")
         return self._bytes(record, "advert")
 
     def shares(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Step 2: shares of this site's secrets, sealed for every other site of those that advertised."""
-        record = self._session(round, nonce)
+        record = self._session(round, nonce, "shares")
         self._once(record, "adverts", message.hex())
         if "shares" not in record:
             session, secrets = self._agreed_by(record, message), _secrets(record)
@@ -108,7 +111,7 @@ class SessionMember:
         Returns:
             Accusations by the accused, where a share does not decrypt; then the session is over here.
         """
-        record = self._session(round, nonce, "shares")
+        record = self._session(round, nonce, "masked")
         self._once(record, "inbox", message.hex())
         self._once(record, "terms", terms.digest.hex())
         self._once(record, "sums", terms.sums)
@@ -135,7 +138,8 @@ class SessionMember:
 
     def masked(self, round: int, nonce: bytes, vector: Integers) -> bytes:
         """Step 3, second half: this site's vector under its masks, behind its signature that all may be summed."""
-        record = self._session(round, nonce, "held")
+        record = self._session(round, nonce, "masked")
+        progress_of(record).at_least(Stage.RECEIVED)
         self._once(record, "vector", hashlib.sha256(vector.tobytes()).hexdigest())
         self._save(record)
         peers, bound = [int(c) for c in record["held"]], self._bound(record)
@@ -145,7 +149,7 @@ class SessionMember:
 
     def open(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Where others say that they cannot read this site's shares: the one-time keys of what they were sent."""
-        record = self._session(round, nonce, "shares")
+        record = self._session(round, nonce, "open")
         session, secrets = self._agreed_by(record), _secrets(record)
         for accuser, signature in _read(message, SIGNATURE).items():
             if accuser not in session.adverts or not shares.is_accused(
@@ -156,7 +160,7 @@ class SessionMember:
 
     def agree(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Step 4: this site's signature that the sum may be of the sites whose vector arrived, as some did not."""
-        record = self._session(round, nonce, "vector")
+        record = self._session(round, nonce, "agree")
         arrived = self._arrived(record, _read(message, 0))
         self._once(record, "arrived", message.hex())
         self._save(record)
@@ -164,11 +168,10 @@ class SessionMember:
 
     def tell(self, round: int, nonce: bytes, message: bytes) -> bytes:
         """Step 5: shares of the seeds of the sites whose vector arrived, of the masking keys of the others."""
-        record = self._session(round, nonce)
+        record = self._session(round, nonce, "unmask")
         signed = _read(message, SIGNATURE)
         survivors = secure.write(dict.fromkeys(signed, b"")).hex()
         if "told" not in record:
-            self._session(round, nonce, "vector")
             arrived, held = self._arrived(record, signed), {int(c): bytes.fromhex(p) for c, p in record["held"].items()}
             if record.get("arrived", survivors) != survivors:
                 raise Broken("this site has signed that the sum is of other sites")
@@ -198,11 +201,11 @@ class SessionMember:
         peers = [int(c) for c in record["held"]]
         return secure.bound_to(self._agreed_by(record), bytes.fromhex(record["terms"]), peers)
 
-    def _session(self, round: int, nonce: bytes, step: str = "name") -> dict[str, Any]:
-        """Read the record of the session, which must have come to a step."""
+    def _session(self, round: int, nonce: bytes, kind: Kind) -> dict[str, Any]:
+        """Read the record of the session, which must have come to the stage at which a message is answered."""
         record = self._load()
-        if record.get("name") != secure.session_name(self._agreement, round, nonce).hex() or step not in record:
-            raise Broken("the session is another one, is over, or has not come to this step")
+        same = record.get("name") == secure.session_name(self._agreement, round, nonce).hex()
+        (progress_of(record) if same else Progress()).after(kind)
         return record
 
     def _once(self, record: dict[str, Any], name: str, value: Any) -> None:

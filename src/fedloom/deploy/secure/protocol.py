@@ -9,7 +9,7 @@ attempt at a round, has four steps, and a fifth where a site drops out on the wa
 2. Every site cuts its seed and its masking key into Shamir shares, any ``threshold`` of which give them back, and
    encrypts to every other site its share of each. It signs each of these, so nobody else can have made a bad one.
 3. Every site adds a mask from its seed, and for every other site one from their common key, which the two add with
-   opposite signs. Numbers are integers modulo 2^64 (`encode`), so a masked vector is uniform whatever is in it. The
+   opposite signs. Numbers are integers modulo 2^64 (`integers`), so a masked vector is uniform whatever is in it. The
    masks depend on all that the sites were asked and on who shared with whom (`bound_to`), so they cancel between sites
    that got the same only. With its vector a site signs that the sum may be of all that shared (`statement`).
 4. Where a vector is missing, the sites sign the list of those that arrived; each signs one such list.
@@ -48,11 +48,6 @@ FEWEST, MOST = 3, 100
 """Sites of a session, and of a sum at least `FEWEST`: of two, each would know the other's vector from the sum."""
 ACCUSES = b"accuses\n"
 """How the answer of the third step begins where a share does not decrypt."""
-BITS = 36
-"""A number travels as a multiple of the resolution 2^-36."""
-RANGE = 2.0**14
-"""A number is clipped to -2^14..2^14. A change has twice that; the sum of 100 is below 2^58 steps, so none wraps."""
-
 KEY, SIGNATURE = 32, 64
 
 Integers = np.ndarray[Any, np.dtype[np.uint64]]
@@ -122,35 +117,6 @@ def colluders(sites: int, threshold: int) -> int:
 def session_name(agreement: bytes, round: int, nonce: bytes) -> bytes:
     """The name of a session: of the agreement, the round, and 16 random bytes of the server."""
     return hashlib.sha256(b"fedloom session\n" + agreement + round.to_bytes(8, "little") + nonce).digest()
-
-
-# ------------------------------------------------------------------------------------------------------------ numbers
-
-
-def encode(values: np.ndarray[Any, Any]) -> tuple[Integers, int]:
-    """Numbers ``[D]`` clipped to the range and rounded to the grid, and how many of them were clipped.
-
-    Raises:
-        Broken: one is not finite.
-    """
-    if not np.isfinite(values).all():
-        raise Broken("a number to be masked is not finite")
-    clipped = np.clip(values.astype(np.float64), -RANGE, RANGE)
-    steps = np.rint(np.ldexp(clipped, BITS)).astype(np.int64)
-    return steps.view(np.uint64), int((clipped != values).sum())
-
-
-def decode(total: Integers, count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The sum of ``count`` numbers or changes, ``[D]`` float64.
-
-    Raises:
-        Broken: it is out of the range that ``count`` of them have.
-    """
-    steps = total.view(np.int64)
-    limit = int(2 * count * RANGE) << BITS
-    if bool(((steps > limit) | (steps < -limit)).any()):
-        raise Broken(f"the sum of {count} sites is out of range: one sent what it must not, or a mask is still on it")
-    return np.ldexp(steps.astype(np.float64), -BITS)
 
 
 # --------------------------------------------------------------------------------------------------------------- keys

@@ -13,15 +13,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedloom.deploy.protocol.envelope import Kind
 from fedloom.deploy.protocol.identity import NONCE, verifying_key
 from fedloom.deploy.secure import protocol as secure
 from fedloom.deploy.secure import shares
+from fedloom.deploy.secure.answers import read_advert, read_sealed, read_shares, read_signature, read_vector
 from fedloom.deploy.secure.pending import PendingSum, PendingSums
-from fedloom.deploy.secure.protocol import ACCUSES, SIGNATURE, Broken, Integers
+from fedloom.deploy.secure.protocol import SIGNATURE, Broken, Integers
+from fedloom.deploy.secure.stages import Progress, Stage
 from fedloom.deploy.secure.terms import Terms
 from fedloom.deploy.server.transport import Request, Transport
 from fedloom.deploy.settings import Server
-from fedloom.errors import GivenUp, Refused, RunStopped, Stop, WireError
+from fedloom.errors import GivenUp, Refused, RunStopped, Stop
 
 ATTEMPTS = 3
 """How often the shares of a sum are asked for before it is given up."""
@@ -36,6 +39,14 @@ class Sum(NamedTuple):
     value: Any
     clients: list[int]
     traffic: list[int]
+
+
+class _Course(NamedTuple):
+    """A session that goes on: its round, its nonce, and how far it has come."""
+
+    round: int
+    nonce: bytes
+    progress: Progress = Progress()
 
 
 class SecureSums:
@@ -58,12 +69,12 @@ class SecureSums:
         """The sum of any of these, by kind and round, if it was asked for before."""
         return self._unmasked.of(sums)
 
-    def sum(self, terms: Terms, letter: Ask, length: int, read: Callable[[Integers, int], Any]) -> Sum:
+    def sum(self, terms: Terms, request: Ask, length: int, read: Callable[[Integers, int], Any]) -> Sum:
         """The sum of the sites' vectors; one that was asked for before a stop is told now.
 
         Args:
             terms: what the sites are asked.
-            letter: asks a client for its vector; takes the shares of the others too.
+            request: asks a client for its vector; takes the shares of the others too.
             length: of a vector.
             read: what a sum of so many vectors is; Refused where it makes no sense.
 
@@ -71,7 +82,7 @@ class SecureSums:
             RunStopped: fewer than the threshold take part.
             GivenUp: it was asked for too often, or one of the vectors is wrong.
         """
-        asked = self._unmasked.of(terms.sums) or self._collected(terms, letter, length)
+        asked = self._unmasked.of(terms.sums) or self._collected(terms, request, length)
         asked = asked if asked.told else self._told(asked, read)
         n, part = len(secure.read_adverts(asked.adverts)), 4 + shares.SEALED
         up = len(asked.adverts) // n + n * part + SIGNATURE + 8 * length + n * (4 + secure.KEY)
@@ -80,36 +91,38 @@ class SecureSums:
 
     # --------------------------------------------------------------------------------------- until shares are asked for
 
-    def _collected(self, terms: Terms, letter: Ask, length: int) -> PendingSum:
+    def _collected(self, terms: Terms, request: Ask, length: int) -> PendingSum:
         """The steps before the last: the sum under its masks. Until the last, nobody can tell anything."""
         while True:
             cohort = self._apart(terms, [c for c in terms.cohort if c not in self._out])
             self._check_count(terms.round, len(cohort))
-            session_sum = self._begun(terms, cohort, letter, length)
+            session_sum = self._begun(terms, cohort, request, length)
             if session_sum is not None:
                 return session_sum
 
-    def _begun(self, terms: Terms, cohort: list[int], letter: Ask, length: int) -> PendingSum | None:
+    def _begun(self, terms: Terms, cohort: list[int], request: Ask, length: int) -> PendingSum | None:
         """A session; None if a site was left out of it, so that another one is to begin."""
-        t, nonce = terms.round, os.urandom(NONCE)
-        name = secure.session_name(self._agreement, t, nonce)
-        adverts = self._step(t, nonce, {c: Request("keys", c) for c in cohort}, lambda c, m: self._advert(name, c, m))
+        t, course, public = terms.round, _Course(terms.round, os.urandom(NONCE)), self._public
+        name = secure.session_name(self._agreement, t, course.nonce)
+        ask = {c: Request("keys", c) for c in cohort}
+        course, adverts = self._step(course, "keys", ask, lambda c, m: read_advert(m, name, c, public))
         everyone = secure.write_adverts(adverts.values())
         session = secure.session_of(name, self._agreed.threshold, adverts.values())
         ask = {c: Request("shares", c, [everyone]) for c in adverts}
-        sealed = self._step(t, nonce, ask, lambda c, m: self._sealed(session, c, m))
+        course, sealed = self._step(course, "shares", ask, lambda c, m: read_sealed(m, session, c, public[c]))
         inbox = {c: secure.write({p: sent[c] for p, sent in sealed.items() if p != c}) for c in sealed}
         bound = secure.bound_to(session, terms.digest, [*sealed])
         text = secure.statement(bound, [*sealed])
-        answers = self._step(
-            t,
-            nonce,
-            {c: letter(c, inbox[c]) for c in sealed},
-            lambda c, m: _answer(m, length, text, self._public[c]),
+        ask = {c: request(c, inbox[c]) for c in sealed}
+        course, answers = self._step(
+            course,
+            "masked" if terms.trains else "tally",
+            ask,
+            lambda c, m: read_vector(m, length, text, public[c]),
             most=SIGNATURE + 8 * length + secure.MOST * (4 + SIGNATURE),
         )
         accusations = {c: answer for c, answer in answers.items() if isinstance(answer, dict)}
-        if accusations and self._judge(t, nonce, session, accusations, sealed):
+        if accusations and self._judge(course, session, accusations, sealed):
             return None
         vectors: dict[int, tuple[bytes, Integers]] = {c: a for c, a in answers.items() if c not in accusations}
         if self._apart(terms, [*vectors]) != [*vectors]:
@@ -119,22 +132,16 @@ class SecureSums:
         signed = {c: signature for c, (signature, _) in vectors.items()}
         if vectors.keys() != sealed.keys():
             arrived = secure.write(dict.fromkeys(vectors, b""))
-            signed = self._signed(t, nonce, bound, vectors, {c: Request("agree", c, [arrived]) for c in vectors})
+            text = secure.statement(bound, vectors)
+            ask = {c: Request("agree", c, [arrived]) for c in vectors}
+            _, signed = self._step(course, "agree", ask, lambda c, m: read_signature(m, text, public[c]))
         return PendingSum(
-            t, nonce, everyone, terms.digest, [*sealed], [*vectors], signed, terms.sums, terms.asked, total
+            t, course.nonce, everyone, terms.digest, [*sealed], [*vectors], signed, terms.sums, terms.asked, total
         )
-
-    def _signed(
-        self, t: int, nonce: bytes, bound: bytes, arrived: Collection[int], ask: dict[int, Request]
-    ) -> dict[int, bytes]:
-        """Signatures of the sites of a sum that it is of them, where not all that shared have sent a vector."""
-        text = secure.statement(bound, arrived)
-        return self._step(t, nonce, ask, lambda c, m: _signature(m, text, self._public[c]))
 
     def _judge(
         self,
-        t: int,
-        nonce: bytes,
+        course: _Course,
         session: secure.Session,
         accusations: Mapping[int, Mapping[int, bytes]],
         sealed: Mapping[int, Mapping[int, bytes]],
@@ -142,9 +149,8 @@ class SecureSums:
         """Leave out whoever is shown to have broken the session; whether anybody is.
 
         Args:
-            t: round.
-            nonce: of the session.
-            session: the same.
+            course: of the session.
+            session: the same, as all agree on it.
             accusations: signatures by accuser and accused.
             sealed: shares by sender and receiver.
         """
@@ -155,7 +161,9 @@ class SecureSums:
                 if valid and shares.is_accused(session, accuser, accused, signature, self._public[accuser]):
                     against.setdefault(accused, {})[accuser] = signature
         ask = {c: Request("open", c, [secure.write(signed)]) for c, signed in against.items()}
-        opened = self._step(t, nonce, ask, lambda _, m: secure.read(m, secure.KEY), need=0) if ask else {}
+        opened = dict[int, Any]()
+        if ask:
+            _, opened = self._step(course, "open", ask, lambda _, m: secure.read(m, secure.KEY), need=0)
         before = len(self._out)
         for accused, accusers in against.items():
             keys = opened.get(accused, {})
@@ -165,10 +173,14 @@ class SecureSums:
                 if c not in keys or not shares.is_readable(session, accused, c, sealed[accused][c], keys[c])
             ]
             if bad:
-                self._leave_out(t, accused, f"its shares for {self._names(bad)} do not decrypt, which it has signed")
+                self._leave_out(
+                    course.round, accused, f"its shares for {self._names(bad)} do not decrypt, which it has signed"
+                )
             for accuser in {*accusers} - {*bad}:
                 self._leave_out(
-                    t, accuser, f"it says that the share of {self._names([accused])} does not decrypt; it does"
+                    course.round,
+                    accuser,
+                    f"it says that the share of {self._names([accused])} does not decrypt; it does",
                 )
         return len(self._out) > before
 
@@ -240,7 +252,8 @@ class SecureSums:
         bound = secure.bound_to(session, asked.question, asked.shared)
         arrived = secure.write({c: asked.signed.get(c, bytes(SIGNATURE)) for c in asked.clients})
         ask = {c: Request("unmask", c, [arrived]) for c in asked.clients}
-        answers = self._step(asked.round, asked.nonce, ask, lambda _, m: _shares_of(m, asked.shared))
+        course = _Course(asked.round, asked.nonce, Progress(Stage.MASKED))
+        _, answers = self._step(course, "unmask", ask, lambda _, m: read_shares(m, asked.shared))
         secrets, wrong = shares.restored(session, asked.shared, asked.clients, answers)
         for client in sorted(wrong):
             self._leave_out(asked.round, client, "its shares of the others' secrets are wrong")
@@ -250,26 +263,27 @@ class SecureSums:
 
     def _step(
         self,
-        t: int,
-        nonce: bytes,
-        letters: dict[int, Request],
+        course: _Course,
+        kind: Kind,
+        requests: dict[int, Request],
         read: Callable[[int, bytes], Any],
         need: int | None = None,
         most: int = secure.MOST * (4 + shares.SEALED),
-    ) -> dict[int, Any]:
-        """What the sites answer in a step of a session, by client in rising order."""
+    ) -> tuple[_Course, dict[int, Any]]:
+        """Take a step of a session: how far it has come then, and the sites' answers by client in rising order."""
+        progress = course.progress.after(kind)
 
         def reader(c: int) -> Callable[[bytes], Any]:
             return lambda message: read(c, message)
 
-        letters = {
-            c: x._replace(more={**(x.more or {}), "session": nonce}, read=reader(c), most=most)
-            for c, x in letters.items()
+        requests = {
+            c: x._replace(more={**(x.more or {}), "session": course.nonce}, read=reader(c), most=most)
+            for c, x in requests.items()
         }
-        last = any(x.kind in ("agree", "unmask") for x in letters.values())
-        least = max(self._agreed.threshold, 1 if last else min(self._settings.quorum, len(letters)))
-        replies = self._transport.until(t, letters, least if need is None else need)
-        return {c: reply.value for c, reply in sorted(replies.items())}
+        last = kind in ("agree", "unmask")
+        least = max(self._agreed.threshold, 1 if last else min(self._settings.quorum, len(requests)))
+        replies = self._transport.until(course.round, requests, least if need is None else need)
+        return course._replace(progress=progress), {c: reply.value for c, reply in sorted(replies.items())}
 
     def _leave_out(self, t: int, client: int, why: str) -> None:
         self._out.add(client)
@@ -288,68 +302,3 @@ class SecureSums:
             raise RunStopped(
                 Stop.TOO_FEW, f"round {t}: {count} sites would be summed, the threshold is {self._agreed.threshold}"
             )
-
-    def _advert(self, name: bytes, client: int, message: bytes) -> secure.Advert:
-        """The one advertisement of a message.
-
-        Raises:
-            WireError: the bytes are not that, or not this client's keys in this session: the agreements may differ.
-        """
-        adverts = secure.read_adverts(message)
-        if [a.client for a in adverts] != [client]:
-            raise WireError(
-                f"one advertisement, of client {client}, is expected, got {[a.client for a in adverts][:5]}"
-            )
-        try:
-            secure.check_adverts(name, adverts, self._public)
-        except Broken as error:
-            raise WireError(f"{error}; do both sides have the same agreement?") from None
-        return adverts[0]
-
-    def _sealed(self, session: secure.Session, client: int, message: bytes) -> dict[int, bytes]:
-        """The sealed shares of a site, for all others, each signed by it.
-
-        Raises:
-            WireError: the bytes are not that.
-        """
-        parts, receivers = secure.read(message, shares.SEALED), {*session.adverts} - {client}
-        if set(parts) != receivers:
-            raise WireError(f"shares for {sorted(receivers)} are expected, got those for {sorted(parts)}")
-        for to, sealed in parts.items():
-            if not shares.is_signed(session, client, to, sealed, self._public[client]):
-                raise WireError(f"the share for client {to} is not signed by client {client} for this session")
-        return parts
-
-
-def _shares_of(message: bytes, owners: Collection[int]) -> dict[int, bytes]:
-    parts = secure.read(message, secure.KEY)
-    if set(parts) != set(owners):
-        raise WireError(f"shares of {sorted(owners)} are expected, got those of {sorted(parts)}")
-    return parts
-
-
-def _signature(message: bytes, text: bytes, public: Any) -> bytes:
-    """A signature of a sum's sites.
-
-    Raises:
-        WireError: it is not of this sum.
-    """
-    try:
-        public.verify(message, text)
-    except Exception:
-        raise WireError("the signature is not of this sum: the site was asked something else") from None
-    return message
-
-
-def _answer(message: bytes, length: int, text: bytes, public: Any) -> tuple[bytes, Integers] | dict[int, bytes]:
-    """A masked vector behind its site's signature, or accusations by the accused.
-
-    Raises:
-        WireError: the bytes are neither.
-    """
-    if len(message) == SIGNATURE + 8 * length:
-        vector = np.frombuffer(message, dtype="<u8", offset=SIGNATURE).astype(np.uint64, copy=False)
-        return _signature(message[:SIGNATURE], text, public), vector
-    if message.startswith(ACCUSES):
-        return secure.read(message[len(ACCUSES) :], SIGNATURE)
-    raise WireError(f"a masked vector has {SIGNATURE + 8 * length} bytes, got {len(message)}")

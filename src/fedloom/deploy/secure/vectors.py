@@ -15,6 +15,7 @@ from torch import Tensor
 from fedloom.data.federation import PARTS
 from fedloom.deploy.noise import SharedMean
 from fedloom.deploy.protocol.forms import score_names
+from fedloom.deploy.secure import integers
 from fedloom.deploy.secure import protocol as secure
 from fedloom.deploy.secure.protocol import Broken, Integers
 from fedloom.engine.chunk import ClientOutput
@@ -67,12 +68,12 @@ class UploadVector:
         weights = [torch.full((1, 1), factor, dtype=torch.float64) for factor in (share, mass)]
         for name, field in self._fields.items():
             if isinstance(field, Kept):
-                steps, cut = secure.encode(mass * self._some(name, field.weighted(output.upload)[0]))
+                steps, cut = integers.encode(mass * self._some(name, field.weighted(output.upload)[0]))
                 rows[name] = torch.from_numpy(steps.view(np.int64))
                 parts.append(steps - old[name].numpy().view(np.uint64))
             else:
                 up = output.upload._replace(**{name: getattr(output.upload, name).double()})
-                steps, cut = secure.encode(self._some(name, field.partial(up, None, *weights)))
+                steps, cut = integers.encode(self._some(name, field.partial(up, None, *weights)))
                 parts.append(steps)
             clipped += cut
         return np.concatenate([*parts, work]), rows, clipped
@@ -83,7 +84,7 @@ class UploadVector:
         for name, field in self._fields.items():
             if isinstance(field, Kept):
                 rows = type(template)(*[f[None] for f in template])
-                steps, _ = secure.encode(mass * self._some(name, field.weighted(rows)[0]))
+                steps, _ = integers.encode(mass * self._some(name, field.weighted(rows)[0]))
                 found[name] = torch.from_numpy(steps.view(np.int64))
         return found
 
@@ -99,7 +100,7 @@ class UploadVector:
             Broken: it is out of range.
         """
         noise = self._noise
-        numbers = secure.decode(total[:-WORK], count) if noise is None else noise.total(total[:-WORK], count)
+        numbers = integers.decode(total[:-WORK], count) if noise is None else noise.total(total[:-WORK], count)
         work = torch.from_numpy(total[-WORK:].view(np.int64).copy())
         if bool((work < 0).any()):
             raise Broken("the sum of work is below zero: a mask is still on it")
@@ -148,7 +149,7 @@ class ScoreVector:
             value = float(scores.get((model, part), {}).get(name, torch.tensor(torch.nan)))
             there = (not part or part in parts) and np.isfinite(value)
             samples = self._samples(part, sizes)
-            numbers, _ = secure.encode(np.array([value, value * samples * UNIT] if there else [0.0, 0.0]))
+            numbers, _ = integers.encode(np.array([value, value * samples * UNIT] if there else [0.0, 0.0]))
             found += [numbers, np.array([1, samples] if there else [0, 0], dtype=np.uint64)]
         return np.concatenate(found)
 
@@ -159,7 +160,7 @@ class ScoreVector:
             Broken: a sum is out of range.
         """
         rows = total.reshape(-1, 4)
-        values, there = secure.decode(rows[:, :2].reshape(-1), count).reshape(-1, 2), rows[:, 2:].view(np.int64)
+        values, there = integers.decode(rows[:, :2].reshape(-1), count).reshape(-1, 2), rows[:, 2:].view(np.int64)
         if bool(((there < 0) | (there[:, :1] > count)).any()):
             raise Broken("the sum of scores is out of range: a mask is still on it")
         return {

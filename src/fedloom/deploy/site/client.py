@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from flwr.app import Message, RecordDict
 
 from fedloom.data.input_spec import compared
 from fedloom.deploy.audit import Audit
-from fedloom.deploy.protocol.envelope import ASKED, PROTOCOL, REASON, STEPS, Envelope, Kind, digest_of, seal, unseal
+from fedloom.deploy.protocol.envelope import ASKED, PROTOCOL, REASON, Envelope, digest_of, seal, unseal
 from fedloom.deploy.protocol.identity import sign, signing_key
-from fedloom.deploy.secure.member import SessionMember
-from fedloom.deploy.secure.protocol import ACCUSES, Broken
-from fedloom.deploy.secure.terms import check_models, check_terms, read_terms
-from fedloom.deploy.secure.vectors import ScoreVector
+from fedloom.deploy.secure.protocol import Broken
+from fedloom.deploy.secure.site import MaskedAnswers
 from fedloom.deploy.settings import Site
 from fedloom.deploy.site.ledger import Spent
 from fedloom.deploy.site.local_data import part_sizes
+from fedloom.deploy.site.plain import Answer, PlainAnswers
 from fedloom.deploy.site.state import Rewound, SiteState
 from fedloom.deploy.site.trainer import PLAIN, Trainer, said
-from fedloom.engine.chunk import ask_chunk
 from fedloom.errors import CheckpointError, Refused, RunDirError, WireError
-from fedloom.processes.clients import AskTask, Scores
 from fedloom.version import __version__
 
 SENT = "sent.jsonl"
@@ -42,6 +37,7 @@ class Client:
 
     Attributes:
         trainer: its training and its scores.
+        answers: its answers in a round, one by one or under masks.
 
     Raises:
         ConfigError: the signing key cannot be read.
@@ -51,6 +47,11 @@ class Client:
         self.site, self._key = site, signing_key(site.signing_key)
         self._memory = SiteState(site.state, site.fingerprint, site.client)
         self.trainer = Trainer(site, self._memory)
+        self.answers = (
+            PlainAnswers(self.trainer)
+            if site.secure is None
+            else MaskedAnswers(site, self._key, self.trainer, self._memory.folder)
+        )
 
     def prepare(self) -> None:
         """Read the data and make the run, before a message asks for it.
@@ -73,13 +74,13 @@ class Client:
         head: dict[str, Any] = {}
         secret = False
         try:
-            letter = unseal(content, ASKED, {}, self.site.message_limit)
-            head = letter.head
-            self._check(letter)
+            envelope = unseal(content, ASKED, {}, self.site.message_limit)
+            head = envelope.head
+            self._check(envelope)
             secret = self.trainer.private or self.site.secure is not None
             with self._memory.open():
                 self._watch_samples()
-                more, arrays, metrics = self._act(letter)
+                more, arrays, metrics = self._act(envelope)
             more |= {"status": "ok", "reason": "; ".join(self._memory.notes)[:REASON]}
         except Exception as error:  # the server is told, and logs it
             reason = said(error)
@@ -121,13 +122,13 @@ class Client:
         }
         return seal({**head, "signature": sign(self._key, {**head, "metrics": metrics or {}})}, arrays, metrics)
 
-    def _check(self, letter: Envelope) -> None:
+    def _check(self, envelope: Envelope) -> None:
         """Refuse another release or experiment, and what did not arrive as it was sent.
 
         Raises:
             Refused: both sides are named.
         """
-        head, site = letter.head, self.site
+        head, site = envelope.head, self.site
         for what, got, mine in (
             ("fedloom", head["release"], __version__),
             ("protocol", head["protocol"], PROTOCOL),
@@ -137,15 +138,14 @@ class Client:
                 raise Refused(f"the server's {what} is {str(got)[:60]}, that of site {site.site} is {mine}")
         if head["client"] not in (-1, site.client):
             raise Refused(f"the message is for client {head['client']}, site {site.site} is client {site.client}")
-        if head["digest"] != digest_of(letter.arrays):
+        if head["digest"] != digest_of(envelope.arrays):
             raise Refused("the arrays did not arrive as they were sent")
         if head["kind"] == "ask" and self.trainer.private:
             raise Refused(f"site {site.site} answers no question: epsilon is limited, and answers have no noise")
 
-        kind, masks = head["kind"], site.secure is not None
-        unmasked = kind in ("train", "ask") or (kind == "score" and masks and self.trainer.tallies)
-        if (kind in STEPS and not masks) or (unmasked and masks):
-            agreed = "secure aggregation" if masks else "no secure aggregation"
+        kind = head["kind"]
+        if kind not in ("hello", *self.answers.kinds):
+            agreed = "no secure aggregation" if site.secure is None else "secure aggregation"
             raise Refused(f"site {site.site} answers no message of the kind {kind}: the agreement says {agreed}")
         self._check_round(head)
 
@@ -183,81 +183,9 @@ class Client:
         else:
             self._memory.notes.append(f"{what}; the run goes on with the new ones")
 
-    def _act(self, letter: Envelope) -> tuple[dict[str, Any], list[bytes], dict[str, float] | None]:
-        kind: Kind = letter.head["kind"]
+    def _act(self, envelope: Envelope) -> Answer:
         torch.set_num_threads(self.site.threads)
-        if kind == "hello":
-            said = compared(self.trainer.fed.data)
-            return said | {"sizes": part_sizes(self.trainer.fed, self.site.client)}, [], None
-        if kind in STEPS:
-            return {}, [self._step(letter)], None
-        samples = {"samples": part_sizes(self.trainer.fed, self.site.client)[0]}
-        if kind == "ask":
-            task = AskTask(letter.head["round"], self.trainer.ids)
-            answer, counts = ask_chunk(self.trainer.job, self.trainer.forms.read_model(letter.arrays[0]), task)
-            return samples | {"work": counts[0, :3].tolist()}, [self.trainer.forms.write_answer(answer)], None
-        head = letter.head
-        alpha = torch.full_like(self.trainer.job.alpha, head["weight"])
-        job, state = self.trainer.seated(head["accepted"], replace(self.trainer.job, alpha=alpha))
-        if kind == "train":
-            found = self.trainer.scores(job, letter.arrays[1:], head["scored"], common=head["global"])
-            new = self.trainer.train(job, state, head["round"], letter.arrays[0])
-            work = [0, 0, 0] if self.trainer.private else list(new.reply["work"])
-            return samples | {"work": work}, [bytes(new.tensors["reply"].numpy())], _plain(found) or None
-        found = self.trainer.scores(job, letter.arrays, head["round"], common=head["global"])
-        return samples, [], _plain(found)
-
-    def _step(self, letter: Envelope) -> bytes:
-        """A step of secure aggregation; the third trains or scores, or both, and masks what came of it."""
-        head, arrays = letter.head, letter.arrays
-        masking, kind = SessionMember(self.site, self._key, self._memory.folder), head["kind"]
-        if kind in ("masked", "tally"):
-            return self._masked(letter, masking)
-        wanted = 0 if kind == "keys" else 1
-        if len(arrays) != wanted:
-            raise WireError(f"{len(arrays)} arrays, {wanted} are expected")
-        steps: dict[str, Callable[..., bytes]] = {
-            "keys": masking.keys, "shares": masking.shares, "open": masking.open, "agree": masking.agree,
-            "unmask": masking.tell,
-        }  # fmt: skip
-        return steps[kind](head["round"], head["session"], *arrays)
-
-    def _masked(self, letter: Envelope, masking: SessionMember) -> bytes:
-        """What a site trained, its scores of the models that the letter has, or both, under its masks."""
-        head, t, trains, client = letter.head, letter.head["round"], letter.head["kind"] == "masked", self.site.client
-        if len(letter.arrays) < 2 + trains:
-            raise WireError(f"{len(letter.arrays)} arrays, at least {2 + trains} are expected")
-        agreed = self.site.secure
-        assert agreed is not None
-        download = letter.arrays[0] if trains else None
-        message, inbox, *models = letter.arrays[trains:]
-        terms, sizes = read_terms(message), part_sizes(self.trainer.fed, client)
-        if (terms.round, terms.trains) != (t, trains):
-            raise Broken(f"the terms are of round {terms.round}, the message is of round {t}")
-        check_terms(terms, client, sizes, self.site.clients)
-        check_models(terms, download, models)
-        accusations = masking.receive(t, head["session"], inbox, terms)
-        if accusations:
-            return ACCUSES + accusations
-        job, state = self.trainer.seated(head["accepted"], terms.weighed(self.trainer.job, self.site.samples))
-        vectors = []
-        if terms.scored >= 0:
-            found = self.trainer.scores(job, models, terms.scored, common=terms.common)
-            if self.trainer.tallies:
-                vectors.append(ScoreVector(job).encode(found, sizes, terms.parts(agreed.threshold)))
-        if trains:
-            if job.kept_fields and (0 if state is None else state.round) != head["accepted"]:
-                raise Broken(
-                    f"the row that the server's sum has of site {self.site.site} is not on this disk any more, so its "
-                    "change is unknown; the site cannot take part in this run again"
-                )
-            weights = terms.share(job, client), float(job.masses[client])
-            new = self.trainer.train(job, state, t, letter.arrays[0], weights)
-            vectors.insert(0, new.tensors["reply"].numpy().view(np.uint64))
-        return masking.masked(t, head["session"], np.concatenate([np.zeros(0, np.uint64), *vectors]))
-
-
-def _plain(scores: Scores) -> dict[str, float]:
-    """Scores as the metrics of a message."""
-    values = {f"{m}/{p}/{name}": float(v[0]) for (m, p), found in scores.items() for name, v in found.items()}
-    return {key: value for key, value in values.items() if value == value}
+        if envelope.head["kind"] == "hello":
+            described = compared(self.trainer.fed.data)
+            return described | {"sizes": part_sizes(self.trainer.fed, self.site.client)}, [], None
+        return self.answers.answer(envelope)

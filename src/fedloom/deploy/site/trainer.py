@@ -1,14 +1,13 @@
-"""What a site computes: its training and its scores, from its samples and the state on its disk."""
+"""Training and scores of a site, from its samples and the state on its disk."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,10 +16,8 @@ from fedloom.deploy.code import read_agreed
 from fedloom.deploy.noise import SharedMean, released
 from fedloom.deploy.protocol.envelope import digest_of
 from fedloom.deploy.protocol.forms import Forms
-from fedloom.deploy.protocol.lengths import lengths
 from fedloom.deploy.secure.member import check_maskable
-from fedloom.deploy.secure.vectors import UploadVector
-from fedloom.deploy.settings import Site, bound_of, check_version
+from fedloom.deploy.settings import Site, check_version
 from fedloom.deploy.site.ledger import Ledger
 from fedloom.deploy.site.local_data import part_sizes, samples_digest, site_federation
 from fedloom.deploy.site.state import Generation, SiteState
@@ -37,6 +34,9 @@ from fedloom.processes.clients import Scores, ScoreTask, TrainTask
 class RefusedModel(RunDirError):
     """A model that a site does not train from; the sentence holds nothing of the samples."""
 
+
+Send = Callable[[Job, Generation | None, ClientOutput, Any], dict[str, Tensor]]
+"""(run, state, output, download) -> tensors of the next generation: `reply`, the bytes of an upload; rows to keep."""
 
 PLAIN = (CheckpointError, ConfigError, LayoutError, RunDirError, WireError)
 """Errors whose sentence has no value of a sample; others may quote a cell, or what code of the user's says of one."""
@@ -102,7 +102,7 @@ class Trainer:
         return Forms(*self._run, self._site.client)
 
     @property
-    def _noise(self) -> Noise | None:
+    def noise(self) -> Noise | None:
         """What this site's epsilon is of: its own noise; noise that the server adds does not protect it from that."""
         setting = self.job.setting
         return accounted(setting.channel, setting.aggregator if isinstance(setting.aggregator, SharedMean) else None)
@@ -111,6 +111,10 @@ class Trainer:
     def ids(self) -> Tensor:
         """The site's number, ``[1]``."""
         return torch.tensor([self._site.client])
+
+    def weighed(self, share: float) -> Job:
+        """The run with the share of the objective that the server gives the site."""
+        return replace(self.job, alpha=torch.full_like(self.job.alpha, share))
 
     def seated(self, accepted: int, job: Job) -> tuple[Job, Generation | None]:
         """The run, with its shares of the objective, with the state that the server names as accepted."""
@@ -122,42 +126,14 @@ class Trainer:
                 store.write(ids, type(store.template)(*[found[f][None] for f in store.template._fields]))
         return job, state
 
-    def _sent(
-        self, job: Job, state: Generation | None, output: ClientOutput, down: Any, weights: tuple[float, float] | None
-    ) -> dict[str, Tensor]:
-        """What is sent of a round, and what is kept for the change of the next one under secure aggregation.
-
-        Raises:
-            Refused: under secure aggregation, what the server would reject.
-        """
-        if weights is None:
-            return {"reply": torch.frombuffer(bytearray(self.forms.write_up(output)), dtype=torch.uint8)}
-        assert self._site.secure is not None
-        bound = self._site.secure.norm_bound
-        if not isinstance(job.setting.aggregator, SharedMean):  # which clips, and a refusal would be an answer
-            for name, norm in lengths(job, output.upload, down).items():
-                if float(norm) > bound_of(bound, name):
-                    limit = f"at most {bound_of(bound, name):.4g} is agreed"
-                    raise Refused(f"the difference of {name} is {float(norm):.4g} long, {limit}")
-            rows = () if self._noise else output.state.rows  # rows have no noise, so that a refusal would reveal them
-            fields = (*output.upload, *rows)
-            if not bool(usable(fields, 1, job.setting.engine.norm_bound, job.weights(output.upload)).all()):
-                raise Refused("the upload is not finite, longer than engine.norm_bound, or has a weight below zero")
-        output = output._replace(work=torch.zeros_like(output.work)) if self.private else output
-        vector, rows, clipped = UploadVector(job, self.forms.idle).encode(
-            output, *weights, None if state is None else state.group("kept")
-        )
-        if clipped:
-            self.withheld(f"{clipped} numbers of the upload are out of range and were clipped")
-        return {"reply": torch.from_numpy(vector.view(np.int64)), **{f"kept.{n}": row for n, row in rows.items()}}
-
     def train(
         self,
         job: Job,
         state: Generation | None,
         t: int,
         download: bytes,
-        weights: tuple[float, float] | None = None,
+        send: Send,
+        weights: Sequence[float] = (),
     ) -> Generation:
         """A round of training; one that was asked for before is answered with what is kept.
 
@@ -166,8 +142,8 @@ class Trainer:
             state: of the site.
             t: round.
             download: message of the server.
-            weights: under secure aggregation, what the site counts in the mean of the cohort and in what is kept or
-                added up over rounds.
+            send: writes the upload, and the rows to keep of it.
+            weights: further numbers that the upload depends on.
 
         Raises:
             FedloomError: the privacy budget is spent; or, without accounted noise of the site's own, the training
@@ -185,7 +161,7 @@ class Trainer:
         tensors = {f"rows.{name}": value[0] for name, value in output.state.rows._asdict().items()}
         for group, values in (("residue", output.state.residue), ("optimizer", output.state.optimizer)):
             tensors |= {f"{group}.{n}": v[0] for n, v in (values._asdict() if values else {}).items()}
-        tensors |= self._sent(job, state, output, down, weights)
+        tensors |= send(job, state, output, down)
         new = Generation(
             t, base, digest, tensors, {"work": output.work[0].tolist(), "releases": releases, "norms": norms}
         )
@@ -219,7 +195,7 @@ class Trainer:
     @property
     def _ledger(self) -> Ledger:
         """The site's releases; its limit is that of all agreed rounds where `site.toml` has none."""
-        noise, limit = self._noise, self._site.epsilon
+        noise, limit = self.noise, self._site.epsilon
         if noise is not None and limit is None:
             limit = epsilon(noise, self.rounds)
         return Ledger(self._memory.folder, noise, limit, f"site {self._site.site}", self._memory.releases())
@@ -235,7 +211,7 @@ class Trainer:
             if not bool(usable((*output.upload, *output.state.rows), 1, None).all()):
                 raise Refused(f"round {t}: the result of the training is not finite")
         except Exception as error:
-            if self._noise is None:
+            if self.noise is None:
                 raise
             self.withheld(said(error))
             return self._noise_alone(job, down)
@@ -280,23 +256,19 @@ class Trainer:
             row = personal_models(job, everyone, t, ids)[0] if personal else shared
             assert row is not None
             self._memory.keep_model(row.cpu(), job.oracle.layout.header(), t, "personal" if personal else "global")
-        if not there or not (self._scores_openly or self.tallies):  # scores have no noise
+        if not there or self.scoring == "off":
             return {}
-        found: Scores = score_chunk(job, everyone, shared, ScoreTask(t, ids, ids, common=False))
+        scores: Scores = score_chunk(job, everyone, shared, ScoreTask(t, ids, ids, common=False))
         part = job.setting.evaluate.select_on
-        both = self.tallies and {("global", part), ("personal", part)} <= set(found)
-        return found | hybrid_scores(found, part) if both else found
+        both = self.scoring == "masked" and {("global", part), ("personal", part)} <= set(scores)
+        return scores | hybrid_scores(scores, part) if both else scores
 
     @property
-    def _scores_openly(self) -> bool:
-        """Whether the site's own scores may leave it."""
-        agreed = self._site.secure
-        return not self.private and (agreed is None or agreed.scores == "per-site")
-
-    @property
-    def tallies(self) -> bool:
-        """Whether the site's scores are summed under masks."""
-        return not self.private and self._site.secure is not None and self._site.secure.scores == "masked"
+    def scoring(self) -> Literal["masked", "per-site", "off"]:
+        """How the site's scores leave it: summed under masks, on their own, or, as they have no noise, not at all."""
+        if self.private:
+            return "off"
+        return "per-site" if self._site.secure is None else self._site.secure.scores
 
     def withheld(self, reason: str) -> str:
         """The sentence for the server in the place of one that may tell of the samples; that goes to the site's log."""
@@ -304,9 +276,9 @@ class Trainer:
         return f"site {self._site.site} could not answer; its own log says why"
 
 
-def _digest(download: bytes, weights: tuple[float, float] | None) -> str:
-    """What a site is to do in a round: the download and, under secure aggregation, what it counts."""
-    return digest_of([download, *([] if weights is None else [repr(weights).encode()])])
+def _digest(download: bytes, weights: Sequence[float]) -> str:
+    """Digest of a round's request: of the download and of the weights, where there are any."""
+    return digest_of([download, *([repr(tuple(weights)).encode()] if weights else [])])
 
 
 def said(error: Exception) -> str:

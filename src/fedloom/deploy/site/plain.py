@@ -1,0 +1,64 @@
+"""Answers of a site whose uploads and scores the server reads one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.deploy.protocol.envelope import Envelope, Kind
+from fedloom.deploy.site.local_data import part_sizes
+from fedloom.deploy.site.state import Generation
+from fedloom.deploy.site.trainer import Trainer
+from fedloom.engine.chunk import ClientOutput, ask_chunk
+from fedloom.engine.job import Job
+from fedloom.processes.clients import AskTask, Scores
+
+Answer = tuple[dict[str, Any], list[bytes], dict[str, float] | None]
+"""Further fields of the head of a reply, its arrays, and its metrics."""
+
+
+class PlainAnswers:
+    """The answers of a site without secure aggregation.
+
+    Args:
+        trainer: its training and its scores.
+
+    Attributes:
+        kinds: kinds of messages that are answered.
+    """
+
+    kinds: tuple[Kind, ...] = ("ask", "train", "score")
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def answer(self, envelope: Envelope) -> Answer:
+        """The answer to a message of a round.
+
+        Raises:
+            FedloomError: there is none; the sentence has the reason.
+        """
+        head, arrays, trainer = envelope.head, envelope.arrays, self._trainer
+        samples = {"samples": part_sizes(trainer.fed, int(trainer.ids))[0]}
+        if head["kind"] == "ask":
+            task = AskTask(head["round"], trainer.ids)
+            answer, counts = ask_chunk(trainer.job, trainer.forms.read_model(arrays[0]), task)
+            return samples | {"work": counts[0, :3].tolist()}, [trainer.forms.write_answer(answer)], None
+        job, state = trainer.seated(head["accepted"], trainer.weighed(head["weight"]))
+        if head["kind"] == "train":
+            scores = trainer.scores(job, arrays[1:], head["scored"], common=head["global"])
+            new = trainer.train(job, state, head["round"], arrays[0], self._send)
+            work = [0, 0, 0] if trainer.private else list(new.reply["work"])
+            return samples | {"work": work}, [bytes(new.tensors["reply"].numpy())], metrics_of(scores) or None
+        return samples, [], metrics_of(trainer.scores(job, arrays, head["round"], common=head["global"]))
+
+    def _send(self, job: Job, state: Generation | None, output: ClientOutput, down: Any) -> dict[str, Tensor]:
+        return {"reply": torch.frombuffer(bytearray(self._trainer.forms.write_up(output)), dtype=torch.uint8)}
+
+
+def metrics_of(scores: Scores) -> dict[str, float]:
+    """Scores as the metrics of a message."""
+    values = {f"{m}/{p}/{name}": float(v[0]) for (m, p), row in scores.items() for name, v in row.items()}
+    return {key: score for key, score in values.items() if score == score}
