@@ -54,7 +54,7 @@ ASKED: Mapping[str, Mapping[str, type]] = {
 ``weight`` is alpha_i; ``scored`` is the round whose models are scored first, -1 for none.
 """
 
-STEPS = ("keys", "shares", "masked", "tally", "open", "agree", "unmask")
+STEPS: tuple[Kind, ...] = ("keys", "shares", "masked", "tally", "open", "agree", "unmask")
 """Kinds of messages of secure aggregation, in their order.
 
 A session has ``masked`` or, of scores alone, ``tally``; ``open`` where a site is accused, ``agree`` where one is lost.
