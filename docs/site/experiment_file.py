@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from fedloom.choose import SAMPLERS, WEIGHERS
+from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS
 from fedloom.data.partition import PARTITIONS, Partition
 from fedloom.data.sources import SOURCES
 from fedloom.engine.setting import Engine, Evaluate
@@ -49,7 +49,7 @@ have:
 | `algorithm` | name of the method, required |
 | `label` | what it is called in tables; the name when not given, and different for every method |
 | `rounds` | rounds of this method alone |
-| `local`, `sampler`, `weigher`, `aggregator`, `channel` | tables that replace the shared ones; of `local`, key by key |
+| `local`, `sampler`, `weigher`, `mixer`, `aggregator`, `channel` | tables that replace the shared ones; of `local`, key by key |
 
 ```toml
 [[method]]
@@ -77,6 +77,9 @@ def page() -> str:
         _values("[augment]", "Random changes of training images.", Augment),
         _kinds("[sampler]", "Who takes part in a round.", SAMPLERS),
         _kinds("[weigher]", "How much a client counts in the mean.", WEIGHERS),
+        _kinds(
+            "[mixer]", "Each client's own mixture of the clients' last models, in place of the server's model.", MIXERS
+        ),
         _kinds("[aggregator]", "How uploads become one; the weighted mean when there is none.", AGGREGATORS),
         _kinds("[attack]", "What a part of the clients does instead of being honest.", ATTACKS),
         _kinds("[channel]", "What an upload passes through on its way.", CHANNELS),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fedloom import sklearn as sklearn
     from fedloom import tasks as tasks
     from fedloom import testing as testing
+    from fedloom.choose import mixers as mixers
     from fedloom.choose import samplers as samplers
     from fedloom.choose import weighers as weighers
     from fedloom.comparison.compare import compare as compare
@@ -61,6 +62,7 @@ _WHERE = {
     "errors": "fedloom.errors",
     "experiment": "fedloom.experiment",
     "load": "fedloom.data.sources:load",
+    "mixers": "fedloom.choose.mixers",
     "models": "fedloom.models",
     "open_run": "fedloom.experiment:open_run",
     "partition": "fedloom.data.partition",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms import FedACS
-from fedloom.algorithms.fedacs import attention
+from fedloom.choose.mixers import attention
 from fedloom.local import LocalSGD
 from fedloom.testing import Problem, federate
 from fedloom.testing.federate import Federation

@@ -9,7 +9,7 @@ from short_runs import PARTIAL, SEEDS, equal
 from torch import Tensor
 
 from fedloom.algorithms import FedACS, Local
-from fedloom.algorithms.fedacs import attention
+from fedloom.choose.mixers import attention
 from fedloom.local import LocalSGD
 from fedloom.seeds import generator
 from fedloom.testing import Problem, federate

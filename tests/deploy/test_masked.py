@@ -750,6 +750,8 @@ def test_init_refuses_what_cannot_be(experiment) -> None:
         refused(sentence, secure_aggregation=True, threshold=threshold)
     refused("for 3 to 100 sites, got 2", tables={"clients": 2}, secure_aggregation=True)
     refused("mixes the kept rows", "fedamp", secure_aggregation=True)
+    mixed = {"mixer": {"kind": "attention"}}
+    refused("'attention' mixes the models of single clients", tables=mixed, secure_aggregation=True)
     half = {"clients": 4, "sampler": {"kind": "uniform", "fraction": 0.5}}
     refused("draws 2 of 4 sites, the threshold is 3; draw more", tables=half, secure_aggregation=True)
 

@@ -86,6 +86,14 @@ def test_deployed_is_simulated(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     check_parity(scene(tmp_path, method, **SMALL), monkeypatch)
 
 
+@pytest.mark.parametrize("name", ["fedavg", "flame", "fedslr"])
+def test_mixtures_are_deployed_as_simulated(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server mixes what it keeps of the sites; a method without personal models has the mixtures as such."""
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+    mixer = {"kind": "attention", "quantile": 0.3, "similarity": "change"}
+    check_parity(scene(tmp_path, name, **SMALL, mixer=mixer), monkeypatch)
+
+
 def test_an_own_task_and_optimisers_that_are_kept_are_deployed_as_simulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

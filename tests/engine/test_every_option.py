@@ -14,7 +14,7 @@ import torch
 
 import fedloom as fl
 from fedloom.algorithms import ALGORITHMS, REGISTRY
-from fedloom.choose import SAMPLERS, WEIGHERS
+from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Engine, Evaluate
 from fedloom.errors import ConfigError, InvalidValue
@@ -169,7 +169,7 @@ def choice(key: str, method: str = "fedavg") -> Callable[[Any], Any]:
 PLUGINS = [
     (key, kind)
     for key, kinds in {
-        "sampler": SAMPLERS, "weigher": WEIGHERS, "aggregator": AGGREGATORS, "attack": ATTACKS, "channel": CHANNELS
+        "sampler": SAMPLERS, "weigher": WEIGHERS, "mixer": MIXERS, "aggregator": AGGREGATORS, "attack": ATTACKS, "channel": CHANNELS
     }.items()
     for kind in kinds.values()
 ]  # fmt: skip

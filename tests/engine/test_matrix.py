@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from fedloom.algorithms import REGISTRY, Algorithm, Composition, Kept, Mean, upload_fields
-from fedloom.choose import SAMPLERS, WEIGHERS, Uniform
+from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Uniform
 from fedloom.data import load
 from fedloom.data.federation import Federation
 from fedloom.data.partition import Hybrid
@@ -45,6 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "attack": ATTACKS,
     "sampler": SAMPLERS,
     "weigher": WEIGHERS,
+    "mixer": MIXERS,
     "channel": CHANNELS,
 }
 
@@ -89,6 +90,17 @@ REASONS = {
         "also sees uploads of single",
         "Its server also sees uploads of single clients, which noise on a mean does not protect.",
     ),
+    "mixes itself": ("mixes single models for every", "Its server mixes single models for every client itself."),
+    "several": ("sends several models", "Its server sends several models, of which a client chooses one."),
+    "consensus": (
+        "towards one consensus",
+        "Its clients keep duals or controls towards one consensus, which models of their own would contradict.",
+    ),
+    "prox": (
+        "comes out of the server's prox",
+        "Its model comes out of the server's prox, which a mixture of clients' models does not pass.",
+    ),
+    "smaller": ("sends something smaller", "What its server sends is no model: there is nothing to send a mixture in place of."),
     "no model": (
         "asks clients about the global model",
         "The sampler asks clients about the global model; it has none.",
@@ -125,8 +137,10 @@ def refusal(made: Composition, kind: str, plugin: str) -> str | None:
         return "keeps" if any(isinstance(field, Kept) for field in fields) else "adds" if adds else "by itself"
     if not fields:
         return None if kind in ("weigher", "attack") else "nothing"
+    if kind == "mixer":
+        return own_models(method, fields, projected)
     if kind == "aggregator" and plugin != "mean":
-        if adds or method.mixes:
+        if adds or (method.mixes and (type(method).mixer is Algorithm.mixer or plugin == "private-mean")):
             return "adds" if adds else "mixes"
         if any(field.primary and not field.averaged for field in fields):
             return "by itself"
@@ -136,6 +150,20 @@ def refusal(made: Composition, kind: str, plugin: str) -> str | None:
     if kind == "channel" and type(method) is REGISTRY["fedproto"]:
         return "exact"
     return None
+
+
+def own_models(method: Algorithm, fields: Any, projected: bool) -> str | None:
+    """The reason why clients cannot receive models of their own, or None."""
+    if method.mixes:
+        return "mixes itself"
+    if any(field.primary and not field.averaged for field in fields):
+        return "several"
+    if type(method).personal is Algorithm.personal:
+        if any(field.keeps or field.accumulates for field in fields):
+            return "consensus"
+        if method.family == "composite":
+            return "prox"
+    return "smaller" if projected else None
 
 
 def central(fields: Any) -> str | None:
@@ -291,13 +319,14 @@ COLUMNS = (
     ("samplers that learn", "sampler", "clustered"),
     ("weigher samples", "weigher", "samples"),
     ("weighers that ask", "weigher", "equitable"),
+    ("mixers", "mixer", "attention"),
     ("clipping, noise", "channel", "clip"),
     ("compressors", "channel", "top-k"),
 )
 
 INTRODUCTION = """# What goes with what
 
-Any method runs with any sampler, weigher, aggregator, attack and channel, unless the pair makes no sense; then the run
+Any method runs with any sampler, weigher, mixer, aggregator, attack and channel, unless the pair makes no sense; then the run
 is refused before it starts, with a sentence. Which pairs make sense follows from what the method uploads, never from a
 list.
 Each method runs with each plug-in in `tests/engine/test_matrix.py`, which also writes this page.
@@ -318,6 +347,12 @@ Further rules:
 - Robust aggregators decide on the field that carries the model. If the server keeps every client's last upload, they
   decide among the clients seen so far. Each needs a least number of rows, checked at the
   start.
+- Beside a mixer, a robust aggregator makes one model of those in each client's mixture too, in place of their weighted
+  mean; so it does in FedACS, FedAMP and HeurFedAMP. A mixture of fewer models than the rule needs is the client's own
+  last model.
+- A method without personal models has the mixtures that clients receive as such beside a mixer.
+- A mixer with `share = 0` changes no bit. Mixtures lose the theorems of a common problem: FLAME and FedSLR with one are
+  no longer ADMM for a sum of local problems.
 - An attacker forges the field that carries the model; its other fields are those of a client that takes no step.
   `local` uploads nothing to forge: it runs as without the attack, and attackers count in none of its figures either.
 - `clip` and `gaussian-noise` act on the change to the model that a client received, whatever the method uploads.

@@ -30,6 +30,7 @@ CHOICES = {
     "local": {"lr": 0.1, "steps": 3, "optimizer": "adam", "optimizer_options": {"eps": 1e-6}},
     "sampler": {"kind": "uniform", "clients": 3},
     "weigher": "samples",
+    "mixer": {"kind": "attention", "quantile": 0.25},
     "aggregator": {"kind": "trimmed-mean", "f": 1},
     "attack": {"kind": "sign-flip", "fraction": 0.25},
     "channel": "top-k",

@@ -99,6 +99,7 @@ def test_every_method_in_an_app_is_simulated(fed: Federation, name: str) -> None
         {"aggregator": {"kind": "median"}},
         {"channel": {"kind": "top-k", "fraction": 0.3}},
         {"weights": "uniform"},
+        {"mixer": {"kind": "attention", "quantile": 0.3}},
         {"local": {"lr": 0.01, "batch_size": 20, "optimizer": "adam", "optimizer_state": "kept"}},
     ],
     ids=lambda choices: next(iter(choices)),

@@ -23,6 +23,7 @@ from fedloom.algorithms._messages import Point as Point
 from fedloom.algorithms._messages import Rows as Rows
 from fedloom.algorithms._messages import Sent as Sent
 from fedloom.algorithms._messages import download_type, upload_fields
+from fedloom.choose.mixers import Mixer
 from fedloom.errors import ConfigError, InvalidValue, Refused
 from fedloom.local import Ctx, Nothing, Work
 from fedloom.rows.layout import Layout
@@ -139,6 +140,10 @@ class Algorithm(Value, ABC):
     def mixes_all(self) -> bool:
         """Whether a method that mixes is given the kept rows of all clients ``[n, .]``, not those of the cohort."""
         return False
+
+    def mixer(self, round: int) -> Mixer | None:
+        """What mixes its downloads of the kept primary field in a round, of a method that mixes by a mixer."""
+        return None
 
     @property
     def counts_absent(self) -> bool:

@@ -83,7 +83,7 @@ class APFL(Algorithm):
                 step_(w, work, batch, work.lr)
             return r
 
-        w, v, alpha = iterate(step, _Rows(down.x.repeat(work.m, 1), rows.v.clone(), rows.alpha), work)
+        w, v, alpha = iterate(step, _Rows(down.x.expand(work.m, -1).clone(), rows.v.clone(), rows.alpha), work)
         return Delta(w.sub_(down.x)), Client(v, alpha)
 
     def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:

@@ -27,14 +27,13 @@ collaboration: 1 is Local.
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Kept
+from fedloom.choose.mixers import Among, Attention
 from fedloom.local import Ctx, Work, descend
 
 
@@ -68,15 +67,21 @@ class FedACS(Algorithm):
     quantile: float = Field(
         0.5, ge=0, le=1, description="p of the threshold delta_k (Algorithm 1); not given in the paper"
     )
-    among: Literal["cohort", "seen", "all"] = Field(
+    among: Among = Field(
         "cohort", description="whose models S has: the round's cohort, or also all clients seen so far, or all (Eq. 4)"
     )
     lam: float | None = Field(
         None, gt=0, description="lambda: alpha_k = lambda beta_k (Eq. 3, Theorem 2.1); None: alpha_k = 1 (Eq. 4)"
     )
+    copies: float | None = Field(
+        None, gt=0, le=1, description="cosine from which on models are copies, all of which count as one; None: no cap"
+    )
 
     mixes: ClassVar[bool] = True
     family: ClassVar[str] = "personalised"
+
+    def mixer(self, round: int) -> Attention:
+        return Attention(quantile=self.quantile, among=self.among, lam=self.lam, copies=self.copies)
 
     @property
     def mixes_all(self) -> bool:
@@ -86,15 +91,7 @@ class FedACS(Algorithm):
         return Server(x0), Client(x0), Up(x0)
 
     def down(self, server: Server, kept: Up, ctx: Ctx) -> Down:
-        w, place = kept.w, torch.arange(ctx.m)
-        if self.mixes_all:
-            attended = torch.ones(ctx.n, dtype=torch.bool)
-            if self.among == "seen":
-                attended = (w != server.start).any(1).cpu().index_fill(0, ctx.ids, value=True)
-            w, place = w[attended.to(w.device)], (attended.cumsum(0) - 1)[ctx.ids]
-        u = attention(w, self.quantile)[place] @ w  # Eq. 4: u_i = sum_j s_ij w_j / sum_j s_ij over s_ij >= delta
-        alpha = 1.0 if self.lam is None else self.lam * ctx.local.lr_at(max(ctx.round, 1))
-        return Down(u if alpha == 1 else torch.lerp(w[place], u, alpha))  # Eq. 3 with grad R_i = w_i - sum_j s_ij w_j
+        return Down(self.mixer(ctx.round).mix(kept.w, server.start, ctx))
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         w = descend(down.u, work)  # Eq. 5: steps on F_i only, from u_i
@@ -105,17 +102,3 @@ class FedACS(Algorithm):
 
     def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
         return rows.w
-
-
-def attention(w: Tensor, quantile: float) -> Tensor:
-    """Row-stochastic weights ``[m, m]`` of models ``w [m, d]``: their cosines from the ``quantile`` of all m^2 on."""
-    direction = w / torch.linalg.vector_norm(w, dim=1, keepdim=True).clamp(min=1e-30)
-    s = direction @ direction.T
-    s = ((s + s.T) / 2).fill_diagonal_(1.0)  # s_ij; symmetric to the last bit, as delta is often one of its entries
-    ordered = s.flatten().sort().values
-    place = quantile * (len(ordered) - 1)
-    delta = torch.lerp(ordered[math.floor(place)], ordered[math.ceil(place)], place % 1)
-    delta = delta - 16 * torch.finfo(s.dtype).eps  # equal cosines pass together: clients never seen have equal rows
-    s = torch.where((s >= delta).fill_diagonal_(True), s, 0.0)
-    total = s.sum(1, keepdim=True)
-    return torch.where(total > 1e-12, s / total, torch.eye(len(w), dtype=w.dtype, device=w.device))

@@ -48,6 +48,7 @@ class _Mixed(NamedTuple):
     a: Tensor
     own: Tensor
     gap: Tensor
+    x: Tensor
 
 
 class FedALA(Algorithm):
@@ -67,12 +68,15 @@ class FedALA(Algorithm):
         top = masks.head(work.layout, self.head).to(down.x.device)
 
         def step(s: _Mixed, work: Work, batch: Batch) -> _Mixed:
-            mixed = masks.joined(down.x, s.own + s.gap * s.a, top)  # Eq. 4: Theta_i + (Theta - Theta_i) * W_i
+            mixed = masks.joined(s.x, s.own + s.gap * s.a, top)  # Eq. 4: Theta_i + (Theta - Theta_i) * W_i
             slope = masks.part(work.clipped(mixed, batch), top) * s.gap
             return s._replace(a=(s.a - self.eta * slope).clamp(0, 1))  # Eq. 6
 
         own = masks.part(rows.w, top)
-        mix, once = _Mixed(rows.a, own, down.x[top] - own), (work.epochs(1) * self.share).ceil().long()
+        mix, once = (
+            _Mixed(rows.a, own, down.x[..., top] - own, down.x.expand(work.m, -1)),
+            (work.epochs(1) * self.share).ceil().long(),
+        )
         differs = (mix.gap != 0).any(1, keepdim=True).cpu()
         fresh = differs & (rows.a == 1).all(1, keepdim=True).cpu()
         steps = (

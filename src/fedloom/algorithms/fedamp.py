@@ -32,13 +32,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Derived, Kept, by_rule
+from fedloom.choose.mixers import Proximity
 from fedloom.local import Ctx, Nothing, Work, descend
-from fedloom.rows import algebra
 from fedloom.rows.layout import Layout
 
 
@@ -98,16 +97,14 @@ class FedAMP(Algorithm):
     def _alpha(self, round: int) -> float:
         return self.alpha * self.decay ** ((max(round, 1) - 1) // self.every)  # alpha_k
 
+    def mixer(self, round: int) -> Proximity:
+        return Proximity(alpha=self._alpha(round), sigma=self.sigma)
+
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Nothing, Client, Up]:
         return Nothing(), Client(x0), Up(x0)
 
     def down(self, server: Nothing, kept: Up, ctx: Ctx) -> Down:
-        apart = algebra.distances(kept.w).square()
-        xi = self._alpha(ctx.round) * torch.exp(-apart / self.sigma) / self.sigma  # alpha_k A'(.)
-        xi = xi.fill_diagonal_(0.0)
-        xi = xi / xi.sum(1, keepdim=True).clamp(min=1.0)
-        own = 1 - xi.sum(1, keepdim=True)  # xi_ii = 1 - sum_{j != i} xi_ij
-        return Down(own * kept.w + xi @ kept.w)  # u_i = sum_j xi_ij w_j
+        return Down(self.mixer(ctx.round).mix(kept.w, kept.w[0], ctx))
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         pull = ((self.lam / self._alpha(work.round), down.u),)

@@ -85,7 +85,7 @@ class FedRoD(Algorithm):
             generic = work.clipped(r.w + r.shift, batch).add_(r.w, alpha=decay)  # Eq. 8
             return r._replace(w=r.w.sub(generic, alpha=work.lr), head=r.head.sub(slope, alpha=work.lr))
 
-        w, head, _ = iterate(step, _Rows(down.x.repeat(work.m, 1), rows.head, self._shift(work, down.x)), work)
+        w, head, _ = iterate(step, _Rows(down.x.expand(work.m, -1).clone(), rows.head, self._shift(work, down.x)), work)
         return Delta(w - down.x), Client(head)
 
     def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:
@@ -93,4 +93,4 @@ class FedRoD(Algorithm):
 
     def personal(self, down: Model, rows: Client, work: Work) -> Tensor:
         top = masks.head(work.layout).to(down.x.device)
-        return masks.joined(down.x, down.x[top] + rows.head, top)
+        return masks.joined(down.x, down.x[..., top] + rows.head, top)

@@ -26,13 +26,12 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Kept
+from fedloom.choose.mixers import Angles
 from fedloom.local import Ctx, Nothing, Work, descend
-from fedloom.rows import algebra
 
 
 class Down(NamedTuple):
@@ -65,15 +64,14 @@ class HeurFedAMP(Algorithm):
     mixes: ClassVar[bool] = True
     family: ClassVar[str] = "personalised"
 
+    def mixer(self, round: int) -> Angles:
+        return Angles(sigma=self.sigma, self_weight=self.self_weight)
+
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Nothing, Client, Up]:
         return Nothing(), Client(x0), Up(x0)
 
     def down(self, server: Nothing, kept: Up, ctx: Ctx) -> Down:
-        direction = kept.w / algebra.norm(kept.w).clamp(min=1e-30)
-        score = (self.sigma * direction @ direction.T).fill_diagonal_(-torch.inf)
-        xi = torch.softmax(score, 1).nan_to_num(1.0)  # a client alone has itself for all others
-        own = 1 / ctx.m if self.self_weight is None else self.self_weight
-        return Down(own * kept.w + (1 - own) * (xi @ kept.w))  # (1 - xi_ii) softmax
+        return Down(self.mixer(ctx.round).mix(kept.w, kept.w[0], ctx))
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
         w = descend(rows.w if self.start == "own" else down.u, work, pull=((self.lam / self.alpha, down.u),))

@@ -65,7 +65,7 @@ class PerFedAvg(Algorithm):
                 step_(w, work, batch, rate, at=side.sub_(d, alpha=2 * self.delta))
             return w.sub_(d, alpha=work.lr)  # w - beta (I - alpha grad^2 f_i(w, D'')) d
 
-        w = iterate(step, down.x.repeat(work.m, 1), work, batches=3 if self.variant == "hf" else 2)
+        w = iterate(step, down.x.expand(work.m, -1).clone(), work, batches=3 if self.variant == "hf" else 2)
         return Delta(w.sub_(down.x)), rows
 
     def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:

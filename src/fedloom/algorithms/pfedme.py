@@ -99,9 +99,9 @@ class PFedMe(Algorithm):
                 r.w.lerp_(r.theta, self.eta * self.lam * work.ends(self.moves).to(r.w))
             return r
 
-        theta = rows.theta.clone() if self.theta == "kept" else down.x.repeat(work.m, 1)
+        theta = rows.theta.clone() if self.theta == "kept" else down.x.expand(work.m, -1).clone()
         velocity = torch.zeros_like(theta) if work.local.momentum else None
-        w, theta, _ = iterate(local_round, _Rows(down.x.repeat(work.m, 1), theta, velocity), work)
+        w, theta, _ = iterate(local_round, _Rows(down.x.expand(work.m, -1).clone(), theta, velocity), work)
         return Delta(w.sub_(down.x)), Client(theta)
 
     def server(self, server: Model, up: Delta, ctx: Ctx) -> Model:

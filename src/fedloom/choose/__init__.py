@@ -1,5 +1,6 @@
-"""Choices of the server: who takes part in a round, and who counts how much."""
+"""Choices of the server: who takes part in a round, who counts how much, and what mixture a client receives."""
 
+from fedloom.choose.mixers import MIXERS, Angles, Attention, Clusters, Mixer, Proximity
 from fedloom.choose.samplers import (
     SAMPLERS,
     Availability,
@@ -22,14 +23,20 @@ from fedloom.choose.weighers import (
 )
 
 __all__ = [
+    "MIXERS",
     "SAMPLERS",
     "WEIGHERS",
+    "Angles",
+    "Attention",
     "Availability",
     "Bernoulli",
     "Clustered",
+    "Clusters",
     "EquitableWeigher",
     "FairFedWeigher",
+    "Mixer",
     "PowerOfChoice",
+    "Proximity",
     "RoundRobin",
     "Sampler",
     "SamplesWeigher",

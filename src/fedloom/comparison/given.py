@@ -32,7 +32,7 @@ from fedloom.local import LocalSGD
 from fedloom.rundir import label_of
 from fedloom.values import choose, dump, fields_of, make, make_kind
 
-PLAIN = ("weigher", "aggregator", "channel")
+PLAIN = ("weigher", "mixer", "aggregator", "channel")
 """What plain local training is measured without."""
 SETS = {"x", "train"}
 """Keys of a mapping that is a data set; other mappings are clients by name."""

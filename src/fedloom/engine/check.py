@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from fedloom.algorithms import Algorithm, primary_field, upload_fields
-from fedloom.choose import Sampler, SamplesWeigher, SharesWeigher, UniformWeigher, Weigher
+from fedloom.choose import Mixer, Sampler, SamplesWeigher, SharesWeigher, UniformWeigher, Weigher
 from fedloom.engine.setting import Setting
 from fedloom.errors import Refused
 from fedloom.local import Ctx, LocalSGD
 from fedloom.local.oracles import Network
-from fedloom.rows.aggregate import Aggregator
+from fedloom.rows.aggregate import Aggregator, PrivateMean
 from fedloom.rows.attacks import Forgery
 from fedloom.rows.channel import Channel
 
@@ -80,7 +80,8 @@ def check_together(
                 f"aggregator {_kind(aggregator)!r} cannot be used with {name}: its server adds uploads up over rounds, "
                 "which is right for a mean only; use aggregator 'mean'"
             )
-        if algorithm.mixes:
+        brings = type(algorithm).mixer is not Algorithm.mixer
+        if algorithm.mixes and (not brings or isinstance(aggregator, PrivateMean)):
             raise Refused(
                 f"aggregator {_kind(aggregator)!r} has nothing to act on in {name}: its server mixes single models for "
                 "every client; leave it out"
@@ -96,6 +97,52 @@ def check_together(
         )
     if channel is not None and algorithm.needs_exact:
         raise Refused(f"channel {_kind(channel)!r} cannot be used with {name}: {algorithm.needs_exact}; leave it out")
+
+
+def check_mixer(algorithm: Algorithm, mixer: Mixer, aggregator: Aggregator | None) -> None:
+    """Refuse a mixer where a client cannot do with a model of its own in place of the server's.
+
+    Raises:
+        Refused: the sentence says why.
+    """
+    name, what = type(algorithm).__name__, f"mixer {mixer.kind!r}"
+    kinds = upload_fields(type(algorithm))
+    if not kinds:
+        raise Refused(f"{what} has nothing to mix in {name}: it uploads nothing; leave it out")
+    if algorithm.mixes:
+        raise Refused(f"{what} has no place in {name}: its server mixes single models for every client itself")
+    if isinstance(aggregator, PrivateMean):
+        raise Refused(
+            f"{what} sends mixtures of single models, which noise on a mean does not protect; leave it out, or use "
+            "channel 'gaussian-noise' in place of aggregator 'private-mean'"
+        )
+    primary = kinds[primary_field(type(algorithm))]
+    if not primary.averaged:
+        raise Refused(f"{what} has no place in {name}: its server sends several models, of which a client chooses")
+    personal = type(algorithm).personal is not Algorithm.personal
+    if not personal and any(k.keeps or k.accumulates for k in kinds.values()):
+        raise Refused(
+            f"{what} has no meaning in {name}: its clients keep duals or controls towards one consensus, which models "
+            "of their own would contradict; 'flame' and 'fedslr' have both a consensus and personal models"
+        )
+    if not personal and algorithm.family == "composite":
+        raise Refused(
+            f"{what} has no meaning in {name}: its model comes out of the server's prox, which a mixture of clients' "
+            "models does not pass; 'fedslr' and 'lpgd' have regularised personal models"
+        )
+
+
+def check_mixed_width(method: Algorithm, down: Any, d: int) -> None:
+    """Refuse a mixer if what the server sends, the download ``down``, is not one model.
+
+    Raises:
+        Refused: the sentence says why.
+    """
+    if down[0].shape != (d,):
+        raise Refused(
+            f"a mixer sends models in place of the server's one, but the server of {type(method).__name__} sends "
+            f"{'something smaller' if down[0].shape[-1] != d else 'each client a model of its own'}; leave it out"
+        )
 
 
 def check_sampler(algorithm: Algorithm, sampler: Sampler, weigher: Weigher) -> None:

@@ -249,6 +249,11 @@ def accept(job: Job, server: Any, task: TrainTask, down: Any, output: ClientOutp
         state.write(job, ids)
         if job.kept_fields:
             job.kept.write(ids, type(job.kept.template)(*[getattr(upload, name) for name in job.kept_fields]))
+        if job.models.template:
+            row = getattr(upload, job.primary)
+            is_change = job.fields[job.primary].base != "zero"
+            received = down[0] if everyone or down[0].dim() == 1 else down[0][accepted]
+            job.models.write(ids, type(job.models.template)(row + received if is_change else row))
     return ChunkResult(task.ids, task.share, accepted, parts, answers, float(share.sum()), counts)
 
 

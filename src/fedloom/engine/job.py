@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm, primary_field, upload_fields, upload_type
+from fedloom.choose import Mixer
+from fedloom.choose.mixers import Rule
 from fedloom.data.federation import Federation
 from fedloom.engine.messages import Messages
 from fedloom.engine.setting import Setting
-from fedloom.errors import blamed
+from fedloom.errors import ConfigError, blamed
 from fedloom.local import Ctx, Work
 from fedloom.local.optimizer import Memory
 from fedloom.local.oracles import Network
@@ -87,6 +89,11 @@ class Problem:
         return [getattr(up, name) for name in sorted(named)]
 
     @cached_property
+    def primary(self) -> str:
+        """The upload field that carries the model."""
+        return primary_field(type(self.algorithm))
+
+    @cached_property
     def upload(self) -> Any:
         """Type of the upload."""
         return upload_type(type(self.algorithm))
@@ -146,8 +153,20 @@ class Problem:
 
     @property
     def has_personal(self) -> bool:
-        """The method has personal models."""
-        return type(self.algorithm).personal is not Algorithm.personal
+        """Clients have models of their own: the method's personal models, or what a mixer sends them."""
+        return self.setting.mixer is not None or type(self.algorithm).personal is not Algorithm.personal
+
+    def personal(self, down: Any, rows: Any, work: Work) -> Tensor | None:
+        """Personal models ``[m, d]``; of a method without any, the mixtures that clients receive."""
+        if type(self.algorithm).personal is Algorithm.personal:
+            received: Tensor = down[0]
+            return received.expand(work.m, -1)
+        return self.algorithm.personal(down, rows, work)
+
+    @property
+    def mixes(self) -> bool:
+        """Downloads are mixed from what the server keeps of single clients."""
+        return self.setting.mixer is not None or self.algorithm.mixes
 
     @cached_property
     def train_sizes(self) -> Tensor:
@@ -169,12 +188,19 @@ class Problem:
 
     def mixed(self, ids: Tensor) -> Tensor:
         """Clients whose kept rows the download of a cohort is mixed from."""
-        return self.everyone if self.algorithm.mixes_all else ids
+        mixer = self.setting.mixer
+        return self.everyone if self.algorithm.mixes_all or (mixer is not None and mixer.mixes_all) else ids
 
     @cached_property
     def messages(self) -> Messages:
         """How downloads and uploads are written."""
-        return Messages(self.algorithm, self.oracle.layout, self.oracle.device, self.setting.channel)
+        return Messages(
+            self.algorithm,
+            self.oracle.layout,
+            self.oracle.device,
+            self.setting.channel,
+            mixed=self.setting.mixer is not None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +212,7 @@ class Job(Problem):
         ranks: processes that go through the run together.
         clients: state rows of the clients.
         kept: rows that the server keeps of every client.
+        models: last models of the clients, for a mixer, where `kept` does not have them.
         residue: what the channel has not sent yet, of every client.
         optimizer: states of every client's optimisers, where they are kept.
     """
@@ -194,13 +221,20 @@ class Job(Problem):
     ranks: Ranks
     clients: Store[Any]
     kept: Store[Any]
+    models: Store[Any]
     residue: Store[Any]
     optimizer: Store[Any]
 
     @property
     def stores(self) -> dict[str, Store[Any]]:
         """Everything that is kept by client."""
-        return {"clients": self.clients, "kept": self.kept, "residue": self.residue, "optimizer": self.optimizer}
+        return {
+            "clients": self.clients,
+            "kept": self.kept,
+            "models": self.models,
+            "residue": self.residue,
+            "optimizer": self.optimizer,
+        }
 
     @cached_property
     def locations(self) -> RowLocations:
@@ -234,4 +268,40 @@ class Job(Problem):
         ctx = self.ctx(round, ids)
         kept = self.kept.read(self.mixed(ctx.ids)) if self.algorithm.mixes else None
         with blamed("method", self.algorithm, f"round {round}"):
-            return self.algorithm.down(server, kept, ctx)
+            down = self.algorithm.down(server, kept, ctx)
+        mixer = self.setting.mixer or (self.algorithm.mixer(round) if self.robust else None)
+        return down if mixer is None else self._with_mixtures(mixer, down, ctx)
+
+    def _with_mixtures(self, mixer: Mixer, down: Any, ctx: Ctx) -> Any:
+        """The download whose first field, the model, is the mixture of every client, of a part only what travels."""
+        if not mixer.share:
+            return down
+        models, name = (self.models, "w") if self.models.template else (self.kept, self.primary)
+        rows, start = getattr(models.read(self.mixed(ctx.ids)), name), getattr(models.template, name)
+        mask, shared = self.messages.masks.get(self.primary), down[0]
+        if mask is not None:
+            rows, start = rows[:, mask.cpu()], start[mask.cpu()]
+        with blamed("mixer", mixer, f"round {ctx.round}"):
+            mixtures = mixer.mix(rows, start, ctx, self._robust_mixture(ctx.round) if self.robust else None)
+            if mixtures.shape != (ctx.m, rows.shape[1]):
+                raise ValueError(f"mix must return models {[ctx.m, rows.shape[1]]}, got {[*mixtures.shape]}")
+        mixtures = mixtures.to(shared)
+        if mask is not None:
+            mixtures = shared.repeat(ctx.m, 1).masked_scatter_(mask, mixtures)
+        mixed = mixtures if mixer.share == 1 else torch.lerp(shared.expand_as(mixtures), mixtures, mixer.share)
+        return down._replace(**{down._fields[0]: mixed})
+
+    def _robust_mixture(self, round: int) -> Rule:
+        """The aggregator as a mixer's rule; a mixture of fewer models than it needs is the client's own model."""
+        aggregator, name = self.setting.aggregator, self.primary
+        assert aggregator is not None
+
+        def rule(own: Tensor, models: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+            ctx = self.ctx(round, ids)
+            try:
+                combined, _ = aggregator.apply(aggregator.init(ctx), {name: models}, weights.double(), name, ctx)
+            except ConfigError:
+                return own
+            return combined[name].to(own)
+
+        return rule

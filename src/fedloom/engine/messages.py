@@ -63,11 +63,23 @@ class Messages:
         layout: of its models.
         device: where uploads are made.
         channel: what uploads pass through, if anything.
+        mixed: a mixer sends every client a model of its own, of which no form is known.
     """
 
-    def __init__(self, algorithm: Algorithm, layout: Layout, device: torch.device, channel: Channel | None) -> None:
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        layout: Layout,
+        device: torch.device,
+        channel: Channel | None,
+        *,
+        mixed: bool = False,
+    ) -> None:
         self._algorithm, self._layout, self._device, self._channel = algorithm, layout, device, channel
         self._sent = {"down": encodings(algorithm, "down"), "up": encodings(algorithm, "up")}
+        if mixed:
+            first = next(iter(self._sent["down"]))
+            self._sent["down"][first] = Sent(part=self._sent["down"][first].part)
         self._codecs: dict[Any, Codec] = {}
 
     @cached_property

@@ -34,7 +34,7 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
         shares = shares * weights_of(job, state.weigher, None, ctx)[0]
     for store in job.stores.values():
         store.touch(cohort)
-    if job.algorithm.mixes:
+    if job.mixes:
         job.locations.replicate(job.mixed(cohort))
     down = job.down(state.server, t, cohort)
     forges = job.forgers[cohort]

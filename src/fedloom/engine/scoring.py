@@ -57,7 +57,7 @@ def score_request(job: Job, state: State) -> ScoreRequest | None:
             raise ValueError(f"global_model must return [d] = [{job.oracle.layout.d}], got {[*model.shape]}")
     if model is None and not job.has_personal:
         return None
-    if job.has_personal and job.algorithm.mixes:
+    if job.has_personal and job.mixes:
         job.locations.replicate(torch.arange(job.n))
     down = job.down(state.server, t) if job.has_personal else None
     return ScoreRequest(t, job.scored_ids, state.cohort, down, model)
@@ -220,7 +220,7 @@ def _personal(job: Job, down: Any, round: int, ids: Tensor, *, trains: bool) -> 
     try:
         if trains:
             _, rows = job.algorithm.client(mine, rows, work)
-        models = job.algorithm.personal(mine, rows, work)
+        models = job.personal(mine, rows, work)
         if models is None or models.shape != (len(ids), job.oracle.layout.d):
             got = None if models is None else [*models.shape]
             raise ValueError(f"personal must return [{len(ids)}, {job.oracle.layout.d}], got {got}")

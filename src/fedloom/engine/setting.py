@@ -11,7 +11,7 @@ from pydantic_core import CoreSchema, core_schema
 from torch import nn
 
 from fedloom.algorithms import REGISTRY, Algorithm, Composition, Preset
-from fedloom.choose import SAMPLERS, WEIGHERS, Sampler, SharesWeigher, Uniform, UniformWeigher, Weigher
+from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS, Mixer, Sampler, SharesWeigher, Uniform, UniformWeigher, Weigher
 from fedloom.data.partition import PARTITIONS
 from fedloom.errors import ConfigError, homes_of, unknown
 from fedloom.imports import find_maker, is_path
@@ -231,7 +231,7 @@ class Setting(Value):
     """
 
     own: ClassVar[tuple[str, ...]] = (
-        "model", "task", "local", "sampler", "weigher", "aggregator", "channel", "rounds", "weights",
+        "model", "task", "local", "sampler", "weigher", "mixer", "aggregator", "channel", "rounds", "weights",
     )  # fmt: skip
     """What every method of an experiment may have for itself."""
 
@@ -251,6 +251,9 @@ class Setting(Value):
     weigher: Annotated[Weigher, Table(Weigher, WEIGHERS, "shares")] = Field(
         default_factory=SharesWeigher,
         description="what a client counts in the mean of the cohort's uploads: its share, or what a rule makes of it",
+    )
+    mixer: Annotated[Mixer | None, Table(Mixer, MIXERS)] = Field(
+        None, description="what mixture of the clients' last models a client receives; the server's one model when None"
     )
     aggregator: Annotated[Aggregator | None, Table(Aggregator, AGGREGATORS)] = Field(
         None, description="how uploads become one; their weighted mean when None"

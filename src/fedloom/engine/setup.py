@@ -9,10 +9,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.algorithms import Algorithm, check_declaration
+from fedloom.algorithms import Algorithm, check_declaration, primary_field, upload_fields
 from fedloom.choose import SharesWeigher, Uniform
 from fedloom.data.federation import Federation
-from fedloom.engine.check import changes_nothing, check_sampler, check_together, check_width, notes_of
+from fedloom.engine.check import (
+    changes_nothing,
+    check_mixed_width,
+    check_mixer,
+    check_sampler,
+    check_together,
+    check_width,
+    notes_of,
+)
 from fedloom.engine.job import Job, Problem
 from fedloom.engine.messages import Messages, first_upload, idle_upload
 from fedloom.engine.privacy import check_privacy
@@ -83,6 +91,7 @@ def make_job(
         ranks=ranks,
         clients=store("clients", start.client),
         kept=store("kept", Nothing() if start.kept is None else start.kept),
+        models=store("models", Nothing() if start.model is None else LastModel(start.model)),
         residue=store("residue", start.residue),
         optimizer=store("optimizer", Nothing() if problem.memory is None else Moments(problem.memory.rows[0])),
     )
@@ -97,12 +106,14 @@ class Start(NamedTuple):
         client: the rows of a client, without the clients' dimension.
         kept: the rows that the server keeps of a client; None if it keeps none.
         residue: the rows of the channel at a client.
+        model: the initial model, where the server keeps the clients' last models beside ``kept``.
     """
 
     server: Any
     client: Any
     kept: Any
     residue: Any
+    model: Tensor | None = None
 
 
 def make_problem(
@@ -147,6 +158,9 @@ def make_problem(
         name = type(method).__name__
         raise Refused(f"sampler {sampler.kind!r} asks clients about the global model, but {name} has none")
     fewest = sampler.smallest(fed.n) if replay.cohorts is None else min(len(set(map(int, c))) for c in replay.cohorts)
+    if setting.mixer is not None:
+        with blamed("method", method, "down"):
+            check_mixed_width(method, method.down(server, None, ctx), oracle.layout.d)
     notes = [*pooled_notes, *notes_of(setting, oracle, server, ctx, fewest)]
     if setting.aggregator is not None and fewest is not None:
         setting.aggregator.check(fewest)
@@ -168,7 +182,14 @@ def make_problem(
         notes=tuple(notes),
         replay=replay,
     )
-    return problem, Start(server, client, kept, _residue(channel, width, dtype))
+    keeps = upload_fields(type(method))[primary_field(type(method))].keeps if setting.mixer is not None else True
+    return problem, Start(server, client, kept, _residue(channel, width, dtype), None if keeps else x0)
+
+
+class LastModel(NamedTuple):
+    """A client's last model ``[d]``."""
+
+    w: Tensor
 
 
 def _place(engine: Engine) -> tuple[torch.device, torch.dtype]:
@@ -194,7 +215,7 @@ def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
     check_sampler(setting.method, setting.sampler, setting.weigher)
     notes = []
     if pooled:
-        none = dict.fromkeys(("aggregator", "attack", "channel"))
+        none = dict.fromkeys(("mixer", "aggregator", "attack", "channel"))
         pool = setting.with_(sampler=Uniform(), weigher=SharesWeigher(), weights="samples", **none)
         keys = [f"[{name}]" for name in ("sampler", "weigher", *none) if getattr(pool, name) != getattr(setting, name)]
         notes = [f"pooled data are those of one client: {changes_nothing(keys)}"] if keys else []
@@ -202,6 +223,9 @@ def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
     check_privacy(setting.method, setting.channel, setting.aggregator, setting.sampler, setting.weigher)
     setting.sampler.check(n)
     setting.weigher.check(n)
+    if setting.mixer is not None:
+        check_mixer(setting.method, setting.mixer, setting.aggregator)
+        setting.mixer.check(n)
     return setting, notes
 
 

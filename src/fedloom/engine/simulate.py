@@ -157,7 +157,7 @@ class _Simulation(Hooks):
 def clients_of(job: Job) -> Iterator[LocalClients]:
     """The clients of a simulation; their workers have room for a download and for what a chunk sends back."""
     row = job.oracle.layout.d * 8
-    down = (len(job.clients.template) + 8) * row * (job.n if job.algorithm.mixes else 1)
+    down = (len(job.clients.template) + 8) * row * (job.n if job.mixes else 1)
     up = (len(job.fields) + 1) * row * (job.chunk + 1 if job.gathers else 1)
     handlers = Handlers(
         train=lambda shared, task: train_chunk(job, *shared, task),

@@ -197,7 +197,7 @@ class Uploads:
         if job.setting.weigher.probes:
             weights, weigher = weights_of(job, weigher, self.answers("weigher"), ctx)
             self.shares = self.shares * weights
-        if job.robust:
+        if job.robust and not job.algorithm.mixes:
             combined, aggregator = self._robust(ctx, aggregator)
         values = []
         for name, field in self._fields.items():

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedloom.algorithms import REGISTRY, Algorithm, Preset
-from fedloom.choose import SAMPLERS, WEIGHERS
+from fedloom.choose import MIXERS, SAMPLERS, WEIGHERS
 from fedloom.data.partition import PARTITIONS
 from fedloom.data.sources import SOURCES
 from fedloom.metrics import METRICS
@@ -23,6 +23,7 @@ PARTS: Mapping[str, Mapping[str, Any]] = {
     "data": SOURCES,
     "samplers": SAMPLERS,
     "weighers": WEIGHERS,
+    "mixers": MIXERS,
     "aggregators": AGGREGATORS,
     "attacks": ATTACKS,
     "channels": CHANNELS,

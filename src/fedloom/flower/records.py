@@ -21,7 +21,19 @@ from fedloom.version import __version__
 
 HEAD = "fedloom"
 """Name of the record that has the plain values of a message, and of a reply."""
-WANTED = ("local", "sampler", "weigher", "aggregator", "channel", "weights", "seed", "augment", "evaluate", "engine")
+WANTED = (
+    "local",
+    "sampler",
+    "weigher",
+    "mixer",
+    "aggregator",
+    "channel",
+    "weights",
+    "seed",
+    "augment",
+    "evaluate",
+    "engine",
+)
 """Fields of a setting that a strategy takes."""
 NEAR = 1e-3
 """Difference of means and spreads from which values that do not train are not the same."""
@@ -108,7 +120,7 @@ def document_of(algorithm: str, options: Mapping[str, Any], choices: Mapping[str
 def resolved_document(setting: Setting) -> str:
     """Write the setting of a job for its nodes, with all that follows from the federation made a number."""
     name = next(name for name, kind in ALGORITHMS.items() if kind is type(setting.method))
-    parts = ("sampler", "weigher", "channel", "local", "augment", "evaluate", "engine", "seed")
+    parts = ("sampler", "weigher", "mixer", "channel", "local", "augment", "evaluate", "engine", "seed")
     choices = {part: value for part in parts if (value := getattr(setting, part)) is not None}
     return json.dumps({"algorithm": name, "options": dump(setting.method), "choices": _plain(choices)})
 

@@ -58,7 +58,7 @@ class Strategy(FlowerStrategy):
         min_nodes: nodes to wait for before the first round; those that are there then are the federation.
         wait: seconds to wait for them.
         evaluate_every: rounds between two evaluations at the nodes; 0 for none.
-        choices: ``local``, ``sampler``, ``weigher``, ``aggregator``, ``channel``, ``weights``, ``seed``, ``augment`` or
+        choices: ``local``, ``sampler``, ``weigher``, ``mixer``, ``aggregator``, ``channel``, ``weights``, ``seed``, ``augment`` or
             ``engine`` as in an experiment file or `fedloom.Setting`; all others are options of the method.
 
     Attributes:

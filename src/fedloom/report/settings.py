@@ -17,7 +17,7 @@ MAIN = {
     "evaluate": "Evaluation",
 }
 """Tables of the experiment file that are shown, and their titles."""
-SHARED = ("local", "sampler", "weigher", "aggregator", "channel", "rounds")
+SHARED = ("local", "sampler", "weigher", "mixer", "aggregator", "channel", "rounds")
 """Settings that every method has; shown once where all agree."""
 
 

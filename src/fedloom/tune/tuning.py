@@ -225,7 +225,7 @@ class Tuning:
     def _budget(self, rounds: int) -> Budget:
         """The work of so many rounds of plain local training, with the first seed."""
         plain = {**self._document, "method": [{"algorithm": "fedavg"}]}
-        for table in ("weigher", "aggregator", "channel"):
+        for table in ("weigher", "mixer", "aggregator", "channel"):
             plain.pop(table, None)
         return plain_budget(*self._run(plain, 0), rounds)
 

@@ -44,6 +44,8 @@ def check_maskable(setting: Setting) -> None:
         why = f"{name} gives its server the rows of single clients (of {', '.join(single)})"
     elif setting.method.mixes:
         why = f"{name} mixes the kept rows of single clients into its downloads"
+    elif setting.mixer is not None:
+        why = f"mixer {setting.mixer.kind!r} mixes the models of single clients"
     elif not isinstance(setting.aggregator, PrivateMean | None) and not setting.aggregator.linear:
         why = f"aggregator {type(setting.aggregator).__name__} compares single uploads"
     elif setting.weigher.probes:

@@ -1,0 +1,257 @@
+"""Mixers: the mixture of the clients' last models that every client receives in place of the server's one model."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.choose.weighers import clear_clusters, spectral_clusters
+from fedloom.errors import ConfigError
+from fedloom.local import Ctx
+from fedloom.rows import algebra
+from fedloom.seeds import random_state
+from fedloom.values import Value
+
+Among = Literal["cohort", "seen", "all"]
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""One model ``[d]`` of a client's own ``[d]`` and those in its mixture ``[k, d]``, their weights ``[k, 1]`` and ids."""
+Similarity = Literal["model", "change"]
+
+
+class Mixer(Value, ABC):
+    """Mixes the last models of clients, each client's own mixture. It has no state: the server keeps the models."""
+
+    kind: ClassVar[str]
+    among: Among = Field(
+        "cohort", description="whose models are mixed: the round's cohort, or also all clients seen so far, or all"
+    )
+    share: float = Field(
+        1.0, ge=0, le=1, description="part of the mixture in what a client receives; the rest is the server's model"
+    )
+
+    @property
+    def mixes_all(self) -> bool:
+        """Whether it is given the models of all clients, not those of the cohort."""
+        return self.among != "cohort"
+
+    def mix(self, models: Tensor, start: Tensor, ctx: Ctx, rule: Rule | None = None) -> Tensor:
+        """The mixture ``[m, d]`` of every client of the cohort.
+
+        Args:
+            models: ``[m, d]`` last models of the cohort, of all clients ``[n, d]`` with `mixes_all`; a client never
+                seen has the initial one.
+            start: ``[d]`` the initial model.
+            ctx: the cohort.
+            rule: makes one model of those in a mixture, in place of their weighted mean.
+        """
+        place, ids = torch.arange(ctx.m), torch.arange(ctx.n) if self.mixes_all else ctx.ids
+        if self.mixes_all:
+            attended = torch.ones(ctx.n, dtype=torch.bool)
+            if self.among == "seen":
+                attended = (models != start).any(1).cpu().index_fill(0, ctx.ids, value=True)
+            models, place, ids = models[attended.to(models.device)], (attended.cumsum(0) - 1)[ctx.ids], ids[attended]
+        if rule is None:
+            return self.moved(models[place], self.mixtures(models, place, start, ctx), ctx)
+        rows = list[Tensor]()
+        for own, weights in zip(models[place], self.weights(models, start, ctx)[place], strict=True):
+            mixed = weights > 0
+            rows.append(rule(own, models[mixed], weights[mixed, None], ids[mixed.cpu()]))
+        return self.moved(models[place], torch.stack(rows), ctx)
+
+    def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
+        """The mixtures ``[m, d]`` of the clients at ``place [m]`` among the attended ``models [k, d]``."""
+        return self.weights(models, start, ctx)[place] @ models
+
+    def moved(self, own: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
+        """What clients with last models ``own [m, d]`` receive of their mixtures; by default these."""
+        return mixtures
+
+    @abstractmethod
+    def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
+        """What every model counts in every mixture ``[k, k]``; rows sum to 1."""
+
+    def check(self, n: int) -> None:
+        """Refuse a federation of ``n`` clients that cannot be mixed.
+
+        Raises:
+            ConfigError: with the sentence.
+        """
+
+
+class Attention(Mixer):
+    """Mixes the models most like a client's own, weighed by their cosines from a quantile on.
+
+    Reference: "FedACS: Federated Learning with Attention-Based Client Selection", Algorithm 1, Eqs. 3-5.
+
+    Deviations: those of the method ``fedacs``, which is local training from these mixtures. Attackers that send copies
+    of one direction fill the quantile with their own cosines, so that no honest client passes it; ``copies`` counts
+    them as one. Attackers that spread their directions below that cosine still count one by one.
+    """
+
+    kind: ClassVar[str] = "attention"
+    quantile: float = Field(
+        0.5, ge=0, le=1, description="p of the threshold delta_k (Algorithm 1); not given in the paper"
+    )
+    lam: float | None = Field(
+        None, gt=0, description="lambda: alpha_k = lambda beta_k (Eq. 3, Theorem 2.1); None: alpha_k = 1 (Eq. 4)"
+    )
+    similarity: Similarity = Field(
+        "model", description="whose cosine s_ij is: the models', or their changes' from the initial model"
+    )
+    copies: float | None = Field(
+        None, gt=0, le=1, description="cosine from which on models are copies, all of which count as one; None: no cap"
+    )
+
+    def moved(self, own: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
+        """Eq. 4, or with ``lam`` Eq. 3."""
+        alpha = 1.0 if self.lam is None else self.lam * ctx.local.lr_at(max(ctx.round, 1))
+        return mixtures if alpha == 1 else torch.lerp(own, mixtures, alpha)  # Eq. 3, grad R_i = w_i - sum_j s_ij w_j
+
+    def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
+        """s_ij where it is at least delta_k, over its sum."""
+        return attention(models if self.similarity == "model" else models - start, self.quantile, self.copies)
+
+
+class Proximity(Mixer):
+    """Mixes models by how near they are: a step of FedAMP's attraction between clients.
+
+    Reference: Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang, "Personalized Cross-Silo Federated Learning
+    on Non-IID Data", AAAI 2021, arXiv:2007.03797, Algorithm 1, line 4.
+
+    Defaults: those of the method ``fedamp``, alpha = reach sqrt(rounds)/2 and sigma = 2 (n - 1) alpha.
+    """
+
+    kind: ClassVar[str] = "proximity"
+    alpha: float | None = Field(None, gt=0, description="step of the mixing; reach sqrt(rounds)/2 when not given")
+    sigma: float | None = Field(
+        None, gt=0, description="width sigma of A(t) = 1 - exp(-t/sigma); 2 (n - 1) alpha when not given"
+    )
+
+    def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
+        """u_i = sum_j xi_ij w_j."""
+        xi = self._others(models, ctx)
+        return ((1 - xi.sum(1, keepdim=True)) * models + xi @ models)[place]  # xi_ii = 1 - sum_{j != i} xi_ij
+
+    def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
+        """xi_ij."""
+        xi = self._others(models, ctx)
+        return xi + torch.diag(1 - xi.sum(1))
+
+    def _others(self, models: Tensor, ctx: Ctx) -> Tensor:
+        """xi_ij for j other than i; 0 on the diagonal."""
+        alpha = self.alpha or ctx.reach * ctx.rounds**0.5 / 2
+        sigma = self.sigma or 2 * max(ctx.n - 1, 1) * alpha
+        apart = algebra.distances(models).square()
+        xi = alpha * torch.exp(-apart / sigma) / sigma  # alpha_k A'(.)
+        xi = xi.fill_diagonal_(0.0)
+        return xi / xi.sum(1, keepdim=True).clamp(min=1.0)
+
+
+class Angles(Mixer):
+    """Mixes models by a softmax of their cosines: FedAMP's heuristic for networks.
+
+    Reference: Y. Huang, L. Chu, Z. Zhou, L. Wang, J. Liu, J. Pei, Y. Zhang, "Personalized Cross-Silo Federated Learning
+    on Non-IID Data", AAAI 2021, arXiv:2007.03797, Sec. 5.
+    """
+
+    kind: ClassVar[str] = "angles"
+    sigma: float = Field(25.0, ge=0, description="sharpness sigma of exp(sigma cos)")
+    self_weight: float | None = Field(None, ge=0, le=1, description="own weight xi_ii; 1/m of the cohort if not given")
+
+    def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
+        """u_i = xi_ii w_i + (1 - xi_ii) sum_j xi_ij w_j."""
+        own, xi = self._others(models)
+        return (own * models + (1 - own) * (xi @ models))[place]  # (1 - xi_ii) softmax
+
+    def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
+        """xi_ij."""
+        own, xi = self._others(models)
+        return own * torch.eye(len(models), dtype=models.dtype, device=models.device) + (1 - own) * xi
+
+    def _others(self, models: Tensor) -> tuple[float, Tensor]:
+        direction = models / algebra.norm(models).clamp(min=1e-30)
+        score = (self.sigma * direction @ direction.T).fill_diagonal_(-torch.inf)
+        xi = torch.softmax(score, 1).nan_to_num(1.0)  # a client alone has itself for all others
+        return (1 / len(models) if self.self_weight is None else self.self_weight), xi
+
+
+class Clusters(Mixer):
+    """Sends every client the mean of its cluster: one model per cluster, recovered from the clients' last models.
+
+    Reference: the outlook of Equitable-FL (arXiv:2410.19207), clusters as personalised models; the clustering is its
+    Algorithm 1 on directions of models in place of activations.
+
+    Deviations: clusters are found anew in every round, among the attended models. Where ``clusters`` is not given,
+    `clear_clusters` looks for it, and all clients are one cluster where none is clearly apart.
+    """
+
+    kind: ClassVar[str] = "clusters"
+    clusters: int | None = Field(None, ge=1, description="C, number of clusters; sought in every round when not given")
+    similarity: Similarity = Field(
+        "change", description="what is clustered: directions of the models, or of their changes from the initial model"
+    )
+
+    def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
+        """1/|cluster| within a cluster, 0 elsewhere."""
+        a = directions(models if self.similarity == "model" else models - start)
+        rng = random_state(ctx.rng("mixer"))
+        labels = spectral_clusters(a, self.clusters, rng) if self.clusters else clear_clusters(a, rng)
+        same = (labels[:, None] == labels).to(models)
+        return same / same.sum(1, keepdim=True)
+
+    def check(self, n: int) -> None:
+        """More clusters than clients are refused."""
+        if (self.clusters or 1) > n:
+            raise ConfigError(f"mixer.clusters must be at most the {n} clients of the federation, got {self.clusters}")
+
+
+def directions(w: Tensor) -> Tensor:
+    """Rows ``[m, d]`` of length 1; a row of zeros stays as it is."""
+    return w / torch.linalg.vector_norm(w, dim=1, keepdim=True).clamp(min=1e-30)
+
+
+def attention(w: Tensor, quantile: float, copies: float | None = None) -> Tensor:
+    """Row-stochastic weights ``[m, m]`` of models ``w [m, d]``: their cosines from the ``quantile`` of all m^2 on.
+
+    With ``copies``, a model counts 1/c in the quantile and in mixtures, c the number of models, itself included, whose
+    cosine with it is at least that: k copies of a model count as much as one.
+    """
+    direction = directions(w)
+    s = direction @ direction.T
+    s = ((s + s.T) / 2).fill_diagonal_(1.0)  # s_ij; symmetric to the last bit, as delta is often one of its entries
+    rounding = 16 * torch.finfo(s.dtype).eps
+    counts = None if copies is None else 1 / (s >= copies - rounding).sum(1).to(s)
+    delta = _quantile(s, quantile) if counts is None else _weighted_quantile(s, quantile, counts)
+    delta = delta - rounding  # equal cosines pass together: clients never seen have equal rows
+    s = torch.where((s >= delta).fill_diagonal_(True), s, 0.0)
+    s = s if counts is None else s * counts
+    total = s.sum(1, keepdim=True)
+    return torch.where(total > 1e-12, s / total, torch.eye(len(w), dtype=w.dtype, device=w.device))
+
+
+def _quantile(s: Tensor, quantile: float) -> Tensor:
+    ordered = s.flatten().sort().values
+    place = quantile * (len(ordered) - 1)
+    return torch.lerp(ordered[math.floor(place)], ordered[math.ceil(place)], place % 1)
+
+
+def _weighted_quantile(s: Tensor, quantile: float, counts: Tensor) -> Tensor:
+    """The smallest entry up to which entries have the part ``quantile`` of all weight; s_ij weighs as both count."""
+    ordered, order = s.flatten().sort()
+    reached = (counts[:, None] * counts).flatten()[order].double().cumsum(0)
+    place = int((reached < (quantile - 1e-9) * reached[-1]).sum())
+    return ordered[min(place, len(ordered) - 1)]
+
+
+MIXERS: dict[str, type[Mixer]] = {
+    "attention": Attention,
+    "proximity": Proximity,
+    "angles": Angles,
+    "clusters": Clusters,
+}
