@@ -26,7 +26,7 @@ FILES = (METRICS, TIMINGS, PARTITION, CONFUSION, TSNE, SUMMARY, REPORT)
 FOLDERS = (CHECKPOINTS, MODELS, ADAPTED, TRACKING, LIVE)
 
 TABLES = (
-    "data", "partition", "model", "task", "local", "sampler", "weigher", "aggregator", "attack", "channel", "augment",
+    "data", "partition", "model", "task", "local", "sampler", "weigher", "mixer", "aggregator", "attack", "channel", "augment",
     "evaluate", "engine", "tune",
 )  # fmt: skip
 """Tables of an experiment file beside its methods, in the order of `fedloom.experiment.schema.TABLES`."""
