@@ -26,8 +26,8 @@ FILES = (METRICS, TIMINGS, PARTITION, CONFUSION, TSNE, SUMMARY, REPORT)
 FOLDERS = (CHECKPOINTS, MODELS, ADAPTED, TRACKING, LIVE)
 
 TABLES = (
-    "data", "partition", "model", "task", "local", "sampler", "weigher", "mixer", "aggregator", "attack", "channel", "augment",
-    "evaluate", "engine", "tune",
+    "data", "partition", "model", "task", "local", "sampler", "weigher", "mixer", "aggregator", "attack", "channel",
+    "augment", "evaluate", "engine", "tune",
 )  # fmt: skip
 """Tables of an experiment file beside its methods, in the order of `fedloom.experiment.schema.TABLES`."""
 

@@ -169,7 +169,8 @@ def choice(key: str, method: str = "fedavg") -> Callable[[Any], Any]:
 PLUGINS = [
     (key, kind)
     for key, kinds in {
-        "sampler": SAMPLERS, "weigher": WEIGHERS, "mixer": MIXERS, "aggregator": AGGREGATORS, "attack": ATTACKS, "channel": CHANNELS
+        "sampler": SAMPLERS, "weigher": WEIGHERS, "mixer": MIXERS, "aggregator": AGGREGATORS,
+        "attack": ATTACKS, "channel": CHANNELS
     }.items()
     for kind in kinds.values()
 ]  # fmt: skip

@@ -100,7 +100,10 @@ REASONS = {
         "comes out of the server's prox",
         "Its model comes out of the server's prox, which a mixture of clients' models does not pass.",
     ),
-    "smaller": ("sends something smaller", "What its server sends is no model: there is nothing to send a mixture in place of."),
+    "smaller": (
+        "sends something smaller",
+        "What its server sends is no model, in whose place a mixture could be sent.",
+    ),
     "no model": (
         "asks clients about the global model",
         "The sampler asks clients about the global model; it has none.",
@@ -326,9 +329,9 @@ COLUMNS = (
 
 INTRODUCTION = """# What goes with what
 
-Any method runs with any sampler, weigher, mixer, aggregator, attack and channel, unless the pair makes no sense; then the run
-is refused before it starts, with a sentence. Which pairs make sense follows from what the method uploads, never from a
-list.
+Any method runs with any sampler, weigher, mixer, aggregator, attack and channel, unless the pair makes no sense; then
+the run is refused before it starts, with a sentence. Which pairs make sense follows from what the method uploads, never
+from a list.
 Each method runs with each plug-in in `tests/engine/test_matrix.py`, which also writes this page.
 
 """
