@@ -49,7 +49,7 @@ have:
 | `algorithm` | name of the method, required |
 | `label` | what it is called in tables; the name when not given, and different for every method |
 | `rounds` | rounds of this method alone |
-| `local`, `sampler`, `weigher`, `mixer`, `aggregator`, `channel` | tables that replace the shared ones; of `local`, key by key |
+| `local`, `sampler`, `weigher`, `mixer`, `aggregator`, `channel` | replace the shared tables; of `local`, key by key |
 
 ```toml
 [[method]]

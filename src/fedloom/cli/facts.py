@@ -15,8 +15,8 @@ from fedloom.errors import unknown
 LISTS = entry_points(group="fedloom.lists")
 """Kinds of parts that other packages add; each is a function that returns names with a line each."""
 KINDS = (
-    "methods", "partitions", "models", "data", "samplers", "weighers", "mixers", "aggregators", "attacks", "channels", "metrics",
-    *LISTS.names,
+    "methods", "partitions", "models", "data", "samplers", "weighers", "mixers", "aggregators", "attacks", "channels",
+    "metrics", *LISTS.names,
 )  # fmt: skip
 """Kinds of parts that can be listed."""
 

@@ -82,8 +82,8 @@ def compare(
     Args:
         methods: by label: a method (``fl.algorithms.Ditto(lam=1.0)``, an instance of your own class), its name, or a
             table with ``algorithm``, its options and what it has for itself: ``model``, ``task``, ``local``,
-            ``rounds``, ``sampler``, ``weigher``, ``mixer``, ``aggregator``, ``channel``. A list of methods is labelled by their
-            names.
+            ``rounds``, ``sampler``, ``weigher``, ``mixer``, ``aggregator``, ``channel``. A list of methods
+            is labelled by their names.
         data: a federation; or a data set, its name, or arrays ``(x, y)`` and whatever else `fedloom.Dataset.of` takes;
             or clients as `fedloom.Federation.of` takes them, such as a list with a pair ``(train, test)`` of each.
         model: as in `fedloom.simulate`; softmax when None.

@@ -58,8 +58,9 @@ class Strategy(FlowerStrategy):
         min_nodes: nodes to wait for before the first round; those that are there then are the federation.
         wait: seconds to wait for them.
         evaluate_every: rounds between two evaluations at the nodes; 0 for none.
-        choices: ``local``, ``sampler``, ``weigher``, ``mixer``, ``aggregator``, ``channel``, ``weights``, ``seed``, ``augment`` or
-            ``engine`` as in an experiment file or `fedloom.Setting`; all others are options of the method.
+        choices: ``local``, ``sampler``, ``weigher``, ``mixer``, ``aggregator``, ``channel``, ``weights``, ``seed``,
+            ``augment`` or ``engine`` as in an experiment file or `fedloom.Setting`; all others are options of
+            the method.
 
     Attributes:
         state: the state of the run after the newest round (`fedloom.engine.state.State`); None before the first.

@@ -59,7 +59,7 @@ def spans(mask: Tensor) -> list[slice]:
 
 
 def joined(x: Tensor, personal: Tensor, mask: Tensor) -> Tensor:
-    """Models ``[m, d]``: ``x [d]`` or ``[m, d]`` with the coordinates in ``mask [d]`` replaced by ``personal [m, k]``."""
+    """Models ``[m, d]``: ``x [d]`` or ``[m, d]`` with the coordinates in ``mask [d]`` from ``personal [m, k]``."""
     models = x.expand(len(personal), -1).clone()
     runs = spans(mask)
     for run, values in zip(runs, personal.split([run.stop - run.start for run in runs], -1), strict=True):
