@@ -246,7 +246,8 @@ def _weighted_quantile(s: Tensor, quantile: float, counts: Tensor) -> Tensor:
     ordered, order = s.flatten().sort()
     reached = (counts[:, None] * counts).flatten()[order].double().cumsum(0)
     place = int((reached < (quantile - 1e-9) * reached[-1]).sum())
-    return ordered[min(place, len(ordered) - 1)]
+    threshold: Tensor = ordered[min(place, len(ordered) - 1)]
+    return threshold
 
 
 MIXERS: dict[str, type[Mixer]] = {
