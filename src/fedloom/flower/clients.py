@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from logging import WARNING
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from flwr.app import Message, MetricRecord, RecordDict
@@ -32,8 +32,22 @@ from fedloom.processes.clients import (
 
 T = TypeVar("T")
 
-Send = Callable[[list[Message]], Iterable[Message]]
+Send = Callable[[Iterable[Message]], Iterable[Message]]
 """Sends messages and gives the replies that arrive in time, in any order."""
+
+
+class Members(NamedTuple):
+    """The nodes of a run.
+
+    Attributes:
+        nodes: Flower's numbers of the nodes, by client.
+        sizes: training, validation and test samples of each.
+        run: a name of the run, by which nodes know it again; empty where it cannot be resumed.
+    """
+
+    nodes: list[int]
+    sizes: list[list[int]]
+    run: str
 
 
 class FlowerClients:
@@ -42,23 +56,22 @@ class FlowerClients:
     Args:
         job: the run, as the server has it.
         idle: the upload ``[1, .]`` of a client that takes no step, for the shapes.
-        nodes: Flower's numbers of the nodes, by client.
-        sizes: ``[n, 3]`` training, validation and test samples.
+        members: the nodes, by client.
         document: the method and the choices of the run.
         parameters: names and shapes of the model's parameters.
         send: the way to the nodes.
 
     Attributes:
+        there: numbers of the nodes that can be reached.
         accepted: ``[n]`` round in which a client's upload was last accepted, 0 for none.
         scores: figures of every client that answered the newest evaluation.
     """
 
-    def __init__(
-        self, job: Job, idle: Any, nodes: list[int], sizes: Tensor, document: str, parameters: str, send: Send
-    ) -> None:
-        self._job, self._nodes, self._sizes, self._send = job, nodes, sizes, send
+    def __init__(self, job: Job, idle: Any, members: Members, document: str, parameters: str, send: Send) -> None:
+        self._job, self._nodes, self._sizes, self._send = job, members.nodes, torch.tensor(members.sizes), send
+        self.there = set(members.nodes)
         self._shared: dict[str, Any] = {
-            "document": document, "parameters": parameters, "rounds": job.setting.rounds,
+            "document": document, "parameters": parameters, "rounds": job.setting.rounds, "run": members.run,
             "sizes": job.train_sizes[:, 0].tolist(), "weights": job.alpha[:, 0].double().tolist(),
         }  # fmt: skip
         self._idle = idle
@@ -78,12 +91,9 @@ class FlowerClients:
         job, t = self._job, request.round
         places = zip(request.ids.tolist(), request.place.tolist(), strict=True)
         received = {c: for_client(request.down, place) for c, place in places}
-        messages = [
-            self._message("train", c, t, {"down": arrays_of(down._asdict())})
-            for c, down in received.items()
-            if int(self._sizes[c, 0])
-        ]
-        outputs = self._replies(messages, lambda c, reply: self._output(reply, received[c], t, c))
+        asked = [c for c in received if self._has(c, 0)]
+        messages = (self._message("train", c, t, {"down": arrays_of(received[c]._asdict())}) for c in asked)
+        outputs = self._replies(asked, messages, lambda c, reply: self._output(reply, received[c], t, c))
         for k, c in enumerate(request.ids.tolist()):
             task = TrainTask(t, request.place[k : k + 1], request.ids[k : k + 1], request.share[k : k + 1])
             if c in outputs:
@@ -96,7 +106,8 @@ class FlowerClients:
         """Ask candidates; one that gives no answer is worth less than any other."""
         job, clients = self._job, request.ids.tolist()
         model = {"model": arrays_of({"model": request.model})}
-        messages = [self._message("query.ask", c, request.round, model) for c in clients if int(self._sizes[c, 0])]
+        asked = [c for c in clients if self._has(c, 0)]
+        messages = (self._message("query.ask", c, request.round, model) for c in asked)
 
         def read(_client: int, reply: RecordDict) -> tuple[Tensor, Tensor]:
             answer = tensors_of(reply, "answers").get("sampler")
@@ -104,7 +115,7 @@ class FlowerClients:
                 raise WireError("it has no answer [1, k] to the sampler")
             return answer.to(job.oracle.dtype), _work(head_of(reply))
 
-        answers = self._replies(messages, read)
+        answers = self._replies(asked, messages, read)
         width = next((values.shape[1] for values, _ in answers.values()), 1)
         nothing = torch.full((1, width), -torch.inf, dtype=job.oracle.dtype), torch.zeros(1, 3, dtype=torch.long)
         values, work = (torch.cat(rows) for rows in zip(*(answers.get(c, nothing) for c in clients), strict=True))
@@ -112,7 +123,9 @@ class FlowerClients:
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
         """Scores that every node has of the models on its own samples; NaN where it did not answer."""
-        self.scores = self._replies(self.score_messages(request), lambda _client, reply: _metrics(reply))
+        asked = [c for c in request.ids.tolist() if self._has(c, ...)]
+        messages = self.score_messages(request)
+        self.scores = self._replies(asked, messages, lambda _client, reply: _metrics(reply))
         scores: Scores = {}
         for key in sorted({key for figures in self.scores.values() for key in figures if key.count("/") == 2}):
             kind, part, name = key.split("/")
@@ -124,18 +137,20 @@ class FlowerClients:
         """The value of a call, made at the server."""
         return call()
 
-    def score_messages(self, request: ScoreRequest) -> list[Message]:
+    def score_messages(self, request: ScoreRequest) -> Iterator[Message]:
         """Messages that ask for scores."""
-        messages = []
         for c in request.ids.tolist():
             down = None if request.down is None else for_client(request.down, c)
             records = {} if down is None else {"down": arrays_of(down._asdict())}
             model = request.model
             if model is not None and not (down and torch.equal(down[0].reshape(-1), model)):
                 records["model"] = arrays_of({"model": model})
-            if int(self._sizes[c].sum()):
-                messages.append(self._message("evaluate", c, request.round, records, **{"global": model is not None}))
-        return messages
+            if self._has(c, ...):
+                yield self._message("evaluate", c, request.round, records, **{"global": model is not None})
+
+    def _has(self, client: int, part: Any) -> bool:
+        """Whether a client can be reached and has samples of a part, or of any."""
+        return self._nodes[client] in self.there and bool(self._sizes[client, part].sum())
 
     def _message(self, kind: str, client: int, t: int, records: Mapping[str, Any], **more: Any) -> Message:
         accepted = int(self.accepted[client])
@@ -145,18 +160,19 @@ class FlowerClients:
             content["start"] = arrays_of({"start": self._start})
         return Message(content, dst_node_id=self._nodes[client], message_type=kind, group_id=str(t))
 
-    def _replies(self, messages: list[Message], read: Callable[[int, RecordDict], T]) -> dict[int, T]:
+    def _replies(
+        self, asked: list[int], messages: Iterable[Message], read: Callable[[int, RecordDict], T]
+    ) -> dict[int, T]:
         """What is read of the first usable reply of every client; all else is logged and left out."""
-        clients = {self._nodes[k]: k for k in range(len(self._nodes))}
-        asked = {message.metadata.dst_node_id for message in messages}
+        clients = {self._nodes[c]: c for c in asked}
         values: dict[int, T] = {}
-        for reply in self._send(messages) if messages else ():
+        for reply in self._send(messages) if asked else ():
             node = reply.metadata.src_node_id
             client = clients.get(node)
             if reply.has_error():
                 log(WARNING, "fedloom: a node did not answer: %s", reply.error.reason)
                 continue
-            if client is None or node not in asked or client in values:
+            if client is None or client in values:
                 log(WARNING, "fedloom: node %s was not asked; its reply is left out", node)
                 continue
             try:

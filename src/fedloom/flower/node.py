@@ -40,7 +40,7 @@ from fedloom.processes.clients import AskTask, ScoreTask, TrainTask
 from fedloom.replay import Replay
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder
-from fedloom.trained.model import running_statistics
+from fedloom.trained.model import open_tensors, running_statistics
 
 STATE, MODEL = "fedloom.state.", "fedloom.model"
 """Names of a node's records in Flower's ``context.state``: its rows by round, and its newest model."""
@@ -149,6 +149,7 @@ class _Node:
             for name, field in value._asdict().items()
         }
         context.state[f"{STATE}{t}"] = arrays_of(state)
+        self._keep(context, values["run"])
         answers = {"weigher": output.weigher_answer, "sampler": output.sampler_report}
         return RecordDict(
             {
@@ -226,16 +227,39 @@ class _Node:
             run.key = key
         assert run.job is not None
         job = replace(run.job, alpha=torch.tensor(values["weights"], dtype=torch.float64)[:, None].to(run.job.alpha))
-        self._restore(job, context, values["accepted"], seat)
+        self._restore(job, context, values["accepted"], seat, values["run"])
         return job
 
-    def _restore(self, job: Job, context: Context, accepted: int, seat: int) -> None:
+    def _keep(self, context: Context, run: str) -> None:
+        """Write the node's states to its folder, for a run that can be resumed."""
+        folder = self._run(context).local.folder
+        if not run or folder is None:
+            return
+        rounds = [name.removeprefix(STATE) for name in context.state if name.startswith(STATE)]
+        rows = {f"{t}/{name}": row for t in rounds for name, row in tensors_of(context.state, f"{STATE}{t}").items()}
+        save_tensors(_rows_file(folder, context), rows, {"run": run, "rounds": " ".join(rounds)})
+
+    def _recall(self, context: Context, run: str, accepted: int) -> None:
+        """Read the state of a round of a resumed run from the node's folder, if it is there."""
+        folder = self._run(context).local.folder
+        if not run or folder is None or not _rows_file(folder, context).exists():
+            return
+        with open_tensors(_rows_file(folder, context)) as file:
+            about = file.metadata() or {}
+            if about.get("run") == run and str(accepted) in about.get("rounds", "").split():
+                names = [name for name in file.keys() if name.startswith(f"{accepted}/")]  # noqa: SIM118  # no dict
+                rows = {name.partition("/")[2]: file.get_tensor(name) for name in names}
+                context.state[f"{STATE}{accepted}"] = arrays_of(rows)
+
+    def _restore(self, job: Job, context: Context, accepted: int, seat: int, run: str) -> None:
         """Put the accepted state into the stores, and forget all others."""
         newest = f"{STATE}{accepted}"
         for name in [name for name in context.state if name.startswith(STATE) and name != newest]:
             del context.state[name]
-        tensors = tensors_of(context.state, newest)
         stores = {"rows": job.clients, "residue": job.residue, "optimizer": job.optimizer}
+        if accepted and newest not in context.state:
+            self._recall(context, run, accepted)
+        tensors = tensors_of(context.state, newest)
         if accepted and newest not in context.state:
             raise _Lost(f"the state of round {accepted} is not at this node any more; it begins anew")
         for group, store in stores.items():
@@ -259,6 +283,10 @@ class _Node:
 
 class _Lost(FedloomError):
     """The node has lost the state that the server expects of it."""
+
+
+def _rows_file(folder: Path | str, context: Context) -> Path:
+    return Path(folder) / f"{context.node_id}.rows.safetensors"
 
 
 def _seated(own: Federation, seat: int, sizes: list[int]) -> Federation:

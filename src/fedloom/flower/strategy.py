@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from logging import INFO, WARNING
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -20,6 +22,7 @@ from fedloom.algorithms import upload_fields
 from fedloom.data.input_spec import InputSpec
 from fedloom.deploy.noise import released
 from fedloom.deploy.site.local_data import federation_of
+from fedloom.engine.checkpoints import RunCheckpoints
 from fedloom.engine.job import Job
 from fedloom.engine.messages import idle_upload
 from fedloom.engine.round import run_round
@@ -27,14 +30,14 @@ from fedloom.engine.scoring import score_request
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
-from fedloom.errors import ConfigError, FedloomError, Refused, RunStopped, WireError
-from fedloom.flower.clients import FlowerClients
+from fedloom.errors import ConfigError, FedloomError, Refused, RunStopped
+from fedloom.flower.clients import FlowerClients, Members
+from fedloom.flower.members import Introduction, Kept, introduction, read_run, write_run
 from fedloom.flower.records import (
     HEAD,
     WANTED,
     document_of,
     head,
-    head_of,
     log,
     resolved_document,
     setting_of,
@@ -58,6 +61,8 @@ class Strategy(FlowerStrategy):
         min_nodes: nodes to wait for before the first round; those that are there then are the federation.
         wait: seconds to wait for them.
         evaluate_every: rounds between two evaluations at the nodes; 0 for none.
+        folder: of the run's checkpoint, written after every round. `start` with the folder of a run that was
+            interrupted goes on from there, with the same nodes. None for no checkpoint.
         choices: ``local``, ``sampler``, ``weigher``, ``mixer``, ``aggregator``, ``channel``, ``weights``, ``seed``,
             ``augment`` or ``engine`` as in an experiment file or `fedloom.Setting`; all others are options of
             the method.
@@ -73,25 +78,51 @@ class Strategy(FlowerStrategy):
 
     def __init__(
         self, algorithm: str, model: nn.Module, *, min_nodes: int = 2, wait: float = 3600.0, evaluate_every: int = 1,
-        **choices: Any,
+        folder: Path | str | None = None, **choices: Any,
     ) -> None:  # fmt: skip
         options = {name: value for name, value in choices.items() if name not in WANTED}
         self._document = document_of(algorithm, options, {n: v for n, v in choices.items() if n in WANTED})
         self._name, self._model = algorithm, copy.deepcopy(model)
         self._min_nodes, self._wait, self._every = min_nodes, wait, evaluate_every
-        self._rounds = 1
+        self._folder = None if folder is None else Path(folder)
+        self._rounds, self._before, self._timeout = 1, 0, wait
         self._setting(1)
         self._clients: FlowerClients | None = None
         self._job: Job | None = None
         self.state: State | None = None
         self.client_metrics: dict[int, dict[int, dict[str, float]]] = {}
 
-    def start(self, grid: Grid, initial_arrays: ArrayRecord, num_rounds: int = 3, *args: Any, **kwargs: Any) -> Result:
-        """Run the rounds; see ``flwr.serverapp.strategy.Strategy.start``."""
-        self._rounds = num_rounds
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run the rounds, or those that an interrupted run has left; see ``flwr.serverapp.strategy.Strategy.start``.
+
+        Raises:
+            ConfigError: too few nodes are there and fit, or the folder has another run.
+        """
+        self._rounds, self._timeout = num_rounds, timeout
         self._setting(num_rounds)
         self._clients = self._job = self.state = None
-        return super().start(grid, initial_arrays, num_rounds, *args, **kwargs)
+        self._begin(initial_arrays, grid)
+        assert self.state is not None
+        self._before = done = self.state.round
+        arrays = (self._arrays() if done else None) or initial_arrays
+        if done:
+            log(INFO, "fedloom: goes on after round %s of %s", done, num_rounds)
+        shifted = evaluate_fn and (lambda t, arrays: evaluate_fn(t + done, arrays))
+        left = max(num_rounds - done, 0)
+        result = super().start(grid, arrays, left, timeout, train_config, evaluate_config, shifted)
+        for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
+            setattr(result, name, {t + done: figures for t, figures in getattr(result, name).items()})
+        result.arrays = result.arrays or arrays
+        return result
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -102,11 +133,14 @@ class Strategy(FlowerStrategy):
         assert self._clients is not None
         assert self._job is not None
         assert self.state is not None
+        server_round += self._before
+        self._look(grid)
         sent: list[Message] = []
 
-        def note(messages: list[Message]) -> Iterable[Message]:
+        def note(messages: Iterable[Message]) -> Iterable[Message]:
+            messages = list(messages)
             if messages[0].metadata.message_type != "train":
-                return list(grid.send_and_receive(messages))
+                return list(grid.send_and_receive(messages, timeout=self._timeout))
             sent.extend(messages)
             raise _Configured
 
@@ -120,7 +154,6 @@ class Strategy(FlowerStrategy):
         for message in sent:
             message.content["config"] = ConfigRecord({**config, "server-round": server_round})
         log(INFO, "configure_train: %s nodes (out of %s)", len(sent), self._job.n)
-        self._sent = sent
         return sent
 
     def aggregate_train(
@@ -135,13 +168,15 @@ class Strategy(FlowerStrategy):
         try:
             state, events = run_round(self._job, clients, self.state)
         except RunStopped as error:
-            log(WARNING, "fedloom: round %s changes nothing: %s", server_round, error)
+            log(WARNING, "fedloom: round %s changes nothing: %s", server_round + self._before, error)
             self.state = self.state.with_(round=self.state.round + 1)
+            self._save()
             return None, None
         for event in events:
             log(INFO, "fedloom: %s", event)
         before, self.state = self.state, state.with_(notes=(*state.notes, *events))
         self._clients.accepted[state.cohort] = state.round
+        self._save()
         counts = (state.totals - before.totals).tolist()
         metrics = MetricRecord({"accepted": len(state.cohort), "dropped": counts[-1], "samples-backward": counts[0]})
         return self._arrays(), metrics
@@ -152,12 +187,14 @@ class Strategy(FlowerStrategy):
         """Ask all nodes for the scores of their models."""
         if self._job is None or self._clients is None or self.state is None:
             return []
+        server_round += self._before
         last = server_round >= self._rounds
         request = score_request(self._job, self.state) if self._every else None
         if request is None or not (last or server_round % self._every == 0):
             return []
         self._request = request
-        sent: list[Message] = self._clients.score_messages(request)
+        self._look(grid)
+        sent = list(self._clients.score_messages(request))
         for message in sent:
             message.content["config"] = ConfigRecord({**config, "server-round": server_round})
         return sent
@@ -169,7 +206,7 @@ class Strategy(FlowerStrategy):
             return None
         clients = self._clients.through(lambda _messages: arrived)
         list(clients.score(self._request))
-        self.client_metrics[server_round] = clients.scores
+        self.client_metrics[server_round + self._before] = clients.scores
         sizes = {part: self._job.eval_fed.sizes(part).double() for part in ("train", "validation", "test")}
         figures: dict[str, int | float | list[int] | list[float]] = {}
         for key in sorted({key for scores in clients.scores.values() for key in scores if key.count("/") == 2}):
@@ -205,51 +242,86 @@ class Strategy(FlowerStrategy):
     def _begin(self, arrays: ArrayRecord, grid: Grid) -> None:
         """Find the nodes of the run, and make the job of their samples."""
         self._model.load_state_dict(_state_dict(arrays, self._model))
-        nodes, schema, form, sizes = self._greet(grid)
+        parameters = shapes_of(self._model)
+        kept = None if self._folder is None else read_run(self._folder)
+        members, schema, form = self._greet(grid, parameters, kept)
+        if self._folder is not None and kept is None:
+            write_run(self._folder, Kept(members, schema, form, self._document, parameters))
         setting = setting_of(self._document, formed(self._model, form), self._rounds)
         setting = setting.with_(engine=setting.engine.with_(quorum=1e-9, device="cpu", workers=1, chunk=1))
-        job, server = make_job(setting, federation_of(schema, sizes))
+        job, server = make_job(setting, federation_of(schema, torch.tensor(members.sizes)))
         start = (server, job.clients.template, job.kept.template if job.kept_fields else None)
         idle = idle_upload(job.algorithm, start, job.oracle, job.ctx(0, torch.tensor([0])))
         none = Store(job.n, Nothing())
         noisy = job.setting.with_(channel=released(job.setting.channel), aggregator=released(job.setting.aggregator))
         self._job = replace(job, setting=noisy, clients=none, residue=none, optimizer=none, memory=None)
-        parameters, send = shapes_of(self._model), grid.send_and_receive
-        self._clients = FlowerClients(self._job, idle, nodes, sizes, resolved_document(job.setting), parameters, send)
-        self.state = initial_state(self._job, server)
+        document = resolved_document(job.setting)
+        self._clients = FlowerClients(self._job, idle, members, document, parameters, grid.send_and_receive)
+        self._checkpoints = RunCheckpoints(self._job, self._folder, members.run)
+        resumed = self._checkpoints.resume(initial_state(self._job, server))
+        self.state = resumed.state
+        self._clients.accepted += torch.tensor(resumed.extras.get("accepted", 0))
         for note in job.notes:
             log(INFO, "fedloom: %s", note)
 
-    def _greet(self, grid: Grid) -> tuple[list[int], InputSpec, Form, Tensor]:
-        """The nodes of the run in the order of their numbers, what their samples are, and how many there are.
+    def _look(self, grid: Grid) -> None:
+        """Look which nodes of the run are there now."""
+        assert self._clients is not None
+        here, before = set(grid.get_node_ids()), self._clients.there
+        self._clients.there = {node for node in self._members if node in here}
+        for node in sorted(before - here):
+            log(WARNING, "fedloom: node %s has left; the run goes on without it until it is back", node)
+
+    def _save(self) -> None:
+        """Write a checkpoint, if the run has a folder."""
+        assert self._clients is not None
+        if self._folder is not None:
+            self._checkpoints.save(self.state, accepted=self._clients.accepted.tolist())
+
+    def _greet(self, grid: Grid, parameters: str, kept: Kept | None) -> tuple[Members, InputSpec, Form]:
+        """The nodes of the run in the order of their numbers, and what their samples are.
+
+        Args:
+            grid: the way to the nodes.
+            parameters: of the server's model.
+            kept: the run that goes on; None for a new one.
 
         Raises:
-            ConfigError: too few nodes are there and fit.
+            ConfigError: too few nodes are there and fit, or the run is another one.
         """
+        if kept is not None:
+            kept.check(self._document, parameters, self._folder)
         end, reasons = time.monotonic() + self._wait, dict[int, str]()
-        while len(nodes := sorted(grid.get_node_ids())) < self._min_nodes and time.monotonic() < end:
+        while len(nodes := _awaited(grid, kept)) < self._min_nodes and time.monotonic() < end:
             time.sleep(PAUSE)
-        content = RecordDict({HEAD: head(parameters=shapes_of(self._model))})
+        content = RecordDict({HEAD: head(parameters=parameters)})
         messages = [Message(content, dst_node_id=node, message_type="query") for node in nodes]
         introductions: dict[int, Introduction] = {}
-        for reply in grid.send_and_receive(messages) if messages else ():
+        for reply in grid.send_and_receive(messages, timeout=self._timeout) if messages else ():
             node = reply.metadata.src_node_id
             try:
-                introductions[node] = _introduction(reply)
+                introductions[node] = introduction(reply)
             except FedloomError as error:
                 reasons[node] = str(error)
         first = next((introductions[node] for node in nodes if node in introductions), None)
         for node, other in list(introductions.items()):
-            if first and other[:2] != first[:2]:
-                reasons[node] = f"its samples are {_samples(other)}, those of the first node {_samples(first)}"
+            like = first if kept is None else kept.introduction(node)
+            if like and (other[:2] != like[:2] or (kept and other.sizes != like.sizes)):
+                where = "those of the first node" if kept is None else "before they were"
+                reasons[node] = f"its samples are {other.text(kept is not None)}, {where} {like.text(kept is not None)}"
                 del introductions[node]
         for node, reason in reasons.items():
             log(WARNING, "fedloom: node %s takes no part: %s", node, reason)
         if first is None or len(introductions) < self._min_nodes:
             why = "".join(f"; node {node}: {reason}" for node, reason in list(reasons.items())[:3])
             raise ConfigError(f"{len(introductions)} nodes are there and fit, {self._min_nodes} are needed{why}")
-        members = [node for node in nodes if node in introductions]
-        return members, first.schema, first.form, torch.tensor([introductions[node].sizes for node in members])
+        self._members = [node for node in nodes if node in introductions]
+        if kept is not None:
+            return kept.members, kept.schema, kept.form
+        sizes, run = [introductions[node].sizes for node in self._members], ""
+        if self._folder is not None:
+            run = secrets.token_hex(8)
+        return Members(self._members, sizes, run), first.schema, first.form
 
     def _arrays(self) -> ArrayRecord | None:
         """The global model as a state dict of the module; None where the method has none."""
@@ -261,6 +333,12 @@ class Strategy(FlowerStrategy):
         state = dict(self._model.state_dict())
         state |= {name: value.to(state[name]) for name, value in self._job.oracle.layout.tree(row).items()}
         return ArrayRecord(state)
+
+
+def _awaited(grid: Grid, kept: Kept | None) -> list[int]:
+    """Nodes that are there and may take part."""
+    here = sorted(grid.get_node_ids())
+    return here if kept is None else [node for node in here if node in kept.members.nodes]
 
 
 class _Configured(Exception):
@@ -301,41 +379,3 @@ def _state_dict(arrays: ArrayRecord, module: nn.Module) -> dict[str, Tensor]:
         if got != want:
             raise ConfigError(f"initial_arrays: {name!r} has the shape {got}, the model's has {want}")
     return values
-
-
-class Introduction(NamedTuple):
-    """Samples of a node: what they are, how its module takes them, and numbers of each part."""
-
-    schema: InputSpec
-    form: Form
-    sizes: list[int]
-
-
-def _samples(introduction: Introduction) -> str:
-    """What samples are, in a few words."""
-    schema, form = introduction.schema, introduction.form
-    inputs = (
-        ", ".join(f"{part.name} {[*part.shape]} {part.dtype}".strip() for part in form.inputs) or f"{[*schema.shape]}"
-    )
-    return f"{inputs} for a {schema.task} with {schema.outputs} outputs"
-
-
-def _introduction(reply: Message) -> Introduction:
-    """Samples of a node.
-
-    Raises:
-        FedloomError: the node cannot take part; the sentence says why.
-    """
-    if reply.has_error():
-        raise WireError(f"it did not answer: {reply.error.reason}")
-    values = head_of(reply.content)
-    if "error" in values:
-        raise WireError(str(values["error"])[:500])
-    sizes = values.get("sizes")
-    if not isinstance(sizes, list) or len(sizes) != 3 or not all(type(k) is int and 0 <= k < 2**40 for k in sizes):
-        raise WireError("its numbers of samples make no sense")
-    try:
-        schema = InputSpec.model_validate_json(str(values.get("schema")))
-        return Introduction(schema, Form.read(str(values.get("form"))), sizes)
-    except ValueError as error:
-        raise WireError("what it says of its samples makes no sense") from error

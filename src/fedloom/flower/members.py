@@ -1,0 +1,121 @@
+"""Members: the nodes of a run as they introduce themselves, and as a run that goes on remembers them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from flwr.app import Message
+
+from fedloom.data.input_spec import InputSpec
+from fedloom.errors import CheckpointError, ConfigError, WireError
+from fedloom.flower.clients import Members
+from fedloom.flower.records import head_of
+from fedloom.flower.samples import Form
+from fedloom.storage.files import make_folder, write_atomic
+
+RUN = "run.json"
+"""File of a run in its folder, beside the checkpoints."""
+
+
+class Introduction(NamedTuple):
+    """Samples of a node: what they are, how its module takes them, and numbers of each part."""
+
+    schema: InputSpec
+    form: Form
+    sizes: list[int]
+
+    def text(self, counted: bool = False) -> str:
+        """The samples in a few words."""
+        inputs = (f"{part.name} {[*part.shape]} {part.dtype}".strip() for part in self.form.inputs)
+        count = f"{'/'.join(map(str, self.sizes))} of " if counted else ""
+        what = ", ".join(inputs) or str([*self.schema.shape])
+        return f"{count}{what} for a {self.schema.task} with {self.schema.outputs} outputs"
+
+
+def introduction(reply: Message) -> Introduction:
+    """Read what a node has.
+
+    Raises:
+        FedloomError: the node cannot take part; the sentence says why.
+    """
+    if reply.has_error():
+        raise WireError(f"it did not answer: {reply.error.reason}")
+    values = head_of(reply.content)
+    if "error" in values:
+        raise WireError(str(values["error"])[:500])
+    sizes = values.get("sizes")
+    if not isinstance(sizes, list) or len(sizes) != 3 or not all(type(k) is int and 0 <= k < 2**40 for k in sizes):
+        raise WireError("its numbers of samples make no sense")
+    try:
+        schema = InputSpec.model_validate_json(str(values.get("schema")))
+    except ValueError as error:
+        raise WireError("what it says of its samples makes no sense") from error
+    return Introduction(schema, Form.read(str(values.get("form"))), sizes)
+
+
+class Kept(NamedTuple):
+    """A run as its folder has it.
+
+    Attributes:
+        members: its nodes.
+        schema: what their samples are.
+        form: how their modules take them.
+        document: the method and the choices of the run.
+        parameters: of the model.
+    """
+
+    members: Members
+    schema: InputSpec
+    form: Form
+    document: str
+    parameters: str
+
+    def check(self, document: str, parameters: str, folder: Path | None) -> None:
+        """Refuse to go on with another run.
+
+        Raises:
+            ConfigError: the method, a choice, or the model differs.
+        """
+        for name, here, there in (("run", document, self.document), ("model", parameters, self.parameters)):
+            if here != there:
+                raise ConfigError(
+                    f"{folder} has another {name}: {there[:200]}, and this is {here[:200]}; name another folder"
+                )
+
+    def introduction(self, node: int) -> Introduction:
+        """What a node had at the start of the run."""
+        return Introduction(self.schema, self.form, self.members.sizes[self.members.nodes.index(node)])
+
+
+def read_run(folder: Path) -> Kept | None:
+    """Read the run of a folder; None where there is none.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    path = folder / RUN
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text())
+        members = Members(**content["members"])
+        schema, form = InputSpec.model_validate(content["schema"]), Form.read(content["form"])
+        return Kept(members, schema, form, content["document"], content["parameters"])
+    except (ValueError, TypeError, KeyError, WireError) as error:
+        raise CheckpointError(f"{path} is damaged; name another folder to begin anew") from error
+
+
+def write_run(folder: Path, kept: Kept) -> None:
+    """Write a run into its folder.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    make_folder(folder)
+    content = {
+        "members": kept.members._asdict(), "schema": kept.schema.model_dump(mode="json"), "form": kept.form.text(),
+        "document": kept.document, "parameters": kept.parameters,
+    }  # fmt: skip
+    write_atomic(folder / RUN, json.dumps(content, indent=1).encode())
