@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.client.mod import secaggplus_mod
+from flwr.clientapp import ClientApp
+from flwr.clientapp.mod import LocalDpMod, adaptiveclipping_mod, arrays_size_mod, fixedclipping_mod, message_size_mod
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -326,3 +329,44 @@ def test_a_stranger_is_told_that_the_app_is_not_fedlooms() -> None:
     message.metadata.__dict__["_message_id"] = "m"
     reply = app.apps[100](message, app.contexts[100])
     assert "does not run fedloom.flower" in str(reply.content[HEAD]["error"])
+
+
+def with_mods(mods: list[Any]) -> App:
+    app = App(local, 3)
+    for node in app.apps:
+        app.apps[node] = ClientApp(mods=mods)
+        ff.client(app.apps[node])(local)
+    return app
+
+
+@pytest.mark.parametrize(
+    ("mod", "sentence"),
+    [
+        (fixedclipping_mod, "clip or add noise with the strategy's channel"),
+        (adaptiveclipping_mod, "clip or add noise with the strategy's channel"),
+        (LocalDpMod(1.0, 1.0, 1.0, 1e-5), "clip or add noise with the strategy's channel"),
+        (secaggplus_mod, "secaggplus_mod needs the server's workflow .* use fedloom deploy for secure sums"),
+    ],
+    ids=["fixed", "adaptive", "local privacy", "secure sums"],
+)
+def test_mods_that_change_a_record_of_the_model_are_refused_before_the_first_round(mod: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=f"0 nodes are there and fit, 2 are needed; node 100: .*{sentence}"):
+        run(with_mods([mod]))
+
+
+def test_mods_that_look_on_change_nothing() -> None:
+    start, metrics = ArrayRecord(Net().state_dict()), []
+    for app in (App(local, 3), with_mods([message_size_mod, arrays_size_mod])):
+        strategy = ff.Strategy("scaffold", Net(), **CHOICES)
+        strategy.start(app.grid, start, num_rounds=2)
+        metrics.append(strategy.client_metrics)
+    assert metrics[0] == metrics[1]
+
+
+def test_a_channel_clips_what_a_node_sends() -> None:
+    start = ArrayRecord(Net().state_dict())
+    strategy = ff.Strategy("fedavg", Net(), channel={"kind": "clip", "bound": 0.01}, evaluate_every=0, **CHOICES)
+    moved = strategy.start(App(local, 3).grid, start, num_rounds=1).arrays.to_torch_state_dict()
+    before = start.to_torch_state_dict()
+    changes = [(moved[name] - before[name]).flatten() for name, _ in Net().named_parameters()]
+    assert 0 < float(torch.cat(changes).norm()) <= 0.01 * (1 + 1e-6)

@@ -71,9 +71,11 @@ class FlowerClients:
         self._job, self._nodes, self._sizes, self._send = job, members.nodes, torch.tensor(members.sizes), send
         self.there = set(members.nodes)
         self._shared: dict[str, Any] = {
-            "document": document, "parameters": parameters, "rounds": job.setting.rounds, "run": members.run,
+            "document": document, "parameters": parameters, "rounds": job.setting.rounds,
             "sizes": job.train_sizes[:, 0].tolist(), "weights": job.alpha[:, 0].double().tolist(),
         }  # fmt: skip
+        if members.run:
+            self._shared["run"] = members.run
         self._idle = idle
         self._start = job.oracle.layout.vector(job.oracle.module, job.oracle.dtype)
         self.accepted = torch.zeros(job.n, dtype=torch.long)

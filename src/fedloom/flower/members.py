@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flwr.app import Message
+from flwr.common.constant import ErrorCode
 
 from fedloom.data.input_spec import InputSpec
 from fedloom.errors import CheckpointError, ConfigError, WireError
@@ -17,6 +18,12 @@ from fedloom.storage.files import make_folder, write_atomic
 
 RUN = "run.json"
 """File of a run in its folder, beside the checkpoints."""
+
+MODS = (
+    "mods that change one record of the model do not fit, as a method sends rows: leave the mod out, and clip or add "
+    "noise with the strategy's channel, such as channel={'kind': 'clip', 'bound': 1.0}"
+)
+"""What to do at a node whose mods refuse messages."""
 
 
 class Introduction(NamedTuple):
@@ -41,7 +48,8 @@ def introduction(reply: Message) -> Introduction:
         FedloomError: the node cannot take part; the sentence says why.
     """
     if reply.has_error():
-        raise WireError(f"it did not answer: {reply.error.reason}")
+        cure = f"; {MODS}" if reply.error.code == ErrorCode.MOD_FAILED_PRECONDITION else ""
+        raise WireError(f"it did not answer: {reply.error.reason}{cure}")
     values = head_of(reply.content)
     if "error" in values:
         raise WireError(str(values["error"])[:500])

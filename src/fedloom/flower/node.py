@@ -44,6 +44,8 @@ from fedloom.trained.model import open_tensors, running_statistics
 
 STATE, MODEL = "fedloom.state.", "fedloom.model"
 """Names of a node's records in Flower's ``context.state``: its rows by round, and its newest model."""
+SECURE = {"secagg_mod", "secaggplus_mod"}
+"""Mods of Flower's secure aggregation."""
 KEPT_RUNS = 64
 """Runs of nodes that a process keeps ready."""
 
@@ -63,7 +65,7 @@ def client(app: ClientApp) -> Callable[[LocalFunction], LocalFunction]:
     """
 
     def decorate(function: LocalFunction) -> LocalFunction:
-        node = _Node(function)
+        node = _Node(function, app)
         app.query()(node.answering(node.hello))
         app.query("ask")(node.answering(node.ask))
         app.train()(node.answering(node.train))
@@ -102,8 +104,8 @@ class _Run:
 class _Node:
     """Answers of a node."""
 
-    def __init__(self, function: LocalFunction) -> None:
-        self._function, self._runs = function, dict[tuple[int, int], _Run]()
+    def __init__(self, function: LocalFunction, app: ClientApp) -> None:
+        self._function, self._app, self._runs = function, app, dict[tuple[int, int], _Run]()
 
     def answering(self, act: Callable[[dict[str, Any], Message, Context], RecordDict]) -> Callable[..., Message]:
         """A handler of Flower's whose failure is a sentence, here and at the server."""
@@ -122,6 +124,12 @@ class _Node:
 
     def hello(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
         """Say what the node's samples look like, and how many there are."""
+        mods = [getattr(mod, "__name__", "") for mod in getattr(self._app, "_mods", ())]
+        for name in SECURE & {*mods}:
+            raise Refused(
+                f"{name} needs the server's workflow of Flower's secure aggregation, which no strategy of its message "
+                "API has; leave it out, and use fedloom deploy for secure sums"
+            )
         run = self._run(context)
         check_alike(run.shapes, values["parameters"])
         fed, form = run.problem.fed, run.problem.form.text()
@@ -149,7 +157,7 @@ class _Node:
             for name, field in value._asdict().items()
         }
         context.state[f"{STATE}{t}"] = arrays_of(state)
-        self._keep(context, values["run"])
+        self._keep(context, values.get("run", ""))
         answers = {"weigher": output.weigher_answer, "sampler": output.sampler_report}
         return RecordDict(
             {
@@ -227,7 +235,7 @@ class _Node:
             run.key = key
         assert run.job is not None
         job = replace(run.job, alpha=torch.tensor(values["weights"], dtype=torch.float64)[:, None].to(run.job.alpha))
-        self._restore(job, context, values["accepted"], seat, values["run"])
+        self._restore(job, context, values["accepted"], seat, values.get("run", ""))
         return job
 
     def _keep(self, context: Context, run: str) -> None:
