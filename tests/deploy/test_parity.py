@@ -36,7 +36,9 @@ def in_simulation(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, U
         received = rows_of(down, task.place)
         output = run_clients(job, received, task)
         for k, i in enumerate(task.ids.tolist()):
-            uploads[task.round, i] = {name: value[k] for name, value in output.upload._asdict().items()}
+            uploads[task.round, i] = {
+                name: value[k] for name, value in (output.sent or output.upload)._asdict().items()
+            }
         return accept(job, server, task, received, output)
 
     monkeypatch.setattr(simulation, "train_chunk", train)
@@ -84,6 +86,15 @@ def test_deployed_is_simulated(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     if name in PRESETS and "clusters" in REGISTRY[name].options:
         method["clusters"] = 2
     check_parity(scene(tmp_path, method, **SMALL), monkeypatch)
+
+
+@pytest.mark.parametrize("channel", ["top-k", "qsgd", "sign"])
+def test_compressed_changes_are_deployed_as_simulated(
+    channel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLAME uploads absolute models; what is compressed and written is their change to the received one."""
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+    check_parity(scene(tmp_path, "flame", **SMALL, channel={"kind": channel}), monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["fedavg", "flame", "fedslr"])

@@ -77,10 +77,6 @@ REASONS = {
         "keeps every client's last upload",
         "Its server keeps every client's last upload and takes the mean by their shares over all, seen or not.",
     ),
-    "absolute": (
-        "uploads absolute values",
-        "It uploads absolute values; a compressor leaves out parts of differences.",
-    ),
     "projected": (
         "uploads something smaller",
         "Clients and server exchange projections of models, or means of features; the plug-in looks at models.",
@@ -148,8 +144,6 @@ def refusal(made: Composition, kind: str, plugin: str) -> str | None:
         if any(field.primary and not field.averaged for field in fields):
             return "by itself"
         return central(fields) if plugin == "private-mean" else None
-    if kind == "channel" and plugin in COMPRESSORS:
-        return "absolute" if any(field.primary and field.base == "zero" for field in fields) else None
     if kind == "channel" and type(method) is REGISTRY["fedproto"]:
         return "exact"
     return None
@@ -358,7 +352,8 @@ Further rules:
   no longer ADMM for a sum of local problems.
 - An attacker forges the field that carries the model; its other fields are those of a client that takes no step.
   `local` uploads nothing to forge: it runs as without the attack, and attackers count in none of its figures either.
-- `clip` and `gaussian-noise` act on the change to the model that a client received, whatever the method uploads.
+- Channels act on the change to the model that a client received, whatever the method uploads; compressors feed back
+  what they leave out of it.
 - Of a part of the model that does not travel (personal layers), nothing is compressed, noised or counted.
 - Methods whose mathematics needs plain SGD refuse momentum and other optimisers (`[local] optimizer`); FedNova,
   GIFAIR-FL and the composite FedADMM take momentum, but no other optimiser.

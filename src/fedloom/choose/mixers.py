@@ -213,7 +213,8 @@ class Clusters(Mixer):
 
 def directions(w: Tensor) -> Tensor:
     """Rows ``[m, d]`` of length 1; a row of zeros stays as it is."""
-    return w / torch.linalg.vector_norm(w, dim=1, keepdim=True).clamp(min=1e-30)
+    lengths: Tensor = torch.linalg.vector_norm(w, dim=1, keepdim=True)
+    return w / lengths.clamp(min=1e-30)
 
 
 def attention(w: Tensor, quantile: float, copies: float | None = None) -> Tensor:

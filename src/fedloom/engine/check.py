@@ -91,10 +91,6 @@ def check_together(
                 f"aggregator {_kind(aggregator)!r} has nothing to act on in {name}: its server averages single models "
                 "itself, by what they are; leave it out"
             )
-    if channel is not None and channel.remembers and any(k.primary and k.base == "zero" for k in kinds):
-        raise Refused(
-            f"channel {_kind(channel)!r} compresses differences, but {name} uploads absolute values; use clip or noise"
-        )
     if channel is not None and algorithm.needs_exact:
         raise Refused(f"channel {_kind(channel)!r} cannot be used with {name}: {algorithm.needs_exact}; leave it out")
 

@@ -52,6 +52,7 @@ class ClientOutput(NamedTuple):
         weigher_answer: answers ``[m, k]`` to the weigher, if it asks.
         sampler_report: what a sampler learns from the clients' reports ``[m, k]``, if they report.
         model: the primary field as it is sent, absolute ``[m, d]``, if the server's side looks at it.
+        sent: the upload as it is written, where that has the change to the received model in place of an absolute one.
     """
 
     upload: Any
@@ -60,6 +61,7 @@ class ClientOutput(NamedTuple):
     weigher_answer: Tensor | None = None
     sampler_report: Tensor | None = None
     model: Tensor | None = None
+    sent: Any = None
 
     def select(self, mask: Tensor) -> Self:
         """The output of some of the clients, a mask ``[m]``."""
@@ -182,7 +184,7 @@ def _output(job: Job, inputs: _Inputs, upload: Any, rows: Any) -> ClientOutput:
     """Answer the weigher and the sampler, and pass the channel."""
     work, name = inputs.work, job.model_field
     upload = upload._replace(**{part: getattr(upload, part) * mask for part, mask in job.messages.masks.items()})
-    answer = report = model = residue = None
+    answer = report = model = residue = sent = None
     if job.asks:
         model = getattr(upload, name) + base_of(job.fields[name], inputs.down, inputs.rows)
         with blamed("weigher", job.setting.weigher, f"round {work.round}"):
@@ -191,14 +193,17 @@ def _output(job: Job, inputs: _Inputs, upload: Any, rows: Any) -> ClientOutput:
             report = job.setting.sampler.report(model, work) if job.setting.sampler.learns else None
     if job.setting.channel is not None:
         with blamed("channel", job.setting.channel, f"round {work.round}"):
-            received = job.algorithm.received(inputs.down, upload)
-            upload = job.messages.change(upload, received)
-            upload, residue = apply_channel(job, upload, job.residue.read(work.ids), work.rng("channel"))
-            upload = job.messages.absolute(upload, received)
+            messages, residue = job.messages, job.residue.read(work.ids)
+            base = residue[0].to(upload[0]) if messages.tracks else job.algorithm.received(inputs.down, upload)
+            upload = messages.change(upload, base)
+            upload, left = apply_channel(job, upload, () if messages.tracks else residue, work.rng("channel"))
+            sent = upload if messages.sends_change else None
+            upload = messages.absolute(upload, base)
+            residue = type(residue)(getattr(upload, job.primary)) if messages.tracks else left
     if name:
         model = getattr(upload, name) + base_of(job.fields[name], inputs.down, inputs.rows)
     state = ClientState(rows, residue, _optimizer_states(job, work))
-    return ClientOutput(upload, state, work_counts(work), answer, report, model)
+    return ClientOutput(upload, state, work_counts(work), answer, report, model, sent)
 
 
 def _optimizer_states(job: Job, work: Work) -> Any:
@@ -230,14 +235,17 @@ def accept(job: Job, server: Any, task: TrainTask, down: Any, output: ClientOutp
     """
     upload, answer, report = output.upload, output.weigher_answer, output.sampler_report
     width = sum(rows.shape[1] for rows in (answer, report) if rows is not None)
-    counts = _counts(job, server, output.work, down, upload, width)
+    sent = output.sent or upload
+    if output.sent is None and job.messages.sends_change:
+        sent = job.messages.change(upload, job.changed_from(down, upload, task.ids))
+    counts = _counts(job, server, output.work, down, sent, width)
     bound = job.setting.engine.norm_bound
     accepted = usable((*upload, *output.state.rows), len(task.ids), bound, job.weights(upload))
     ids, share = task.ids, task.share
     everyone = bool(accepted.all())
     if not everyone:
         output, ids, share = output.select(accepted), ids[accepted], share[accepted]
-    upload, state, _, answer, report, model = output
+    upload, state, _, answer, report, model, _ = output
     answers = {} if answer is None else {"weigher": answer}
     if job.sees_honest and model is not None:
         answers["models"] = model

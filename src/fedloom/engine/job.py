@@ -263,6 +263,13 @@ class Job(Problem):
             memory=memory,
         )
 
+    def changed_from(self, down: Any, up: Any, ids: Tensor) -> Tensor:
+        """What an upload that is written as a change is a change to, as the server has it; see `Messages.tracks`."""
+        if not self.messages.tracks:
+            return self.algorithm.received(down, up)
+        row: Tensor = getattr(self.kept.read(ids), self.primary)
+        return row.to(self.oracle.device)
+
     def down(self, server: Any, round: int, ids: Tensor | None = None) -> Any:
         """The download of a cohort; all clients when None."""
         ctx = self.ctx(round, ids)

@@ -121,23 +121,37 @@ class Messages:
         return sent.part is None and sent.encoding == "dense"
 
     @cached_property
-    def clipped(self) -> str:
-        """The absolute upload field of which the channel gets the change to the received model; empty if none is.
+    def changed(self) -> str:
+        """The absolute upload field of which the channel gets a change, to the received model; empty if none is.
 
-        A norm is clipped, and noise is scaled to it: that of a change, whatever a method uploads.
+        A change is clipped, has noise scaled to its norm, or is compressed, whatever a method uploads.
         """
         name = next((n for n, kind in upload_fields(type(self._algorithm)).items() if kind.primary), "")
-        if not name or self._channel is None or self._channel.remembers:
+        if not name or self._channel is None:
             return ""
         return name if upload_fields(type(self._algorithm))[name].base == "zero" else ""
 
-    def change(self, up: Any, received: Tensor) -> Any:
-        """The upload with the change to the received model ``[d]`` or ``[m, d]`` in place of an absolute one."""
-        return up._replace(**{self.clipped: getattr(up, self.clipped) - received}) if self.clipped else up
+    @property
+    def sends_change(self) -> bool:
+        """The change is written, not the absolute field: its form is what a compressor makes of it."""
+        return bool(self.changed) and self._channel is not None and self._channel.remembers
 
-    def absolute(self, up: Any, received: Tensor) -> Any:
+    @property
+    def tracks(self) -> bool:
+        """What is compressed is the change to the client's last upload, which the server keeps and the client too.
+
+        So is all that was left out before part of the next change (EF21: Richtarik, Sokolov and Fatkhullin, NeurIPS
+        2021, arXiv:2106.05203, Algorithm 1), and nothing is left out where uploads settle.
+        """
+        return self.sends_change and upload_fields(type(self._algorithm))[self.changed].keeps
+
+    def change(self, up: Any, base: Tensor) -> Any:
+        """The upload with the change to the base ``[d]`` or ``[m, d]`` in place of an absolute model."""
+        return up._replace(**{self.changed: getattr(up, self.changed) - base}) if self.changed else up
+
+    def absolute(self, up: Any, base: Tensor) -> Any:
         """The upload whose `change` this is."""
-        return up._replace(**{self.clipped: getattr(up, self.clipped) + received}) if self.clipped else up
+        return up._replace(**{self.changed: getattr(up, self.changed) + base}) if self.changed else up
 
     def update(self, up: Any) -> Tensor:
         """What passes the channel of an upload ``[m, D]``: its fields side by side, of a part only what travels."""
@@ -169,9 +183,11 @@ class Messages:
 
 
 def channel_fields(algorithm: type[Algorithm], channel: Channel | None) -> list[str]:
-    """Upload fields that pass a channel: all but labels, and of a compressor the differences only."""
+    """Upload fields that pass a channel: all but labels, and of a compressor the model and the differences only."""
     fields = {name: kind for name, kind in upload_fields(algorithm).items() if not kind.label}
-    return [n for n, k in fields.items() if channel is not None and (not channel.remembers or k.base != "zero")]
+    return [
+        n for n, k in fields.items() if channel is not None and (not channel.remembers or k.primary or k.base != "zero")
+    ]
 
 
 def idle_upload(method: Algorithm, start: tuple[Any, Any, Any], oracle: Network, ctx: Ctx) -> Any:

@@ -165,11 +165,16 @@ def make_problem(
     if setting.aggregator is not None and fewest is not None:
         setting.aggregator.check(fewest)
     memory, width = _memory(method, (server, client, kept), oracle, ctx), 0
+    tracked = None
     if channel is not None or setting.weigher.probes or sampler.learns:
         sample = idle_upload(method, (server, client, kept), oracle, ctx)
         check_width(method, sample, setting.weigher, sampler, oracle.layout.d)
         if channel is not None:
-            width = Messages(method, oracle.layout, device, channel).update(sample).shape[1]
+            messages = Messages(method, oracle.layout, device, channel)
+            width, tracked = (
+                messages.update(sample).shape[1],
+                getattr(kept, messages.changed) if messages.tracks else None,
+            )
     problem = Problem(
         setting=setting,
         oracle=oracle,
@@ -183,7 +188,13 @@ def make_problem(
         replay=replay,
     )
     keeps = upload_fields(type(method))[primary_field(type(method))].keeps if setting.mixer is not None else True
-    return problem, Start(server, client, kept, _residue(channel, width, dtype), None if keeps else x0)
+    return problem, Start(
+        server,
+        client,
+        kept,
+        _residue(channel, width, dtype) if tracked is None else Residue(tracked),
+        None if keeps else x0,
+    )
 
 
 class LastModel(NamedTuple):
@@ -245,7 +256,7 @@ def _oracle(setting: Setting, fed: Federation) -> Network:
 
 
 class Residue(NamedTuple):
-    """What the channel has not sent yet: ``[m, D]``."""
+    """What the channel has not sent yet, or the client's last upload as the server has it: ``[m, D]``."""
 
     e: Tensor
 

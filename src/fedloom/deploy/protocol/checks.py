@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -242,7 +243,8 @@ class Checks:
             raise Rejected(5, f"{len(arrays)} arrays, {count} are expected")
         if not count:
             return draft
-        read = pending.read or (self._forms.read_up if pending.kind == "train" else self._forms.read_answer)
+        upload = partial(self._forms.read_up, client=draft.head["client"], down=pending.down)
+        read = pending.read or (upload if pending.kind == "train" else self._forms.read_answer)
         try:
             return draft._replace(value=read(arrays[0]))
         except WireError as error:

@@ -70,10 +70,10 @@ class Forms:
     def write_up(self, output: ClientOutput) -> bytes:
         """What one client sends."""
         answers = _answers(output.weigher_answer, output.sampler_report)
-        return self._messages.up(output.upload, answers).encode()
+        return self._messages.up(output.upload if output.sent is None else output.sent, answers).encode()
 
-    def read_up(self, message: bytes) -> Upload:
-        """What one client sent.
+    def read_up(self, message: bytes, client: int = 0, down: Any = None) -> Upload:
+        """What one client sent after it had received a download; a compressed change stays one without the download.
 
         Raises:
             WireError: the bytes are not an upload of this run.
@@ -81,7 +81,10 @@ class Forms:
         found = self._upload.decode(message)
         info, told, update = (found.pop(name, None) for name in (INFO, TOLD, UPDATE))
         up = self.idle._replace(**found)
-        return Upload(up if update is None else self._messages.with_update(up, update), info, told)
+        up = up if update is None else self._messages.with_update(up, update)
+        if self._messages.sends_change and down is not None:
+            up = self._messages.absolute(up, self._job.changed_from(down, up, torch.tensor([client])))
+        return Upload(up, info, told)
 
     # ------------------------------------------------------------------------------ questions before a round
 
