@@ -47,6 +47,20 @@ def test_every_block_runs(
     documents.run(document, tmp_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("document", ["README.md", "docs/index.md"])
+def test_the_comparison_of_the_first_page_prints_what_is_shown(
+    document: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, shown = (block.code for block in list(documents.blocks(document))[:2])
+    exec(code, {})
+    number = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?")
+    printed = capsys.readouterr().out
+    assert number.sub("#", printed) == number.sub("#", shown)
+    for here, there in zip(number.findall(printed), number.findall(shown), strict=True):
+        assert float(here) == pytest.approx(float(there), abs=1), "processors differ by less than a point"
+
+
 def test_blocks_that_do_not_run_say_so_and_are_few() -> None:
     found = [(d, b) for d in documents.DOCUMENTS for b in documents.blocks(d)]
     assert not [(d, b.line, b.language) for d, b in found if b.language not in documents.RUN | documents.SHOWN]
