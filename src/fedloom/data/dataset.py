@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 Task = Literal["classification", "binary", "regression", "survival", "count"]
 CLASSED = ("classification", "binary")
 """Tasks whose targets are classes."""
+MISSING = ""
+"""Level of a kept column where a row has none."""
 MOST_CLASSES = 2**16
 """Classes of a data set; larger numbers are measurements or damage."""
 TOO_MANY = (

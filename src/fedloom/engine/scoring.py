@@ -277,6 +277,35 @@ def _by_part(job: Job, outputs: Callable[[str], Pass]) -> dict[str, dict[str, Te
     return scores
 
 
+def final_outputs(job: Job, state: State, kind: str, part: str = "test") -> Pass:
+    """Outputs of the "global" or the "personal" models on a part of the scored clients, on their lines.
+
+    They are those that `scores_of` judges. Without such models there are no samples.
+    """
+    ids, fitted = job.scored_ids, job.setting.task.line_part
+
+    def outputs(of: str) -> Pass:
+        return pass_shared(job, row, ids, of) if models is None else pass_own(job, models, ids, of)
+
+    row, models = job.algorithm.global_model(state.server), None
+    if kind == "personal" and job.has_personal:
+        t = max(state.round, 1)
+        models = personal_models(job, job.down(state.server, t), t, ids)
+    elif kind == "global" and row is not None:
+        row = row.to(job.oracle.device)
+        job.oracle.set_statistics(row, state.cohort)
+        if job.oracle.normalisers and job.setting.evaluate.statistics == "own":
+            models = row.expand(len(ids), -1)
+    else:
+        empty = torch.zeros(0, dtype=torch.long)
+        return torch.zeros(0, job.oracle.task.outputs), empty, torch.zeros(len(ids), dtype=torch.long)
+    made, index, sizes = outputs(part)
+    if fitted is None:
+        return made, index, sizes
+    line = line_of(job, outputs(fitted))
+    return recalibrated(made, line.repeat_interleave(sizes.cpu(), 0)), index, sizes
+
+
 def line_of(job: Job, fitted: Pass) -> Tensor:
     """Slope and intercept ``[m, 2]`` of a model's outputs at every client; see `Objective.line`."""
     outputs, index, sizes = fitted

@@ -30,7 +30,7 @@ Part = Literal["train", "validation", "test"]
 class Evaluate(Value):
     """When and on what models are scored. Nothing here changes what is learned."""
 
-    free: ClassVar[tuple[str, ...]] = ("confusion", "tsne")
+    free: ClassVar[tuple[str, ...]] = ("confusion", "tsne", "groups", "predictions")
 
     every: int = Field(5, ge=1, description="rounds between evaluations; the last round is always evaluated")
     select_on: Literal["validation", "test"] = Field(
@@ -53,6 +53,12 @@ class Evaluate(Value):
     )
     confusion: bool = Field(
         False, description="count predicted classes by true class on every client's test part, at the end"
+    )
+    groups: tuple[str, ...] = Field(
+        (), description="columns, or bounds such as 'age>=75', by whose groups test parts are scored, at the end"
+    )
+    predictions: bool = Field(
+        False, description="keep the prediction of every test sample, at the end: calibration, net benefit, who gains"
     )
     tsne: tuple[NonNegativeInt, ...] = Field(
         (), description="clients whose test samples are laid out in the plane by t-SNE, at the end (FedSLR, Fig. 4)"

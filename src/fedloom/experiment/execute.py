@@ -28,6 +28,7 @@ from fedloom.experiment.outputs import (
     write_summary,
     write_tables,
 )
+from fedloom.experiment.patients import keeping
 from fedloom.experiment.schema import Experiment, Method
 from fedloom.processes.pool import Pool, cores
 from fedloom.processes.ranks import ALONE, Ranks
@@ -76,7 +77,7 @@ class Plan:
         self._force, self._partly = force, partly
         if ranks.rank == 0:
             self._check_directory()
-        data = experiment.source.read(data_dir)
+        data = keeping(experiment.source, experiment.common.evaluate.groups).read(data_dir)
         self.federations: dict[int, Federation] = {s: experiment.partition(data, s) for s in experiment.head.seeds}
         self.runs = [(m, seed) for m in experiment.methods for seed in experiment.head.seeds]
         for fed in self.federations.values():

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.federation import Federation
+from fedloom.data.groups import groups_of
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
 from fedloom.errors import ConfigError, Refused
@@ -17,6 +18,9 @@ from fedloom.seeds import generator, random_state
 
 FEWEST = 5
 """t-SNE needs so many test samples of a client."""
+
+MOST_OUTPUTS = 64
+"""Outputs of a sample whose prediction is kept."""
 
 TOGETHER = 32
 """Personal models made at a time."""
@@ -29,11 +33,14 @@ def check_inspection(evaluate: Evaluate, fed: Federation) -> None:
     """Refuses what the federation cannot show.
 
     Raises:
-        Refused: confusion counts of a task without classes.
-        ConfigError: t-SNE of a client that is not there.
+        Refused: confusion counts of a task without classes, or predictions of too many outputs.
+        ConfigError: t-SNE of a client that is not there, or groups by a column that was not kept.
     """
     if evaluate.confusion and not fed.data.classed:
-        raise Refused(f"evaluate.confusion counts predicted classes, but {fed.data.name} has none; leave confusion out")
+        raise Refused(f"evaluate.confusion counts predicted classes, but {fed.data.name} is a {fed.data.task}; leave it out")
+    groups_of(fed.data, evaluate.groups)
+    if evaluate.predictions and (fed.data.each or fed.data.outputs > MOST_OUTPUTS):
+        raise Refused(f"evaluate.predictions keeps at most {MOST_OUTPUTS} outputs of a sample; leave it out")
     unknown = [i for i in evaluate.tsne if i >= fed.n]
     if unknown:
         raise ConfigError(f"evaluate.tsne names client {unknown[0]}, but there are clients 0 to {fed.n - 1} only")

@@ -23,12 +23,15 @@ from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
 from fedloom.engine.state import State
 from fedloom.experiment.inspection import confusion, tsne
+from fedloom.experiment.patients import group_scores, predictions
 from fedloom.experiment.schema import Experiment
 from fedloom.rundir import (  # fmt: skip
     CONFUSION,
+    GROUPS,
     LIVE,
     METRICS,
     PARTITION,
+    PREDICTIONS,
     SETTINGS,
     SUMMARY,
     TIMINGS,
@@ -118,12 +121,12 @@ def write_measured(
 
 
 def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome]) -> list[str]:
-    """``confusion.parquet`` and ``tsne.parquet`` of the runs that are complete, where asked for; gives notes back."""
+    """What `Evaluate` asks for after the last round, of the runs that are complete, a file each; gives notes back."""
     done = sorted(
         ((o, o.result) for o in outcomes if o.result is not None and o.complete),
         key=lambda pair: (pair[0].label, pair[0].seed),
     )
-    counts, places, notes = [], [], []
+    counts, places, notes, groups, rows = [], [], [], [], []
     keep = [(o.label, o.seed) for o in outcomes if o.damaged]
     for outcome, result in done:
         if evaluate.confusion:
@@ -132,7 +135,13 @@ def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome])
             table, said = tsne(result, evaluate.tsne)
             places.append(_labelled(table, outcome.label, outcome.seed))
             notes += said
+        if evaluate.groups:
+            groups.append(_labelled(group_scores(result, evaluate.groups), outcome.label, outcome.seed))
+        if evaluate.predictions:
+            rows.append(_labelled(predictions(result), outcome.label, outcome.seed))
     _write(out / CONFUSION, counts, keep)
+    _write(out / GROUPS, groups, keep)
+    _write(out / PREDICTIONS, rows, keep)
     _write(out / TSNE, places, keep)
     return notes
 

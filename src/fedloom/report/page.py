@@ -17,7 +17,10 @@ from pyarrow import ArrowException
 from fedloom.cache import find, keep
 from fedloom.errors import ConfigError, FedloomError, RunDirError, explained
 from fedloom.report import overview
+from fedloom.report.calibrated import LEAD as IN_USE
+from fedloom.report.calibrated import calibrated, threshold_tables, thresholds_csv
 from fedloom.report.clients import clients
+from fedloom.report.comparison.by_patient import Difference, differences, differences_csv, differences_html
 from fedloom.report.comparison.contenders import Models, contenders
 from fedloom.report.comparison.gains import LEAD, Table, gains, gains_csv, gains_html, gains_latex
 from fedloom.report.comparison.pairs import Pair, pairs, pairs_csv, pairs_html, pairs_latex
@@ -25,8 +28,10 @@ from fedloom.report.comparison.paper import results_latex, title
 from fedloom.report.csv_files import csv_of
 from fedloom.report.curves import curves, robustness
 from fedloom.report.figure import Figure, Rows, theme
+from fedloom.report.groups import LEAD as GROUPED
+from fedloom.report.groups import group_tables, groups_csv
 from fedloom.report.inspection import inspection
-from fedloom.report.numbers import Row, leading_metric, rows_of
+from fedloom.report.numbers import Row, leading_metric, rows_of, run_of
 from fedloom.report.partition import clusters, skew_table, splits
 from fedloom.report.reading import Run, read_runs
 from fedloom.report.settings import settings
@@ -42,6 +47,8 @@ HIDDEN = ("label", "label_narrow", "side", "place", "middle")
 """Columns of the data of charts that serve the drawing only."""
 
 PLACES = {
+    "patients": ("Calibrated", IN_USE),
+    "groups": ("Groups of patients", GROUPED),
     "curves": ("Learning curves", "How the result grows with rounds, traffic, gradients of samples and time."),
     "clients": ("Clients", "A mean hides who gains and who loses; here is every client."),
     "fairness": ("Fairness", "A good mean that costs no client its share is best."),
@@ -140,6 +147,14 @@ def write(
     if by_site:
         _replace(beside / "sites.csv", gains_csv(by_site))
         _replace(beside / "sites.tex", gains_latex(by_site, title(runs)))
+    more = {
+        "groups": groups_csv(runs),
+        "thresholds": thresholds_csv(runs, rows, leading_metric(runs)),
+        "sites-by-patient": differences_csv(by_patient) if (by_patient := _by_patient(runs, by_site)) else "",
+    }
+    for name, table in more.items():
+        if table:
+            _replace(beside / f"{name}.csv", table)
     for figure in shown if charts else ():
         _replace(beside / f"{figure.id}.svg", figure.svg())
         _replace(beside / f"{figure.id}.csv", _data_csv(figure))
@@ -174,6 +189,7 @@ def figures(runs: list[Run], rows: list[Row]) -> list[Figure]:
     """Every chart that the recorded figures allow; colour means the model unless the caption says otherwise."""
     lead = leading_metric(runs)
     found = [
+        *calibrated(runs, rows, lead),
         *clients(runs, rows, lead),
         *inspection(runs),
         *tradeoffs(runs, rows, lead),
@@ -248,10 +264,24 @@ def page(
     """The whole page as text."""
     name = escape(title(runs))
     bodies = {group: _gallery([figure for figure in shown if figure.group == group]) for group in PLACES}
+    lead = leading_metric(runs)
+    bodies["patients"] += threshold_tables(runs, rows, lead)
+    bodies["groups"] += group_tables(runs, rows, lead)
     bodies["partition"] += skew_table(runs)
     bodies["privacy"] += privacy_tables(runs)
     parts = {
-        **({"gains": ("Who gains", _section("gains", "Who gains", LEAD, gains_html(by_site)))} if by_site else {}),
+        **(
+            {
+                "gains": (
+                    "Who gains",
+                    _section(
+                        "gains", "Who gains", LEAD, gains_html(by_site) + differences_html(_by_patient(runs, by_site))
+                    ),
+                )
+            }
+            if by_site
+            else {}
+        ),
         "overview": (
             "Overview",
             _section("overview", "Overview", "Who leads by which criterion.", overview.cards(runs, rows)),
@@ -302,6 +332,12 @@ def page(
 </body>
 </html>
 """
+
+
+def _by_patient(runs: list[Run], by_site: Sequence[Table]) -> list[tuple[str, list[Difference]]]:
+    """Gains over test samples of the runs that kept their predictions, by the run's label where there are several."""
+    made = [(table.run, differences(run_of(runs, table.alone), table)) for table in by_site]
+    return [(label, lines) for label, lines in made if lines]
 
 
 def _rivals(runs: list[Run], rows: list[Row]) -> list[Row]:

@@ -32,7 +32,7 @@ from fedloom.rundir import (
 Numbers = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-_TEXT, _INTEGER = ("method", "model", "part", "metric"), ("seed", "round", "client")
+_TEXT, _INTEGER = ("method", "model", "part", "metric", "subgroup"), ("seed", "round", "client", "row")
 _KINDS = {
     **dict.fromkeys(_TEXT, pa.string()),
     **dict.fromkeys((*_INTEGER, "group"), pa.int64()),
@@ -179,7 +179,7 @@ def _read(path: Path, label: str) -> Run:
         raise RunDirError(f"{path} has no metrics.parquet yet; run the experiment until its first method has a result")
     settings = _text(path / SETTINGS)
     _check_settings(path / SETTINGS, settings)
-    table = read_table(path / METRICS, (*_TEXT, *_INTEGER, "value"), coded=True)
+    table = read_table(path / METRICS, (*Key._fields, "round", "client", "value"), coded=True)
     series: dict[Key, Points] = {}
     totals: dict[Key, Points] = {}
     for key, points in _split(table).items():

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from torch import Tensor
 
 from fedloom.data.agreement import Agreement, agreement_of
-from fedloom.data.dataset import CLASSED, MOST_CLASSES, TOO_MANY, Dataset, Task, refuse
+from fedloom.data.dataset import CLASSED, MISSING, MOST_CLASSES, TOO_MANY, Dataset, Task, refuse
 from fedloom.data.sources._base import FileSource, lies_at
 from fedloom.data.sources.archive import Rows
 from fedloom.data.sources.cells import LEVELS, Agreed, Codes, Piece, Problems, is_missing, natural, numbers
@@ -52,6 +52,9 @@ class TableSource(FileSource):
     drop: tuple[str, ...] = Field(default=(), description="columns to leave out")
     users: str | None = Field(default=None, description="column that names the client of a row; no feature")
     columns: tuple[str, ...] = Field(default=(), description="columns a partition may split by; features all the same")
+    kept: tuple[str, ...] = Field(
+        default=(), description="columns kept for scoring by group; features too, unless they are in drop"
+    )
     missing: tuple[str, ...] = Field(
         default=(), description=f"cells that mean missing, by value, beside empty ones and {', '.join(MARKERS[1:])}"
     )
@@ -129,7 +132,7 @@ class _Reading:
         self.event = spec.event or (None if agreement is None else agreement.event)
         _check_event(spec, where, self.task, self.event, self.label)
         self.special = [*spec.columns, *([spec.users] if spec.users else [])]
-        wanted = {self.label, *([self.event] if self.event else []), *spec.factors}
+        wanted = {self.label, *([self.event] if self.event else []), *spec.factors, *spec.kept}
         if agreement is None:
             wanted |= {*spec.categorical, *optional}
         else:
@@ -165,7 +168,7 @@ class _Reading:
             )
         categorical = () if self.agreed else spec.categorical
         self.place = {column: k for k, column in enumerate(self.features)}
-        self.codes = {column: Codes() for column in {self.label, *categorical, *self.special}}
+        self.codes = {column: Codes() for column in {self.label, *categorical, *self.special, *spec.kept}}
         self.numeric = {c for c in self.features if c not in categorical and c not in self.agreed}
         self.x = Rows((len(self.features),), np.float64)
         self.measured = {column: Rows((), np.float64) for column in (self.label, self.event) if column}
@@ -244,6 +247,11 @@ class _Reading:
         values = values if bool(keep.all()) else values[keep]
         y = torch.from_numpy(np.stack(numeric, 1))[keep]
         codes = {c: torch.from_numpy(coded[c][0])[keep].long() for c in self.special}
+        levels = {c: coded[c][1] for c in self.special}
+        for column in spec.kept:
+            places, names = coded[column]
+            codes[column] = torch.from_numpy(np.nan_to_num(places, nan=len(names)))[keep].long()
+            levels[column] = (*names, MISSING)
         centre, unit = (spec.centre, spec.unit) if agreement is None else (agreement.centre, agreement.divisor)
         users = spec.users if spec.users in self.special else None
         with lies_at(Path(where)):
@@ -254,7 +262,7 @@ class _Reading:
                 task,
                 () if self.numeric_label else classes,
                 columns=codes,
-                levels={c: coded[c][1] for c in self.special},
+                levels=levels,
                 users=codes[users] if users else None,
                 user_names=coded[users][1] if users else (),
                 prepare=self._table(values, coded),

@@ -10,6 +10,7 @@ from fedloom.errors import ConfigError, explained
 from fedloom.metrics import BRIEF
 from fedloom.report.comparison.contenders import contenders
 from fedloom.report.comparison.gains import FEW, federated_leader, site_estimate, values_by_seed
+from fedloom.report.groups import group_cells
 from fedloom.report.naming import figure, titled
 from fedloom.report.numbers import Estimate, Row, leading_metric, rows_of, test_metrics
 from fedloom.report.reading import Run, read_runs
@@ -66,7 +67,7 @@ def card(run: Run) -> str:
         f"- Source: {_plain(str(options.get('data', {}).get('source', 'own')))}",
         f"- Split over clients: {_plain(str(options.get('partition', {}).get('kind', 'own')))}, {run.clients} clients",
         *([f"- Classes: {', '.join(map(_plain, run.summary.classes))}"] if run.summary.classes else []), "",
-        "## Results", "", *_results(run, row), "",
+        "## Results", "", *_results(run, row), "", *_groups(run, row, lead),
         "## Privacy", "", _privacy(run, row), "",
         "## Versions", "", _versions(run), "",
     ]  # fmt: skip
@@ -87,6 +88,19 @@ def _results(run: Run, row: Row) -> list[str]:
     lines.append(["Mean over clients", "", *(_cell(name, row.figures.get(name)) for name in names)])
     about = "On the clients' test parts at the last round: mean over seeds ± half the width of the 95 % interval."
     return [about, "", *(f"| {' | '.join(line)} |" for line in lines)]
+
+
+def _groups(run: Run, row: Row, lead: str) -> list[str]:
+    """The leading metric of groups of patients, where they were scored."""
+    found = group_cells(run, row, lead)
+    if found is None:
+        return []
+    heads, lines = found
+    table = [heads, ["---"] * len(heads), *lines]
+    about = (
+        f"{titled(figure(lead))} of test samples, their number in brackets; a dash is a group too small to be scored."
+    )
+    return ["## Groups of patients", "", about, "", *(f"| {' | '.join(map(_plain, line))} |" for line in table), ""]
 
 
 def _cell(name: str, estimate: Estimate | None) -> str:

@@ -1,0 +1,109 @@
+"""Test samples one by one after the last round: what was predicted, and scores of groups within clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from fedloom.data.groups import column_of, groups_of
+from fedloom.data.sources import Source
+from fedloom.data.sources.table_reading import TableSource
+from fedloom.engine.result import Result
+from fedloom.engine.scoring import final_outputs
+from fedloom.errors import ConfigError
+from fedloom.rundir import FEDERATION
+
+LEAST = 10
+"""Test samples of a group at a client, and of every class of a binary task or events among them, that are scored."""
+SCORED = "samples"
+"""Name under which the number of samples of a group is recorded."""
+
+
+def keeping(source: Source, groups: Sequence[str]) -> Source:
+    """The source with the columns of the groups kept.
+
+    Raises:
+        ConfigError: it is no table.
+    """
+    columns = dict.fromkeys(map(column_of, groups))
+    if not columns:
+        return source
+    if not isinstance(source, TableSource):
+        raise ConfigError("evaluate.groups needs a table with named columns in [data]")
+    return source.with_(kept=tuple(dict.fromkeys((*source.kept, *columns))))
+
+
+def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Every kind of model with its outputs ``[N, k]`` on test samples, their places ``[N]`` and clients ``[N]``."""
+    job, kinds = result.job, result.models.kinds()
+    made = {kind: final_outputs(job, result.state, kind) for kind in ("global", "personal") if kind in kinds}
+    for kind, (outputs, index, sizes) in made.items():
+        yield kind, outputs.cpu(), index.cpu(), job.scored_ids.repeat_interleave(sizes.cpu())
+    if "hybrid" in kinds:
+        shared, index, sizes = made["global"]
+        owner = job.scored_ids.repeat_interleave(sizes.cpu())
+        takes = result.models.takes_global()
+        chosen = torch.zeros(job.n, dtype=torch.bool).index_copy(0, job.scored_ids, takes[: len(job.scored_ids)])
+        outputs = torch.where(chosen[owner][:, None], shared.cpu(), made["personal"][0].cpu())
+        yield "hybrid", outputs, index.cpu(), owner
+
+
+def predictions(result: Result) -> pa.Table:
+    """Columns client, model, row (place in the data), target [and event], and prediction, or a probability per class.
+
+    Predictions are probabilities of classes, of a binary task that of the second one, values in units of the label,
+    means of counts, and risks by the horizon (without one log hazards) of a survival task.
+    """
+    data, task, parts = result.job.eval_fed.data, result.job.oracle.task, []
+    for kind, outputs, index, owner in _final(result):
+        y, z = data.y.cpu()[index], outputs.double()
+        targets = {"target": y.double() if y.ndim == 1 else y[:, 0].double() * data.unit + data.centre}
+        if data.task == "survival":
+            targets["event"] = y[:, 1].double()
+            z = z if result.job.setting.task.horizon is None else -torch.expm1(-z.exp())
+        elif data.task == "binary":
+            z = z.sigmoid()
+        elif data.task == "classification":
+            z = z.softmax(-1)
+        else:
+            z = task.predict(z) * data.unit + data.centre
+        names = ["prediction"] if z.shape[1] == 1 else [f"prediction {k}" for k in range(z.shape[1])]
+        columns = {"client": owner, "row": index, **targets, **dict(zip(names, z.unbind(1), strict=True))}
+        table = pa.table({name: values.numpy() for name, values in columns.items()})
+        parts.append(table.add_column(1, "model", pa.array([kind] * len(table), pa.string())))
+    return pa.concat_tables(parts)
+
+
+def group_scores(result: Result, choices: Sequence[str]) -> pa.Table:
+    """Columns client (-1: all together), model, subgroup, metric, value; of every group first its samples.
+
+    Groups of fewer than `LEAST` samples, or rows of a class or events, have no other figure.
+    """
+    job = result.job
+    data, ids = job.eval_fed.data, job.scored_ids.tolist()
+    groups = groups_of(data, choices)
+    rows: list[tuple[int, str, str, str, float]] = []
+    for kind, outputs, index, owner in _final(result):
+        y = job.eval_fed.targets(index.to(job.eval_fed.device)).cpu()
+        for name, members in groups.items():
+            inside = members.cpu()[index]
+            for client in (FEDERATION, *ids):
+                some = inside if client == FEDERATION else inside & (owner == client)
+                count = int(some.sum())
+                rows.append((client, kind, name, SCORED, float(count)))
+                if count >= LEAST and _rarest(data.task, y[some]) >= LEAST:
+                    scores = job.oracle.task.metrics(outputs[some], y[some], torch.zeros(count, dtype=torch.long), 1)
+                    rows += [(client, kind, name, metric, float(value)) for metric, value in scores.items()]
+    kinds = {"client": pa.int64(), "model": pa.string(), "subgroup": pa.string(), "metric": pa.string()}
+    columns = [*kinds.items(), ("value", pa.float64())]
+    return pa.table({name: pa.array([row[k] for row in rows], of) for k, (name, of) in enumerate(columns)})
+
+
+def _rarest(task: str, y: Tensor) -> int:
+    """Rows of the rarer class of a binary task, or events."""
+    if task == "binary":
+        return int(min(y.sum(), len(y) - y.sum()))
+    return int(y[:, 1].sum()) if task == "survival" else len(y)

@@ -1,0 +1,90 @@
+"""Groups within clients: the leading metric of every group at every site."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fedloom.report.comparison.contenders import contenders
+from fedloom.report.comparison.gains import FEW, federated_leader
+from fedloom.report.csv_files import csv_of
+from fedloom.report.naming import figure, titled
+from fedloom.report.numbers import Row, run_of
+from fedloom.report.reading import Run, read_table
+from fedloom.report.tables import DASH, scrolling
+from fedloom.rundir import FEDERATION, GROUPS
+
+SAMPLES = "samples"
+NAMES = ("method", "seed", "client", "model", "subgroup", "metric", "value")
+LEAD = (
+    "Test samples of every group of patients, all sites together and site by site, by the method with the best mean: "
+    "mean over seeds, test samples in brackets. A dash is a group too small to be scored there. groups.csv has every "
+    "method and metric."
+)
+
+
+def group_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
+    """An HTML table per run whose groups were scored."""
+    text = ""
+    for run in runs:
+        own = [row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
+        best = federated_leader(own, lead)
+        found = None if best is None else group_cells(run, best, lead)
+        if best is None or found is None:
+            continue
+        heads, cells = found
+        lines = [[escape(cell) for cell in line] for line in cells]
+        label = f"{titled(figure(lead))}, {best.method}{f', {run.label}' if len(runs) > 1 else ''}"
+        text += f"<h3>{escape(label)}</h3>" + scrolling(f"Groups of patients: {label}", heads, lines)
+    return text
+
+
+def group_cells(run: Run, row: Row, lead: str) -> tuple[list[str], list[list[str]]] | None:
+    """Titles and lines of the table of groups of one model; None where no groups were scored."""
+    table = _read(run)
+    if table is None:
+        return None
+    table = table.filter(pc.and_(pc.equal(table["method"], row.method), pc.equal(table["model"], row.model)))
+    means = _means(table, ["client", "subgroup", "metric"])
+    clients = [FEDERATION, *(range(run.clients) if run.clients <= FEW else [])]
+    heads = ["Group", *("All sites" if client == FEDERATION else run.titled_client(client) for client in clients)]
+    groups = dict.fromkeys(table["subgroup"].to_pylist())
+    return heads, [[group, *(_cell(means, client, group, lead) for client in clients)] for group in groups]
+
+
+def _read(run: Run) -> pa.Table | None:
+    path = run.path / GROUPS
+    return read_table(path, NAMES) if path.exists() else None
+
+
+def _means(table: pa.Table, keys: Sequence[str]) -> dict[tuple[object, ...], float]:
+    """Means over seeds of what is known, by key."""
+    values: dict[tuple[object, ...], list[float]] = {}
+    for row in table.to_pylist():
+        if math.isfinite(row["value"]):
+            values.setdefault(tuple(row[key] for key in keys), []).append(row["value"])
+    return {key: float(np.mean(some)) for key, some in values.items()}
+
+
+def _cell(means: dict[tuple[object, ...], float], client: int, group: str, lead: str) -> str:
+    samples, value = means.get((client, group, SAMPLES), 0.0), means.get((client, group, lead))
+    shown = figure(lead)
+    number = DASH if value is None else f"{value * shown.scale:.{1 if shown.scale == 100 else 3}f}"
+    return f"{number} ({samples:.0f})"
+
+
+def groups_csv(runs: list[Run]) -> str:
+    """Every group's figures, means over seeds, unscaled; the client is empty for all together."""
+    keys = ("method", "model", "client", "subgroup", "metric")
+    lines: list[tuple[object, ...]] = []
+    for run in runs:
+        if (table := _read(run)) is not None:
+            for (method, model, client, *rest), value in _means(table, keys).items():
+                site = "" if client == FEDERATION else run.client(int(str(client)))
+                lines.append((run.label, method, model, site, *rest, value))
+    return csv_of(("run", "method", "model", "site", "group", "metric", "value"), lines) if lines else ""

@@ -1,0 +1,63 @@
+"""Test samples one by one: read predictions, pooled over the seeds or folds that tested them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from fedloom.report.reading import Numbers, Run, read_table
+from fedloom.rundir import PREDICTIONS
+
+
+class Predicted(NamedTuple):
+    """Test samples of one model in the order of client and row.
+
+    Attributes:
+        client: ``[N]`` client of each.
+        row: ``[N]`` its place in the data.
+        target: ``[N]`` its target.
+        prediction: ``[N]`` mean prediction over the seeds that tested it; of a binary task the probability of the
+            second class.
+    """
+
+    client: NDArray[np.int64]
+    row: NDArray[np.int64]
+    target: Numbers
+    prediction: Numbers
+
+    def at(self, client: int | None) -> Predicted:
+        """Those of one client; None: all."""
+        if client is None:
+            return self
+        here = self.client == client
+        return Predicted(*(values[here] for values in self))
+
+
+def tested(run: Run, method: str, model: str) -> Predicted | None:
+    """What a model predicted for test samples; None where predictions were not kept, or have several outputs."""
+    path = run.path / PREDICTIONS
+    if not path.exists():
+        return None
+    names = ("method", "seed", "client", "model", "row", "target", "prediction")
+    if "prediction" not in pq.read_schema(path).names:
+        return None
+    table = read_table(path, names)
+    hostile = {seed: run.attackers(method, seed) for seed in set(table["seed"].to_pylist())}
+    table = table.filter(pc.and_(pc.equal(table["method"], method), pc.equal(table["model"], model)))
+    seeds, clients = table["seed"].to_numpy(), table["client"].to_numpy()
+    benign = np.array([c not in hostile[s] for s, c in zip(seeds.tolist(), clients.tolist(), strict=True)], bool)
+    table = table.filter(pa.array(benign))
+    means = table.group_by(["client", "row"]).aggregate([("target", "mean"), ("prediction", "mean")])
+    means = means.sort_by([("client", "ascending"), ("row", "ascending")])
+    columns = (means[name].to_numpy() for name in ("client", "row", "target_mean", "prediction_mean"))
+    return Predicted(*columns) if len(means) else None
+
+
+def is_binary(run: Run, samples: Predicted) -> bool:
+    """Whether targets are two classes, and predictions probabilities of the second one."""
+    return len(run.summary.classes) == 2 and bool(np.isin(samples.target, (0, 1)).all())

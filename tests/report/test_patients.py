@@ -1,0 +1,185 @@
+"""Groups, calibration, thresholds and gains by patient: from the run's file to the page, held to references."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import roc_auc_score
+from statsmodels.stats.proportion import proportion_confint
+
+import fedloom as fl
+from fedloom.data.groups import groups_of
+from fedloom.errors import ConfigError
+from fedloom.report.calibrated import curve, point, wilson
+from fedloom.report.comparison.by_patient import delong
+from fedloom.report.patients import Predicted
+from tests.commands import call
+from tests.hospitals import COLUMNS, SITES, cell, patients
+
+EXPERIMENT = """
+rounds = 3
+seeds = [0, 1]
+[data]
+source = "{table}"
+label = "died"
+users = "hospital"
+categorical = ["ward", "sex"]
+drop = ["patient_id", "hours_to_death", "troponin_hs", "sex"]
+missing = ["-9"]
+impute = true
+[partition]
+kind = "writers"
+validation = 0.2
+folds = 2
+[model]
+kind = "softmax"
+[evaluate]
+groups = ["sex", "age>=75"]
+predictions = true
+[[method]]
+algorithm = "local"
+[[method]]
+algorithm = "ditto"
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two methods at the five hospitals, every patient tested once by two folds."""
+    folder = tmp_path_factory.mktemp("five")
+    rows = [[cell(row[c]) for c in COLUMNS] for site in SITES for row in patients(site, si=False)]
+    with (folder / "five.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([COLUMNS, *rows])
+    (folder / "five.toml").write_text(EXPERIMENT.format(table=folder / "five.csv"))
+    call("run", folder / "five.toml", "--out", folder / "run")
+    return folder / "run"
+
+
+def test_predictions_are_what_was_scored_and_groups_are_their_parts(run: Path) -> None:
+    table, groups = (pq.read_table(run / f"{name}.parquet") for name in ("predictions", "groups"))
+    metrics = pq.read_table(run / "metrics.parquet")
+    data = [row for site in SITES for row in patients(site, si=False)]
+    for method, model in (("local", "personal"), ("ditto", "global"), ("ditto", "hybrid")):
+        for seed in (0, 1):
+            chosen = {"method": method, "model": model, "seed": seed}
+
+            def of(whole, chosen=chosen, **more):  # type: ignore[no-untyped-def]
+                for name, value in (chosen | more).items():
+                    whole = whole.filter(pc.equal(whole[name], value))
+                return whole
+
+            for client, site in ((0, "Amsel"), (2, "Celle")):
+                mine = of(table, client=client)
+                target, score = (mine[name].to_numpy() for name in ("target", "prediction"))
+                recorded = of(metrics, client=client, part="test", metric="auroc", round=3)["value"][0].as_py()
+                assert roc_auc_score(target, score) == pytest.approx(recorded)
+                assert [data[k]["died"] for k in mine["row"].to_pylist()] == target.tolist()
+                assert {data[k]["hospital"] for k in mine["row"].to_pylist()} == {site}
+            whole = of(table)
+            sex = np.array([data[k]["sex"] for k in whole["row"].to_pylist()])
+            age = np.array([math.nan if data[k]["age"] is None else data[k]["age"] for k in whole["row"].to_pylist()])
+            target, score = (whole[name].to_numpy() for name in ("target", "prediction"))
+            for name, inside in (("sex=f", sex == "f"), ("age>=75", age >= 75), ("age<75", age < 75)):
+                scores = {r["metric"]: r["value"] for r in of(groups, client=-1, subgroup=name).to_pylist()}
+                assert scores["samples"] == inside.sum()
+                if "auroc" in scores:
+                    assert scores["auroc"] == pytest.approx(roc_auc_score(target[inside], score[inside]))
+    tiny = groups.filter(pc.and_(pc.equal(groups["client"], 4), pc.equal(groups["subgroup"], "sex=f")))
+    assert set(tiny["metric"].to_pylist()) == {"samples"}  # Esche's patients are too few
+
+
+def test_the_page_and_its_files_have_them(run: Path) -> None:
+    call("report", run, "--card")
+    page, folder = (run / "report.html").read_text(), run / "report"
+    for words in ("Groups of patients", "Gains by patient", "Thresholds by site", "calibration-curve", "net-benefit"):
+        assert words in page, words
+    assert "## Groups of patients" in (folder / "card.md").read_text()
+
+    def read(name: str) -> list[dict[str, str]]:
+        return [*csv.DictReader((folder / name).read_text().splitlines())]
+
+    lines = {line["site"]: line for line in read("sites-by-patient.csv")}
+    assert int(lines["All"]["samples"]) >= sum(count for count, _ in SITES.values()) - 5
+    assert lines["Esche"]["p"] == ""
+    gain, half = float(lines["All"]["together"]) - float(lines["All"]["alone"]), float(lines["All"]["half"])
+    assert (float(lines["All"]["p"]) < 0.05) == (abs(gain) > half)
+    assert {point["site"] for point in read("thresholds.csv")} == {"All", *SITES}
+    assert {line["group"] for line in read("groups.csv")} == {
+        "sex=f", "sex=m", "age>=75", "age<75",
+    }  # fmt: skip
+
+
+def naive_delong(scores: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Equations 3 to 8 of DeLong et al. pair by pair."""
+    cases, controls = scores[:, target == 1], scores[:, target == 0]
+    psi = (cases[:, :, None] > controls[:, None, :]) + 0.5 * (cases[:, :, None] == controls[:, None, :])
+    area, won, lost = psi.mean((1, 2)), psi.mean(2), psi.mean(1)
+    s10 = (won - area[:, None]) @ (won - area[:, None]).T / (won.shape[1] - 1)
+    s01 = (lost - area[:, None]) @ (lost - area[:, None]).T / (lost.shape[1] - 1)
+    return area, s10 / won.shape[1] + s01 / lost.shape[1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), cases=st.integers(2, 20), controls=st.integers(2, 20), digits=st.integers(0, 3))
+def test_delong_is_the_paper_pair_by_pair(seed: int, cases: int, controls: int, digits: int) -> None:
+    rng = np.random.default_rng(seed)
+    target = np.repeat([1.0, 0.0], [cases, controls])
+    scores = (rng.normal(size=(2, len(target))) + target).round(digits)
+    areas, covariance = delong(scores, target)
+    expected, spread = naive_delong(scores, target)
+    np.testing.assert_allclose(areas, expected, atol=1e-12)
+    np.testing.assert_allclose(covariance, spread, atol=1e-12)
+    assert areas[0] == pytest.approx(roc_auc_score(target, scores[0]))
+
+
+def sampled(seed: int, rows: int) -> Predicted:
+    rng = np.random.default_rng(seed)
+    risk = rng.random(rows)
+    return Predicted(np.zeros(rows, int), np.arange(rows), (rng.random(rows) < risk).astype(float), risk)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), rows=st.integers(1, 200), threshold=st.floats(0.01, 0.9))
+def test_operating_points_and_curves_obey_their_laws(seed: int, rows: int, threshold: float) -> None:
+    samples = sampled(seed, rows)
+    now, share = point(samples, threshold), samples.target.mean()
+    odds = threshold / (1 - threshold)
+    assert now.treating_all == pytest.approx(share - (1 - share) * odds)
+    assert point(samples._replace(prediction=np.ones(rows)), threshold).benefit == pytest.approx(now.treating_all)
+    assert point(samples._replace(prediction=np.zeros(rows)), threshold).benefit == 0
+    assert now.benefit <= share + 1e-12  # that of knowing everything
+    found = np.nan_to_num(now.sensitivity) * share - odds * (1 - np.nan_to_num(now.specificity, nan=1.0)) * (1 - share)
+    assert now.benefit == pytest.approx(found)
+    bins = curve(samples)
+    assert sum(size for *_, size in bins) == rows
+    assert sum(observed * size for _, observed, size in bins) == pytest.approx(samples.target.sum())
+    assert wilson(share, rows) == pytest.approx(proportion_confint(samples.target.sum(), rows, method="wilson"))
+
+
+def test_groups_take_columns_and_bounds() -> None:
+    import pandas as pd
+
+    table = pd.DataFrame(
+        {"age": [70, 75, None, 80], "sex": ["f", "m", "m", None], "x": [1.0, 2.0, 3.0, 4.0], "y": [0, 1, 0, 1]}
+    )
+    data = fl.Dataset.of(table, "y", kept=["age", "sex"], drop=["age", "sex"])
+    assert data.shape == (1,)
+    groups = {name: inside.tolist() for name, inside in groups_of(data, ["sex", "age >= 75"]).items()}
+    assert groups == {
+        "sex=f": [True, False, False, False], "sex=m": [False, True, True, False],
+        "age>=75": [False, True, False, True], "age<75": [True, False, False, False],
+    }  # fmt: skip
+    for choice, sentence in (("race", "race"), ("sex>=3", "is no number"), ("wide", "give a bound")):
+        wide = fl.Dataset.of(table, "y", kept=["age", "sex"], drop=["age", "sex"])
+        wide.columns["wide"], wide.levels["wide"] = torch.zeros(4, dtype=torch.long), tuple(map(str, range(30)))  # type: ignore[index]
+        with pytest.raises(ConfigError, match=sentence):
+            groups_of(wide, [choice])
