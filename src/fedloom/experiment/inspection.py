@@ -37,7 +37,9 @@ def check_inspection(evaluate: Evaluate, fed: Federation) -> None:
         ConfigError: t-SNE of a client that is not there, or groups by a column that was not kept.
     """
     if evaluate.confusion and not fed.data.classed:
-        raise Refused(f"evaluate.confusion counts predicted classes, but {fed.data.name} is a {fed.data.task}; leave it out")
+        raise Refused(
+            f"evaluate.confusion counts predicted classes, but {fed.data.name} is a {fed.data.task}; leave it out"
+        )
     groups_of(fed.data, evaluate.groups)
     if evaluate.predictions and (fed.data.each or fed.data.outputs > MOST_OUTPUTS):
         raise Refused(f"evaluate.predictions keeps at most {MOST_OUTPUTS} outputs of a sample; leave it out")
