@@ -12,7 +12,10 @@ from short_runs import PARTIAL, SEEDS, equal
 from torch import Tensor
 
 from fedloom.algorithms import FLAME, PFedMe
+from fedloom.algorithms._regulariser import gradient_mapping
+from fedloom.errors import Refused
 from fedloom.local import LocalSGD
+from fedloom.rows.prox import L1, Nuclear, Prox
 from fedloom.testing import Problem, State, difference, federate
 from fedloom.testing.federate import Federation
 
@@ -246,3 +249,81 @@ def test_pfedme_is_flame_without_duals(seed: int, rho: float) -> None:
         equal(one.server.x, other.server.x)
         equal(one.rows.theta, other.rows.theta)
         assert not one.rows.pi.any()
+
+
+# --- with a regulariser on the global model
+
+
+@pytest.mark.parametrize("g", [L1(c=0.15), Nuclear(c=0.2)], ids=lambda g: type(g).__name__)
+def test_limit_with_a_regulariser_is_stationary(g: Prox) -> None:
+    """w_i = w, pi_i = lambda alpha_i (theta_i - w), and their sum is in dg(w): 0 is in sum grad F_i(w) + dg(w)."""
+    p, lam = Problem.random(1, weights="samples"), 1.3
+    end = run(FLAME(lam=lam, rho=0.3, regulariser=g), p, 400, solve=True, cohorts=PARTIAL * 80)[-1]
+    layout = Federation(p.oracle(), p.alpha, SGD).ctx(0, range(p.n)).layout
+    w, (theta, own, pi, _) = end.server.x, end.rows
+    equal(own, w.expand_as(own), 1e-8)
+    equal(pi, lam * p.alpha * (theta - w), 1e-8)
+    equal(p.gradient(theta) + lam * (theta - w), torch.zeros_like(theta), 1e-8)
+    assert float(gradient_mapping(g, w, -pi.sum(0), 1.0, layout)) < 1e-8
+    assert float(pi.sum(0).norm()) > 0.05  # g acts
+    if isinstance(g, L1):
+        zero = w == 0
+        assert 0 < int(zero.sum()) < len(w)
+        assert bool((pi.sum(0)[zero].abs() <= 0.15 + 1e-12).all())
+
+
+def test_limit_with_l1_is_that_of_proximal_gradients_on_the_envelopes() -> None:
+    p, lam, c = Problem.random(2, weights="samples"), 0.9, 0.1
+    end = run(FLAME(lam=lam, rho=0.3, regulariser=L1(c=c)), p, 400, solve=True)[-1]
+    inverse = torch.linalg.inv(p.hessian + lam * torch.eye(p.d, dtype=p.x0.dtype))
+    w = p.x0
+    for _ in range(4000):
+        theta = torch.einsum("nij,nj->ni", inverse, torch.einsum("nij,nj->ni", p.hessian, p.minimiser) + lam * w)
+        w = w - (p.alpha * lam * (w - theta)).sum(0)
+        w = w.sign() * (w.abs() - c).clamp(min=0)
+    equal(end.server.x, w, 1e-8)
+
+
+def test_without_weight_a_regulariser_changes_nothing() -> None:
+    p = Problem.random(0)
+    bare, none = (run(FLAME(lam=1.0, rho=0.3, regulariser=g), p)[-1] for g in (None, L1(c=0.0)))
+    assert torch.equal(bare.server.x, none.server.x)
+    assert torch.equal(bare.rows.theta, none.rows.theta)
+
+
+@SEEDS
+def test_the_criterion_ends_the_theta_step_where_it_says(seed: int) -> None:
+    """||theta - theta*||^2 <= r ||theta_0 - theta*||^2, theta* = prox_{f_i/lambda}(w_i)."""
+    p = Problem.random(seed)
+    smooth = float(torch.linalg.eigvalsh(p.hessian).max())
+    lam, r = 2 * smooth, 0.05
+    method = FLAME(lam=lam, rho=0.3, solver="criterion", smooth=smooth, r=r)
+    before, after = run(method, p, 4, noise=0.0)[-2:]
+    best = torch.linalg.solve(
+        p.hessian + lam * torch.eye(p.d, dtype=p.x0.dtype),
+        torch.einsum("nij,nj->ni", p.hessian, p.minimiser) + lam * before.rows.w,
+    )
+    left, was = ((rows.theta - best).square().sum(1) for rows in (after.rows, before.rows))
+    assert bool((left <= r * was).all())
+    assert bool((left > 0).all())
+
+
+@SEEDS
+def test_eq_12_meets_fiaelt_s_criterion_where_rho_is_large(seed: int) -> None:
+    """With theta exact, ||w_new - w*||^2 <= r ||w_old - w*||^2: w* minimises F_i + <pi, .> + rho/2 ||. - x||^2."""
+    p, lam, r = Problem.random(seed), 1.7, 0.1
+    bound = lam * float(p.alpha.max())  # of the smoothness of the F_i, which are convex here
+    rho, eye = bound * (3 + 2 / r**0.5), torch.eye(p.d, dtype=p.x0.dtype)
+    before, after = run(FLAME(lam=lam, rho=rho), p, 3, solve=True)[-2:]
+    x, (_, old, pi, _), new = before.server.x, before.rows, after.rows.w
+    a = p.alpha[:, :, None] * lam * torch.linalg.solve(p.hessian + lam * eye, p.hessian)
+    best = torch.linalg.solve(a + rho * eye, torch.einsum("nij,nj->ni", a, p.minimiser) - pi + rho * x)
+    assert bool(((new - best).square().sum(1) <= r * (old - best).square().sum(1)).all())
+
+
+def test_the_criterion_refuses_what_it_cannot_bound() -> None:
+    p = Problem.random(0)
+    ctx = Federation(p.oracle(), p.alpha, SGD).ctx(0, range(p.n))
+    with pytest.raises(Refused, match="needs lam > smooth"):
+        FLAME(lam=1.0, rho=0.1, solver="criterion", smooth=2.0).check(ctx.layout, ctx)
+    FLAME(lam=1.0, rho=0.1, solver="criterion", smooth=0.5).check(ctx.layout, ctx)

@@ -1,6 +1,6 @@
 """FLAME: personalised federated learning by ADMM on the Moreau envelope, with personal, global and hybrid models.
 
-Problem: min sum_i alpha_i (f_i(theta_i) + lam/2 ||theta_i - w_i||^2) subject to w_i = w.
+Problem: min sum_i alpha_i (f_i(theta_i) + lam/2 ||theta_i - w_i||^2) + g(w) subject to w_i = w; g = 0 in the paper.
 
 Reference: S. Zhu, J. Zeng, S. Wang, Y. Sun, X. Li, Y. Yao, Z. Peng, "On ADMM in Heterogeneous Federated Learning:
 Personalization, Robustness, and Fairness", Algorithm 1, Eqs. 11-14 (public code: zsk66/FLAME). Not the backdoor
@@ -34,6 +34,14 @@ asks for (lam alpha_i/rho)^2 (1 + rho) < (lam alpha_i + rho)/2, which no small r
 Figures (``residuals``): the augmented Lagrangian, which falls in every round where lam and rho meet Lemma 1; the primal
 residual, the distance of all w_i from w; the dual one, that of all -alpha_i grad f_i(theta_i) from pi_i.
 
+Beyond the paper, ``regulariser`` is g: Eq. 14 becomes w = prox_{g/(n rho)}(mean of u_i), for a sparse or low-rank
+global model beside personal models. A fixed point has w_i = w, pi_i = lambda alpha_i (theta_i - w), and the sum of the
+pi_i in dg(w). ``solver = "criterion"`` ends the theta step by FIAELT's criterion (9): gradient descent until theta is
+nearer the minimiser by the factor sqrt(r), which needs lambda > L, the smoothness of f_i. Then the envelope F_i of f_i
+is l-smooth, l = alpha_i lambda max(1, L/(lambda - L)), and FLAME is FIAELT's scheme (tau = 1, beta = rho) for
+min sum_i F_i + g with x_i = w_i. Its theorems ask (9) of w_i: where theta is exact, Eq. 12 meets it with
+the tolerance r for rho >= l (3 + 2/sqrt(r)), which no default is.
+
 Use it for personal models of clients with skewed labels, with a global model beside them; the hybrid model takes for
 each client the better of both on its validation part. Where most clients are absent the global model moves little, of
 which a run warns.
@@ -42,15 +50,19 @@ which a run warns.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, Model, Point, by_rule
+from fedloom.algorithms._base import Algorithm, Derived, Model, Point, Sent, by_rule
+from fedloom.algorithms._regulariser import Regulariser, penalty, proximal
+from fedloom.errors import Refused
 from fedloom.local import Ctx, Work, descend
 from fedloom.local.dual import Residuals, epochs_with_dual, residuals_of, until_tolerance
+from fedloom.local.inexact import inexact
+from fedloom.rows.layout import Layout
 
 
 class Client(NamedTuple):
@@ -60,6 +72,12 @@ class Client(NamedTuple):
     w: Tensor
     pi: Tensor
     eps: Tensor
+
+
+class Down(NamedTuple):
+    """x ``[d]``."""
+
+    x: Annotated[Tensor, Sent(prox="regulariser")]
 
 
 class FLAME(Algorithm):
@@ -80,6 +98,15 @@ class FLAME(Algorithm):
         "round",
         description="w_i and pi_i move once per round (Algorithm 1), every epoch (public code), or pi_i is 0 (IV-E)",
     )
+    regulariser: Regulariser = Field(
+        None, description="g, a function of the global model with a prox; none in the paper"
+    )
+    solver: Literal["sgd", "criterion"] = Field(
+        "sgd", description="the theta step: the run's local SGD, or gradient descent until FIAELT's criterion (9)"
+    )
+    r: float = Field(0.005, gt=0, lt=1, description="tolerance r_i of (9): ||theta - theta*||^2 falls by this factor")
+    iterations: int = Field(100, ge=1, description="most gradient steps until (9)")
+    smooth: float | None = Field(None, gt=0, description="L of (9), smoothness of the f_i, below lam; lam/5 when None")
     residuals: bool = Field(
         False, description="record the Lagrangian and both residuals, from gradients of all samples"
     )
@@ -87,7 +114,10 @@ class FLAME(Algorithm):
     family: ClassVar[str] = "personalised"
     uses_shares: ClassVar[bool] = True
     paper: ClassVar[Mapping[str, Any]] = {"lam": 1.0, "rho": 0.1}
-    needs: ClassVar[Mapping[str, str]] = {"shrink": "eps0", "most": "eps0"}
+    needs: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("shrink", "most"), "eps0"),
+        **dict.fromkeys(("r", "iterations", "smooth"), "solver criterion"),
+    }
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         lam = self.lam or 4 / (ctx.reach * ctx.rounds)
@@ -99,27 +129,44 @@ class FLAME(Algorithm):
             raise ValueError(
                 "dual = 'epoch' and eps0 contradict each other: with eps0 a round has no epochs; leave one out"
             )
+        if self.solver == "criterion" and (self.dual == "epoch" or self.eps0 is not None):
+            raise ValueError(
+                "solver = 'criterion' ends the theta step by itself; leave eps0 out, and set dual to 'round' or 'none'"
+            )
         return self
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        if self.solver == "criterion" and self.smooth and self.lam <= self.smooth:
+            raise Refused(
+                f"FLAME with solver 'criterion' needs lam > smooth, got lam = {self.lam:g} and smooth = "
+                f"{self.smooth:g}: without it (9) bounds nothing; give a larger lam"
+            )
+        return []
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
         return Model(x0), Client(x0, x0, torch.zeros_like(x0), x0.new_tensor([self.eps0 or 0.0])), Point(x0)
 
     @property
     def full_gradients(self) -> str:
-        return "" if self.eps0 is None else "FLAME with eps0"
+        return (
+            "FLAME with solver 'criterion'" if self.solver != "sgd" else "" if self.eps0 is None else "FLAME with eps0"
+        )
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        return ("batch_size", "epochs", "steps") if self.eps0 and self.lam else ()
+        return ("batch_size", "epochs", "steps") if (self.eps0 or self.solver != "sgd") and self.lam else ()
 
-    def client(self, down: Model, rows: Client, work: Work) -> tuple[Point, Client]:
+    def client(self, down: Down, rows: Client, work: Work) -> tuple[Point, Client]:
         x, (theta, w, pi, eps) = down.x, rows
         pull = self.lam * work.weight  # lambda alpha_i
         centre = w if self.centre == "own" else x.expand_as(w)
         if self.dual == "epoch":
             theta, w, pi = epochs_with_dual(theta, centre, pi, x, work, self.lam, self.rho)
             return Point(w + pi / self.rho), Client(theta, w, pi, eps)
-        if self.eps0 is None:
+        if self.solver == "criterion":
+            pulled, zero = (self.lam, centre), torch.zeros_like(theta)
+            theta = inexact(theta, work, pulled, zero, "gd", self.smooth or self.lam / 5, self.r, self.iterations).w
+        elif self.eps0 is None:
             theta = descend(theta, work, pull=((self.lam, centre),))  # Eq. 11: theta_i ~ prox_{f_i/lambda}(w_i)
         else:
             eps = self.shrink * eps  # Eq. 18
@@ -130,15 +177,17 @@ class FLAME(Algorithm):
         return Point(w + pi / self.rho), Client(theta, w, pi, eps)  # the message u_i of Algorithm 1
 
     def server(self, server: Model, up: Point, ctx: Ctx) -> Model:
-        return Model(up.u)  # Eq. 14: w = (1/m) sum over ALL clients of w_i + pi_i/rho
+        x = proximal(self.regulariser, up.u, 1 / (ctx.n * self.rho), ctx.layout)
+        return Model(x)  # Eq. 14: w = (1/m) sum over ALL clients of w_i + pi_i/rho
 
-    def personal(self, down: Model, rows: Client, work: Work) -> Tensor:
+    def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
         return rows.theta
 
-    def observe(self, down: Model, rows: Client, work: Work) -> Residuals | None:
+    def observe(self, down: Down, rows: Client, work: Work) -> Residuals | None:
         return residuals_of(*rows[:3], down.x, work, self.lam, self.rho) if self.residuals else None
 
     def diagnostics(self, server: Model, total: Residuals | None, ctx: Ctx) -> dict[str, float]:
+        g = penalty(self.regulariser, server.x, ctx.layout)
         roots = {} if total is None else {"primal_residual": total.primal.sqrt(), "dual_residual": total.dual.sqrt()}
-        figures = {} if total is None else {"lagrangian": total.lagrangian, **roots}
+        figures = {} if total is None else {"lagrangian": total.lagrangian + g, **roots}
         return {name: float(figure) for name, figure in figures.items()}
