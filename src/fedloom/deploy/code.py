@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from fedloom.trust import is_installed, vouch
 from fedloom.values import read_toml
 
 FOLDER = "code"
+START = "weights.safetensors"
+"""File of the initial model, beside the experiment file, where one was agreed on."""
 KEYS = ("algorithm", "kind", "source", "loss", "metrics", "optimizer")
 """Keys of an experiment file that take an import path."""
 LIMIT = 4 << 20
@@ -116,12 +119,33 @@ def read_agreed(shared: Shared, **engine: Any) -> Experiment:
     agreed = {*shared.installed, *(module_of(path) for path in shared.code)}
     document = read_toml(shared.experiment, "experiment file")
     vouch(path for path in _paths(document) if path.partition(":")[0] in agreed)
-    return read(shared.experiment, **engine)
+    return read(shared.experiment, _start_of(shared), **engine)
 
 
 def module_of(path: str) -> str:
     """The name of the module in a file of `FOLDER`."""
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _start_of(shared: Shared) -> list[str]:
+    """The option that names the agreed initial model.
+
+    Raises:
+        ConfigError: the file is missing or another one.
+    """
+    if shared.start is None:
+        return []
+    file = shared.experiment.parent / START
+    try:
+        got = digest(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read the initial model {file}: {error.strerror}; get it from the server") from None
+    if got != shared.start:
+        raise ConfigError(
+            f"{file} is not the initial model that was agreed on: its SHA-256 is {got[:16]}..., agreed was "
+            f"{shared.start[:16]}...; get the file from the server again"
+        )
+    return [f"model.weights={json.dumps(str(file))}"]
 
 
 def _compare(what: str, data: bytes, wanted: str, do: str) -> None:

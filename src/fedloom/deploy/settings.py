@@ -7,6 +7,7 @@ mean the same experiment before anything is trained. Paths in a file are relativ
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -86,7 +87,14 @@ class Shared(Value):
     fixed_data: bool = Field(False, description="a site whose samples change in a run is refused; else it is told")
     code: dict[str, Digest] = Field({}, description="SHA-256 of the files of user code in the folder code, by path")
     installed: dict[str, Digest] = Field({}, description="SHA-256 of modules of user code that are installed, by name")
+    start: Digest | None = Field(None, description="SHA-256 of weights.safetensors beside the settings: initial model")
     secure: Secure | None = Field(None, description="secure aggregation; left out: the server sees single uploads")
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that is agreed on, by which people name a run; the same on every machine."""
+        agreed = self.model_dump(mode="json", include={*Shared.model_fields} - {"experiment"})
+        return hashlib.sha256(json.dumps(agreed, sort_keys=True).encode()).hexdigest()
 
 
 class Site(Shared):
@@ -113,6 +121,9 @@ class Site(Shared):
         gt=1,
         description="a model is refused whose norm, whole or of a layer, is this many times that of the last one that "
         "the site trained from, or less by as much; none: any is taken",
+    )
+    approval: bool = Field(
+        False, description="nothing trains here before the run is approved by its digest (fedloom deploy approve)"
     )
     epsilon: PositiveFloat | None = Field(
         None,

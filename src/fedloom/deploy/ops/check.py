@@ -94,7 +94,7 @@ def _versions(site: Site) -> Iterator[Finding]:
 
 def _experiment(site: Site) -> Iterator[Finding]:
     experiment = read_agreed(site)
-    check_deployable(experiment, masked=site.secure is not None)
+    check_deployable(experiment, masked=site.secure is not None, start=site.start is not None)
     yield Finding("ok", f"experiment: {site.name}, SHA-256 {site.fingerprint[:16]}...")
     yield from _privacy(site, experiment)
     own = [*site.code, *site.installed]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -9,12 +12,16 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from typing import Any
 
 import tomli_w
 
+from fedloom.deploy.ops.processes import ProcessError
 from fedloom.errors import ConfigError
 from fedloom.values import Value
 
+ANSWER = 90.0
+"""Seconds that the server, or a command to it, may take to answer."""
 OPS = files("fedloom.deploy") / "ops"
 PROGRAMS = Path(sys.executable).parent
 """Where the programs of this environment are."""
@@ -55,6 +62,31 @@ def environment(home: Path, programs: Path = PROGRAMS, threads: int | None = Non
     count = {} if threads is None else {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     values = {"home": home, "programs": programs}
     return {key: Template(text).substitute(values) for key, text in _table("environment").items()} | count
+
+
+def ask(question: str, home: Path, programs: Path = PROGRAMS, **values: object) -> dict[str, Any]:
+    """The answer of Flower's command line to a command of `ops/commands.toml`.
+
+    Args:
+        question: name of the command.
+        home: folder of the command line, with the connection to the server.
+        programs: folder of Flower's programs.
+        values: see `command`.
+
+    Raises:
+        ProcessError: it failed or took too long.
+    """
+    words, variables = command(question, None, programs, **values), {**os.environ, **environment(home, programs)}
+    try:
+        done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=ANSWER, check=False)
+    except subprocess.TimeoutExpired:
+        raise ProcessError(f"no answer within {ANSWER:.0f} s: {' '.join(words)}") from None
+    start = done.stdout.find("{")
+    answer: dict[str, Any] = json.loads(done.stdout[start:]) if start >= 0 else {}
+    if done.returncode != 0 or not answer.get("success", True):
+        why = answer.get("error-message") or (done.stdout + done.stderr).strip()
+        raise ProcessError(f"{' '.join(words[1:4])}: {why}")
+    return answer
 
 
 def profile(address: str, ca: Path) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import Field
 
-from fedloom.deploy.code import FOLDER
+from fedloom.deploy.code import FOLDER, START
 from fedloom.deploy.ops import keys
 from fedloom.deploy.ops.commands import OPS, command, environment, filled, profile
 from fedloom.deploy.ops.plan import Plan
@@ -73,7 +73,7 @@ def write(plan: Plan, out: Path, place: Place) -> None:
     new.mkdir(mode=0o700)
     try:
         for side, folder, contents in _sides(plan, place):
-            _write(new / folder, contents)
+            write_files(new / folder, contents)
             for name in WRITES.get(side, ()):
                 (new / folder / name).mkdir(mode=0o700)
         if out.exists():
@@ -101,7 +101,7 @@ def renew(folder: Path, host: str, days: int) -> Path:
     if left < days:
         raise ConfigError(f"the authority's own certificate ends in {left} days, so --days must be at most that")
     new = folder / "server" / f".new-{secrets.token_hex(4)}"
-    _write(new, _certified(ca, Place(host=host, days=days)))
+    write_files(new, _certified(ca, Place(host=host, days=days)))
     for path in new.iterdir():
         path.replace(folder / "server" / path.name)
     new.rmdir()
@@ -123,6 +123,17 @@ def site_unit(site: Site, place: Place) -> str:
     home = place.home / "site"
     words = command("supernode", placed(site, home), place.programs, file=home / "site.toml")
     return _unit("fedloom-site", f"site {site.site}", site, "site", place, words)
+
+
+def site_files(site: Site, node: keys.Pair, signing: keys.Pair, place: Place) -> Files:
+    """The files that a site has for itself: settings, keys, unit."""
+    return {
+        "site.toml": text_of(site),
+        "node-key": node.private,
+        "node-key.pub": f"{node.public}\n",
+        "signing-key": signing.private,
+        "fedloom-site.service": site_unit(site, place),
+    }
 
 
 def gate(server: Server, place: Place) -> str:
@@ -153,7 +164,10 @@ def _sides(plan: Plan, place: Place) -> Iterator[tuple[str, str, Files]]:
     if plan.threshold is not None:
         signing_keys = tuple(m.signing_key for m in members)
         shared["secure"] = Secure(threshold=plan.threshold, keys=signing_keys, norm_bound=plan.norm_bound)
-    agreed: Files = {"experiment.toml": plan.experiment, "ca.crt": ca.pem()}
+    if plan.start is not None:
+        shared["start"] = hashlib.sha256(plan.start).hexdigest()
+    agreed: Files = {} if plan.start is None else {START: plan.start}
+    agreed |= {"experiment.toml": plan.experiment, "ca.crt": ca.pem()}
     agreed |= {f"{FOLDER}/{path}": data for path, data in plan.code.files.items()}
     quorum = place.quorum or plan.threshold or len(members) // 2 + 1
     given = {**shared, "sites": members, "quorum": quorum, "port": place.port, "public": place.gate}
@@ -193,11 +207,7 @@ def _sides(plan: Plan, place: Place) -> Iterator[tuple[str, str, Files]]:
             f"sites/{site.site}",
             {
                 **agreed,
-                "site.toml": text_of(site),
-                "node-key": node.private,
-                "node-key.pub": f"{node.public}\n",
-                "signing-key": signing.private,
-                "fedloom-site.service": site_unit(site, place),
+                **site_files(site, node, signing, place),
             },
         )
     yield "directions", ".", {"README.md": _readme(plan, server, place)}
@@ -270,8 +280,12 @@ def _quoted(word: str) -> str:
     return f'"{word}"' if set(word) & set(" \"'") else word
 
 
-def _write(folder: Path, contents: Mapping[str, str | bytes]) -> None:
-    """New files on the disk."""
+def write_files(folder: Path, contents: Mapping[str, str | bytes]) -> None:
+    """Make new files last; those with secrets for their owner only.
+
+    Raises:
+        FileExistsError: one is there already.
+    """
     for name, content in contents.items():
         path = folder / name
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

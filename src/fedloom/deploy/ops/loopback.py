@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import ssl
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +12,7 @@ from socket import create_connection
 from typing import Any
 
 from fedloom.deploy.code import check_code, read_agreed
-from fedloom.deploy.ops.commands import command, environment, profile
+from fedloom.deploy.ops.commands import ANSWER, ask, command, environment, profile
 from fedloom.deploy.ops.directory import APP
 from fedloom.deploy.ops.processes import Process, ProcessError, Processes, check_free, free_ports
 from fedloom.deploy.ops.table import site_table
@@ -23,9 +21,6 @@ from fedloom.deploy.settings import Server, Site, check_fingerprint, check_versi
 from fedloom.deploy.site.local_data import site_federation
 from fedloom.errors import ConfigError
 from fedloom.storage.files import lock
-
-ANSWER = 90.0
-"""Seconds that the server, or a command to it, may take to answer."""
 
 SPOKEN = "fedloom: "
 """How lines of the server's log begin that are meant for people."""
@@ -152,17 +147,7 @@ class Loopback:
         Raises:
             ProcessError: it failed or took too long.
         """
-        words, variables = command(question, **values), {**os.environ, **environment(self.work / "cli")}
-        try:
-            done = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=ANSWER, check=False)
-        except subprocess.TimeoutExpired:
-            raise ProcessError(f"no answer within {ANSWER:.0f} s: {' '.join(words)}") from None
-        start = done.stdout.find("{")
-        answer: dict[str, Any] = json.loads(done.stdout[start:]) if start >= 0 else {}
-        if done.returncode != 0 or not answer.get("success", True):
-            why = answer.get("error-message") or (done.stdout + done.stderr).strip()
-            raise ProcessError(f"{' '.join(words[1:4])}: {why}")
-        return answer
+        return ask(question, self.work / "cli", **values)
 
     def table(self) -> list[dict[str, Any]]:
         """The last figures of every site; see `site_table`."""

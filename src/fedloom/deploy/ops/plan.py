@@ -50,7 +50,7 @@ class Plan:
     site's samples are; data_dir: folder of data sets on this machine; share, fixed_data: see `Site`; code: what the
     experiment names by import path; norm_bound: longest difference that the server accepts, None for any;
     threshold: of secure aggregation, None without it; most_samples: of any part of a site, None where sites have their
-    own data.
+    own data; start: file of the initial model, None for one drawn by the seed.
     """
 
     name: str
@@ -65,6 +65,7 @@ class Plan:
     norm_bound: NormBound | None
     threshold: int | None = None
     most_samples: int | None = None
+    start: bytes | None = None
 
 
 def plan(
@@ -105,7 +106,8 @@ def plan(
         DataError: the data cannot be read.
     """
     one = _single(experiment, method, seed, rounds)
-    check_deployable(one, masked=secure_aggregation)
+    weights = one.methods[0].setting.model.weights
+    check_deployable(one, masked=secure_aggregation, start=weights is not None)
     seed = one.head.seeds[0]
     agreement = getattr(one.source, "agreement", None)
     sites = len(names) if names and sites is None else sites
@@ -130,6 +132,7 @@ def plan(
     agreed = one.settings() | {"data": _placeless(one)}
     if agreement is not None:
         agreed["data"]["agreement"] = agreement.model_dump(mode="json", exclude_none=True)
+    agreed["model"] = {key: option for key, option in agreed["model"].items() if key != "weights"}
     settled = job.setting.method  # a site does not know the others' sizes: what follows from them is written down
     agreed["method"][0] |= {name: getattr(settled, name) for name in settled.derived(job.ctx(0))}
     return Plan(
@@ -144,6 +147,7 @@ def plan(
         code=code_of(one.settings()),
         norm_bound=norm_bound or (None if fed.data.name == "blank" else _bound(job, start)),
         threshold=agreed_threshold,
+        start=None if weights is None else Path(weights).expanduser().read_bytes(),
         most_samples=None if own_data else max(int(fed.sizes(part).max()) for part in PARTS),
     )
 

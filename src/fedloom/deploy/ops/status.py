@@ -36,10 +36,19 @@ def server_of(folder: Path) -> Server:
     Raises:
         ConfigError: there are none.
     """
-    found = [path for path in (folder / "server" / "server.toml", folder / "server.toml") if path.is_file()]
-    if not found:
+    return read_server(server_file(folder))
+
+
+def server_file(folder: Path) -> Path:
+    """The server's TOML file in a deployment's directory, or in the server's own folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    files = [path for path in (folder / "server" / "server.toml", folder / "server.toml") if path.is_file()]
+    if not files:
         raise ConfigError(f"{folder} has no server.toml and no server/server.toml; give the directory of a deployment")
-    return read_server(found[0])
+    return files[0]
 
 
 def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds: int) -> dict[int, dict[str, Any]]:

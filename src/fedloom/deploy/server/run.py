@@ -69,7 +69,7 @@ def serve(grid: Grid, settings: Server, say: Say = print) -> Stop:
     """
     check_version(settings)
     experiment = read_agreed(settings, workers=1, chunk=1)
-    check_deployable(experiment, masked=settings.secure is not None)
+    check_deployable(experiment, masked=settings.secure is not None, start=settings.start is not None)
     with lock(settings.checkpoints):
         ended = finished(settings)
         if ended is not None:
@@ -96,8 +96,13 @@ def finished(settings: Server) -> Stop | None:
     return stop if ended else None
 
 
-def check_deployable(experiment: Experiment, *, masked: bool = False) -> None:
+def check_deployable(experiment: Experiment, *, masked: bool = False, start: bool = False) -> None:
     """Refuse what makes sense in a simulation only and, ``masked`` by secure aggregation, what needs single uploads.
+
+    Args:
+        experiment: to be deployed.
+        masked: by secure aggregation.
+        start: whether the file of the initial model is agreed on by its digest.
 
     Raises:
         Refused: the sentence says why.
@@ -109,7 +114,7 @@ def check_deployable(experiment: Experiment, *, masked: bool = False) -> None:
         raise Refused("evaluate.clients is for simulation, every site scores models: leave it out to deploy")
     if method.setting.pooled:
         raise Refused(f"{method.label} pools the data of all clients, which real sites do not give; choose another")
-    if method.setting.model.weights is not None:
+    if method.setting.model.weights is not None and not start:
         raise Refused(
             "model.weights is a file of this machine, and nothing holds the sites to the same one: leave it out, or "
             "give a function of a package that every site has, [model] kind = 'package.module:function'"

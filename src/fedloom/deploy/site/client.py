@@ -15,6 +15,7 @@ from fedloom.deploy.protocol.identity import sign, signing_key
 from fedloom.deploy.secure.protocol import Broken
 from fedloom.deploy.secure.site import MaskedAnswers
 from fedloom.deploy.settings import Site
+from fedloom.deploy.site.approval import check_approved
 from fedloom.deploy.site.ledger import Spent
 from fedloom.deploy.site.local_data import part_sizes
 from fedloom.deploy.site.plain import Answer, PlainAnswers
@@ -147,6 +148,8 @@ class Client:
         if kind not in ("hello", *self.answers.kinds):
             agreed = "no secure aggregation" if site.secure is None else "secure aggregation"
             raise Refused(f"site {site.site} answers no message of the kind {kind}: the agreement says {agreed}")
+        if kind != "hello":
+            check_approved(site)
         self._check_round(head)
 
     def _check_round(self, head: dict[str, Any]) -> None:

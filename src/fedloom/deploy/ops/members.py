@@ -1,0 +1,312 @@
+"""Members of a deployment that come and go: a site that joins later, one that leaves, one whose key is revoked.
+
+A later site makes a new agreement, with a fingerprint of its own, which has the digest of all members' keys in it. It
+begins with the last round's model. A site stays with the agreement before until it has approved the new one (`take`),
+and answers no message of another: a server that adds sites by itself gets refusals.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tomli_w
+from pydantic import ValidationError
+from safetensors.torch import load_file, save
+
+from fedloom.deploy.audit import lines_of
+from fedloom.deploy.code import FOLDER, START, read_agreed
+from fedloom.deploy.ops import keys
+from fedloom.deploy.ops.commands import PROGRAMS, ask
+from fedloom.deploy.ops.directory import CLI, Place, site_files, write_files
+from fedloom.deploy.ops.status import server_file, tallies
+from fedloom.deploy.secure.opened import read_checked
+from fedloom.deploy.secure.pending import PendingSums
+from fedloom.deploy.secure.protocol import safe_threshold
+from fedloom.deploy.secure.stages import Stage, progress_of
+from fedloom.deploy.settings import Member, Secure, Server, Shared, Site, read_server, read_site
+from fedloom.deploy.site.approval import check_digest
+from fedloom.deploy.site.ledger import NAME as LEDGER
+from fedloom.errors import ConfigError, Refused, RunDirError
+from fedloom.rows.layout import Layout
+from fedloom.storage.checkpoint import Checkpoints
+from fedloom.storage.files import lock, make_folder, write_atomic
+from fedloom.values import fields_of, make
+
+CHANGE = "agreement.json"
+SAME = ("name", "version", "samples", "fixed_data", "code", "installed")
+"""Fields of an agreement that a new member does not change."""
+
+
+class Change(NamedTuple):
+    """A new agreement: its folder, its digest, and the SHA-256 of the new member's keys."""
+
+    folder: Path
+    digest: str
+    keys: str
+
+
+def keys_digest(members: Sequence[Member]) -> str:
+    """SHA-256 of the names, numbers and public keys of sites."""
+    lines = [f"{m.client} {m.site} {m.node_key} {m.signing_key}\n" for m in members]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def add(folder: Path, name: str, place: Place) -> Change:
+    """Make a new agreement with one site more: folders for the server, the new site, and the approval of all others.
+
+    Args:
+        folder: of the deployment, or of its server; nothing in it changes but the new folder ``changes/NAME``.
+        name: of the new site.
+        place: where its files will lie.
+
+    Raises:
+        ConfigError: there is such a site or such a change, or the sites share the data of one partition.
+        RunDirError: a run or a secure session is under way.
+    """
+    file = server_file(folder)
+    server, out = read_server(file), folder / "changes" / name
+    _check_idle(server)
+    if name in {m.site for m in server.sites}:
+        raise ConfigError(f"{folder} has a site {name}; choose another name")
+    if out.exists():
+        raise ConfigError(f"{out} is there already; its keys are kept: use it, or delete it yourself")
+    templates = [read_toml(path) for path in sorted(folder.glob("sites/*/site.toml"))]
+    if any(site.get("share", "all") == "partition" for site in templates):
+        raise ConfigError("the sites share the data of one partition, which a further site would cut anew")
+    pairs = keys.key_pair("connection"), keys.key_pair("signing")
+    member = make(
+        Member,
+        {"site": name, "client": server.clients, "node_key": pairs[0].public, "signing_key": pairs[1].public},
+        "fedloom deploy add", Member.model_fields,
+    )  # fmt: skip
+    members = (*server.sites, member)
+    document, start = read_toml(server.experiment), _last_model(server)
+    done = (Checkpoints(server.checkpoints).meta() or {}).get("round", 0)
+    method = document["method"][0]
+    method["rounds"] = max(1, int(method.get("rounds", document.get("rounds", 1))) - done)
+    number = 2 + sum(f.name == CHANGE for f in folder.glob(f"changes/*/approval/{CHANGE}"))
+    header = f"# agreement {number}, after {server.fingerprint}; members: SHA-256 {keys_digest(members)}\n"
+    experiment = (header + tomli_w.dumps(document)).encode()
+    settings = read_toml(file)
+    new = {"clients": server.clients + 1, "fingerprint": hashlib.sha256(experiment).hexdigest()}
+    if start is not None:
+        new["start"] = hashlib.sha256(start).hexdigest()
+    if server.secure is not None:
+        n, before = server.clients + 1, server.secure
+        threshold = max(before.threshold, safe_threshold(n))
+        secure = before.with_(threshold=threshold, keys=(*before.keys, member.signing_key))
+        new["secure"] = secure.model_dump(mode="json", exclude_none=True)
+        settings["quorum"] = max(settings["quorum"], threshold)
+    state = f"state/agreement-{number}"
+    settings |= new | {"sites": [m.model_dump(mode="json") for m in members]}
+    settings |= {"checkpoints": f"{state}/checkpoints", "audit": f"{state}/audit.jsonl"}
+    settings |= {"results": f"results/agreement-{number}"}
+    agreed = make(Server, settings, "fedloom deploy add", fields_of(Server))
+    shared = {field: getattr(agreed, field) for field in Shared.model_fields}
+    data = templates[0]["data"] if templates else document["data"]
+    address = server.public or f"{server.address}:{server.port}"
+    site = make(
+        Site, {**shared, "site": name, "client": member.client, "data": data, "server": address}, name, fields_of(Site)
+    )
+    common: dict[str, str | bytes] = {"experiment.toml": experiment} | ({} if start is None else {START: start})
+    code: dict[str, str | bytes] = {
+        f"{FOLDER}/{path}": (file.parent / FOLDER / path).read_bytes() for path in server.code
+    }
+    proposal = {
+        "before": server.fingerprint,
+        "shared": agreed.model_dump(mode="json", include={*Shared.model_fields}, exclude_none=True),
+        "members": [m.model_dump(mode="json") for m in members],
+    }
+    write_files(
+        out / "server", {**common, "server.toml": tomli_w.dumps(settings), f"nodes/{name}.pub": member.node_key}
+    )
+    files = site_files(site, *pairs, place) | common | code | {"ca.crt": server.ca.read_bytes()}
+    write_files(out / "site", files)
+    write_files(out / "approval", {**common, CHANGE: json.dumps(proposal, indent=1)})
+    return Change(out, agreed.digest, keys_digest([member]))
+
+
+def proposed(folder: Path, change: Path) -> tuple[Site, list[Member]]:
+    """The settings of a site under a new agreement, and the members that are new to it.
+
+    Args:
+        folder: of the site.
+        change: folder of the new agreement, ``approval`` of a change.
+
+    Raises:
+        ConfigError: it is of other sites, or changes more than the members, the rounds left and the initial model.
+        RunDirError: a secure session is under way.
+    """
+    site = read_site(folder / "site.toml")
+    try:
+        proposal = json.loads((change / CHANGE).read_bytes())
+        experiment = (change / "experiment.toml").read_bytes()
+        members = [Member(**m) for m in proposal["members"]]
+        settings = read_toml(folder / "site.toml") | proposal["shared"] | {"experiment": "experiment.toml"}
+        new = make(Site, settings, str(change / CHANGE), fields_of(Site))
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as error:
+        raise ConfigError(f"{change} holds no new agreement: {str(error).splitlines()[0]}") from None
+    document, before = tomllib.loads(experiment.decode()), read_toml(site.experiment)
+    rounds = [int(d["method"][0].pop("rounds", d.get("rounds", 0))) for d in (document, before)]
+    header = experiment.partition(b"\n")[0].decode(errors="replace")
+    start = None if new.start is None else hashlib.sha256(_content(change / START)).hexdigest()
+    wrong = [
+        what
+        for what, holds in {
+            "it is no change of this site's agreement": site.fingerprint in (proposal["before"], new.fingerprint),
+            "the experiment file is another one": hashlib.sha256(experiment).hexdigest() == new.fingerprint,
+            "the experiment file names other members": header.endswith(keys_digest(members)),
+            "the experiment changes": document == before and rounds[0] <= rounds[1],
+            "the agreement changes": all(getattr(new, f) == getattr(site, f) for f in SAME),
+            "the members are not one more": [m.client for m in members][-1:] == [new.clients - 1]
+            and new.clients == site.clients + 1,
+            "the keys or the threshold of secure aggregation change": _keeps(site.secure, new.secure, members),
+            "the initial model is another one": start == new.start,
+            "the sites share the data of one partition": site.share == "all",
+        }.items()
+        if not holds
+    ]
+    if wrong:
+        raise ConfigError(f"{change} cannot be approved: {'; '.join(wrong)}")
+    record = read_checked(site.state / site.fingerprint[:16] / "session" / "session.json") or {}
+    if progress_of(record).stage in (Stage.MASKED, Stage.AGREED):
+        raise RunDirError("a secure session is under way here; let its round come to its end, then approve")
+    return new, [m for m in members if m.client >= site.clients]
+
+
+def take(folder: Path, change: Path, digest: str) -> Site:
+    """Approve a new agreement at a site: from then on it answers messages of that one, and of no other.
+
+    Raises:
+        ConfigError: the digest is not that of the new agreement, or see `proposed`.
+        RunDirError: a secure session is under way.
+    """
+    before = read_site(folder / "site.toml")
+    new, _ = proposed(folder, change)
+    check_digest(new, digest)
+    ledger = before.state / before.fingerprint[:16] / LEDGER
+    if ledger.exists():  # what was released stays released
+        make_folder(before.state / new.fingerprint[:16])
+        write_atomic(before.state / new.fingerprint[:16] / LEDGER, ledger.read_bytes())
+    if new.start is not None:
+        write_atomic(folder / START, _content(change / START))
+    settings = read_toml(folder / "site.toml")
+    settings |= json.loads((change / CHANGE).read_bytes())["shared"] | {"experiment": "experiment.toml"}
+    write_atomic(folder / "experiment.toml", _content(change / "experiment.toml"))
+    write_atomic(folder / "site.toml", tomli_w.dumps(settings).encode())
+    return read_site(folder / "site.toml")
+
+
+def remove(folder: Path, name: str) -> Server:
+    """Take a site out of the server's settings; under secure aggregation the agreed keys stay.
+
+    Raises:
+        ConfigError: there is no such site, or too few are left.
+        RunDirError: a run is under way.
+    """
+    file = server_file(folder)
+    server, settings = read_server(file), read_toml(file)
+    _member(server, name)
+    _check_idle(server)
+    rest = [m for m in settings["sites"] if m["site"] != name]
+    least = 1 if server.secure is None else server.secure.threshold
+    if len(rest) < least:
+        raise ConfigError(f"without {name} there are {len(rest)} sites, a run needs {least}")
+    settings |= {"sites": rest, "quorum": min(settings["quorum"], len(rest))}
+    make(Server, settings, str(file), fields_of(Server))
+    write_atomic(file, tomli_w.dumps(settings).encode())
+    return read_server(file)
+
+
+def revoke(folder: Path, name: str, programs: Path = PROGRAMS) -> int:
+    """Revoke the key of a site's connection at Flower's server, which must run; the number of its node.
+
+    Raises:
+        ConfigError: there is no such site, or no node has answered as it.
+        ProcessError: Flower refuses, or does not answer.
+    """
+    file = server_file(folder)
+    server = read_server(file)
+    client = _member(server, name).client
+    node = tallies(lines_of(server.audit), {m.client: m.site for m in server.sites}, 0)[client]["node"]
+    if node is None:
+        raise ConfigError(f"no node has answered as {name} yet; 'flwr supernode list' has the numbers of all")
+    ask("unregister", file.parent / CLI, programs, node=node)
+    return int(node)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file as it is.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+
+
+def _member(server: Server, name: str) -> Member:
+    for member in server.sites:
+        if member.site == name:
+            return member
+    raise ConfigError(f"there is no site {name}; sites: {', '.join(m.site for m in server.sites)}")
+
+
+def _check_idle(server: Server) -> None:
+    """Refuse while a run is under way, or a sum under masks whose shares were asked for.
+
+    Raises:
+        RunDirError: what is.
+    """
+    try:
+        with lock(server.checkpoints, wait=0):
+            pass
+    except RunDirError:
+        raise RunDirError("a run is under way; let it end, or stop it, then change its members") from None
+    pending = [PendingSums(server.checkpoints).newest(what) for what in ("uploads", "scores")]
+    for one in pending if server.secure is not None else ():
+        if one is not None and not one.told and one.attempts:
+            raise RunDirError(
+                f"a secure session is under way: the sum of round {one.round} was asked for and is not open yet; run "
+                "the server to its end first"
+            )
+
+
+def _keeps(before: Secure | None, new: Secure | None, members: Sequence[Member]) -> bool:
+    """Whether secure aggregation has the same sites, and the new one, under a threshold that is as high."""
+    if before is None or new is None:
+        return before is new
+    grown = new.keys == (*before.keys, members[-1].signing_key) and new.threshold >= before.threshold
+    return grown and (new.scores, new.norm_bound) == (before.scores, before.norm_bound)
+
+
+def _last_model(server: Server) -> bytes | None:
+    """The global model after the last round as a file of initial values; without one, that which was agreed on.
+
+    Raises:
+        Refused: the experiment trains adapters, whose model is not whole.
+    """
+    file = server.results / "global.safetensors"
+    if not file.exists():
+        return None if server.start is None else _content(server.experiment.parent / START)
+    experiment = read_agreed(server)
+    spec, samples = experiment.common.model, server.samples
+    if spec.adapters is not None:
+        raise Refused("the experiment trains adapters, which are no initial model; begin a new deployment")
+    module = spec.build(samples.shape, samples.outputs, experiment.head.seeds[0], samples.tokens)
+    Layout.of(module).load(module, load_file(file)["rows"].reshape(-1))
+    return save({key: part.contiguous() for key, part in module.state_dict().items()})
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
