@@ -19,6 +19,7 @@ from fedloom.models import MODELS, PAPERS, Augment
 from fedloom.rows.aggregate import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
 from fedloom.rows.channel import CHANNELS
+from fedloom.schedule import DEVICES, SCHEDULES, DeviceClass
 from fedloom.tasks import Objective
 from fedloom.values import fields_of
 
@@ -49,7 +50,7 @@ have:
 | `algorithm` | name of the method, required |
 | `label` | what it is called in tables; the name when not given, and different for every method |
 | `rounds` | rounds of this method alone |
-| `local`, `sampler`, `weigher`, `mixer`, `aggregator`, `channel` | replace the shared tables; of `local`, key by key |
+| `local`, `sampler`, `weigher`, `mixer`, `aggregator`, `channel`, `schedule` | replace the shared tables; `local` by key |
 
 ```toml
 [[method]]
@@ -83,6 +84,15 @@ def page() -> str:
         _kinds("[aggregator]", "How uploads become one; the weighted mean when there is none.", AGGREGATORS),
         _kinds("[attack]", "What a part of the clients does instead of being honest.", ATTACKS),
         _kinds("[channel]", "What an upload passes through on its way.", CHANNELS),
+        _kinds(
+            "[devices]",
+            "How long clients take, in virtual time ([time](time.md)); no clock when there is none.",
+            DEVICES,
+        ),
+        _values("[devices.classes.NAME]", "A class of devices.", DeviceClass),
+        _kinds(
+            "[schedule]", "Which uploads make a step of the server; all but `synchronous` need `[devices]`.", SCHEDULES
+        ),
         _values("[evaluate]", "", Evaluate),
         _values("[engine]", "How a run is computed.", Engine),
         _values("[tune]", "Read by [`fedloom tune`](tuning.md) only.", Tune),

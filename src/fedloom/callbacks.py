@@ -71,6 +71,18 @@ class EarlyStop(Value):
         return record.total and (record.part, record.metric) == (self.part, f"{self.metric}/mean")
 
 
+class VirtualTime(Value):
+    """Ends a run when its clock has passed some seconds."""
+
+    seconds: float = Field(gt=0, description="virtual time, of a run with devices")
+
+    def __call__(self, state: State) -> str | None:
+        """The sentence that ends the run, or None."""
+        if state.clock is None or state.clock.now < self.seconds:
+            return None
+        return f"{state.clock.now:.6g} of {self.seconds:.6g} simulated seconds have passed"
+
+
 class History:
     """What was measured so far, while the run goes on; after a restart also what was measured before it.
 

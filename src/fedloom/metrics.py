@@ -86,6 +86,8 @@ TOTALS = {
     "lyapunov": Metric("Lyapunov function", higher=False),
     "local_iterations": Metric("Local iterations", higher=False),
     "epsilon": Metric("Privacy spent (epsilon)", higher=False),
+    "idle_share": Metric("Idle share of the devices' time", higher=False),
+    "unheard": Metric("Uploads that were late or lost", higher=False),
 }
 """Figures of the whole federation that have a proper name."""
 
@@ -95,6 +97,7 @@ COSTS = {
     "bytes_up": Metric("MB up", "", 1 / MB, higher=False),
     "bytes_down": Metric("MB down", "", 1 / MB, higher=False),
     "seconds": Metric("Seconds", higher=False),
+    "simulated_seconds": Metric("Simulated hours", "", 1 / 3600, higher=False),
 }
 """The equal-work columns."""
 

@@ -36,6 +36,8 @@ CHOICES = {
     "channel": "top-k",
     "augment": {"flip": 0.5},
     "weights": "uniform",
+    "devices": {"kind": "lognormal", "spread": 0.5},
+    "schedule": {"kind": "deadline", "seconds": 20.0},
     "evaluate": {"every": 2},
     "engine": {"oracle": "looped"},
 }

@@ -90,6 +90,9 @@ class Algorithm(Value, ABC):
     arrives as a uniform mean. Every other method has them in its means only."""
     needs_exact: ClassVar[str | None] = None
     """Why no channel may change what clients upload, if none may: a run with one is refused with this sentence."""
+    weighs_partial: ClassVar[bool] = False
+    """Its server weighs or its local problem tolerates clients that take fewer steps than others, so that a deadline
+    may cut their work short."""
     projects: ClassVar[bool] = False
     """Works in a subspace; takes the matrix that a run replays (``ctx.projection``, ``work.projection``)."""
     family: ClassVar[str] = "consensus"

@@ -52,6 +52,7 @@ class FedNova(Algorithm):
     mu: float = Field(0.0, ge=0, description="proximal weight mu of the local problems, as in FedProx")
     gamma: float = Field(1.0, gt=0, le=1, description="factor gamma of the step size per local step; 1: constant")
 
+    weighs_partial: ClassVar[bool] = True
     needs_sgd: ClassVar[str | None] = "it divides a change by the weights of its gradients, those of SGD with momentum"
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:

@@ -39,6 +39,7 @@ class FedProx(Algorithm):
         description="proximal weight; 1/(3 reach) when not given; 0.001 to 1 in the paper, tuned (Sec. 5.1)"
     )
 
+    weighs_partial: ClassVar[bool] = True
     paper: ClassVar[Mapping[str, Any]] = {"mu": 0.01}
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:

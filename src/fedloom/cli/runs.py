@@ -136,6 +136,7 @@ def _preview(plan: Plan) -> None:
                 "MB down/round": e.bytes_down / 1e6,
                 "parameters": e.parameters,
                 "s/round": e.seconds,
+                **({} if all(one.simulated is None for one in found) else {"simulated s/round": e.simulated}),
             }
             for e in found
         ]

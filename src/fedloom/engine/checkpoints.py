@@ -19,6 +19,7 @@ from fedloom.engine.setting import Setting
 from fedloom.engine.state import State, Times
 from fedloom.errors import ConfigError, Stop
 from fedloom.imports import source_of
+from fedloom.schedule import Trace
 from fedloom.storage.checkpoint import Checkpoints
 from fedloom.version import __version__
 
@@ -133,16 +134,20 @@ def fingerprint(job: Job) -> str:
 
 
 def _beyond(job: Job) -> dict[str, str]:
-    """What a model has from elsewhere: its frozen parameters and its file of weights, as a digest; mostly nothing."""
+    """What a run has from elsewhere, as digests, mostly nothing: frozen parameters, a file of weights, of devices."""
     frozen = [p for p in job.oracle.module.parameters() if not p.requires_grad]
+    found = dict[str, str]()
+    if isinstance(job.setting.devices, Trace):
+        trace = Path(job.setting.devices.file).expanduser().read_bytes()
+        found["devices"] = hashlib.blake2b(trace, digest_size=16).hexdigest()
     if not frozen and job.setting.model.weights is None:
-        return {}
+        return found
     digest = hashlib.blake2b(digest_size=16)
     for p in frozen:
         digest.update(p.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     if job.setting.model.weights is not None:
         digest.update(Path(job.setting.model.weights).expanduser().read_bytes())
-    return {"base": digest.hexdigest()}
+    return {**found, "base": digest.hexdigest()}
 
 
 def _user_code(setting: Setting) -> list[Any]:

@@ -89,6 +89,40 @@ def train_chunk(job: Job, down: Any, server: Any, task: TrainTask) -> ChunkResul
     return accept(job, server, task, received, run_clients(job, received, task))
 
 
+class Computed(NamedTuple):
+    """What a chunk's clients have computed, before the server takes it.
+
+    Attributes:
+        down: what they received.
+        output: what they send and keep.
+        counts: ``[m, 7]`` work and traffic, see `COUNTS`.
+    """
+
+    down: Any
+    output: ClientOutput
+    counts: Tensor
+
+
+def compute_chunk(job: Job, down: Any, server: Any, task: TrainTask) -> Computed:
+    """Train a chunk of honest clients; nothing is stored.
+
+    Raises:
+        ClientError: code of the method failed.
+    """
+    received = to_device(rows_of(down, task.place), job.oracle.device)
+    return computed(job, server, task.ids, received, run_clients(job, received, task))
+
+
+def computed(job: Job, server: Any, ids: Tensor, down: Any, output: ClientOutput) -> Computed:
+    """Count the work and traffic of a chunk's output."""
+    rows = (output.weigher_answer, output.sampler_report)
+    width = sum(answer.shape[1] for answer in rows if answer is not None)
+    sent = output.sent or output.upload
+    if output.sent is None and job.messages.sends_change:
+        sent = job.messages.change(output.upload, job.changed_from(down, output.upload, ids))
+    return Computed(down, output, _counts(job, server, output.work, down, sent, width))
+
+
 def run_clients(job: Job, down: Any, task: TrainTask) -> ClientOutput:
     """Train clients, have them answer, and pass their uploads through the channel. Nothing is stored.
 
@@ -106,7 +140,13 @@ def run_clients(job: Job, down: Any, task: TrainTask) -> ClientOutput:
 
 
 def forge(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | None, m: int) -> ChunkResult:
-    """Forge the uploads of a cohort's attackers.
+    """Forge the uploads of a cohort's attackers, and accept them; see `forged`."""
+    received, output = forged(job, down, task, honest, m)
+    return accept(job, server, task, received, output)
+
+
+def forged(job: Job, down: Any, task: TrainTask, honest: Tensor | None, m: int) -> tuple[Any, ClientOutput]:
+    """Forge the uploads of a cohort's attackers; what they received, and what they send.
 
     The primary field is forged in absolute form; all else is what a client sends and keeps that takes no step. If the
     primary field is a difference to a state field, that field takes the forged value.
@@ -114,7 +154,6 @@ def forge(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | No
     Args:
         job: the run.
         down: the cohort's download.
-        server: the server's state.
         task: the attackers.
         honest: ``[h, d]`` models of the honest clients, for attackers that see them; none when h is 0.
         m: clients of the cohort.
@@ -133,19 +172,18 @@ def forge(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | No
     received = inputs.down[0].expand_as(absolute)
     honest = honest if honest is not None and len(honest) else None
     with blamed("attack", job.setting.attack, f"round {task.round}"):
-        forged = job.setting.attack.forge(honest, received, absolute, m, inputs.work.rng("attack"))
-        if forged.shape != absolute.shape:
-            raise ValueError(f"forge must return models {[*absolute.shape]}, got {[*forged.shape]}")
+        models = job.setting.attack.forge(honest, received, absolute, m, inputs.work.rng("attack"))
+        if models.shape != absolute.shape:
+            raise ValueError(f"forge must return models {[*absolute.shape]}, got {[*models.shape]}")
     source, _, field = job.fields[name].base.partition(".")
     if source == "rows":
-        rows = rows._replace(**{field: forged})
-    output = _output(job, inputs, upload._replace(**{name: forged - base}), rows)
-    return accept(job, server, task, inputs.down, output)
+        rows = rows._replace(**{field: models})
+    return inputs.down, _output(job, inputs, upload._replace(**{name: models - base}), rows)
 
 
 def _inputs(job: Job, down: Any, task: TrainTask) -> _Inputs:
     rows = to_device(job.clients.read(task.ids), job.oracle.device)
-    return _Inputs(down, rows, job.work(task.round, task.ids, trains=True))
+    return _Inputs(down, rows, job.work(task.round, task.ids, trains=True, steps=task.steps))
 
 
 def _step(job: Job, inputs: _Inputs, work: Work) -> tuple[Any, Any]:
@@ -223,7 +261,15 @@ def _optimizer_states(job: Job, work: Work) -> Any:
     return type(job.optimizer.template)(work.memory.rows)
 
 
-def accept(job: Job, server: Any, task: TrainTask, down: Any, output: ClientOutput) -> ChunkResult:
+def accept(
+    job: Job,
+    server: Any,
+    task: TrainTask,
+    down: Any,
+    output: ClientOutput,
+    counts: Tensor | None = None,
+    applied: Any = None,
+) -> ChunkResult:
     """Check a chunk's uploads on the server's side, sum them up, and commit what is accepted.
 
     Args:
@@ -232,19 +278,18 @@ def accept(job: Job, server: Any, task: TrainTask, down: Any, output: ClientOutp
         task: the clients.
         down: what these clients received.
         output: what they sent.
+        counts: ``[m, 7]`` their work and traffic, where they are known.
+        applied: their uploads as the present server takes them; as they were sent when None.
     """
-    upload, answer, report = output.upload, output.weigher_answer, output.sampler_report
-    width = sum(rows.shape[1] for rows in (answer, report) if rows is not None)
-    sent = output.sent or upload
-    if output.sent is None and job.messages.sends_change:
-        sent = job.messages.change(upload, job.changed_from(down, upload, task.ids))
-    counts = _counts(job, server, output.work, down, sent, width)
+    upload = output.upload
+    counts = computed(job, server, task.ids, down, output).counts if counts is None else counts
     bound = job.setting.engine.norm_bound
     accepted = usable((*upload, *output.state.rows), len(task.ids), bound, job.weights(upload))
     ids, share = task.ids, task.share
     everyone = bool(accepted.all())
     if not everyone:
         output, ids, share = output.select(accepted), ids[accepted], share[accepted]
+        applied = _select(applied, accepted)
     upload, state, _, answer, report, model, _ = output
     answers = {} if answer is None else {"weigher": answer}
     if job.sees_honest and model is not None:
@@ -252,7 +297,7 @@ def accept(job: Job, server: Any, task: TrainTask, down: Any, output: ClientOutp
     if job.setting.sampler.learns and model is not None:
         received = down[0] if everyone or down[0].dim() == 1 else down[0][accepted]
         answers["sampler"] = model - received if report is None else report
-    parts = partials(job, upload, ids, share)
+    parts = partials(job, upload if applied is None else applied, ids, share)
     if len(ids):
         state.write(job, ids)
         if job.kept_fields:

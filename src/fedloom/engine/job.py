@@ -24,6 +24,7 @@ from fedloom.processes.ranks import Ranks
 from fedloom.processes.row_locations import RowLocations
 from fedloom.replay import Replay
 from fedloom.rows.attacks import Forgery
+from fedloom.schedule import Fleet
 from fedloom.seeds import generator
 from fedloom.storage.store import Store
 
@@ -192,6 +193,12 @@ class Problem:
         return self.everyone if self.algorithm.mixes_all or (mixer is not None and mixer.mixes_all) else ids
 
     @cached_property
+    def fleet(self) -> Fleet | None:
+        """The clients' devices; None without."""
+        devices = self.setting.devices
+        return None if devices is None else devices.fleet(self.n, self.setting.seed, rarity(self.fed))
+
+    @cached_property
     def messages(self) -> Messages:
         """How downloads and uploads are written."""
         return Messages(
@@ -241,10 +248,11 @@ class Job(Problem):
         """The machines that have the latest row of every client."""
         return RowLocations(self.ranks, self.stores)
 
-    def work(self, round: int, ids: Tensor, trains: bool = False) -> Work:
+    def work(self, round: int, ids: Tensor, trains: bool = False, steps: Tensor | None = None) -> Work:
         """The local problems of clients in a round; where they train, with the batches that the run replays.
 
-        Their optimisers go on from the round before then, where the states are kept.
+        With ``steps [m]`` they take so many. Where the states of their optimisers are kept, these go on from the round
+        before.
         """
         local, seed, alpha = self.setting.local, self.setting.seed, self.alpha[ids].to(self.oracle.device)
         given, projection = self.replay.given(round, ids) if trains else None, self.replay.projection
@@ -258,6 +266,7 @@ class Job(Problem):
             local,
             seed=seed,
             round=round,
+            steps=steps,
             given=given,
             projection=projection,
             memory=memory,
@@ -312,3 +321,14 @@ class Job(Problem):
             return combined[name].to(own)
 
         return rule
+
+
+def rarity(fed: Federation) -> Tensor:
+    """How rare the labels of every client are, ``[n]``: the mean of -log p over them, p the share of a label among all.
+
+    0 for each where there are no classes, and for a client without samples.
+    """
+    counts = fed.class_counts().double().cpu()
+    share = counts.sum(0) / counts.sum().clamp(min=1)
+    rare = torch.where(share > 0, -share.clamp(min=1e-300).log(), 0.0)
+    return (counts @ rare) / counts.sum(1).clamp(min=1)

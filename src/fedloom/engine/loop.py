@@ -12,6 +12,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.records import Divergence
 from fedloom.engine.round import run_round
 from fedloom.engine.state import State
+from fedloom.engine.virtual.advance import advance
 from fedloom.errors import GivenUp, RunStopped, Stop
 from fedloom.processes.clients import Clients
 
@@ -111,6 +112,7 @@ class _Loop:
         self._job, self._clients, self._checkpoints, self._hooks = job, clients, checkpoints, hooks
         self.state, self.divergence, self._begun = state, Divergence(robust=hooks.robust_losses), state.round
         self.divergence.read(state.records)
+        self._step = run_round if job.setting.devices is None else advance
 
     def run(self) -> tuple[Stop, str]:
         """Run to the end; why it ends, with the detail.
@@ -167,7 +169,7 @@ class _Loop:
         """The state after the next round."""
         start = time.perf_counter()
         try:
-            state, events = run_round(self._job, self._clients, before)
+            state, events = self._step(self._job, self._clients, before)
             events += self._hooks.trained(state)
         except GivenUp as error:
             state, events = _given_up(before, error), (f"round {before.round + 1} was given up: {error}",)

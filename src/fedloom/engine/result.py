@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
@@ -15,9 +17,11 @@ from fedloom.engine.job import Job
 from fedloom.engine.records import not_measured
 from fedloom.engine.scoring import choose_model, line_of, pass_own, pass_shared, personal_models
 from fedloom.engine.state import State
+from fedloom.engine.virtual.clock import FATE, LOG, Clock, Fate
 from fedloom.errors import ConfigError, Stop
 from fedloom.local.rows import to_device
 from fedloom.metrics import BRIEF, leading
+from fedloom.metrics import metric as facts
 from fedloom.trained.adapt import ServerSide
 from fedloom.trained.model import Recipe, running_statistics
 from fedloom.trained.model_source import KINDS
@@ -74,20 +78,88 @@ class Result:
         Raises:
             ConfigError: it was not measured.
         """
+        metric, model = self._measured(model, metric, part)
+        values = self.state.records.last(model, part, metric)
+        assert values is not None
+        return torch.from_numpy(values)
+
+    def _measured(self, model: str | None, metric: str | None, part: str) -> tuple[str, str]:
+        """The metric and the model that are meant, of which every client has a figure."""
         model = model or self.used
         names = {r.metric for r in self.state.records.items if (r.model, r.part) == (model, part) and not r.total}
         metric = metric or ("accuracy" if "accuracy" in names else leading(names))
-        values = self.state.records.last(model, part, metric)
-        if values is None:
+        if metric not in names:
             known = ((r.model, r.part, r.metric) for r in self.state.records.items if not r.total)
             raise not_measured(model, metric, part, known)
-        return torch.from_numpy(values)
+        return metric, model
 
     @property
     def used(self) -> str:
         """The model that a client would use: the first of `fedloom.trained.models.OWN` that was measured."""
         measured = {r.model for r in self.state.records.items}
         return next((kind for kind in OWN if kind in measured), OWN[-1])
+
+    def uploads(self) -> pa.Table:
+        """Every piece of work in virtual time, in the order in which it ended.
+
+        Columns: ``client``; ``version``, the server's steps at its dispatch; ``round``, the step that took it or in
+        which it was given up; ``start``, ``end`` and ``busy`` in seconds; ``fate``, in a word
+        (`fedloom.engine.virtual.clock.Fate`); and ``staleness``, steps of the server in between.
+
+        Raises:
+            ConfigError: the run has no devices.
+        """
+        log = self._clock().history()
+        columns = {name: log[:, k].astype(np.int64) for k, name in enumerate(LOG[:3])}
+        columns |= {name: log[:, k] for k, name in enumerate(LOG) if name in ("start", "end", "busy")}
+        fates = [Fate(int(code)).name.lower() for code in log[:, FATE]]
+        return pa.table({**columns, "fate": fates, "staleness": columns["round"] - columns["version"] - 1})
+
+    def time_to(
+        self,
+        target: float,
+        metric: str | None = None,
+        model: str | None = None,
+        part: str = "test",
+        by: Literal["all", "client", "device"] = "all",
+    ) -> dict[str, float]:
+        """Simulated seconds until a metric first reaches a target in an evaluation; infinite where it never does.
+
+        Args:
+            target: the value to reach.
+            metric: its name; None: accuracy, or the metric that leads where that was not measured.
+            model: "global", "personal" or "hybrid"; None: the model that a client would use.
+            part: of the clients' samples.
+            by: "all": of the mean over the clients; "client": of each, by number; "device": of the mean of each class.
+
+        Raises:
+            ConfigError: the run has no devices, or the metric was not measured.
+        """
+        self._clock()
+        fleet = self.job.fleet
+        assert fleet is not None
+        name, wanted = self._measured(model, metric, part)
+        ids, items = self.job.scored_ids, self.state.records.items
+        times = {r.round: float(r.values[0]) for r in items if r.metric == "simulated_seconds"}
+        groups = {"all": torch.zeros(len(ids), dtype=torch.long), "client": torch.arange(len(ids))}
+        member = groups.get(by, fleet.member[ids]).numpy()
+        names = {"all": ["all"], "client": [str(i) for i in ids.tolist()]}.get(by, [*fleet.names])
+        found = dict.fromkeys((label for k, label in enumerate(names) if (member == k).any()), math.inf)
+        for r in items:
+            if (r.model, r.part, r.metric, r.total) != (wanted, part, name, False):
+                continue
+            for k, label in enumerate(names):
+                mine = r.values[member == k]
+                if len(mine) and not np.isnan(mine).all() and math.isinf(found[label]):
+                    mean = float(np.nanmean(mine))
+                    if mean >= target if facts(name).higher else mean <= target:
+                        found[label] = times[r.round]
+        return found
+
+    def _clock(self) -> Clock:
+        if self.state.clock is None:
+            raise ConfigError("this run has no clock; give simulate devices, as devices='lognormal'")
+        return self.state.clock
 
     def chart(self, metric: str | None = None, part: str = "test") -> Chart:
         """An Altair chart of a metric by round; see `fedloom.report.notebook.chart`."""

@@ -25,9 +25,9 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
         RunStopped: too few uploads are usable, or the server's state is not finite.
     """
     t = state.round + 1
-    drawn, sampler, asked = _sample(job, clients, state, t)
+    drawn, sampler, asked = sample(job, clients, state, t)
     cohort, times = drawn.unique(return_counts=True)
-    order = _longest_first(job, cohort)
+    order = longest_first(job, cohort)
     cohort, shares = cohort[order], times[order, None].double()
     ctx = job.ctx(t, cohort)
     if not job.setting.weigher.probes:
@@ -49,6 +49,17 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
         task = TrainTask(t, place, cohort[place], shares[place])
         honest, m = uploads.answers("models"), len(cohort)
         uploads.add(clients.on_one(task.ids, lambda: forge(job, down, state.server, task, honest, m)))
+    return take(job, state, t, cohort, sampler, asked, uploads)
+
+
+def take(
+    job: Job, state: State, t: int, cohort: Tensor, sampler: Any, asked: Tensor, uploads: Uploads
+) -> tuple[State, tuple[str, ...]]:
+    """Step the server on the uploads of a cohort ``[m]``, after a draw that left ``sampler`` and cost ``asked [7]``.
+
+    Raises:
+        RunStopped: too few uploads are usable, or the server's state is not finite.
+    """
     events, accepted = uploads.events(t), job.ctx(t, torch.cat(uploads.ids))
     if accepted.m < max(1.0, job.setting.engine.quorum * len(cohort)):
         reason = Stop.DIVERGED if accepted.m == 0 else Stop.UNUSABLE
@@ -73,7 +84,7 @@ def run_round(job: Job, clients: Clients, state: State) -> tuple[State, tuple[st
     ), events  # fmt: skip
 
 
-def _sample(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Any, Tensor]:
+def sample(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, Any, Tensor]:
     """The cohort, the sampler's new state, and what asking the candidates cost, ``[7]``."""
     if (replayed := job.replay.cohort(t)) is not None:
         return replayed, state.sampler, torch.zeros(len(COUNTS), dtype=torch.long)
@@ -81,23 +92,23 @@ def _sample(job: Job, clients: Clients, state: State, t: int) -> tuple[Tensor, A
     info, cost = None, torch.zeros(len(COUNTS), dtype=torch.long)
     if job.setting.sampler.probes:
         with blamed("sampler", job.setting.sampler, f"round {t}"):
-            candidates = _ids(job.setting.sampler.query(state.sampler, ctx), job.n)
+            candidates = checked_ids(job.setting.sampler.query(state.sampler, ctx), job.n)
         model = job.algorithm.global_model(state.server)
         assert model is not None  # or the sampler is refused
         answers = list(clients.ask(AskRequest(t, candidates, model)))
         info, cost = torch.cat([a.values for a in answers]), torch.cat([a.counts for a in answers]).sum(0)
     with blamed("sampler", job.setting.sampler, f"round {t}"):
         cohort, sampler = job.setting.sampler.apply(state.sampler, info, ctx)
-        return _ids(cohort, job.n), sampler, cost
+        return checked_ids(cohort, job.n), sampler, cost
 
 
-def _ids(ids: Tensor, n: int) -> Tensor:
+def checked_ids(ids: Tensor, n: int) -> Tensor:
     """Check positions of clients."""
     if ids.dtype != torch.long or ids.dim() != 1 or not len(ids) or ids.min() < 0 or ids.max() >= n:
         raise ValueError(f"clients must be a tensor int64 [m] of numbers from 0 to {n - 1}, not empty, got {ids}")
     return ids
 
 
-def _longest_first(job: Job, cohort: Tensor) -> Tensor:
+def longest_first(job: Job, cohort: Tensor) -> Tensor:
     """Places of the cohort's clients by falling number of training samples, then by place."""
     return torch.argsort(job.train_sizes[cohort, 0], descending=True, stable=True)

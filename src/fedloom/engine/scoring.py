@@ -14,6 +14,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.privacy import accounted, spent
 from fedloom.engine.records import Record, score_records
 from fedloom.engine.state import State
+from fedloom.engine.virtual.clock import FATE, ROUND, VERSION, Clock, Fate, use_of
 from fedloom.errors import ClientError, FedloomError, blamed, cause_of
 from fedloom.local import Ctx
 from fedloom.local.oracles import Network, chunk_count
@@ -22,6 +23,7 @@ from fedloom.metrics import METRICS, leading, mutual_information
 from fedloom.processes.clients import COUNTS, Clients, ScoreRequest, Scores, ScoreTask
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox import made_by
+from fedloom.schedule import Fleet
 from fedloom.tasks.calibration import recalibrated
 
 COST = ("", "")
@@ -95,6 +97,8 @@ def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
     for name, value in zip((*COUNTS, "dropped"), state.totals.tolist(), strict=True):
         scoring = float(cost[name].nansum()) if name in cost else 0.0
         yield Record.of_federation(t, "", "", name, value + round(scoring * share))
+    if state.clock is not None and job.fleet is not None:
+        yield from _time_records(t, state.clock, job.fleet, scored)
     noise = accounted(job.setting.channel, job.setting.aggregator)
     if noise is not None:
         yield Record.of_federation(t, "", "", "epsilon", spent(noise, job.setting.sampler, state.uploads, t))
@@ -107,6 +111,24 @@ def records_of(job: Job, state: State, scores: Scores) -> Iterator[Record]:
         planted = job.eval_fed.groups[ids].cpu().numpy()
         if len(set(planted.tolist())) > 1:  # within one planted group the NMI is 0 whatever is recovered
             yield Record.of_federation(t, "", "", "nmi", mutual_information(planted, labels[ids].cpu().numpy()))
+
+
+def _time_records(t: int, clock: Clock, fleet: Fleet, scored: Tensor) -> Iterator[Record]:
+    """Yield the virtual time of a round, how the clients used theirs until then, and whose uploads came."""
+    use, log = use_of(clock, fleet), clock.history()
+    there = float((clock.now - use.absent).sum())
+    yield Record.of_federation(t, "", "", "simulated_seconds", clock.now)
+    yield Record.of_federation(t, "", "", "idle_share", float(use.idle.sum()) / there if there > 0 else 0.0)
+    yield Record.of_federation(t, "", "", "unheard", float(use.unheard.sum()))
+    taken = log[log[:, FATE] == Fate.TAKEN]
+    if len(taken):
+        staleness = taken[:, ROUND] - taken[:, VERSION] - 1
+        yield Record.of_federation(t, "", "", "staleness/mean", float(staleness.mean()))
+        yield Record.of_federation(t, "", "", "staleness/max", float(staleness.max()))
+    for name in ("busy", "absent", "idle", "heard", "staleness"):
+        unit = "_seconds" if name in ("busy", "absent", "idle") else ""
+        yield Record.of_clients(t, "", "", f"{name}{unit}", getattr(use, name)[scored])
+    yield Record.of_clients(t, "", "", "device_class", fleet.member[scored])
 
 
 def diagnose(job: Job, state: State) -> dict[str, float]:

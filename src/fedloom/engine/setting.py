@@ -21,6 +21,7 @@ from fedloom.models.imported import given_model
 from fedloom.rows.aggregate import AGGREGATORS, Aggregator
 from fedloom.rows.attacks import ATTACKS, Attack
 from fedloom.rows.channel import CHANNELS, Channel
+from fedloom.schedule import DEVICES, SCHEDULES, Devices, Schedule, Synchronous
 from fedloom.tasks import Objective
 from fedloom.values import Value, choose, dump, fields_of, flat, make, make_kind
 
@@ -238,6 +239,7 @@ class Setting(Value):
 
     own: ClassVar[tuple[str, ...]] = (
         "model", "task", "local", "sampler", "weigher", "mixer", "aggregator", "channel", "rounds", "weights",
+        "schedule",
     )  # fmt: skip
     """What every method of an experiment may have for itself."""
 
@@ -277,6 +279,12 @@ class Setting(Value):
         "samples",
         description="clients' shares alpha_i of the objective, in every mean and local problem that has them: by "
         "training samples, uniform (1/n), by groups (every planted group counts the same), or a number for each client",
+    )
+    devices: Annotated[Devices | None, Table(Devices, DEVICES)] = Field(
+        None, description="how fast clients compute and send, and when they are there; None: a run has no clock"
+    )
+    schedule: Annotated[Schedule, Table(Schedule, SCHEDULES, "synchronous")] = Field(
+        default_factory=Synchronous, description="which uploads make a step of the server, in virtual time"
     )
     evaluate: Annotated[Evaluate, Table(Evaluate)] = Field(
         default_factory=Evaluate, description="when and on what models are scored"

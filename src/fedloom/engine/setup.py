@@ -17,6 +17,7 @@ from fedloom.engine.check import (
     check_mixed_width,
     check_mixer,
     check_sampler,
+    check_schedule,
     check_together,
     check_width,
     notes_of,
@@ -34,6 +35,7 @@ from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.replay import Replay
 from fedloom.rows.attacks import Poison
 from fedloom.rows.channel import Channel
+from fedloom.schedule import Stream, Synchronous
 from fedloom.seeds import generator
 from fedloom.storage.memory import Forked
 from fedloom.storage.store import Store
@@ -187,6 +189,8 @@ def make_problem(
         notes=tuple(notes),
         replay=replay,
     )
+    if problem.fleet is not None and isinstance(setting.schedule, Stream) and replay.cohorts is not None:
+        raise Refused(f"cohorts are those of rounds, which schedule {setting.schedule.kind!r} does not have")
     keeps = upload_fields(type(method))[primary_field(type(method))].keeps if setting.mixer is not None else True
     return problem, Start(
         server,
@@ -226,9 +230,15 @@ def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
     check_sampler(setting.method, setting.sampler, setting.weigher)
     notes = []
     if pooled:
-        none = dict.fromkeys(("mixer", "aggregator", "attack", "channel"))
-        pool = setting.with_(sampler=Uniform(), weigher=SharesWeigher(), weights="samples", **none)
-        keys = [f"[{name}]" for name in ("sampler", "weigher", *none) if getattr(pool, name) != getattr(setting, name)]
+        none = dict.fromkeys(("mixer", "aggregator", "attack", "channel", "devices"))
+        pool = setting.with_(
+            sampler=Uniform(), weigher=SharesWeigher(), weights="samples", schedule=Synchronous(), **none
+        )
+        keys = [
+            f"[{name}]"
+            for name in ("sampler", "weigher", "schedule", *none)
+            if getattr(pool, name) != getattr(setting, name)
+        ]
         notes = [f"pooled data are those of one client: {changes_nothing(keys)}"] if keys else []
         setting = pool
     check_privacy(setting.method, setting.channel, setting.aggregator, setting.sampler, setting.weigher)
@@ -237,6 +247,7 @@ def _checked(setting: Setting, n: int) -> tuple[Setting, list[str]]:
     if setting.mixer is not None:
         check_mixer(setting.method, setting.mixer, setting.aggregator)
         setting.mixer.check(n)
+    check_schedule(setting, n)
     return setting, notes
 
 

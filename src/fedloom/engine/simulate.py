@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedloom.algorithms import REGISTRY, Algorithm, Composition
 from fedloom.data.federation import Federation
 from fedloom.engine.checkpoints import RunCheckpoints, check_ranks
-from fedloom.engine.chunk import ask_chunk, train_chunk
+from fedloom.engine.chunk import ask_chunk, compute_chunk, train_chunk
 from fedloom.engine.job import Job
 from fedloom.engine.loop import Hooks, run_rounds
 from fedloom.engine.result import Result
@@ -161,6 +161,7 @@ def clients_of(job: Job) -> Iterator[LocalClients]:
     up = (len(job.fields) + 1) * row * (job.chunk + 1 if job.gathers else 1)
     handlers = Handlers(
         train=lambda shared, task: train_chunk(job, *shared, task),
+        compute=lambda shared, task: compute_chunk(job, *shared, task),
         ask=lambda model, task: ask_chunk(job, model, task),
         score=lambda shared, task: score_chunk(job, *shared, task),
     )

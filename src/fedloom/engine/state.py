@@ -13,6 +13,7 @@ from torch import Tensor
 from fedloom.engine.job import Job
 from fedloom.engine.records import Records
 from fedloom.engine.uploads import first_sums
+from fedloom.engine.virtual.clock import Clock
 from fedloom.processes.clients import COUNTS
 
 NEAR = 5
@@ -98,6 +99,7 @@ class State:
         records: figures measured so far.
         notes: sentences on dropped clients and such.
         times: seconds of the rounds; no number depends on them.
+        clock: the virtual time, and what is under way in it; None without devices.
     """
 
     round: int
@@ -113,6 +115,7 @@ class State:
     records: Records = field(default_factory=Records)
     notes: tuple[str, ...] = ()
     times: Times = field(default_factory=Times)
+    clock: Clock | None = None
 
     @property
     def is_scored(self) -> bool:
@@ -131,6 +134,8 @@ class State:
             named |= {f"{group}.{name}": t for name, t in zip(value._fields, value, strict=True)}
         named |= {f"aggregator.{name}": t for name, t in self.aggregator.items()}
         named |= {f"sums.{name}": t for name, t in self.sums.items()}
+        if self.clock is not None:
+            named |= {f"clock.{name}": t for name, t in self.clock.tensors().items()}
         return named | {f"records.{name}": t for name, t in self.records.tensors().items()}
 
     def restored(self, round: int, tensors: dict[str, Tensor], notes: Sequence[str], times: Times) -> State:
@@ -157,6 +162,7 @@ class State:
             Records.from_tensors(group("records")),
             tuple(notes),
             times,
+            None if self.clock is None else Clock.restored(group("clock")),
         )
 
 
@@ -179,4 +185,5 @@ def initial_state(job: Job, server: Any) -> State:
         ctx.ids,
         records=records,
         notes=job.notes,
+        clock=None if job.setting.devices is None else Clock(),
     )

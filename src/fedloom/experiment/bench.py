@@ -237,6 +237,7 @@ class Estimate(NamedTuple):
         bytes_down: the same to the clients.
         parameters: of the model.
         seconds: of a round, with its share of evaluation; None where a run is too short to tell.
+        simulated: seconds of a round in virtual time; None without devices.
     """
 
     method: str
@@ -248,6 +249,7 @@ class Estimate(NamedTuple):
     bytes_down: float
     parameters: int
     seconds: float | None
+    simulated: float | None = None
 
 
 def estimates(plan: Plan) -> Iterator[Estimate]:
@@ -266,9 +268,9 @@ def estimates(plan: Plan) -> Iterator[Estimate]:
         clients = float(result.state.uploads.sum()) / max(1, result.rounds)
         steps, samples, up, down = (counts[name] for name in ("steps", "samples_backward", "bytes_up", "bytes_down"))
         pace = result.state.times.pace(setting.evaluate.every)
-        yield Estimate(
-            method.label, setting.rounds, clients, steps, samples, up, down, result.job.oracle.layout.d, pace
-        )
+        clock, d = result.state.clock, result.job.oracle.layout.d
+        simulated = None if clock is None else clock.now / max(1, result.rounds)
+        yield Estimate(method.label, setting.rounds, clients, steps, samples, up, down, d, pace, simulated)
 
 
 def _enough(state: State) -> str | None:

@@ -15,6 +15,7 @@ from fedloom.models import MODELS, PAPERS
 from fedloom.rows.aggregate import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
 from fedloom.rows.channel import CHANNELS
+from fedloom.schedule import DEVICES, SCHEDULES
 from fedloom.values import choose, fields_of
 
 PARTS: Mapping[str, Mapping[str, Any]] = {
@@ -27,6 +28,8 @@ PARTS: Mapping[str, Mapping[str, Any]] = {
     "aggregators": AGGREGATORS,
     "attacks": ATTACKS,
     "channels": CHANNELS,
+    "devices": DEVICES,
+    "schedules": SCHEDULES,
 }
 """What ``fedloom list`` knows beside methods, metrics and recipes."""
 

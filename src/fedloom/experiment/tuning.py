@@ -64,6 +64,11 @@ class Tune(Value):
         True, description="stop a trial that is below the median of the complete ones at the same point"
     )
     startup: int = Field(5, ge=1, description="trials that run to their end before any is stopped")
+    simulated_seconds: float | None = Field(
+        None,
+        gt=0,
+        description="a trial ends after so much virtual time and is scored there; its rounds are the most it may take",
+    )
     equal_work: bool = Field(
         True,
         description="give each trial, and each method in the tuned file, the rounds that cost what `rounds` of plain "

@@ -42,6 +42,7 @@ class TrainRequest(NamedTuple):
         share: ``[m, 1]`` float64 shares of the clients in the mean.
         down: the download, fields ``[.]`` where all clients receive the same, else ``[c, .]``.
         server: the server's state before the round.
+        steps: ``[m]`` local steps that the clients take; None: as many as the run's settings have.
     """
 
     round: int
@@ -50,6 +51,7 @@ class TrainRequest(NamedTuple):
     share: Tensor
     down: Any
     server: Any
+    steps: Tensor | None = None
 
 
 class ChunkResult(NamedTuple):
@@ -167,6 +169,7 @@ class TrainTask(NamedTuple):
     place: Tensor
     ids: Tensor
     share: Tensor
+    steps: Tensor | None = None
 
 
 class AskTask(NamedTuple):
@@ -189,6 +192,7 @@ class Handlers(NamedTuple):
     """The functions that compute a chunk, from what all chunks share and a task."""
 
     train: Callable[[tuple[Any, Any], TrainTask], ChunkResult]
+    compute: Callable[[tuple[Any, Any], TrainTask], Any]
     ask: Callable[[Tensor, AskTask], Answers]
     score: Callable[[tuple[Any, Tensor | None], ScoreTask], Scores]
 
@@ -206,10 +210,18 @@ class LocalClients:
         self._handlers, self._workers, self._chunk = handlers, workers, chunk
 
     def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        rows = (request.place, request.ids, request.share)
+        return self._workers.map(self._handlers.train, (request.down, request.server), self._tasks(request))
+
+    def compute(self, request: TrainRequest) -> Iterator[tuple[TrainTask, Any]]:
+        """Train clients without taking their uploads: every task with what its handler gives, in order."""
+        tasks = self._tasks(request)
+        answers = self._workers.map(self._handlers.compute, (request.down, request.server), tasks)
+        return zip(tasks, answers, strict=True)
+
+    def _tasks(self, request: TrainRequest) -> list[TrainTask]:
+        rows = (request.place, request.ids, request.share, *(() if request.steps is None else (request.steps,)))
         pieces = zip(*(_split(row, self._chunk) for row in rows), strict=True)
-        tasks = [TrainTask(request.round, *piece) for piece in pieces]
-        return self._workers.map(self._handlers.train, (request.down, request.server), tasks)
+        return [TrainTask(request.round, *piece) for piece in pieces]
 
     def ask(self, request: AskRequest) -> Iterator[Answers]:
         tasks = [AskTask(request.round, ids) for ids in _split(request.ids, self._chunk)]

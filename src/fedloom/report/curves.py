@@ -38,6 +38,7 @@ AXES = {
     "bytes": ("by traffic", "Traffic, both ways, all clients (MB)", 1 / MB),
     "samples_backward": ("by gradients of samples", "Gradients of samples, all clients", 1.0),
     "seconds": ("by time", "Seconds", 1.0),
+    "simulated_seconds": ("by simulated time", "Simulated hours", 1 / 3600),
 }
 OUTSIDE = ("name", "attack", "engine", "evaluate", "resolved", "tune")
 """Settings that do not make runs another family."""

@@ -3,16 +3,19 @@
 from fedloom.testing.federate import Federation, State, federate, personal_models
 from fedloom.testing.laws import LAWS, check_algorithm, check_law, laws_of
 from fedloom.testing.problems import LAYOUT, Problem
+from fedloom.testing.timing import TIME_LAWS, check_timing
 from fedloom.testing.trees import difference, named
 
 __all__ = [
     "LAWS",
     "LAYOUT",
+    "TIME_LAWS",
     "Federation",
     "Problem",
     "State",
     "check_algorithm",
     "check_law",
+    "check_timing",
     "difference",
     "federate",
     "laws_of",

@@ -17,6 +17,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState, create_trial
 from pydantic import Field
 
+from fedloom.callbacks import VirtualTime
 from fedloom.data.federation import Federation, Split
 from fedloom.engine.job import Problem
 from fedloom.engine.records import Records
@@ -227,12 +228,13 @@ def attempt(
         seed, every = goal.seeds[place], -(-rounds // POINTS)
         watch = _watch(marks, place * POINTS, rounds, every, goal, trial if prune else None)
         chosen = judged(method.setting, seed, every).with_(rounds=rounds)
+        timed = [] if goal.time is None else [VirtualTime(seconds=goal.time)]
         tell = emitter(f"{method.label}: {setting(trial.params)}", chosen)
-        result = simulate(chosen, federations[seed], folder=folder / f"{seed}-{rounds}", progress=[tell, watch])
+        result = simulate(chosen, federations[seed], folder=folder / f"{seed}-{rounds}", progress=[tell, watch, *timed])
         if result.stop is Stop.INTERRUPTED:
             raise Interrupted
         watch(result.state)  # a run that had ended before an interruption is not played again
-        if result.stop is not Stop.DONE:
+        if result.stop not in (Stop.DONE, Stop.STOPPED):
             raise _Lost(result.state, RunStopped(result.stop, result.detail))
         return result.state
 

@@ -96,14 +96,17 @@ class Tuning:
                 "validation, for example 0.1"
             )
         rounds = self.tune.rounds or self.experiment.common.rounds
-        budget = self._budget(rounds) if self.tune.equal_work else None
+        budget = self._budget(rounds) if self.tune.equal_work and self.tune.simulated_seconds is None else None
         wanted, _, statistic = (self.tune.metric or "").partition("/")
         self.studies: list[Study] = []
         for place, (method, space) in enumerate(zip(self.experiment.methods, spaces, strict=True)):
             given = self._run(self._document, place)
             models, metric, higher = judged_models(*given, self.tune.model, wanted or None, method.label)
             own = rounds if self.tune.equal_work else document["method"][place].get("rounds", rounds)
-            goal = Goal(own, budget, metric, tuple(seeds), models, higher, statistic or "mean")
+            time = self.tune.simulated_seconds
+            goal = Goal(own, budget, metric, tuple(seeds), models, higher, statistic or "mean", time)
+            if time is not None and method.setting.devices is None:
+                raise ConfigError(f"{where}: [tune] simulated_seconds is of virtual time; give [devices]")
             search = Search(space, self.tune, method.label, goal.higher, own_params(method, space))
             self.studies.append(Study(place, method, space, goal, search))
         self.goal = self.studies[0].goal._replace(rounds=rounds)

@@ -122,6 +122,7 @@ class Goal(NamedTuple):
         models: the score is the mean over them.
         higher: more is better.
         statistic: of the clients' values: mean, or weighted by samples.
+        time: virtual time of a trial with one seed, in seconds; None: it has all its rounds.
     """
 
     rounds: int
@@ -131,6 +132,7 @@ class Goal(NamedTuple):
     models: tuple[str, ...]
     higher: bool
     statistic: str = "mean"
+    time: float | None = None
 
     @property
     def figure(self) -> str:

@@ -110,6 +110,11 @@ def check_deployable(experiment: Experiment, *, masked: bool = False, start: boo
     method = experiment.methods[0]
     if experiment.common.attack is not None:
         raise Refused("an attack is for simulation: leave the table [attack] out to deploy this experiment")
+    if experiment.common.devices is not None or method.setting.schedule.kind != "synchronous":
+        raise Refused(
+            "[devices] and [schedule] are of virtual time, and real sites take their own: leave both out to deploy; "
+            "the server's file has the deadline of a round"
+        )
     if experiment.common.evaluate.clients is not None:
         raise Refused("evaluate.clients is for simulation, every site scores models: leave it out to deploy")
     if method.setting.pooled:

@@ -133,6 +133,8 @@ def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
 
     target = common_target(rows, lead)
     costs = {name: cost_to_reach(runs, rows, lead, target, name) for name in ("bytes", "samples_backward")}
+    clocked = any(key.metric == "simulated_seconds" for run in runs for key in run.totals)
+    time = [("simulated_seconds", "Simulated hours", "", 1 / 3600)] if clocked else []
     goal = f"until {shown.title} {target * shown.scale:.4g}{' %' if shown.unit == '%' else ''}"
     return [
         Criterion(lead, f"{shown.title}, mean over clients", shown.unit, shown.scale, shown.higher, of(lead)),
@@ -140,6 +142,10 @@ def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
         Criterion("loss/variance", "Fairness: variance of clients' test losses", "", 1.0, False, of("loss/variance")),
         Criterion("bytes", f"Traffic {goal}", "MB", 1 / MB, False, costs["bytes"]),
         Criterion("samples_backward", f"Gradients of samples {goal}", "", 1.0, False, costs["samples_backward"]),
+        *(
+            Criterion(name, f"{title} {goal}", unit, scale, False, cost_to_reach(runs, rows, lead, target, name))
+            for name, title, unit, scale in time
+        ),
     ]
 
 
@@ -152,7 +158,7 @@ def common_target(rows: list[Row], lead: str) -> float:
 
 
 def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, cost: str) -> dict[int, Estimate]:
-    """Traffic (``bytes``, both ways) or work (``samples_backward``) until the mean test result reaches the target.
+    """Traffic (``bytes``), work (``samples_backward``) or ``simulated_seconds`` until the mean reaches the target.
 
     Rows that miss the target with any seed are left out; a target that a model meets before the first round says
     nothing of cost, and nobody has a figure.

@@ -1,0 +1,237 @@
+"""Clock: the virtual time of a run, the uploads that are under way in it, and the log of those that came."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedloom.algorithms._messages import download_type
+from fedloom.engine.chunk import ClientOutput, ClientState, Computed
+from fedloom.engine.job import Job
+from fedloom.schedule import Fleet
+
+Rows = NDArray[np.float64]
+
+
+class Fate(IntEnum):
+    """What became of the work of a client."""
+
+    TAKEN = 0
+    """Its upload is part of a step."""
+    UNUSABLE = 1
+    """Its upload was not finite or out of bounds."""
+    LATE = 2
+    """The round ended before it answered."""
+    LOST = 3
+    """It was given up after the time-out."""
+    ASKED = 4
+    """It answered a question of the sampler."""
+
+
+LOG = ("client", "version", "round", "start", "end", "busy", "fate")
+"""Columns of the log: the client, the server's steps at its dispatch, the step that took its upload or in which it was
+given up, seconds of its dispatch and its end, its busy seconds, and its `Fate`."""
+CLIENT, VERSION, ROUND, START, END, BUSY, FATE = range(7)
+
+QUEUE = ("end", "serial", "client", "flight", "place", "start", "busy", "lost")
+"""Columns of the queue, sorted by the first two: when a client answers or is given up, the number of its dispatch, the
+client, its flight and place there, its dispatch, its busy seconds, and whether it is given up."""
+
+
+class Flight(NamedTuple):
+    """What clients have computed together, while their uploads are under way.
+
+    Attributes:
+        version: steps that the server had taken at the dispatch.
+        ids: ``[m]`` the clients.
+        times: ``[m]`` how often each was drawn.
+        places: ``[k]`` ascending places of those that are not back yet; the tensors have these rows only.
+        fields: by name: uploads, new rows, answers ``[k, .]``, counts ``[k, 7]``, and what was received.
+    """
+
+    version: int
+    ids: Tensor
+    times: Tensor
+    places: NDArray[np.int64]
+    fields: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, version: int, ids: Tensor, times: Tensor, computed: Computed) -> Flight:
+        """The flight of a chunk."""
+        output, fields = computed.output, {"counts": computed.counts, "work": computed.output.work}
+        groups = {
+            "upload": output.upload, "received": computed.down, "rows": output.state.rows,
+            "residue": output.state.residue, "optimizer": output.state.optimizer,
+        }  # fmt: skip
+        for group, values in groups.items():
+            if values is not None:
+                fields |= {f"{group}.{name}": t for name, t in zip(values._fields, values, strict=True)}
+        answers = {"weigher": output.weigher_answer, "sampler": output.sampler_report, "model": output.model}
+        fields |= {name: t for name, t in answers.items() if t is not None}
+        return cls(version, ids, times, np.arange(len(ids)), fields)
+
+    def rows(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows of the tensors that clients at these places have."""
+        return np.searchsorted(self.places, places)
+
+    def computed(self, job: Job, places: NDArray[np.int64]) -> Computed:
+        """What the clients at some places have computed, as it was."""
+        device, whole = job.oracle.device, len(places) == len(self.places)
+        index = torch.from_numpy(self.rows(places))
+
+        def some(name: str, t: Tensor) -> Tensor:
+            home = "cpu" if name in ("counts", "work") else device
+            return t.to(home) if whole or (name.startswith("received.") and t.dim() == 1) else t[index].to(home)
+
+        fields = {name: some(name, t) for name, t in self.fields.items()}
+
+        def group(name: str, kind: Any) -> Any:
+            inner = {k.partition(".")[2]: t for k, t in fields.items() if k.startswith(f"{name}.")}
+            return kind(**inner)
+
+        kept = self.fields.keys()
+        state = ClientState(
+            group("rows", type(job.clients.template)),
+            group("residue", type(job.residue.template)) if job.setting.channel is not None else None,
+            group("optimizer", type(job.optimizer.template)) if any(k.startswith("optimizer.") for k in kept) else None,
+        )
+        answers = (fields.get(name) for name in ("weigher", "sampler", "model"))
+        output = ClientOutput(group("upload", job.upload), state, fields["work"], *answers)
+        return Computed(group("received", download_type(type(job.algorithm))), output, fields["counts"])
+
+    def without(self, places: NDArray[np.int64]) -> Flight | None:
+        """The flight after some have come back; None after the last one. Rows are copied once half of them are free."""
+        left = np.setdiff1d(self.places, places, assume_unique=True)
+        if not len(left):
+            return None
+        index = torch.from_numpy(self.rows(left))
+
+        def some(name: str, t: Tensor) -> Tensor:
+            return t if name.startswith("received.") and t.dim() == 1 else t[index]
+
+        return self._replace(places=left, fields={name: some(name, t) for name, t in self.fields.items()})
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The virtual time of a run between two steps of the server.
+
+    Attributes:
+        now: seconds since the beginning.
+        queue: ``[c, 8]`` clients that are under way (`QUEUE`), sorted by end and number.
+        flights: what they have computed, by number.
+        back: of a flight's clients, the places of those that are back while their rows are still held.
+        serial: number of the next dispatch.
+        log: ``[u, 7]`` pieces of the log (`LOG`), each at least twice as long as the next.
+    """
+
+    now: float = 0.0
+    queue: Rows = field(default_factory=lambda: np.zeros((0, len(QUEUE))))
+    flights: Mapping[int, Flight] = field(default_factory=dict)
+    back: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    serial: int = 0
+    log: tuple[Rows, ...] = ()
+
+    def logged(self, rows: Rows) -> tuple[Rows, ...]:
+        """The log with more rows."""
+        pieces = [*self.log, rows]
+        while len(pieces) > 1 and len(pieces[-2]) < 2 * len(pieces[-1]):
+            newest = pieces.pop()
+            pieces[-1] = np.concatenate([pieces[-1], newest])
+        return tuple(pieces)
+
+    def history(self) -> Rows:
+        """The log ``[u, 7]`` as one array."""
+        return np.concatenate([np.zeros((0, len(LOG))), *self.log])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything by name, for a checkpoint."""
+        named = {
+            "now": torch.tensor(self.now, dtype=torch.float64), "serial": torch.tensor(self.serial),
+            "queue": torch.from_numpy(self.queue), "log": torch.from_numpy(self.history()),
+        }  # fmt: skip
+        for number, flight in self.flights.items():
+            facts = {
+                "version": torch.tensor(flight.version), "ids": flight.ids, "times": flight.times,
+                "places": torch.from_numpy(flight.places),
+                "back": torch.tensor(self.back.get(number, ()), dtype=torch.long),
+            }  # fmt: skip
+            named |= {f"{number}.{name}": t for name, t in facts.items()}
+            named |= {f"{number}.fields.{name}": t for name, t in flight.fields.items()}
+        return named
+
+    @classmethod
+    def restored(cls, tensors: Mapping[str, Tensor]) -> Self:
+        """The clock of `tensors`."""
+        flights, back = dict[int, Flight](), dict[int, tuple[int, ...]]()
+        for number in sorted({int(name.partition(".")[0]) for name in tensors if name[0].isdigit()}):
+            head = f"{number}.fields."
+            fields = {name.removeprefix(head): t for name, t in tensors.items() if name.startswith(head)}
+            version, ids, times, places, gone = (
+                tensors[f"{number}.{name}"] for name in ("version", "ids", "times", "places", "back")
+            )
+            flights[number] = Flight(int(version), ids, times, places.numpy(), fields)
+            if len(gone):
+                back[number] = tuple(gone.tolist())
+        log = tensors["log"].numpy()
+        pieces = (log,) if len(log) else ()
+        return cls(float(tensors["now"]), tensors["queue"].numpy(), flights, back, int(tensors["serial"]), pieces)
+
+    def landed(self, number: int, places: NDArray[np.int64], flights: dict[int, Flight], back: dict[int, Any]) -> None:
+        """Note in ``flights`` and ``back`` that clients of a flight need no room any longer."""
+        gone = (*back.pop(number, ()), *places.tolist())
+        if 2 * len(gone) < len(flights[number].places):
+            back[number] = gone
+            return
+        left = flights[number].without(np.array(sorted(gone)))
+        if left is None:
+            del flights[number]
+        else:
+            flights[number] = left
+
+
+class Use(NamedTuple):
+    """How the clients' time was used until now.
+
+    Attributes:
+        busy: ``[n]`` seconds of work and messages.
+        absent: ``[n]`` seconds in which a client was not there.
+        idle: ``[n]`` the rest.
+        heard: ``[n]`` uploads that are part of a step.
+        staleness: ``[n]`` their mean staleness; nan of a client without any.
+        unheard: ``[n]`` uploads that are part of none.
+    """
+
+    busy: Tensor
+    absent: Tensor
+    idle: Tensor
+    heard: Tensor
+    staleness: Tensor
+    unheard: Tensor
+
+
+def use_of(clock: Clock, fleet: Fleet) -> Use:
+    """Add up what the log and the clients under way have of every client's time."""
+    log, n = clock.history(), fleet.n
+    busy = np.bincount(log[:, CLIENT].astype(int), log[:, BUSY], n)
+    for end, _, client, _, _, start, whole, _ in clock.queue.tolist():
+        so_far = fleet.worked(int(client), start, min(end, clock.now)) if clock.now > start else 0.0
+        busy[int(client)] += min(so_far, whole) if math.isfinite(whole) else so_far
+    taken, lost = log[log[:, FATE] == Fate.TAKEN], log[(log[:, FATE] >= Fate.UNUSABLE) & (log[:, FATE] <= Fate.LOST)]
+    heard, unheard = (np.bincount(some[:, CLIENT].astype(int), minlength=n) for some in (taken, lost))
+    stale = np.bincount(taken[:, CLIENT].astype(int), taken[:, ROUND] - taken[:, VERSION] - 1, n)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = stale / np.where(heard, heard, np.nan)
+    absent = fleet.absent(clock.now)
+    work = torch.from_numpy(busy)
+    numbers = (torch.from_numpy(some).double() for some in (heard, mean, unheard))
+    counted, mean_staleness, missing = numbers
+    return Use(work, absent, clock.now - work - absent, counted, mean_staleness, missing)

@@ -1,0 +1,107 @@
+"""Dispatch: what clients compute when they are sent off, and the server's step on the uploads that have arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedloom.engine.chunk import Computed, accept, computed, forged
+from fedloom.engine.job import Job
+from fedloom.engine.round import longest_first, take
+from fedloom.engine.state import State
+from fedloom.engine.uploads import Uploads, weights_of
+from fedloom.engine.virtual.clock import Fate, Flight, Rows
+from fedloom.engine.virtual.staleness import applied_now
+from fedloom.processes.clients import (
+    ChunkResult,
+    LocalClients,
+    TrainRequest,
+    TrainTask,
+)
+from fedloom.schedule import Fleet, Stream
+
+Piece = tuple[Flight, NDArray[np.int64]]
+"""A flight, and the places of those of its clients whose uploads arrive."""
+
+
+def log_rows(fleet: Fleet, ids: Tensor, counts: Tensor, version: int, round: int, start: float) -> Rows:
+    """The rows of the log ``[m, 7]`` of clients that all begin at ``start`` and whose uploads are taken."""
+    busy = fleet.busy(ids, counts)
+    same = torch.ones(len(ids), dtype=torch.float64)
+    ends = fleet.ends(ids, start, busy)
+    columns = (ids.double(), version * same, round * same, start * same, ends, busy, Fate.TAKEN * same)
+    return torch.stack(columns, 1).numpy()
+
+
+def compute(
+    job: Job, clients: LocalClients, state: State, ids: Tensor, times: Tensor, steps: Tensor | None = None
+) -> list[Flight]:
+    """Have clients compute from a state what they will send, in the order in which a round would take it.
+
+    Args:
+        job: the run.
+        clients: those who compute.
+        state: the state at the dispatch.
+        ids: ``[m]`` clients, ascending.
+        times: ``[m]`` how often each was drawn.
+        steps: ``[m]`` local steps that they take; None: as many as the run's settings have.
+    """
+    t = state.round + 1
+    order = longest_first(job, ids)
+    ids, times, steps = ids[order], times[order], None if steps is None else steps[order]
+    if job.mixes:
+        job.locations.replicate(job.mixed(ids))
+    down, forges = job.down(state.server, t, ids), job.forgers[ids]
+    places, share = (~forges).nonzero()[:, 0], times[:, None].double()
+    flights = list[Flight]()
+    if len(places):
+        some = None if steps is None else steps[places]
+        request = TrainRequest(t, places, ids[places], share[places], down, state.server, some)
+        for task, made in clients.compute(request):
+            flights.append(Flight.of(state.round, task.ids, task.share[:, 0].long(), made))
+    if bool(forges.any()):
+        place = forges.nonzero()[:, 0]
+        task = TrainTask(t, place, ids[place], share[place])
+        models = [f.fields["model"] for f in flights if "model" in f.fields]
+        honest = torch.cat(models) if models and job.sees_honest else None
+
+        def attack() -> Computed:
+            received, output = forged(job, down, task, honest, len(ids))
+            return computed(job, state.server, task.ids, received, output)
+
+        flights.append(Flight.of(state.round, task.ids, times[place], clients.on_one(task.ids, attack)))
+    return flights
+
+
+def step_on(
+    job: Job, clients: LocalClients, state: State, t: int, pieces: Sequence[Piece], sampler: Any, asked: Tensor
+) -> tuple[State, tuple[str, ...], NDArray[np.int64]]:
+    """Step the server on uploads that have arrived; the clients whose uploads were used come with it."""
+    cohort = torch.cat([flight.ids[torch.from_numpy(places)] for flight, places in pieces])
+    shares = torch.cat([flight.times[torch.from_numpy(places)] for flight, places in pieces])[:, None].double()
+    if not job.setting.weigher.probes:
+        shares = shares * weights_of(job, state.weigher, None, job.ctx(t, cohort))[0]
+    for store in job.stores.values():
+        store.touch(cohort)
+    uploads, begin = Uploads(job, state.sums), 0
+    for flight, places in pieces:
+        part = slice(begin, begin + len(places))
+        begin += len(places)
+        task = TrainTask(t, torch.arange(len(places)), cohort[part], shares[part])
+
+        def arrive(flight: Flight = flight, places: NDArray[np.int64] = places, task: TrainTask = task) -> ChunkResult:
+            down, output, counts = flight.computed(job, places)
+            applied = None
+            if isinstance(job.setting.schedule, Stream):
+                staleness = torch.full((len(places),), t - 1 - flight.version)
+                applied = applied_now(job, state.server, t, task.ids, output.upload, down, staleness)
+            return accept(job, state.server, task, down, output, counts, applied)
+
+        uploads.add(clients.on_one(task.ids, arrive))
+    new, events = take(job, state, t, cohort, sampler, asked, uploads)
+    return new, events, torch.cat(uploads.ids).numpy()

@@ -1,0 +1,168 @@
+"""Rounds in virtual time: they end with the last answer, at a deadline, or when enough clients have answered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedloom.engine.job import Job
+from fedloom.engine.round import run_round, sample
+from fedloom.engine.state import State
+from fedloom.engine.virtual.clock import CLIENT, END, FATE, Clock, Fate, Rows
+from fedloom.engine.virtual.dispatch import Piece, compute, log_rows, step_on
+from fedloom.errors import RunStopped, Stop
+from fedloom.processes.clients import (
+    Answers,
+    AskRequest,
+    ChunkResult,
+    LocalClients,
+    ScoreRequest,
+    Scores,
+    TrainRequest,
+    TrainResult,
+)
+from fedloom.schedule import Deadline, OverSelection
+
+T = TypeVar("T")
+
+
+def whole_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tuple[str, ...]]:
+    """A round that ends with its last answer: the same numbers as without a clock."""
+    assert state.clock is not None
+    assert job.fleet is not None
+    observed, t = Observed(clients), state.round + 1
+    new, events = run_round(job, observed, state)
+    start, log = observed.answered(job, state)
+    now = start
+    for result in observed.trained:
+        rows = log_rows(job.fleet, result.ids, result.counts, state.round, t, start)
+        rows[~result.accepted.numpy(), FATE] = Fate.UNUSABLE
+        now = max(now, float(rows[:, END].max()))
+        log.append(rows)
+    if math.isinf(now):
+        silent = [int(row[CLIENT]) for rows in log for row in rows if math.isinf(row[END])]
+        raise RunStopped(Stop.UNUSABLE, f"round {t}: clients {silent[:8]} never answer; give [schedule] a deadline")
+    clock = state.clock
+    return new.with_(clock=Clock(now, clock.queue, log=clock.logged(np.concatenate(log)))), events
+
+
+def cut_round(job: Job, clients: LocalClients, state: State) -> tuple[State, tuple[str, ...]]:
+    """A round that ends at its deadline, or when enough have answered."""
+    assert state.clock is not None
+    assert job.fleet is not None
+    t, clock, schedule, observed = state.round + 1, state.clock, job.setting.schedule, Observed(clients)
+    drawn, sampler, asked = sample(job, observed, state, t)
+    start, asking = observed.answered(job, state)
+    cohort, times = drawn.unique(return_counts=True)
+    steps = None
+    if isinstance(schedule, Deadline) and schedule.partial:
+        steps = _affordable(job, cohort, schedule.seconds)
+    flights = compute(job, clients, state, cohort, times, steps)
+    logs = [log_rows(job.fleet, f.ids, f.fields["counts"], state.round, t, start) for f in flights]
+    log = np.concatenate(logs)
+    if isinstance(schedule, Deadline):
+        end = start + schedule.seconds
+        if steps is not None:
+            log[(steps == 0)[_places(cohort, log[:, CLIENT])].numpy(), END] = math.inf
+        in_time = log[:, END] <= end
+        now = float(log[:, END].max()) if in_time.all() else end
+    else:
+        assert isinstance(schedule, OverSelection)
+        first = np.lexsort((np.arange(len(log)), log[:, END]))[: schedule.enough(len(log))]
+        in_time = np.isin(np.arange(len(log)), first)
+        now = float(log[first, END].max())
+        if math.isinf(now):
+            raise RunStopped(Stop.UNUSABLE, f"round {t}: fewer than {len(first)} of {len(log)} clients ever answer")
+    late = ~in_time
+    log[late, FATE], log[late, END] = Fate.LATE, now
+    log[late, 5] = [job.fleet.worked(int(client), start, now) for client in log[late, CLIENT]]
+    lost = torch.from_numpy(log[late, CLIENT].astype(np.int64))
+    before = state.with_(uploads=state.uploads.index_add(0, lost, torch.ones_like(lost)))
+    events: tuple[str, ...] = ()
+    if late.any():
+        events = (f"round {t}: {int(late.sum())} of {len(log)} clients were late, among them {lost[:8].tolist()}",)
+    pieces, first_row = list[Piece](), 0
+    for flight in flights:
+        mine = in_time[first_row : first_row + len(flight.ids)]
+        first_row += len(flight.ids)
+        if mine.any():
+            pieces.append((flight, np.flatnonzero(mine)))
+    if not pieces:
+        waited = clock.logged(np.concatenate([*asking, log]))
+        counts = torch.cat([asked, torch.zeros(1, dtype=torch.long)])
+        new = before.with_(
+            round=t, sampler=sampler, totals=state.totals + counts, clock=Clock(now, clock.queue, log=waited)
+        )
+        return new, events
+    new, more, used = step_on(job, clients, before, t, pieces, sampler, asked)
+    log[in_time & ~np.isin(log[:, CLIENT], used), FATE] = Fate.UNUSABLE
+    done = Clock(now, clock.queue, log=clock.logged(np.concatenate([*asking, log])))
+    return new.with_(clock=done), (*events, *more)
+
+
+def _places(cohort: Tensor, clients: NDArray[np.float64]) -> Tensor:
+    """Places of clients in an ascending cohort."""
+    return torch.searchsorted(cohort, torch.from_numpy(clients.astype(np.int64)))
+
+
+def _affordable(job: Job, ids: Tensor, seconds: float) -> Tensor:
+    """Local steps ``[m]`` that clients have time for, beside a model down and one up."""
+    assert job.fleet is not None
+    sizes, local = job.train_sizes[ids, 0], job.setting.local
+    size = sizes if local.batch_size == "full" else sizes.clamp(max=local.batch_size)
+    model = torch.zeros(1, job.oracle.layout.d, dtype=job.oracle.dtype)
+    length = int(job.messages.vector("x", model).lengths()[0].max()) + 64
+    traffic = torch.tensor([[0, 0, 0, length, length]]).expand(len(ids), -1)
+    left = seconds - job.fleet.busy(ids, traffic)
+    most = job.work(1, ids).steps[:, 0].cpu()
+    able = (left / (job.fleet.seconds[ids] * size)).clamp(min=0).floor()
+    return torch.minimum(able, most.double()).long()
+
+
+class Observed:
+    """The clients of a round, of whom it is noted what each did."""
+
+    def __init__(self, clients: LocalClients) -> None:
+        self._clients = clients
+        self.asked: list[tuple[Tensor, Tensor]] = []
+        self.trained: list[ChunkResult] = []
+
+    def train(self, request: TrainRequest) -> Iterator[TrainResult]:
+        for result in self._clients.train(request):
+            self._note(result)
+            yield result
+
+    def ask(self, request: AskRequest) -> Iterator[Answers]:
+        answers = list(self._clients.ask(request))
+        self.asked.append((request.ids, torch.cat([answer.counts for answer in answers])))
+        return iter(answers)
+
+    def score(self, request: ScoreRequest) -> Iterator[Scores]:
+        return self._clients.score(request)
+
+    def on_one(self, ids: Tensor, call: Callable[[], T]) -> T:
+        result = self._clients.on_one(ids, call)
+        self._note(result)
+        return result
+
+    def _note(self, result: Any) -> None:
+        if isinstance(result, ChunkResult):
+            self.trained.append(result)
+
+    def answered(self, job: Job, state: State) -> tuple[float, list[Rows]]:
+        """When all candidates have answered, and their rows of the log."""
+        assert state.clock is not None
+        assert job.fleet is not None
+        now, log = state.clock.now, list[Rows]()
+        for ids, counts in self.asked:
+            rows = log_rows(job.fleet, ids, counts, state.round, state.round + 1, now)
+            rows[:, FATE] = Fate.ASKED
+            now = max(now, float(rows[:, END].max()))
+            log.append(rows)
+        return now, log

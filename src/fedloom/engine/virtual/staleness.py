@@ -1,0 +1,66 @@
+"""Staleness: how an upload that started from an older model is applied to the present one.
+
+What is a change to the received model is multiplied by the factor of its staleness and added to the present model; an
+absolute model becomes such a change first. What the server adds up over rounds or keeps of every client arrives whole,
+for its sums must stay those of the clients' states; figures such as losses and counts arrive whole too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms import Algorithm, upload_fields
+from fedloom.algorithms._messages import Kind, base_of
+from fedloom.engine.job import Job
+from fedloom.schedule import Stream
+
+
+def discountable(algorithm: type[Algorithm]) -> dict[str, Kind]:
+    """The fields of an upload that are changes to the received model, or become ones."""
+    kinds = upload_fields(algorithm).items()
+    return {n: k for n, k in kinds if not (k.keeps or k.accumulates or k.label) and (k.primary or _is_change(k))}
+
+
+def _is_change(kind: Kind) -> bool:
+    return kind.averaged and kind.base.startswith("down.")
+
+
+def applied_now(job: Job, server: Any, t: int, ids: Tensor, upload: Any, received: Any, staleness: Tensor) -> Any:
+    """The upload as the present server takes it; as it is where nobody is stale and no model is mixed in.
+
+    Args:
+        job: the run, whose schedule is a `Stream`.
+        server: the server's state.
+        t: the round.
+        ids: ``[m]`` the clients.
+        upload: as they sent it.
+        received: the download that they started from.
+        staleness: ``[m]`` steps that the server has taken since.
+    """
+    schedule, fields = job.setting.schedule, discountable(type(job.algorithm))
+    assert isinstance(schedule, Stream)
+    if not fields or (schedule.rate is None and not bool(staleness.any())):
+        return upload
+    factor = (schedule.rate or 1.0) * schedule.factor(staleness)[:, None]
+    now, changes = None, dict[str, Tensor]()
+    for name, kind in fields.items():
+        value: Tensor = getattr(upload, name)
+        scale = factor.to(value)
+        source = kind.base.partition(".")[0]
+        if source == "rows" or (source == "down" and schedule.rate is None):
+            changes[name] = value * scale
+            continue
+        now = job.down(server, t, ids) if now is None else now
+        if source == "down":
+            changes[name] = (value + base_of(kind, received, None) - base_of(kind, now, None)) * scale
+            continue
+        then, present = (job.algorithm.received(down, upload) for down in (received, now))
+        if then.shape[-1] == value.shape[-1]:  # else statistics of the client, which are what they are
+            origin = then if schedule.rate is None else present
+            changes[name] = torch.where(
+                (staleness[:, None] == 0) & (scale == 1), value, present + scale * (value - origin)
+            )
+    return upload._replace(**changes)

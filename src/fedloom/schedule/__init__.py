@@ -1,0 +1,36 @@
+"""Virtual time: how long clients take, when they are there, and which uploads make a step of the server."""
+
+from fedloom.schedule.devices import DEVICES, Classes, DeviceClass, Devices, Equal, LogNormal, Trace
+from fedloom.schedule.fleet import FORWARD, Fleet
+from fedloom.schedule.presence import Presence
+from fedloom.schedule.schedules import (
+    SCHEDULES,
+    Asynchronous,
+    Buffered,
+    Deadline,
+    OverSelection,
+    Schedule,
+    Stream,
+    Synchronous,
+)
+
+__all__ = [
+    "DEVICES",
+    "FORWARD",
+    "SCHEDULES",
+    "Asynchronous",
+    "Buffered",
+    "Classes",
+    "Deadline",
+    "DeviceClass",
+    "Devices",
+    "Equal",
+    "Fleet",
+    "LogNormal",
+    "OverSelection",
+    "Presence",
+    "Schedule",
+    "Stream",
+    "Synchronous",
+    "Trace",
+]

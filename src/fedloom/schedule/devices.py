@@ -1,0 +1,231 @@
+"""Devices: how fast a client computes and sends, and when it is there; ``DEVICES`` by kind."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, field_validator, model_validator
+from torch import Tensor
+
+from fedloom.errors import ConfigError, DataError
+from fedloom.schedule.fleet import Fleet
+from fedloom.schedule.presence import Presence
+from fedloom.seeds import generator, numpy_generator
+from fedloom.values import Value
+
+Slow = Literal["drawn", "rare-labels"]
+"""Who has the slow devices."""
+
+
+class Devices(Value, ABC):
+    """The devices of a run's clients; what is drawn comes from streams of the seed that nothing else uses."""
+
+    kind: ClassVar[str]
+
+    @abstractmethod
+    def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
+        """The devices of ``n`` clients.
+
+        Args:
+            n: clients.
+            seed: of the run.
+            rarity: ``[n]`` how rare a client's labels are among all clients.
+
+        Raises:
+            ConfigError: they cannot be those of n clients.
+            DataError: a file cannot be read.
+        """
+
+
+class Stated(Devices, ABC):
+    """Devices whose speed, rates and presence are stated."""
+
+    speed: float = Field(100.0, gt=0, description="training samples a second of the usual device, measured or stated")
+    up: float = Field(1e6, gt=0, description="bytes a second from a client to the server")
+    down: float = Field(1e6, gt=0, description="bytes a second from the server to a client")
+    latency: float = Field(0.05, ge=0, description="seconds before every message arrives")
+    present: float = Field(1.0, gt=0, le=1, description="part of every period in which a client is there")
+    period: float = Field(
+        86400.0, gt=0, description="seconds of a period; each client's presence begins at its own time"
+    )
+
+    def _fleet(
+        self, factor: Tensor, seed: int, names: tuple[str, ...] = ("all",), member: Tensor | None = None
+    ) -> Fleet:
+        """The fleet whose speeds are ``factor [n]`` times the usual one."""
+        n = len(factor)
+        constant = torch.ones(n, dtype=torch.float64)
+        member = torch.zeros(n, dtype=torch.long) if member is None else member
+        presence = self._presence(n, seed)
+        up, down, latency = self.up * constant, self.down * constant, self.latency * constant
+        return Fleet(1 / (self.speed * factor), up, down, latency, names, member, presence)
+
+    def _presence(self, n: int, seed: int) -> Presence | None:
+        if self.present == 1:
+            return None
+        begins = numpy_generator(seed, purpose=("devices", "presence")).random(n) * self.period
+        length = self.present * self.period
+        intervals = dict[int, list[tuple[float, float]]]()
+        for i, begin in enumerate(begins.tolist()):
+            over = begin + length - self.period
+            intervals[i] = [(begin, begin + length)] if over <= 0 else [(0.0, over), (begin, self.period)]
+        return Presence(intervals, self.period)
+
+
+class Equal(Stated):
+    """Every client has the same device."""
+
+    kind: ClassVar[str] = "equal"
+
+    def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
+        """All alike."""
+        return self._fleet(torch.ones(n, dtype=torch.float64), seed)
+
+
+class LogNormal(Stated):
+    """Speeds whose logarithms are normal: the usual speed times exp(spread z)."""
+
+    kind: ClassVar[str] = "lognormal"
+    spread: float = Field(1.0, ge=0, description="standard deviation of the logarithm of a client's speed")
+    slow: Slow = Field("drawn", description="who has the slow devices: drawn, or clients whose labels are rare")
+
+    def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
+        """Client by client, or the slowest to whose labels are rarest; classes are the thirds of the speeds."""
+        z = torch.from_numpy(numpy_generator(seed, purpose=("devices", "speed")).standard_normal(n))
+        factor = torch.exp(self.spread * z)
+        if self.slow == "rare-labels":
+            factor = _to_rarest(factor.sort().values, rarity)
+        place = torch.empty(n, dtype=torch.long)
+        place[factor.argsort(stable=True)] = torch.arange(n)
+        return self._fleet(factor, seed, ("slow", "middle", "fast"), place * 3 // n)
+
+
+class DeviceClass(Value):
+    """Devices of one class."""
+
+    share: float = Field(gt=0, le=1, description="part of the clients that have such a device; all parts sum to 1")
+    speed: float = Field(100.0, gt=0, description="training samples a second")
+    up: float = Field(1e6, gt=0, description="bytes a second from a client to the server")
+    down: float = Field(1e6, gt=0, description="bytes a second from the server to a client")
+    latency: float = Field(0.05, ge=0, description="seconds before every message arrives")
+
+
+class Classes(Devices):
+    """Named classes of devices with their shares of the clients, by largest remainder."""
+
+    kind: ClassVar[str] = "classes"
+    classes: dict[str, DeviceClass] = Field(min_length=1, description="devices by name: [devices.classes.NAME]")
+    slow: Slow = Field("drawn", description="who has the slow devices: drawn, or clients whose labels are rare")
+
+    @field_validator("classes")
+    @classmethod
+    def _whole(cls, classes: dict[str, DeviceClass]) -> dict[str, DeviceClass]:
+        total = sum(one.share for one in classes.values())
+        if not math.isclose(total, 1.0, abs_tol=1e-6):
+            raise ValueError(f"shares must sum to 1, got {total:g}")
+        return classes
+
+    def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
+        """A random half of the draw is as likely as any other; the slowest class to whose labels are rarest."""
+        kinds = list(self.classes.values())
+        exact = torch.tensor([one.share for one in kinds], dtype=torch.float64) * n
+        counts = exact.floor().long()
+        most = (exact - counts).argsort(descending=True, stable=True)
+        counts[most[: n - int(counts.sum())]] += 1
+        speed = torch.tensor([one.speed for one in kinds], dtype=torch.float64)
+        slowest = speed.argsort(stable=True)
+        member = slowest.repeat_interleave(counts[slowest])
+        if self.slow == "rare-labels":
+            member = _to_rarest(member, rarity)
+        else:
+            member = member[torch.randperm(n, generator=generator(seed, purpose=("devices", "classes")))]
+
+        def of(name: str) -> Tensor:
+            return torch.tensor([getattr(one, name) for one in kinds], dtype=torch.float64)[member]
+
+        return Fleet(1 / of("speed"), of("up"), of("down"), of("latency"), tuple(self.classes), member)
+
+
+class Trace(Devices):
+    """Devices of a file: Parquet or CSV with the columns client, speed, up and down, and perhaps more.
+
+    ``client`` counts from 0, ``speed`` is training samples a second (0: it never answers), ``up`` and ``down`` are
+    bytes a second. Optional are ``latency`` (seconds, 0 otherwise), ``class`` (a name), and ``start`` and ``end``: an
+    interval of presence in seconds. A client with several intervals has a row for each; without any it is there always.
+    """
+
+    kind: ClassVar[str] = "trace"
+    file: str = Field(description="Parquet or CSV file with the columns client, speed, up, down")
+    period: float | None = Field(None, gt=0, description="seconds after which the intervals begin again; None: never")
+    draw: bool = Field(False, description="draw the clients' devices from a file that has more; else by number")
+
+    @model_validator(mode="after")
+    def _named(self) -> Self:
+        if Path(self.file).suffix not in (".parquet", ".csv"):
+            raise ValueError(f"file must end in .parquet or .csv, got {self.file!r}")
+        return self
+
+    def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
+        """A device of the file for every client."""
+        rows = self._rows()
+        if len(rows) < n or (len(rows) > n and not self.draw):
+            cure = "" if len(rows) < n else "; set devices.draw = true to draw from them"
+            raise ConfigError(f"devices.file {self.file} has {len(rows)} devices for {n} clients{cure}")
+        chosen = sorted(rows)
+        if self.draw:
+            order = torch.randperm(len(rows), generator=generator(seed, purpose=("devices", "trace")))[:n]
+            chosen = [chosen[k] for k in order.tolist()]
+        elif chosen != list(range(n)):
+            raise ConfigError(f"devices.file {self.file}: client must count from 0 to {n - 1}, got {chosen[:8]}")
+        first = [rows[client][0] for client in chosen]
+        names = tuple(sorted({str(row.get("class") or "all") for row in first}))
+
+        def of(name: str) -> Tensor:
+            return torch.tensor([float(row.get(name) or 0.0) for row in first], dtype=torch.float64)
+
+        period = math.inf if self.period is None else self.period
+        spans = {
+            i: [(float(row["start"]), float(row["end"])) for row in rows[client]]
+            for i, client in enumerate(chosen)
+            if rows[client][0].get("start") is not None
+        }
+        member = torch.tensor([names.index(str(row.get("class") or "all")) for row in first])
+        presence = Presence(spans, period) if spans else None
+        return Fleet(1 / of("speed"), of("up"), of("down"), of("latency"), names, member, presence)
+
+    def _rows(self) -> dict[int, list[dict[str, float]]]:
+        """The rows of the file by client."""
+        import pyarrow as pa
+        from pyarrow import csv, parquet
+
+        path = Path(self.file).expanduser()
+        try:
+            table = parquet.read_table(path) if path.suffix == ".parquet" else csv.read_csv(path)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise DataError(f"devices.file {path} cannot be read: {str(error).splitlines()[0]}") from None
+        if missing := [name for name in ("client", "speed", "up", "down") if name not in table.column_names]:
+            raise DataError(f"devices.file {path} lacks the columns {missing}; it has {table.column_names}")
+        found = dict[int, list[dict[str, float]]]()
+        for row in table.to_pylist():
+            for name, least in (("speed", 0.0), ("up", 1e-300), ("down", 1e-300), ("latency", 0.0)):
+                number = row.get(name, 1.0)
+                if not isinstance(number, int | float) or not least <= number < math.inf:
+                    bound = "at least 0" if least == 0 else "above 0"
+                    raise DataError(f"devices.file {path}: {name} must be a number {bound}, got {number!r}")
+            found.setdefault(int(row["client"]), []).append(row)
+        return found
+
+
+def _to_rarest(slow_first: Tensor, rarity: Tensor) -> Tensor:
+    """What stands first to the client with the rarest labels, and so on."""
+    given = torch.empty_like(slow_first)
+    given[rarity.argsort(descending=True, stable=True)] = slow_first
+    return given
+
+
+DEVICES: dict[str, type[Devices]] = {"equal": Equal, "lognormal": LogNormal, "classes": Classes, "trace": Trace}
+"""Devices by kind."""

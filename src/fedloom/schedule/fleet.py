@@ -1,0 +1,84 @@
+"""Fleet: the devices of a run's clients, as numbers, and the seconds that work and messages take on them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fedloom.schedule.presence import Presence
+
+FORWARD = 1 / 3
+"""What a sample costs that passes forward only, in samples of training: a backward pass takes twice a forward one."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The devices of n clients.
+
+    Attributes:
+        seconds: ``[n]`` seconds per training sample; infinite of a device that never answers.
+        up: ``[n]`` bytes a second from the client to the server.
+        down: ``[n]`` bytes a second from the server to the client.
+        latency: ``[n]`` seconds before every message arrives.
+        names: device classes.
+        member: ``[n]`` place of every client's class among them.
+        presence: when clients are there; None: always.
+    """
+
+    seconds: Tensor
+    up: Tensor
+    down: Tensor
+    latency: Tensor
+    names: tuple[str, ...]
+    member: Tensor
+    presence: Presence | None = None
+
+    @property
+    def n(self) -> int:
+        """All clients."""
+        return len(self.seconds)
+
+    def busy(self, ids: Tensor, counts: Tensor) -> Tensor:
+        """Seconds ``[m]`` that clients work and send.
+
+        Args:
+            ids: ``[m]`` clients.
+            counts: ``[m, .]`` samples backward and forward, steps, and bytes up and down, in this order.
+        """
+        backward, forward, _, up, down = counts[:, :5].double().unbind(1)
+        samples = backward + FORWARD * forward
+        parts = ((samples, self.seconds), (up, 1 / self.up), (down, 1 / self.down))
+        total = torch.zeros(len(ids), dtype=torch.float64)
+        for amount, each in parts:
+            total += torch.where(amount > 0, amount * each[ids], 0.0)
+        return total + self.latency[ids] * ((up > 0).double() + (down > 0))
+
+    def ends(self, ids: Tensor, start: float, busy: Tensor) -> Tensor:
+        """When clients ``[m]`` that begin at ``start`` have worked ``busy [m]`` seconds, float64."""
+        if self.presence is None:
+            return start + busy
+        pairs = zip(ids.tolist(), busy.tolist(), strict=True)
+        return torch.tensor([self.presence.end(i, start, b) for i, b in pairs], dtype=torch.float64)
+
+    def worked(self, client: int, start: float, end: float) -> float:
+        """Seconds of presence between two times."""
+        if self.presence is None:
+            return end - start
+        return self.presence.worked(client, end) - self.presence.worked(client, start)
+
+    def next(self, client: int, time: float) -> float:
+        """The first time from ``time`` on at which a client is there."""
+        return time if self.presence is None else self.presence.next(client, time)
+
+    def absent(self, time: float) -> Tensor:
+        """Seconds ``[n]`` from 0 to ``time`` in which clients are not there."""
+        if self.presence is None:
+            return torch.zeros(self.n, dtype=torch.float64)
+        return torch.tensor([time - self.worked(i, 0.0, time) for i in range(self.n)], dtype=torch.float64)
+
+    def permuted(self, order: Tensor) -> Fleet:
+        """The fleet in which client k has the device of client ``order[k]`` here; without presence only."""
+        names = ("seconds", "up", "down", "latency", "member")
+        return replace(self, presence=None, **{name: getattr(self, name)[order] for name in names})

@@ -1,0 +1,123 @@
+"""Schedules: which uploads make a step of the server; ``SCHEDULES`` by kind."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.values import Value
+
+
+class Schedule(Value, ABC):
+    """Which uploads make a step of the server."""
+
+    kind: ClassVar[str]
+
+
+class Synchronous(Schedule):
+    """A round ends when its last client has answered."""
+
+    kind: ClassVar[str] = "synchronous"
+
+
+class Deadline(Schedule):
+    """A round ends after some seconds, or when all have answered; late uploads are lost."""
+
+    kind: ClassVar[str] = "deadline"
+    seconds: float = Field(gt=0, description="longest round, in simulated seconds")
+    partial: bool = Field(
+        False, description="clients take as many steps as they have time for; for methods that can weigh partial work"
+    )
+
+
+class OverSelection(Schedule):
+    """A round ends when enough of its clients have answered; the others stop (Bonawitz et al., MLSys 2019)."""
+
+    kind: ClassVar[str] = "over-selection"
+    factor: float = Field(1.3, ge=1, description="clients that are drawn per upload that is used")
+
+    def enough(self, m: int) -> int:
+        """Uploads that are used of ``m`` clients."""
+        return max(round(m / self.factor), 1)
+
+
+class Stream(Schedule, ABC):
+    """Clients train all the time: who has answered is replaced at once, by a client that gets the newest model.
+
+    A step of the server takes the first uploads that arrive. An upload's staleness is the number of steps that the
+    server took while the client trained; what it changes is multiplied by a factor that falls with the staleness.
+    """
+
+    concurrency: int | None = Field(
+        None, ge=1, description="clients that train at the same time; as many as the sampler draws when None"
+    )
+    discount: Literal["polynomial", "hinge", "none"] = Field(
+        "polynomial", description="(1 + s)^-power of the staleness s; 1 up to hinge, then 1 / (power (s - hinge) + 1)"
+    )
+    power: float = Field(0.5, ge=0, description="how fast the factor falls")
+    hinge: int = Field(4, ge=0, description="staleness up to which nothing is discounted, with discount = 'hinge'")
+    timeout: float | None = Field(
+        None, gt=0, description="seconds after which a client that has not answered is given up; None: never"
+    )
+
+    needs: ClassVar[Mapping[str, str]] = {"hinge": "discount hinge"}
+
+    @property
+    def size(self) -> int:
+        """Uploads of a step."""
+        return 1
+
+    @property
+    def rate(self) -> float | None:
+        """Weight of a client's model in the mix with the server's; None: its change is added to the server's."""
+        return None
+
+    def factor(self, staleness: Tensor) -> Tensor:
+        """What uploads of these stalenesses are multiplied by, in (0, 1]."""
+        s = staleness.double()
+        if self.discount == "polynomial":
+            return (1 + s) ** -self.power
+        if self.discount == "hinge":
+            return 1 / (self.power * (s - self.hinge).clamp(min=0) + 1)
+        return s * 0 + 1
+
+
+class Buffered(Stream):
+    """FedBuff: a step takes the first K uploads (Nguyen et al., AISTATS 2022, arXiv:2106.06639, Algorithm 1)."""
+
+    kind: ClassVar[str] = "buffered"
+    buffer: int = Field(10, ge=1, description="K, uploads of a step")
+
+    @property
+    def size(self) -> int:
+        """K."""
+        return self.buffer
+
+
+class Asynchronous(Stream):
+    """FedAsync: every upload is a step that mixes the client's model into the server's (Xie et al., arXiv:1903.03934).
+
+    x <- (1 - a) x + a w with a = rate times the factor of the staleness. The paper's local problem has FedProx's term.
+    """
+
+    kind: ClassVar[str] = "asynchronous"
+    mix: float = Field(0.6, gt=0, le=1, description="alpha, weight of a client's model that is not stale")
+
+    @property
+    def rate(self) -> float | None:
+        """Alpha."""
+        return self.mix
+
+
+SCHEDULES: dict[str, type[Schedule]] = {
+    "synchronous": Synchronous,
+    "deadline": Deadline,
+    "over-selection": OverSelection,
+    "buffered": Buffered,
+    "asynchronous": Asynchronous,
+}
+"""Schedules by kind."""

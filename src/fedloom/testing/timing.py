@@ -1,0 +1,215 @@
+"""Laws of virtual time, each a function that raises `AssertionError` with a sentence when a method breaks it.
+
+They run short federations of eight clients with two features and three classes, whose sizes differ. What a schedule
+refuses of a method, with its reason, breaks no law.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedloom.algorithms import Algorithm, Composition
+from fedloom.data.federation import Federation
+from fedloom.engine.result import Result
+from fedloom.engine.simulate import simulate
+from fedloom.engine.state import State
+from fedloom.engine.virtual.clock import BUSY, CLIENT, END, FATE, START, VERSION, Clock, Fate, use_of
+from fedloom.errors import Refused
+from fedloom.local import LocalSGD
+from fedloom.processes.clients import COUNTS
+from fedloom.schedule import (
+    FORWARD,
+    Buffered,
+    Deadline,
+    Devices,
+    Equal,
+    Fleet,
+    LogNormal,
+    OverSelection,
+    Schedule,
+    Synchronous,
+)
+from fedloom.testing.scene import demand
+
+N, ROUNDS = 8, 4
+SIZES = (7, 4, 9, 5, 8, 3, 6, 10)
+LOCAL = LocalSGD(lr=0.1, batch_size="full", steps=2)
+
+
+class Speeds(Devices):
+    """Devices of stated speeds, in training samples a second; 0 never answers."""
+
+    kind: ClassVar[str] = "speeds"
+    speeds: tuple[float, ...]
+    scale: float = 1.0
+
+    def fleet(self, n: int, seed: int, rarity: Tensor) -> Fleet:
+        """Messages of 1e6 bytes a second, without latency."""
+        rate = torch.full((n,), 1e6 / self.scale, dtype=torch.float64)
+        seconds = self.scale / torch.tensor(self.speeds, dtype=torch.float64)
+        return Fleet(seconds, rate, rate, 0 * rate, ("all",), torch.zeros(n, dtype=torch.long))
+
+
+def federation(order: Collection[int] = range(N), other: int | None = None) -> Federation:
+    """The clients of the laws in some order; client ``other`` with other labels."""
+    clients = []
+    for i in order:
+        g = np.random.default_rng(i)
+        y = (np.arange(SIZES[i]) + i) % 3
+        x = (np.eye(3)[y] + 0.3 * g.standard_normal((len(y), 3)) + 0.1 * i).astype(np.float32)
+        y = (y + 1) % 3 if i == other else y
+        clients.append(((x, y), (x[:2], y[:2])))
+    return Federation.of(clients, validation=0.0)
+
+
+def run(method: Any, devices: Devices | None, schedule: Schedule, fed: Federation | None = None, **more: Any) -> Result:
+    """Run a method for some rounds without an evaluation in between."""
+    given: dict[str, Any] = {"rounds": ROUNDS, "local": LOCAL, "evaluate": {"every": 100}, **more}
+    return simulate(method, federation() if fed is None else fed, devices=devices, schedule=schedule, **given)
+
+
+def clock_of(result: Result) -> Clock:
+    """The clock at the end of a run."""
+    assert result.state.clock is not None
+    return result.state.clock
+
+
+def same_models(one: Result, other: Result, sentence: str) -> None:
+    """Raise if the servers or the clients' states of two runs differ in a bit."""
+    pairs = [*zip(one.state.server, other.state.server, strict=True)]
+    pairs += [*zip(*(result.job.clients.read(torch.arange(N)) for result in (one, other)), strict=True)]
+    pairs += [*zip(*(result.job.kept.read(torch.arange(N)) for result in (one, other)), strict=True)]
+    demand(all(torch.equal(a, b) for a, b in pairs), sentence)
+
+
+def a_clock_changes_no_bit(method: Any) -> None:
+    """A synchronous run has the same models with devices and without."""
+    same_models(run(method, None, Synchronous()), run(method, LogNormal(), Synchronous()), "devices change a model")
+
+
+def whole_cohort(method: Any) -> None:
+    """Equal devices and a buffer of the whole cohort are the synchronous run, to the bit; so is a late deadline."""
+    plain = run(method, None, Synchronous())
+    for schedule in (Buffered(buffer=N), Deadline(seconds=1e9), OverSelection(factor=1)):
+        same_models(plain, run(method, Equal(), schedule), f"{schedule!r} is not the synchronous run")
+
+
+def nothing_later(method: Any) -> None:
+    """No upload uses anything that came later than its dispatch: other labels of a client change none before."""
+    client, seen = 2, list[dict[tuple[int, int], Tensor]]()
+    speeds = Speeds(speeds=(90.0, 50.0, 60.0, 70.0, 110.0, 40.0, 30.0, 60.0))
+    first = math.inf
+    for other in (None, client):
+        uploads = dict[tuple[int, int], Tensor]()
+
+        def note(state: State, uploads: dict[tuple[int, int], Tensor] = uploads) -> None:
+            assert state.clock is not None
+            for flight in state.clock.flights.values():
+                rows = flight.rows(flight.places)
+                parts = [v for k, v in flight.fields.items() if k.startswith(("upload.", "rows."))]
+                for place, row in zip(flight.places.tolist(), rows.tolist(), strict=True):
+                    kept = [part[row].double().flatten() for part in parts]
+                    uploads[int(flight.ids[place]), flight.version] = torch.cat([torch.zeros(0), *kept])
+
+        schedule = Buffered(buffer=2)
+        result = run(method, speeds, schedule, federation(other=other), rounds=3 * ROUNDS, progress=[note])
+        log = clock_of(result).history()
+        first = min([first, *log[log[:, CLIENT] == client, 2].tolist()])
+        seen.append(uploads)
+    common = [k for k in seen[0].keys() & seen[1].keys() if k[0] != client and k[1] < first]
+    demand(common and first < 3 * ROUNDS, "the law has nothing to look at")
+    demand(all(torch.equal(seen[0][k], seen[1][k]) for k in common), "an upload uses what came after its dispatch")
+
+
+def conservation(method: Any) -> None:
+    """Busy, idle and absent seconds are all of a client's time; samples and bytes over rates are its busy seconds."""
+    devices = Equal(speed=50, up=2e5, down=1e5, latency=0.25)
+    result = run(method, devices, Synchronous())
+    totals = dict(zip(COUNTS, result.state.totals.tolist(), strict=False))
+    work = (totals["samples_backward"] + FORWARD * totals["samples_forward"]) / 50
+    messages = 0.25 * N * ROUNDS * sum(totals[name] > 0 for name in ("bytes_up", "bytes_down"))
+    want = work + totals["bytes_up"] / 2e5 + totals["bytes_down"] / 1e5 + messages
+    busy = clock_of(result).history()[:, BUSY].sum()
+    demand(math.isclose(busy, want, rel_tol=1e-9), f"busy seconds are {busy}, samples and bytes take {want}")
+    for schedule in (Synchronous(), Deadline(seconds=1.0), OverSelection(factor=2), Buffered(buffer=2)):
+        ended = run(method, LogNormal(present=0.5, period=1.5, latency=0.01), schedule)
+        assert ended.job.fleet is not None
+        clock, use = clock_of(ended), use_of(clock_of(ended), ended.job.fleet)
+        for name, part in (("busy", use.busy), ("idle", use.idle), ("absent", use.absent)):
+            demand(bool((part > -1e-9).all()), f"{schedule!r}: {name} seconds below zero")
+        log = clock.history()
+        for i in range(N):
+            mine = log[log[:, CLIENT] == i]
+            mine = mine[np.argsort(mine[:, START])]
+            demand((mine[1:, START] >= mine[:-1, END] - 1e-9).all(), f"{schedule!r}: client {i} is at two places")
+
+
+def permutation_of_devices(method: Any) -> None:
+    """Permuting the clients with their devices permutes the log."""
+    speeds, order = (90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0), [3, 0, 7, 5, 1, 6, 2, 4]
+    for schedule in (Synchronous(), OverSelection(factor=1.5), Buffered(buffer=3)):
+        plain = clock_of(run(method, Speeds(speeds=speeds), schedule)).history()
+        moved = Speeds(speeds=tuple(speeds[i] for i in order))
+        other = clock_of(run(method, moved, schedule, federation(order))).history()
+        other[:, CLIENT] = np.array(order)[other[:, CLIENT].astype(int)]
+        one, two = (log[np.lexsort((log[:, CLIENT], log[:, VERSION]))] for log in (plain, other))
+        demand(one.shape == two.shape and np.allclose(one, two, rtol=1e-9), f"{schedule!r}: the log is not permuted")
+
+
+def scale_of_time(method: Any) -> None:
+    """Four times slower devices, messages and deadlines take four times as long, and change no model."""
+    speeds = (90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0)
+    for make in (lambda c: Deadline(seconds=0.3 * c), lambda c: Buffered(buffer=3, timeout=0.5 * c)):
+        one, four = (run(method, Speeds(speeds=speeds, scale=c), make(c)) for c in (1.0, 4.0))
+        same_models(one, four, f"{make(1.0)!r}: the scale of time changes a model")
+        demand(clock_of(four).now == 4 * clock_of(one).now, f"{make(1.0)!r}: the times are not scaled")
+
+
+def silence(method: Any) -> None:
+    """A device that never answers holds its place until the time-out, and changes no upload of others."""
+    speeds, limit = (0.0, 50.0, 80.0, 70.0, 110.0, 40.0, 50.0, 60.0), 0.4
+    schedule = Buffered(buffer=2, timeout=limit)
+    one, two = (run(method, Speeds(speeds=speeds), schedule, federation(other=o), rounds=16) for o in (None, 0))
+    for a, b in zip(one.state.server, two.state.server, strict=True):
+        demand(torch.equal(a, b), "a device that never answers changes the server")
+    log = clock_of(one).history()
+    lost = log[log[:, FATE] == Fate.LOST]
+    demand(0 in lost[:, CLIENT], "the device that never answers is not given up")
+    demand(np.allclose(lost[:, END] - lost[:, START], limit), "its place is not held until the time-out")
+
+
+TIME_LAWS: dict[str, Callable[[Any], None]] = {
+    law.__name__: law
+    for law in (
+        a_clock_changes_no_bit, whole_cohort, nothing_later, conservation, permutation_of_devices, scale_of_time,
+        silence,
+    )
+}  # fmt: skip
+"""Every law of virtual time by name."""
+
+
+def check_timing(method: Algorithm | Composition | str, without: Collection[str] = ()) -> None:
+    """Hold a method to the laws of virtual time.
+
+    Args:
+        method: the method, or its name.
+        without: laws that the method breaks on purpose.
+
+    Raises:
+        AssertionError: at the first law that is broken: law, method and what differed.
+    """
+    for name, law in TIME_LAWS.items():
+        if name in without:
+            continue
+        try:
+            law(method)
+        except Refused:
+            continue
+        except AssertionError as broken:
+            raise AssertionError(f"law {name}, {method!r}: {broken}") from broken

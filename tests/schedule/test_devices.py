@@ -1,0 +1,177 @@
+"""Devices, presence and schedules: what they take, what they refuse, and what is known of their limits."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fedloom as fl
+from fedloom.data.federation import Federation
+from fedloom.errors import ConfigError, DataError, Refused
+from fedloom.schedule import Buffered, Classes, Deadline, LogNormal, Presence, Synchronous, Trace
+from fedloom.testing import check_timing
+from fedloom.testing.timing import TIME_LAWS, N, Speeds, clock_of, federation, run
+
+NONE = torch.zeros(0)
+
+
+@pytest.mark.parametrize("method", ["flame", "ifca"])
+def test_methods_obey_the_laws_of_time(method: str) -> None:
+    check_timing(method)
+
+
+def test_a_broken_law_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(method: Any) -> None:
+        raise AssertionError("time stands still")
+
+    monkeypatch.setitem(TIME_LAWS, "silence", broken)
+    with pytest.raises(AssertionError, match=r"law silence, 'fedavg': time stands still"):
+        check_timing("fedavg", without=set(TIME_LAWS) - {"silence"})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_end_of_work_is_where_as_much_presence_has_passed(seed: int) -> None:
+    g = np.random.default_rng(seed)
+    period = math.inf if seed % 3 == 0 else 10.0
+    cuts = np.sort(g.uniform(0, 10, 6))
+    there = Presence({0: [(cuts[k], cuts[k + 1]) for k in (0, 2, 4)]}, period)
+    for start, busy in zip(g.uniform(0, 25, 20), g.exponential(2.0, 20), strict=True):
+        end = there.end(0, start, busy)
+        grid = np.linspace(start, min(end, 200.0), 20_001)
+        inside = np.zeros(len(grid), bool)
+        for k in (0, 2, 4):
+            rest = grid % period if math.isfinite(period) else grid
+            inside |= (rest >= cuts[k]) & (rest < cuts[k + 1])
+        worked = inside.mean() * (grid[-1] - start)
+        if math.isfinite(end):
+            assert there.worked(0, end) - there.worked(0, start) == pytest.approx(busy, abs=1e-9)
+            assert worked == pytest.approx(busy, abs=2e-3 * max(end - start, 1))
+        else:
+            assert math.isinf(period)
+            assert worked < busy
+        soon = there.next(0, start)
+        assert soon >= start
+        assert there.end(0, start, 1e-9) - soon < 1e-6 or math.isinf(soon)
+
+
+def test_classes_have_their_shares_and_the_slowest_go_to_rare_labels() -> None:
+    kinds = {"phone": {"share": 0.6, "speed": 20.0}, "laptop": {"share": 0.4, "speed": 200.0}}
+    fleet = Classes(classes=kinds, slow="rare-labels").fleet(10, 0, torch.arange(10).double())
+    assert fleet.member.tolist() == [1] * 4 + [0] * 6
+    drawn = Classes(classes=kinds).fleet(1000, 0, NONE)
+    assert torch.bincount(drawn.member).tolist() == [600, 400]
+    assert not torch.equal(drawn.member, Classes(classes=kinds).fleet(1000, 1, NONE).member)
+    with pytest.raises(ConfigError, match="shares must sum to 1"):
+        Classes(classes={"phone": {"share": 0.5}})
+
+
+def test_lognormal_speeds_have_their_spread() -> None:
+    logs = LogNormal(speed=50, spread=0.7).fleet(20_000, 3, NONE).seconds.log()
+    assert float(logs.mean()) == pytest.approx(-math.log(50), abs=0.02)
+    assert float(logs.std()) == pytest.approx(0.7, abs=0.02)
+    slow = LogNormal(slow="rare-labels").fleet(9, 0, torch.arange(9.0)).seconds
+    assert (slow.diff() > 0).all()
+
+
+def test_a_trace_is_read_and_refused(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text("client,speed,up,down,class,start,end\n0,10,1e6,1e6,old,0,5\n0,10,1e6,1e6,old,8,9\n1,0,1,1,new,,\n")
+    fleet = Trace(file=str(file)).fleet(2, 0, NONE)
+    assert fleet.seconds.tolist() == [0.1, math.inf]
+    assert fleet.names == ("new", "old")
+    assert fleet.ends(torch.tensor([0, 0]), 1.0, torch.tensor([4.5, 6.0]).double()).tolist() == [8.5, math.inf]
+    with pytest.raises(ConfigError, match=r"has 2 devices for 3 clients"):
+        Trace(file=str(file)).fleet(3, 0, NONE)
+    with pytest.raises(ConfigError, match=r"set devices.draw = true"):
+        Trace(file=str(file)).fleet(1, 0, NONE)
+    file.write_text("client,speed\n0,1\n")
+    with pytest.raises(DataError, match=r"lacks the columns \['up', 'down'\]"):
+        Trace(file=str(file)).fleet(1, 0, NONE)
+    with pytest.raises(DataError, match="cannot be read"):
+        Trace(file=str(tmp_path / "none.parquet")).fleet(1, 0, NONE)
+
+
+@pytest.mark.parametrize(
+    ("choices", "sentence"),
+    [
+        ({"schedule": Buffered()}, r"needs the time that clients take: give \[devices\]"),
+        ({"schedule": Buffered(buffer=9), "devices": "equal"}, "schedule.buffer must be at most the 8 clients"),
+        ({"schedule": Deadline(seconds=1, partial=True), "devices": "equal"}, "take one of fednova, fedprox"),
+        ({"schedule": "asynchronous", "devices": "equal", "sampler": "power-of-choice"}, "could ask candidates"),
+        ({"schedule": "asynchronous", "devices": "equal", "attack": "alie"}, "honest uploads attack"),
+        ({"schedule": "asynchronous", "devices": "equal", "cohorts": [[0]] * 4}, "cohorts are those of rounds"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(choices: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        fl.simulate("fedavg", federation(), **{"rounds": 4, **choices})
+
+
+def test_methods_that_mix_a_cohort_are_refused_one_by_one() -> None:
+    with pytest.raises(Refused, match="clients train one by one"):
+        run("fedamp", LogNormal(), Buffered(buffer=2))
+
+
+def test_partial_work_ends_within_the_deadline() -> None:
+    speeds = Speeds(speeds=(90.0, 50.0, 20.0, 70.0, 110.0, 40.0, 30.0, 60.0))
+    local = {"lr": 0.1, "batch_size": 2, "steps": 6}
+    whole = run("fedprox", speeds, Deadline(seconds=0.2), local=local)
+    part = run("fedprox", speeds, Deadline(seconds=0.2, partial=True), local=local)
+    for result, least in ((whole, 0), (part, N)):
+        log = clock_of(result).history()
+        taken = log[log[:, 6] == 0]
+        assert (taken[:, 4] <= taken[:, 1] * 0.2 + 0.2 + 1e-9).all()
+        assert least <= len(taken) // 4
+    assert clock_of(whole).history().shape == clock_of(part).history().shape
+    assert (clock_of(whole).history()[:, 6] != 0).any()
+
+
+def test_fast_clients_pull_the_model_by_how_often_they_answer() -> None:
+    """f_i = (w - c_i)^2: with small steps, uploads at rates r_i settle at sum r_i c_i / sum r_i, not at the mean."""
+    centres = (0.25, 4.25)
+    clients = [((np.ones((3, 1)), np.full(3, c)), (np.ones((1, 1)), np.full(1, c))) for c in centres]
+    result = fl.simulate(
+        "fedavg", Federation.of(clients, validation=0.0), rounds=400, weights="uniform",
+        local={"lr": 0.005, "batch_size": "full", "steps": 1}, evaluate={"every": 1000},
+        devices=Speeds(speeds=(90.0, 30.0)), schedule=Buffered(buffer=1, discount="none"),
+    )  # fmt: skip
+    w = float(result.state.server.x.sum())
+    assert w == pytest.approx(1.25, abs=0.1)  # (3 * 0.25 + 4.25) / 4; the mean is 2.25
+
+
+def test_workers_change_no_bit() -> None:
+    one, two = (
+        run("flame", LogNormal(), Buffered(buffer=3), engine={"workers": w, "chunk": 2}, rounds=6) for w in (1, 2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(one.state.server, two.state.server, strict=True))
+    assert clock_of(one).now == clock_of(two).now
+
+
+def test_results_have_uploads_and_the_time_to_a_target() -> None:
+    result = run("fedavg", LogNormal(), Buffered(buffer=2), rounds=20, evaluate={"every": 2})
+    table = result.uploads()
+    assert table.num_rows == 40
+    assert max(table["staleness"].to_pylist()) > 0
+    by_client, overall = result.time_to(0.5, by="client"), result.time_to(0.5)["all"]
+    assert len(by_client) == N
+    assert min(by_client.values()) <= overall <= clock_of(result).now
+    assert set(result.time_to(0.5, by="device")) == {"slow", "middle", "fast"}
+    assert result.time_to(2.0) == {"all": math.inf}
+    with pytest.raises(ConfigError, match="has no clock"):
+        run("fedavg", None, Synchronous()).uploads()
+
+
+def test_presence_pauses_work_and_a_run_waits_for_clients() -> None:
+    devices = LogNormal(present=0.1, period=40.0)
+    result = run("fedavg", devices, Buffered(buffer=2), rounds=5, sampler={"kind": "uniform", "clients": 3})
+    assert result.rounds == 5
+    fleet = devices.fleet(N, 0, torch.zeros(N))
+    log = clock_of(result).history()
+    for client, start, end, busy in log[:, [0, 3, 4, 5]]:
+        assert fleet.worked(int(client), start, end) == pytest.approx(busy, abs=1e-6)
+        assert fleet.next(int(client), start) == pytest.approx(start)
