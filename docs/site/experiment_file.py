@@ -50,7 +50,7 @@ have:
 | `algorithm` | name of the method, required |
 | `label` | what it is called in tables; the name when not given, and different for every method |
 | `rounds` | rounds of this method alone |
-| `local`, `sampler`, `weigher`, `mixer`, `aggregator`, `channel`, `schedule` | replace the shared ones; `local` by key |
+| `local`, `sampler`, `weigher`, `mixer`, `aggregator`, `channel`, `schedule` | for the shared ones; `local` by key |
 
 ```toml
 [[method]]
