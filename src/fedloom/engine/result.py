@@ -110,7 +110,7 @@ class Result:
             ConfigError: the run has no devices.
         """
         log = self._clock().history()
-        columns = {name: log[:, k].astype(np.int64) for k, name in enumerate(LOG[:3])}
+        columns: dict[str, Any] = {name: log[:, k].astype(np.int64) for k, name in enumerate(LOG[:3])}
         columns |= {name: log[:, k] for k, name in enumerate(LOG) if name in ("start", "end", "busy")}
         fates = [Fate(int(code)).name.lower() for code in log[:, FATE]]
         return pa.table({**columns, "fate": fates, "staleness": columns["round"] - columns["version"] - 1})

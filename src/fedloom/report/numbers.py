@@ -20,8 +20,16 @@ from fedloom.report.reading import Integers, Key, Numbers, Points, Run
 from fedloom.rundir import Record
 
 MODELS = ("global", "personal", "hybrid")
-WORK = ("steps", "samples_backward", "samples_forward", "bytes_up", "bytes_down", "bytes_up_paper", "bytes_down_paper")
-WORK += ("simulated_seconds",)
+WORK = (
+    "steps",
+    "samples_backward",
+    "samples_forward",
+    "bytes_up",
+    "bytes_down",
+    "bytes_up_paper",
+    "bytes_down_paper",
+    "simulated_seconds",
+)
 COUNTED = (*WORK, "seconds")
 """Figures that a seed has which ended early; they count where no seed came to its end."""
 LOST = ("diverged", "failed")
