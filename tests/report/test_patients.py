@@ -19,6 +19,7 @@ from statsmodels.stats.proportion import proportion_confint
 import fedloom as fl
 from fedloom.data.groups import groups_of
 from fedloom.errors import ConfigError
+from fedloom.experiment.left_out import scores_of_new, without
 from fedloom.report.calibrated import curve, point, wilson
 from fedloom.report.comparison.by_patient import delong
 from fedloom.report.patients import Predicted
@@ -40,6 +41,7 @@ impute = true
 kind = "writers"
 validation = 0.2
 folds = 2
+leave = "each"
 [model]
 kind = "softmax"
 [evaluate]
@@ -116,6 +118,31 @@ def test_the_page_and_its_files_have_them(run: Path) -> None:
     assert {line["group"] for line in read("groups.csv")} == {
         "sex=f", "sex=m", "age>=75", "age<75",
     }  # fmt: skip
+    new = read("left_out.csv")
+    assert {(line["method"], line["site"], line["seed"]) for line in new} == {
+        ("ditto", site, seed) for site in SITES for seed in "01"
+    }  # a method without a global model has nothing for a new site
+    assert "Sites left out: ditto" in page
+
+
+def test_a_left_out_site_is_scored_as_if_it_had_never_been_there() -> None:
+    import pandas as pd
+
+    table = pd.DataFrame([row for site in SITES for row in patients(site, si=False)])
+    options = {"users": "hospital", "categorical": ["ward", "sex"], "impute": True, "missing": ["-9"],
+               "drop": ["patient_id", "hours_to_death", "troponin_hs"]}  # fmt: skip
+    cut = fl.partition.writers(test=0.0, validation=0.0)
+    whole, others = (fl.Dataset.of(rows, "died", **options) for rows in (table, table[table.hospital != "Celle"]))
+    fed = cut(whole, seed=0)
+    choices = {"rounds": 2, "local": fl.LocalSGD(lr=0.1, batch_size=64), "evaluate": {"parts": ("train",)}}
+    left, never = (fl.simulate("fedavg", one, **choices) for one in (without(fed, 2), cut(others, seed=0)))
+    scores = scores_of_new(left, whole, fed, 2).to_pylist()
+    celle = fl.Dataset.of(table[table.hospital == "Celle"], "died", **options)
+    models = (never.models.ready("global"), never.models.ready("global").rescaled(celle))
+    for scaling, model in zip(("as the clients' on average", "on these rows"), models, strict=True):
+        found = {line["metric"]: line["value"] for line in scores if line["scaling"] == scaling}
+        assert found.pop("samples") == 400
+        assert found == pytest.approx(model.score(celle), abs=1e-12)
 
 
 def naive_delong(scores: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

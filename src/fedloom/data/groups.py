@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.data.dataset import MISSING, Dataset
-from fedloom.data.sources.cells import is_number
+from fedloom.data.tables import is_number
 from fedloom.errors import ConfigError, unknown
 
 BOUND = re.compile(r"(.+?)\s*(>=|<=|>|<)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)")

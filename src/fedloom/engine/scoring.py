@@ -307,7 +307,10 @@ def final_outputs(job: Job, state: State, kind: str, part: str = "test") -> Pass
     ids, fitted = job.scored_ids, job.setting.task.line_part
 
     def outputs(of: str) -> Pass:
-        return pass_shared(job, row, ids, of) if models is None else pass_own(job, models, ids, of)
+        if models is not None:
+            return pass_own(job, models, ids, of)
+        assert row is not None
+        return pass_shared(job, row, ids, of)
 
     row, models = job.algorithm.global_model(state.server), None
     if kind == "personal" and job.has_personal:

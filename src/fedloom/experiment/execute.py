@@ -6,23 +6,29 @@ import re
 import shlex
 import shutil
 import tomllib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
+import pyarrow as pa
+
 from fedloom import report
+from fedloom.data.dataset import Dataset
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check
 from fedloom.engine.simulate import Progress, simulate
-from fedloom.errors import CodeError, DamagedCheckpoint, LayoutError, RunDirError
+from fedloom.errors import CodeError, DamagedCheckpoint, LayoutError, Refused, RunDirError, Stop
 from fedloom.experiment.events import PAUSE, Emitter, Event, Line, Listener
 from fedloom.experiment.file import difference_to_recorded
 from fedloom.experiment.inspection import check_inspection
+from fedloom.experiment.left_out import scores_of_new, without
 from fedloom.experiment.outputs import (
     Live,
     Outcome,
+    left_out_before,
     write_inspection,
+    write_left_out,
     write_settings,
     write_splits,
     write_summary,
@@ -83,6 +89,10 @@ class Plan:
         for fed in self.federations.values():
             check_inspection(experiment.common.evaluate, fed)
         fed = self.federations[experiment.head.seeds[0]]
+        self._raw = data if experiment.partition.leave else None
+        if self._raw is not None and (ranks.size > 1 or fed.n < 3):
+            why = "on one process" if ranks.size > 1 else f"with 3 clients or more, and there are {fed.n}"
+            raise Refused(f"partition.leave trains {why}; leave it out")
         self.notes = {m.label: check(m.setting, fed) for m in experiment.methods}
         if ranks.rank == 0 and not dry:
             make_folder(out)
@@ -116,6 +126,8 @@ class Plan:
             interrupted = processes > 1 and self._run_side_by_side(processes, listeners, ended)
             outcomes = self._run_all(listeners, alone=processes == 1, interrupted=interrupted, ended=ended)
             self._write(outcomes)
+            if self._raw is not None:
+                self._leave(self._raw, outcomes)
             if page and any(o.result is not None for o in outcomes):
                 report.write([self.out], self.out / REPORT, charts=False)
         return outcomes
@@ -184,6 +196,21 @@ class Plan:
         more = write_inspection(self.out, self.experiment.common.evaluate, outcomes)
         write_summary(self.out, self.experiment, outcomes, self.federations, more)
         shutil.rmtree(self.out / LIVE, ignore_errors=True)
+
+    def _leave(self, data: Dataset, outcomes: Sequence[Outcome]) -> None:
+        """Train every complete run again without each client in turn, and score that one."""
+        before, tables = left_out_before(self.out), dict[tuple[str, int], list[pa.Table]]()
+        for (method, seed), outcome in zip(self.runs, outcomes, strict=False):
+            fed = self.federations[seed]
+            scored = method.setting.evaluate.with_(every=method.setting.rounds, parts=("test",), select_on="test")
+            shared = outcome.complete and outcome.result is not None and "global" in outcome.result.models.kinds()
+            for client in range(fed.n) if shared and (method.label, seed) not in before else ():
+                setting = method.setting.with_(seed=seed, evaluate=scored)
+                result = simulate(setting, without(fed, client))
+                if result.stop is Stop.INTERRUPTED:
+                    return
+                tables.setdefault((method.label, seed), []).append(scores_of_new(result, data, fed, client))
+        write_left_out(self.out, tables, before)
 
     def _check_directory(self) -> None:
         """Refuse what is not a run directory, or one of another experiment; methods and seeds may come and go."""

@@ -28,6 +28,7 @@ from fedloom.experiment.schema import Experiment
 from fedloom.rundir import (  # fmt: skip
     CONFUSION,
     GROUPS,
+    LEFT_OUT,
     LIVE,
     METRICS,
     PARTITION,
@@ -144,6 +145,25 @@ def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome])
     _write(out / PREDICTIONS, rows, keep)
     _write(out / TSNE, places, keep)
     return notes
+
+
+def left_out_before(out: Path) -> list[tuple[str, int]]:
+    """Labels and seeds of the runs of which ``left_out.parquet`` has scores."""
+    if not (out / LEFT_OUT).exists():
+        return []
+    keys = pq.read_table(out / LEFT_OUT, columns=["method", "seed"]).group_by(["method", "seed"]).aggregate([])
+    return list(zip(keys["method"].to_pylist(), keys["seed"].to_pylist(), strict=True))
+
+
+def write_left_out(
+    out: Path, tables: Mapping[tuple[str, int], Sequence[pa.Table]], keep: Sequence[tuple[str, int]]
+) -> None:
+    """``left_out.parquet``: scores of clients by models that were trained without them, by method's label and seed.
+
+    Of the runs to ``keep``, the rows that the file has stay.
+    """
+    rows = [_labelled(pa.concat_tables(some), *run) for run, some in sorted(tables.items())]
+    _write(out / LEFT_OUT, rows, keep)
 
 
 def _write(path: Path, tables: list[pa.Table], keep: Sequence[tuple[str, int]] = ()) -> None:

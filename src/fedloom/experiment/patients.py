@@ -33,7 +33,8 @@ def keeping(source: Source, groups: Sequence[str]) -> Source:
         return source
     if not isinstance(source, TableSource):
         raise ConfigError("evaluate.groups needs a table with named columns in [data]")
-    return source.with_(kept=tuple(dict.fromkeys((*source.kept, *columns))))
+    keeps: Source = source.with_(kept=tuple(dict.fromkeys((*source.kept, *columns))))
+    return keeps
 
 
 def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:

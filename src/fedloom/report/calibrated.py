@@ -11,6 +11,7 @@ from html import escape
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedloom.report import figure as vl
 from fedloom.report.comparison.contenders import contenders
@@ -19,7 +20,7 @@ from fedloom.report.csv_files import csv_of
 from fedloom.report.figure import Figure, Rows
 from fedloom.report.numbers import Row, rounded, run_of
 from fedloom.report.patients import Predicted, is_binary, tested
-from fedloom.report.reading import Numbers, Run
+from fedloom.report.reading import Run
 from fedloom.report.tables import DASH, scrolling
 
 BINS, PER_BIN = 10, 10
@@ -62,7 +63,7 @@ def point(samples: Predicted, threshold: float) -> Point:
     hit, ill = samples.prediction >= threshold, samples.target == 1
     odds, size = threshold / (1 - threshold), len(ill)
 
-    def share(part: Numbers, of: Numbers) -> float:
+    def share(part: NDArray[np.bool_], of: NDArray[np.bool_]) -> float:
         return float(part.sum() / of.sum()) if of.any() else math.nan
 
     benefit = float(((hit & ill).sum() - odds * (hit & ~ill).sum()) / size)

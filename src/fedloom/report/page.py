@@ -31,6 +31,8 @@ from fedloom.report.figure import Figure, Rows, theme
 from fedloom.report.groups import LEAD as GROUPED
 from fedloom.report.groups import group_tables, groups_csv
 from fedloom.report.inspection import inspection
+from fedloom.report.left_out import LEAD as NEW
+from fedloom.report.left_out import left_out_csv, left_out_tables
 from fedloom.report.numbers import Row, leading_metric, rows_of, run_of
 from fedloom.report.partition import clusters, skew_table, splits
 from fedloom.report.reading import Run, read_runs
@@ -48,6 +50,7 @@ HIDDEN = ("label", "label_narrow", "side", "place", "middle")
 
 PLACES = {
     "patients": ("Calibrated", IN_USE),
+    "left_out": ("A new site", NEW),
     "groups": ("Groups of patients", GROUPED),
     "curves": ("Learning curves", "How the result grows with rounds, traffic, gradients of samples and time."),
     "clients": ("Clients", "A mean hides who gains and who loses; here is every client."),
@@ -149,6 +152,7 @@ def write(
         _replace(beside / "sites.tex", gains_latex(by_site, title(runs)))
     more = {
         "groups": groups_csv(runs),
+        "left_out": left_out_csv(runs),
         "thresholds": thresholds_csv(runs, rows, leading_metric(runs)),
         "sites-by-patient": differences_csv(by_patient) if (by_patient := _by_patient(runs, by_site)) else "",
     }
@@ -266,6 +270,7 @@ def page(
     bodies = {group: _gallery([figure for figure in shown if figure.group == group]) for group in PLACES}
     lead = leading_metric(runs)
     bodies["patients"] += threshold_tables(runs, rows, lead)
+    bodies["left_out"] += left_out_tables(runs, rows, lead)
     bodies["groups"] += group_tables(runs, rows, lead)
     bodies["partition"] += skew_table(runs)
     bodies["privacy"] += privacy_tables(runs)

@@ -80,12 +80,13 @@ def differences(run: Run, table: Table) -> list[Difference]:
 def _difference(name: str, own: Predicted, shared: Predicted) -> Difference:
     events = int(own.target.sum())
     if min(events, len(own.target) - events) < LEAST:
-        return Difference(name, len(own.target), events, *[math.nan] * 4)
+        return Difference(name, len(own.target), events, math.nan, math.nan, math.nan, math.nan)
     areas, covariance = delong(np.stack([own.prediction, shared.prediction]), own.target)
     se = math.sqrt(max(0.0, covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]))
     gain = float(areas[1] - areas[0])
     p = float(2 * norm.sf(abs(gain) / se)) if se > 0 else 1.0 if gain == 0 else math.nan
-    return Difference(name, len(own.target), events, *map(float, areas), float(norm.ppf(0.5 + LEVEL / 2)) * se, p)
+    half = float(norm.ppf(0.5 + LEVEL / 2)) * se
+    return Difference(name, len(own.target), events, float(areas[0]), float(areas[1]), half, p)
 
 
 def differences_html(found: Sequence[tuple[str, Sequence[Difference]]]) -> str:

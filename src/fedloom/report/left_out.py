@@ -1,0 +1,84 @@
+"""A new client: results at every site by models that were trained without it."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+import pyarrow.compute as pc
+
+from fedloom.report.comparison.contenders import contenders
+from fedloom.report.comparison.gains import federated_leader, site_estimate, values_by_seed
+from fedloom.report.csv_files import csv_of
+from fedloom.report.naming import figure, titled
+from fedloom.report.numbers import Estimate, Row, run_of
+from fedloom.report.reading import Run, read_table
+from fedloom.report.tables import DASH, cell, scrolling
+from fedloom.rundir import LEFT_OUT
+
+NAMES = ("method", "seed", "client", "scaling", "metric", "value")
+LEAD = (
+    "Every site in turn as one that was not there: trained on the others, and scored on all of its samples. Left out: "
+    "columns are scaled as at the other sites on average, as a new site would use the model. On its own rows: "
+    "the site scales columns by its own samples first. Beside them its result with the same method where it takes "
+    "part, on its test samples, and where it trains alone. Mean over seeds ± half the width of the 95 % interval."
+)
+
+
+def left_out_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
+    """An HTML table per run that left out every site in turn, of each method with a global model."""
+    text = ""
+    for run in runs:
+        path = run.path / LEFT_OUT
+        if not path.exists():
+            continue
+        table = read_table(path, NAMES)
+        shown = [row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
+        alone = next((row for row in shown if row.algorithm == "local"), None)
+        best = federated_leader(shown, lead)
+        methods = [row for row in shown if row.method in set(table["method"].to_pylist())]
+        for row in sorted(methods, key=lambda row: row is not best):
+            text += _table(run, table.filter(pc.equal(table["method"], row.method)), row, alone, lead, len(runs) > 1)
+    return text
+
+
+def _table(run: Run, table, row: Row, alone: Row | None, lead: str, several: bool) -> str:  # type: ignore[no-untyped-def]
+    scalings = list(dict.fromkeys(table["scaling"].to_pylist()))
+    values: dict[tuple[int, str], dict[int, float]] = {}
+    for line in table.filter(pc.equal(table["metric"], lead)).to_pylist():
+        values.setdefault((line["client"], line["scaling"]), {})[line["seed"]] = line["value"]
+    samples = {
+        line["client"]: int(line["value"]) for line in table.filter(pc.equal(table["metric"], "samples")).to_pylist()
+    }
+    inside = {r.method: values_by_seed(run, r, lead) for r in (row, alone) if r is not None}
+    title = titled(figure(lead))
+    heads = [
+        "Site", "Samples", f"{title} left out", *(["On its own rows"] if len(scalings) > 1 else []), "Taking part",
+        *(["Alone"] if alone is not None and alone is not row else []),
+    ]  # fmt: skip
+    lines = []
+    for client in range(run.clients):
+        estimates = [Estimate(values.get((client, scaling), {})) for scaling in scalings]
+        estimates += [site_estimate(by_seed, client) for by_seed in inside.values()]
+        words = [_words(lead, estimate) for estimate in estimates]
+        lines.append([escape(run.client(client)), str(samples.get(client, DASH)), *words])
+    label = f"{row.method}{f', {run.label}' if several else ''}"
+    return f"<h3>{escape(label)}</h3>" + scrolling(f"Sites left out: {label}", heads, lines)
+
+
+def _words(lead: str, estimate: Estimate) -> str:
+    if not any(math.isfinite(value) for value in estimate.finite.values()):
+        return DASH
+    mean, half = cell(lead, estimate)
+    return f"{mean} ± {half}" if half else mean
+
+
+def left_out_csv(runs: list[Run]) -> str:
+    """Every figure of every left out site, by seed and unscaled."""
+    lines = [
+        (run.label, *(run.client(line[name]) if name == "client" else line[name] for name in NAMES))
+        for run in runs
+        if (run.path / LEFT_OUT).exists()
+        for line in read_table(run.path / LEFT_OUT, NAMES).to_pylist()
+    ]
+    return csv_of(("run", "method", "seed", "site", "scaling", "metric", "value"), lines) if lines else ""
