@@ -9,9 +9,9 @@ True
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
+from fedloom.lazy import getter
 from fedloom.version import __version__
 
 if TYPE_CHECKING:
@@ -79,13 +79,7 @@ _WHERE = {
 __all__ = ["__version__", *_WHERE]
 
 
-def __getattr__(name: str) -> object:
-    if name not in _WHERE:
-        raise AttributeError(f"module 'fedloom' has no attribute {name!r}; it has: {', '.join(sorted(_WHERE))}")
-    module, _, attribute = _WHERE[name].partition(":")
-    found = import_module(module)
-    globals()[name] = found = getattr(found, attribute) if attribute else found
-    return found
+__getattr__ = getter(__name__, _WHERE)
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import RunDirError
-from fedloom.storage.files import make_folder, write_atomic
+from fedloom.storage import make_folder, write_atomic
 
 RECORDED = Path(__file__).parent / "results"
 """Records that the wheel brings; a checkout has them in ``studies/results``."""

@@ -5,25 +5,38 @@ Every name is imported when it is first touched: `fedloom list` answers without 
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from fedloom.experiment.editors import json_schema
-    from fedloom.experiment.execute import Plan
-    from fedloom.experiment.file import parse, read
-    from fedloom.experiment.listing import listed
-    from fedloom.experiment.opened import Opened, Recorded, open_run
-    from fedloom.experiment.outputs import Outcome
-    from fedloom.experiment.schema import Experiment, Method
+from fedloom.lazy import getter
 
-_WHERE = {
+if TYPE_CHECKING:
+    from fedloom.experiment.bench import duration as duration
+    from fedloom.experiment.editors import json_schema as json_schema
+    from fedloom.experiment.events import Event as Event
+    from fedloom.experiment.events import Listener as Listener
+    from fedloom.experiment.execute import Plan as Plan
+    from fedloom.experiment.file import parse as parse
+    from fedloom.experiment.file import read as read
+    from fedloom.experiment.listing import listed as listed
+    from fedloom.experiment.opened import Opened as Opened
+    from fedloom.experiment.opened import Recorded as Recorded
+    from fedloom.experiment.opened import open_run as open_run
+    from fedloom.experiment.outputs import Outcome as Outcome
+    from fedloom.experiment.schema import Experiment as Experiment
+    from fedloom.experiment.schema import Method as Method
+    from fedloom.experiment.tuning import Tune as Tune
+
+_MODULES = {
+    "Event": "events",
     "Experiment": "schema",
+    "Listener": "events",
     "Method": "schema",
     "Opened": "opened",
     "Outcome": "outputs",
     "Plan": "execute",
     "Recorded": "opened",
+    "Tune": "tuning",
+    "duration": "bench",
     "json_schema": "editors",
     "listed": "listing",
     "open_run": "opened",
@@ -31,24 +44,6 @@ _WHERE = {
     "read": "file",
 }
 
-__all__ = [
-    "Experiment",
-    "Method",
-    "Opened",
-    "Outcome",
-    "Plan",
-    "Recorded",
-    "json_schema",
-    "listed",
-    "open_run",
-    "parse",
-    "read",
-]
+__all__ = [*_MODULES]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = getter(__name__, {name: f"{__name__}.{module}:{name}" for name, module in _MODULES.items()})

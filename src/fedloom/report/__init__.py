@@ -3,7 +3,29 @@
 from __future__ import annotations
 
 from fedloom.report.comparison.card import write_card
+from fedloom.report.comparison.criteria import NEAR, cumulative
+from fedloom.report.comparison.family import LEVEL, Comparison, differences, family, holm
+from fedloom.report.csv_files import csv_of_table
+from fedloom.report.figure import Spec, mark
+from fedloom.report.numbers import (
+    EMPTY,
+    ENOUGH,
+    MODELS,
+    WORK,
+    Curve,
+    Estimate,
+    curve,
+    half_width,
+    rounded,
+    seeds_of,
+    test_metrics,
+)  # fmt: skip
 from fedloom.report.page import write
+from fedloom.report.reading import Key, Run, read_runs
 from fedloom.report.tables import result_table
 
-__all__ = ["result_table", "write", "write_card"]
+__all__ = [
+    "EMPTY", "ENOUGH", "LEVEL", "MODELS", "NEAR", "WORK", "Comparison", "Curve", "Estimate", "Key", "Run", "Spec",
+    "csv_of_table", "cumulative", "curve", "differences", "family", "half_width", "holm", "mark", "read_runs",
+    "result_table", "rounded", "seeds_of", "test_metrics", "write", "write_card",
+]  # fmt: skip

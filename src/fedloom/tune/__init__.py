@@ -1,6 +1,9 @@
 """Tuning: the settings of every method of an experiment, chosen on validation with equal trials and equal work."""
 
+from __future__ import annotations
+
+from fedloom.tune.search import Found, check_values, space_of, with_params
 from fedloom.tune.trial import Trial
 from fedloom.tune.tuning import Tuning
 
-__all__ = ["Trial", "Tuning"]
+__all__ = ["Found", "Trial", "Tuning", "check_values", "space_of", "with_params"]

@@ -3,7 +3,7 @@
 import tomllib
 from importlib.resources import files
 
-from fedloom.cli._complete import offer
+from fedloom.cli import offer
 
 _PACKAGE = files("fedloom_studies")
 

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fedloom.cli import _complete as offer
-from fedloom.cli._app import DataDir, app, errors, say
+from fedloom.cli import DataDir, algorithms, app, errors, one_of, say
 from fedloom_studies.cli._complete import setups as setup_names
 from fedloom_studies.cli.reproduce import seconds
 
@@ -17,7 +16,7 @@ from fedloom_studies.cli.reproduce import seconds
 def map_command(
     method: Annotated[
         list[str] | None,
-        typer.Option(help="a method, or my_package:MyMethod; may be repeated", autocompletion=offer.algorithms),
+        typer.Option(help="a method, or my_package:MyMethod; may be repeated", autocompletion=algorithms),
     ] = None,
     space: Annotated[Path | None, typer.Option(help="search space of that method's own settings (TOML)")] = None,
     setup: Annotated[
@@ -33,7 +32,7 @@ def map_command(
     ] = False,
     stale: Annotated[bool, typer.Option("--stale", help="run stale cells anew, too")] = False,
     scale: Annotated[
-        str, typer.Option(help="full, or smoke: two setups, one seed", autocompletion=offer.one_of("smoke", "full"))
+        str, typer.Option(help="full, or smoke: two setups, one seed", autocompletion=one_of("smoke", "full"))
     ] = "full",
     out: Annotated[Path, typer.Option(help="folder of the run directories")] = Path("runs/map"),
     results: Annotated[
@@ -54,7 +53,7 @@ def map_command(
         raise typer.BadParameter("--space needs one --method")
     with errors():
         from fedloom.progress import counted, print_rows
-        from fedloom.storage.files import make_folder, write_atomic
+        from fedloom.storage import make_folder, write_atomic
         from fedloom.values import choose
         from fedloom_studies.map.judge import judge
         from fedloom_studies.map.measure import due, estimates, measure_all

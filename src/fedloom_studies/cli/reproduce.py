@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedloom.cli import _complete as offer
-from fedloom.cli._app import DataDir, app, errors, say
+from fedloom.cli import DataDir, app, errors, one_of, say
 from fedloom.errors import ConfigError
 from fedloom_studies.cli._complete import recipes as recipe_names
 
@@ -29,7 +28,7 @@ def reproduce(
     scale: Annotated[
         str,
         typer.Option(
-            help="smoke, laptop or full (the paper's protocol)", autocompletion=offer.one_of("smoke", "laptop", "full")
+            help="smoke, laptop or full (the paper's protocol)", autocompletion=one_of("smoke", "laptop", "full")
         ),
     ] = "laptop",
     seeds: Annotated[str | None, typer.Option(help="seeds instead of the recipe's, e.g. 1,10,100")] = None,
@@ -59,7 +58,7 @@ def reproduce(
     if sum((name is not None, list_, all_, page is not None, estimate)) != 1:
         raise typer.BadParameter("give one of NAME, --list, --all, --page, --estimate")
     with errors():
-        from fedloom.storage.files import make_folder, write_atomic
+        from fedloom.storage import make_folder, write_atomic
         from fedloom.values import choose
         from fedloom_studies.reproduce import Budget, recipe, recipes
         from fedloom_studies.reproduce.papers import pages

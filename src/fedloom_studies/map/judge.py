@@ -18,9 +18,7 @@ from numpy.typing import NDArray
 
 from fedloom.algorithms import REGISTRY
 from fedloom.metrics import variance, worst
-from fedloom.report.comparison.criteria import NEAR
-from fedloom.report.comparison.family import LEVEL, Comparison, differences, family
-from fedloom.report.numbers import Estimate
+from fedloom.report import LEVEL, NEAR, Comparison, Estimate, differences, family
 from fedloom_studies.map.records import DONE, Record, Series
 from fedloom_studies.map.setups import MARKS, POOLED, Scale, Setup, setups
 

@@ -11,13 +11,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedloom.algorithms import REGISTRY
-from fedloom.data.federation import Federation
+from fedloom.data import Federation
 from fedloom.errors import ConfigError, DataError, FedloomError, RunDirError, RunStopped, Stop
-from fedloom.experiment import Plan, parse
-from fedloom.experiment.events import Listener
-from fedloom.processes.distributed import check_alone
-from fedloom.report.reading import read_runs
-from fedloom.storage.files import lock
+from fedloom.experiment import Listener, Plan, parse
+from fedloom.processes import check_alone
+from fedloom.report import read_runs
+from fedloom.storage import lock
 from fedloom_studies.map.judge import best
 from fedloom_studies.map.records import DONE, FAILED, NOT_APPLICABLE, Record, made, read, series_of, stale, write
 from fedloom_studies.map.setups import MARKS, Cell, Setup
@@ -27,7 +26,7 @@ from fedloom_studies.reproduce.execute import Budget, Show
 from fedloom_studies.reproduce.recipe import Nominal
 
 if TYPE_CHECKING:
-    from fedloom.tune.search import Found
+    from fedloom.tune import Found
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 
@@ -166,7 +165,7 @@ class _Work(NamedTuple):
         self, seeds: Sequence[int], chosen: Mapping[str, Any], listeners: tuple[Listener, ...]
     ) -> dict[str, Any] | None:
         """The fields of a record that come from its runs; None where they were interrupted."""
-        from fedloom.tune.search import with_params
+        from fedloom.tune import with_params
 
         cell = self.cell
         document = with_params({**cell.document, "seeds": list(seeds)}, 0, chosen)

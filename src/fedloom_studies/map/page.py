@@ -10,9 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedloom.algorithms import REGISTRY
-from fedloom.report.comparison.family import LEVEL, Comparison
-from fedloom.report.csv_files import csv_of_table
-from fedloom.report.numbers import ENOUGH, Estimate
+from fedloom.report import ENOUGH, LEVEL, Comparison, Estimate, csv_of_table
 from fedloom_studies.map.judge import Judged, Overall, Standing, judge, overall
 from fedloom_studies.map.pictures import SIGNS, ladder, overview
 from fedloom_studies.map.records import NOT_RUN, Record, stale

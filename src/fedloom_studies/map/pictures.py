@@ -6,8 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from fedloom.report.figure import Spec, mark
-from fedloom.report.numbers import rounded
+from fedloom.report import Spec, mark, rounded
 from fedloom_studies.map.judge import Groups, Judged
 from fedloom_studies.map.records import DONE, FAILED, NOT_APPLICABLE, NOT_RUN
 from fedloom_studies.reproduce.charts import INK, OURS, PAPER, drawn

@@ -13,9 +13,7 @@ import numpy as np
 
 from fedloom.errors import FedloomError
 from fedloom.metrics import leading
-from fedloom.report.comparison.criteria import cumulative
-from fedloom.report.numbers import MODELS, curve, test_metrics
-from fedloom.report.reading import Key, Run
+from fedloom.report import MODELS, Key, Run, cumulative, curve, test_metrics
 from fedloom_studies.map.setups import Cell
 from fedloom_studies.reproduce.summary import commit, machine
 from fedloom_studies.store import not_a_record, put, records

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedloom.algorithms import REGISTRY, Algorithm, Preset
-from fedloom.experiment import Experiment, parse
-from fedloom.experiment.tuning import Tune
+from fedloom.experiment import Experiment, Tune, parse
 from fedloom.rundir import file_name
 from fedloom.values import choose, dump, make, read_toml
 from fedloom_studies.reproduce.recipe import merged, without_uniform
@@ -137,7 +136,7 @@ class Cell:
     @cached_property
     def protocol(self) -> str:
         """Digest of all that decides its figures but the code, and the number of trials."""
-        from fedloom.tune.search import space_of
+        from fedloom.tune import space_of
 
         space = space_of(self.plan.methods[0], self.plan.tune, self.where)
         resolved = {key: list(d) if isinstance(d, tuple) else dump(d) for key, d in space.items()}
@@ -163,7 +162,7 @@ def space_from(path: Path, method: str) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, names a setting that the method has not, or has no space for one.
     """
-    from fedloom.tune.search import check_values, space_of
+    from fedloom.tune import check_values, space_of
 
     space = read_toml(path, "search space")
     make(Tune, {"space": {method: space}}, str(path), Tune.model_fields)

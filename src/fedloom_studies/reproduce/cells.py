@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.report.numbers import half_width
+from fedloom.report import half_width
 from fedloom_studies.reproduce.figures import Reference, unit
 from fedloom_studies.reproduce.recipe import Recipe
 

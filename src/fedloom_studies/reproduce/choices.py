@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.experiment import parse
 from fedloom.rundir import label_of
-from fedloom.storage.files import write_atomic
+from fedloom.storage import write_atomic
 from fedloom_studies.reproduce.recipe import merged
 
 if TYPE_CHECKING:
-    from fedloom.tune.search import Found
+    from fedloom.tune import Found
 
 TRIALS = "choose"
 """Folder beside the run directories of the variants: for each, the directory of its search for settings."""

@@ -17,20 +17,16 @@ from typing import Any
 
 import torch
 
+import fedloom as fl
 from fedloom.algorithms import FedAvg
-from fedloom.data.dataset import Dataset
-from fedloom.data.partition import Iid
-from fedloom.data.sources import Source
-from fedloom.engine.setting import Setting
-from fedloom.engine.simulate import measure_rounds, samples_per_round
+from fedloom.data import Dataset, Source
+from fedloom.engine import Setting, measure_rounds, samples_per_round
 from fedloom.errors import DataError, FedloomError
-from fedloom.experiment import Experiment
-from fedloom.experiment.bench import duration
-from fedloom.experiment.schema import Method
+from fedloom.experiment import Experiment, Method, duration
 from fedloom.local import LocalSGD
 from fedloom.models import MLP, ModelSpec
 from fedloom.seeds import generator
-from fedloom.storage.files import make_folder, write_atomic
+from fedloom.storage import make_folder, write_atomic
 from fedloom_studies.reproduce.choices import candidates, first, rounds_of
 from fedloom_studies.reproduce.execute import experiment
 from fedloom_studies.reproduce.page import last, state
@@ -120,7 +116,7 @@ def _counted(algorithm: Any, local: LocalSGD, samples: int) -> float:
 
 
 def _tried(algorithm: Any, local: LocalSGD, samples: int) -> float:
-    fed = Iid(clients=2, test=0.0, validation=0.0)(_random((4,), 3, 2 * samples), 0)
+    fed = fl.partition.iid(clients=2, test=0.0, validation=0.0)(_random((4,), 3, 2 * samples), 0)
     setting = Setting(algorithm=algorithm, model=MLP(hidden=(3,)), rounds=1, local=local)
     return samples_per_round(setting, fed) / 2
 
@@ -129,7 +125,7 @@ def _tried(algorithm: Any, local: LocalSGD, samples: int) -> float:
 def _seconds(spec: ModelSpec, shape: tuple[int, ...], classes: int, batch: int, clients: int) -> float:
     """Seconds of the processor per gradient of a sample: the second of two rounds of two steps."""
     data = _random(shape, classes, clients * 2 * batch)
-    fed = Iid(clients=clients, test=0.0, validation=0.0)(data, 0)
+    fed = fl.partition.iid(clients=clients, test=0.0, validation=0.0)(data, 0)
     local = LocalSGD(batch_size=batch, lr=1e-4)
     setting = Setting(algorithm=FedAvg(), model=spec, local=local, rounds=2)
     found = measure_rounds(setting, fed, 2, time.process_time).rounds[1]

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import RunDirError, RunStopped, Stop
-from fedloom.experiment import Experiment, Plan, parse
-from fedloom.experiment.events import Event, Listener
-from fedloom.processes.distributed import check_alone
-from fedloom.report.reading import read_runs
+from fedloom.experiment import Event, Experiment, Listener, Plan, parse
+from fedloom.processes import check_alone
+from fedloom.report import read_runs
 from fedloom.rundir import file_name, label_of
-from fedloom.storage.files import make_folder, write_atomic
+from fedloom.storage import make_folder, write_atomic
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.choices import (
     TRIALS,

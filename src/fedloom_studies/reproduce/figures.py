@@ -20,8 +20,7 @@ import numpy as np
 
 from fedloom.errors import ConfigError
 from fedloom.metrics import ROLES, metric
-from fedloom.report.numbers import EMPTY, Curve, curve, seeds_of
-from fedloom.report.reading import Key, Run
+from fedloom.report import EMPTY, Curve, Key, Run, curve, seeds_of
 
 PARTS = ("train", "validation", "test", "common")
 

@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.special import nctdtrinc, stdtr, stdtrit
-from statsmodels.stats.multitest import multipletests
 
-from fedloom.report.comparison.family import LEVEL
+from fedloom.report import LEVEL, holm
 from fedloom_studies.reproduce.cells import Numbers, finite, printed
 from fedloom_studies.reproduce.figures import Reference
 from fedloom_studies.reproduce.recipe import Claim, Recipe
@@ -276,12 +275,8 @@ def _one_sided(lead: float, error: float, n: int) -> float:
 
 
 def _holm(looks: Sequence[Look]) -> list[bool]:
-    """Which are clear by Holm's procedure (statsmodels), each p as a share of the level of its own look."""
-    if not looks:
-        return []
-    shares = [min(1.0, LEVEL * look.p / look.level) for look in looks]
-    clear: list[bool] = multipletests(shares, alpha=LEVEL, method="holm")[0].tolist()
-    return clear
+    """Decide which are clear by Holm's procedure, each p as a share of the level of its own look."""
+    return [p <= LEVEL for p in holm([min(1.0, LEVEL * look.p / look.level) for look in looks])]
 
 
 def as_claimed(claim: Claim, difference: float) -> bool:

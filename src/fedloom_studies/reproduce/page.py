@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fedloom.report.numbers import WORK
+from fedloom.report import WORK
 from fedloom.rundir import label_of
 from fedloom_studies.reproduce import judge
 from fedloom_studies.reproduce.cells import cells

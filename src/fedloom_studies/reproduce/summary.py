@@ -15,10 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedloom.report.numbers import MODELS, WORK
-from fedloom.report.reading import Run, read_runs
+from fedloom.report import MODELS, WORK, Run, read_runs
 from fedloom.rundir import file_name, label_of
-from fedloom.storage.files import write_atomic
+from fedloom.storage import write_atomic
 from fedloom_studies.reproduce.choices import TRIALS, settled, trials_of
 from fedloom_studies.reproduce.figures import Reference, values
 from fedloom_studies.reproduce.recipe import Recipe, Scale

@@ -1,7 +1,7 @@
 """A family of paired tests: differences over common seeds, Holm's correction, and intervals that agree with it.
 
 Every comparison that one page, card or table states at once belongs to one family. A difference is tested by the paired
-t test (`scipy.stats.ttest_1samp` of the differences by seed); Holm's step-down procedure (`statsmodels`) keeps the
+t test (`scipy.stats.ttest_1samp` of the differences by seed); Holm's step-down procedure (`holm`) keeps the
 chance of any false claim in the family at 5 % or less. The interval of a difference has the level of the step at which
 Holm's procedure decides it, so it leaves out 0 exactly where the difference is significant; its own coverage is 95 % or
 more. A comparison with fewer than five common seeds is not tested and is no member of the family.
@@ -69,7 +69,8 @@ def family(members: Mapping[Name, Mapping[int, float]]) -> dict[Name, Comparison
     """
     values = {name: [*by_seed.values()] for name, by_seed in members.items()}
     p = {name: _paired_p(one) for name, one in values.items() if len(one) >= ENOUGH}
-    rejections, corrected = _holm(p)
+    corrected = dict(zip(p, holm(list(p.values())), strict=True))
+    rejections = {name: value <= LEVEL for name, value in corrected.items()}
     step = {name: min(place, sum(rejections.values())) for place, name in enumerate(sorted(p, key=p.__getitem__))}
     return {
         name: Comparison(
@@ -95,10 +96,15 @@ def _paired_p(values: Sequence[float]) -> float:
         return float(ttest_1samp(values, 0.0).pvalue)
 
 
-def _holm(p: Mapping[Name, float]) -> tuple[dict[Name, bool], dict[Name, float]]:
-    if not p:
-        return {}, {}
-    from statsmodels.stats.multitest import multipletests  # slow to import, needed with seeds enough only
+def holm(p: Sequence[float]) -> list[float]:
+    """Adjust p-values ``[m]`` by Holm's step-down procedure (Holm, Scand. J. Statist. 1979).
 
-    rejections, corrected, *_ = multipletests(list(p.values()), alpha=LEVEL, method="holm")
-    return dict(zip(p, rejections.tolist(), strict=True)), dict(zip(p, corrected.tolist(), strict=True))
+    The k-th smallest becomes the largest of (m - j + 1) p_j over j <= k, at most 1. A hypothesis is rejected where its
+    adjusted p is at most the level of the family.
+    """
+    order = sorted(range(len(p)), key=p.__getitem__)
+    adjusted, largest = [0.0] * len(p), 0.0
+    for step, place in enumerate(order):
+        largest = max(largest, (len(p) - step) * p[place])
+        adjusted[place] = min(1.0, largest)
+    return adjusted
