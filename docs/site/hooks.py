@@ -14,6 +14,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
+STUDIES = ROOT / "studies" / "pages"
 
 
 def pages() -> Iterator[tuple[str, str]]:
@@ -21,8 +22,7 @@ def pages() -> Iterator[tuple[str, str]]:
     yield from methods.pages()
     yield "choosing.md", choosing.page()
     yield from notebooks.pages()
-    for file in (*(ROOT / "studies" / "pages").glob("*.md"), ROOT / "tests" / "mutants.md"):
-        yield file.name, file.read_text()
+    yield "mutants.md", (ROOT / "tests" / "mutants.md").read_text()
     for name in ("CONTRIBUTING", "CHANGELOG"):
         yield f"{name.lower()}.md", (ROOT / f"{name}.md").read_text()
 
@@ -36,11 +36,12 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_page_markdown(markdown: str, **more: object) -> str:
-    """Links as they are on the site, where all pages lie in one folder and a method's file is its page.
+    """Links as they are on the site, where ``docs`` and ``studies/pages`` are one folder and a method's file is its page.
 
     In the repository they lead to files that are there: ``docs``, ``studies/pages`` and the code of the methods.
     """
     made = re.sub(r"\]\((?:\.\./studies/pages|\.\./\.\./docs|site)/", "](", markdown)
+    made = re.sub(r"\]\(\.\./\.\./\.\./docs/", "](../", made)
     made = re.sub(r"\]\((?:\.\./)+src/fedloom/algorithms/(\w*)(?:\.py)?(?:#([\w-]+))?", methods.link, made)
     return re.sub(r"\]\(\.\./(CONTRIBUTING|CHANGELOG)\.md", lambda found: f"]({found[1].lower()}.md", made)
 
@@ -69,7 +70,10 @@ def on_post_page(output: str, **more: object) -> str:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what is made."""
+    """Add what is made, and the pages of the studies with their pictures and tables."""
     for path, content in pages():
         files.append(File.generated(config, path, content=content))
+    for file in sorted(STUDIES.rglob("*.*")):
+        path = file.relative_to(STUDIES).as_posix()
+        files.append(File.generated(config, path, abs_src_path=str(file)))
     return files

@@ -147,18 +147,18 @@ def test_every_problem_is_a_formula_of_the_letters_on_its_card() -> None:
 
 
 def test_the_gallery_has_every_entry_with_its_experiment_as_it_is_and_its_chart() -> None:
-    folder, page = ROOT / "docs" / "gallery", (ROOT / "docs" / "gallery.md").read_text()
+    folder, page = ROOT / "studies" / "gallery", (ROOT / "docs" / "gallery.md").read_text()
     entries = tomllib.loads((folder / "entries.toml").read_text())
     shown = page.split("\n## ")[1:]
     assert [part.partition("\n")[0] for part in shown] == [entry["title"] for entry in entries.values()]
     for name, part in zip(entries, shown, strict=True):
         assert (folder / f"{name}.toml").read_text() in part
         assert f"](gallery/{name}.svg)" in part
-        assert (folder / f"{name}.svg").read_text().startswith("<svg")
+        assert (ROOT / "docs" / "gallery" / f"{name}.svg").read_text().startswith("<svg")
 
 
 def test_the_answers_of_the_gallery_follow_from_their_differences() -> None:
-    entries = tomllib.loads((ROOT / "docs" / "gallery" / "entries.toml").read_text())
+    entries = tomllib.loads((ROOT / "studies" / "gallery" / "entries.toml").read_text())
     parts = (ROOT / "docs" / "gallery.md").read_text().split("\n## ")[1:]
     for entry, part in zip(entries.values(), parts, strict=True):
         answer, fixed = part.split("\n\n")[1:3]

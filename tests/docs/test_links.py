@@ -50,6 +50,9 @@ def test_a_link_to_a_file_of_methods_is_one_to_a_page_on_the_site(monkeypatch: p
         "../src/fedloom/algorithms/": "methods/index.md",
         "../CONTRIBUTING.md": "contributing.md",
         "../studies/pages/adapt.md": "adapt.md",
+        "../studies/pages/map/iid.md": "map/iid.md",
+        "../../docs/tuning.md": "tuning.md",
+        "../../../docs/map.md": "../map.md",
         "site/choosing.md": "choosing.md",
         "tuning.md": "tuning.md",
     }.items():

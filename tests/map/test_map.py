@@ -310,9 +310,10 @@ def checked(text: str, rows: list[dict[str, Any]]) -> None:
 
 
 def test_the_page_of_the_repository_says_what_its_table_gives() -> None:
-    docs = Path(__file__).resolve().parents[2] / "docs"
-    rows = pc.read_csv(docs / "map" / "map.csv").to_pylist()
-    paragraphs = re.findall(r"^\*\*\[.*?\]\(map/(\S+)\.md\)\*\* (.*)$", (docs / "map.md").read_text(), re.MULTILINE)
+    root = Path(__file__).resolve().parents[2]
+    rows = pc.read_csv(root / "studies" / "pages" / "map" / "map.csv").to_pylist()
+    page = (root / "docs" / "map.md").read_text()
+    paragraphs = re.findall(r"^\*\*\[.*?\]\(\S+/(\S+)\.md\)\*\* (.*)$", page, re.MULTILINE)
     assert [name for name, _ in paragraphs] == list(FULL)
     for name, text in paragraphs:
         checked(text, [row for row in rows if row["setup"] == name])

@@ -12,6 +12,7 @@ from small_recipe import FAR, NEAR, TINY, tiny, with_claim
 
 from fedloom.errors import ConfigError
 from fedloom.rundir import label_of
+from fedloom_studies.appendices import write_pages
 from fedloom_studies.reproduce import papers, recipes
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.charts import WORDS, WORDS_DARK
@@ -21,6 +22,7 @@ from fedloom_studies.reproduce.judge import between, claims
 from fedloom_studies.reproduce.marks import drawn
 from fedloom_studies.reproduce.page import last, not_run, page, plot
 from fedloom_studies.reproduce.papers import overview, pages, sheets
+from fedloom_studies.reproduce.reasons import FOLDER
 from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merged
 from fedloom_studies.reproduce.summary import Need, Summary, needs
 from fedloom_studies.store import CHECKOUT
@@ -57,15 +59,27 @@ def test_cells_are_compared_only_where_the_data_have_the_papers_size(finished: P
     assert not tiny().as_the_paper("full", {"digits": 1796})
 
 
-def test_the_pages_in_the_documentation_are_the_generated_ones() -> None:
-    there = {file.name for file in (ROOT / "docs" / "papers").iterdir()}
-    made = dict(pages(recipes(), ROOT / CHECKOUT))
-    assert {name for name in made if name} == there
-    for name, text in made.items():
-        assert len(text) < 60_000 or name.endswith(".svg"), name
-        if not name.endswith(".svg"):
-            file = ROOT / "docs" / ("papers/" + name if name else "papers.md")
-            assert file.read_text() == text, name
+def test_the_pages_in_the_documentation_are_the_generated_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("docs", "studies/pages"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    write_pages(Path("docs/papers.md"), FOLDER, pages(recipes(), ROOT / CHECKOUT))
+    fresh = {file.relative_to(tmp_path) for file in tmp_path.rglob("*.*")}
+    kept = (ROOT / "studies" / "pages" / FOLDER).iterdir()
+    assert fresh == {Path("docs/papers.md"), *(file.relative_to(ROOT) for file in kept)}
+    for file in fresh:
+        if file.suffix == ".md":
+            text = (tmp_path / file).read_text()
+            assert len(text) < 60_000, file
+            assert (ROOT / file).read_text() == text, file
+
+
+def test_a_page_elsewhere_has_its_appendices_beside_it(tmp_path: Path) -> None:
+    contents = [("", "[a](all/a.md) ![b](all/b.svg)"), ("a.md", "[back](../page.md), [b](b.svg)"), ("b.svg", b"<svg/>")]
+    write_pages(tmp_path / "page.md", "all", contents)
+    assert (tmp_path / "page.md").read_text() == contents[0][1]
+    assert (tmp_path / "all" / "a.md").read_text() == contents[1][1]
+    assert (tmp_path / "all" / "b.svg").read_bytes() == b"<svg/>"
 
 
 def test_headline_claims_are_claims_of_the_recipes_they_name() -> None:

@@ -53,8 +53,8 @@ def map_command(
         raise typer.BadParameter("--space needs one --method")
     with errors():
         from fedloom.progress import counted, print_rows
-        from fedloom.storage import make_folder, write_atomic
         from fedloom.values import choose
+        from fedloom_studies.appendices import write_pages
         from fedloom_studies.map.judge import judge
         from fedloom_studies.map.measure import due, estimates, measure_all
         from fedloom_studies.map.page import FOLDER, pages, standing_table
@@ -68,10 +68,7 @@ def map_command(
         wanted = [choose("setup", every, name) for name in setup or every]
         methods, known = method or [], read(recorded)
         if page is not None:
-            beside = page.resolve().parent / FOLDER
-            make_folder(beside)
-            for file, content in pages(every, known):
-                write_atomic(beside / file if file else page, content)
+            write_pages(page, FOLDER, pages(every, known))
             say(f"page: {page}")
             return
         own = space_from(space, methods[0]) if space is not None else {}

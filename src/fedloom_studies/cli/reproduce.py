@@ -41,7 +41,7 @@ def reproduce(
     all_: Annotated[bool, typer.Option("--all", help="the next unfinished recipes, in order")] = False,
     budget: Annotated[str | None, typer.Option(help="stop in time and resume later, e.g. 150m or 2h")] = None,
     page: Annotated[
-        Path | None, typer.Option(help="write the page of all papers to this file, those of the recipes beside it")
+        Path | None, typer.Option(help="write the page of all papers to this file, those of the recipes into a folder")
     ] = None,
     estimate: Annotated[
         bool, typer.Option("--estimate", help="measure what recipes without a laptop scale need, for --page")
@@ -58,8 +58,8 @@ def reproduce(
     if sum((name is not None, list_, all_, page is not None, estimate)) != 1:
         raise typer.BadParameter("give one of NAME, --list, --all, --page, --estimate")
     with errors():
-        from fedloom.storage import make_folder, write_atomic
         from fedloom.values import choose
+        from fedloom_studies.appendices import write_pages
         from fedloom_studies.reproduce import Budget, recipe, recipes
         from fedloom_studies.reproduce.papers import pages
         from fedloom_studies.reproduce.reasons import FOLDER
@@ -69,10 +69,7 @@ def reproduce(
         recorded = folder_of(results)
         how_much: Scale = choose("scale", {s: s for s in SCALES}, scale)
         if page is not None:
-            beside = page.resolve().parent / FOLDER
-            make_folder(beside)
-            for file, text in pages(recipes(), recorded):
-                write_atomic(beside / file if file else page, text.encode())
+            write_pages(page, FOLDER, pages(recipes(), recorded))
             say(f"page: {page}")
             return
         if estimate:

@@ -58,7 +58,7 @@ Everything as one table, a row per run: [Parquet]({folder}/map.parquet), [CSV]({
 own with [one command](own-algorithm.md#on-the-map)."""
 
 
-def pages(setups: Mapping[str, Setup], records: Mapping[tuple[str, str], Record]) -> Iterator[tuple[str, bytes]]:
+def pages(setups: Mapping[str, Setup], records: Mapping[tuple[str, str], Record]) -> Iterator[tuple[str, str | bytes]]:
     """Name and content of every file: "" for the page of the map, the others go into `FOLDER`.
 
     Raises:
@@ -67,14 +67,14 @@ def pages(setups: Mapping[str, Setup], records: Mapping[tuple[str, str], Record]
     judged = [judge(setup, records) for setup in setups.values()]
     together = overall(judged)
     methods = list(dict.fromkeys([*(together.methods if together else ()), *REGISTRY, *(m for _, m in records)]))
-    yield "", _overview(judged, together, methods).encode()
+    yield "", _overview(judged, together, methods)
     yield "map.svg", overview(judged, methods).encode()
     if together:
         halves = [math.nan] * len(together.ranks)
         title = f"mean rank over {len(together.setups)} setups"
         yield "ranks.svg", ladder(together.methods, together.ranks, halves, title, groups=together.groups).encode()
     for j in judged:
-        yield f"{j.setup.name}.md", "\n".join(_setup(j)).encode()
+        yield f"{j.setup.name}.md", "\n".join(_setup(j))
         if j.standings:
             figures = [s.figures["mean"] for s in j.standings]
             names, percent = [s.method for s in j.standings], [(100 * f.mean, 100 * f.half) for f in figures]
