@@ -36,7 +36,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_page_markdown(markdown: str, **more: object) -> str:
-    """Links as they are on the site, where ``docs`` and ``studies/pages`` are one folder and a method's file is its page.
+    """Links as they are on the site: ``docs`` and ``studies/pages`` are one folder, and a method's file is its page.
 
     In the repository they lead to files that are there: ``docs``, ``studies/pages`` and the code of the methods.
     """

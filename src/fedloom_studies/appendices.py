@@ -28,6 +28,6 @@ def write_pages(page: Path, folder: str, contents: Iterable[tuple[str, str | byt
     forth, back = os.path.relpath(appendices, beside), os.path.relpath(beside, appendices)
     for name, content in contents:
         if isinstance(content, str):
-            content = content.replace("](../", f"]({back}/") if name else content.replace(f"]({folder}/", f"]({forth}/")
-            content = content.encode()
+            link, place = ("../", back) if name else (f"{folder}/", forth)
+            content = content.replace(f"]({link}", f"]({place}/").encode()
         write_atomic(appendices / name if name else page, content)

@@ -347,7 +347,7 @@ def test_an_untuned_setup_counts_in_no_rank() -> None:
 
 
 def test_the_page_names_model_rounds_and_trials() -> None:
-    text = dict(pages({"femnist": FULL["femnist"]}, {}))[""].decode()
+    text = dict(pages({"femnist": FULL["femnist"]}, {}))[""]
     assert "cnn (channels [4, 8], hidden [64]), 40 rounds, not tuned" in text
     assert "mlp (hidden [64]), 40 rounds, 8 trials a method" in dict(pages({"iid": FULL["iid"]}, {}))["iid.md"].decode()
 
