@@ -232,7 +232,7 @@ def test_a_map_without_a_record_says_so(tmp_path: Path) -> None:
     assert "in 15 setups, 0 of" in files[""].decode()
     assert files[""].decode().count("). Not run.") == 15
     assert "Too few tuned setups" in files[""].decode()
-    assert "Not run: every method. Command: `fedloom map --setup iid`" in files["iid.md"].decode()
+    assert "Not run: every method. Command: `fedloom map --setup iid`" in files["iid.md"]
     assert pq.read_table(_file(tmp_path, files["map.parquet"])).num_rows == 0
     assert files["map.svg"].count("·".encode()) >= 15 * len(REGISTRY)
 
@@ -349,7 +349,7 @@ def test_an_untuned_setup_counts_in_no_rank() -> None:
 def test_the_page_names_model_rounds_and_trials() -> None:
     text = dict(pages({"femnist": FULL["femnist"]}, {}))[""]
     assert "cnn (channels [4, 8], hidden [64]), 40 rounds, not tuned" in text
-    assert "mlp (hidden [64]), 40 rounds, 8 trials a method" in dict(pages({"iid": FULL["iid"]}, {}))["iid.md"].decode()
+    assert "mlp (hidden [64]), 40 rounds, 8 trials a method" in dict(pages({"iid": FULL["iid"]}, {}))["iid.md"]
 
 
 def test_pooled_data_are_a_mark_and_no_advice() -> None:
@@ -369,7 +369,7 @@ def test_the_table_has_a_row_per_run_and_the_reason_of_a_cell_without_one(tmp_pa
     (tmp_path / "map.csv").write_bytes(files["map.csv"])
     assert pc.read_csv(tmp_path / "map.csv")["mean"].to_pylist() == table["mean"].to_pylist()
     assert {"commit", "versions", "gain_local", "gainers_fedavg", "worst10"} <= set(table.column_names)
-    assert "- fedbn: not applicable: no norms" in files["iid.md"].decode()
+    assert "- fedbn: not applicable: no norms" in files["iid.md"]
     assert tabled([judge(setup, records)]).equals(table)
 
 
