@@ -175,7 +175,7 @@ PLUGINS = [
     for kind in kinds.values()
 ]  # fmt: skip
 TABLES = [("task", Objective), ("augment", Augment), ("engine", Engine), ("evaluate", Evaluate), ("local", LocalSGD)]
-STARTS = {"CenteredClipping": {"tau": 0.05}, "FIAELT": {"iterations": 2}, "LocalSGD": LOCAL}
+STARTS = {"CenteredClipping": {"tau": 0.05}, "FIAELT": {"iterations": 2}, "FLAME": {"lam": 40.0}, "LocalSGD": LOCAL}
 """Options without which nothing acts here, or only after many steps."""
 
 
