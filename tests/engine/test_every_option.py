@@ -175,7 +175,7 @@ PLUGINS = [
     for kind in kinds.values()
 ]  # fmt: skip
 TABLES = [("task", Objective), ("augment", Augment), ("engine", Engine), ("evaluate", Evaluate), ("local", LocalSGD)]
-STARTS = {"CenteredClipping": {"tau": 0.05}, "FIAELT": {"iterations": 2}, "FLAME": {"lam": 40.0}, "LocalSGD": LOCAL}
+STARTS = {"CenteredClipping": {"tau": 0.05}, "FIAELT": {"iterations": 2}, "criterion": {"lam": 40.0}, "LocalSGD": LOCAL}
 """Options without which nothing acts here, or only after many steps."""
 
 
@@ -206,6 +206,7 @@ def test_a_field_acts_where_it_is_said_to_act(kind: type[Value], key: str | None
     every, one = others(field, kind.model_fields[field])
     for beside in values or others(other, kind.model_fields[other])[1][:1]:
         given = {**STARTS.get(kind.__name__, {}), **({other: beside} if other else {})}
+        given |= STARTS.get(str(beside), {})
         given |= {"decay": 0.5} if beside == "exponential" and field != "decay" else {}
         before = run(kind(**given, **({"decay": 0.9} if field == "decay" else {})))[0]
         assert any(
