@@ -44,6 +44,7 @@ class Problem:
         memory: the form of the states of the clients' optimisers; None: they start anew in every round.
         notes: sentences on what is known before the first round.
         replay: what takes the place of the run's own draws.
+        spent: ``[7]`` work and traffic before round 1 (`COUNTS`), if there was any.
     """
 
     setting: Setting
@@ -56,6 +57,7 @@ class Problem:
     memory: Memory | None = None
     notes: tuple[str, ...] = ()
     replay: Replay = field(default_factory=Replay)
+    spent: Tensor | None = None
 
     @property
     def algorithm(self) -> Algorithm:

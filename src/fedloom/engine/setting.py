@@ -181,6 +181,17 @@ def _model(options: Mapping[str, Any], where: str) -> ModelSpec:
     return make(lambda **given: spec_of(kind, **given), rest, where, fields_of(value))
 
 
+def by_clusters(weights: Any) -> bool:
+    """Whether the shares are those of recovered clusters."""
+    return isinstance(weights, str) and weights.startswith("clusters")
+
+
+def clusters_of(weights: Any) -> int | None:
+    """The number of clusters in `Setting.weights`; None where it is sought."""
+    number = str(weights).partition("-")[2]
+    return int(number) if number else None
+
+
 def _method(given: Any) -> Algorithm | Composition:
     """A method: itself, what a preset makes, or the defaults of a name of the registry."""
     if isinstance(given, str):
@@ -225,7 +236,12 @@ def home_of(key: str, value: Any, algorithm: Any) -> str:
     return ""
 
 
-Shares = Literal["samples", "uniform", "groups"] | tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
+CLUSTERS = r"clusters(-[1-9]\d*)?"
+Shares = (
+    Literal["samples", "uniform", "groups"]
+    | Annotated[str, Field(pattern=f"^{CLUSTERS}$")]
+    | tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], ...]
+)
 Rounds = Annotated[int, Field(ge=1, description="communication rounds")]
 Method = Annotated[Algorithm | Composition, PlainValidator(_method)]
 
@@ -278,7 +294,9 @@ class Setting(Value):
     weights: Shares = Field(
         "samples",
         description="clients' shares alpha_i of the objective, in every mean and local problem that has them: by "
-        "training samples, uniform (1/n), by groups (every planted group counts the same), or a number for each client",
+        "training samples, uniform (1/n), by groups (every planted group counts the same), by clusters "
+        "recovered from activations before round 1 ('clusters-3', or 'clusters' where their number is sought), "
+        "or a number for each client",
     )
     devices: Annotated[Devices | None, Table(Devices, DEVICES)] = Field(
         None, description="how fast clients compute and send, and when they are there; None: a run has no clock"

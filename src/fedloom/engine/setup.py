@@ -22,10 +22,11 @@ from fedloom.engine.check import (
     check_width,
     notes_of,
 )
+from fedloom.engine.clusters import cluster_shares
 from fedloom.engine.job import Job, Problem
 from fedloom.engine.messages import Messages, first_upload, idle_upload
 from fedloom.engine.privacy import check_privacy
-from fedloom.engine.setting import Engine, Setting
+from fedloom.engine.setting import Engine, Setting, by_clusters
 from fedloom.errors import ConfigError, Refused, blamed
 from fedloom.local import Ctx, Nothing, Work
 from fedloom.local.optimizer import Memory, slots_of
@@ -54,7 +55,7 @@ def check(setting: Setting, fed: Federation) -> tuple[str, ...]:
     Raises:
         ConfigError: values that cannot work, or (Refused) do not work together.
     """
-    return make_problem(setting, fed)[0].notes
+    return make_problem(setting, fed, finds=False)[0].notes
 
 
 def make_job(
@@ -122,6 +123,8 @@ def make_problem(
     setting: Setting,
     fed: Federation,
     replay: Replay = Replay(),  # noqa: B008  # frozen
+    *,
+    finds: bool = True,
 ) -> tuple[Problem, Start]:
     """Make what a run computes, without room for any client's state.
 
@@ -129,6 +132,7 @@ def make_problem(
         setting: the run.
         fed: the clients and their data.
         replay: what takes the place of the run's own draws.
+        finds: clusters are recovered where shares are theirs, which trains all clients once; else shares are uniform.
 
     Raises:
         ConfigError: values that cannot work, or (Refused) do not work together.
@@ -151,7 +155,10 @@ def make_problem(
         0, fed.n, fed.n, ids, oracle.layout, alpha, sizes, fed.groups, setting.local, setting.seed, setting.rounds,
         projection,
     )  # fmt: skip
-    x0 = replay.start(oracle.layout.vector(oracle.module, dtype).to(device), oracle.layout)
+    x0, spent = replay.start(oracle.layout.vector(oracle.module, dtype).to(device), oracle.layout), None
+    if finds and by_clusters(setting.weights):
+        shares, spent = cluster_shares(setting, oracle, x0, ctx)
+        ctx = ctx._replace(weight=shares.to(dtype))
     with blamed("method", method, "init"):
         method = method.settled(ctx)
         server, client, kept = method.init(x0, ctx)
@@ -188,6 +195,7 @@ def make_problem(
         memory=memory,
         notes=tuple(notes),
         replay=replay,
+        spent=spent,
     )
     if problem.fleet is not None and isinstance(setting.schedule, Stream) and replay.cohorts is not None:
         raise Refused(f"cohorts are those of rounds, which schedule {setting.schedule.kind!r} does not have")
@@ -337,7 +345,7 @@ def shares_of(weights: Any, fed: Federation) -> Tensor:
             )
         groups = fed.groups.cpu()
         masses = 1 / torch.bincount(groups)[groups].double()
-    elif weights == "uniform":
+    elif weights == "uniform" or by_clusters(weights):
         masses = torch.ones(fed.n, dtype=torch.float64)
     else:
         masses = torch.tensor(weights, dtype=torch.float64)

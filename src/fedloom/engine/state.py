@@ -170,6 +170,8 @@ def initial_state(job: Job, server: Any) -> State:
     """The state before the first round."""
     ctx = job.ctx(0)
     totals = torch.zeros(len(COUNTS) + 1, dtype=torch.long)
+    if job.spent is not None:
+        totals[:-1] += job.spent
     aggregator = {} if job.setting.aggregator is None else job.setting.aggregator.init(ctx)
     uploads = torch.zeros(job.n, dtype=torch.long)
     records = Records(ids=job.scored_ids if len(job.scored_ids) < job.eval_fed.n else None)

@@ -27,7 +27,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.messages import idle_upload
 from fedloom.engine.round import run_round
 from fedloom.engine.scoring import score_request
-from fedloom.engine.setting import Setting
+from fedloom.engine.setting import Setting, by_clusters
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.errors import ConfigError, FedloomError, Refused, RunStopped
@@ -249,6 +249,8 @@ class Strategy(FlowerStrategy):
             write_run(self._folder, Kept(members, schema, form, self._document, parameters))
         setting = setting_of(self._document, formed(self._model, form), self._rounds)
         setting = setting.with_(engine=setting.engine.with_(quorum=1e-9, device="cpu", workers=1, chunk=1))
+        if by_clusters(setting.weights):
+            raise Refused(f"weights = {setting.weights!r} needs all samples in one place; use weigher 'equitable'")
         job, server = make_job(setting, federation_of(schema, torch.tensor(members.sizes)))
         start = (server, job.clients.template, job.kept.template if job.kept_fields else None)
         idle = idle_upload(job.algorithm, start, job.oracle, job.ctx(0, torch.tensor([0])))

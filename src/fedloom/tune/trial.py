@@ -175,7 +175,7 @@ def judged_models(
     Raises:
         ConfigError: the method has no such model, or the task no such metric; or the run cannot work.
     """
-    problem, start = make_problem(setting, fed)
+    problem, start = make_problem(setting, fed, finds=False)
     there = ["global"] if problem.algorithm.global_model(start.server) is not None else []
     there += ["personal"] if problem.has_personal else []
     choices = {"mean": tuple(there), "auto": tuple(there[-1:])}

@@ -32,6 +32,7 @@ from fedloom.engine.loop import End, Hooks, run_rounds
 from fedloom.engine.privacy import accounted, check_privacy, spent
 from fedloom.engine.records import Record
 from fedloom.engine.scoring import records_of, score_request, scores_of
+from fedloom.engine.setting import by_clusters
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.errors import GivenUp, Refused, RunStopped, Stop
@@ -119,6 +120,11 @@ def check_deployable(experiment: Experiment, *, masked: bool = False, start: boo
         raise Refused("evaluate.clients is for simulation, every site scores models: leave it out to deploy")
     if method.setting.pooled:
         raise Refused(f"{method.label} pools the data of all clients, which real sites do not give; choose another")
+    if by_clusters(method.setting.weights):
+        raise Refused(
+            f"weights = {method.setting.weights!r} is for simulation: clusters are found before the sites are there. "
+            "Give a number for each site, or weigher 'equitable', which finds them in every round"
+        )
     if method.setting.model.weights is not None and not start:
         raise Refused(
             "model.weights is a file of this machine, and nothing holds the sites to the same one: leave it out, or "
