@@ -342,8 +342,8 @@ Further rules:
 - `weights`, the clients' shares, reach every method. Samplers that draw by samples have them in their draws: their
   cohorts count alike. FedSkip counts by the samples that a model has seen, whatever `weights`. `weights = "clusters-C"`
   is Equitable-FL's objective for every method that has shares: clusters are found once, before round 1, from
-  activations of all clients. Forged activations buy a cluster of their own, 1/C of the model where C is given, here and in weigher
-  `equitable`; where C is sought, a client alone is no cluster.
+  activations of all clients. Forged activations buy a cluster of their own, 1/C of the model where C is given, here
+  and in weigher `equitable`; where C is sought, a client alone is no cluster.
 - Robust aggregators decide on the field that carries the model. If the server keeps every client's last upload, they
   decide among the clients seen so far. Each needs a least number of rows, checked at the
   start.
