@@ -282,3 +282,15 @@ def test_a_table_with_other_columns_levels_or_labels_both_sides_named(clinic, tm
     own = changed(site, data={**site.data, "path": str(tmp_path / "own.csv")})
     found = refused(own)
     assert found == [] if sentence is None else sentence in found[0], found
+
+
+def test_every_version_that_a_result_can_depend_on_is_compared(site):
+    here = check.versions()
+    assert {"python", "torch", "numpy", "flwr", "cryptography", "pycryptodome", "opendp"} <= here.keys()
+    assert site.versions == here
+    other = site.with_(versions={**here, "torch": "1.0", "opendp": "0.1"})
+    [note] = [f for f in check._versions(other) if "versions that differ" in f.sentence]
+    assert note.level == "note"
+    assert f"torch {here['torch']}, there 1.0; " in note.sentence
+    assert f"opendp {here['opendp']}, there 0.1" in note.sentence
+    assert not [f for f in check._versions(site) if "versions that differ" in f.sentence]

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from fedloom.cli import app
 from fedloom.deploy.ops import keys
+from fedloom.deploy.ops import run as service
 from fedloom.deploy.ops.directory import Place, gate, renew, server_units, site_unit, write
 from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.settings import check_fingerprint, read_server, read_site
@@ -218,14 +219,26 @@ def test_units_run_the_command_lines_with_every_switch_and_write_only_their_fold
         assert once["User"] == "fedloom"
         assert once["ProtectSystem"] == "strict"
         assert once["NoNewPrivileges"] == "yes"
-        assert once["Restart"] == "always"
+        assert once["Restart"] == ("on-failure" if name == "fedloom-run" else "always")
         assert once["IPAddressDeny"] == "any"
         side = "site" if name == "fedloom-site" else "server"
         assert all(path.startswith(f"/srv/fl/{side}/") for path in once["ReadWritePaths"].split())
         words = shlex.split(once["ExecStart"])
         if side == "site":
             assert words[:5] == ["/opt/fl/bin/python3", "-P", "-m", handover.__name__, "/srv/fl/site/site.toml"]
-        assert words[5 if side == "site" else 0].startswith("/opt/fl/bin/flower-super")
+        if name == "fedloom-run":
+            assert words[:5] == [
+                "/opt/fl/bin/python3",
+                "-P",
+                "-m",
+                service.__name__,
+                "/srv/fl/server/server.toml",
+            ]
+            assert words[5:7] == ["/opt/fl/bin/flwr", "run"]
+            assert "FLWR_HOME=/srv/fl/server/cli" in environment
+        else:
+            assert words[5 if side == "site" else 0].startswith("/opt/fl/bin/flower-super")
+        assert ("ExecStartPre", "-/opt/fl/bin/fedloom deploy check /srv/fl/site") in given or side == "server"
         assert not any("--insecure" in word for word in words)
     assert dict(settings(units["fedloom-site"]))["IPAddressAllow"] == "localhost 192.0.2.7"
 
@@ -234,7 +247,7 @@ def test_units_run_the_command_lines_with_every_switch_and_write_only_their_fold
 def test_systemd_takes_the_units(written, tmp_path):
     server = read_server(written / "server" / "server.toml")
     place = Place(programs=tmp_path)
-    for program in ("flower-superlink", "flower-superexec", "flower-supernode", "python3"):
+    for program in ("flower-superlink", "flower-superexec", "flower-supernode", "python3", "fedloom"):
         (tmp_path / program).touch(0o755)
     units = server_units(server, place)
     units["fedloom-site"] = site_unit(read_site(written / "sites" / "site-1" / "site.toml"), place)

@@ -6,6 +6,7 @@ import re
 import shutil
 import urllib.error
 import urllib.request
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,10 @@ import torch
 from typer.testing import CliRunner
 
 from fedloom.cli import app
+from fedloom.deploy.ops import keys
+from fedloom.deploy.ops import run as service
 from fedloom.deploy.ops.processes import free_ports
-from fedloom.deploy.ops.status import status_of, table, tallies
+from fedloom.deploy.ops.status import lines, status_of, table, tallies
 from fedloom.deploy.server import run as deployed
 from fedloom.deploy.settings import text_of
 from fedloom.engine.privacy import epsilon
@@ -253,3 +256,35 @@ def test_the_report_of_a_run_that_is_under_way_or_stopped(tmp_path):
     [run] = read_runs([here.server.results])
     assert [(r.status, r.rounds) for r in run.summary.runs] == [("interrupted", 3)]
     assert run.summary.sites["site-0"].missed == 1
+
+
+def test_the_node_of_every_site_stands_beside_its_name(tmp_path):
+    here = scene(tmp_path, "fedavg", **SMALL)
+    assert here.serve() is Stop.DONE
+    assert [row["node"] for row in table(status_of(here.server))] == [str(FIRST + c) for c in range(3)]
+
+
+@pytest.mark.parametrize(("days", "words"), [(29, "ends on"), (31, None), (-1, "ended on")])
+def test_a_certificate_that_ends_soon_is_reported(days, words, tmp_path):
+    here = scene(tmp_path, "fedavg", **SMALL)
+    ca = keys.authority("try", 400)
+    then = datetime.now(UTC) - timedelta(days=100)
+    made = keys.server_certificate(ca, ["localhost"], 100 + days, then)
+    for name, content in (("ca.crt", ca.pem()), ("server.crt", made.certificate)):
+        (tmp_path / name).write_bytes(content)
+    server = here.server.with_(ca=tmp_path / "ca.crt", certificate=tmp_path / "server.crt")
+    found = [line for line in lines(status_of(server)) if "certificate" in line]
+    assert len(found) == (words is not None)
+    assert all(f"the server's certificate {words}" in line and "restart fedloom-superlink" in line for line in found)
+
+
+def test_the_service_runs_until_all_rounds_are_done(tmp_path, monkeypatch):
+    """It asks to be started again after an end that can be resumed, and starts nothing once all is done."""
+    here = scene(tmp_path, "fedavg", **SMALL)
+    (tmp_path / "server.toml").write_text(text_of(here.server))
+    ran = []
+    monkeypatch.setattr(service.subprocess, "run", lambda words, **_: ran.append(words))
+    assert service.main([str(tmp_path / "server.toml"), "flwr", "run"]) == 1
+    assert here.serve() is Stop.DONE
+    assert service.main([str(tmp_path / "server.toml"), "flwr", "run"]) == 0
+    assert ran == [["flwr", "run"]]

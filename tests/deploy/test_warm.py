@@ -336,3 +336,13 @@ def test_a_process_that_cannot_start_is_an_error_that_names_the_log(tmp_path, ow
     with pytest.raises(NoAnswer, match=LOG):
         hand_over(file, content, owner.pid)
     assert waited(lambda: "no_such_setting" in (folder_of(file) / LOG).read_text())
+
+
+def test_a_message_names_the_process_that_all_of_a_site_end_with(monkeypatch):
+    """Its parent may have died: the process that takes children over then never ends."""
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert handover._owner() == os.getpid()
+    monkeypatch.setattr(os, "getppid", lambda: 77)
+    assert handover._owner() == 77
+    monkeypatch.setenv(handover.OWNER, "1")  # in a container it is the first process itself
+    assert handover._owner() == 1

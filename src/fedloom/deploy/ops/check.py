@@ -8,6 +8,7 @@ import ssl
 import stat
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from http.client import HTTPException, HTTPSConnection
@@ -22,6 +23,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
 from fedloom.deploy.code import read_agreed
 from fedloom.deploy.noise import SharedMean, left_to_sites, released
+from fedloom.deploy.ops.keys import SOON
 from fedloom.deploy.ops.processes import check_free
 from fedloom.deploy.server.run import check_deployable
 from fedloom.deploy.settings import Site
@@ -34,9 +36,13 @@ from fedloom.version import __version__
 
 FLOWER = ((1, 41), (1, 43))
 """First version of Flower that works, and the first that is not known to."""
+PACKAGES = (
+    *("torch", "numpy", "numba", "flwr", "cryptography", "pycryptodome", "opendp", "safetensors", "pydantic"),
+    *("pyarrow", "pandas", "scipy", "protobuf", "grpcio"),
+)
+"""Packages whose version `check_site` compares."""
 AHEAD, BEHIND = timedelta(seconds=5), timedelta(seconds=300)
 """How far a site's clock may be from the server's: signatures of connections carry the time."""
-SOON = timedelta(days=30)
 
 
 class Finding(NamedTuple):
@@ -85,11 +91,23 @@ def _versions(site: Site) -> Iterator[Finding]:
         return
     low, high = FLOWER
     if low <= tuple(int(part) for part in flower.split(".")[:2]) < high:
-        python = ".".join(map(str, sys.version_info[:3]))
-        yield Finding("ok", f"versions: fedloom {__version__}, Flower {flower}, Python {python}")
+        here = versions()
+        yield Finding("ok", f"versions: fedloom {__version__}, Flower {flower}, Python {here['python']}")
+        others = [f"{k} {here.get(k, 'missing')}, there {v}" for k, v in site.versions.items() if here.get(k) != v]
+        if others:
+            yield Finding("note", f"versions that differ from the server's when it was set up: {'; '.join(others)}")
     else:
         bounds = f"{low[0]}.{low[1]} or newer, below {high[0]}.{high[1]}"
         yield Finding("refused", f"Flower is {flower} here, fedloom works with {bounds}; install one of these")
+
+
+def versions() -> dict[str, str]:
+    """The versions that a result can depend on: of Python, and of packages that train, mask, sign and carry."""
+    numbers = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            numbers[package] = version(package)
+    return numbers
 
 
 def _experiment(site: Site) -> Iterator[Finding]:

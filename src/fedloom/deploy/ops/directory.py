@@ -19,6 +19,7 @@ from pydantic import Field
 
 from fedloom.deploy.code import FOLDER, START
 from fedloom.deploy.ops import keys
+from fedloom.deploy.ops.check import versions
 from fedloom.deploy.ops.commands import OPS, command, environment, filled, profile
 from fedloom.deploy.ops.plan import Plan
 from fedloom.deploy.settings import Member, Secure, Server, Site, placed, text_of
@@ -31,7 +32,7 @@ CLI = "cli"
 """Folder of Flower's command line on the server, which the administrator uses."""
 SECRETS = ("ca.key", "server.key", "superexec.secret", "node-key", "signing-key")
 """Files that only their owner reads."""
-WRITES = {"server": ("state", "results", "flower"), "site": ("state", "flower")}
+WRITES = {"server": ("state", "results", "flower", "cli"), "site": ("state", "flower")}
 """Folders that the processes of a side write into."""
 MEMORY = {"server": "40%", "site": "50%"}
 """Most memory of a unit, as systemd takes it; a percentage is of the machine's."""
@@ -75,7 +76,7 @@ def write(plan: Plan, out: Path, place: Place) -> None:
         for side, folder, contents in _sides(plan, place):
             write_files(new / folder, contents)
             for name in WRITES.get(side, ()):
-                (new / folder / name).mkdir(mode=0o700)
+                (new / folder / name).mkdir(mode=0o700, exist_ok=True)
         if out.exists():
             out.rmdir()
         new.rename(out)
@@ -112,8 +113,13 @@ def server_units(server: Server, place: Place) -> dict[str, str]:
     """The systemd units of the server, by name."""
     there = placed(server, place.home / "server")
     about = {"superlink": "the server's connections", "superexec": "the server's work"}
+    commands = {name: command(name, there, place.programs) for name in about}
+    home, file = place.home / "server", place.home / "server" / "server.toml"
+    run = command("run", None, place.programs, app=home / APP, file=file)
+    commands["run"] = [*command("serve", None, place.programs, file=file), *run]
+    about["run"] = "the experiment, until all rounds are done"
     return {
-        f"fedloom-{name}": _unit(f"fedloom-{name}", what, server, "server", place, command(name, there, place.programs))
+        f"fedloom-{name}": _unit(f"fedloom-{name}", what, server, "server", place, commands[name])
         for name, what in about.items()
     }
 
@@ -155,6 +161,7 @@ def _sides(plan: Plan, place: Place) -> Iterator[tuple[str, str, Files]]:
         "experiment": "experiment.toml",
         "fingerprint": hashlib.sha256(plan.experiment.encode()).hexdigest(),
         "version": __version__,
+        "versions": versions(),
         "clients": len(plan.sites),
         "samples": plan.samples,
         "fixed_data": plan.fixed_data,
@@ -244,7 +251,11 @@ def _readme(plan: Plan, server: Server, place: Place) -> str:
 
 def _unit(unit: str, what: str, of: Server | Site, side: str, place: Place, words: list[str]) -> str:
     folder, peer = place.home / side, "localhost" if isinstance(of, Server) else place.host
-    variables = environment(folder / "flower", place.programs, of.threads if isinstance(of, Site) else None)
+    runs = unit == "fedloom-run"
+    check = "" if isinstance(of, Server) else f"ExecStartPre=-{place.programs / 'fedloom'} deploy check {folder}\n"
+    variables = environment(
+        folder / (CLI if runs else "flower"), place.programs, of.threads if isinstance(of, Site) else None
+    )
     return filled(
         "unit.service",
         unit=unit,
@@ -253,7 +264,11 @@ def _unit(unit: str, what: str, of: Server | Site, side: str, place: Place, word
         home=place.home,
         folder=folder,
         environment="\n".join(f"Environment={_quoted(f'{k}={v}')}" for k, v in variables.items()),
+        check=check,
         command=" ".join(map(_quoted, words)),
+        restart="on-failure" if runs else "always",
+        seconds=60 if runs else 5,
+        after=" fedloom-superexec.service" if runs else "",
         memory=MEMORY[side],
         writes=" ".join(str(folder / write) for write in WRITES[side]),
         addresses=_only_to(peer),

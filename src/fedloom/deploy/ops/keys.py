@@ -23,6 +23,8 @@ from fedloom.errors import ConfigError
 
 BACKDATE = timedelta(hours=1)
 """Certificates are valid from this long before they are made: clocks differ."""
+SOON = timedelta(days=30)
+"""How long before its end a certificate is reported."""
 _OTHER_USES = (
     *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
     *("encipher_only", "decipher_only"),

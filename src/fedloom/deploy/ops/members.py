@@ -113,7 +113,7 @@ def add(folder: Path, name: str, place: Place) -> Change:
     site = make(
         Site, {**shared, "site": name, "client": member.client, "data": data, "server": address}, name, fields_of(Site)
     )
-    common: dict[str, str | bytes] = {"experiment.toml": experiment} | ({} if start is None else {START: start})
+    common: dict[str, str | bytes] = {"experiment.toml": experiment, **({} if start is None else {START: start})}
     code: dict[str, str | bytes] = {
         f"{FOLDER}/{path}": (file.parent / FOLDER / path).read_bytes() for path in server.code
     }
@@ -125,7 +125,12 @@ def add(folder: Path, name: str, place: Place) -> Change:
     write_files(
         out / "server", {**common, "server.toml": tomli_w.dumps(settings), f"nodes/{name}.pub": member.node_key}
     )
-    files = site_files(site, *pairs, place) | common | code | {"ca.crt": server.ca.read_bytes()}
+    files: dict[str, str | bytes] = {
+        **site_files(site, *pairs, place),
+        **common,
+        **code,
+        "ca.crt": server.ca.read_bytes(),
+    }
     write_files(out / "site", files)
     write_files(out / "approval", {**common, CHANGE: json.dumps(proposal, indent=1)})
     return Change(out, agreed.digest, keys_digest([member]))

@@ -15,8 +15,10 @@ from statistics import median
 from typing import Any
 
 import pyarrow as pa
+from cryptography import x509
 
 from fedloom.deploy.audit import lines_of
+from fedloom.deploy.ops.keys import SOON
 from fedloom.deploy.ops.table import mean_table, site_table
 from fedloom.deploy.settings import Server, read_server
 from fedloom.errors import ConfigError, Stop
@@ -26,6 +28,11 @@ from fedloom.storage.files import in_use
 
 ENDS = {stop.value: "stopped" if stop.resumable else stop.status for stop in Stop}
 """States of a run that ended, by the reason; one that is stopped can be resumed."""
+CURE = {
+    "server's certificate": "fedloom deploy renew, then reload the gate and restart fedloom-superlink",
+    "authority's certificate": "begin a new deployment",
+}
+"""How a certificate that ends is replaced."""
 TRAINING = ("train", "masked")
 """Kinds of messages whose replies are a share of a round."""
 
@@ -97,6 +104,7 @@ def status_of(server: Server) -> dict[str, Any]:
     None without a delta, and ``epsilon_sites`` against T - 1 sites that share the noise of a sum, None where none do;
     ``sites``: see `tallies`, with ``share`` (of the rounds done), ``samples`` ``[3]`` and the site's newest ``scores``;
     ``means``: newest figures of the federation, a row per model, see `mean_table`;
+    ``certificates``: their ends (ISO 8601);
     ``disk``: bytes by what is there, and ``free``; ``last_event``: time of the log's last line.
     """
     log, meta = lines_of(server.audit), Checkpoints(server.checkpoints).meta() or {}
@@ -117,7 +125,7 @@ def status_of(server: Server) -> dict[str, Any]:
         "round_seconds": {"last": seconds[-1], "median": median(seconds)} if seconds else None,
         "epsilon": more.get("epsilon"), "epsilon_sites": more.get("epsilon_sites"), "epsilon_limit": server.epsilon,
         "sites": sites, "means": means,
-        "disk": _disk(server), "last_event": log[-1]["time"] if log else None,
+        "certificates": _certificates(server), "disk": _disk(server), "last_event": log[-1]["time"] if log else None,
     }  # fmt: skip
 
 
@@ -136,6 +144,11 @@ def lines(status: Mapping[str, Any]) -> list[str]:
             [f"of {row['sites']} sites"] if "sites" in row else []
         )
         found.append(f"{row['model']} model, round {row['round']}, mean over sites: {', '.join(known)}")
+    found += [
+        f"the {name} {'ends' if _time(end) > datetime.now(UTC) else 'ended'} on {end[:10]}: {CURE[name]}"
+        for name, end in status["certificates"].items()
+        if _time(end) < datetime.now(UTC) + SOON
+    ]
     used = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in disk.items())
     return [*found, f"disk: {used}", f"last event: {_ago(status['last_event'])}"]
 
@@ -146,7 +159,11 @@ def table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     for site in status["sites"]:
         rejected = sum(step["count"] for step in site["rejected"].values())
         last = "none accepted" if rejected and site["last_reply"] is None else _ago(site["last_reply"])
-        row = {"site": site["site"], "last reply": last + (" (mute)" if site["mute"] else "")}
+        row = {
+            "site": site["site"],
+            "node": str(site.get("node") or ""),
+            "last reply": last + (" (mute)" if site["mute"] else ""),
+        }
         row |= {"rounds": site["accepted"], "share": f"{site['share']:.0%}", "missed": site["missed"]}
         losses = {f"{one['model']} loss": one["loss"] for one in site["scores"] if "loss" in one}
         rows.append({**row, "rejected": rejected, **losses})
@@ -229,6 +246,15 @@ def _state(server: Server, log: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         return {"state": "killed", "reason": "the server ended without a word; run it again to go on"}
     diverges = [f"diverges: {line['reason']}" for line in log if line.get("what") == "diverges"]
     return {"state": "running", "reason": "waits for sites" if last["what"] == "wait" else "".join(diverges[-1:])}
+
+
+def _certificates(server: Server) -> dict[str, str]:
+    """The end of every certificate that can be read, as ISO 8601."""
+    ends = {}
+    for name, path in (("server's certificate", server.certificate), ("authority's certificate", server.ca)):
+        with suppress(OSError, ValueError):
+            ends[name] = x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc.isoformat()
+    return ends
 
 
 def _planned(experiment: Path) -> int | None:

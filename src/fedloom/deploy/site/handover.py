@@ -32,6 +32,8 @@ LONGEST = 100
 """Most bytes of the path of a Unix socket; systems take 104 and more."""
 MAGIC = b"fedloom1"
 MINE, OTHER, ANSWER, ERROR = b"y", b"n", b"a", b"e"
+OWNER = "FEDLOOM_SITE_PROCESS"
+"""Variable of the environment with the id of the site's network process, which all that it starts have."""
 PATIENCE = 10.0
 """Seconds within which the process is found, or started, or an error is the answer."""
 PAUSE = 0.05
@@ -49,14 +51,15 @@ def hand_over(site_file: Path, content: bytes, owner: int | None = None) -> byte
     Args:
         site_file: the site's settings.
         content: of the message.
-        owner: process that the site's process ends with; None: the one that started this.
+        owner: process that the site's process ends with; None: the site's network process, which `main` became, or
+            the one that started this.
 
     Raises:
         ConfigError: the settings cannot be read, or a folder is not the site's own.
         NoAnswer: there is none; a new process has been started where the one before ended.
     """
     key, state = key_of(site_file), folder_of(site_file)
-    begin = _Begin(site_file.resolve(), state, os.getppid() if owner is None else owner)
+    begin = _Begin(site_file.resolve(), state, _owner() if owner is None else owner)
     end = time.monotonic() + PATIENCE
     while True:
         line = _connected(begin.path)
@@ -77,6 +80,7 @@ def main(words: list[str]) -> None:
     Args:
         words: the site's TOML file, and the command.
     """
+    os.environ[OWNER] = str(os.getpid())  # of the command too, which takes the place of this program
     try:
         file = Path(words[0]).resolve()
         _Begin(file, folder_of(file), os.getpid()).attempt(wait=PATIENCE)
@@ -85,6 +89,14 @@ def main(words: list[str]) -> None:
     if SECRET in words:
         start_executor(words[1:], folder_of(Path(words[0]).resolve()))
     os.execv(words[1], words[1:])
+
+
+def _owner() -> int:
+    """The process that a site's process ends with: never one that took this one over when its parent had died."""
+    named = os.environ.get(OWNER, "")
+    if named.isdigit():
+        return int(named)
+    return os.getppid() if os.getppid() > 1 else os.getpid()
 
 
 def key_of(site_file: Path) -> bytes:
