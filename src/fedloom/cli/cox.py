@@ -39,21 +39,21 @@ def cox(
     with errors():
         import numpy as np
 
-        from fedloom.data.survival import survival_table
+        from fedloom.data.site_rows import survival_rows
         from fedloom.errors import ConfigError
         from fedloom.experiment import read
         from fedloom.progress import print_rows
         from fedloom.tasks.cox import SurvivalSite, fit_cox
         from fedloom.tasks.secure_cox import agreement_on, fit_secure_cox
 
-        table = survival_table(read(file).source, time, event, data_dir)
+        table = survival_rows(read(file).source, time, event, data_dir)
         for note in table.notes:
             say(note)
         if bins is not None and stratify:
             raise ConfigError(
                 "--stratify sends what one site alone has, so secure sums have nothing to add; leave one out"
             )
-        sites = [SurvivalSite(*site) for site in table.sites]
+        sites = [SurvivalSite(x, *y.T) for x, y in table.sites]
         fit = exact = fit_cox(sites, ties, stratify=stratify, names=table.columns)
         if bins is not None:
             secure = fit_secure_cox(sites, agreement_on(sites, bins, least, ties), table.columns)

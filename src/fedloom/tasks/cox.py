@@ -23,7 +23,7 @@ from fedloom.errors import DataError, unknown
 Floats = NDArray[np.float64]
 TIES = ("efron", "breslow")
 TOLERANCE = 1e-12
-"""Newton decrement below which a fit has converged."""
+"""Newton decrement below which a step is the last."""
 STEPS, HALVINGS = 50, 30
 SINGULAR = 1e12
 """Condition number of the information from which columns depend on each other."""
@@ -206,7 +206,7 @@ def newton(at: Callable[[Floats], Likelihood], names: Sequence[str]) -> tuple[Fl
             raise DataError(f"columns {', '.join(names)} depend on each other; leave one out")
         step: Floats = np.linalg.solve(here.information, here.gradient).astype(float)
         if float(here.gradient @ step) < TOLERANCE:
-            return beta, here
+            return beta + step, at(beta + step)
         beta, here = _stepped(at, beta, step, here)
     raise DataError(f"the fit has not converged after {STEPS} steps; look at the columns {', '.join(names)}")
 

@@ -1,0 +1,102 @@
+"""A table as rows of numbers site by site, for regressions that are fitted from sums."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedloom.data.dataset import Dataset
+from fedloom.data.sources import Source
+from fedloom.data.sources.table_reading import TableSource
+from fedloom.data.tables import Table
+from fedloom.errors import ConfigError, DataError
+
+Floats = NDArray[np.float64]
+
+
+class SiteRows(NamedTuple):
+    """Complete rows of a table.
+
+    Attributes:
+        sites: of every site columns ``[N, p]`` and targets ``[N, k]``.
+        columns: their names; every level of a text column but the first is one.
+        names: of the sites.
+        data: the data set that the rows are from.
+        notes: sentences on rows that are left out.
+    """
+
+    sites: list[tuple[Floats, Floats]]
+    columns: list[str]
+    names: list[str]
+    data: Dataset
+    notes: list[str]
+
+
+def rows_by_site(source: Source, data_dir: Path | str | None = None, **changes: Any) -> SiteRows:
+    """The complete rows of a table by site.
+
+    Args:
+        source: says how the table is read and whose a row is.
+        data_dir: folder of data sets.
+        changes: keys of the source that are replaced.
+
+    Raises:
+        ConfigError: the source is no table, or has no column beside the target.
+        DataError: a cell that is no number, or no complete row.
+    """
+    if not isinstance(source, TableSource):
+        raise ConfigError("a regression by sums needs a table (CSV or Parquet) in [data]")
+    if source.agreement is not None:
+        raise ConfigError("a regression reads its columns from [data] itself; give categorical and drop, no agreement")
+    data = source.with_(impute=True, unlabelled="drop", **changes).read(data_dir)
+    assert isinstance(data.prepare, Table)
+    whole = ~data.x.isnan().any(1)
+    if not bool(whole.any()):
+        raise DataError(f"{data.name}: every row has a missing cell; drop the columns that are mostly missing")
+    blocks, columns = [], []
+    for column, values in zip(data.prepare.columns, data.x.T, strict=True):
+        if column.levels:
+            blocks += [(values == k).double() for k in range(1, column.levels)]
+            columns += [f"{column.name} {level}" for level in column.names[1:]]
+        else:
+            blocks.append(values)
+            columns.append(column.name)
+    if not blocks:
+        raise ConfigError(f"{data.name}: no column is left beside the target")
+    x, y = torch.stack(blocks, 1), data.y.reshape(len(data), -1).double()
+    owner = torch.zeros(len(data), dtype=torch.long) if data.users is None else data.users
+    here = {int(k): rows for k in owner.unique() if bool((rows := whole & (owner == k)).any())}
+    names = [data.user_names[k] if data.users is not None else "all" for k in here]
+    lost = int((~whole).sum())
+    notes = [f"{lost} of {len(data)} rows have a missing cell and are left out"] if lost else []
+    sites = [(x[rows].numpy(), y[rows].numpy()) for rows in here.values()]
+    return SiteRows(sites, columns, names, data, [*data.notes, *notes])
+
+
+def survival_rows(
+    source: Source, time: str | None = None, event: str | None = None, data_dir: Path | str | None = None
+) -> SiteRows:
+    """`rows_by_site` whose targets are times above 0 and events.
+
+    Args:
+        source: as there; its label is no column.
+        time: column of times; None: the source's label.
+        event: column with 1 for an event and 0 for none; None: the source's.
+        data_dir: folder of data sets.
+
+    Raises:
+        ConfigError: see `rows_by_site`; or time and event are not named.
+        DataError: see `rows_by_site`.
+    """
+    label, named, drop = (getattr(source, key, None) for key in ("label", "event", "drop"))
+    time, event = time or label, event or named
+    if time is None or event is None:
+        raise ConfigError("which columns are the time and the event? name them here, or label and event in [data]")
+    unused = {*(drop or ()), *(column for column in (label, named) if column)} - {time, event}
+    return rows_by_site(
+        source, data_dir, label=time, event=event, task="survival", drop=tuple(unused), centre=0.0, unit=1.0
+    )
