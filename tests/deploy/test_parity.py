@@ -88,6 +88,12 @@ def test_deployed_is_simulated(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     check_parity(scene(tmp_path, method, **SMALL), monkeypatch)
 
 
+def test_a_rule_of_sums_is_deployed_as_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FIAELT uploads changes to rows that the sites keep; the server adds them up by site."""
+    monkeypatch.setattr(os, "fsync", lambda _fd: None)
+    check_parity(scene(tmp_path, "fiaelt", **SMALL, aggregator={"kind": "median"}), monkeypatch)
+
+
 @pytest.mark.parametrize("channel", ["top-k", "qsgd", "sign"])
 def test_compressed_changes_are_deployed_as_simulated(
     channel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

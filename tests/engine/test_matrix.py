@@ -64,6 +64,10 @@ REASONS = {
         "adds uploads up",
         "Its server adds uploads up over rounds, which is right for the mean by the clients' shares and nothing else.",
     ),
+    "noise adds": (
+        "noise of every round",
+        "Its server adds uploads up over rounds, and with them the noise of every round.",
+    ),
     "mixes": ("mixes single models", "Its server mixes single models for every client: nothing is aggregated."),
     "by itself": (
         "averages single models itself",
@@ -139,8 +143,10 @@ def refusal(made: Composition, kind: str, plugin: str) -> str | None:
     if kind == "mixer":
         return own_models(method, fields, projected)
     if kind == "aggregator" and plugin != "mean":
-        if adds or (method.mixes and (type(method).mixer is Algorithm.mixer or plugin == "private-mean")):
-            return "adds" if adds else "mixes"
+        if (adds and plugin == "private-mean") or (
+            method.mixes and (type(method).mixer is Algorithm.mixer or plugin == "private-mean")
+        ):
+            return "noise adds" if adds else "mixes"
         if any(field.primary and not field.averaged for field in fields):
             return "by itself"
         return central(fields) if plugin == "private-mean" else None
@@ -345,8 +351,9 @@ Further rules:
   activations of all clients. Forged activations buy a cluster of their own, 1/C of the model where C is given, here
   and in weigher `equitable`; where C is sought, a client alone is no cluster.
 - Robust aggregators decide on the field that carries the model. If the server keeps every client's last upload, they
-  decide among the clients seen so far. Each needs a least number of rows, checked at the
-  start.
+  decide among the clients seen so far. If it adds up changes to rows that clients keep (SCAFFOLD's controls, FedADMM,
+  FIAELT), they decide on every client's sum, and the server follows their value. Each needs a least number of rows,
+  checked at the start.
 - Beside a mixer, a robust aggregator makes one model of those in each client's mixture too, in place of their weighted
   mean; so it does in FedACS, FedAMP and HeurFedAMP. A mixture of fewer models than the rule needs is the client's own
   last model.

@@ -76,10 +76,10 @@ def check_together(
         if value is not None and not kinds:
             raise Refused(f"{what} {_kind(value)!r} has nothing to act on in {name}: it uploads nothing; leave it out")
     if aggregator is not None and not aggregator.linear:
-        if any(k.accumulates for k in kinds):
+        if isinstance(aggregator, PrivateMean) and any(k.accumulates for k in kinds):
             raise Refused(
                 f"aggregator {_kind(aggregator)!r} cannot be used with {name}: its server adds uploads up over rounds, "
-                "which is right for a mean only; use aggregator 'mean'"
+                "and with them the noise of every round; use channel 'gaussian-noise'"
             )
         brings = type(algorithm).mixer is not Algorithm.mixer
         if algorithm.mixes and (not brings or isinstance(aggregator, PrivateMean)):

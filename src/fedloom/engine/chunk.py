@@ -302,6 +302,11 @@ def accept(
         state.write(job, ids)
         if job.kept_fields:
             job.kept.write(ids, type(job.kept.template)(*[getattr(upload, name) for name in job.kept_fields]))
+        if job.summed_fields:
+            before = job.summed.read(ids)
+            changes = [getattr(upload, name).to(old) for name, old in zip(before._fields, before, strict=True)]
+            sums = [old + change for old, change in zip(before, changes, strict=True)]
+            job.summed.write(ids, type(before)(*sums))
         if job.models.template:
             row = getattr(upload, job.primary)
             is_change = job.fields[job.primary].base != "zero"

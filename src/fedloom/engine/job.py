@@ -154,6 +154,12 @@ class Problem:
         """Upload fields of which the server keeps every client's last row."""
         return [name for name, kind in self.fields.items() if kind.keeps]
 
+    @cached_property
+    def summed_fields(self) -> list[str]:
+        """Changes to clients' rows that the server adds up: a robust rule decides on each client's sum."""
+        fields = self.fields.items() if self.robust else ()
+        return [name for name, kind in fields if kind.accumulates and kind.base.startswith("rows.")]
+
     @property
     def has_personal(self) -> bool:
         """Clients have models of their own: the method's personal models, or what a mixer sends them."""
@@ -222,6 +228,7 @@ class Job(Problem):
         clients: state rows of the clients.
         kept: rows that the server keeps of every client.
         models: last models of the clients, for a mixer, where `kept` does not have them.
+        summed: what the clients' changes to rows of theirs have added up to, for a robust rule (`summed_fields`).
         residue: what the channel has not sent yet, of every client.
         optimizer: states of every client's optimisers, where they are kept.
     """
@@ -231,6 +238,7 @@ class Job(Problem):
     clients: Store[Any]
     kept: Store[Any]
     models: Store[Any]
+    summed: Store[Any]
     residue: Store[Any]
     optimizer: Store[Any]
 
@@ -241,6 +249,7 @@ class Job(Problem):
             "clients": self.clients,
             "kept": self.kept,
             "models": self.models,
+            "summed": self.summed,
             "residue": self.residue,
             "optimizer": self.optimizer,
         }

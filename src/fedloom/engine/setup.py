@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,6 +96,7 @@ def make_job(
         clients=store("clients", start.client),
         kept=store("kept", Nothing() if start.kept is None else start.kept),
         models=store("models", Nothing() if start.model is None else LastModel(start.model)),
+        summed=store("summed", Nothing() if start.summed is None else start.summed),
         residue=store("residue", start.residue),
         optimizer=store("optimizer", Nothing() if problem.memory is None else Moments(problem.memory.rows[0])),
     )
@@ -110,6 +112,7 @@ class Start(NamedTuple):
         kept: the rows that the server keeps of a client; None if it keeps none.
         residue: the rows of the channel at a client.
         model: the initial model, where the server keeps the clients' last models beside ``kept``.
+        summed: the rows of a client to which changes are added up for a robust rule; None if none are.
     """
 
     server: Any
@@ -117,6 +120,7 @@ class Start(NamedTuple):
     kept: Any
     residue: Any
     model: Tensor | None = None
+    summed: Any = None
 
 
 def make_problem(
@@ -206,7 +210,15 @@ def make_problem(
         kept,
         _residue(channel, width, dtype) if tracked is None else Residue(tracked),
         None if keeps else x0,
+        _summed(problem, client),
     )
+
+
+def _summed(problem: Problem, client: Any) -> Any:
+    """The rows of a client's template to which the fields of `Problem.summed_fields` are changes; None without any."""
+    names = problem.summed_fields
+    rows = [getattr(client, problem.fields[name].base.removeprefix("rows.")) for name in names]
+    return namedtuple("Summed", names)(*rows) if names else None  # the method's fields are its own
 
 
 class LastModel(NamedTuple):

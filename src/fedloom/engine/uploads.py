@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from fedloom import algorithms
-from fedloom.algorithms import primary_field
 from fedloom.engine.job import Job
 from fedloom.errors import ConfigError, RunStopped, Stop, blamed
 from fedloom.local import Ctx
 from fedloom.processes.clients import COUNTS, SumResult, TrainResult
 
+SUMMED, AT = "summed.", "at."
+"""Names in the state of an aggregator: what it has of sums of changes, and its last values of them."""
 PIECE = 1 << 16
 """Elements that are converted together: what is converted stays in the cache until it is added."""
 
@@ -206,9 +207,12 @@ class Uploads:
         return job.upload(*values), weigher, aggregator
 
     def _robust(self, ctx: Ctx, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """What a robust rule makes of the cohort's rows, or of all that the server has seen; and its new state."""
-        job, primary = self.job, primary_field(type(self.job.algorithm))
-        assert job.setting.aggregator is not None
+        """What a robust rule makes of the cohort's rows, or of all that the server has seen; and its new state.
+
+        Of changes to clients' rows that the server adds up, the rule decides on the sums of all clients seen. The
+        server gets how far its value has moved, over `Ctx.part`, by which it multiplies: it adds up to that value.
+        """
+        job, primary = self.job, self.job.primary
         if job.kept_fields:
             job.locations.replicate(torch.arange(job.n))
             ids = job.kept.seen.nonzero()[:, 0]
@@ -216,9 +220,33 @@ class Uploads:
             kind = job.fields[primary]
             weight = kind.weight if kind.keeps else None
             weights = job.masses[ids] if weight is None else rows[weight]
-        else:
-            ids, weights = ctx.ids, self.shares
-            rows = {name: torch.cat(field.parts) for name, field in self._fields.items() if field.kind.averaged}
+            return self._combined(ctx, state, rows, weights, ids)
+        summed = job.summed_fields
+        rows = {
+            name: torch.cat(field.parts)
+            for name, field in self._fields.items()
+            if field.kind.averaged and name not in summed
+        }
+        moved = {name: value for name, value in state.items() if not name.startswith(SUMMED)}
+        combined, moved = self._combined(ctx, moved, rows, self.shares, ctx.ids) if rows else ({}, moved)
+        if not summed:
+            return combined, moved
+        job.locations.replicate(torch.arange(job.n))
+        ids = job.summed.seen.nonzero()[:, 0]
+        own = {name.removeprefix(SUMMED): value for name, value in state.items() if name.startswith(SUMMED)}
+        before = {name: own.pop(AT + name, getattr(job.summed.template, name)) for name in summed}
+        value, own = self._combined(ctx, own, job.summed.read(ids)._asdict(), job.masses[ids], ids)
+        combined |= {name: (value[name] - before[name]) / ctx.part for name in summed}
+        own |= {AT + name: value[name] for name in summed}
+        return combined, moved | {SUMMED + name: value for name, value in own.items()}
+
+    def _combined(
+        self, ctx: Ctx, state: dict[str, Tensor], rows: dict[str, Tensor], weights: Tensor, ids: Tensor
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The aggregator's value of rows of some clients, by their primary field or else their first, and its state."""
+        job = self.job
+        assert job.setting.aggregator is not None
+        primary = job.primary if job.primary in rows else next(iter(rows))
         try:
             with blamed("aggregator", job.setting.aggregator, f"round {ctx.round}"):
                 deciding = job.ctx(ctx.round, ids)
