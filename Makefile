@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help demo test test-full test-deploy check check-fast docs mutants lock clean
+.PHONY: help demo test test-full test-deploy check check-fast docs mutants lock sbom image clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -36,6 +36,14 @@ mutants: $(VENV)/.dev-ready ## do the tests notice wrong operators, indices and 
 lock: $(VENV)/.dev-ready ## what a machine of a deployment installs, with versions and hashes
 	echo hatchling | $(BIN)/uv pip compile pyproject.toml - --extra deploy --constraint constraints.txt --generate-hashes \
 	  --python-version 3.11 --universal --no-annotate --custom-compile-command 'make lock' -q -o requirements-deploy.txt
+
+sbom: $(BIN)/python ## what a machine of a deployment installs, as a CycloneDX bill of materials: build/sbom.json
+	$(PIP) cyclonedx-bom
+	mkdir -p build
+	$(BIN)/cyclonedx-py requirements requirements-deploy.txt --pyproject pyproject.toml --output-reproducible -o build/sbom.json
+
+image: ## the container image of a deployment's machines: needs docker
+	docker build --tag fedloom:$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' src/fedloom/version.py) .
 
 clean: ## remove the virtual environment and the caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import tomllib
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 import tomli_w
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 from fedloom.cli import app
 from fedloom.deploy.ops import keys
 from fedloom.deploy.ops import run as service
-from fedloom.deploy.ops.directory import Place, gate, renew, server_units, site_unit, write
+from fedloom.deploy.ops.directory import Place, compose, gate, renew, server_units, site_unit, write
 from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.settings import check_fingerprint, read_server, read_site
 from fedloom.deploy.site import handover
@@ -27,6 +28,7 @@ from fedloom.errors import ConfigError, Refused, Stop
 from fedloom.experiment import read
 from tests.deploy.scene import scene
 
+ROOT = Path(__file__).parents[2]
 TOP_K = {"channel": {"kind": "top-k", "fraction": 0.02}}
 SECRETS = {"ca.key", "server.key", "superexec.secret", "node-key", "signing-key"}
 
@@ -326,3 +328,33 @@ def test_a_method_that_sends_nothing_has_no_bound(experiment):
 
 def test_the_bound_is_the_servers(written):
     assert read_server(written / "server" / "server.toml").norm_bound > 0
+
+
+def test_containers_run_the_commands_of_the_units(written):
+    """With no more rights than the units give: no capability, nothing to write to but the side's folder."""
+    yaml = pytest.importorskip("yaml")
+    place = Place(home="/srv/fl", programs="/opt/fl/bin")
+    server = read_server(written / "server" / "server.toml")
+    site = read_site(written / "sites" / "site-1" / "site.toml")
+    units = {**server_units(server, place), "fedloom-site": site_unit(site, place)}
+    services = {n: s for of in (server, site) for n, s in yaml.safe_load(compose(of, place))["services"].items()}
+    assert {f"fedloom-{name}" for name in services} == units.keys()
+    for name, container in services.items():
+        side = "site" if name == "site" else "server"
+        given = settings(units[f"fedloom-{name}"])
+        assert container["command"] == shlex.split(dict(given)["ExecStart"].replace("$$", "$"))
+        assert {f"{k}={v}" for k, v in container["environment"].items()} == {
+            value.strip('"') for key, value in given if key == "Environment"
+        }
+        assert container["image"] == f"fedloom:{server.version}"
+        assert container["volumes"] == [f"./:/srv/fl/{side}"]
+        assert (container["read_only"], container["cap_drop"]) == (True, ["ALL"])
+
+
+def test_the_image_installs_what_is_locked():
+    """Its files are there, and everything is installed by hash."""
+    text = (ROOT / "Dockerfile").read_text()
+    copied = [word for line in text.splitlines() if line.startswith("COPY") for word in line.split()[1:-1]]
+    assert all((ROOT / path).exists() for path in copied)
+    assert {f"!{path}" for path in copied} <= {*(ROOT / ".dockerignore").read_text().split()}
+    assert "--require-hashes -r /build/requirements-deploy.txt" in text

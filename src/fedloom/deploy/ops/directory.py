@@ -6,6 +6,7 @@ Units, gate, app and directions are the files of `ops/`, filled.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -111,24 +112,32 @@ def renew(folder: Path, host: str, days: int) -> Path:
 
 def server_units(server: Server, place: Place) -> dict[str, str]:
     """The systemd units of the server, by name."""
-    there = placed(server, place.home / "server")
-    about = {"superlink": "the server's connections", "superexec": "the server's work"}
-    commands = {name: command(name, there, place.programs) for name in about}
-    home, file = place.home / "server", place.home / "server" / "server.toml"
-    run = command("run", None, place.programs, app=home / APP, file=file)
-    commands["run"] = [*command("serve", None, place.programs, file=file), *run]
-    about["run"] = "the experiment, until all rounds are done"
+    about = {
+        "superlink": "the server's connections",
+        "superexec": "the server's work",
+        "run": "the experiment, until all rounds are done",
+    }
     return {
-        f"fedloom-{name}": _unit(f"fedloom-{name}", what, server, "server", place, commands[name])
-        for name, what in about.items()
+        f"fedloom-{name}": _unit(f"fedloom-{name}", about[name], server, "server", place, words)
+        for name, words in _commands(server, place).items()
     }
 
 
 def site_unit(site: Site, place: Place) -> str:
     """The systemd unit of a site."""
-    home = place.home / "site"
-    words = command("supernode", placed(site, home), place.programs, file=home / "site.toml")
-    return _unit("fedloom-site", f"site {site.site}", site, "site", place, words)
+    return _unit("fedloom-site", f"site {site.site}", site, "site", place, _commands(site, place)["site"])
+
+
+def _commands(of: Server | Site, place: Place) -> dict[str, list[str]]:
+    """The command lines of a side's processes, by name."""
+    home, programs = place.home / ("server" if isinstance(of, Server) else "site"), place.programs
+    there = placed(of, home)
+    if isinstance(of, Site):
+        return {"site": command("supernode", there, programs, file=home / "site.toml")}
+    commands = {name: command(name, there, programs) for name in ("superlink", "superexec")}
+    file = home / "server.toml"
+    run = command("run", None, programs, app=home / APP, file=file)
+    return commands | {"run": [*command("serve", None, programs, file=file), *run]}
 
 
 def site_files(site: Site, node: keys.Pair, signing: keys.Pair, place: Place) -> Files:
@@ -139,7 +148,31 @@ def site_files(site: Site, node: keys.Pair, signing: keys.Pair, place: Place) ->
         "node-key.pub": f"{node.public}\n",
         "signing-key": signing.private,
         "fedloom-site.service": site_unit(site, place),
+        "compose.yaml": compose(site, place),
     }
+
+
+def compose(of: Server | Site, place: Place) -> str:
+    """The same as the units, for containers: a file of ``docker compose`` in the folder of a side."""
+    side = "server" if isinstance(of, Server) else "site"
+    folder, services = place.home / side, []
+    for name, words in _commands(of, place).items():
+        runs = name == "run"
+        threads = of.threads if isinstance(of, Site) else None
+        services.append(
+            filled(
+                "service.yaml",
+                service=name,
+                version=of.version,
+                command=json.dumps([word.replace("$", "$$") for word in words]),
+                folder=folder,
+                environment=json.dumps(environment(folder / (CLI if runs else "flower"), place.programs, threads)),
+                restart="on-failure" if runs else "unless-stopped",
+                network="host" if name in ("superlink", "site") else "service:superlink",
+            )
+        )
+    about = f"# {of.name}: docker compose up -d; make image builds the image; a gate for nginx is in gate.conf"
+    return "\n".join([about, "services:", *services])
 
 
 def gate(server: Server, place: Place) -> str:
@@ -193,6 +226,7 @@ def _sides(plan: Plan, place: Place) -> Iterator[tuple[str, str, Files]]:
             "superexec.secret": secrets.token_bytes(32),
             "server.toml": text_of(server),
             "gate.conf": gate(server, place),
+            "compose.yaml": compose(server, place),
             f"{CLI}/config.toml": profile(_behind(server), home / "ca.crt"),
             **{f"units/{name}.service": text for name, text in server_units(server, place).items()},
             **{f"nodes/{m.site}.pub": f"{m.node_key}\n" for m in members},
