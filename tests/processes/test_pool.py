@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fedloom.errors import FedloomError
 from fedloom.processes import pool as pools
-from fedloom.processes.pool import LARGE, SHORT, Pool
+from fedloom.processes.buffers import LARGE
+from fedloom.processes.pool import SHORT, Pool
 
 
 class Task(NamedTuple):

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from fedloom.data.dataset import Dataset, refuse
 from fedloom.data.input_spec import InputSpec
-from fedloom.data.sources.arrays import plain
-from fedloom.data.sources.cells import Agreed, Piece, Problems, is_missing, level
+from fedloom.data.sources.array_data import plain
+from fedloom.data.sources.cells import Piece, Problems, is_missing
+from fedloom.data.sources.levels import Agreed, level
 from fedloom.data.sources.memory import frame_cells, is_frame
 from fedloom.data.sources.table_reading import Raw
 from fedloom.data.text import UNKNOWN, encoded

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from fedloom.experiment.file import read as read
     from fedloom.experiment.listing import listed as listed
     from fedloom.experiment.opened import Opened as Opened
-    from fedloom.experiment.opened import Recorded as Recorded
     from fedloom.experiment.opened import open_run as open_run
     from fedloom.experiment.outputs import Outcome as Outcome
+    from fedloom.experiment.recorded import Recorded as Recorded
     from fedloom.experiment.schema import Experiment as Experiment
     from fedloom.experiment.schema import Method as Method
     from fedloom.experiment.tuning import Tune as Tune
@@ -34,7 +34,7 @@ _MODULES = {
     "Opened": "opened",
     "Outcome": "outputs",
     "Plan": "execute",
-    "Recorded": "opened",
+    "Recorded": "recorded",
     "Tune": "tuning",
     "duration": "bench",
     "json_schema": "editors",

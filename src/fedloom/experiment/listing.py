@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.errors import LayoutError
-from fedloom.experiment.opened import Opened, Recorded
+from fedloom.experiment.opened import Opened
+from fedloom.experiment.recorded import Recorded
 from fedloom.metrics import leading, metric, worst
 from fedloom.rundir import ADAPTED, MODELS, folder_of
 from fedloom.trained.model import facts_of, open_tensors

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
-import torch
-from torch import Tensor
 
 from fedloom.algorithms import encodings
 from fedloom.data.dataset import Dataset
 from fedloom.data.new_data import NewData
 from fedloom.data.new_rows import new_rows
-from fedloom.engine.records import not_measured
 from fedloom.errors import ConfigError, RunDirError, nearest
 from fedloom.experiment.file import parse
+from fedloom.experiment.recorded import Recorded
 from fedloom.experiment.schema import Experiment, Method
 from fedloom.metrics import leading, metric
 from fedloom.report import result_table
@@ -27,7 +24,7 @@ from fedloom.report.reading import read_table
 from fedloom.rundir import METRICS, MODELS, SETTINGS, SUMMARY, folder_of, read_summary
 from fedloom.trained.model import Model
 from fedloom.trained.model_source import KINDS
-from fedloom.trained.models import OWN, Models
+from fedloom.trained.models import OWN
 from fedloom.trained.predictions import (
     OWN_SCALE,
     Evaluated,
@@ -41,90 +38,7 @@ from fedloom.trained.saved import Shelf
 from fedloom.trust import check_document
 from fedloom.values import read_toml
 
-if TYPE_CHECKING:
-    import altair as alt
-
 COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric", "value")
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """One run of a directory: what `fedloom.engine.result.Result` was when it ended.
-
-    Attributes:
-        method: label of its method.
-        seed: its seed.
-        status: done, diverged, interrupted or failed.
-        reason: the sentence on how it ended.
-        rounds: rounds done.
-    """
-
-    method: str
-    seed: int
-    status: str
-    reason: str
-    rounds: int
-    _opened: Opened
-
-    def table(self) -> pa.Table:
-        """Tidy: round, client (-1 is the federation), model, part, metric, value."""
-        whole = self._opened.table()
-        mine = pc.and_(pc.equal(whole["method"], self.method), pc.equal(whole["seed"], self.seed))
-        return whole.filter(mine).drop_columns(["method", "seed"])
-
-    def final(self, model: str | None = None, metric: str | None = None, part: str = "test") -> Tensor:
-        """A metric of every client that is scored after the last evaluated round, float64 ``[s]``.
-
-        Args:
-            model: as in `fedloom.engine.result.Result.final`; None: the model that a client would use.
-            metric: its name; None: accuracy, or the metric that leads where that was not measured.
-            part: of the clients' samples.
-
-        Raises:
-            ConfigError: it was not measured.
-        """
-        if model is None:
-            measured = {kind for kind, _, _ in self.measured()}
-            model = next((kind for kind in OWN if kind in measured), OWN[-1])
-        names = {name for kind, place, name in self.measured() if (kind, place) == (model, part)}
-        metric = metric or ("accuracy" if "accuracy" in names else leading(names))
-        if (model, part, metric) not in self.measured():
-            raise not_measured(model, metric, part, self.measured())
-        found = self._clients
-        for column, value in (("model", model), ("part", part), ("metric", metric)):
-            found = found.filter(pc.equal(found[column], value))
-        last = found.filter(pc.equal(found["round"], pc.max(found["round"]))).sort_by("client")
-        return torch.from_numpy(last["value"].to_numpy().copy())
-
-    def chart(self, metric: str | None = None, part: str = "test") -> alt.Chart:
-        """An Altair chart of a metric by round; see `fedloom.report.notebook.chart`."""
-        from fedloom.report import notebook as display  # slow to import, needed where charts are drawn
-
-        return display.chart(self.table(), metric, part)
-
-    def _repr_html_(self) -> str:
-        from fedloom.report import notebook as display
-
-        return display.page(self.table(), f"{self.method}, seed {self.seed}: {self.rounds} rounds, {self.reason}")
-
-    def measured(self) -> set[tuple[str, str, str]]:
-        """What was measured of every client: (model, part, metric)."""
-        kinds = self._clients.group_by(["model", "part", "metric"]).aggregate([])
-        return {(r["model"], r["part"], r["metric"]) for r in kinds.to_pylist()}
-
-    @cached_property
-    def _clients(self) -> pa.Table:
-        return self.table().filter(pc.field("client") >= 0)
-
-    @cached_property
-    def models(self) -> Models:
-        """Its models, read when they are asked for.
-
-        Raises:
-            RunDirError: there are none, as of a run that is not done.
-            LayoutError: their files are damaged, or of another architecture.
-        """
-        return Models(self._opened.shelf(self.method, self.seed))
 
 
 class Opened:
@@ -169,10 +83,10 @@ class Opened:
 
     def __getitem__(self, key: tuple[str, int]) -> Recorded:
         if key not in self._runs:
-            known = ", ".join(f"{method!r} with seed {seed}" for method, seed in self._runs)
-            raise ConfigError(f"{self.path} has no run of {key[0]!r} with seed {key[1]}; it has {known}")
+            runs = ", ".join(f"{method!r} with seed {seed}" for method, seed in self._runs)
+            raise ConfigError(f"{self.path} has no run of {key[0]!r} with seed {key[1]}; it has {runs}")
         run = self._runs[key]
-        return Recorded(*key, run.status, run.reason, run.rounds, self)
+        return Recorded(*key, run.status, run.reason, run.rounds, self.table, partial(self.shelf, *key))
 
     def runs(self, method: str | None = None, seed: int | None = None) -> list[Recorded]:
         """The runs of a method, of a seed, of both, or all.
@@ -270,10 +184,10 @@ class Opened:
             chosen = self.best(seed, own=bool(sites), shared=not sites or not sites <= set(first.names))
         else:
             chosen = self.runs(method, seed)[0]
-        found = predicted(rows, assigned(chosen.models, rows, kind, client))
-        known = len({run.method for run in self.runs(seed=seed)}) == 1 or method is not None
-        said = f"{chosen.method}, seed {chosen.seed}" + ("" if known else ", the best method on validation")
-        return replace(found, notes=(said, *found.notes))
+        predictions = predicted(rows, assigned(chosen.models, rows, kind, client))
+        by_validation = method is None and len({run.method for run in self.runs(seed=seed)}) > 1
+        note = f"{chosen.method}, seed {chosen.seed}" + (", the best method on validation" if by_validation else "")
+        return replace(predictions, notes=(note, *predictions.notes))
 
     def evaluate(
         self,

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import io
 import logging
-import mmap
 import multiprocessing
 import os
-import pickle  # noqa: TID251 (between our own forked processes, never a file)
 import signal
 import sys
 import time
@@ -24,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import FedloomError
+from fedloom.processes.buffers import Buffer, packed, unpacked
 
 R = TypeVar("R")
 S = TypeVar("S")
@@ -31,9 +29,6 @@ T = TypeVar("T")
 
 Handler = Callable[[Any, Any], Any]
 """(shared, task) -> result."""
-
-LARGE = 1 << 14
-"""Bytes from which a tensor travels through shared memory; a smaller one is written into the message as it is."""
 
 LOOK = 1.0
 """Seconds between two looks at workers that do not answer."""
@@ -48,64 +43,6 @@ SHORT = 1 << 14
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class Buffer:
-    """Memory that forked processes share; large tensors of a message are packed into it, one after the other.
-
-    Args:
-        size: bytes; nothing is allocated before it is written. What does not fit travels in the message.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._map = mmap.mmap(-1, max(size, mmap.PAGESIZE))
-
-    def pack(self, value: Any) -> bytes:
-        """A message for `unpack` in another process, until the next `pack`."""
-        return _packed(value, self._map)
-
-    def unpack(self, message: bytes, *, copy: bool) -> Any:
-        """The value; its large tensors are views of the buffer, or copies."""
-        return _Unpacker(io.BytesIO(message), self._map, copy).load()
-
-
-class _Packer(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, memory: mmap.mmap | None) -> None:
-        super().__init__(file, protocol=5)
-        self._memory, self._end = memory, 0
-
-    def persistent_id(self, obj: Any) -> Any:
-        if type(obj) is not Tensor:
-            return None
-        size, start = obj.numel() * obj.element_size(), self._end
-        row = obj.reshape(-1)
-        if self._memory is None or size < LARGE or start + size > len(self._memory):
-            return row.view(torch.uint8).numpy().tobytes(), obj.dtype, tuple(obj.shape)
-        torch.frombuffer(self._memory, dtype=obj.dtype, count=obj.numel(), offset=start).copy_(row)
-        self._end += -(-size // 64) * 64
-        return start, obj.dtype, tuple(obj.shape)
-
-
-class _Unpacker(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, memory: mmap.mmap | None, copy: bool) -> None:
-        super().__init__(file)
-        self._memory, self._copy = memory, copy
-
-    def persistent_load(self, pid: Any) -> Tensor:
-        where, dtype, shape = pid
-        count = torch.Size(shape).numel()
-        if isinstance(where, bytes):
-            flat = torch.frombuffer(bytearray(where), dtype=dtype) if count else torch.empty(0, dtype=dtype)
-            return flat.view(shape)
-        assert self._memory is not None
-        view = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=where).view(shape)
-        return view.clone() if self._copy else view
-
-
-def _packed(value: Any, memory: mmap.mmap | None = None) -> bytes:
-    out = io.BytesIO()
-    _Packer(out, memory).dump(value)
-    return out.getvalue()
 
 
 class Workers(Protocol):
@@ -209,7 +146,7 @@ class Pool:
             for batch, (own, _) in zip(batches, places, strict=True):
                 if len(own) == depth and (everybody or len(waiting) > depth * len(self._workers)):
                     task = ("task", waiting[-1][1])
-                    if depth == 0 or len(_packed(task)) <= SHORT:
+                    if depth == 0 or len(packed(task)) <= SHORT:
                         batch.append(task)
                         own.append(waiting.pop()[0])
         for batch, (_, worker) in zip(batches, places, strict=True):
@@ -297,7 +234,7 @@ class _Worker:
     def send(self, orders: list[tuple[Any, ...]]) -> None:
         """Give the worker something to do."""
         try:
-            self.pipe.send_bytes(_packed(orders))
+            self.pipe.send_bytes(packed(orders))
         except OSError as error:
             raise self._died() from error
 
@@ -327,7 +264,7 @@ class _Worker:
     def close(self) -> None:
         """End the process."""
         with suppress(OSError):
-            self.pipe.send_bytes(_packed([("stop",)]))
+            self.pipe.send_bytes(packed([("stop",)]))
         self._process.join(2)
         if self._process.is_alive():
             self._process.kill()
@@ -344,7 +281,7 @@ def _serve(pipe: Connection, handlers: Sequence[Handler], down: Buffer, ups: lis
     turn = cycle(ups)
     with suppress(EOFError, OSError):
         while True:
-            for kind, *content in _Unpacker(io.BytesIO(pipe.recv_bytes()), None, copy=True).load():
+            for kind, *content in unpacked(pipe.recv_bytes()):
                 if kind == "stop":
                     return
                 if kind == "share":

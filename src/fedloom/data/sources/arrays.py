@@ -1,20 +1,19 @@
-"""Arrays as a `Dataset`: in memory, in an NPZ file or, left on disk, in NPY files; a file with a pickle is refused."""
+"""Read arrays of an NPZ file or, left on disk, of NPY files; a file with a pickle is refused."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from fedloom.data.dataset import Dataset, Task, refuse
-from fedloom.data.sources._base import SampleSource, lies_at, locate, numbered, scale
+from fedloom.data.dataset import Dataset
+from fedloom.data.sources._base import SampleSource, locate
 from fedloom.data.sources.archive import Entry, check_size, entries, fill, finished
+from fedloom.data.sources.array_data import of_arrays
 from fedloom.errors import DataError
 
 BLOCK = 2**20
@@ -203,166 +202,3 @@ def _into(entry: Entry, header: _Header, out: NDArray[Any], *, turn: bool) -> No
 
 def _channels_first(x: NDArray[Any]) -> NDArray[Any]:
     return x.transpose(0, 3, 1, 2)
-
-
-def of_arrays(
-    name: str,
-    x: NDArray[Any],
-    y: NDArray[Any],
-    task: Task | None = None,
-    *,
-    where: object = None,
-    split: int | None = None,
-    classes: Sequence[str] = (),
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    users: Any = None,
-    channels_last: bool | None = False,
-    vocabulary: Sequence[str] | int = (),
-) -> Dataset:
-    """A data set of arrays.
-
-    Args:
-        name: of the data set.
-        x: features [N, ...]; bytes are kept, other numbers become float32; [N, height, width] gets a channel.
-        y: whole numbers, booleans or text [N], or numbers [N, k]; of tokens whole numbers [N, length] too, -1 for none.
-        task: what the targets are; None: classification if they are whole numbers, text or booleans.
-        where: file, for messages; None: the name.
-        split: first sample of the official test set, if there is one.
-        classes: their names; empty: numbers from 0, or the sorted texts.
-        mean: subtracted, of pixels in [0, 1] if bytes.
-        std: divides after that.
-        users: owner of each sample [N].
-        channels_last: images are [N, height, width, channels]; None: refused if they look so.
-        vocabulary: names of the tokens, or their number; x is then tokens [N, length], 0 for padding at the end.
-
-    Raises:
-        DataError: shapes, types, lengths or values that cannot be.
-    """
-    place = str(where or name)
-    texts = [(what, v) for what, v in (("classes", classes), ("vocabulary", vocabulary)) if isinstance(v, str)]
-    names = tuple(map(str, range(vocabulary))) if isinstance(vocabulary, int) else tuple(vocabulary)
-    each = bool(names) and y.ndim == 2 and y.dtype.kind in "ui"
-    y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 and not each else y
-    problems = []
-    if x.dtype.kind not in "uifb" or x.ndim == 0:
-        problems.append(f"x must be numbers [N, ...], got {x.dtype} {x.shape}; encode text as numbers first")
-    if x.ndim == 1:
-        problems.append(f"x must be [N, features], got {x.shape}; of a single feature give x[:, None]")
-    if channels_last is None and x.ndim == 4 and x.shape[3] in (1, 3, 4) and x.shape[1] not in (1, 3, 4):
-        problems.append(f"x {x.shape} looks like images with their channels last; give channels_last = True or False")
-    if channels_last and x.ndim != 4:
-        problems.append(f"channels_last needs x [N, height, width, channels], got {x.shape}")
-    if y.ndim not in (1, 2) or y.dtype.kind not in "uifbU" or (y.ndim == 2 and y.dtype.kind == "U"):
-        problems.append(f"y must be [N] classes or [N, k] targets, got {y.dtype} {y.shape}; give one row per sample")
-    if len(x.shape) and len(y.shape) and len(x) != len(y):
-        problems.append(f"{len(x)} samples but {len(y)} targets; every sample needs one target")
-    problems += [f"{what} must be a list of names, got the text {names!r}" for what, names in texts if names]
-    if users is not None and np.shape(users) != x.shape[:1]:
-        problems.append(f"users have shape {np.shape(users)} for {len(x)} samples; give one per sample")
-    refuse(place, problems)
-    if channels_last:
-        x = x.transpose(0, 3, 1, 2)
-    if names and ((whole := x.astype(np.int32)) != x).any():
-        raise DataError(f"{place}: tokens must be whole numbers, got {x.dtype}; encode the text")
-    if names:
-        features = torch.from_numpy(whole)
-    else:
-        with np.errstate(over="ignore"):  # the infinity is refused below
-            kept = x if x.dtype == np.uint8 else x.astype(np.float32, copy=False)
-        features = torch.from_numpy(np.require(kept, requirements=["C", "W"]))
-    if each:
-        classes = tuple(classes) or numbered(y.clip(0).ravel(), place)
-        target, kind = torch.from_numpy(y.astype(np.int64)), task or "classification"
-    else:
-        target, kind, classes = _targets(y, task, tuple(classes), place)
-    if split is not None and classes:
-        new = sorted(set(target[split:].flatten().tolist()) - {-1, *target[:split].flatten().tolist()})
-        shown = ", ".join(repr(classes[c]) if c < len(classes) else str(c) for c in new)
-        refuse(place, [f"the test set has classes that no training sample has: {shown}; leave them out"] if new else [])
-    owners = None if users is None else plain(users, f"{name}: users")
-    if owners is not None and owners.dtype.kind == "f" and np.isnan(owners).any():
-        raise DataError(f"{place}: users: sample {int(np.isnan(owners).argmax())} has no owner; give every sample one")
-    levels, codes = (None, None) if owners is None else np.unique(owners, return_inverse=True)
-    with lies_at(Path(place)):
-        return Dataset(
-            name,
-            features[:, None] if features.ndim == 3 else features,
-            target,
-            kind,
-            classes,
-            scale(mean),
-            scale(std),
-            None if split is None else torch.arange(split, len(x)),
-            users=None if codes is None else torch.from_numpy(codes),
-            user_names=() if levels is None else tuple(str(level) for level in levels),
-            vocabulary=names,
-        )
-
-
-def _targets(
-    y: NDArray[Any], task: Task | None, classes: tuple[str, ...], place: str
-) -> tuple[torch.Tensor, Task, tuple[str, ...]]:
-    if task in ("survival", "count"):
-        if y.dtype.kind not in "uifb":
-            raise DataError(f"{place}: y of a {task} task must be numbers, got {y.dtype}")
-        return torch.from_numpy(y.reshape(len(y), -1).astype(np.float64)), task, ()
-    if y.dtype.kind == "U" and task != "regression":
-        levels, codes = np.unique(y, return_inverse=True)
-        names = classes or tuple(str(level) for level in levels)
-        code_of = {name: code for code, name in enumerate(names)}
-        if odd := [str(level) for level in levels if str(level) not in code_of]:
-            raise DataError(f"{place}: y has {', '.join(map(repr, odd))}, the classes are {', '.join(names)}")
-        y, classes = np.array([code_of[str(level)] for level in levels])[codes], names
-    whole = y.ndim == 1 and (y.dtype.kind in "iub" or (y.dtype.kind == "f" and bool((y == np.floor(y)).all())))
-    if task is None and y.ndim == 2 and bool(((y == 0) | (y == 1)).all()):
-        single = bool((y.sum(1) == 1).all())
-        said = "a single 1 in every row, as one-hot classes have; give y.argmax(1)," if single else "0 and 1 only, as "
-        said += "" if single else "several labels of a sample have, of which no model here learns; give one of them,"
-        raise DataError(f"{place}: y {y.shape} has {said} or task = 'regression'")
-    if task in ("classification", "binary") and not whole:
-        raise DataError(f"{place}: y must be whole numbers [N] for a classification, got {y.dtype} {y.shape}")
-    if task == "regression" and y.dtype.kind == "U":
-        raise DataError(f"{place}: y holds text, which is no target of a regression; leave task out")
-    if (task == "regression" or not whole) and len(y) > 1 and bool((y == y[0]).all()):
-        raise DataError(f"{place}: the target is the same in every row; nothing can be learned from it")
-    if task == "regression" or not whole:
-        return torch.from_numpy(y.reshape(len(y), -1).astype(np.float64)), "regression", ()
-    names = classes or numbered(y, place)
-    return torch.from_numpy(np.require(y, np.int64, ["C", "W"])), task or "classification", names
-
-
-def plain(values: Any, name: str, mixed: bool = False) -> NDArray[Any]:
-    """An array of numbers or text; if it may be ``mixed``, of objects too.
-
-    Raises:
-        DataError: rows of different lengths, values of several kinds, or missing ones.
-    """
-    if np.ma.is_masked(values):
-        raise DataError(f"{name}: some values are masked; fill them, or leave their samples out")
-    try:
-        found = as_array(values)
-    except ValueError:
-        raise DataError(
-            f"{name}: rows of different lengths make no array; give every sample one size (pad tokens with 0 and their "
-            "labels with -1)"
-        ) from None
-    if found.dtype == object and not mixed:
-        cells = found.ravel().tolist()
-        kinds = str if isinstance(cells[0] if cells else "", str) else (int, float, np.number, np.bool_)
-        for k, cell in enumerate(cells):
-            if not isinstance(cell, kinds):
-                raise DataError(f"{name}: value {k} is {cell!r:.60}; expected numbers only, or text only, none missing")
-        found = np.array(cells).reshape(found.shape)
-    return found
-
-
-def as_array(values: Any) -> NDArray[Any]:
-    """A tensor of any layout and device, or anything that is like an array; floats of 16 bits and less become 32."""
-    if isinstance(values, torch.Tensor):
-        values = values.to_dense()
-        small = values.is_floating_point() and values.element_size() < 4
-        dense: NDArray[Any] = (values.float() if small else values).numpy(force=True)
-        return dense
-    found = np.asarray(values)
-    return found.astype(np.float32) if found.dtype == np.float16 else found

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from fedloom.data.dataset import Dataset, Task
 from fedloom.data.sources._base import Source
 from fedloom.data.sources.archive import Rows
-from fedloom.data.sources.arrays import as_array, of_arrays, plain
+from fedloom.data.sources.array_data import as_array, of_arrays, plain
 from fedloom.data.sources.cells import Piece, Problems
 from fedloom.data.sources.table_reading import TableSource, read_table
 from fedloom.data.sources.tabular import Csv

@@ -1,0 +1,124 @@
+"""Turn cells of a column into codes of its levels: classes, clients and categories."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedloom.data.sources.cells import Cells, Piece, Problems, numbers, shortened
+from fedloom.data.tables import Column
+from fedloom.errors import DataError
+
+LONGEST_NAME = 1000
+"""Characters of a level: a class, a client or a category; longer cells are texts."""
+WHOLE = re.compile(r"([-+]?\d+)\.0+")
+"""A whole number that is written with zeros behind its point."""
+
+
+def level(cell: Any) -> str:
+    """The name of a level, the same from every kind of file: 1, 1.0, "1", "1.0" and " 1" are "1".
+
+    >>> [level(cell) for cell in (1, 1.0, "1.0", " 1", "01", True, "b ")]
+    ['1', '1', '1', '1', '01', 'True', 'b']
+    """
+    if isinstance(cell, float) and cell.is_integer():
+        return str(int(cell))
+    text = str(cell).strip()
+    whole = WHOLE.fullmatch(text)
+    return text if whole is None else whole[1]
+
+
+class Codes:
+    """Levels of a column in the order of their first row, sorted at the end."""
+
+    def __init__(self) -> None:
+        self.levels: dict[str, int] = {}
+        self.rows: list[NDArray[np.int32]] = []
+
+    def add(self, cells: Cells, missing: NDArray[np.bool_]) -> None:
+        """More rows.
+
+        Raises:
+            DataError: a cell is no name of a level, but a text.
+        """
+        longest = max((len(cell) for cell in cells if isinstance(cell, str | bytes)), default=0)
+        if longest > LONGEST_NAME:
+            raise DataError(
+                f"a cell of {longest:,} characters is no name of a class, client or category, which has at most "
+                f"{LONGEST_NAME:,}; drop the column, or read it as text"
+            )
+        codes = [
+            -1 if gone else self.levels.setdefault(level(cell), len(self.levels))
+            for cell, gone in zip(cells, missing.tolist(), strict=True)
+        ]
+        self.rows.append(np.array(codes, np.int32))
+
+    def done(self) -> tuple[NDArray[np.float64], tuple[str, ...]]:
+        """Codes of all rows ``[N]``, NaN where missing, and the levels."""
+        names = sorted(self.levels, key=natural)
+        place = np.empty(len(names) + 1)
+        place[[self.levels[name] for name in names]] = np.arange(len(names))
+        place[-1] = np.nan  # of missing cells, whose code is -1
+        return place[np.concatenate(self.rows)], tuple(names)
+
+
+class Agreed:
+    """Cells of a column that was agreed on, as numbers or codes of its levels.
+
+    Attributes:
+        column: the column.
+        filled: cells so far that are missing, or of an unknown level, and will be filled.
+
+    Args:
+        column: the column.
+        impute: missing cells and unknown levels are filled, and no problem.
+        cure: what to do about those that are one.
+        factor: by which numbers are multiplied.
+    """
+
+    def __init__(self, column: Column, impute: bool, cure: str, factor: float = 1.0) -> None:
+        self.column, self.filled, self._impute, self._cure, self._factor = column, 0, impute, cure, factor
+        self._codes = {name: code for code, name in enumerate(column.names)}
+
+    def read(self, piece: Piece, gone: NDArray[np.bool_], problems: Problems) -> NDArray[np.float64]:
+        """A piece of the column, NaN where it is missing or of an unknown level.
+
+        Args:
+            piece: of cells.
+            gone: ``[k]`` which of them are missing.
+            problems: takes what is no number, no code, and unless cells are filled what is missing or unknown.
+        """
+        column, name = self.column, self.column.name
+        if gone.any() and not self._impute:
+            what = f"row {problems.first + piece.start + int(gone.argmax())}, column {name!r}: missing value"
+            problems.add("missing", name, what, [None] * int(gone.sum()), self._cure)
+        self.filled += int(gone.sum())
+        if not column.names:
+            out = numbers(piece, gone, problems, "repair the cell, or name it in missing")
+            if column.levels and (wrong := ~np.isnan(out) & ~np.isin(out, np.arange(column.levels))).any():
+                what = f"column {name!r}: {out[wrong][0]:g} is no code from 0 to {column.levels - 1}"
+                problems.add("code", name, what, out[wrong].tolist(), "repair the cell")
+            return out if self._factor == 1 else out * self._factor
+        codes = (-1 if hole else self._codes.get(level(c), -2) for c, hole in zip(piece.cells, gone, strict=True))
+        out = np.fromiter(codes, np.float64, len(piece.cells))
+        strange = out == -2
+        if strange.any() and not self._impute:
+            what = (
+                f"row {problems.first + piece.start + int(strange.argmax())}, column {name!r}: unknown level "
+                f"{shortened(str(piece.cells[int(strange.argmax())]))}, allowed are {', '.join(column.names[:20])}"
+            )
+            cells = [cell for cell, odd in zip(piece.cells, strange, strict=True) if odd]
+            problems.add("level", name, what, cells, self._cure)
+        self.filled += int(strange.sum())
+        return np.where(out < 0, np.nan, out)
+
+
+def natural(text: str) -> tuple[float, str]:
+    """Key that sorts numbers by value, before all other texts."""
+    try:
+        return float(text), text
+    except ValueError:
+        return np.inf, text

@@ -1,0 +1,78 @@
+"""Pack messages between forked processes: large tensors into memory that they share, the rest into a pickle."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import pickle  # noqa: TID251 (between our own forked processes, never a file)
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LARGE = 1 << 14
+"""Bytes from which a tensor travels through shared memory; a smaller one is written into the message as it is."""
+
+
+class Buffer:
+    """Memory that forked processes share; large tensors of a message are packed into it, one after the other.
+
+    Args:
+        size: bytes; nothing is allocated before it is written. What does not fit travels in the message.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._map = mmap.mmap(-1, max(size, mmap.PAGESIZE))
+
+    def pack(self, value: Any) -> bytes:
+        """A message for `unpack` in another process, until the next `pack`."""
+        return packed(value, self._map)
+
+    def unpack(self, message: bytes, *, copy: bool) -> Any:
+        """The value; its large tensors are views of the buffer, or copies."""
+        return _Unpacker(io.BytesIO(message), self._map, copy).load()
+
+
+class _Packer(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, memory: mmap.mmap | None) -> None:
+        super().__init__(file, protocol=5)
+        self._memory, self._end = memory, 0
+
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) is not Tensor:
+            return None
+        size, start = obj.numel() * obj.element_size(), self._end
+        row = obj.reshape(-1)
+        if self._memory is None or size < LARGE or start + size > len(self._memory):
+            return row.view(torch.uint8).numpy().tobytes(), obj.dtype, tuple(obj.shape)
+        torch.frombuffer(self._memory, dtype=obj.dtype, count=obj.numel(), offset=start).copy_(row)
+        self._end += -(-size // 64) * 64
+        return start, obj.dtype, tuple(obj.shape)
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, memory: mmap.mmap | None, copy: bool) -> None:
+        super().__init__(file)
+        self._memory, self._copy = memory, copy
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        where, dtype, shape = pid
+        count = torch.Size(shape).numel()
+        if isinstance(where, bytes):
+            flat = torch.frombuffer(bytearray(where), dtype=dtype) if count else torch.empty(0, dtype=dtype)
+            return flat.view(shape)
+        assert self._memory is not None
+        view = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=where).view(shape)
+        return view.clone() if self._copy else view
+
+
+def unpacked(message: bytes) -> Any:
+    """Return the value of a message whose tensors all travel in it."""
+    return _Unpacker(io.BytesIO(message), None, copy=True).load()
+
+
+def packed(value: Any, memory: mmap.mmap | None = None) -> bytes:
+    """Return the message of a value; its large tensors go into the memory, where there is one and they fit."""
+    out = io.BytesIO()
+    _Packer(out, memory).dump(value)
+    return out.getvalue()
