@@ -18,7 +18,8 @@ from statsmodels.stats.proportion import proportion_confint
 
 import fedloom as fl
 from fedloom.data.groups import groups_of
-from fedloom.errors import ConfigError
+from fedloom.errors import ConfigError, Refused
+from fedloom.experiment.importance import check_importance, importance
 from fedloom.experiment.left_out import scores_of_new, without
 from fedloom.report.calibrated import curve, point, wilson
 from fedloom.report.comparison.by_patient import delong
@@ -47,6 +48,7 @@ kind = "softmax"
 [evaluate]
 groups = ["sex", "age>=75"]
 predictions = true
+importance = true
 [[method]]
 algorithm = "local"
 [[method]]
@@ -102,7 +104,8 @@ def test_predictions_are_what_was_scored_and_groups_are_their_parts(run: Path) -
 def test_the_page_and_its_files_have_them(run: Path) -> None:
     call("report", run, "--card")
     page, folder = (run / "report.html").read_text(), run / "report"
-    for words in ("Groups of patients", "Gains by patient", "Thresholds by site", "calibration-curve", "net-benefit"):
+    for words in ("Groups of patients", "Gains by patient", "Thresholds by site", "calibration-curve", "net-benefit",
+                  "importance"):  # fmt: skip
         assert words in page, words
     assert "## Groups of patients" in (folder / "card.md").read_text()
 
@@ -210,3 +213,31 @@ def test_groups_take_columns_and_bounds() -> None:
         wide.columns["wide"], wide.levels["wide"] = torch.zeros(4, dtype=torch.long), tuple(map(str, range(30)))  # type: ignore[index]
         with pytest.raises(ConfigError, match=sentence):
             groups_of(wide, [choice])
+
+
+def test_permuting_a_column_tells_what_the_model_uses() -> None:
+    """Of a model that is known: nothing for columns without weight, and what scikit-learn says of the others."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(400, 3))
+    level = rng.choice(["u", "v", "w"], 400)
+    y = x[:, 0] * 3 + (level == "v") * 2.0
+    import pandas as pd
+
+    table = pd.DataFrame(
+        {"a": x[:, 0], "b": x[:, 1], "c": x[:, 2], "level": level, "y": y, "site": rng.choice(["n", "s"], 400)}
+    )
+    data = fl.Dataset.of(table, "y", task="regression", users="site", categorical=["level"], drop=["c"])
+    fed = fl.partition.writers(test=0.5)(data, seed=0)
+    result = fl.simulate("fedavg", fed, rounds=30, local=fl.LocalSGD(lr=0.1, batch_size=32))
+    found = importance(result).to_pylist()
+    for client in (0, 1):
+        share = {line["column"]: line["value"] for line in found if line["client"] == client}
+        assert list(share) == ["a", "b", "level"]
+        assert share["a"] > share["level"] > 0.2
+        assert abs(share["b"]) < 0.05
+        rows = fed.indices("test", client)
+        # permuting x[:, 0] adds 2 * 9 var(a) to the squared error
+        expected = np.sqrt(2 * 9 * np.var(x[rows.numpy(), 0]))
+        assert share["a"] == pytest.approx(expected, rel=0.2)
+    with pytest.raises(Refused, match="permutes columns of a table"):
+        check_importance(fl.partition.iid(clients=2)(fl.load("digits"), seed=0))

@@ -31,7 +31,7 @@ Part = Literal["train", "validation", "test"]
 class Evaluate(Value):
     """When and on what models are scored. Nothing here changes what is learned."""
 
-    free: ClassVar[tuple[str, ...]] = ("confusion", "tsne", "groups", "predictions")
+    free: ClassVar[tuple[str, ...]] = ("confusion", "tsne", "groups", "predictions", "importance")
 
     every: int = Field(5, ge=1, description="rounds between evaluations; the last round is always evaluated")
     select_on: Literal["validation", "test"] = Field(
@@ -60,6 +60,9 @@ class Evaluate(Value):
     )
     predictions: bool = Field(
         False, description="keep the prediction of every test sample, at the end: calibration, net benefit, who gains"
+    )
+    importance: bool = Field(
+        False, description="permute every column of a table in every client's test part, at the end: what models use"
     )
     tsne: tuple[NonNegativeInt, ...] = Field(
         (), description="clients whose test samples are laid out in the plane by t-SNE, at the end (FedSLR, Fig. 4)"

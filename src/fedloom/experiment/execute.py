@@ -21,6 +21,7 @@ from fedloom.engine.simulate import Progress, simulate
 from fedloom.errors import CodeError, DamagedCheckpoint, LayoutError, Refused, RunDirError, Stop
 from fedloom.experiment.events import PAUSE, Emitter, Event, Line, Listener
 from fedloom.experiment.file import difference_to_recorded
+from fedloom.experiment.importance import check_importance
 from fedloom.experiment.inspection import check_inspection
 from fedloom.experiment.left_out import scores_of_new, without
 from fedloom.experiment.outputs import (
@@ -88,6 +89,8 @@ class Plan:
         self.runs = [(m, seed) for m in experiment.methods for seed in experiment.head.seeds]
         for fed in self.federations.values():
             check_inspection(experiment.common.evaluate, fed)
+            if experiment.common.evaluate.importance:
+                check_importance(fed)
         fed = self.federations[experiment.head.seeds[0]]
         self._raw = data if experiment.partition.leave else None
         if self._raw is not None and (ranks.size > 1 or fed.n < 3):

@@ -57,7 +57,7 @@ def confusion(result: Result) -> pa.Table:
     classes = max(len(fed.data.classes), 2)
     found: dict[tuple[int, str], Tensor] = {}
     for model in ("global", "personal"):
-        for client, row in _models(result, model, result.job.scored_ids):
+        for client, row in models_of(result, model, result.job.scored_ids):
             index = fed.indices("test", client)
             if len(index):
                 guess = torch.cat([oracle.task.predict(out) for out in oracle.outputs(row, index)])
@@ -95,7 +95,7 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
     )
     shown = torch.tensor(sorted(set(clients) - set(few)), dtype=torch.long)
     rows: list[tuple[int, str, float, float, float]] = []
-    for client, row in _models(result, model, shown):
+    for client, row in models_of(result, model, shown):
         index = fed.indices("test", client)
         seen = oracle.representations(row, index).double().cpu().numpy()
         y = fed.targets(index)
@@ -108,8 +108,8 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
     return _table(rows, client=pa.int64(), model=pa.string(), label=kind, x=kind, y=kind), notes
 
 
-def _models(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Clients and their model, the oracle's normalisation statistics set for it; nothing if there is no such model."""
+def models_of(result: Result, model: str, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield clients and their model, the normalisation statistics set for it; nothing if there is no such model."""
     oracle = result.job.oracle
     if model not in result.models.kinds():
         return

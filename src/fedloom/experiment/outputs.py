@@ -22,12 +22,14 @@ from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
 from fedloom.engine.state import State
+from fedloom.experiment.importance import importance
 from fedloom.experiment.inspection import confusion, tsne
 from fedloom.experiment.patients import group_scores, predictions
 from fedloom.experiment.schema import Experiment
 from fedloom.rundir import (  # fmt: skip
     CONFUSION,
     GROUPS,
+    IMPORTANCE,
     LEFT_OUT,
     LIVE,
     METRICS,
@@ -127,7 +129,7 @@ def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome])
         ((o, o.result) for o in outcomes if o.result is not None and o.complete),
         key=lambda pair: (pair[0].label, pair[0].seed),
     )
-    counts, places, notes, groups, rows = [], [], [], [], []
+    counts, places, notes, groups, rows, drives = [], [], [], [], [], []
     keep = [(o.label, o.seed) for o in outcomes if o.damaged]
     for outcome, result in done:
         if evaluate.confusion:
@@ -140,7 +142,10 @@ def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome])
             groups.append(_labelled(group_scores(result, evaluate.groups), outcome.label, outcome.seed))
         if evaluate.predictions:
             rows.append(_labelled(predictions(result), outcome.label, outcome.seed))
+        if evaluate.importance:
+            drives.append(_labelled(importance(result), outcome.label, outcome.seed))
     _write(out / CONFUSION, counts, keep)
+    _write(out / IMPORTANCE, drives, keep)
     _write(out / GROUPS, groups, keep)
     _write(out / PREDICTIONS, rows, keep)
     _write(out / TSNE, places, keep)

@@ -30,6 +30,7 @@ from fedloom.report.curves import curves, robustness
 from fedloom.report.figure import Figure, Rows, theme
 from fedloom.report.groups import LEAD as GROUPED
 from fedloom.report.groups import group_tables, groups_csv
+from fedloom.report.importance import importances
 from fedloom.report.inspection import inspection
 from fedloom.report.left_out import LEAD as NEW
 from fedloom.report.left_out import left_out_csv, left_out_tables
@@ -50,6 +51,7 @@ HIDDEN = ("label", "label_narrow", "side", "place", "middle")
 
 PLACES = {
     "patients": ("Calibrated", IN_USE),
+    "importance": ("What drives it", "Which columns the model uses, site by site."),
     "left_out": ("A new site", NEW),
     "groups": ("Groups of patients", GROUPED),
     "curves": ("Learning curves", "How the result grows with rounds, traffic, gradients of samples and time."),
@@ -194,6 +196,7 @@ def figures(runs: list[Run], rows: list[Row]) -> list[Figure]:
     lead = leading_metric(runs)
     found = [
         *calibrated(runs, rows, lead),
+        *importances(runs, rows, lead),
         *clients(runs, rows, lead),
         *inspection(runs),
         *tradeoffs(runs, rows, lead),

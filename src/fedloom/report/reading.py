@@ -32,7 +32,10 @@ from fedloom.rundir import (
 Numbers = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-_TEXT, _INTEGER = ("method", "model", "part", "metric", "subgroup", "scaling"), ("seed", "round", "client", "row")
+_TEXT, _INTEGER = (
+    ("method", "model", "part", "metric", "subgroup", "scaling", "column"),
+    ("seed", "round", "client", "row"),
+)
 _KINDS = {
     **dict.fromkeys(_TEXT, pa.string()),
     **dict.fromkeys((*_INTEGER, "group"), pa.int64()),
