@@ -1,29 +1,33 @@
 """FedAvg of fedloom beside Flower's own, on the same app in this process: time per round and bytes per message.
 
-Nodes answer in turn, and every message is written to bytes and read back. Rounds of both strategies alternate.
+Nodes answer in turn, and every message is written to bytes and read back. Blocks of rounds of both strategies
+alternate. A round is from one call for training to the next, so it has all that a strategy does in its `start`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
+import math
 import time
 from collections.abc import Iterable
+from contextlib import suppress
+from importlib import import_module
 from statistics import median
 from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as Proto
 from flwr.serverapp.strategy import FedAvg
-from flwr.supercore.task_identity import TaskIdentity
 from torch import nn
 
 from fedloom.flower import Local, Strategy, client
 
-NODES, SAMPLES, CLASSES, LR = 2, 32, 10, 0.1
+NODES, SAMPLES, CLASSES, LR, BLOCK = 2, 32, 10, 0.1, 6
 
 
 class Nodes:
@@ -32,7 +36,7 @@ class Nodes:
     run = None
 
     def __init__(self, app: ClientApp) -> None:
-        self.app, self.bytes = app, list[int]()
+        self.app, self.bytes, self.times = app, list[int](), list[tuple[float, float]]()
         self.contexts = {
             k: Context(run_id=1, node_id=k, node_config={"partition-id": k}, state=RecordDict(), run_config={})
             for k in range(1, 1 + NODES)
@@ -47,7 +51,9 @@ class Nodes:
         return message_from_proto(Proto.FromString(data))
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
-        replies = []
+        replies, messages = [], list(messages)
+        if messages and messages[0].metadata.message_type == "train":
+            self.times.append((time.perf_counter(), time.process_time()))
         for number, message in enumerate(messages):
             message.metadata.__dict__["_message_id"] = str(number)
             node = message.metadata.dst_node_id
@@ -58,7 +64,7 @@ class Nodes:
 
 
 def network(width: int) -> nn.Module:
-    return nn.Linear(width, CLASSES)
+    return nn.Linear(width, width)
 
 
 def samples(k: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,44 +100,51 @@ def loom_app(width: int) -> ClientApp:
     return app
 
 
-def one_round(strategy: Any, t: int, arrays: ArrayRecord, grid: Nodes) -> tuple[ArrayRecord, float]:
-    start = time.perf_counter()
-    replies = grid.send_and_receive(strategy.configure_train(t, arrays, ConfigRecord(), grid))
-    new, _ = strategy.aggregate_train(t, replies)
-    return new, time.perf_counter() - start
+def block(strategy: Any, arrays: ArrayRecord, grid: Nodes) -> tuple[ArrayRecord, list[tuple[float, float]]]:
+    """The new model, and seconds of the clock and of the processor of every round but the first."""
+    grid.times.clear()
+    new = strategy.start(grid, arrays, num_rounds=BLOCK).arrays
+    return new, [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(grid.times[1:])]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--blocks", type=int, default=5)
     parser.add_argument("--parameters", type=int, nargs="+", default=[10**4, 10**7])
     options = parser.parse_args()
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    for name in ("run_id", "task_id", "node_id"):
-        setattr(TaskIdentity, name, 1)
+    with suppress(ImportError):  # of older releases
+        identity = import_module("flwr.supercore.task_identity").TaskIdentity
+        identity.run_id = identity.task_id = identity.node_id = 1
     for d in options.parameters:
-        width = d // CLASSES
+        width = math.isqrt(d)
         start = ArrayRecord(network(width).state_dict())
         local = {"lr": LR, "batch_size": "full", "steps": 1}
         sides: list[list[Any]] = [
             [FedAvg(fraction_evaluate=0.0), start, Nodes(plain_app(width)), []],
             [Strategy("fedavg", network(width), local=local, evaluate_every=0), start, Nodes(loom_app(width)), []],
         ]
-        for t in range(1, 3 + options.rounds):
+        for number in range(1 + options.blocks):
             for side in sides:
-                if t == 3:  # warm
+                if number == 1:  # warm
                     side[2].bytes.clear()
-                side[1], seconds = one_round(side[0], t, side[1], side[2])
-                side[3].append(seconds)
-        flower, loom = (side[3][2:] for side in sides)
-        sizes = [median(side[2].bytes) for side in sides]
-        gap = median(b - a for a, b in zip(flower, loom, strict=True))
+                    side[3].clear()
+                side[1], rounds = block(side[0], side[1], side[2])
+                side[3].append([median(column) for column in zip(*rounds, strict=True)])
         apart = max(
             float((a - b).abs().max())
             for a, b in zip(*(side[1].to_torch_state_dict().values() for side in sides), strict=True)
         )
-        print(f"{d} parameters: flower {1e3 * median(flower):.1f} ms a round, fedloom {1e3 * median(loom):.1f} ms")
-        print(f"  paired difference {1e3 * gap:+.1f} ms; models differ by {apart:.1e}")
+        print(f"{d} parameters; models differ by {apart:.1e}")
+        for k, what in enumerate(("clock", "processor")):
+            flower, loom = ([pair[k] for pair in side[3]] for side in sides)
+            gap = median(b - a for a, b in zip(flower, loom, strict=True)) / NODES
+            share = median(b / a for a, b in zip(flower, loom, strict=True)) - 1
+            print(
+                f"  {what}: flower {1e3 * median(flower):.1f} ms a round, fedloom {1e3 * median(loom):.1f} ms; paired "
+                f"{1e3 * gap:+.1f} ms a node, {100 * share:+.0f} %"
+            )
+        sizes = [median(side[2].bytes) for side in sides]
         print(f"  bytes a message: flower {sizes[0]:.0f}, fedloom {sizes[1]:.0f}")
 
 

@@ -16,13 +16,14 @@ import fedloom.flower as ff
 from fedloom.algorithms import REGISTRY
 from fedloom.data.federation import Federation
 from fedloom.errors import Refused
-from tests.deploy.test_parity import QUICK
 from tests.flower.app import App
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 CHOICES: dict[str, Any] = {
     "local": {"lr": 0.05, "batch_size": 20, "epochs": 1}, "engine": {"dtype": "float64", "oracle": "looped"}, "seed": 3
 }  # fmt: skip
+QUICK = {"afl", "clustered-sampling", "fedavg", "fedrep", "fiaelt", "flame", "power-of-choice", "scaffold"}
+"""One of every kind."""
 NEEDED: dict[str, dict[str, Any]] = {"fedbn": {"layers": ["1.bias"]}}  # the model has no normalisation layer
 
 
@@ -97,6 +98,7 @@ def test_every_method_in_an_app_is_simulated(fed: Federation, name: str) -> None
         {"sampler": {"kind": "uniform", "fraction": 0.7}},
         {"sampler": {"kind": "power-of-choice", "clients": 2, "candidates": 3}},
         {"aggregator": {"kind": "median"}},
+        {"mixer": {"kind": "amp"}},
         {"channel": {"kind": "top-k", "fraction": 0.3}},
         {"weights": "uniform"},
         {"mixer": {"kind": "attention", "quantile": 0.3}},

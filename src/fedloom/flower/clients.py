@@ -8,16 +8,16 @@ from logging import WARNING
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from flwr.app import Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
 from fedloom.algorithms._messages import base_of
-from fedloom.deploy.protocol.forms import for_client
 from fedloom.engine.chunk import ClientOutput, ClientState, accept, asked_counts
 from fedloom.engine.job import Job
 from fedloom.errors import FedloomError, WireError
-from fedloom.flower.records import HEAD, arrays_of, fields_like, head, head_of, log, tensors_of
+from fedloom.flower.records import HEAD, array_of_each, arrays_of, fields_like, head, head_of, log, tensors_of
 from fedloom.local import Nothing
+from fedloom.local.rows import rows_of
 from fedloom.processes.clients import (
     COUNTS,
     Answers,
@@ -77,7 +77,7 @@ class FlowerClients:
         if members.run:
             self._shared["run"] = members.run
         self._idle = idle
-        self._start = job.oracle.layout.vector(job.oracle.module, job.oracle.dtype)
+        self._start = arrays_of({"start": job.oracle.layout.vector(job.oracle.module, job.oracle.dtype)})
         self.accepted = torch.zeros(job.n, dtype=torch.long)
         self.scores: dict[int, dict[str, float]] = {}
 
@@ -92,9 +92,10 @@ class FlowerClients:
         """Train at the nodes; a node without samples or a usable answer is left out of the round."""
         job, t = self._job, request.round
         places = zip(request.ids.tolist(), request.place.tolist(), strict=True)
-        received = {c: for_client(request.down, place) for c, place in places}
+        received = {c: rows_of(request.down, slice(place, place + 1)) for c, place in places}
         asked = [c for c in received if self._has(c, 0)]
-        messages = (self._message("train", c, t, {"down": arrays_of(received[c]._asdict())}) for c in asked)
+        everyone = array_of_each(request.down)
+        messages = (self._message("train", c, t, {"down": arrays_of(received[c]._asdict(), everyone)}) for c in asked)
         outputs = self._replies(asked, messages, lambda c, reply: self._output(reply, received[c], t, c))
         for k, c in enumerate(request.ids.tolist()):
             task = TrainTask(t, request.place[k : k + 1], request.ids[k : k + 1], request.share[k : k + 1])
@@ -141,14 +142,20 @@ class FlowerClients:
 
     def score_messages(self, request: ScoreRequest) -> Iterator[Message]:
         """Messages that ask for scores."""
+        everyone, global_model = array_of_each(request.down), self._global(request)
         for c in request.ids.tolist():
-            down = None if request.down is None else for_client(request.down, c)
-            records = {} if down is None else {"down": arrays_of(down._asdict())}
-            model = request.model
-            if model is not None and not (down and torch.equal(down[0].reshape(-1), model)):
-                records["model"] = arrays_of({"model": model})
+            down = None if request.down is None else rows_of(request.down, slice(c, c + 1))
+            records = global_model | ({} if down is None else {"down": arrays_of(down._asdict(), everyone)})
             if self._has(c, ...):
-                yield self._message("evaluate", c, request.round, records, **{"global": model is not None})
+                yield self._message("evaluate", c, request.round, records, **{"global": request.model is not None})
+
+    def _global(self, request: ScoreRequest) -> dict[str, ArrayRecord]:
+        """The record of the global model, where nodes do not have it as what they receive anyway."""
+        if request.model is None or (
+            request.down and request.down[0].dim() == 1 and torch.equal(request.down[0], request.model)
+        ):
+            return {}
+        return {"model": arrays_of({"model": request.model})}
 
     def _has(self, client: int, part: Any) -> bool:
         """Whether a client can be reached and has samples of a part, or of any."""
@@ -159,7 +166,7 @@ class FlowerClients:
         values = {"client": client, "round": t, "accepted": accepted}
         content = RecordDict({HEAD: head(**self._shared, **values, **more), **records})
         if not accepted:  # the node has no state yet, whose template begins at this model
-            content["start"] = arrays_of({"start": self._start})
+            content["start"] = self._start
         return Message(content, dst_node_id=self._nodes[client], message_type=kind, group_id=str(t))
 
     def _replies(

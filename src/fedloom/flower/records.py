@@ -6,8 +6,10 @@ import json
 import logging
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from torch import Tensor, nn
@@ -41,9 +43,25 @@ log = logging.getLogger("flwr").log
 """Writes to Flower's log; releases of Flower differ in where it can be imported from."""
 
 
-def arrays_of(tensors: Mapping[str, Tensor]) -> ArrayRecord:
-    """Write tensors as a record."""
-    return ArrayRecord({name: Array(tensor.detach().cpu().contiguous().numpy()) for name, tensor in tensors.items()})
+def array_of(tensor: Tensor) -> Array:
+    """Write a tensor as an array."""
+    return Array(tensor.detach().cpu().contiguous().numpy())
+
+
+def arrays_of(tensors: Mapping[str, Tensor], written: Mapping[str, Array] = MappingProxyType({})) -> ArrayRecord:
+    """Write tensors as a record.
+
+    Args:
+        tensors: by name.
+        written: those that are written already.
+    """
+    return ArrayRecord({name: written.get(name) or array_of(tensor) for name, tensor in tensors.items()})
+
+
+def array_of_each(down: Any) -> dict[str, Array]:
+    """Write the fields ``[d]`` of a download, which every client receives, once for all; none of None."""
+    fields = {} if down is None else down._asdict()
+    return {name: array_of(field) for name, field in fields.items() if field.dim() == 1}
 
 
 def tensors_of(records: RecordDict, name: str) -> dict[str, Tensor]:
@@ -56,7 +74,7 @@ def tensors_of(records: RecordDict, name: str) -> dict[str, Tensor]:
     if not isinstance(record, ArrayRecord):
         return {}
     try:
-        return {key: torch.from_numpy(array.numpy().copy()) for key, array in record.items()}
+        return {key: torch.from_numpy(np.require(array.numpy(), requirements="W")) for key, array in record.items()}
     except Exception as error:  # of bytes from elsewhere
         raise WireError(f"the arrays {name!r} cannot be read: {type(error).__name__}") from error
 

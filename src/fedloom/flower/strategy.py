@@ -85,7 +85,7 @@ class Strategy(FlowerStrategy):
         self._name, self._model = algorithm, copy.deepcopy(model)
         self._min_nodes, self._wait, self._every = min_nodes, wait, evaluate_every
         self._folder = None if folder is None else Path(folder)
-        self._rounds, self._before, self._timeout = 1, 0, wait
+        self._rounds, self._before, self._timeout, self._writes = 1, 0, wait, True
         self._setting(1)
         self._clients: FlowerClients | None = None
         self._job: Job | None = None
@@ -117,11 +117,14 @@ class Strategy(FlowerStrategy):
         if done:
             log(INFO, "fedloom: goes on after round %s of %s", done, num_rounds)
         shifted = evaluate_fn and (lambda t, arrays: evaluate_fn(t + done, arrays))
-        left = max(num_rounds - done, 0)
-        result = super().start(grid, arrays, left, timeout, train_config, evaluate_config, shifted)
+        left, self._writes = max(num_rounds - done, 0), evaluate_fn is not None
+        try:
+            result = super().start(grid, arrays, left, timeout, train_config, evaluate_config, shifted)
+        finally:
+            self._writes = True
         for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
             setattr(result, name, {t + done: figures for t, figures in getattr(result, name).items()})
-        result.arrays = result.arrays or arrays
+        result.arrays = (self._arrays() if self.state.trained else None) or arrays
         return result
 
     def configure_train(
@@ -179,7 +182,7 @@ class Strategy(FlowerStrategy):
         self._save()
         counts = (state.totals - before.totals).tolist()
         metrics = MetricRecord({"accepted": len(state.cohort), "dropped": counts[-1], "samples-backward": counts[0]})
-        return self._arrays(), metrics
+        return self._arrays() if self._writes else None, metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
