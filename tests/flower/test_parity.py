@@ -98,7 +98,6 @@ def test_every_method_in_an_app_is_simulated(fed: Federation, name: str) -> None
         {"sampler": {"kind": "uniform", "fraction": 0.7}},
         {"sampler": {"kind": "power-of-choice", "clients": 2, "candidates": 3}},
         {"aggregator": {"kind": "median"}},
-        {"mixer": {"kind": "amp"}},
         {"channel": {"kind": "top-k", "fraction": 0.3}},
         {"weights": "uniform"},
         {"mixer": {"kind": "attention", "quantile": 0.3}},

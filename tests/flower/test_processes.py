@@ -1,4 +1,4 @@
-"""The example over the network: a SuperLink, two SuperNodes, and models in the nodes' own folders."""
+"""The example over the network, with models in the nodes' own folders, in Flower's simulation, and under NVFlare."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 from ast import literal_eval
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.deploy, pytest.mark.timeout(600)]
 
 FOLDER = Path(__file__).parents[2] / "examples" / "flower"
 ROUNDS, NODES = 2, 2
+METHODS = ("ditto", "flame", "scaffold", "fedala", "fedrep")
 
 
 class Link:
-    """A SuperLink and its SuperNodes; ``folder`` has a home, a log and a folder of models for each."""
+    """A SuperLink and its SuperNodes, which it may simulate.
 
-    def __init__(self, folder: Path, processes: Processes) -> None:
+    ``folder`` has a home, a log and a folder of models for each.
+    """
+
+    def __init__(self, folder: Path, processes: Processes, *, simulates: bool = False) -> None:
         self.folder, self._processes = folder, processes
         self.models = [folder / f"models of node {k}" for k in range(NODES)]
         self.app = shutil.copytree(FOLDER, folder / "app", ignore=shutil.ignore_patterns("__pycache__"))
@@ -40,12 +45,14 @@ class Link:
         (folder / "cli" / "config.toml").write_text(
             tomli_w.dumps({"superlink": {"default": "here", "here": connection}})
         )
-        server = self._start("superlink", "flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(port))
-        self._await(server, "Uvicorn running")
+        words = ["--insecure", "--host", "127.0.0.1", "--port", str(port), *(["--simulation"] if simulates else [])]
+        self._await(self._start("superlink", "flower-superlink", *words), "Uvicorn running")
+        self._federation = ["--federation-config", f"num-supernodes={NODES}"] if simulates else []
         for k, models in enumerate(self.models):
             config = f'partition-id={k} models="{models}"'
-            words = "--insecure", "--superlink", address, "--port", str(ports[k]), "--node-config", config
-            self._await(self._start(f"node-{k}", "flower-supernode", *words), "SuperNode ID")
+            words = ["--insecure", "--superlink", address, "--port", str(ports[k]), "--node-config", config]
+            if not simulates:
+                self._await(self._start(f"node-{k}", "flower-supernode", *words), "SuperNode ID")
 
     def _start(self, name: str, program: str, *words: str) -> Process:
         command, variables = [str(PROGRAMS / program), *words], environment(self.folder / name, threads=1)
@@ -61,7 +68,8 @@ class Link:
     def run(self, method: str) -> dict[str, float]:
         """The figures that the app prints at the end of a run."""
         config = f'method="{method}" num-server-rounds={ROUNDS} min-nodes={NODES}'
-        stream = self._start("cli", "flwr", "run", str(self.app), "here", "--stream", "--run-config", config)
+        words = ["run", str(self.app), "here", "--stream", "--run-config", config, *self._federation]
+        stream = self._start("cli", "flwr", *words)
         end, start = time.monotonic() + 300, stream.log.stat().st_size
         while stream.alive():
             assert time.monotonic() < end, stream.tail(40)
@@ -88,8 +96,8 @@ def task(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         del sys.modules[name]
 
 
-def test_models_of_two_methods_are_kept_at_the_nodes_and_are_those_that_were_scored(link: Link, task: Any) -> None:
-    for method in ("ditto", "fedrep"):
+def test_models_of_five_methods_are_kept_at_the_nodes_and_are_those_that_were_scored(link: Link, task: Any) -> None:
+    for method in METHODS:
         figures = link.run(method)
         accuracies, weights = [], []
         for k, folder in enumerate(link.models):
@@ -99,5 +107,42 @@ def test_models_of_two_methods_are_kept_at_the_nodes_and_are_those_that_were_sco
             x, y = (torch.stack([torch.as_tensor(pair[i]) for pair in task.load_data(k)[1]]) for i in (0, 1))
             accuracies.append(float((model.eval()(x).argmax(1) == y).double().mean()))
             weights.append(load_file(file)["head.weight"])
-        assert figures["personal/test/accuracy"] == pytest.approx(sum(accuracies) / NODES)
-        assert not torch.equal(*weights)
+        kind = "global" if method == "scaffold" else "personal"
+        assert figures[f"{kind}/test/accuracy"] == pytest.approx(sum(accuracies) / NODES)
+        assert torch.equal(*weights) == (kind == "global")
+
+
+def test_the_example_runs_in_flowers_simulation(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="Flower's simulation needs ray: pip install 'flwr[simulation]'")
+    with Processes() as processes:
+        figures = Link(tmp_path, processes, simulates=True).run("ditto")
+    assert figures["personal/test/accuracy"] > figures["global/test/accuracy"]
+
+
+NVFLARE = """
+from nvflare.app_opt.flower.recipe import FlowerRecipe
+from nvflare.recipe import SimEnv
+
+config = {{"method": "ditto", "num-server-rounds": {rounds}, "min-nodes": {nodes}}}
+recipe = FlowerRecipe(flower_content={app!r}, min_clients={nodes}, superlink_ready_timeout=60.0, run_config=config)
+recipe.execute(SimEnv(num_clients={nodes}, num_threads={nodes}, workspace_root={folder!r}))
+"""
+
+
+def test_the_example_runs_under_nvflare(tmp_path: Path) -> None:
+    """NVFlare 2.9 starts Flower with options of its releases 1.26 to 1.32."""
+    pytest.importorskip("nvflare", reason="needs nvflare, in an environment of its own")
+    release = tuple(map(int, version("flwr").split(".")[:2]))
+    if not (1, 26) <= release <= (1, 32):
+        pytest.skip(f"nvflare starts Flower with options that flwr {version('flwr')} does not have")
+    script = NVFLARE.format(rounds=ROUNDS, nodes=NODES, app=str(FOLDER), folder=str(tmp_path / "workspace"))
+    (tmp_path / "job.py").write_text(script)
+    with Processes() as processes:
+        command, variables = [sys.executable, str(tmp_path / "job.py")], environment(tmp_path, threads=1)
+        job = processes.start("nvflare", command, variables, tmp_path / "job.log")
+        end = time.monotonic() + 500
+        while job.alive():
+            assert time.monotonic() < end, job.tail(40)
+            time.sleep(0.5)
+        assert job.reap() == 0, job.tail(40)
+    assert "finished:completed" in (tmp_path / "job.log").read_text()
