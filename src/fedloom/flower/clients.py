@@ -62,14 +62,14 @@ class FlowerClients:
         send: the way to the nodes.
 
     Attributes:
-        there: numbers of the nodes that can be reached.
+        reachable: numbers of the nodes that can be reached.
         accepted: ``[n]`` round in which a client's upload was last accepted, 0 for none.
         scores: figures of every client that answered the newest evaluation.
     """
 
     def __init__(self, job: Job, idle: Any, members: Members, document: str, parameters: str, send: Send) -> None:
         self._job, self._nodes, self._sizes, self._send = job, members.nodes, torch.tensor(members.sizes), send
-        self.there = set(members.nodes)
+        self.reachable = set(members.nodes)
         self._shared: dict[str, Any] = {
             "document": document, "parameters": parameters, "rounds": job.setting.rounds,
             "sizes": job.train_sizes[:, 0].tolist(), "weights": job.alpha[:, 0].double().tolist(),
@@ -93,10 +93,12 @@ class FlowerClients:
         job, t = self._job, request.round
         places = zip(request.ids.tolist(), request.place.tolist(), strict=True)
         received = {c: rows_of(request.down, slice(place, place + 1)) for c, place in places}
-        asked = [c for c in received if self._has(c, 0)]
+        recipients = [c for c in received if self._has(c, 0)]
         everyone = array_of_each(request.down)
-        messages = (self._message("train", c, t, {"down": arrays_of(received[c]._asdict(), everyone)}) for c in asked)
-        outputs = self._replies(asked, messages, lambda c, reply: self._output(reply, received[c], t, c))
+        messages = (
+            self._message("train", c, t, {"down": arrays_of(received[c]._asdict(), everyone)}) for c in recipients
+        )
+        outputs = self._replies(recipients, messages, lambda c, reply: self._output(reply, received[c], t, c))
         for k, c in enumerate(request.ids.tolist()):
             task = TrainTask(t, request.place[k : k + 1], request.ids[k : k + 1], request.share[k : k + 1])
             if c in outputs:
@@ -109,8 +111,8 @@ class FlowerClients:
         """Ask candidates; one that gives no answer is worth less than any other."""
         job, clients = self._job, request.ids.tolist()
         model = {"model": arrays_of({"model": request.model})}
-        asked = [c for c in clients if self._has(c, 0)]
-        messages = (self._message("query.ask", c, request.round, model) for c in asked)
+        recipients = [c for c in clients if self._has(c, 0)]
+        messages = (self._message("query.ask", c, request.round, model) for c in recipients)
 
         def read(_client: int, reply: RecordDict) -> tuple[Tensor, Tensor]:
             answer = tensors_of(reply, "answers").get("sampler")
@@ -118,7 +120,7 @@ class FlowerClients:
                 raise WireError("it has no answer [1, k] to the sampler")
             return answer.to(job.oracle.dtype), _work(head_of(reply))
 
-        answers = self._replies(asked, messages, read)
+        answers = self._replies(recipients, messages, read)
         width = next((values.shape[1] for values, _ in answers.values()), 1)
         nothing = torch.full((1, width), -torch.inf, dtype=job.oracle.dtype), torch.zeros(1, 3, dtype=torch.long)
         values, work = (torch.cat(rows) for rows in zip(*(answers.get(c, nothing) for c in clients), strict=True))
@@ -126,9 +128,9 @@ class FlowerClients:
 
     def score(self, request: ScoreRequest) -> Iterator[Scores]:
         """Scores that every node has of the models on its own samples; NaN where it did not answer."""
-        asked = [c for c in request.ids.tolist() if self._has(c, ...)]
+        recipients = [c for c in request.ids.tolist() if self._has(c, ...)]
         messages = self.score_messages(request)
-        self.scores = self._replies(asked, messages, lambda _client, reply: _metrics(reply))
+        self.scores = self._replies(recipients, messages, lambda _client, reply: _metrics(reply))
         scores: Scores = {}
         for key in sorted({key for figures in self.scores.values() for key in figures if key.count("/") == 2}):
             kind, part, name = key.split("/")
@@ -159,7 +161,7 @@ class FlowerClients:
 
     def _has(self, client: int, part: Any) -> bool:
         """Whether a client can be reached and has samples of a part, or of any."""
-        return self._nodes[client] in self.there and bool(self._sizes[client, part].sum())
+        return self._nodes[client] in self.reachable and bool(self._sizes[client, part].sum())
 
     def _message(self, kind: str, client: int, t: int, records: Mapping[str, Any], **more: Any) -> Message:
         accepted = int(self.accepted[client])
@@ -170,12 +172,12 @@ class FlowerClients:
         return Message(content, dst_node_id=self._nodes[client], message_type=kind, group_id=str(t))
 
     def _replies(
-        self, asked: list[int], messages: Iterable[Message], read: Callable[[int, RecordDict], T]
+        self, recipients: list[int], messages: Iterable[Message], read: Callable[[int, RecordDict], T]
     ) -> dict[int, T]:
         """What is read of the first usable reply of every client; all else is logged and left out."""
-        clients = {self._nodes[c]: c for c in asked}
+        clients = {self._nodes[c]: c for c in recipients}
         values: dict[int, T] = {}
-        for reply in self._send(messages) if asked else ():
+        for reply in self._send(messages) if recipients else ():
             node = reply.metadata.src_node_id
             client = clients.get(node)
             if reply.has_error():

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedloom.data import PARTS, Dataset, Federation, Split
 from fedloom.data.dataset import Task
 from fedloom.errors import ConfigError
-from fedloom.flower.samples import Form, fit, formed, read
+from fedloom.flower.samples import Signature, adapted, fit, read
 from fedloom.tasks import Objective
 
 
@@ -51,7 +51,7 @@ class Local:
     folder: Path | str | None = None
     keys: Sequence[str] = ()
 
-    def read(self) -> Problem:
+    def read(self) -> NodeProblem:
         """Read the samples.
 
         Raises:
@@ -67,8 +67,8 @@ class Local:
             raise ConfigError("trainset is None; a node needs training samples")
         inputs = {name: _joined(name, [values[name] for values, _ in parts.values()]) for name in parts["train"][0]}
         y = _joined("target", [targets for _, targets in parts.values()])
-        x, form = fit(self.model, inputs)
-        task, default = _task(self.loss, y, math.prod(form.outputs))
+        x, signature = fit(self.model, inputs)
+        task, default = _task(self.loss, y, math.prod(signature.outputs))
         splits, start = {}, 0
         for part in PARTS:
             count = len(parts[part][1]) if part in parts else 0
@@ -78,24 +78,24 @@ class Local:
             samples = Dataset("node", x, y.reshape(len(y), -1).float(), task)
         else:
             labels = y.reshape(len(y), -1).squeeze(1).long()
-            classes = range(2) if task == "binary" else range(math.prod(form.outputs))
+            classes = range(2) if task == "binary" else range(math.prod(signature.outputs))
             samples = Dataset("node", x, labels, task, tuple(map(str, classes)))
-        objective = Objective() if default else Objective(loss=_own(self.loss, y, form))
-        return Problem(formed(self.model, form), form, Federation(samples, splits, ("node",)), objective)
+        objective = Objective() if default else Objective(loss=_own(self.loss, y, signature))
+        return NodeProblem(adapted(self.model, signature), signature, Federation(samples, splits, ("node",)), objective)
 
 
-class Problem(NamedTuple):
+class NodeProblem(NamedTuple):
     """A node's samples and loss.
 
     Attributes:
         model: takes a row per sample and gives ``[b, k]``.
-        form: how the app's module does it.
+        signature: how the app's module does it.
         fed: the samples as a federation of one client.
         objective: the node's own loss, if it has one.
     """
 
     model: nn.Module
-    form: Form
+    signature: Signature
     fed: Federation
     objective: Objective
 
@@ -133,7 +133,7 @@ def _is_plain(loss: nn.Module) -> bool:
     return same and getattr(loss, "weight", None) is None and getattr(loss, "pos_weight", None) is None
 
 
-def _own(loss: Any, y: Tensor, form: Form) -> Any:
+def _own(loss: Any, y: Tensor, signature: Signature) -> Any:
     """The loss of an app, which takes outputs and targets in the shapes that the app has them."""
     shape, whole, moved = y.shape[1:], None if y.is_floating_point() else y.dtype, dict[Any, Any]()
 
@@ -144,7 +144,7 @@ def _own(loss: Any, y: Tensor, form: Form) -> Any:
             moved[place] = copy.deepcopy(loss).to(*place) if isinstance(loss, nn.Module) else loss
         targets = targets.reshape(-1, *shape)
         targets = targets.to(outputs.dtype) if whole is None else targets.to(whole)
-        value: Tensor = moved[place](outputs.reshape(-1, *form.outputs), targets)
+        value: Tensor = moved[place](outputs.reshape(-1, *signature.outputs), targets)
         return value
 
     return own

@@ -1,4 +1,4 @@
-"""Members: the nodes of a run as they introduce themselves, and as a run that goes on remembers them."""
+"""Members: the nodes of a run as they introduce themselves, and as a run's folder has them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.errors import CheckpointError, ConfigError, WireError
 from fedloom.flower.clients import Members
 from fedloom.flower.records import head_of
-from fedloom.flower.samples import Form
+from fedloom.flower.samples import Signature
 from fedloom.storage.files import make_folder, write_atomic
 
 RUN = "run.json"
@@ -30,12 +30,12 @@ class Introduction(NamedTuple):
     """Samples of a node: what they are, how its module takes them, and numbers of each part."""
 
     schema: InputSpec
-    form: Form
+    signature: Signature
     sizes: list[int]
 
     def text(self, counted: bool = False) -> str:
         """The samples in a few words."""
-        inputs = (f"{part.name} {[*part.shape]} {part.dtype}".strip() for part in self.form.inputs)
+        inputs = (f"{part.name} {[*part.shape]} {part.dtype}".strip() for part in self.signature.inputs)
         count = f"{'/'.join(map(str, self.sizes))} of " if counted else ""
         what = ", ".join(inputs) or str([*self.schema.shape])
         return f"{count}{what} for a {self.schema.task} with {self.schema.outputs} outputs"
@@ -59,24 +59,27 @@ def introduction(reply: Message) -> Introduction:
     try:
         schema = InputSpec.model_validate_json(str(values.get("schema")))
     except ValueError as error:
-        raise WireError("what it says of its samples makes no sense") from error
-    return Introduction(schema, Form.read(str(values.get("form"))), sizes)
+        raise WireError("its schema of samples makes no sense") from error
+    signature = Signature.read(str(values.get("signature")))
+    if signature.inputs and (sum(signature.widths),) != schema.shape:
+        raise WireError("its signature of samples is not that of their shape")
+    return Introduction(schema, signature, sizes)
 
 
-class Kept(NamedTuple):
+class SavedRun(NamedTuple):
     """A run as its folder has it.
 
     Attributes:
         members: its nodes.
         schema: what their samples are.
-        form: how their modules take them.
+        signature: how their modules take them.
         document: the method and the choices of the run.
         parameters: of the model.
     """
 
     members: Members
     schema: InputSpec
-    form: Form
+    signature: Signature
     document: str
     parameters: str
 
@@ -86,18 +89,18 @@ class Kept(NamedTuple):
         Raises:
             ConfigError: the method, a choice, or the model differs.
         """
-        for name, here, there in (("run", document, self.document), ("model", parameters, self.parameters)):
-            if here != there:
+        for name, new, old in (("run", document, self.document), ("model", parameters, self.parameters)):
+            if new != old:
                 raise ConfigError(
-                    f"{folder} has another {name}: {there[:200]}, and this is {here[:200]}; name another folder"
+                    f"{folder} has another {name}: {old[:200]}, and this is {new[:200]}; name another folder"
                 )
 
     def introduction(self, node: int) -> Introduction:
         """What a node had at the start of the run."""
-        return Introduction(self.schema, self.form, self.members.sizes[self.members.nodes.index(node)])
+        return Introduction(self.schema, self.signature, self.members.sizes[self.members.nodes.index(node)])
 
 
-def read_run(folder: Path) -> Kept | None:
+def read_run(folder: Path) -> SavedRun | None:
     """Read the run of a folder; None where there is none.
 
     Raises:
@@ -109,13 +112,13 @@ def read_run(folder: Path) -> Kept | None:
     try:
         content = json.loads(path.read_text())
         members = Members(**content["members"])
-        schema, form = InputSpec.model_validate(content["schema"]), Form.read(content["form"])
-        return Kept(members, schema, form, content["document"], content["parameters"])
+        schema, signature = InputSpec.model_validate(content["schema"]), Signature.read(content["signature"])
+        return SavedRun(members, schema, signature, content["document"], content["parameters"])
     except (ValueError, TypeError, KeyError, WireError) as error:
         raise CheckpointError(f"{path} is damaged; name another folder to begin anew") from error
 
 
-def write_run(folder: Path, kept: Kept) -> None:
+def write_run(folder: Path, saved: SavedRun) -> None:
     """Write a run into its folder.
 
     Raises:
@@ -123,7 +126,9 @@ def write_run(folder: Path, kept: Kept) -> None:
     """
     make_folder(folder)
     content = {
-        "members": kept.members._asdict(), "schema": kept.schema.model_dump(mode="json"), "form": kept.form.text(),
-        "document": kept.document, "parameters": kept.parameters,
-    }  # fmt: skip
+        **saved._asdict(),
+        "members": saved.members._asdict(),
+        "schema": saved.schema.model_dump(mode="json"),
+        "signature": saved.signature.text(),
+    }
     write_atomic(folder / RUN, json.dumps(content, indent=1).encode())

@@ -23,7 +23,7 @@ from fedloom.engine.job import Job
 from fedloom.engine.scoring import hybrid_scores, personal_models, score_chunk
 from fedloom.engine.setup import make_job
 from fedloom.errors import ConfigError, FedloomError, Refused, WireError
-from fedloom.flower.local import Local, Problem
+from fedloom.flower.local import Local, NodeProblem
 from fedloom.flower.records import (
     HEAD,
     arrays_of,
@@ -83,10 +83,10 @@ def personal_model(context: Context) -> dict[str, Tensor]:
     Raises:
         ConfigError: there is none yet.
     """
-    found = tensors_of(context.state, MODEL)
-    if not found:
+    state = tensors_of(context.state, MODEL)
+    if not state:
         raise ConfigError("this node has no model yet: it gets one when the strategy evaluates")
-    return found
+    return state
 
 
 @dataclass
@@ -94,7 +94,7 @@ class _Run:
     """What a node makes of a run once."""
 
     local: Local
-    problem: Problem
+    problem: NodeProblem
     shapes: str
     job: Job | None = None
     server: Any = None
@@ -132,9 +132,9 @@ class _Node:
             )
         run = self._run(context)
         check_alike(run.shapes, values["parameters"])
-        fed, form = run.problem.fed, run.problem.form.text()
+        fed, signature = run.problem.fed, run.problem.signature.text()
         schema = InputSpec.of(fed.data).model_dump_json()
-        return RecordDict({HEAD: head(schema=schema, form=form, sizes=part_sizes(fed, 0))})
+        return RecordDict({HEAD: head(schema=schema, signature=signature, sizes=part_sizes(fed, 0))})
 
     def ask(self, values: dict[str, Any], message: Message, context: Context) -> RecordDict:
         """Answer a sampler about the global model."""
@@ -218,7 +218,7 @@ class _Node:
         return self._runs[key]
 
     def _job(self, values: dict[str, Any], message: Message, context: Context) -> Job:
-        """The run as this node knows it, with its share and the state that the server names as accepted."""
+        """The run at this node, with its share and the state that the server names as accepted."""
         run, seat = self._run(context), values["client"]
         start = tensors_of(message.content, "start")
         check_alike(run.shapes, values["parameters"])
@@ -297,17 +297,17 @@ def _rows_file(folder: Path | str, context: Context) -> Path:
     return Path(folder) / f"{context.node_id}.rows.safetensors"
 
 
-def _seated(own: Federation, seat: int, sizes: list[int]) -> Federation:
+def _seated(fed: Federation, seat: int, sizes: list[int]) -> Federation:
     """The node's samples as those of one client of all; of the others only the numbers of samples are known."""
-    parts, filler = {}, own.indices("train", 0)[:1]
+    parts, filler = {}, fed.indices("train", 0)[:1]
     for part in PARTS:
-        index = own.indices(part, 0)
+        index = fed.indices(part, 0)
         counts = torch.tensor(sizes if part == "train" else [0] * len(sizes))
         counts[seat] = len(index)
         pieces = [index if i == seat else filler.expand(count) for i, count in enumerate(counts.tolist())]
         offsets = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
         parts[part] = Split(torch.cat(pieces), offsets)
-    return Federation(own.data, parts, tuple(map(str, range(len(sizes)))))
+    return Federation(fed.data, parts, tuple(map(str, range(len(sizes)))))
 
 
 def _state_dict(model: nn.Module, job: Job, row: Tensor, ids: Tensor) -> dict[str, Tensor]:

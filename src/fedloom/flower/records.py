@@ -68,7 +68,7 @@ def tensors_of(records: RecordDict, name: str) -> dict[str, Tensor]:
     """Read the tensors of a record; none where it is not there.
 
     Raises:
-        WireError: an array is not what it says that it is.
+        WireError: an array is damaged.
     """
     record = records.get(name)
     if not isinstance(record, ArrayRecord):
@@ -177,15 +177,15 @@ def shapes_of(module: nn.Module) -> str:
     return json.dumps(facts)
 
 
-def check_alike(here: str, there: str) -> None:
+def check_alike(node: str, server: str) -> None:
     """Refuse a model that differs from the server's.
 
     Raises:
         Refused: the first parameter that differs, on both sides.
     """
-    own, other = json.loads(here), json.loads(there)
-    for name in [*own, *other]:
-        got, want = own.get(name, ["none"]), other.get(name, ["none"])
+    facts, expected = json.loads(node), json.loads(server)
+    for name in [*facts, *expected]:
+        got, want = facts.get(name, ["none"]), expected.get(name, ["none"])
         if (got[0], len(got)) != (want[0], len(want)):
             raise Refused(
                 f"parameter {name!r} of the node's model has the shape {_described(got)}, that of the server "

@@ -1,4 +1,4 @@
-"""Samples: what a node's app has as tensors, and the module of the app as one that takes and gives a row per sample."""
+"""Samples: the data sets of a node's app as tensors, and its module as one that takes and gives a row per sample."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Input(NamedTuple):
     dtype: str
 
 
-class Form(NamedTuple):
+class Signature(NamedTuple):
     """How the module of an app is called.
 
     Attributes:
@@ -57,35 +57,39 @@ class Form(NamedTuple):
     outputs: tuple[int, ...]
     fields: bool
 
+    @property
+    def widths(self) -> list[int]:
+        """Numbers of each input in a row."""
+        return [math.prod(part.shape) for part in self.inputs]
+
     def text(self) -> str:
-        """The form as JSON."""
+        """The signature as JSON."""
         return json.dumps(self)
 
     @classmethod
-    def read(cls, text: str) -> Form:
+    def read(cls, text: str) -> Signature:
         """Read what `text` gives.
 
         Raises:
-            WireError: it is no form.
+            WireError: it is no signature.
         """
         try:
             inputs, outputs, fields = json.loads(text)
             parts = tuple(Input(str(name), tuple(map(int, shape)), str(dtype)) for name, shape, dtype in inputs)
-            form = cls(parts, tuple(map(int, outputs)), bool(fields))
+            signature = cls(parts, tuple(map(int, outputs)), bool(fields))
         except (TypeError, ValueError) as error:
-            raise WireError("its form of samples makes no sense") from error
-        sizes = [*form.outputs, *(size for part in form.inputs for size in part.shape)]
-        if any(part.dtype not in DTYPES for part in form.inputs) or not all(0 < size < EXACT for size in sizes):
-            raise WireError("its form of samples makes no sense")
-        return form
+            raise WireError("its signature of samples makes no sense") from error
+        sizes = [*signature.outputs, *(size for part in signature.inputs for size in part.shape)]
+        if any(part.dtype not in DTYPES for part in signature.inputs) or not all(0 < size < EXACT for size in sizes):
+            raise WireError("its signature of samples makes no sense")
+        return signature
 
 
 class Unpack:
     """A hook before a module's call: the inputs of the module out of the rows ``[b, p]``."""
 
-    def __init__(self, inputs: Sequence[Input]) -> None:
-        self.inputs = tuple(inputs)
-        self._widths = [math.prod(part.shape) for part in inputs]
+    def __init__(self, signature: Signature) -> None:
+        self.inputs, self._widths = signature.inputs, signature.widths
 
     def __call__(self, _module: nn.Module, args: tuple[Tensor], _kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         rows = args[0].flatten(1).split(self._widths, 1)
@@ -105,13 +109,13 @@ def flat(_module: nn.Module, _args: Any, outputs: Any) -> Tensor:
     return rows
 
 
-def formed(module: nn.Module, form: Form) -> nn.Module:
+def adapted(module: nn.Module, signature: Signature) -> nn.Module:
     """A module that takes a row per sample and gives ``[b, k]``: a copy, or the module itself if it is one."""
-    if form.inputs or form.fields or len(form.outputs) != 1:
+    if signature.inputs or signature.fields or len(signature.outputs) != 1:
         module = copy.deepcopy(module)
-    if form.inputs:
-        module.register_forward_pre_hook(Unpack(form.inputs), with_kwargs=True)
-    if form.fields or len(form.outputs) != 1:
+    if signature.inputs:
+        module.register_forward_pre_hook(Unpack(signature), with_kwargs=True)
+    if signature.fields or len(signature.outputs) != 1:
         module.register_forward_hook(flat)
     return module
 
@@ -135,8 +139,8 @@ def read(part: str, samples: Any, keys: Sequence[str]) -> tuple[dict[str, Tensor
         names = tuple(keys) or _keys(part, batch)
         absent = [name for name in names if name not in batch]
         if absent:
-            there = ", ".join(map(repr, batch))
-            raise ConfigError(f"keys: samples of {part}set have no {absent[0]!r}; they have {there}")
+            entries = ", ".join(map(repr, batch))
+            raise ConfigError(f"keys: samples of {part}set have no {absent[0]!r}; they have {entries}")
         *inputs, y = (batch[name] for name in names)
         names = names[:-1]
     else:
@@ -207,15 +211,15 @@ def _keys(part: str, batch: Mapping[str, Any]) -> tuple[str, ...]:
     return (*(name for name in batch if name != targets[0]), targets[0])
 
 
-def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Form]:
-    """Find the form in which a module takes its inputs, by calling it on two samples.
+def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Signature]:
+    """Find how a module takes its inputs, by calling it on two samples.
 
     Args:
         module: the app's.
         inputs: ``[n, ...]`` by name.
 
     Returns:
-        A row or array per sample ``[n, ...]``, and the form.
+        A row or array per sample ``[n, ...]``, and the signature.
 
     Raises:
         ConfigError: it takes them in none.
@@ -242,8 +246,8 @@ def fit(module: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Form]:
 
 
 @torch.no_grad()
-def _called(module: nn.Module, x: Tensor, parts: tuple[Input, ...]) -> Form:
-    """The form of a module that takes these parts.
+def _called(module: nn.Module, x: Tensor, parts: tuple[Input, ...]) -> Signature:
+    """The signature of a module that takes these parts.
 
     Raises:
         ConfigError: it fails on them, or does not give a tensor with a row per sample.
@@ -253,7 +257,7 @@ def _called(module: nn.Module, x: Tensor, parts: tuple[Input, ...]) -> Form:
         first = next((p for p in module.parameters() if p.is_floating_point()), two)
         args, keywords = (two.to(first),), dict[str, Any]()
         if parts:
-            args, keywords = Unpack(parts)(module, args, keywords)
+            args, keywords = Unpack(Signature(parts, (), fields=False))(module, args, keywords)
         outputs = module.eval()(*args, **keywords)
     except Exception as error:
         inputs = ", ".join(f"{part.name} {[*part.shape]} {part.dtype}" for part in parts)
@@ -266,4 +270,4 @@ def _called(module: nn.Module, x: Tensor, parts: tuple[Input, ...]) -> Form:
     if not isinstance(rows, Tensor) or rows.dim() < 1 or len(rows) != len(two):
         got = f"shape {[*rows.shape]}" if isinstance(rows, Tensor) else type(rows).__name__
         raise ConfigError(f"the model must give a tensor with a row per sample, got {got} for {len(two)} samples")
-    return Form(parts, tuple(rows.shape[1:]), rows is not outputs)
+    return Signature(parts, tuple(rows.shape[1:]), rows is not outputs)

@@ -32,7 +32,7 @@ from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.errors import ConfigError, FedloomError, Refused, RunStopped
 from fedloom.flower.clients import FlowerClients, Members
-from fedloom.flower.members import Introduction, Kept, introduction, read_run, write_run
+from fedloom.flower.members import Introduction, SavedRun, introduction, read_run, write_run
 from fedloom.flower.records import (
     HEAD,
     WANTED,
@@ -43,7 +43,7 @@ from fedloom.flower.records import (
     setting_of,
     shapes_of,
 )
-from fedloom.flower.samples import Form, formed
+from fedloom.flower.samples import Signature, adapted
 from fedloom.local import Nothing
 from fedloom.processes.clients import TrainRequest, TrainResult
 from fedloom.storage.store import Store
@@ -62,7 +62,7 @@ class Strategy(FlowerStrategy):
         wait: seconds to wait for them.
         evaluate_every: rounds between two evaluations at the nodes; 0 for none.
         folder: of the run's checkpoint, written after every round. `start` with the folder of a run that was
-            interrupted goes on from there, with the same nodes. None for no checkpoint.
+            interrupted resumes it, with the same nodes. None for no checkpoint.
         choices: ``local``, ``sampler``, ``weigher``, ``mixer``, ``aggregator``, ``channel``, ``weights``, ``seed``,
             ``augment`` or ``engine`` as in an experiment file or `fedloom.Setting`; all others are options of
             the method.
@@ -115,7 +115,7 @@ class Strategy(FlowerStrategy):
         self._before = done = self.state.round
         arrays = (self._arrays() if done else None) or initial_arrays
         if done:
-            log(INFO, "fedloom: goes on after round %s of %s", done, num_rounds)
+            log(INFO, "fedloom: resumed after round %s of %s", done, num_rounds)
         shifted = evaluate_fn and (lambda t, arrays: evaluate_fn(t + done, arrays))
         left, self._writes = max(num_rounds - done, 0), evaluate_fn is not None
         try:
@@ -246,11 +246,11 @@ class Strategy(FlowerStrategy):
         """Find the nodes of the run, and make the job of their samples."""
         self._model.load_state_dict(_state_dict(arrays, self._model))
         parameters = shapes_of(self._model)
-        kept = None if self._folder is None else read_run(self._folder)
-        members, schema, form = self._greet(grid, parameters, kept)
-        if self._folder is not None and kept is None:
-            write_run(self._folder, Kept(members, schema, form, self._document, parameters))
-        setting = setting_of(self._document, formed(self._model, form), self._rounds)
+        saved = None if self._folder is None else read_run(self._folder)
+        members, schema, signature = self._greet(grid, parameters, saved)
+        if self._folder is not None and saved is None:
+            write_run(self._folder, SavedRun(members, schema, signature, self._document, parameters))
+        setting = setting_of(self._document, adapted(self._model, signature), self._rounds)
         setting = setting.with_(engine=setting.engine.with_(quorum=1e-9, device="cpu", workers=1, chunk=1))
         if by_clusters(setting.weights):
             raise Refused(f"weights = {setting.weights!r} needs all samples in one place; use weigher 'equitable'")
@@ -272,8 +272,8 @@ class Strategy(FlowerStrategy):
     def _look(self, grid: Grid) -> None:
         """Look which nodes of the run are there now."""
         assert self._clients is not None
-        here, before = set(grid.get_node_ids()), self._clients.there
-        self._clients.there = {node for node in self._members if node in here}
+        here, before = set(grid.get_node_ids()), self._clients.reachable
+        self._clients.reachable = {node for node in self._members if node in here}
         for node in sorted(before - here):
             log(WARNING, "fedloom: node %s has left; the run goes on without it until it is back", node)
 
@@ -283,21 +283,21 @@ class Strategy(FlowerStrategy):
         if self._folder is not None:
             self._checkpoints.save(self.state, accepted=self._clients.accepted.tolist())
 
-    def _greet(self, grid: Grid, parameters: str, kept: Kept | None) -> tuple[Members, InputSpec, Form]:
+    def _greet(self, grid: Grid, parameters: str, saved: SavedRun | None) -> tuple[Members, InputSpec, Signature]:
         """The nodes of the run in the order of their numbers, and what their samples are.
 
         Args:
             grid: the way to the nodes.
             parameters: of the server's model.
-            kept: the run that goes on; None for a new one.
+            saved: the run to resume; None for a new one.
 
         Raises:
             ConfigError: too few nodes are there and fit, or the run is another one.
         """
-        if kept is not None:
-            kept.check(self._document, parameters, self._folder)
+        if saved is not None:
+            saved.check(self._document, parameters, self._folder)
         end, reasons = time.monotonic() + self._wait, dict[int, str]()
-        while len(nodes := _awaited(grid, kept)) < self._min_nodes and time.monotonic() < end:
+        while len(nodes := _awaited(grid, saved)) < self._min_nodes and time.monotonic() < end:
             time.sleep(PAUSE)
         content = RecordDict({HEAD: head(parameters=parameters)})
         messages = [Message(content, dst_node_id=node, message_type="query") for node in nodes]
@@ -310,10 +310,12 @@ class Strategy(FlowerStrategy):
                 reasons[node] = str(error)
         first = next((introductions[node] for node in nodes if node in introductions), None)
         for node, other in list(introductions.items()):
-            like = first if kept is None else kept.introduction(node)
-            if like and (other[:2] != like[:2] or (kept and other.sizes != like.sizes)):
-                where = "those of the first node" if kept is None else "before they were"
-                reasons[node] = f"its samples are {other.text(kept is not None)}, {where} {like.text(kept is not None)}"
+            like = first if saved is None else saved.introduction(node)
+            if like and (other[:2] != like[:2] or (saved and other.sizes != like.sizes)):
+                where = "those of the first node" if saved is None else "before they were"
+                reasons[node] = (
+                    f"its samples are {other.text(saved is not None)}, {where} {like.text(saved is not None)}"
+                )
                 del introductions[node]
         for node, reason in reasons.items():
             log(WARNING, "fedloom: node %s takes no part: %s", node, reason)
@@ -321,12 +323,12 @@ class Strategy(FlowerStrategy):
             why = "".join(f"; node {node}: {reason}" for node, reason in list(reasons.items())[:3])
             raise ConfigError(f"{len(introductions)} nodes are there and fit, {self._min_nodes} are needed{why}")
         self._members = [node for node in nodes if node in introductions]
-        if kept is not None:
-            return kept.members, kept.schema, kept.form
+        if saved is not None:
+            return saved.members, saved.schema, saved.signature
         sizes, run = [introductions[node].sizes for node in self._members], ""
         if self._folder is not None:
             run = secrets.token_hex(8)
-        return Members(self._members, sizes, run), first.schema, first.form
+        return Members(self._members, sizes, run), first.schema, first.signature
 
     def _arrays(self) -> ArrayRecord | None:
         """The global model as a state dict of the module; None where the method has none."""
@@ -340,10 +342,10 @@ class Strategy(FlowerStrategy):
         return ArrayRecord(state)
 
 
-def _awaited(grid: Grid, kept: Kept | None) -> list[int]:
+def _awaited(grid: Grid, saved: SavedRun | None) -> list[int]:
     """Nodes that are there and may take part."""
     here = sorted(grid.get_node_ids())
-    return here if kept is None else [node for node in here if node in kept.members.nodes]
+    return here if saved is None else [node for node in here if node in saved.members.nodes]
 
 
 class _Configured(Exception):
@@ -378,9 +380,9 @@ def _state_dict(arrays: ArrayRecord, module: nn.Module) -> dict[str, Tensor]:
     Raises:
         ConfigError: they are those of another module.
     """
-    values, own = dict(arrays.to_torch_state_dict()), module.state_dict()
-    for name in [*own, *values]:
-        got, want = (list(s[name].shape) if name in s else "none" for s in (values, own))
+    values, expected = dict(arrays.to_torch_state_dict()), module.state_dict()
+    for name in [*expected, *values]:
+        got, want = (list(s[name].shape) if name in s else "none" for s in (values, expected))
         if got != want:
             raise ConfigError(f"initial_arrays: {name!r} has the shape {got}, the model's has {want}")
     return values
