@@ -109,10 +109,8 @@ class Strategy(FlowerStrategy):
         """
         self._rounds, self._timeout = num_rounds, timeout
         self._setting(num_rounds)
-        self._clients = self._job = self.state = None
-        self._begin(initial_arrays, grid)
-        assert self.state is not None
-        self._before = done = self.state.round
+        self._clients = self._job = None
+        self._before = done = self._begin(initial_arrays, grid).round
         arrays = (self._arrays() if done else None) or initial_arrays
         if done:
             log(INFO, "fedloom: resumed after round %s of %s", done, num_rounds)
@@ -124,7 +122,7 @@ class Strategy(FlowerStrategy):
             self._writes = True
         for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
             setattr(result, name, {t + done: figures for t, figures in getattr(result, name).items()})
-        result.arrays = (self._arrays() if self.state.trained else None) or arrays
+        result.arrays = self._arrays() or arrays
         return result
 
     def configure_train(
@@ -242,8 +240,8 @@ class Strategy(FlowerStrategy):
             )
         return setting
 
-    def _begin(self, arrays: ArrayRecord, grid: Grid) -> None:
-        """Find the nodes of the run, and make the job of their samples."""
+    def _begin(self, arrays: ArrayRecord, grid: Grid) -> State:
+        """Find the nodes of the run, make the job of their samples, and return the state that it begins with."""
         self._model.load_state_dict(_state_dict(arrays, self._model))
         parameters = shapes_of(self._model)
         saved = None if self._folder is None else read_run(self._folder)
@@ -268,6 +266,7 @@ class Strategy(FlowerStrategy):
         self._clients.accepted += torch.tensor(resumed.extras.get("accepted", 0))
         for note in job.notes:
             log(INFO, "fedloom: %s", note)
+        return self.state
 
     def _look(self, grid: Grid) -> None:
         """Look which nodes of the run are there now."""
@@ -280,6 +279,7 @@ class Strategy(FlowerStrategy):
     def _save(self) -> None:
         """Write a checkpoint, if the run has a folder."""
         assert self._clients is not None
+        assert self.state is not None
         if self._folder is not None:
             self._checkpoints.save(self.state, accepted=self._clients.accepted.tolist())
 
