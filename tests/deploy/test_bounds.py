@@ -13,6 +13,7 @@ import torch
 from flwr.app import Message
 
 from fedloom.algorithms import PRESETS, REGISTRY
+from fedloom.algorithms._base import Delta
 from fedloom.algorithms._messages import Model, primary_field
 from fedloom.algorithms.qffl import Up
 from fedloom.data.input_spec import compared
@@ -193,6 +194,27 @@ def test_one_client_moves_q_ffl_by_its_own_part_and_the_step_of_the_others(q: fl
         up = Up((d + forged.dw[0]) / 5, torch.tensor([(h + own) / 5]))
         x = method.server(Model(torch.zeros(7, dtype=torch.float64)), up, None).x  # type: ignore[arg-type]
         assert float((x - d / h).norm()) <= length / (h + own) + float(d.norm()) / h + 1e-12
+
+
+@pytest.mark.parametrize("optimiser", ["momentum", "adagrad", "adam"])
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 100.0])
+def test_one_site_moves_fedopt_by_its_part_of_a_step(optimiser: str, scale: float) -> None:
+    """Of two means that differ by 2 B w, from any state that rounds can lead to."""
+    draws = torch.Generator().manual_seed(2)
+    method = REGISTRY["fedopt"](optimiser=optimiser, server_lr=0.3)
+    beta1 = {"momentum": 0.9, "adagrad": 0.0, "adam": 0.9}[optimiser]
+    server, _, _ = method.init(torch.zeros(9, dtype=torch.float64), None)  # type: ignore[arg-type]
+    for _ in range(6):
+        change = scale * torch.randn(9, generator=draws, dtype=torch.float64) * torch.rand(9, generator=draws)
+        both = [method.server(server, Delta(change + along(change, sign)), None) for sign in (1.0, -1.0)]  # type: ignore[arg-type]
+        distance = float((both[0].x - both[1].x).norm())
+        most = {
+            "momentum": 2 * B,
+            "adagrad": B / method.tau,  # v is never below tau^2
+            "adam": ((1 - beta1) * 2 * B + beta1 * float(server.m.norm())) / method.tau,
+        }[optimiser]
+        assert distance <= 0.3 * most * (1 + 1e-9)
+        server = both[0]
 
 
 def test_a_site_claims_no_more_samples_than_the_agreed_parts_have(written: Path, planned: Any) -> None:

@@ -226,6 +226,27 @@ def test_a_site_may_refuse_a_model_that_is_far_from_the_last(factor: float, tmp_
     assert ask(open_, "train", message, round=3, accepted=2, scored=-1)[0] == "ok"
 
 
+def test_a_site_refuses_a_model_with_dead_units(tmp_path: Path) -> None:
+    """As in a first layer that is made so that each unit shows one sample; an honest run passes."""
+    given: dict[str, Any] = {"model": {"kind": "mlp", "hidden": [20]}, "weights": "uniform"}
+    for decay in (0.0, 0.01):
+        local = {"lr": 0.05, "epochs": 1, "batch_size": 200, "weight_decay": decay}
+        here = scene(tmp_path / f"{decay}", "fedavg", **{**SMALL, "rounds": 2, "local": local} | given)
+        here = here._replace(sites=[s.with_(dead_units=0.5) for s in here.sites])
+        assert here.serve() is Stop.DONE
+        assert not here.audit("rejected")
+        client = Client(here.sites[0].with_(state=tmp_path / f"new-{decay}"))
+        job, server = client.trainer._run
+        down = job.down(server, 1, client.trainer.ids)
+        first = job.oracle.layout.mask("fc1.bias").nonzero().flatten()
+        for dead, passes in ((4, True), (14, False)):
+            crafted = type(down)(down[0].index_fill(0, first[:dead], -1e3), *down[1:])
+            message = client.trainer.forms.write_down(crafted, server)
+            status, reason = ask(client, "train", message, round=1, accepted=0, scored=-1)
+            assert status == ("ok" if passes else "refused"), reason
+            assert passes or "of the units of fc1.weight answer to no sample, and site site-0 takes 50%" in reason
+
+
 def test_a_site_has_a_log_of_its_own_of_what_left_it(tmp_path: Path) -> None:
     """Every reply, refusals too, with its digest, which the server's log has of the same reply."""
     here = scene(tmp_path, "fedavg", **SMALL | {"evaluate": {"every": 1}})

@@ -123,6 +123,13 @@ class Site(Shared):
         description="a model is refused whose norm, whole or of a layer, is this many times that of the last one that "
         "the site trained from, or less by as much; none: any is taken",
     )
+    dead_units: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="a model is refused of a layer of which more than this share of units answers to no sample of the "
+        "site, as in one made to read samples from the upload; not under a delta; none: any is taken",
+    )
     approval: bool = Field(
         False, description="nothing trains here before the run is approved by its digest (fedloom deploy approve)"
     )

@@ -156,6 +156,7 @@ class Trainer:
         down = self.forms.read_down(download)
         norms = self._norms(down)
         self._check_change(t, norms, [] if state is None else state.reply.get("norms", []))
+        self._check_units(t, down)
         releases = self._ledger.release(t, samples=self.samples)
         output = self._output(job, down, t)
         tensors = {f"rows.{name}": value[0] for name, value in output.state.rows._asdict().items()}
@@ -180,7 +181,7 @@ class Trainer:
         """Refuse a model that is far from the last one, as one is that was made to read samples from the upload.
 
         Raises:
-            Remote: the site's settings have a limit, and it is beyond.
+            RefusedModel: the site's settings have a limit, and it is beyond.
         """
         most = self._site.model_change
         if most is None:
@@ -191,6 +192,33 @@ class Trainer:
                     f"round {t}: a norm of the model is {new:.4g}, it was {old:.4g} in the last one, and site "
                     f"{self._site.site} takes a change by {most:g} times"
                 )
+
+    def _check_units(self, t: int, down: Any) -> None:
+        """Refuse a model with many dead units, whose weights get no gradient from any of the site's samples.
+
+        Raises:
+            RefusedModel: the site's settings have a limit, and a layer is beyond.
+            ConfigError: there is a limit, and nothing of the samples may show in a refusal.
+        """
+        most, job = self._site.dead_units, self.job
+        if most is None:
+            return
+        if self.private:
+            raise ConfigError(
+                "dead_units looks at samples, which a delta or epsilon forbids; leave it out of site.toml"
+            )
+        row = down[0].reshape(1, -1) if len(down) else torch.zeros(1, 0)
+        if row.shape[1] != job.oracle.layout.d:
+            return
+        work, tokens = job.work(t, self.ids), len(self._site.samples.vocabulary)
+        decay = work.local.weight_decay * row if work.local.weight_decay else torch.zeros_like(row)
+        for name, part in job.oracle.layout.tree(work.full_grad(row) - decay).items():
+            if part.dim() < 3 or part.shape[1] == tokens:  # no matrix, or rows of tokens
+                continue
+            dead = float((part[0].flatten(1) == 0).all(1).double().mean())
+            if dead > most:
+                where = f"site {self._site.site} takes {most:.0%}"
+                raise RefusedModel(f"round {t}: {dead:.0%} of the units of {name} answer to no sample, and {where}")
 
     @property
     def _ledger(self) -> Ledger:
