@@ -62,19 +62,20 @@ def event_loop(buffer: int, clients: int, mix: float | None, length: int) -> tup
     w, step, now, log = np.zeros(3), 0, 0.0, []
     flying: list[tuple[float, int, int, int, float, np.ndarray, np.ndarray]] = []
     waiting: list[tuple[float, int, int, int, float, np.ndarray, np.ndarray]] = []
-    serial = 0
+    serial, queue = 0, list[int]()
     while step < ROUNDS:
-        queue, draws = list[int](), 0
+        draws = 0
         while len(waiting) < buffer:
             away = {f[2] for f in (*flying, *waiting)}
             while len(flying) < clients and len(away) < N:
-                queue = [i for i in queue if i not in away]
                 if not queue and draws == 16:
                     break
                 if not queue:
                     queue, draws = drawn(step + 1, draws, clients), draws + 1
                     continue
                 i = queue.pop(0)
+                if i in away:
+                    continue
                 away.add(i)
                 seconds = SIZES[i] * STEPS / SPEEDS[i] + length / BYTES
                 flying.append((now + seconds, serial, i, step, now, w, trained(i, w)))

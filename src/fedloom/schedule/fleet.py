@@ -49,10 +49,10 @@ class Fleet:
         """
         backward, forward, _, up, down = counts[:, :5].double().unbind(1)
         samples = backward + FORWARD * forward
-        parts = ((samples, self.seconds), (up, 1 / self.up), (down, 1 / self.down))
+        parts = ((samples, self.seconds[ids]), (up, 1 / self.up[ids]), (down, 1 / self.down[ids]))
         total = torch.zeros(len(ids), dtype=torch.float64)
         for amount, each in parts:
-            total += torch.where(amount > 0, amount * each[ids], 0.0)
+            total += torch.where(amount > 0, amount * each, 0.0)
         return total + self.latency[ids] * ((up > 0).double() + (down > 0))
 
     def ends(self, ids: Tensor, start: float, busy: Tensor) -> Tensor:

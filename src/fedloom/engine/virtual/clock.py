@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple, Self
@@ -41,9 +41,9 @@ LOG = ("client", "version", "round", "start", "end", "busy", "fate")
 given up, seconds of its dispatch and its end, its busy seconds, and its `Fate`."""
 CLIENT, VERSION, ROUND, START, END, BUSY, FATE = range(7)
 
-QUEUE = ("end", "serial", "client", "flight", "place", "start", "busy", "lost")
-"""Columns of the queue, sorted by the first two: when a client answers or is given up, the number of its dispatch, the
-client, its flight and place there, its dispatch, its busy seconds, and whether it is given up."""
+Event = tuple[float, int, int, int, int, float, float, bool]
+"""When a client answers or is given up, the number of its dispatch, the client, its flight and place there, its
+dispatch, its busy seconds, and whether it is given up. Events are sorted by the first two."""
 
 
 class Flight(NamedTuple):
@@ -82,31 +82,6 @@ class Flight(NamedTuple):
         """Rows of the tensors that clients at these places have."""
         return np.searchsorted(self.places, places)
 
-    def computed(self, job: Job, places: NDArray[np.int64]) -> Computed:
-        """What the clients at some places have computed, as it was."""
-        device, whole = job.oracle.device, len(places) == len(self.places)
-        index = torch.from_numpy(self.rows(places))
-
-        def some(name: str, t: Tensor) -> Tensor:
-            home = "cpu" if name in ("counts", "work") else device
-            return t.to(home) if whole or (name.startswith("received.") and t.dim() == 1) else t[index].to(home)
-
-        fields = {name: some(name, t) for name, t in self.fields.items()}
-
-        def group(name: str, kind: Any) -> Any:
-            inner = {k.partition(".")[2]: t for k, t in fields.items() if k.startswith(f"{name}.")}
-            return kind(**inner)
-
-        kept = self.fields.keys()
-        state = ClientState(
-            group("rows", type(job.clients.template)),
-            group("residue", type(job.residue.template)) if job.setting.channel is not None else None,
-            group("optimizer", type(job.optimizer.template)) if any(k.startswith("optimizer.") for k in kept) else None,
-        )
-        answers = (fields.get(name) for name in ("weigher", "sampler", "model"))
-        output = ClientOutput(group("upload", job.upload), state, fields["work"], *answers)
-        return Computed(group("received", download_type(type(job.algorithm))), output, fields["counts"])
-
     def without(self, places: NDArray[np.int64]) -> Flight | None:
         """The flight after some have come back; None after the last one. Rows are copied once half of them are free."""
         left = np.setdiff1d(self.places, places, assume_unique=True)
@@ -120,25 +95,68 @@ class Flight(NamedTuple):
         return self._replace(places=left, fields={name: some(name, t) for name, t in self.fields.items()})
 
 
+Piece = tuple[Flight, NDArray[np.int64]]
+"""A flight, and the places of those of its clients whose uploads arrive."""
+
+
+def gathered(job: Job, pieces: Sequence[Piece]) -> Computed:
+    """What the clients of some pieces have computed, one piece after another; a single piece is as it was."""
+    columns = [_rows_of(flight, places, spread=len(pieces) > 1) for flight, places in pieces]
+    device, fields = job.oracle.device, dict[str, Tensor]()
+    for name in columns[0]:
+        home = "cpu" if name in ("counts", "work") else device
+        parts = [column[name].to(home) for column in columns]
+        fields[name] = parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def group(name: str, kind: Any) -> Any:
+        return kind(*(fields[f"{name}.{field}"] for field in kind._fields))
+
+    has_optimizer = any(name.startswith("optimizer.") for name in fields)
+    state = ClientState(
+        group("rows", type(job.clients.template)),
+        group("residue", type(job.residue.template)) if job.setting.channel is not None else None,
+        group("optimizer", type(job.optimizer.template)) if has_optimizer else None,
+    )
+    answers = (fields.get(name) for name in ("weigher", "sampler", "model"))
+    output = ClientOutput(group("upload", job.upload), state, fields["work"], *answers)
+    return Computed(group("received", download_type(type(job.algorithm))), output, fields["counts"])
+
+
+def _rows_of(flight: Flight, places: NDArray[np.int64], *, spread: bool) -> dict[str, Tensor]:
+    """The fields of a flight's clients; what all have received alike has a row for each if ``spread``."""
+    if len(places) == len(flight.places):
+        index: slice | Tensor = slice(None)
+    else:
+        rows = flight.rows(places).tolist()
+        index = slice(rows[0], rows[0] + 1) if len(rows) == 1 else torch.tensor(rows)
+    fields = dict[str, Tensor]()
+    for name, t in flight.fields.items():
+        alike = name.startswith("received.") and t.dim() == 1
+        fields[name] = t[index] if not alike else t.expand(len(places), -1) if spread else t
+    return fields
+
+
 @dataclass(frozen=True)
 class Clock:
     """The virtual time of a run between two steps of the server.
 
     Attributes:
         now: seconds since the beginning.
-        queue: ``[c, 8]`` clients that are under way (`QUEUE`), sorted by end and number.
+        queue: the events of the clients that are under way, in their order.
         flights: what they have computed, by number.
         back: of a flight's clients, the places of those that are back while their rows are still held.
         serial: number of the next dispatch.
         log: ``[u, 7]`` pieces of the log (`LOG`), each at least twice as long as the next.
+        pool: clients that were drawn and wait for a place, with how often each was drawn.
     """
 
     now: float = 0.0
-    queue: Rows = field(default_factory=lambda: np.zeros((0, len(QUEUE))))
+    queue: tuple[Event, ...] = ()
     flights: Mapping[int, Flight] = field(default_factory=dict)
     back: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     serial: int = 0
     log: tuple[Rows, ...] = ()
+    pool: tuple[tuple[int, int], ...] = ()
 
     def logged(self, rows: Rows) -> tuple[Rows, ...]:
         """The log with more rows."""
@@ -156,7 +174,8 @@ class Clock:
         """Everything by name, for a checkpoint."""
         named = {
             "now": torch.tensor(self.now, dtype=torch.float64), "serial": torch.tensor(self.serial),
-            "queue": torch.from_numpy(self.queue), "log": torch.from_numpy(self.history()),
+            "queue": torch.tensor(self.queue, dtype=torch.float64).reshape(-1, 8),
+            "pool": torch.tensor(self.pool, dtype=torch.long).reshape(-1, 2), "log": torch.from_numpy(self.history()),
         }  # fmt: skip
         for number, flight in self.flights.items():
             facts = {
@@ -183,11 +202,16 @@ class Clock:
                 back[number] = tuple(gone.tolist())
         log = tensors["log"].numpy()
         pieces = (log,) if len(log) else ()
-        return cls(float(tensors["now"]), tensors["queue"].numpy(), flights, back, int(tensors["serial"]), pieces)
+        queue = tuple(
+            (end, int(serial), int(client), int(flight), int(place), start, busy, bool(lost))
+            for end, serial, client, flight, place, start, busy, lost in tensors["queue"].tolist()
+        )
+        pool = tuple((i, times) for i, times in tensors["pool"].tolist())
+        return cls(float(tensors["now"]), queue, flights, back, int(tensors["serial"]), pieces, pool)
 
-    def landed(self, number: int, places: NDArray[np.int64], flights: dict[int, Flight], back: dict[int, Any]) -> None:
+    def landed(self, number: int, places: list[int], flights: dict[int, Flight], back: dict[int, Any]) -> None:
         """Note in ``flights`` and ``back`` that clients of a flight need no room any longer."""
-        gone = (*back.pop(number, ()), *places.tolist())
+        gone = (*back.pop(number, ()), *places)
         if 2 * len(gone) < len(flights[number].places):
             back[number] = gone
             return
@@ -222,9 +246,9 @@ def use_of(clock: Clock, fleet: Fleet) -> Use:
     """Add up what the log and the clients under way have of every client's time."""
     log, n = clock.history(), fleet.n
     busy = np.bincount(log[:, CLIENT].astype(int), log[:, BUSY], n)
-    for end, _, client, _, _, start, whole, _ in clock.queue.tolist():
-        so_far = fleet.worked(int(client), start, min(end, clock.now)) if clock.now > start else 0.0
-        busy[int(client)] += min(so_far, whole) if math.isfinite(whole) else so_far
+    for end, _, client, _, _, start, whole, _ in clock.queue:
+        so_far = fleet.worked(client, start, min(end, clock.now)) if clock.now > start else 0.0
+        busy[client] += min(so_far, whole) if math.isfinite(whole) else so_far
     taken, lost = log[log[:, FATE] == Fate.TAKEN], log[(log[:, FATE] >= Fate.UNUSABLE) & (log[:, FATE] <= Fate.LOST)]
     heard, unheard = (np.bincount(some[:, CLIENT].astype(int), minlength=n) for some in (taken, lost))
     stale = np.bincount(taken[:, CLIENT].astype(int), taken[:, ROUND] - taken[:, VERSION] - 1, n)

@@ -10,12 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedloom.algorithms import Algorithm
 from fedloom.engine.chunk import Computed, accept, computed, forged
 from fedloom.engine.job import Job
 from fedloom.engine.round import longest_first, take
 from fedloom.engine.state import State
 from fedloom.engine.uploads import Uploads, weights_of
-from fedloom.engine.virtual.clock import Fate, Flight, Rows
+from fedloom.engine.virtual.clock import Fate, Flight, Piece, Rows, gathered
 from fedloom.engine.virtual.staleness import applied_now
 from fedloom.processes.clients import (
     ChunkResult,
@@ -24,9 +25,6 @@ from fedloom.processes.clients import (
     TrainTask,
 )
 from fedloom.schedule import Fleet, Stream
-
-Piece = tuple[Flight, NDArray[np.int64]]
-"""A flight, and the places of those of its clients whose uploads arrive."""
 
 
 def log_rows(fleet: Fleet, ids: Tensor, counts: Tensor, version: int, round: int, start: float) -> Rows:
@@ -89,19 +87,39 @@ def step_on(
     for store in job.stores.values():
         store.touch(cohort)
     uploads, begin = Uploads(job, state.sums), 0
-    for flight, places in pieces:
-        part = slice(begin, begin + len(places))
-        begin += len(places)
-        task = TrainTask(t, torch.arange(len(places)), cohort[part], shares[part])
+    for group in _together(job, pieces, t):
+        m = sum(len(places) for _, places in group)
+        part = slice(begin, begin + m)
+        begin += m
+        task = TrainTask(t, torch.arange(m), cohort[part], shares[part])
 
-        def arrive(flight: Flight = flight, places: NDArray[np.int64] = places, task: TrainTask = task) -> ChunkResult:
-            down, output, counts = flight.computed(job, places)
+        def arrive(group: Sequence[Piece] = group, task: TrainTask = task) -> ChunkResult:
+            down, output, counts = gathered(job, group)
             applied = None
             if isinstance(job.setting.schedule, Stream):
-                staleness = torch.full((len(places),), t - 1 - flight.version)
-                applied = applied_now(job, state.server, t, task.ids, output.upload, down, staleness)
+                lags = [t - 1 - flight.version for flight, places in group for _ in places]
+                applied = applied_now(job, state.server, t, task.ids, output.upload, down, torch.tensor(lags))
             return accept(job, state.server, task, down, output, counts, applied)
 
         uploads.add(clients.on_one(task.ids, arrive))
     new, events = take(job, state, t, cohort, sampler, asked, uploads)
     return new, events, torch.cat(uploads.ids).numpy()
+
+
+def _together(job: Job, pieces: Sequence[Piece], t: int) -> list[list[Piece]]:
+    """Pieces that are taken together, of at most a chunk's clients.
+
+    Whole chunks of the present version are taken as a round takes them, one by one, to the bit; so are pieces of a
+    method that knows of a single download what its client started from.
+    """
+    whole = all(flight.version == t - 1 and len(places) == len(flight.ids) for flight, places in pieces)
+    if whole or type(job.algorithm).received is not Algorithm.received:
+        return [[piece] for piece in pieces]
+    groups, m = list[list[Piece]](), job.chunk
+    for piece in pieces:
+        if m + len(piece[1]) > job.chunk:
+            groups.append([])
+            m = 0
+        groups[-1].append(piece)
+        m += len(piece[1])
+    return groups

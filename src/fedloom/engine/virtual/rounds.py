@@ -14,8 +14,8 @@ from torch import Tensor
 from fedloom.engine.job import Job
 from fedloom.engine.round import run_round, sample
 from fedloom.engine.state import State
-from fedloom.engine.virtual.clock import CLIENT, END, FATE, Clock, Fate, Rows
-from fedloom.engine.virtual.dispatch import Piece, compute, log_rows, step_on
+from fedloom.engine.virtual.clock import CLIENT, END, FATE, Clock, Fate, Piece, Rows
+from fedloom.engine.virtual.dispatch import compute, log_rows, step_on
 from fedloom.errors import RunStopped, Stop
 from fedloom.processes.clients import (
     Answers,

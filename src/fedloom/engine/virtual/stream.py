@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 import math
+from bisect import insort
+from itertools import islice
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ import torch
 from fedloom.engine.job import Job
 from fedloom.engine.round import checked_ids
 from fedloom.engine.state import State
-from fedloom.engine.virtual.clock import Clock, Fate
+from fedloom.engine.virtual.clock import Clock, Event, Fate
 from fedloom.engine.virtual.dispatch import compute, step_on
 from fedloom.errors import RunStopped, Stop, blamed
 from fedloom.processes.clients import (
@@ -44,68 +45,51 @@ class Version:
         self._job, self._clients, self._state, self._fleet = job, clients, state, job.fleet
         self._most = schedule.concurrency or job.setting.sampler.smallest(job.n) or job.n
         self._size, self._timeout = schedule.size, schedule.timeout
-        clock = state.clock
+        clock = self._clock = state.clock
         self._flights, self._back = dict(clock.flights), dict(clock.back)
         self._serial, self._now = clock.serial, clock.now
-        self._old, self._next = clock.queue.tolist(), 0
-        self._new: list[tuple[float, ...]] = []
-        self._away = {int(row[2]) for row in self._old}
-        self._pool: list[tuple[int, int]] = []
-        self._ready: dict[int, tuple[int, int]] = {}
+        self._queue, self._next = list(clock.queue), 0
+        self._away = {row[2] for row in self._queue}
+        self._pool = list(clock.pool)
+        self._ready: dict[int, tuple[int, int, float]] = {}
         self._sampler, self._draws, self._left, self._waits = state.sampler, 0, DRAWS, 0
-        self._waiting: list[tuple[float, ...]] = []
-        self._lost: list[tuple[float, ...]] = []
+        self._waiting: list[Event] = []
+        self._lost: list[Event] = []
 
     def run(self) -> tuple[State, tuple[str, ...]]:
         """Dispatch and wait until enough uploads are there; step the server."""
         free = self._most - len(self._away)
         self._fill(free, free)
         while len(self._waiting) < self._size:
-            event = self._pop()
-            if event is None:
+            if self._next == len(self._queue) or math.isinf(self._queue[self._next][0]):
                 self._wait()
                 continue
+            event = self._queue[self._next]
+            self._next += 1
             self._now = event[0]
             if event[7]:
                 self._lost.append(event)
-                self._away.discard(int(event[2]))
+                self._away.discard(event[2])
             else:
                 self._waiting.append(event)  # it stays away: until the step it would get the same model again
                 if len(self._waiting) == self._size:
                     break
-            if self._peek() != self._now:
+            if self._next == len(self._queue) or self._queue[self._next][0] != self._now:
                 self._refill()
         return self._finish()
 
-    def _peek(self) -> float:
-        """When the next client answers or is given up."""
-        old = self._old[self._next][0] if self._next < len(self._old) else math.inf
-        return min(old, self._new[0][0] if self._new else math.inf)
-
-    def _pop(self) -> tuple[float, ...] | None:
-        """The next event, in the order of time and then of dispatch; None where nothing ever happens."""
-        if math.isinf(self._peek()):
-            return None
-        old = self._old[self._next] if self._next < len(self._old) else None
-        if old is not None and (not self._new or tuple(old[:2]) < self._new[0][:2]):
-            self._next += 1
-            return tuple(old)
-        return heapq.heappop(self._new)
-
     def _under_way(self) -> int:
-        return len(self._old) - self._next + len(self._new)
+        return len(self._queue) - self._next
 
     def _refill(self) -> None:
-        left = self._size - len(self._waiting) - 1
         free = self._most - self._under_way()
-        self._fill(free, free + left)
+        self._fill(free, free + self._size - len(self._waiting) - 1)
 
     def _wait(self) -> None:
         """Let the time pass until somebody is there."""
-        t = self._state.round + 1
+        t, before = self._state.round + 1, self._under_way()
         times = [self._fleet.next(i, self._now) for i in range(self._job.n) if i not in self._away]
         soonest = min(times, default=math.inf)
-        before = self._under_way()
         self._waits, self._left = self._waits + 1, DRAWS
         if self._waits <= WAITS and math.isfinite(soonest) and before < self._most:
             self._now = max(self._now, soonest)
@@ -124,38 +108,42 @@ class Version:
         if free <= 0:
             return
         chosen = self._choose(free)
-        if not chosen:
-            return
-        missing = [(i, times) for i, times in chosen if i not in self._ready]
+        missing = [pair for pair in chosen if pair[0] not in self._ready]
         if missing:
-            names = {i for i, _ in chosen}
-            further = [
-                (i, times) for i, times in self._pool if i not in names and i not in self._ready and self._is_free(i)
-            ]
-            self._compute([*missing, *further[: max(ahead - len(chosen), 0)]])
-        self._dispatch([i for i, _ in chosen])
+            further = (pair for pair in self._pool if pair[0] not in self._ready and self._is_free(pair[0]))
+            self._compute([*missing, *islice(further, max(ahead - len(chosen), 0))])
+        for i, _ in chosen:
+            self._dispatch(i)
 
     def _is_free(self, client: int) -> bool:
-        return client not in self._away and self._fleet.next(client, self._now) <= self._now
+        there = self._fleet.presence is None or self._fleet.next(client, self._now) <= self._now
+        return there and client not in self._away
 
     def _choose(self, count: int) -> list[tuple[int, int]]:
-        """The next clients that are free and there, with how often they were drawn; fewer where there are no more."""
-        job = self._job
-        while True:
-            chosen = list[tuple[int, int]]()
-            for i, times in self._pool:
-                if len(chosen) == count:
-                    break
-                if self._is_free(i):
-                    chosen.append((i, times))
-            everybody = len(self._away) + len(chosen) >= job.n
-            if len(chosen) == count or everybody or not self._left:
-                self._pool = [pair for pair in self._pool if pair[0] not in self._away]
-                return chosen
-            self._draw()
+        """Take the next clients that are free and there from the pool, with how often they were drawn.
 
-    def _draw(self) -> None:
-        """Draw another cohort; its clients queue up in an order drawn for it."""
+        Clients that are under way leave the pool; those that are not there stay in their places.
+        """
+        chosen, absent = list[tuple[int, int]](), list[tuple[int, int]]()
+        while len(chosen) < count:
+            seen = 0
+            for pair in self._pool:
+                seen += 1
+                if self._is_free(pair[0]):
+                    chosen.append(pair)
+                    if len(chosen) == count:
+                        break
+                elif pair[0] not in self._away:
+                    absent.append(pair)
+            self._pool = self._pool[seen:]
+            if len(chosen) == count or not self._left or len(self._away) + len(chosen) >= self._job.n:
+                break
+            self._draw({i for i, _ in (*chosen, *absent)})
+        self._pool = [*absent, *self._pool]
+        return chosen
+
+    def _draw(self, taken: set[int]) -> None:
+        """Draw another cohort; its clients wait in the pool, in an order drawn for it, unless they are ``taken``."""
         job, t, k = self._job, self._state.round + 1, self._draws
         ctx = job.ctx(t)
         if k:
@@ -164,67 +152,60 @@ class Version:
             drawn, self._sampler = job.setting.sampler.apply(self._sampler, None, ctx)
         ids, times = checked_ids(drawn, job.n).unique(return_counts=True)
         order = torch.randperm(len(ids), generator=generator(job.setting.seed, t, purpose=("dispatch", k)))
-        queued = {i for i, _ in self._pool}
         pairs = zip(ids[order].tolist(), times[order].tolist(), strict=True)
-        self._pool += [pair for pair in pairs if pair[0] not in queued]
-        self._draws, self._left = self._draws + 1, self._left - 1
+        self._pool += [pair for pair in pairs if pair[0] not in taken]
+        self._draws, self._left = k + 1, self._left - 1
 
     def _compute(self, pairs: list[tuple[int, int]]) -> None:
-        pairs = sorted(pairs)
-        ids, times = (torch.tensor(column) for column in zip(*pairs, strict=True))
+        ids, times = (torch.tensor(column) for column in zip(*sorted(pairs), strict=True))
         for flight in compute(self._job, self._clients, self._state, ids, times):
-            number = max(self._flights, default=-1) + 1
+            number = self._serial_of_flight()
             self._flights[number] = flight
-            for place, client in enumerate(flight.ids.tolist()):
-                self._ready[client] = (number, place)
+            busy = self._fleet.busy(flight.ids, flight.fields["counts"]).tolist()
+            for place, (client, work) in enumerate(zip(flight.ids.tolist(), busy, strict=True)):
+                self._ready[client] = number, place, work
 
-    def _dispatch(self, chosen: list[int]) -> None:
-        """Send clients off now."""
-        homes = [self._ready.pop(i) for i in chosen]
-        counts = torch.stack([self._flights[number].fields["counts"][place] for number, place in homes])
-        ids = torch.tensor(chosen)
-        busy = self._fleet.busy(ids, counts)
-        ends = self._fleet.ends(ids, self._now, busy)
-        for client, (number, place), work, end in zip(chosen, homes, busy.tolist(), ends.tolist(), strict=True):
-            lost = self._timeout is not None and end > self._now + self._timeout
-            if lost:
-                assert self._timeout is not None
-                end = self._now + self._timeout
-                work = self._fleet.worked(client, self._now, end)
-            row = (end, self._serial, client, number, place, self._now, work, float(lost))
-            heapq.heappush(self._new, row)
-            self._away.add(client)
-            self._serial += 1
+    def _serial_of_flight(self) -> int:
+        return next(reversed(self._flights), -1) + 1
+
+    def _dispatch(self, client: int) -> None:
+        """Send a client off now."""
+        number, place, busy = self._ready.pop(client)
+        presence, end, lost = self._fleet.presence, self._now + busy, False
+        if presence is not None:
+            end = presence.end(client, self._now, busy)
+        if self._timeout is not None and end > self._now + self._timeout:
+            end, lost = self._now + self._timeout, True
+            busy = self._fleet.worked(client, self._now, end)
+        insort(self._queue, (end, self._serial, client, number, place, self._now, busy, lost), lo=self._next)
+        self._away.add(client)
+        self._serial += 1
 
     def _finish(self) -> tuple[State, tuple[str, ...]]:
         """Step the server on the uploads that wait."""
         job, state, t = self._job, self._state, self._state.round + 1
-        assert state.clock is not None
-        by_flight: dict[int, list[int]] = {}
+        places: dict[int, list[int]] = {}
         for event in self._waiting:
-            by_flight.setdefault(int(event[3]), []).append(int(event[4]))
-        pieces = [(self._flights[number], np.array(sorted(by_flight[number]))) for number in sorted(by_flight)]
-        lost = torch.tensor([int(event[2]) for event in self._lost], dtype=torch.long)
+            places.setdefault(event[3], []).append(event[4])
+        pieces = [(self._flights[number], np.array(sorted(places[number]))) for number in sorted(places)]
+        lost = torch.tensor([event[2] for event in self._lost], dtype=torch.long)
         before = state.with_(uploads=state.uploads.index_add(0, lost, torch.ones_like(lost))) if len(lost) else state
         asked = torch.zeros(len(COUNTS), dtype=torch.long)
         new, events, used = step_on(job, self._clients, before, t, pieces, self._sampler, asked)
-        return new.with_(clock=self._clock(set(used.tolist()))), events
+        return new.with_(clock=self._after(set(used.tolist()), places)), events
 
-    def _clock(self, used: set[int]) -> Clock:
-        state, t = self._state, self._state.round + 1
-        assert state.clock is not None
-        log = list[tuple[float, ...]]()
-        for events, gone in ((self._waiting, False), (self._lost, True)):
-            for end, _, client, number, _, start, busy, _ in events:
-                fate = Fate.LOST if gone else Fate.TAKEN if int(client) in used else Fate.UNUSABLE
-                log.append((client, self._flights[int(number)].version, t, start, end, busy, fate))
-        places: dict[int, list[int]] = {}
+    def _after(self, used: set[int], places: dict[int, list[int]]) -> Clock:
+        """The clock after the step."""
+        t, log = self._state.round + 1, list[tuple[float, ...]]()
         for event in (*self._waiting, *self._lost):
-            places.setdefault(int(event[3]), []).append(int(event[4]))
-        for number, place in self._ready.values():  # computed, and never dispatched
+            end, _, client, number, _, start, busy, gone = event
+            fate = Fate.LOST if gone else Fate.TAKEN if client in used else Fate.UNUSABLE
+            log.append((client, self._flights[number].version, t, start, end, busy, fate))
+        for event in self._lost:
+            places.setdefault(event[3], []).append(event[4])
+        for number, place, _ in self._ready.values():  # computed, and not dispatched at this version
             places.setdefault(number, []).append(place)
         for number, some in places.items():
-            state.clock.landed(number, np.array(some), self._flights, self._back)
-        rows = sorted([*map(tuple, self._old[self._next :]), *self._new])
-        queue = np.array(rows, dtype=np.float64).reshape(-1, 8)
-        return Clock(self._now, queue, self._flights, self._back, self._serial, state.clock.logged(np.array(log)))
+            self._clock.landed(number, some, self._flights, self._back)
+        queue, rows = tuple(self._queue[self._next :]), self._clock.logged(np.array(log))
+        return Clock(self._now, queue, self._flights, self._back, self._serial, rows, tuple(self._pool))
