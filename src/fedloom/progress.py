@@ -197,6 +197,7 @@ def print_table(table: pa.Table) -> None:
         "samples": ("samples_backward", 1),
         "MB up": ("bytes_up", COSTS["bytes_up"].scale),
         "MB down": ("bytes_down", COSTS["bytes_down"].scale),
+        "simulated h": ("simulated_seconds", COSTS["simulated_seconds"].scale),
     }
     there = {title: c for title, c in columns.items() if c[0] in table.column_names}
     shown = Table(box=SIMPLE_HEAD, pad_edge=False)

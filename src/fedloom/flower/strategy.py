@@ -231,6 +231,8 @@ class Strategy(FlowerStrategy):
         setting = setting_of(self._document, self._model, rounds)
         if setting.pooled:
             raise Refused(f"{self._name} pools the data of all clients, which nodes do not give; choose another method")
+        if setting.devices is not None or setting.schedule.kind != "synchronous":
+            raise Refused("devices and schedule are of virtual time, and real nodes take their own; leave both out")
         resolved = setting.resolved()
         kinds = upload_fields(type(resolved.method)).values()
         if resolved.sampler.learns and any(k.primary and k.base.startswith("rows.") for k in kinds):

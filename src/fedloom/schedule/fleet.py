@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,13 +48,15 @@ class Fleet:
             ids: ``[m]`` clients.
             counts: ``[m, .]`` samples backward and forward, steps, and bytes up and down, in this order.
         """
-        backward, forward, _, up, down = counts[:, :5].double().unbind(1)
+        which = ids.numpy()
+        backward, forward, _, up, down = counts.numpy()[:, :5].T
+        seconds, rate_up, rate_down, latency = (
+            t.numpy()[which] for t in (self.seconds, self.up, self.down, self.latency)
+        )
         samples = backward + FORWARD * forward
-        parts = ((samples, self.seconds[ids]), (up, 1 / self.up[ids]), (down, 1 / self.down[ids]))
-        total = torch.zeros(len(ids), dtype=torch.float64)
-        for amount, each in parts:
-            total += torch.where(amount > 0, amount * each, 0.0)
-        return total + self.latency[ids] * ((up > 0).double() + (down > 0))
+        with np.errstate(invalid="ignore"):
+            work = np.where(samples > 0, samples * seconds, 0.0)  # no sample takes no time on any device
+        return torch.from_numpy(work + up / rate_up + down / rate_down + latency * ((up > 0) * 1.0 + (down > 0)))
 
     def ends(self, ids: Tensor, start: float, busy: Tensor) -> Tensor:
         """When clients ``[m]`` that begin at ``start`` have worked ``busy [m]`` seconds, float64."""

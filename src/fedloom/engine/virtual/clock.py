@@ -84,7 +84,9 @@ class Flight(NamedTuple):
 
     def without(self, places: NDArray[np.int64]) -> Flight | None:
         """The flight after some have come back; None after the last one. Rows are copied once half of them are free."""
-        left = np.setdiff1d(self.places, places, assume_unique=True)
+        stays = np.ones(len(self.places), dtype=bool)
+        stays[self.rows(places)] = False
+        left = self.places[stays]
         if not len(left):
             return None
         index = torch.from_numpy(self.rows(left))
@@ -148,6 +150,7 @@ class Clock:
         serial: number of the next dispatch.
         log: ``[u, 7]`` pieces of the log (`LOG`), each at least twice as long as the next.
         pool: clients that were drawn and wait for a place, with how often each was drawn.
+        away: the clients of the queue.
     """
 
     now: float = 0.0
@@ -157,6 +160,7 @@ class Clock:
     serial: int = 0
     log: tuple[Rows, ...] = ()
     pool: tuple[tuple[int, int], ...] = ()
+    away: frozenset[int] = frozenset()
 
     def logged(self, rows: Rows) -> tuple[Rows, ...]:
         """The log with more rows."""
@@ -207,7 +211,16 @@ class Clock:
             for end, serial, client, flight, place, start, busy, lost in tensors["queue"].tolist()
         )
         pool = tuple((i, times) for i, times in tensors["pool"].tolist())
-        return cls(float(tensors["now"]), queue, flights, back, int(tensors["serial"]), pieces, pool)
+        return cls(
+            float(tensors["now"]),
+            queue,
+            flights,
+            back,
+            int(tensors["serial"]),
+            pieces,
+            pool,
+            frozenset(e[2] for e in queue),
+        )
 
     def landed(self, number: int, places: list[int], flights: dict[int, Flight], back: dict[int, Any]) -> None:
         """Note in ``flights`` and ``back`` that clients of a flight need no room any longer."""

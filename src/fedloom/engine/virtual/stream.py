@@ -49,7 +49,7 @@ class Version:
         self._flights, self._back = dict(clock.flights), dict(clock.back)
         self._serial, self._now = clock.serial, clock.now
         self._queue, self._next = list(clock.queue), 0
-        self._away = {row[2] for row in self._queue}
+        self._away = set(clock.away)
         self._pool = list(clock.pool)
         self._ready: dict[int, tuple[int, int, float]] = {}
         self._sampler, self._draws, self._left, self._waits = state.sampler, 0, DRAWS, 0
@@ -59,7 +59,7 @@ class Version:
     def run(self) -> tuple[State, tuple[str, ...]]:
         """Dispatch and wait until enough uploads are there; step the server."""
         free = self._most - len(self._away)
-        self._fill(free, free)
+        self._fill(free, free + self._size - 1)
         while len(self._waiting) < self._size:
             if self._next == len(self._queue) or math.isinf(self._queue[self._next][0]):
                 self._wait()
@@ -208,4 +208,5 @@ class Version:
         for number, some in places.items():
             self._clock.landed(number, some, self._flights, self._back)
         queue, rows = tuple(self._queue[self._next :]), self._clock.logged(np.array(log))
-        return Clock(self._now, queue, self._flights, self._back, self._serial, rows, tuple(self._pool))
+        away = frozenset(self._away.difference(event[2] for event in self._waiting))
+        return Clock(self._now, queue, self._flights, self._back, self._serial, rows, tuple(self._pool), away)
