@@ -15,10 +15,9 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import altair as alt
-
 import fedloom as fl
-from fedloom.report.figure import WIDE, theme
+from fedloom.formats import fixed, interval, pair
+from fedloom.report.charts import kit, look
 
 PARTS: dict[str, Any] = {
     "amounts that differ": fl.partition.quantity(clients=10, beta=1.0, min_size=30),
@@ -35,6 +34,8 @@ RATES = {
 }
 """Step sizes of every method, in the order of the federations."""
 SEEDS = range(10)
+WIDTH, LETTERS = 200, 44
+"""Pixels of a panel, and letters of a line of the title: a phone shows the picture in full size."""
 
 
 def compared(place: int, what: str, folder: Path) -> Any:
@@ -60,10 +61,15 @@ def rows_of(what: str, comparison: Any) -> list[dict[str, Any]]:
         mean, half = 100 * row["accuracy"], 100 * (row["accuracy_ci95"] or 0.0)
         test = tests.get(row["method"])
         stands = "best mean" if test is None else "clearly worse" if test["verdict"] == "worse" else "not clearly worse"
-        behind = "" if test is None else f"{100 * test['difference']:+.1f} ± {100 * test['half_width']:.1f}"
-        rows.append({"federation": what, "method": row["method"], "mean": mean, "low": mean - half,
+        behind = "" if test is None else gap(100 * test["difference"], 100 * test["half_width"])
+        rows.append({"federation": what, "method": row["method"], "value": mean, "low": mean - half,
                      "high": mean + half, "stands": stands, "behind": behind})  # fmt: skip
-    return sorted(rows, key=lambda row: -row["mean"])
+    return sorted(rows, key=lambda row: -row["value"])
+
+
+def gap(difference: float, half: float) -> str:
+    """A difference in points with its interval."""
+    return pair(*interval(difference, half, (1, 1), signed=True))
 
 
 def sentence(rows: list[dict[str, Any]]) -> str:
@@ -71,7 +77,7 @@ def sentence(rows: list[dict[str, Any]]) -> str:
     best, *others = rows
     level = [row["method"] for row in others if row["stands"] == "not clearly worse"]
     worse = [row for row in others if row["stands"] == "clearly worse"]
-    said = f"{best['method']} {best['mean']:.1f} %"
+    said = f"{best['method']} {fixed(best['value'], 1)} %"
     said += f", not clearly ahead of {', '.join(level)}" if level else ", clearly ahead of all others"
     if worse:
         said += "; clearly behind: " + ", ".join(f"{row['method']} ({row['behind']})" for row in worse)
@@ -99,29 +105,28 @@ def overall(rows: list[dict[str, Any]], sharing: dict[str, str]) -> list[str]:
     return said
 
 
-def picture(rows: list[dict[str, Any]], title: list[str], *, dark: bool) -> alt.Chart:
+def picture(rows: list[dict[str, Any]], title: list[str]) -> dict[str, Any]:
     """A panel per federation, a line per method: the mean over ten seeds and its 95 % interval."""
-    shade = alt.Color(
-        "stands:N", title="beside the best mean",
-        scale=alt.Scale(domain=["best mean", "not clearly worse", "clearly worse"],
-                        range=["#2ebd8f", "#a9dcc8", "#f0883e"] if dark else ["#1a7f4b", "#7fb89a", "#c0563b"]),
-    )  # fmt: skip
+    stands = ["best mean", "not clearly worse", "clearly worse"]
+    tint = {
+        "field": "stands",
+        "type": "nominal",
+        "title": None,
+        "legend": {"columnPadding": 6},
+        "scale": {"domain": stands, "range": [look.BLUE, look.GREY, look.ORANGE]},
+    }
+    x = kit.number("value", "test accuracy, %", axis={"tickCount": 4})
     panels = []
     for what in PARTS:
-        mine = alt.Chart(alt.InlineData(values=[row for row in rows if row["federation"] == what]))
-        y = alt.Y("method:N", sort=alt.EncodingSortField("mean", order="descending"), title=None)
-        x = alt.X("mean:Q", title="test accuracy, %", scale=alt.Scale(zero=False, nice=True))
-        low = alt.X("low:Q", title="test accuracy, %")
-        panels.append(
-            alt.layer(
-                mine.mark_rule(strokeWidth=3).encode(x=low, x2="high:Q", y=y, color=shade),
-                mine.mark_point(filled=True, size=90).encode(x=x, y=y, color=shade),
-                mine.mark_text(align="left", dx=10, fontSize=11).encode(x=alt.X("high:Q"), y=y, text="behind:N"),
-            ).properties(title=what, width=400, height=110)
-        )  # fmt: skip
-    lines = [part for line in title for part in textwrap.wrap(line, 66)]
-    chart = alt.vconcat(*panels, title=alt.Title(lines, anchor="start", fontSize=13, offset=12))
-    return alt.Chart.from_dict({**chart.to_dict(), "config": theme(dark=dark, font=WIDE)})
+        order = [row["method"] for row in rows if row["federation"] == what]
+        y = kit.names("method", order, axis={"labelOverlap": False})
+        behind = {"x": {**x, "field": "high"}, "y": y, "text": {"field": "behind"}}
+        layers = [*kit.intervals({"y": y}, x, tint=tint, size=80), kit.mark("text", behind, align="left", dx=8)]
+        shown = {"transform": [{"filter": {"field": "federation", "equal": what}}], "title": what}
+        panels.append({**kit.chart(*layers), **shown, "width": WIDTH, "height": 110})
+    lines = [part for line in title for part in textwrap.wrap(line, LETTERS)]
+    whole = {"text": lines, "anchor": "start", "fontSize": 13, "offset": 12}
+    return {"vconcat": panels, "title": whole, "datasets": {"rows": rows}}
 
 
 def main(folder: Path) -> None:
@@ -137,7 +142,7 @@ def main(folder: Path) -> None:
         sharing[what] = beside["fedavg"]
     title = overall(rows, sharing)
     for name, dark in (("demo.svg", False), ("demo-dark.svg", True)):
-        picture(rows, title, dark=dark).save(folder / name)
+        (folder / name).write_text(look.svg(picture(rows, title), dark=dark))
     print(*(f"{line}." for line in title), f"  picture: {folder / 'demo.svg'}", sep="\n")
 
 

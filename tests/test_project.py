@@ -123,6 +123,24 @@ def test_csv_is_written_and_lines_are_shown_in_one_place() -> None:
         assert {name for name, file in MODULES.items() if call in file.read_text()} <= {home}, call
 
 
+SHOWN = ("report/", "comparison/", "tune/", "experiment/", "cli/", "progress.py", f"{STUDIES.name}/")
+"""Rooms whose numbers are for people; elsewhere numbers are parts of refusals."""
+
+
+def test_numbers_become_text_in_one_place() -> None:
+    """Only `fedloom.formats` has a format of floats; the cells of CSV files are for machines."""
+    homes = {
+        name
+        for name in MODULES
+        if name.startswith(SHOWN)
+        for node in every(name)
+        if isinstance(node, ast.FormattedValue) and isinstance(node.format_spec, ast.JoinedStr)
+        for part in node.format_spec.values
+        if isinstance(part, ast.Constant) and re.search(r"[efg%]$", part.value)
+    }
+    assert homes <= {"report/csv_files.py"}
+
+
 def test_a_folder_has_few_files_and_the_round_is_one_page() -> None:
     folders = Counter(Path(name).parent for name in MODULES if Path(name).name != "__init__.py")
     assert {str(folder) for folder, count in folders.items() if count > 16} <= {"algorithms"}

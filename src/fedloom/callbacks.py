@@ -26,7 +26,7 @@ from fedloom.metrics import metric as facts
 from fedloom.values import Value
 
 if TYPE_CHECKING:
-    from altair import Chart
+    from altair import LayerChart
 
 
 class EarlyStop(Value):
@@ -104,7 +104,7 @@ class History:
         """Tidy, as `fedloom.engine.result.Result.table`."""
         return self._records.table()
 
-    def chart(self, metric: str | None = None, part: str = "test") -> Chart:
+    def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
         """An Altair chart of a metric by round; see `fedloom.report.notebook.chart`."""
         from fedloom.report import notebook as display  # slow to import, needed by people only
 

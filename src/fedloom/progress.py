@@ -19,12 +19,13 @@ from rich.text import Text
 from fedloom.errors import printable
 from fedloom.experiment import Plan
 from fedloom.experiment.events import Event, Listener
-from fedloom.metrics import COSTS, METRICS, leading, metric
+from fedloom.formats import DASH, duration, option, pair, significant
+from fedloom.metrics import METRICS, leading
+from fedloom.report.naming import figure
+from fedloom.report.tables import column_of, headline, measured
 
 SECONDS_PER_LINE = 5.0
 """Time between two plain lines of one run."""
-LARGE = 1e6
-"""Figures from here on are written with an exponent; whole ones from a thousand times more on."""
 
 
 @contextmanager
@@ -70,10 +71,10 @@ def counted(rounds: int | Mapping[str, int]) -> Iterator[Listener]:
                 if key not in rows:
                     rows[key] = bars.add_task(_name(event), total=event.rounds, said="")
                 left = runs.left_of(event)
-                said = [runs.figures.get(key, ""), "" if left is None else f"{left:.0f} s left"]
+                said = [runs.figures.get(key, ""), "" if left is None else f"{duration(left / 60)} left"]
                 bars.update(rows[key], completed=event.round, said=", ".join(filter(None, said)))
             left = runs.left()
-            said_of_all = "" if left is None else f"about {left:.0f} s left"
+            said_of_all = "" if left is None else f"about {duration(left / 60)} left"
             bars.update(everything, completed=sum(runs.done.values()), said=said_of_all)
 
         yield hear
@@ -155,9 +156,9 @@ class _Lines:
         said = [f"round {event.round}/{event.rounds}", self._runs.figures.get(key, "")]
         said += [event.status] if event.status and not end else []
         if left is not None and left >= 0.5:
-            said.append(f"about {left:.0f} s left")
+            said.append(f"about {duration(left / 60)} left")
         elif own is not None and not end:
-            said.append(f"about {own:.0f} s left of this run")
+            said.append(f"about {duration(own / 60)} left of this run")
         self._write(f"{_name(event)}: {', '.join(filter(None, said))}")
 
     def _waits(self, now: float) -> bool:
@@ -179,7 +180,11 @@ def _latest(event: Event) -> str:
         found = {name: figures.get(f"{model}/validation/{name}/mean") for name in METRICS}
         there = {name: value for name, value in found.items() if value is not None}
         if there:
-            texts = [f"{name} {there[name]:.4g}" for name in dict.fromkeys(("loss", leading(there))) if name in there]
+            texts = [
+                f"{name} {significant(there[name])}"
+                for name in dict.fromkeys(("loss", leading(there)))
+                if name in there
+            ]
             return f"{model} validation {', '.join(texts)}"
     return ""
 
@@ -187,24 +192,13 @@ def _latest(event: Event) -> str:
 def print_table(table: pa.Table) -> None:
     """The result table on standard output: mean over seeds with 95 % confidence interval, and the work it took."""
     lead = leading(table.column_names)
-    scale = metric(lead).scale
-    columns: dict[str, tuple[str, float]] = {
-        f"test {lead}": (lead, scale),
-        "worst 10 %": (f"{lead}_worst10", scale),
-        "calibration error": ("calibration_error", 1),
-        "variance of losses": ("loss_variance", 1),
-        "steps": ("steps", 1),
-        "samples": ("samples_backward", 1),
-        "MB up": ("bytes_up", COSTS["bytes_up"].scale),
-        "MB down": ("bytes_down", COSTS["bytes_down"].scale),
-        "simulated h": ("simulated_seconds", COSTS["simulated_seconds"].scale),
-    }
-    there = {title: c for title, c in columns.items() if c[0] in table.column_names}
+    titles = {name: figure(name).title for name in headline(lead) if column_of(name) in table.column_names}
+    titles |= {lead: f"test {lead}"} if lead in titles else {}
     shown = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in ("method", "model", "seeds", *there, "status"):
+    for title in ("method", "model", "seeds", *(title[:1].lower() + title[1:] for title in titles.values()), "status"):
         shown.add_column(title, justify="left" if title in ("method", "model", "status") else "right")
     for row in table.to_pylist():
-        figures = [_figure(row[key], row[f"{key}_ci95"], scale) for key, scale in there.values()]
+        figures = [_figure(name, row[column_of(name)], row[f"{column_of(name)}_ci95"]) for name in titles]
         cells = [row["method"], row["model"], row["seeds"], *figures, row["status"]]
         shown.add_row(*(Text(printable(cell)) for cell in cells))
     console = Console()
@@ -229,19 +223,8 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.4f}" if abs(value) < LARGE else f"{value:.3g}"
+    return DASH if value is None else option(value)
 
 
-def _figure(value: float | None, interval: float | None, scale: float) -> str:
-    if value is None:
-        return "-"
-    value *= scale
-    around = 0.0 if interval is None or not math.isfinite(interval) else interval * scale
-    whole, size = value == int(value) if math.isfinite(value) else True, max(abs(value), abs(around))
-    digits = 0 if whole or size >= 1000 else 2 if abs(value) >= 1 else 4
-    form = ".3g" if size >= (1000 if whole else 1) * LARGE else f".{digits}f"
-    return f"{value:{form}}" + (f" ± {around:{form}}" if around else "")
+def _figure(name: str, mean: float | None, half: float | None) -> str:
+    return pair(*measured(name, math.nan if mean is None else mean, math.nan if half is None else half))

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from fedloom.cli import app
 from fedloom.engine.setup import make_job
-from fedloom.engine.simulate import samples_per_round
 from fedloom.experiment import Experiment, parse
-from fedloom.experiment.bench import Bench
+from fedloom.experiment.measure.bench import Bench
+from fedloom.experiment.measure.cost import samples_per_round
 from fedloom.processes import machine_load
 
 RUNNER = CliRunner()

@@ -26,7 +26,7 @@ def demo() -> ModuleType:
 
 def row(what: str, method: str, stands: str) -> dict[str, Any]:
     behind = "" if stands == "best mean" else "-2.0 ± 1.0"
-    return {"federation": what, "method": method, "mean": 90.0, "low": 89.0, "high": 91.0, "stands": stands,
+    return {"federation": what, "method": method, "value": 90.0, "low": 89.0, "high": 91.0, "stands": stands,
             "behind": behind}  # fmt: skip
 
 

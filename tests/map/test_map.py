@@ -250,7 +250,8 @@ def test_sentences_name_what_is_significant_and_nothing_else() -> None:
     ))  # fmt: skip
     assert "FedAvg reaches 71.2" in first
     assert "100 % of the clients gain from FedAvg" in first
-    assert "Of 2 other methods 1 is significantly better than the better of the two (ditto +10.0" in second
+    assert "Of 2 other methods 1 is significantly better than the better of the two, and none is" in second
+    assert "Better is ditto +10.0" in second
     assert "none is significantly worse" in second
     assert third.startswith("The best mean is that of ditto")
 
@@ -293,7 +294,7 @@ def checked(text: str, rows: list[dict[str, Any]]) -> None:
     assert counts == [fresh.others, len(fresh.better), len(fresh.worse)]
     assert all(f"{m} +" in text for m in fresh.better[:5])
     assert f"The best mean is that of {fresh.top}, {100 * fresh.means[fresh.top].mean():.1f}" in text
-    level = re.search(r"; (\d+) of the (\d+) others (?:is|are) level with it; of these and \S+, (\S+) sends", text)
+    level = re.search(r" (\d+) of the (\d+) others (?:is|are) level with it. Of these and \S+, (\S+) sends", text)
     if level is None:
         assert f"significantly better than each of the {fresh.rivals - 1} others" in text
         assert fresh.level == []
@@ -356,8 +357,8 @@ def test_pooled_data_are_a_mark_and_no_advice() -> None:
     means: dict[str, list[float]] = {"local": [0.5, 0.51, 0.52, 0.5, 0.51], "fedavg": [0.7, 0.72, 0.71, 0.7, 0.73]}
     without, with_mark = (sentences(judged(**means, **more))[2] for more in ({}, {"centralized": [0.9] * 5}))
     assert without.startswith("The best mean is that of fedavg")
-    assert with_mark.startswith(without.removesuffix("."))
-    assert with_mark.endswith("one model on the pooled data reaches 90.0 ± 0.0.")
+    assert with_mark.startswith(without)
+    assert with_mark.endswith("One model on the pooled data reaches 90.0 ± 0.0.")
 
 
 def test_the_table_has_a_row_per_run_and_the_reason_of_a_cell_without_one(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.simulate import clients_of
 from fedloom.engine.state import initial_state
-from fedloom.experiment.bench import costs_of
+from fedloom.experiment.measure.bench import costs_of
 from fedloom.local import LocalSGD
 from fedloom.local.oracles import chunk_count
 from fedloom.models import MLP

@@ -16,12 +16,13 @@ from recorded import SPLIT, Recording
 from fedloom.data import partition
 from fedloom.data.sources import source
 from fedloom.report import overview
-from fedloom.report.figure import Figure
+from fedloom.report.charts.kit import Figure
+from fedloom.report.charts.partition import aligned, label_skew, skew_table
 from fedloom.report.numbers import curve, rows_of
 from fedloom.report.overview import notes
 from fedloom.report.page import figures
-from fedloom.report.partition import aligned, label_skew, skew_table
-from fedloom.report.reading import Key, Run, read_runs
+from fedloom.report.reading import read_runs
+from fedloom.report.run import Key, Run
 from fedloom.report.settings import settings
 
 COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric", "value")
@@ -75,7 +76,7 @@ def test_attackers_are_in_no_chart_and_no_mean(attacked: Path) -> None:
         assert "Clients that attacked are left out." in drawn[id].caption
     flagged = {row["client"] for row in drawn["partition-0"].rows if "\N{BLACK FLAG}" in row["client"]}
     assert flagged == {"site 0 \N{BLACK FLAG}", "site 4 \N{BLACK FLAG}"}
-    assert "30% of the clients attack (sign-flip)" in " ".join(notes(runs, rows_of(runs)))
+    assert "30 % of the clients attack (sign-flip)" in " ".join(notes(runs, rows_of(runs)))
 
 
 def test_confusion_leaves_attackers_out(attacked: Path) -> None:

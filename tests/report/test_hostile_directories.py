@@ -20,8 +20,8 @@ from recorded import Recording
 
 from fedloom import report
 from fedloom.errors import CheckpointError, ConfigError, FedloomError, RunDirError
+from fedloom.report.charts.kit import Figure, chart, mark, number
 from fedloom.report.csv_files import csv_of, csv_of_table
-from fedloom.report.figure import Figure, chart, mark, number
 
 FORMULAS = ("=cmd|' /C calc'!A0", "+1", "-1+1", "@SUM(A1)", "\t=1", "\r=1")
 DEEP = "[" * 100_000

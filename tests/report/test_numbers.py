@@ -16,7 +16,8 @@ from fedloom import report
 from fedloom.report import numbers
 from fedloom.report.comparison import criteria as compare
 from fedloom.report.numbers import Estimate, Row, rows_of
-from fedloom.report.reading import Key, read_runs
+from fedloom.report.reading import read_runs
+from fedloom.report.run import Key
 from fedloom.rundir import Record
 
 COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric", "value")

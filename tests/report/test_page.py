@@ -20,12 +20,12 @@ from recorded import Recording
 from fedloom import report
 from fedloom.errors import CheckpointError, ConfigError
 from fedloom.experiment import Plan, parse
-from fedloom.report import overview
-from fedloom.report import page as page_module
-from fedloom.report.figure import slug
+from fedloom.report import document, overview
+from fedloom.report.charts.kit import slug
 from fedloom.report.numbers import Estimate, Row, rows_of
 from fedloom.report.page import figures
-from fedloom.report.reading import Key, read_runs
+from fedloom.report.reading import read_runs
+from fedloom.report.run import Key
 from fedloom.report.tables import csv_text, latex
 from fedloom.rundir import Record
 
@@ -67,7 +67,7 @@ def test_a_disk_that_is_full_is_a_sentence_and_nothing_is_lost(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fills up at the first file, at a later one, at the last: no half-written file, no draft; the page stays."""
-    monkeypatch.setattr("fedloom.report.figure.Figure.svg", lambda _figure: "<svg></svg>")  # drawing takes seconds
+    monkeypatch.setattr("fedloom.report.charts.kit.Figure.svg", lambda _figure: "<svg></svg>")  # drawing takes seconds
     out = report.write([small], tmp_path / "report.html")
     files, page = sorted(tmp_path.rglob("*")), out.read_bytes()
     real, left = Path.write_text, [0]
@@ -209,14 +209,14 @@ def test_latex_is_escaped_and_rectangular(small: Path) -> None:
 def test_every_kind_of_run_gets_a_page(
     recording: Recording, title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedloom.report.figure.Figure.svg", lambda _: "<svg/>")
+    monkeypatch.setattr("fedloom.report.charts.kit.Figure.svg", lambda _: "<svg/>")
     out = report.write([recording.write(tmp_path / "run")], tmp_path / "report.html")
     assert title in own_part(out)
     assert payload(out, "figures")
 
 
 def test_runs_with_other_attacks_become_a_robustness_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedloom.report.figure.Figure.svg", lambda _: "<svg/>")
+    monkeypatch.setattr("fedloom.report.charts.kit.Figure.svg", lambda _: "<svg/>")
     recording = Recording(methods=2, seeds=2, clients=4, rounds=5)
     runs = [replace(recording, attack=a, seed=i).write(tmp_path / f"run{i}") for i, a in enumerate((0.0, 0.2))]
     out = report.write(runs, tmp_path / "report.html")
@@ -229,7 +229,7 @@ def test_runs_with_other_attacks_become_a_robustness_curve(tmp_path: Path, monke
 def test_the_same_run_gives_the_same_page(
     small: Path, page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedloom.report.figure.Figure.svg", lambda _: "<svg/>")
+    monkeypatch.setattr("fedloom.report.charts.kit.Figure.svg", lambda _: "<svg/>")
     again = report.write([small], tmp_path / "report.html")
     assert again.read_bytes() == page.read_bytes()
 
@@ -282,7 +282,7 @@ def test_the_bundle_is_made_once_and_anew_when_it_is_damaged(tmp_path: Path, mon
     made = []
     monkeypatch.setattr("vl_convert.javascript_bundle", lambda *_: made.append(1) or "let x = '</script>';")
     monkeypatch.setenv("FEDLOOM_CACHE", str(tmp_path / "cache"))
-    scripts = page_module._scripts.__wrapped__
+    scripts = document._scripts.__wrapped__
     first = scripts()
     assert scripts() == first
     assert "</script" not in first

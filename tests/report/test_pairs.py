@@ -27,7 +27,8 @@ from fedloom.report.comparison.criteria import marks, winners
 from fedloom.report.comparison.pairs import Pair, pairs, pairs_csv, pairs_latex
 from fedloom.report.comparison.paper import results_latex
 from fedloom.report.numbers import Row, rows_of
-from fedloom.report.reading import Run, read_runs
+from fedloom.report.reading import read_runs
+from fedloom.report.run import Run
 
 
 @pytest.fixture(scope="module")

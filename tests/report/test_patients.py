@@ -21,7 +21,7 @@ from fedloom.data.groups import groups_of
 from fedloom.errors import ConfigError, Refused
 from fedloom.experiment.importance import check_importance, importance
 from fedloom.experiment.left_out import scores_of_new, without
-from fedloom.report.calibrated import curve, point, wilson
+from fedloom.report.charts.calibrated import curve, point, wilson
 from fedloom.report.comparison.by_patient import delong
 from fedloom.report.patients import Predicted
 from tests.commands import call

@@ -11,11 +11,11 @@ import pytest
 from small_recipe import FAR, NEAR, TINY, tiny, with_claim
 
 from fedloom.errors import ConfigError
+from fedloom.report.charts.look import INKS
 from fedloom.rundir import label_of
 from fedloom_studies.appendices import write_pages
 from fedloom_studies.reproduce import papers, recipes
 from fedloom_studies.reproduce import summary as summaries
-from fedloom_studies.reproduce.charts import WORDS, WORDS_DARK
 from fedloom_studies.reproduce.estimate import keep
 from fedloom_studies.reproduce.figures import Reference
 from fedloom_studies.reproduce.judge import between, claims
@@ -265,13 +265,11 @@ def luminance(colour: str) -> float:
 def test_a_figure_can_be_read_on_both_grounds_and_names_only_marks_that_it_has(finished: Path) -> None:
     done = summaries.read(finished / "results", "tiny", "full")
     assert done is not None
-    for ground, words in (("#ffffff", WORDS), ("#22272e", WORDS_DARK)):
+    for ground, words in zip(("#ffffff", "#22272e"), INKS, strict=True):
         light, dark = sorted((luminance(ground), luminance(words)), reverse=True)
         assert (light + 0.05) / (dark + 0.05) >= 4.5
     figure = plot(tiny(), done)
-    assert (
-        f"<style>text{{fill:{WORDS}}}@media(prefers-color-scheme:dark){{text{{fill:{WORDS_DARK}}}}}</style>" in figure
-    )
+    assert f"<style>text{{fill:{INKS[0]}}}@media(prefers-color-scheme:dark){{text{{fill:{INKS[1]}}}}}</style>" in figure
     assert "diamond: the paper" in figure
     assert "few (%)" in figure
     bare = make_recipe("tiny", merged(TINY, {"paper": {"cells": {"few": [[], []]}}}))

@@ -65,8 +65,8 @@ def test_figures_are_shown_in_units_that_people_use() -> None:
         assert unit(figure).difference(-0.381, 0.0531) == "-38.1 ± 5.3 points"
         assert unit(figure).said(-0.0067, 0.0039) == "0.67 ± 0.39 points below"
         assert unit(figure).value(0.9498, 0.002) == "94.98 ± 0.20 %"
-    assert unit("samples_backward@to 0.7").difference(217_990, 157_510) == "+218,000 ± 158,000 gradients"
-    assert unit("samples_backward").said(-91436, math.nan) == "91,400 fewer gradients"
+    assert unit("samples_backward@to 0.7").difference(217_990, 157_510) == "+218\u202f000 ± 158\u202f000 gradients"
+    assert unit("samples_backward").said(-91436, math.nan) == "91\u202f400 fewer gradients"
     assert unit("bytes_up@to 0.7").said(3.5382e6, 1.7856e6) == "3.5 ± 1.8 MB more"
     for figure in ("loss/variance", "train loss@mean", "cd", "nmi", "accuracy/jain", "factorised"):
         assert unit(figure).difference(0.3105) == "+0.3105"

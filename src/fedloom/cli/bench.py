@@ -8,9 +8,10 @@ import typer
 
 from fedloom.cli import _complete as offer
 from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors, say
+from fedloom.formats import duration, fixed, significant
 
 if TYPE_CHECKING:
-    from fedloom.experiment.bench import Speed
+    from fedloom.experiment.measure.bench import Speed
     from fedloom.processes.costs import Costs, Parts, Place
 
 
@@ -59,7 +60,7 @@ def bench(
     with errors():
         from fedloom.errors import ConfigError
         from fedloom.experiment import read
-        from fedloom.experiment.bench import Bench, duration
+        from fedloom.experiment.measure.bench import Bench
         from fedloom.processes.costs import Link, Place
         from fedloom.progress import print_rows
 
@@ -99,17 +100,19 @@ def _row(speed: Speed) -> dict[str, Any]:
         "picked": "yes" if speed.way.picked else "",
         "s/round": speed.seconds,
         "samples/s": round(speed.samples),
-        "busy cores": f"{speed.others:.2f}{' (unreliable)' if speed.disturbed else ''}",
+        "busy cores": f"{fixed(speed.others, 2)}{' (unreliable)' if speed.disturbed else ''}",
     }
 
 
 def _said(costs: Costs) -> str:
     return (
-        f"{1e3 * costs.share:.3g} ms a client of the cohort, "
-        f"{costs.crowd:.2f} times that where all {costs.cores} cores compute, "
-        f"{1e3 * costs.result:.3g} ms and {costs.message / 1e6:.3g} MB a chunk of up to {costs.chunk} clients, "
-        f"{1e9 * costs.client:.3g} ns a client of the federation, {1e3 * costs.fixed:.3g} ms fixed, "
-        f"{costs.row / 1e6:.3g} MB kept of a client"
+        f"{significant(1e3 * costs.share, 3)} ms a client of the cohort, "
+        f"{fixed(costs.crowd, 2)} times that where all {costs.cores} cores compute, "
+        f"{significant(1e3 * costs.result, 3)} ms and {significant(costs.message / 1e6, 3)} MB "
+        f"a chunk of up to {costs.chunk} clients, "
+        f"{significant(1e9 * costs.client, 3)} ns a client of the federation, "
+        f"{significant(1e3 * costs.fixed, 3)} ms fixed, "
+        f"{significant(costs.row / 1e6, 3)} MB kept of a client"
     )
 
 

@@ -10,6 +10,7 @@ import typer
 
 from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors, say
 from fedloom.cli.models import KeepOption, ThresholdOption
+from fedloom.formats import option, significant
 
 deploy = typer.Typer(
     no_args_is_help=True,
@@ -96,7 +97,11 @@ def init(
         say(f"{folder}: a server and {len(planned.sites)} sites ({', '.join(planned.sites)})")
         if planned.norm_bound is not None:
             bound = planned.norm_bound
-            text = ", ".join(f"{k} {v:g}" for k, v in bound.items()) if isinstance(bound, dict) else f"{bound:g}"
+            text = (
+                ", ".join(f"{k} {significant(v)}" for k, v in bound.items())
+                if isinstance(bound, dict)
+                else significant(bound)
+            )
             say(f"maximum update norm accepted per site: norm_bound = {text} in server.toml")
         if planned.threshold is not None:
             from fedloom.deploy.secure.protocol import colluders
@@ -215,7 +220,7 @@ def models(
             path = one.model.path if out is None else export(one, out)
             say(f"{one.site.site:<16}{one.model.kind:<10}round {one.model.round:<6}{path}")
             if test:
-                say("  " + ", ".join(f"{name} {value:.4f}" for name, value in figures(one).items()))
+                say("  " + ", ".join(f"{name} {significant(value)}" for name, value in figures(one).items()))
 
 
 Kind = Annotated[str | None, typer.Option("--model", help="global, personal or hybrid; the site's own by default")]
@@ -414,7 +419,7 @@ def _print_sites(rows: Sequence[dict[str, Any]], first: Sequence[str]) -> None:
     for column in columns:
         shown.add_column(column, justify="left" if column in ("site", "model") else "right")
     for row in rows:
-        cells = [f"{v:.4f}" if isinstance(v := row.get(c, ""), float) else v for c in columns]
+        cells = [option(row.get(c, "")) for c in columns]
         shown.add_row(*(Text(printable(cell)) for cell in cells))
     console = Console()
     console.width = console.width if console.is_terminal else WIDE

@@ -10,6 +10,7 @@ import typer
 from fedloom.cli import _complete as offer
 from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors, say
 from fedloom.errors import ConfigError, unknown
+from fedloom.formats import duration
 
 if TYPE_CHECKING:
     from fedloom.experiment import Plan
@@ -106,7 +107,7 @@ def run(
 
 def _preview(plan: Plan) -> None:
     """What a run would do, on standard output."""
-    from fedloom.experiment.bench import duration, estimates, minutes
+    from fedloom.experiment.measure.bench import estimates, minutes
     from fedloom.progress import print_rows
 
     head, fed = plan.experiment.head, plan.federations[plan.experiment.head.seeds[0]]
@@ -120,28 +121,29 @@ def _preview(plan: Plan) -> None:
         f"clients: {fed.n}, {int(train.min())} to {int(train.max())} training samples each; "
         + ", ".join(f"{part} {int(size.sum())}" for part, size in sizes.items())
     )
-    found = []
-    for one in estimates(plan):
-        found.append(one)
-        say(f"tried {len(found)}/{methods}: {one.method}", err=True)
+    costs = {}
+    for label, cost in estimates(plan):
+        costs[label] = cost
+        say(f"tried {len(costs)}/{methods}: {label}", err=True)
+    timed = any(cost.round.simulated is not None for cost in costs.values())
     print_rows(
         [
             {
-                "method": e.method,
-                "rounds": e.rounds,
-                "clients/round": round(e.clients, 1),
-                "steps/round": round(e.steps),
-                "samples/round": round(e.samples),
-                "MB up/round": e.bytes_up / 1e6,
-                "MB down/round": e.bytes_down / 1e6,
-                "parameters": e.parameters,
-                "s/round": e.seconds,
-                **({} if all(one.simulated is None for one in found) else {"simulated s/round": e.simulated}),
+                "method": label,
+                "rounds": cost.rounds,
+                "clients/round": round(cost.round.clients, 1),
+                "steps/round": round(cost.round.steps),
+                "samples/round": round(cost.round.samples),
+                "MB up/round": cost.round.bytes_up / 1e6,
+                "MB down/round": cost.round.bytes_down / 1e6,
+                "parameters": cost.parameters,
+                "s/round": cost.round.seconds,
+                **({"simulated s/round": cost.round.simulated} if timed else {}),
             }
-            for e in found
+            for label, cost in costs.items()
         ]
     )
-    time = minutes(plan, found)
+    time = minutes(plan, costs)
     say("estimated time: " + ("unknown, with so few rounds" if time is None else f"about {duration(time)}"))
 
 

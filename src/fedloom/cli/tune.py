@@ -9,6 +9,7 @@ import typer
 
 from fedloom.cli._app import DataDir, FileArgument, Trust, app, errors, say
 from fedloom.errors import RunStopped, Stop
+from fedloom.formats import significant
 
 if TYPE_CHECKING:
     from fedloom.tune import Trial
@@ -54,12 +55,14 @@ def tune(
             raise typer.Exit(130) from None
     for f in found:
         if f.best is not None:
-            say(f"{f.study.method.label}: {f.best.setting}, validation {search.goal.metric} {f.best.value:.4f}")
+            say(
+                f"{f.study.method.label}: {f.best.setting}, validation {search.goal.metric} {significant(f.best.value)}"
+            )
     for sentence in beyond(found):
         say(f"warning: {sentence}", err=True)
     say(f"report: {search.out / 'tuning.md'}\nnext:   fedloom run {search.out / 'tuned.toml'}")
 
 
 def _tell(label: str, trial: Trial) -> None:
-    end = trial.reason if trial.value is None else f"{trial.value:.4f}"
+    end = trial.reason if trial.value is None else significant(trial.value)
     say(f"{label}, trial {trial.number}: {trial.setting}: {trial.state}, {end}")

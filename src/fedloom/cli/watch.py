@@ -85,7 +85,7 @@ class Page:
         """The page as it is now; what cannot be read at this moment leaves the last one."""
         from fedloom import report
         from fedloom.experiment.outputs import newest, snapshot
-        from fedloom.report.page import POLICY
+        from fedloom.report.document import POLICY
 
         with self._lock:
             if (seen := newest(self._folder)) != self._seen:

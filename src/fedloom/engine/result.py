@@ -28,7 +28,7 @@ from fedloom.trained.model_source import KINDS
 from fedloom.trained.models import OWN, Models
 
 if TYPE_CHECKING:
-    from altair import Chart
+    from altair import LayerChart
 
 
 class Result:
@@ -161,7 +161,7 @@ class Result:
             raise ConfigError("this run has no clock; give simulate devices, as devices='lognormal'")
         return self.state.clock
 
-    def chart(self, metric: str | None = None, part: str = "test") -> Chart:
+    def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
         """An Altair chart of a metric by round; see `fedloom.report.notebook.chart`."""
         from fedloom.report import notebook as display  # slow to import, needed by people only
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +19,19 @@ from fedloom.engine.chunk import ask_chunk, compute_chunk, train_chunk
 from fedloom.engine.job import Job
 from fedloom.engine.loop import Hooks, run_rounds
 from fedloom.engine.result import Result
-from fedloom.engine.round import run_round
-from fedloom.engine.scoring import COST, evaluate, score_chunk, scores_of
+from fedloom.engine.scoring import evaluate, score_chunk
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.errors import ConfigError, Stop
 from fedloom.models import ModelSpec
 from fedloom.processes.clients import COUNTS, Clients, Handlers, LocalClients
-from fedloom.processes.pool import Pool, Workers
+from fedloom.processes.pool import Pool
 from fedloom.processes.rank_pool import RankPool
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
 from fedloom.replay import Replay
 from fedloom.values import choose, make
-
-BACKWARD = COUNTS.index("samples_backward")
-"""Place of the samples whose gradient was taken in the totals of a state."""
 
 Progress = Callable[[State], object]
 """Called after every round, with the state after it; a sentence ends the run (`fedloom.callbacks`)."""
@@ -141,7 +136,7 @@ class _Simulation(Hooks):
         return evaluate(self._job, self._clients, state)
 
     def trained(self, state: State) -> tuple[str, ...]:
-        if state.round > 1 or state.totals[BACKWARD]:
+        if state.round > 1 or state.totals[COUNTS.index("samples_backward")]:
             return ()
         return ("round 1 took no gradient of any client: nothing is trained",)
 
@@ -170,83 +165,6 @@ def clients_of(job: Job) -> Iterator[LocalClients]:
         return
     with Pool(handlers, job.workers, down + (1 << 20), up + (1 << 20), ahead=True) as pool:
         yield LocalClients(handlers, pool, job.chunk)
-
-
-class MeasuredRound(NamedTuple):
-    """Seconds of a round, and samples whose gradient it took, over its cohort."""
-
-    seconds: float
-    samples: int
-
-
-class Measured(NamedTuple):
-    """Rounds that were run in memory, without evaluation, and the engine's choices for them."""
-
-    rounds: list[MeasuredRound]
-    oracle: str
-    workers: int
-
-
-def measure_rounds(
-    setting: Setting,
-    fed: Federation,
-    count: int = 1,
-    clock: Callable[[], float] = time.perf_counter,
-    through: Callable[[Workers], Workers] = lambda workers: workers,
-) -> Measured:
-    """Run the first rounds of a setting, in memory and without evaluation.
-
-    Args:
-        setting: the run.
-        fed: the clients and their data.
-        count: rounds to run, >= 1.
-        clock: the clock, in seconds.
-        through: called before every round; the workers that compute it, which may use those that it is given.
-
-    Raises:
-        ConfigError: values that cannot work, or (Refused) do not work together.
-        RunStopped: too few uploads of a round are usable, or it diverged.
-        ClientError: code of the method failed.
-    """
-    job, server = make_job(setting, fed)
-    rounds, before = [], 0
-    with one_thread(), clients_of(job) as clients:
-        state = initial_state(job, server)
-        for _ in range(count):
-            start = clock()
-            state, _ = run_round(job, clients.through(through), state)
-            seconds, samples = clock() - start, int(state.totals[BACKWARD])
-            rounds.append(MeasuredRound(seconds, samples - before))
-            before = samples
-    return Measured(rounds, job.oracle.name, job.workers)
-
-
-def spending(setting: Setting, fed: Federation) -> Generator[tuple[int, Callable[[], int]]]:
-    """Run a setting in memory, without evaluation, as long as a further round is asked for.
-
-    Yields:
-        Samples whose gradient all rounds so far took, and a function that gives those that the personal models after
-        this round would take.
-
-    Raises:
-        ConfigError, RunStopped, ClientError: as `measure_rounds`.
-    """
-    job, server = make_job(setting, fed)
-    with one_thread(), clients_of(job) as clients:
-        state = initial_state(job, server)
-
-        def personal() -> int:
-            cost = scores_of(job, clients, state).get(COST, {})
-            return round(float(cost[COUNTS[BACKWARD]].nansum()) * job.n / len(job.scored_ids)) if cost else 0
-
-        while True:
-            state, _ = run_round(job, clients, state)
-            yield int(state.totals[BACKWARD]), personal
-
-
-def samples_per_round(setting: Setting, fed: Federation) -> int:
-    """Samples whose gradient the first round takes, over its cohort; see `measure_rounds`."""
-    return measure_rounds(setting, fed).rounds[0].samples
 
 
 @contextmanager

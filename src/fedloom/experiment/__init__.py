@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from fedloom.lazy import getter
 
 if TYPE_CHECKING:
-    from fedloom.experiment.bench import duration as duration
     from fedloom.experiment.editors import json_schema as json_schema
     from fedloom.experiment.events import Event as Event
     from fedloom.experiment.events import Listener as Listener
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
     from fedloom.experiment.file import parse as parse
     from fedloom.experiment.file import read as read
     from fedloom.experiment.listing import listed as listed
+    from fedloom.experiment.measure.cost import measure_rounds as measure_rounds
+    from fedloom.experiment.measure.cost import samples_per_round as samples_per_round
     from fedloom.experiment.opened import Opened as Opened
     from fedloom.experiment.opened import open_run as open_run
     from fedloom.experiment.outputs import Outcome as Outcome
@@ -36,7 +37,8 @@ _MODULES = {
     "Plan": "execute",
     "Recorded": "recorded",
     "Tune": "tuning",
-    "duration": "bench",
+    "measure_rounds": "measure.cost",
+    "samples_per_round": "measure.cost",
     "json_schema": "editors",
     "listed": "listing",
     "open_run": "opened",

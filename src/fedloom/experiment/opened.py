@@ -18,6 +18,7 @@ from fedloom.errors import ConfigError, RunDirError, nearest
 from fedloom.experiment.file import parse
 from fedloom.experiment.recorded import Recorded
 from fedloom.experiment.schema import Experiment, Method
+from fedloom.formats import option
 from fedloom.metrics import leading, metric
 from fedloom.report import result_table
 from fedloom.report.reading import read_table
@@ -276,7 +277,7 @@ class Opened:
         lead = leading(rows[0])
         figures = {lead: f"test {lead}"} if lead in rows[0] else {}
         heads = {"method": "method", "model": "model", "seeds": "seeds", **figures, "status": "status"}
-        shown = [[_text(row[key]) for key in heads] for row in rows]
+        shown = [[option(row[key]) for key in heads] for row in rows]
         return display.html_table(list(heads.values()), shown)
 
     def __repr__(self) -> str:
@@ -292,10 +293,6 @@ def _deployed(path: Path) -> str:
     if (path / "sites").is_dir() or (path / "server.toml").is_file() or (path.parent / "server.toml").is_file():
         return "of a deployment, whose models are at its sites: use 'fedloom deploy predict SITE ROWS' there"
     return ""
-
-
-def _text(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def open_run(path: Path | str, *, trust: bool = False) -> Opened:

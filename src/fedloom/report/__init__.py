@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from fedloom.report.charts import kit, look
 from fedloom.report.comparison.card import write_card
 from fedloom.report.comparison.criteria import NEAR, cumulative
 from fedloom.report.comparison.family import LEVEL, Comparison, differences, family, holm
 from fedloom.report.csv_files import csv_of_table
-from fedloom.report.figure import Spec, mark
 from fedloom.report.numbers import (
     EMPTY,
     ENOUGH,
@@ -16,16 +16,16 @@ from fedloom.report.numbers import (
     Estimate,
     curve,
     half_width,
-    rounded,
     seeds_of,
     test_metrics,
 )  # fmt: skip
 from fedloom.report.page import write
-from fedloom.report.reading import Key, Run, read_runs
+from fedloom.report.reading import read_runs
+from fedloom.report.run import Key, Run
 from fedloom.report.tables import result_table
 
 __all__ = [
-    "EMPTY", "ENOUGH", "LEVEL", "MODELS", "NEAR", "WORK", "Comparison", "Curve", "Estimate", "Key", "Run", "Spec",
-    "csv_of_table", "cumulative", "curve", "differences", "family", "half_width", "holm", "mark", "read_runs",
-    "result_table", "rounded", "seeds_of", "test_metrics", "write", "write_card",
+    "EMPTY", "ENOUGH", "LEVEL", "MODELS", "NEAR", "WORK", "Comparison", "Curve", "Estimate", "Key", "Run",
+    "csv_of_table", "cumulative", "curve", "differences", "family", "half_width", "holm", "kit", "look", "read_runs",
+    "result_table", "seeds_of", "test_metrics", "write", "write_card",
 ]  # fmt: skip

@@ -10,13 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fedloom.formats import DASH, fixed
 from fedloom.report.comparison.contenders import contenders
 from fedloom.report.comparison.gains import FEW, federated_leader
 from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import figure, titled
 from fedloom.report.numbers import Row, run_of
-from fedloom.report.reading import Run, read_table
-from fedloom.report.tables import DASH, scrolling
+from fedloom.report.reading import read_table
+from fedloom.report.run import Run
+from fedloom.report.tables import scrolling
 from fedloom.rundir import FEDERATION, GROUPS
 
 SAMPLES = "samples"
@@ -74,8 +76,8 @@ def _means(table: pa.Table, keys: Sequence[str]) -> dict[tuple[object, ...], flo
 def _cell(means: dict[tuple[object, ...], float], client: int, group: str, lead: str) -> str:
     samples, value = means.get((client, group, SAMPLES), 0.0), means.get((client, group, lead))
     shown = figure(lead)
-    number = DASH if value is None else f"{value * shown.scale:.{1 if shown.scale == 100 else 3}f}"
-    return f"{number} ({samples:.0f})"
+    number = DASH if value is None else fixed(value * shown.scale, 1 if shown.scale == 100 else 3)
+    return f"{number} ({fixed(samples, 0)})"
 
 
 def groups_csv(runs: list[Run]) -> str:

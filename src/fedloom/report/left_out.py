@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from html import escape
 
+import pyarrow as pa
 import pyarrow.compute as pc
 
+from fedloom.formats import DASH, pair
 from fedloom.report.comparison.contenders import contenders
 from fedloom.report.comparison.gains import federated_leader, site_estimate, values_by_seed
 from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import figure, titled
 from fedloom.report.numbers import Estimate, Row, run_of
-from fedloom.report.reading import Run, read_table
-from fedloom.report.tables import DASH, cell, scrolling
+from fedloom.report.reading import read_table
+from fedloom.report.run import Run
+from fedloom.report.tables import cell, scrolling
 from fedloom.rundir import LEFT_OUT
 
 NAMES = ("method", "seed", "client", "scaling", "metric", "value")
@@ -42,7 +45,7 @@ def left_out_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
     return text
 
 
-def _table(run: Run, table, row: Row, alone: Row | None, lead: str, several: bool) -> str:  # type: ignore[no-untyped-def]
+def _table(run: Run, table: pa.Table, row: Row, alone: Row | None, lead: str, several: bool) -> str:
     scalings = list(dict.fromkeys(table["scaling"].to_pylist()))
     values: dict[tuple[int, str], dict[int, float]] = {}
     for line in table.filter(pc.equal(table["metric"], lead)).to_pylist():
@@ -69,8 +72,7 @@ def _table(run: Run, table, row: Row, alone: Row | None, lead: str, several: boo
 def _words(lead: str, estimate: Estimate) -> str:
     if not any(math.isfinite(value) for value in estimate.finite.values()):
         return DASH
-    mean, half = cell(lead, estimate)
-    return f"{mean} ± {half}" if half else mean
+    return pair(*cell(lead, estimate))
 
 
 def left_out_csv(runs: list[Run]) -> str:

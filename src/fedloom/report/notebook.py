@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-import altair as alt
 import pyarrow as pa
 import pyarrow.compute as pc
-import vl_convert
 
 from fedloom import metrics
 from fedloom.errors import ConfigError, nearest, unknown
-from fedloom.report.figure import theme
+from fedloom.formats import DASH, significant
+from fedloom.report.charts import kit, look
 from fedloom.report.naming import figure, metric, titled
-from fedloom.report.numbers import Estimate
+from fedloom.report.numbers import MODELS, Estimate
 
-MODELS = ("global", "personal", "hybrid")
+if TYPE_CHECKING:
+    from altair import LayerChart
+
+    from fedloom.report.charts.kit import Spec
 
 
-def chart(table: pa.Table, name: str | None = None, part: str = "test") -> alt.Chart:
+def chart(table: pa.Table, name: str | None = None, part: str = "test") -> LayerChart:
     """The mean over clients of a metric by round, a line per model.
 
     Args:
@@ -31,7 +33,8 @@ def chart(table: pa.Table, name: str | None = None, part: str = "test") -> alt.C
     Raises:
         ConfigError: it was not measured.
     """
-    return _chart(_curves(table, name or leading(table), part), name or leading(table), part)
+    shown = name or leading(table)
+    return cast("LayerChart", look.notebook(_chart(_curves(table, shown, part), shown, part)))
 
 
 def leading(table: pa.Table) -> str:
@@ -51,18 +54,17 @@ def page(table: pa.Table, title: str) -> str:
             for part, statistic in (("test", "mean"), ("test", "worst10"), ("validation", "mean"))
         ]
         if any(value is not None for value in figures):
-            rows.append([model, *("-" if value is None else f"{value * scale:.4g}" for value in figures)])
+            rows.append([model, *(DASH if value is None else significant(value * scale) for value in figures)])
     parts = [f"<p><b>{html.escape(title)}</b></p>"]
     if rows:
         parts.append(html_table(heads, rows))
     curves = _curves(table, name, "test", strict=False)
     if len({row["round"] for row in curves}) > 1:
-        spec = {**_chart(curves, name, "test").to_dict(), "config": theme(dark=False)}
-        parts.append(vl_convert.vegalite_to_svg(spec))
+        parts.append(look.svg(_chart(curves, name, "test")))
     return "\n".join(parts)
 
 
-def comparison_chart(estimates: Mapping[str, Estimate], name: str) -> alt.LayerChart | alt.FacetChart:
+def comparison_chart(estimates: Mapping[str, Estimate], name: str) -> LayerChart:
     """The mean of every method with its 95 % interval over seeds, and every seed as a dot, the best on top.
 
     Args:
@@ -74,35 +76,23 @@ def comparison_chart(estimates: Mapping[str, Estimate], name: str) -> alt.LayerC
     order = sorted(estimates, key=lambda label: sign * estimates[label].mean)
     means, seeds = [], []
     for label in order:
-        found, half = estimates[label], estimates[label].half
-        ends = {"low": found.mean - half, "high": found.mean + half} if half == half else {}
-        means.append({"method": label, "value": found.mean * shown.scale,
-                      **{key: value * shown.scale for key, value in ends.items()}})  # fmt: skip
-        seeds += [{"method": label, "seed": s, "value": v * shown.scale} for s, v in found.finite.items()]
-    y = alt.Y("method:N", sort=order, title=None)
-    x = alt.X("value:Q", title=titled(shown), scale=alt.Scale(zero=False))
-    summary, single = (alt.Chart(alt.InlineData(values=rows)) for rows in (means, seeds))
-    return alt.layer(
-        single.mark_circle(size=24, opacity=0.35).encode(x=x, y=y, tooltip=["method:N", "seed:Q", "value:Q"]),
-        summary.mark_rule(strokeWidth=2).encode(x=alt.X("low:Q", title=titled(shown)), x2="high:Q", y=y),
-        summary.mark_point(filled=True, size=70).encode(x=x, y=y, tooltip=["method:N", "value:Q"]),
-        width=380,
-    )
+        mean, half = estimates[label].mean * shown.scale, estimates[label].half * shown.scale
+        ends = {"low": mean - half, "high": mean + half} if half == half else {}
+        means.append({"method": label, "value": mean, **ends})
+        seeds += [{"method": label, "seed": s, "value": v * shown.scale} for s, v in estimates[label].finite.items()]
+    y, x = kit.names("method", order), kit.number("value", titled(shown))
+    hints = kit.tips(("method", "Method"), ("seed", "Seed"), ("value", titled(shown), ".4~g"))
+    single = kit.mark("point", {"x": x, "y": y, "tooltip": hints}, data="seeds", size=24, opacity=0.35, filled=True)
+    spec = kit.chart(single, *kit.intervals({"y": y}, x, tooltip=hints[::2]), width=380)
+    return cast("LayerChart", look.notebook({**spec, "datasets": {"rows": means, "seeds": seeds}}))
 
 
-def _chart(rows: list[dict[str, Any]], name: str, part: str) -> alt.Chart:
-    shown: alt.Chart = (
-        alt.Chart(alt.InlineData(values=rows))
-        .mark_line(point=True)
-        .encode(
-            x=alt.X("round:Q", title="Round"),
-            y=alt.Y("value:Q", title=f"{titled(metric(name))}, {part}", scale=alt.Scale(zero=False)),
-            color=alt.Color("model:N", scale=alt.Scale(domain=list(MODELS)), title=None),
-            tooltip=["model:N", "round:Q", alt.Tooltip("value:Q", format=".4g")],
-        )
-        .properties(width=380, height=200)
-    )
-    return shown
+def _chart(rows: list[dict[str, Any]], name: str, part: str) -> Spec:
+    tint = {"field": "model", "type": "nominal", "title": None, "scale": {"domain": list(MODELS)}}
+    x, y = kit.number("round", "Round"), kit.number("value", f"{titled(metric(name))}, {part}")
+    hints = kit.tips(("model", "Model"), ("round", "Round"), ("value", titled(metric(name)), ".4~g"))
+    line = kit.mark("line", {"x": x, "y": y, "color": tint, "tooltip": hints}, point=True)
+    return kit.chart(line, width=380, height=200, datasets={"rows": rows})
 
 
 def _curves(table: pa.Table, name: str, part: str, *, strict: bool = True) -> list[dict[str, Any]]:

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedloom.formats import rounded
 from fedloom.metrics import leading, worst
 from fedloom.report.naming import METRICS, metric
-from fedloom.report.reading import Integers, Key, Numbers, Points, Run
+from fedloom.report.run import Integers, Key, Numbers, Points, Run
 from fedloom.rundir import Record
 
 MODELS = ("global", "personal", "hybrid")
@@ -115,11 +116,6 @@ class Estimate:
         first: dict[str, float | int | None] = {"seed": None, **{k: rounded(v * scale) for k, v in ends.items()}}
         few = self.finite.items() if 1 < count < ENOUGH else ()
         return [first | {"seeds": count}, *({"seed": seed, "value": rounded(v * scale)} for seed, v in few)]
-
-
-def rounded(value: float) -> float | None:
-    """Five significant digits: enough for a picture; None where it is not finite."""
-    return float(f"{value:.5g}") if math.isfinite(value) else None
 
 
 def half_width(values: Sequence[float], level: float = 0.05) -> float:

@@ -8,15 +8,16 @@ from html import escape
 
 import numpy as np
 
+from fedloom.formats import DASH, interval, pair, percent, total
+from fedloom.report.charts.curves import share_of
+from fedloom.report.charts.kit import off_axis
+from fedloom.report.charts.tradeoffs import REACHED
 from fedloom.report.comparison.contenders import contenders
 from fedloom.report.comparison.criteria import Winner, tasks, winners
-from fedloom.report.curves import share_of
-from fedloom.report.figure import off_axis
 from fedloom.report.naming import COSTS, figure, metric
 from fedloom.report.numbers import ENOUGH, Row, leading_metric, run_of, seeds_of
-from fedloom.report.reading import Run
-from fedloom.report.tables import DASH, cell, columns_of, plain, rounded_pair
-from fedloom.report.tradeoffs import REACHED
+from fedloom.report.run import Run
+from fedloom.report.tables import cell, columns_of
 
 SHOWN = 4
 """Further notes are folded away."""
@@ -50,7 +51,7 @@ def facts(runs: list[Run], rows: list[Row]) -> str:
         f"{seeds} seed{'s' * (seeds != '1')}",
         f"{span([run.clients for run in runs])} clients",
         f"{max([record.rounds for record in records] or reached, default=0)} rounds",
-        f"{plain(records[0].parameters)} parameters" if records and records[0].parameters else "",
+        f"{total(records[0].parameters)} parameters" if records and records[0].parameters else "",
     ]
     return " · ".join(part for part in parts if part)
 
@@ -77,7 +78,7 @@ def _card(winner: Winner, rows: list[Row]) -> str:
     best = criterion.values[winner.row]
     row = rows[winner.row]
     if criterion.figure in REACHED:
-        value, half = plain(best.mean * criterion.scale), ""
+        value, half = total(best.mean * criterion.scale), ""
     else:
         value, half = cell(criterion.figure, best)
     unit = f" {criterion.unit}" if criterion.unit else ""
@@ -100,9 +101,8 @@ def sure(winner: Winner, rows: list[Row]) -> str:
     other = rows[winner.runner_up]
     name = escape(f"{other.name} {other.model}".strip())
     unit = " points" if criterion.unit == "%" else f" {criterion.unit}" if criterion.unit else ""
-    amount, half = rounded_pair(winner.lead * criterion.scale, winner.half * criterion.scale)
-    amount += f" ± {half}" if half else ""
-    lead = f"{amount}{unit} {'ahead of' if criterion.higher else 'below'} {name}"
+    amount, half = interval(winner.lead * criterion.scale, winner.half * criterion.scale)
+    lead = f"{pair(amount, half)}{unit} {'ahead of' if criterion.higher else 'below'} {name}"
     if abs(winner.lead) <= TIE * abs(criterion.values[winner.row or 0].mean):
         lead = f"equal to {name}"
     if not winner.decidable:
@@ -182,21 +182,18 @@ def _bar(row: Row, name: str, span: tuple[float, float]) -> str:
         return ""
 
     def place(value: float) -> float:
-        return 4 + 102 * min(1.0, max(0.0, (value - span[0]) / (span[1] - span[0])))
+        return round(4 + 102 * min(1.0, max(0.0, (value - span[0]) / (span[1] - span[0]))), 1)
 
     few = len(estimate.finite) < ENOUGH
     half = 0.0 if few else estimate.half
     low, mid, high = (place(v) for v in (estimate.mean - half, estimate.mean, estimate.mean + half))
-    line = (
-        f'<line x1="{low:.1f}" x2="{high:.1f}" y1="7" y2="7" stroke="currentColor" stroke-width="1.5" opacity=".55"/>'
-    )
+    line = f'<line x1="{low}" x2="{high}" y1="7" y2="7" stroke="currentColor" stroke-width="1.5" opacity=".55"/>'
     seeds = (
-        f'<circle cx="{place(v):.1f}" cy="7" r="1.6" fill="currentColor" opacity=".6"/>'
-        for v in estimate.finite.values()
+        f'<circle cx="{place(v)}" cy="7" r="1.6" fill="currentColor" opacity=".6"/>' for v in estimate.finite.values()
     )
     return (
         f'<svg class="bar" data-model="{escape(row.model)}" viewBox="0 0 110 14" aria-hidden="true">'
-        f'{"".join(seeds) if few else line}<circle cx="{mid:.1f}" cy="7" r="3.5" fill="currentColor"/></svg>'
+        f'{"".join(seeds) if few else line}<circle cx="{mid}" cy="7" r="3.5" fill="currentColor"/></svg>'
     )
 
 
@@ -239,7 +236,7 @@ def _odd(own: list[Row]) -> str:
 def _attack(run: Run) -> str:
     if not share_of(run):
         return ""
-    words = f"{share_of(run):.0%} of the clients attack ({run.options['attack']['kind']}). "
+    words = f"{percent(share_of(run))} of the clients attack ({run.options['attack']['kind']}). "
     if run.attacked:
         return words + "All figures and charts are of the other, benign clients."
     return (
@@ -258,10 +255,10 @@ def _work(own: list[Row]) -> str:
         return ""
     algorithms = {row.algorithm: row.method for row in reversed(own) if row.method in work}
     least = algorithms.get("fedavg") or min(work, key=work.__getitem__)
-    beyond = [f"{m} {100 * w / work[least]:.0f} %" for m, w in work.items() if w > BEYOND * work[least]]
+    beyond = [f"{m} {percent(w / work[least])}" for m, w in work.items() if w > BEYOND * work[least]]
     named = f"; of the gradients of {least} took: {', '.join(beyond)}" if work[least] and beyond else ""
     return (
-        f"The methods did not do equal work: {plain(min(work.values()))} to {plain(max(work.values()))} samples "
+        f"The methods did not do equal work: {total(min(work.values()))} to {total(max(work.values()))} samples "
         f"backward{named}. Compare them by gradients of samples too."
     )
 
@@ -295,7 +292,7 @@ def _clients_without(run: Run, row: Row, name: str) -> list[frozenset[int]]:
 
 def _dropped(run: Run) -> str:
     dropped = sum(float(points.value[-1]) for key, points in run.totals.items() if key.metric == "dropped")
-    return f"{plain(dropped)} uploads were dropped (not finite, out of bounds, late or lost)." if dropped else ""
+    return f"{total(dropped)} uploads were dropped (not finite, out of bounds, late or lost)." if dropped else ""
 
 
 def _seeds(run: Run) -> str:

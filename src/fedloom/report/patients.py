@@ -10,7 +10,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from fedloom.report.reading import Numbers, Run, read_table
+from fedloom.report.reading import read_table
+from fedloom.report.run import Numbers, Run
 from fedloom.rundir import PREDICTIONS
 
 

@@ -1,21 +1,20 @@
-"""Reads a run directory: every file is checked, and nothing but recorded numbers is used."""
+"""Read a run directory: every file is checked, and nothing but recorded numbers is used."""
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from fedloom.errors import RunDirError
 from fedloom.metrics import declare
+from fedloom.report.run import Key, Partition, Points, Run
 from fedloom.rundir import (
     FEDERATION,
     METRICS,
@@ -29,9 +28,6 @@ from fedloom.rundir import (
     read_summary,
 )  # fmt: skip
 
-Numbers = NDArray[np.float64]
-Integers = NDArray[np.int64]
-
 _TEXT, _INTEGER = (
     ("method", "model", "part", "metric", "subgroup", "scaling", "column"),
     ("seed", "round", "client", "row"),
@@ -44,114 +40,6 @@ _KINDS = {
     "counts": pa.list_(pa.float64()),
 }
 _CODES = pa.dictionary(pa.int32(), pa.string())
-
-
-class Key(NamedTuple):
-    """What a recorded series is about."""
-
-    method: str
-    seed: int
-    model: str
-    part: str
-    metric: str
-
-
-class Points(NamedTuple):
-    """A recorded series, sorted by round, then client; all ``[k]``."""
-
-    round: Integers
-    client: Integers
-    value: Numbers
-
-    def at(self, rows: Any) -> Points:
-        """The points at places, in a slice, or where a mask is true."""
-        return Points(self.round[rows], self.client[rows], self.value[rows])
-
-
-@dataclass(frozen=True)
-class Partition:
-    """How the samples of one seed are split over its clients.
-
-    Attributes:
-        counts: training samples ``[n, C]`` by client and class; C = 0 for a regression.
-        sizes: training samples ``[n]``.
-        groups: planted group ``[n]``, -1 where none was planted.
-        attackers: clients that attack.
-    """
-
-    counts: Numbers
-    sizes: Numbers
-    groups: Integers
-    attackers: frozenset[int]
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run directory in memory.
-
-    Attributes:
-        label: short unique name in this report.
-        settings: the text of ``experiment.toml``.
-        partitions: the split of every seed.
-        names: names of the clients.
-        series: the points of every recorded series about clients.
-        totals: the same for the whole federation.
-        seconds: seconds per round of (method, seed), sorted by round.
-    """
-
-    path: Path
-    label: str
-    settings: str
-    summary: Summary
-    partitions: dict[int, Partition] = field(repr=False)
-    names: list[str] = field(repr=False)
-    series: dict[Key, Points] = field(repr=False)
-    totals: dict[Key, Points] = field(repr=False)
-    seconds: dict[tuple[str, int], Points] = field(repr=False)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The settings, parsed."""
-        return tomllib.loads(self.settings)
-
-    @property
-    def methods(self) -> list[str]:
-        """Labels of the methods, in the order of the experiment."""
-        named = [record.method for record in self.summary.runs]
-        return list(dict.fromkeys([*named, *(key.method for key in [*self.series, *self.totals])]))
-
-    @property
-    def clients(self) -> int:
-        """Number of clients, 0 if nothing says."""
-        return len(self.names) or max((int(points.client.max()) + 1 for points in self.series.values()), default=0)
-
-    def attackers(self, method: str, seed: int) -> frozenset[int]:
-        """Clients that attacked; their scores say nothing about a method."""
-        if seed in self.partitions:
-            return self.partitions[seed].attackers
-        found = (record.attackers for record in self.summary.runs if (record.method, record.seed) == (method, seed))
-        return frozenset(next(found, ()))
-
-    @property
-    def attacked(self) -> bool:
-        """Whether clients are known that attacked."""
-        return any(p.attackers for p in self.partitions.values()) or any(r.attackers for r in self.summary.runs)
-
-    def benign(self, key: Key) -> Points | None:
-        """A series without the clients that attacked; None if it was not recorded."""
-        points = self.series.get(key)
-        attackers = self.attackers(key.method, key.seed)
-        if points is None or not attackers:
-            return points
-        return points.at(~np.isin(points.client, list(attackers)))
-
-    def client(self, id: int) -> str:
-        """Name of a client, its number where none was recorded."""
-        return self.names[id] if id < len(self.names) else str(id)
-
-    def titled_client(self, id: int) -> str:
-        """Name of a client as the title of a panel."""
-        return f"Client {self.client(id)}" if self.client(id).isdigit() else self.client(id)
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[Run]:

@@ -5,20 +5,16 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from fedloom.report.reading import Run
-from fedloom.report.tables import plain, scrolling
+from fedloom.formats import option, total
+from fedloom.report.run import Run
+from fedloom.report.tables import scrolling
 
-MAIN = {
-    "data": "Data",
-    "partition": "Partition",
-    "model": "Model",
-    "attack": "Attack",
-    "augment": "Augmentation",
-    "evaluate": "Evaluation",
-}
-"""Tables of the experiment file that are shown, and their titles."""
-SHARED = ("local", "sampler", "weigher", "mixer", "aggregator", "channel", "rounds")
-"""Settings that every method has; shown once where all agree."""
+TITLES = {"augment": "Augmentation", "evaluate": "Evaluation"}
+"""Titles of tables of the experiment file that are not their names."""
+ASIDE = ("engine", "resolved", "tune")
+"""Tables that change no figure of the report; the whole file stands below."""
+OWN = ("algorithm", "label")
+"""Settings of a method that no other one shares."""
 
 
 def settings(runs: list[Run]) -> str:
@@ -34,12 +30,10 @@ def settings(runs: list[Run]) -> str:
 
 def _words(run: Run) -> str:
     options = run.options
-    lines = {title: _text(options[name]) for name, title in MAIN.items() if options.get(name)}
-    methods = options.get("method", [])
-    for name in SHARED:
-        values = {_text(method.get(name)) for method in methods if isinstance(method, dict)}
-        if len(values) == 1 and values != {""}:
-            lines[name.capitalize()] = values.pop()
+    tables = {name: table for name, table in options.items() if isinstance(table, dict) and name not in ASIDE}
+    lines = {TITLES.get(name, name.capitalize()): _text(table) for name, table in tables.items() if table}
+    methods = [method for method in options.get("method", []) if isinstance(method, dict)]
+    lines |= {TITLES.get(name, name.capitalize()): text for name, text in _shared(methods).items() if text}
     seeds = options.get("seeds")
     lines |= {"Seeds": _text(seeds)} if seeds else {}
     body = "".join(f"<dt>{escape(title)}</dt><dd>{escape(text)}</dd>" for title, text in lines.items())
@@ -57,13 +51,20 @@ def _text(value: Any) -> str:
         return ", ".join(_text(item) for item in value)
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return "" if value is None else option(value, 6)
+
+
+def _shared(methods: list[dict[str, Any]]) -> dict[str, str]:
+    """Settings that all methods have alike."""
+    names = dict.fromkeys(name for method in methods for name in method if name not in OWN)
+    texts = {name: {_text(method.get(name)) for method in methods} for name in names}
+    return {name: text.pop() for name, text in texts.items() if len(text) == 1}
 
 
 def _methods(run: Run) -> str:
     """Every method with its own settings."""
     methods = [method for method in run.options.get("method", []) if isinstance(method, dict)]
-    agreed = {name for name in SHARED if len({_text(method.get(name)) for method in methods}) == 1}
+    agreed = _shared(methods)
     lines = []
     for method in methods:
         own = {k: v for k, v in method.items() if k not in {"label", "algorithm", *agreed}}
@@ -101,8 +102,8 @@ def _every_run(run: Run) -> str:
     for record in run.summary.runs:
         spent = run.seconds.get((record.method, record.seed))
         cells: list[Any] = [record.method, record.seed, record.status, record.rounds]
-        cells += [plain(float(spent.value.sum())) if spent else "", record.oracle or "", record.chunk or ""]
-        cells += [plain(record.parameters) if record.parameters else "", record.reason]
+        cells += [total(float(spent.value.sum())) if spent else "", record.oracle or "", record.chunk or ""]
+        cells += [total(record.parameters) if record.parameters else "", record.reason]
         lines.append([escape(str(cell)) for cell in cells])
     table = scrolling(f"All runs of {run.label}", heads, lines, (8,))
     return f"<details><summary>Every run of this experiment ({len(lines)})</summary>{table}</details>"

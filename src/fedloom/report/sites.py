@@ -6,7 +6,8 @@ from html import escape
 
 import numpy as np
 
-from fedloom.report.reading import Run
+from fedloom.formats import percent, significant
+from fedloom.report.run import Run
 from fedloom.report.tables import scrolling
 from fedloom.rundir import Site
 
@@ -42,7 +43,7 @@ def privacy_tables(runs: list[Run]) -> str:
         if spent:
             rounds = sorted(set[int]().union(*spent.values()))
             places = np.unique(np.linspace(0, len(rounds) - 1, MOST).round().astype(int))
-            values = [[f"{spent[m][t]:.4g}" if t in spent[m] else "" for m in spent] for t in rounds]
+            values = [[significant(spent[m][t]) if t in spent[m] else "" for m in spent] for t in rounds]
             lines = [[f"{rounds[k]}", *values[k]] for k in places]
             title = f"<h3>{escape(run.label)}</h3>" if len(runs) > 1 else ""
             parts.append(title + scrolling(f"Privacy spent in {run.label}", ("Round", *spent), lines))
@@ -50,7 +51,7 @@ def privacy_tables(runs: list[Run]) -> str:
 
 
 def _line(name: str, site: Site, rounds: int) -> list[str]:
-    share = f"{site.accepted / rounds:.0%}" if rounds else ""
+    share = percent(site.accepted / rounds) if rounds else ""
     last = (site.last_reply or "")[:19].replace("T", " ") or ("none accepted" if site.rejected else "never")
     why = "; ".join(f"step {step}: {one.reason} ({one.count})" for step, one in site.rejected.items())
     rejected = sum(one.count for one in site.rejected.values())

@@ -13,6 +13,7 @@ from typing import TypeVar
 import pyarrow as pa
 
 from fedloom.errors import ConfigError
+from fedloom.formats import DASH, PERCENT, PLAIN, interval, total
 from fedloom.metrics import leading
 from fedloom.report.comparison.criteria import Marks
 from fedloom.report.csv_files import csv_of
@@ -22,13 +23,12 @@ from fedloom.report.reading import read_runs
 
 T = TypeVar("T")
 
-DASH = "\N{EN DASH}"
 HIDDEN = set(WORK) - set(COSTS)
 """Figures of the CSV that the table for people leaves out."""
 PRINTED = 6
 """Columns of the LaTeX table where none are chosen."""
-LARGE = 1e6
-"""Means from here on are written with an exponent; totals from a thousand times more on."""
+TERMINAL = ("steps", "bytes_down")
+"""Costs that a LaTeX table leaves out where no columns are chosen."""
 
 
 def result_table(run_dir: Path) -> pa.Table:
@@ -91,9 +91,14 @@ def columns_of(rows: list[Row]) -> dict[str, str]:
     have = {name for row in rows for name, estimate in row.figures.items() if estimate.finite}
     lead = leading(have)
     parts = ("@validation", "@common", "/weighted", "/sigma", "/jain")
-    order = [lead, f"{lead}/worst10", "calibration_error", "loss/variance", *COSTS, *(lead + part for part in parts)]
+    order = [*headline(lead), *(lead + part for part in parts)]
     order += [*METRICS, *TOTALS, *sorted(name for name in have if not set(name) & set("/@"))]
     return {name: titled(figure(name)) for name in dict.fromkeys(order) if name in have and name not in HIDDEN}
+
+
+def headline(lead: str) -> tuple[str, ...]:
+    """Figures that come first in every table for people, under a leading metric."""
+    return lead, f"{lead}/worst10", "calibration_error", "loss/variance", *COSTS
 
 
 def printed(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, str]:
@@ -104,17 +109,8 @@ def printed(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, s
     """
     shown = columns_of(rows)
     if chosen is None:
-        lead = next(iter(shown), "")
-        order = (
-            lead,
-            f"{lead}/worst10",
-            "calibration_error",
-            "loss/variance",
-            "samples_backward",
-            "bytes_up",
-            "seconds",
-        )
-        return {name: shown[name] for name in [name for name in order if name in shown][:PRINTED]}
+        order = [name for name in headline(next(iter(shown), "")) if name in shown and name not in TERMINAL]
+        return {name: shown[name] for name in order[:PRINTED]}
     known = {column_of(name): name for row in rows for name in row.figures}
     unknown = [name for name in chosen if name not in known]
     if unknown or not chosen:
@@ -133,50 +129,20 @@ def cell(name: str, estimate: Estimate | None) -> tuple[str, str]:
     """
     if estimate is None or not estimate.finite:
         return DASH, ""
+    return measured(name, estimate.mean, estimate.half)
+
+
+def measured(name: str, mean: float, half: float) -> tuple[str, str]:
+    """A figure for people from its mean and half width, unscaled; see `cell`."""
     scale = figure(name).scale
-    mean, half = estimate.mean * scale, estimate.half * scale
-    if name in COSTS:
-        return plain(mean), ""
-    return rounded_pair(mean, half, (1, 2) if scale == 100 else (0, 6))
-
-
-def rounded_pair(mean: float, half: float, decimals: tuple[int, int] = (0, 6)) -> tuple[str, str]:
-    """A mean and the half width of its interval, with as many decimals as give the latter two significant digits.
-
-    Without an interval the mean gets four significant digits and the second text is empty.
-
-    >>> rounded_pair(3.1695, 13.9), rounded_pair(0.123456, float("nan")), rounded_pair(7.856937935508588e15, 9e16)
-    (('3', '14'), ('0.1235', ''), ('7.86e15', '9e16'))
-    """
     if not math.isfinite(mean):
-        return "", ""
-    if max(abs(mean), abs(half) if math.isfinite(half) else 0.0) >= LARGE:
-        return short(mean), short(half) if math.isfinite(half) else ""
-    known = math.isfinite(half) and half > 0
-    digits = min(max(_decimals(half, 2) if known else _decimals(mean, 4), decimals[0]), decimals[1])
-    spoken = [f"{v:,.{digits}f}".replace(",", "\u202f") if math.isfinite(v) else "" for v in (mean, half)]
-    return spoken[0], spoken[1]
+        return DASH, ""
+    return (total(mean * scale), "") if name in COSTS else interval(mean * scale, half * scale, decimals(name))
 
 
-def plain(value: float) -> str:
-    """A total: three significant digits below 100, else whole, with thin spaces between thousands."""
-    if abs(value) >= 1000 * LARGE:
-        return short(value)
-    return f"{value:.3g}" if abs(value) < 100 else f"{value:,.0f}".replace(",", "\u202f")
-
-
-def short(value: float) -> str:
-    """Three significant digits, with an exponent where it is needed.
-
-    >>> short(123456789.0), short(0.5)
-    ('1.23e8', '0.5')
-    """
-    return f"{value:.3g}".replace("e+0", "e").replace("e+", "e")
-
-
-def _decimals(value: float, significant: int) -> int:
-    """Decimals that show so many significant digits of the value."""
-    return significant if value == 0 else max(0, significant - 1 - math.floor(math.log10(abs(value))))
+def decimals(name: str) -> tuple[int, int]:
+    """The least and the most decimals of a figure."""
+    return PERCENT if figure(name).scale == 100 else PLAIN
 
 
 def latex(

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from fedloom.experiment.tuning import Dimension, Range, Tune
+from fedloom.formats import percent, significant
+from fedloom.report.charts.kit import Figure, mark, number, panels
+from fedloom.report.charts.kit import chart as parts
 from fedloom.report.csv_files import csv_of
-from fedloom.report.figure import Figure, mark, number, panels
-from fedloom.report.figure import chart as parts
 from fedloom.report.naming import metric as named
 from fedloom.report.naming import titled
 from fedloom.storage.files import write_atomic
@@ -70,7 +71,7 @@ def _page(name: str, tune: Tune, goal: Goal, found: Sequence[Found], *, tuned: b
             share = "" if goal.samples is None else " - |"
             lines.append(f"| {label} | {f.study.model} | - | no trial completed | - | - |{share} {ends} |")
             continue
-        share = "" if f.share is None else f" {100 * f.share:.1f} % |"
+        share = "" if f.share is None else f" {percent(f.share, 1)} |"
         lines.append(
             f"| {label} | {f.study.model} | {_value(b, goal)} | {b.setting} | {b.rounds} | "
             f"{b.samples_backward:,} |{share} {ends} |"
@@ -131,7 +132,7 @@ def _mean(goal: Goal) -> str:
 
 def _value(trial: Trial, goal: Goal) -> str:
     assert trial.value is not None
-    return f"{trial.value * named(goal.metric).scale:.4g}"
+    return significant(trial.value * named(goal.metric).scale)
 
 
 def _where(dimension: Dimension) -> str:

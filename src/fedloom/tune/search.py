@@ -25,6 +25,7 @@ from fedloom.errors import ConfigError, unknown
 from fedloom.experiment import Experiment, parse
 from fedloom.experiment.schema import Method
 from fedloom.experiment.tuning import Dimension, Range, Tune
+from fedloom.formats import percent
 from fedloom.local import LocalSGD
 from fedloom.seeds import generator, words
 from fedloom.tune.trial import Params, Trial
@@ -236,7 +237,7 @@ class Found(NamedTuple):
 def beyond(found: Sequence[Found]) -> list[str]:
     """A sentence on every method whose best trial took more than its budget allows (`fedloom.tune.work.BEYOND`)."""
     return [
-        f"{f.study.method.label} did not have equal work: it took {100 * f.share:.0f} % of the gradients of "
+        f"{f.study.method.label} did not have equal work: it took {percent(f.share)} of the gradients of "
         f"{f.study.goal.rounds} plain rounds in {f.best.rounds} of its own."
         for f in found
         if f.best is not None and f.share is not None and f.share > BEYOND

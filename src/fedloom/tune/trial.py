@@ -27,6 +27,7 @@ from fedloom.engine.simulate import Progress, simulate
 from fedloom.engine.state import State
 from fedloom.errors import CodeError, ConfigError, FedloomError, InvalidValue, RunDirError, RunStopped, Stop
 from fedloom.experiment.schema import Method
+from fedloom.formats import options
 from fedloom.metrics import METRICS, leading
 from fedloom.metrics import metric as facts
 from fedloom.storage.files import append_synced, write_atomic
@@ -88,7 +89,7 @@ class Trial(Value):
 
 def setting(params: Params) -> str:
     """Values of a setting in one line."""
-    return ", ".join(f"{k} = {v:.4g}" if isinstance(v, float) else f"{k} = {v}" for k, v in params.items())
+    return options(params)
 
 
 class Journal:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fedloom.choose.samplers import Uniform
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Setting
-from fedloom.engine.simulate import spending
+from fedloom.experiment.measure.cost import play
 
 BEYOND = 1.1
 """A run with more than this share of its budget is named: on the terminal, in the tuned file, in reports."""
@@ -53,14 +53,15 @@ class Budget(NamedTuple):
             whole: play every round, instead of the first ones until two cost the same share of plain training's.
 
         Raises:
-            ConfigError, RunStopped, ClientError: as `fedloom.engine.simulate.measure_rounds`.
+            ConfigError, RunStopped, ClientError: as `fedloom.experiment.measure.cost.play`.
         """
         totals, ratio, after = [0.0], -1.0, 0
-        with closing(spending(setting, fed)) as played:
-            for round, (total, personal) in enumerate(played, 1):
+        with closing(play(setting, fed)) as game:
+            for round, last in enumerate(game, 1):
+                total = last.samples
                 totals.append(total)
                 if round == 1 or total + after >= self.samples:
-                    after = personal()
+                    after = last.personal_samples()
                 if total + after >= self.samples:
                     return self._nearest(totals, after)
                 before, ratio = ratio, (total - totals[-2]) / self._cost(round)
@@ -100,11 +101,9 @@ def plain_budget(setting: Setting, fed: Federation, rounds: int) -> Budget:
         rounds: how many.
     """
     costs: list[int] = []
-    before = 0
-    with closing(spending(setting, fed)) as played:
-        for total, _ in played:
-            costs.append(total - before)
-            before = total
+    with closing(play(setting, fed)) as game:
+        for last in game:
+            costs.append(last.samples - sum(costs))
             alike = len(costs) == 2 and costs[0] == costs[1] and isinstance(setting.sampler, Uniform)
             if alike or len(costs) == rounds:
                 break

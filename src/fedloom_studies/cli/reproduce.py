@@ -10,6 +10,7 @@ import typer
 
 from fedloom.cli import DataDir, app, errors, one_of, say
 from fedloom.errors import ConfigError
+from fedloom.formats import significant
 from fedloom_studies.cli._complete import recipes as recipe_names
 
 if TYPE_CHECKING:
@@ -170,7 +171,8 @@ def _verify(
     code = f", commit {known.commit}" if known.commit else ""
     say(
         f"{recipe.name}, seed {known.seeds[0]}: {word}: {equal} of {len(found)} values equal, the largest relative "
-        f"difference {worst.size:.2g} ({worst.reference}: {worst.was} then, {worst.now} now; noise is up to {NOISE:g})."
+        f"difference {significant(worst.size, 2)} ({worst.reference}: {worst.was} then, {worst.now} now; "
+        f"noise is up to {significant(NOISE)})."
         f" Then: {known.date}{code}, torch {known.versions['torch']}, {known.machine}"
     )
     if word == "not equal":

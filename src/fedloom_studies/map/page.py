@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fedloom.algorithms import REGISTRY
+from fedloom.formats import fixed, option, options, pair, percent, significant, total
 from fedloom.report import ENOUGH, LEVEL, Comparison, Estimate, csv_of_table
 from fedloom_studies.map.judge import Judged, Overall, Standing, judge, overall
 from fedloom_studies.map.pictures import SIGNS, ladder, overview
@@ -47,10 +48,10 @@ Pale: not significant. {signs}.
 - **One model per method**: the one that a client would use. Of a global and a personal model this is the better one on
   the client's validation part.
 - **One family of tests per setup.** Every method is compared with the better of local and FedAvg, and the best method
-  with every other, paired over seeds: paired t tests with Holm's correction over all of these. A *difference* has the
-  interval of its Holm step, which leaves out 0 exactly where the difference is significant; a *mean* has the plain 95 %
-  interval over seeds. With fewer than {enough} seeds nothing is significant. Methods that the best one does not beat
-  significantly are *level* with it. Pooled data are compared with the better of local and FedAvg only.
+  with every other. The tests are paired t tests over seeds, with Holm's correction over all of these. A *difference*
+  has the interval of its Holm step, which leaves out 0 exactly where the difference is significant. A *mean* has the
+  plain 95 % interval over seeds. With fewer than {enough} seeds nothing is significant. Methods that the best one
+  does not beat significantly are *level* with it. Pooled data are compared with the better of local and FedAvg only.
 - **A second look.** What is significant is run again on other seeds, and called *seen twice* where these agree.
 - *Not applicable*: the pair does not exist. *Stale*: recorded with another commit of the method, or another protocol.
 
@@ -98,17 +99,19 @@ def _overview(judged: Sequence[Judged], together: Overall | None, methods: Seque
     )  # fmt: skip
     lines = [head, "", "## Setup by setup", ""]
     for j in judged:
-        about = f"{j.setup.says}; {j.setup.training}"
-        lines += [f"**[{j.setup.title}]({FOLDER}/{j.setup.name}.md)** ({about}). {' '.join(sentences(j))}", ""]
+        about, _, change = j.setup.says.partition("; ")
+        changed = f" {change[:1].upper()}{change[1:]}." if change else ""
+        about = f"({about}; {j.setup.training}).{changed}"
+        lines += [f"**[{j.setup.title}]({FOLDER}/{j.setup.name}.md)** {about} {' '.join(sentences(j))}", ""]
     lines += ["## Over all setups", ""]
     if together is None:
         lines += ["Too few tuned setups and methods have been run to compare over them."]
         return "\n".join(lines) + "\n"
     alike = "differ" if together.p < LEVEL else "do not differ significantly"
     lines += [
-        f"The {len(together.methods)} methods with a result in each of {len(together.setups)} tuned setups "
-        f"({_words(together.setups)}) {alike} (Friedman's test of their ranks, p = {together.p:.2g}). Bars join "
-        "methods that Nemenyi's test finds level.",
+        f"The {len(together.methods)} methods with a result in each of {len(together.setups)} tuned setups {alike} "
+        f"(Friedman's test of their ranks, p = {significant(together.p, 2)}). "
+        f"The setups are: {_words(together.setups)}. Bars join methods that Nemenyi's test finds level.",
         "",
         f"![mean ranks]({FOLDER}/ranks.svg)",
     ]
@@ -145,33 +148,34 @@ def sentences(j: Judged) -> list[str]:
     gain = fedavg.gain or -(local.gain or NONE)
     first = (
         f"FedAvg reaches {_percent(fedavg.figures['mean'])}, local training {_percent(local.figures['mean'])}: "
-        f"{100 * fedavg.figures['gainers_local'].mean:.0f} % of the clients gain from FedAvg, the mean change is "
+        f"{percent(fedavg.figures['gainers_local'].mean)} of the clients gain from FedAvg, the mean change is "
         f"{_signed(gain)} points{'' if gain.significant else ', not significant'}."
     )
     rivals = _methods(j)
     won, lost = [s for s in rivals if s.better], [s for s in rivals if s.worse]
-    named = f" ({_listed(_gain(s) for s in won)})" if won else ""
+    named = f" Better {'is' if len(won) < 2 else 'are'} {_listed(_gain(s) for s in won)}." if won else ""
     second = (
         f"Of {len(rivals)} other methods {len(won) or 'none'} {'is' if len(won) < 2 else 'are'} significantly better "
-        f"than the better of the two{named}, and {len(lost) or 'none'} {'is' if len(lost) < 2 else 'are'} "
-        "significantly worse."
+        f"than the better of the two, and {len(lost) or 'none'} {'is' if len(lost) < 2 else 'are'} significantly "
+        f"worse.{named}"
     )
     top, *others = j.rivals
     level = [s for s in others if s.level]
     if level:
         frugal = min((top, *level), key=lambda s: s.figures["bytes"].mean)
         sent = frugal.figures["bytes"].mean / 1e6
-        least = f"{frugal.method} sends {f'least, {sent:.3g} MB' if sent else 'nothing'}"
+        least = f"{frugal.method} sends {f'least, {significant(sent, 3)} MB' if sent else 'nothing'}"
         are = "is" if len(level) == 1 else "are"
-        beside = f"{len(level)} of the {len(others)} others {are} level with it; of these and {top.method}, {least}"
+        beside = f"{len(level)} of the {len(others)} others {are} level with it. Of these and {top.method}, {least}."
     else:
-        beside = f"it is significantly better than each of the {len(others)} others"
-    third = f"The best mean is that of {top.method}, {_percent(top.figures['mean'])}; {beside}{_pooled(j.of(POOLED))}."
+        beside = f"It is significantly better than each of the {len(others)} others."
+    best = f"The best mean is that of {top.method}, {_percent(top.figures['mean'])}."
+    third = f"{best} {beside}{_pooled(j.of(POOLED))}"
     return [first, second, third]
 
 
 def _pooled(standing: Standing | None) -> str:
-    return f"; one model on the pooled data reaches {_percent(standing.figures['mean'])}" if standing else ""
+    return f" One model on the pooled data reaches {_percent(standing.figures['mean'])}." if standing else ""
 
 
 def _setup(j: Judged) -> Iterator[str]:
@@ -191,13 +195,11 @@ def _setup(j: Judged) -> Iterator[str]:
     for s in j.standings:
         figures = s.figures
         shown = [_percent(figures.get(name)) for name in COLUMNS]
-        shares = [
-            f"{100 * figures[f'gainers_{m}'].mean:.0f} %" if f"gainers_{m}" in figures else "-" for m in MARKS[:2]
-        ]
+        shares = [percent(figures[f"gainers_{m}"].mean) if f"gainers_{m}" in figures else "-" for m in MARKS[:2]]
         late = figures["rounds_to_95"]
-        reached = f"{late.mean:.0f}" if len(late.finite) == len(late.by_seed) else "not with every seed"
-        costs = [f"{figures['gradients'].mean:.4g}", f"{figures['bytes'].mean / 1e6:.3g}", reached]
-        cells = [*shown, " / ".join(shares), f"{figures['variance'].mean:.2g}", *costs, _settings(s.record)]
+        reached = fixed(late.mean, 0) if len(late.finite) == len(late.by_seed) else "not with every seed"
+        costs = [total(figures["gradients"].mean), significant(figures["bytes"].mean / 1e6, 3), reached]
+        cells = [*shown, " / ".join(shares), significant(figures["variance"].mean, 2), *costs, _settings(s.record)]
         yield f"| {s.method} | {s.record.model} | {' | '.join(cells)} | {_notes(setup, s.record, s)} |"
     rest = [record for record in j.records.values() if j.of(record.method) is None]
     yield ""
@@ -212,7 +214,9 @@ def _setup(j: Judged) -> Iterator[str]:
     commits = sorted({record.commit[:12] or "unknown" for record in j.records.values()})
     tried = f"{setup.trials} trials each" if setup.trials > 1 else "every method as it comes"
     if j.records:
-        yield (f"- {spent:.1f} core-minutes of a share of {setup.share:g}; {tried}; commits: {_words(commits)}")
+        yield (
+            f"- {fixed(spent, 1)} core-minutes of a share of {option(setup.share)}; {tried}; commits: {_words(commits)}"
+        )
     yield ""
 
 
@@ -229,7 +233,7 @@ def _notes(setup: Setup, record: Record, standing: Standing | None, start: str =
 
 
 def _settings(record: Record) -> str:
-    return ", ".join(f"{k} = {v:.3g}" if isinstance(v, float) else f"{k} = {v}" for k, v in record.chosen.items())
+    return options(record.chosen, 3)
 
 
 def _words(values: Iterable[object]) -> str:
@@ -254,8 +258,7 @@ def _percent(estimate: Estimate | Comparison | None) -> str:
     """Mean and half of the interval in points."""
     if estimate is None or not math.isfinite(estimate.mean):
         return "-"
-    half = f" ± {100 * estimate.half:.1f}" if math.isfinite(estimate.half) else ""
-    return f"{100 * estimate.mean:.1f}{half}"
+    return pair(fixed(100 * estimate.mean, 1), fixed(100 * estimate.half, 1) if math.isfinite(estimate.half) else "")
 
 
 def standing_table(judged: Iterable[Judged], methods: Iterable[str]) -> list[dict[str, str]]:

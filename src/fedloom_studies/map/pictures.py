@@ -1,16 +1,17 @@
-"""The pictures of the map as SVG, in colours that can be read on a light and on a dark ground."""
+"""Draw the pictures of the map as SVG, in colours that can be read on a light and on a dark ground."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import Any
 
-from fedloom.report import Spec, mark, rounded
+from fedloom.formats import rounded
+from fedloom.report import kit, look
 from fedloom_studies.map.judge import Groups, Judged
 from fedloom_studies.map.records import DONE, FAILED, NOT_APPLICABLE, NOT_RUN
-from fedloom_studies.reproduce.charts import INK, OURS, PAPER, drawn
 
+ROW, BAR = 16, 8
+"""Pixels of a row, and of a bar beside the rows."""
 CLIP = 0.1
 """Gains beyond this have the fullest colour."""
 SIGNS = {NOT_RUN: "·", NOT_APPLICABLE: "\N{EN DASH}", FAILED: "\N{MULTIPLICATION SIGN}"}
@@ -29,21 +30,25 @@ def overview(judged: Sequence[Judged], methods: Sequence[str]) -> str:
             sign = SIGNS.get(status, "") if status != DONE else ""
             cells.append({"setup": j.setup.name, "method": method, "gain": gain, "sign": sign,
                           "clear": 1.0 if standing and (standing.better or standing.worse) else 0.3})  # fmt: skip
-    y = _names("method", methods)
-    x = _names("setup", [j.setup.name for j in judged], orient="top", labelAngle=-45)
+    y = kit.names("method", methods, axis={"labelOverlap": False})
+    x = kit.names("setup", [j.setup.name for j in judged], axis={"orient": "top", "labelAngle": -90})
     limit = 100 * CLIP
-    colour = {
-        "field": "gain", "type": "quantitative", "title": "points over the better of local and FedAvg",
-        "scale": {"domain": [-limit, 0, limit], "range": [PAPER, INK, OURS], "clamp": True, "interpolate": "rgb"},
-        "legend": {"orient": "top", "gradientLength": 240},
-    }  # fmt: skip
+    colour = kit.shade("gain", "points over the better of local and FedAvg") | {
+        "scale": {
+            "domain": [-limit, 0, limit],
+            "range": [look.ORANGE, look.GREY, look.BLUE],
+            "clamp": True,
+            "interpolate": "rgb",
+        }
+    }
     opacity = {"field": "clear", "type": "quantitative", "scale": None}
-    valid = {"filter": "isValid(datum.gain)"}
-    layers = [
-        mark("rect", {"x": x, "y": y, "color": colour, "opacity": opacity}, valid),
-        mark("text", {"x": x, "y": y, "text": {"field": "sign"}}, color=INK),
-    ]
-    return drawn({"data": {"values": cells}, "width": {"step": 34}, "height": {"step": 15}, "layer": layers})
+    spec = kit.chart(
+        kit.mark("rect", {"x": x, "y": y, "color": colour, "opacity": opacity}, {"filter": "isValid(datum.gain)"}),
+        kit.mark("text", {"x": x, "y": y, "text": {"field": "sign"}}, color=look.GREY),
+    )
+    room = look.PHONE - look.LETTER * max(map(len, methods)) - 8
+    steps = {"width": {"step": int(room / max(1, len(judged)))}, "height": {"step": ROW}}
+    return look.svg_for_pages({**spec, **steps, "datasets": {"rows": cells}})
 
 
 def ladder(
@@ -76,24 +81,22 @@ def ladder(
         for name, value, half in zip(names, values, halves, strict=True)
         if math.isfinite(value)
     ]
+    y = kit.names("method", names, axis={"labelOverlap": False})
+    x = kit.number("value", title, axis={"tickCount": 4})
+    filled = {"field": "full", "type": "quantitative", "scale": None}
+    layers = kit.intervals({"y": y, "color": {"value": look.BLUE}}, x, fill=look.BLUE, size=42)
+    layers[1]["encoding"]["fillOpacity"] = filled
     bars = [{"group": k, "method": names[a], "last": names[b]} for k, (a, b) in enumerate(groups or ()) if b > a]
-    y = _names("method", names)
-    x = {"field": "value", "type": "quantitative", "title": title, "scale": {"zero": False}, "axis": {"tickCount": 6}}
-    known = {"filter": "isValid(datum.low)"}
-    points = {"width": 360, "height": {"step": 13}, "data": {"values": rows}, "layer": [
-        mark("rule", {"y": y, "x": {**x, "field": "low"}, "x2": {"field": "high"}}, known, color=OURS, strokeWidth=2),
-        mark("point", {"y": y, "x": x, "fillOpacity": {"field": "full", "type": "quantitative", "scale": None}},
-             fill=OURS, stroke=OURS, strokeWidth=1.5, size=42),
-    ]}  # fmt: skip
+    beside = BAR * len(bars) + 6 if bars else 0
+    width = round(look.PHONE - look.LETTER * max(map(len, names)) - 14 - beside)
+    points = {**kit.chart(*layers), "width": width, "height": {"step": ROW}}
     if not bars:
-        return drawn(points)
+        return look.svg_for_pages({**points, "datasets": {"rows": rows}})
     place = {"field": "group", "type": "ordinal", "axis": None}
-    beside = {"width": {"step": 8}, "height": {"step": 13}, "data": {"values": bars}, **mark(
+    level_bar = kit.mark(
         "rule", {"x": place, "y": {**y, "axis": None, "scale": {"domain": [*names]}}, "y2": {"field": "last"}},
-        color=PAPER, strokeWidth=3, strokeCap="round",
-    )}  # fmt: skip
-    return drawn({"hconcat": [points, beside], "spacing": 6})
-
-
-def _names(field: str, order: Sequence[str], **axis: Any) -> Spec:
-    return {"field": field, "type": "nominal", "sort": [*order], "title": None, "axis": {"grid": False, **axis}}
+        data="bars", color=look.ORANGE, strokeWidth=3, strokeCap="round",
+    )  # fmt: skip
+    sized = {**level_bar, "width": {"step": BAR}, "height": {"step": ROW}}
+    both = {"hconcat": [points, sized], "spacing": 6, "datasets": {"rows": rows, "bars": bars}}
+    return look.svg_for_pages(both)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedloom.errors import FedloomError
+from fedloom.formats import rounded
 from fedloom.metrics import leading
 from fedloom.report import MODELS, Key, Run, cumulative, curve, test_metrics
 from fedloom_studies.map.setups import Cell
@@ -145,13 +146,13 @@ def series_of(run: Run, method: str, seeds: Sequence[int]) -> dict[str, Any]:
         clients[points.client[last]] = points.value[last]
         costs = [cumulative(run, method, seed, cost) for cost in ("samples_backward", "bytes")]
         spent = [[total.value[total.round <= r].max(initial=0.0) for r in means.round] for total in costs]
-        found[str(seed)] = Series(_short(clients), means.round.tolist(), _short(means.value), *map(_exact, spent))
+        found[str(seed)] = Series(_rounded(clients), means.round.tolist(), _rounded(means.value), *map(_exact, spent))
     versions: Mapping[str, str] = run.options["resolved"]["versions"]
     return {"metric": metric, "model": model, "seeds": found, "versions": dict(versions)}
 
 
-def _short(values: Any) -> Values:
-    return [float(f"{v:.{DIGITS}g}") if math.isfinite(v) else None for v in values]
+def _rounded(values: Any) -> Values:
+    return [rounded(value, DIGITS) for value in values]
 
 
 def _exact(values: Sequence[float]) -> list[float]:

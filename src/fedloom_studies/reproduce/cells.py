@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fedloom.formats import fixed
 from fedloom.report import half_width
 from fedloom_studies.reproduce.figures import Reference, unit
 from fedloom_studies.reproduce.recipe import Recipe
@@ -73,7 +74,7 @@ def within(
     error = math.sqrt(ours + (spread or 0.0) ** 2 / seeds)
     gap = mean - paper
     word = "within" if abs(gap) <= 2 * error else "above" if gap > 0 else "below"
-    errors = f"{gap / error:+.1f} standard errors" if error else "no deviation known"
+    errors = f"{fixed(gap / error, 1, signed=True)} standard errors" if error else "no deviation known"
     return f"{word} ({unit(figure).difference(gap)}, {errors})"
 
 

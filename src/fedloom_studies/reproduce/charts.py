@@ -1,26 +1,16 @@
-"""One figure per table: ours with intervals, the paper's values as marks, in colours for a light and a dark ground."""
+"""Draw a table of a paper: ours with intervals, the paper's values as marks, for a light and a dark ground."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
-from typing import Any
 
-import vl_convert
-
+from fedloom.report import kit, look
 from fedloom_studies.reproduce.cells import Cell
 from fedloom_studies.reproduce.figures import unit
 
-INK, OURS, PAPER = "#808690", "#3b82f6", "#e0730d"
-"""Colours of lines, of ours and of the paper's: each at least 3 to 1 on white and on the dark ground."""
-WORDS, WORDS_DARK = "#57606a", "#b1bac4"
-"""Colours of words on a light and on a dark ground: each at least 4.5 to 1."""
-LOOK = f"<style>text{{fill:{WORDS}}}@media(prefers-color-scheme:dark){{text{{fill:{WORDS_DARK}}}}}</style>"
-"""Goes before what Vega-Lite says of a text."""
-WIDTH, STEP = 420, 13
-SPARE = re.compile(r' (?:role|pointer-events|aria-[a-z]+)="[^"]*"')
-"""Attributes of an SVG that an image on a page does not need."""
+LETTERS = 24
+"""Of a line of the name of a row."""
 
 
 def charted(cells: Sequence[Cell]) -> list[Cell]:
@@ -44,61 +34,27 @@ def alt(title: str, cells: Sequence[Cell]) -> str:
 
 def chart(cells: Sequence[Cell]) -> str:
     """An SVG of a table: a panel per variant, a row per column; empty where nothing was run."""
-    known = charted(cells)
-    if not known:
+    drawn = charted(cells)
+    if not drawn:
         return ""
     rows = []
-    for c in known:
+    for c in drawn:
         of = unit(c.figure)
         low, high = (of.scale * (c.mean + side * c.half) if math.isfinite(c.half) else None for side in (-1, 1))
         panel = f"{c.variant} ({of.name})" if of.name else c.variant
         paper = None if c.paper is None else of.scale * c.paper
-        rows.append({"variant": panel, "column": c.column, "ours": of.scale * c.mean, "low": low, "high": high,
+        rows.append({"variant": panel, "column": c.column, "value": of.scale * c.mean, "low": low, "high": high,
                      "paper": paper})  # fmt: skip
-    y = {"field": "column", "type": "nominal", "sort": None, "title": None}
-
-    def x(name: str) -> dict[str, object]:
-        axis = {"tickCount": 6, "labelOverlap": True}
-        return {"field": name, "type": "quantitative", "title": None, "scale": {"zero": False}, "axis": axis}
-
-    layers = [
-        {
-            "mark": {"type": "rule", "color": OURS, "strokeWidth": 2},
-            "encoding": {"y": y, "x": x("low"), "x2": {"field": "high"}},
-        },
-        {"mark": {"type": "point", "filled": True, "size": 42, "color": OURS}, "encoding": {"y": y, "x": x("ours")}},
-        {
-            "mark": {"type": "point", "shape": "diamond", "size": 52, "color": PAPER, "strokeWidth": 2},
-            "encoding": {"y": y, "x": x("paper")},
-        },
-    ]
-    spec = {
-        "data": {"values": rows},
-        "title": {"text": legend(known), "anchor": "start", "fontWeight": "normal", "fontSize": 11},
-        "facet": {"row": {"field": "variant", "type": "nominal", "sort": None, "title": None,
-                          "header": {"labelAngle": 0, "labelAlign": "left", "labelOrient": "top",
-                                     "labelFontWeight": "bold"}}},
-        "spec": {"width": WIDTH, "height": {"step": STEP}, "layer": layers},
-        "resolve": {"scale": {"x": "independent", "y": "independent"}},
-        "spacing": 8,
-    }  # fmt: skip
-    return drawn(spec)
-
-
-def drawn(spec: dict[str, Any]) -> str:
-    """A chart of Vega-Lite as an SVG without a ground of its own, for pages of both looks."""
-    look = {
-        "background": "transparent",
-        "config": {
-            "font": "sans-serif",
-            "aria": False,
-            "view": {"stroke": None},
-            "title": {"color": INK},
-            "header": {"labelColor": INK},
-            "legend": {"labelColor": INK, "titleColor": INK, "titleFontWeight": "normal", "titleLimit": 400},
-            "axis": {"labelColor": INK, "domainColor": INK, "tickColor": INK, "gridColor": INK, "gridOpacity": 0.25,
-                     "labelLimit": 260, "titleColor": INK, "titleFontWeight": "normal"},
-        },
-    }  # fmt: skip
-    made = SPARE.sub("", str(vl_convert.vegalite_to_svg({**spec, **look})))
-    return made.replace(">", f">{LOOK}", 1) + "\n"
+    y, lines = kit.name_lines("column", [c.column for c in drawn], LETTERS)
+    names = look.LETTER * min(LETTERS, max(len(c.column) for c in drawn))
+    x = kit.number("value", axis={"tickCount": 4})
+    paper = kit.mark("point", {"y": y, "x": {**x, "field": "paper"}}, shape="diamond", size=52, color=look.ORANGE,
+                     filled=False, strokeWidth=2, opacity=1)  # fmt: skip
+    inner = kit.chart(*kit.intervals({"y": y, "color": {"value": look.BLUE}}, x, size=42), paper)
+    panels = list(dict.fromkeys(row["variant"] for row in rows))
+    spec = kit.panels(inner, "variant", panels, None, high=0)
+    spec["facet"]["header"] |= {"labelLimit": look.PHONE - 10, "labelAnchor": "start"}
+    spec["spec"] |= {"width": round(look.PHONE - names - 30), "height": {"step": 4 + 13 * lines}}
+    spec |= {"columns": 1, "spacing": 14, "datasets": {"rows": rows}, "title": {"text": legend(drawn)}}
+    spec["resolve"] = {"scale": {"x": "independent", "y": "independent"}}
+    return look.svg_for_pages(spec)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedloom.errors import ConfigError, RunDirError
 from fedloom.experiment import parse
+from fedloom.formats import rounded, significant
 from fedloom.rundir import label_of
 from fedloom.storage import write_atomic
 from fedloom_studies.reproduce.recipe import merged
@@ -99,8 +100,8 @@ def _beyond(
         values, tried = _parsed(choice["chosen"], choice["scores"])
         ordered = sorted({size for v in tried if (size := _size(v.get(key))) is not None})
         edge, beside = (ordered[0], ordered[1]) if _size(values[key]) == ordered[0] else (ordered[-1], ordered[-2])
-        size, like = float(f"{edge * edge / beside:.3g}") if beside else edge, method["choose"][key][0]
-        next_value = f"{size:g}x" if isinstance(like, str) else type(like)(size)
+        size, like = (rounded(edge * edge / beside, 3) or 0.0) if beside else edge, method["choose"][key][0]
+        next_value = f"{significant(size, 6)}x" if isinstance(like, str) else type(like)(size)
         if size != edge and _allowed(document, _with(method, {**values, key: next_value})):
             found[key] = next_value
     return found

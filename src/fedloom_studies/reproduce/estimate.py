@@ -20,9 +20,10 @@ import torch
 import fedloom as fl
 from fedloom.algorithms import FedAvg
 from fedloom.data import Dataset, Source
-from fedloom.engine import Setting, measure_rounds, samples_per_round
+from fedloom.engine import Setting
 from fedloom.errors import DataError, FedloomError
-from fedloom.experiment import Experiment, Method, duration
+from fedloom.experiment import Experiment, Method, measure_rounds, samples_per_round
+from fedloom.formats import duration, option, rounded
 from fedloom.local import LocalSGD
 from fedloom.models import MLP, ModelSpec
 from fedloom.seeds import generator
@@ -129,7 +130,7 @@ def _seconds(spec: ModelSpec, shape: tuple[int, ...], classes: int, batch: int, 
     local = LocalSGD(batch_size=batch, lr=1e-4)
     setting = Setting(algorithm=FedAvg(), model=spec, local=local, rounds=2)
     found = measure_rounds(setting, fed, 2, time.process_time).rounds[1]
-    return found.seconds / found.samples
+    return (found.seconds or 0.0) / found.samples
 
 
 def _speed(plan: Experiment, method: Method, data: Nominal, clients: int, samples: float) -> float:
@@ -161,7 +162,7 @@ def listing(
             missing[source] = not _is_there(needed[source], data_dir)
         data = ", ".join(f"{source}{' (data missing)' if missing[source] else ''}" for source in sorted(needed))
         budget = recipe.budget(scale)
-        stated = "-" if budget is None else f"{budget:g} min"
+        stated = "-" if budget is None else f"{option(budget)} min"
         yield (
             name,
             recipe.paper.title,
@@ -179,7 +180,7 @@ def keep(recipes: Mapping[str, Recipe], results: Path, data_dir: Path | None) ->
         if recipe.budget("laptop") is None and last(recipe, results) is None:
             sources = {d["data"]["source"]: experiment(first(d), name).source for d in recipe.at("full").values()}
             missing = sorted(source for source, one in sources.items() if not _is_there(one, data_dir))
-            found[name] = Need(float(f"{minutes(recipe, 'full'):.2g}"), missing)._asdict()
+            found[name] = Need(rounded(minutes(recipe, "full"), 2) or 0.0, missing)._asdict()
     make_folder(results)
     write_atomic(results / ESTIMATES, (json.dumps(found, indent=1) + "\n").encode())
     return results / ESTIMATES

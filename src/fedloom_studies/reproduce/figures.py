@@ -19,10 +19,13 @@ from typing import NamedTuple
 import numpy as np
 
 from fedloom.errors import ConfigError
+from fedloom.formats import fixed, rounded, significant
 from fedloom.metrics import ROLES, metric
 from fedloom.report import EMPTY, Curve, Key, Run, curve, seeds_of
 
 PARTS = ("train", "validation", "test", "common")
+UNSCALED = ("variance", "jain")
+"""Statistics over clients that do not have the unit of their metric."""
 
 
 class Reference(NamedTuple):
@@ -104,7 +107,8 @@ PLAIN = Unit()
 def unit(figure: str) -> Unit:
     """The unit of a figure, by its name."""
     name = figure.partition("@")[0]
-    if re.fullmatch(rf"(?:(?:{'|'.join(PARTS)}) )?accuracy(?:/(?:weighted|sigma))?", name):
+    base, _, statistic = name.split(" ")[-1].partition("/")
+    if metric(base).scale == POINTS.scale and statistic not in UNSCALED:
         return POINTS
     return GRADIENTS if name.startswith("samples_") else TRAFFIC if name.startswith("bytes_") else PLAIN
 
@@ -112,10 +116,10 @@ def unit(figure: str) -> Unit:
 def _number(of: Unit, value: float, spread: float) -> str:
     """Two decimals, one beside a spread of 1 or more; without a unit four decimals below 10, else four digits."""
     if of is PLAIN:
-        return f"{value:.4f}" if abs(value) < 10 else f"{value:.5g}"
+        return fixed(value, 4) if abs(value) < 10 else significant(value, 5)
     if of is GRADIENTS:
-        return f"{float(f'{value:.3g}'):,.0f}"
-    return f"{value:,.{1 if abs(spread) >= 1 else 2}f}"
+        return fixed(rounded(value, 3) or 0.0, 0)
+    return fixed(value, 1 if abs(spread) >= 1 else 2)
 
 
 def values(run: Run, reference: Reference) -> dict[int, float]:

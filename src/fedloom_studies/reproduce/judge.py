@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.special import nctdtrinc, stdtr, stdtrit
 
+from fedloom.formats import significant
 from fedloom.report import LEVEL, holm
 from fedloom_studies.reproduce.cells import Numbers, finite, printed
 from fedloom_studies.reproduce.figures import Reference
@@ -323,7 +324,7 @@ def _in(variant: str, side: Side) -> Side:
 
 def _name(side: Side) -> str:
     if not isinstance(side, Reference):
-        return f"{side:g}"
+        return significant(side, 6)
     return f"{side.variant} | {side}" if side.variant else str(side)
 
 

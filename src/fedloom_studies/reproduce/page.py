@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fedloom.formats import fixed, option, rounded, total
 from fedloom.report import WORK
 from fedloom.rundir import label_of
 from fedloom_studies.reproduce import judge
@@ -51,14 +52,16 @@ def not_run(recipe: Recipe, need: Need | None) -> str:
     """Why a recipe has no summary, and the time that it would need, as far as it is known."""
     budget = recipe.budget("laptop")
     if budget is not None:
-        return f"not run (up to {budget:g} core-minutes)"
+        return f"not run (up to {option(budget)} core-minutes)"
     why = f"{', '.join(need.missing)} is not there" if need and need.missing else "no laptop scale"
     return f"not run: {why}{f' (about {duration(need.minutes)} at full scale)' if need else ''}"
 
 
 def duration(minutes: float) -> str:
     """A time of one processor core in words."""
-    return f"{minutes:,.0f} core-minutes" if minutes < 600 else f"{float(f'{minutes / 1440:.2g}'):,g} core-days"
+    if minutes < 600:
+        return f"{fixed(minutes, 0)} core-minutes"
+    return f"{total(rounded(minutes / 1440, 2) or 0.0)} core-days"
 
 
 def plot(recipe: Recipe, summary: Summary | None) -> str:
@@ -105,7 +108,8 @@ def _lines(recipe: Recipe, summary: Summary | None, need: Need | None) -> Iterat
     code = f", commit {summary.commit[:12]}{'-dirty' * summary.commit.endswith('-dirty')}" if summary.commit else ""
     yield (
         f"{'Run' if summary.complete else 'Unfinished'}: `{summary.command}`; {summary.says}; seeds {summary.seeds}, "
-        f"{summary.rounds} rounds, {summary.minutes:.1f} core-minutes{f' of a budget of {budget:g}' if budget else ''},"
+        f"{summary.rounds} rounds, {fixed(summary.minutes, 1)} core-minutes"
+        f"{f' of a budget of {option(budget)}' if budget else ''},"
         f" {summary.date}{code}, torch {summary.versions['torch']}, {summary.machine}."
     )
     if old:
@@ -207,7 +211,7 @@ def difference(judged: judge.Judged) -> str:
 
 def interval(look: judge.Look, figure: str) -> str:
     """A difference with its interval, the interval's level and the seeds."""
-    level = f"{100 * (1 - look.level):g} %, " if math.isfinite(look.level) else ""
+    level = f"{option(100 * (1 - look.level))} %, " if math.isfinite(look.level) else ""
     return f"{unit(figure).difference(look.difference, look.half)} ({level}n = {look.n})"
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from pydantic import Field
 
 from fedloom.errors import ConfigError
+from fedloom.formats import option
 from fedloom.values import Value
 from fedloom_studies.reproduce import judge, marks
 from fedloom_studies.reproduce.figures import Reference, unit
@@ -51,14 +52,15 @@ RULES = """## How claims are judged
   searches what its paper names as its own, in spaces of equal size, by validation data. *Near* recipes, the stated
   protocol with what it leaves open taken alike for all methods, are in no headline.
 - A claim is judged rival by rival, on one number per rival and seed: the mean over variants of the difference in the
-  claimed direction, paired over seeds (equal partition, cohorts, initial model and batches), by a t test with Holm's
-  correction over the rivals. It *holds* where every rival is clearly behind, and *does not hold* where one is clearly
-  ahead; *in part* it holds where some rivals are clearly behind and none is ahead, or where a single comparison is
-  clearly against it. A claim about most rivals holds where more than half of them are clearly no better.
+  claimed direction. Differences are paired over seeds, which have equal partitions, cohorts, initial models and
+  batches. The test is a t test with Holm's correction over the rivals.
+- A claim *holds* where every rival is clearly behind, and *does not hold* where one is clearly ahead. It holds *in
+  part* where some rivals are clearly behind and none is ahead, or where a single comparison is clearly against it. A
+  claim about most rivals holds where more than half of them are clearly no better.
 - It is looked at after 5, 10 and 20 seeds, at levels of 1, 1.5 and 2.5 %, and the first look that decides counts. An
   interval of a difference is at the level of its look, 99 % after five seeds; those in the figures are at 95 %.
 - The number beside a verdict is the difference to the rival that comes nearest to contradicting the claim, in the
-  claimed direction; *margin* is how far the paper itself is ahead of its nearest rival.
+  claimed direction. *Margin* is how far the paper itself is ahead of its nearest rival.
 - *Comparable* to most rivals means not worse than them by more than the margin (one-sided).
 - *Needs a GPU* stands in place of a verdict where what was run is so much smaller than the paper that more seeds change
   nothing. *Not measured yet*: the recipe has changed since its last result, or was never run.
@@ -330,7 +332,7 @@ def _unaffordable(
     for name in waiting:
         budget = recipes[name].budget("laptop")
         if budget is not None:
-            yield f"- Not measured yet: `fedloom reproduce {name}` (up to {budget:g} core-minutes)."
+            yield f"- Not measured yet: `fedloom reproduce {name}` (up to {option(budget)} core-minutes)."
     yield from (
         "",
         "Each of these commands can be stopped and goes on where it was; `fedloom reproduce --all --budget 8h` goes",

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedloom.formats import rounded
 from fedloom.report import MODELS, WORK, Run, read_runs
 from fedloom.rundir import file_name, label_of
 from fedloom.storage import write_atomic
@@ -174,7 +175,7 @@ def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[st
     for reference in _wanted(recipe, [label_of(m) for m in document["method"]]):
         by_seed = values(run, reference)
         if any(math.isfinite(v) for v in by_seed.values()):
-            found[str(reference)] = {str(s): _short(v) for s, v in sorted(by_seed.items())}
+            found[str(reference)] = {str(s): rounded(v, DIGITS) for s, v in sorted(by_seed.items())}
     return found
 
 
@@ -188,10 +189,6 @@ def _wanted(recipe: Recipe, methods: Iterable[str]) -> list[Reference]:
     named += [chosen for reference in named if (chosen := reference.chosen())]
     named += [Reference("", method, "", name) for method in methods for name in WORK]
     return list(dict.fromkeys(reference for reference in named if reference.method in methods))
-
-
-def _short(value: float) -> float | None:
-    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
 
 
 @contextmanager

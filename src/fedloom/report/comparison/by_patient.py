@@ -14,11 +14,13 @@ from typing import NamedTuple
 import numpy as np
 from scipy.stats import norm, rankdata
 
+from fedloom.formats import DASH, fixed, p_value, pair
 from fedloom.report.comparison.gains import Table
 from fedloom.report.csv_files import csv_of
+from fedloom.report.numbers import run_of
 from fedloom.report.patients import Predicted, is_binary, tested
-from fedloom.report.reading import Numbers, Run
-from fedloom.report.tables import DASH, scrolling
+from fedloom.report.run import Numbers, Run
+from fedloom.report.tables import scrolling
 
 LEVEL = 0.95
 LEAST = 2
@@ -89,6 +91,12 @@ def _difference(name: str, own: Predicted, shared: Predicted) -> Difference:
     return Difference(name, len(own.target), events, float(areas[0]), float(areas[1]), half, p)
 
 
+def by_patients(runs: list[Run], by_site: Sequence[Table]) -> list[tuple[str, list[Difference]]]:
+    """Gains over test samples of the runs that kept their predictions, by the run's label where there are several."""
+    made = [(table.run, differences(run_of(runs, table.alone), table)) for table in by_site]
+    return [(label, lines) for label, lines in made if lines]
+
+
 def differences_html(found: Sequence[tuple[str, Sequence[Difference]]]) -> str:
     """A table per run, by its label."""
     text = ""
@@ -103,7 +111,8 @@ def _words(line: Difference) -> list[str]:
     if math.isnan(line.alone):
         return [DASH] * 4
     gain = line.together - line.alone
-    return [f"{line.alone:.3f}", f"{line.together:.3f}", f"{gain:+.3f} ± {line.half:.3f}", f"{line.p:.2g}"]
+    difference = pair(fixed(gain, 3, signed=True), fixed(line.half, 3))
+    return [fixed(line.alone, 3), fixed(line.together, 3), difference, p_value(line.p)]
 
 
 def differences_csv(found: Sequence[tuple[str, Sequence[Difference]]]) -> str:

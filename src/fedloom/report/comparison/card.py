@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedloom.errors import ConfigError, explained
+from fedloom.formats import significant
 from fedloom.metrics import BRIEF
 from fedloom.report.comparison.contenders import contenders
 from fedloom.report.comparison.gains import FEW, federated_leader, site_estimate, values_by_seed
 from fedloom.report.groups import group_cells
 from fedloom.report.naming import figure, titled
 from fedloom.report.numbers import Estimate, Row, leading_metric, rows_of, test_metrics
-from fedloom.report.reading import Run, read_runs
+from fedloom.report.reading import read_runs
+from fedloom.report.run import Run
 from fedloom.report.tables import cell
 
 OPEN = "*To be filled in by the people who answer for the model.*"
@@ -115,7 +117,7 @@ def _privacy(run: Run, row: Row) -> str:
         if key.method == row.method and key.metric == "epsilon" and len(points.value)
     ]
     if spent:
-        return f"Epsilon spent by the client that took part most often: {max(spent):.4g}."
+        return f"Epsilon spent by the client that took part most often: {significant(max(spent))}."
     return "No epsilon was recorded: the model has no guarantee of differential privacy."
 
 

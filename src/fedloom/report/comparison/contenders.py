@@ -15,7 +15,7 @@ import numpy as np
 
 from fedloom.metrics import leading, metric
 from fedloom.report.numbers import COUNTED, Estimate, Row, over_clients, run_of, seeds_of, test_metrics
-from fedloom.report.reading import Key, Points, Run
+from fedloom.report.run import Key, Points, Run
 
 Models = Literal["used", "personal", "all"]
 """Rows of a method: the one of the model that a client would use, that of its personal model (of its global one where

@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedloom.formats import significant
 from fedloom.report.comparison.contenders import distinct, same
 from fedloom.report.comparison.family import differences, family
 from fedloom.report.naming import COSTS, MB, figure, metric
 from fedloom.report.numbers import EMPTY, LOST, Curve, Estimate, Row, curve, run_of
-from fedloom.report.reading import Key, Run
+from fedloom.report.run import Key, Run
 
 NEAR = 0.95
 """The common target of the cost criteria is this share of the best result."""
@@ -135,7 +136,7 @@ def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
     costs = {name: cost_to_reach(runs, rows, lead, target, name) for name in ("bytes", "samples_backward")}
     clocked = any(key.metric == "simulated_seconds" for run in runs for key in run.totals)
     time = [("simulated_seconds", "Simulated hours", "", 1 / 3600)] if clocked else []
-    goal = f"until {shown.title} {target * shown.scale:.4g}{' %' if shown.unit == '%' else ''}"
+    goal = f"until {shown.title} {significant(target * shown.scale)}{' %' if shown.unit == '%' else ''}"
     return [
         Criterion(lead, f"{shown.title}, mean over clients", shown.unit, shown.scale, shown.higher, of(lead)),
         Criterion(f"{lead}/worst10", worst, shown.unit, shown.scale, shown.higher, of(f"{lead}/worst10")),

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedloom.formats import DASH, interval, pair
 from fedloom.report.comparison.contenders import contenders, last_points
 from fedloom.report.comparison.family import Comparison, differences, family
 from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import figure, metric, titled
 from fedloom.report.numbers import ENOUGH, Estimate, Row, run_of, test_metrics
-from fedloom.report.reading import Key, Numbers, Run
-from fedloom.report.tables import DASH, cell, marked, rounded_pair, scrolling, tex
+from fedloom.report.run import Key, Numbers, Run
+from fedloom.report.tables import cell, decimals, marked, scrolling, tex
 
 FEW = 20
 """Up to so many sites are listed one by one."""
@@ -253,13 +254,13 @@ def _heads(table: Table) -> list[str]:
 def _numbers(table: Table, line: Gain) -> list[tuple[str, str]]:
     """Alone, together and gain, each with the half width of its interval."""
     scale = figure(table.metric).scale
-    gain = rounded_pair(line.comparison.mean * scale, line.comparison.half * scale, (1, 2) if scale == 100 else (0, 6))
-    signed = ("+" * (line.comparison.mean > 0) + gain[0], gain[1]) if line.comparison.seeds else (DASH, "")
-    return [*(cell(table.metric, estimate) for estimate in (line.alone, line.together)), signed]
+    mean, half = line.comparison.mean * scale, line.comparison.half * scale
+    gain = interval(mean, half, decimals(table.metric), signed=True) if line.comparison.seeds else (DASH, "")
+    return [*(cell(table.metric, estimate) for estimate in (line.alone, line.together)), gain]
 
 
 def _words(table: Table, line: Gain) -> list[str]:
-    numbers = [f"{mean} ± {half}" if half else mean for mean, half in _numbers(table, line)]
+    numbers = [pair(*number) for number in _numbers(table, line)]
     few = not line.comparison.testable and line.comparison.seeds
     seeds = f" ({line.comparison.seeds} seed{'s' * (line.comparison.seeds != 1)})" if few else ""
     return [line.site, _span(line.samples), _span(line.events), *numbers, line.verdict + seeds]

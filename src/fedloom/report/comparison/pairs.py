@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, NamedTuple
 
+from fedloom import formats
 from fedloom.errors import unknown
+from fedloom.formats import DASH, interval, p_value
 from fedloom.report.comparison.contenders import Models, contenders, distinct, reference
 from fedloom.report.comparison.criteria import tasks
 from fedloom.report.comparison.family import Comparison, differences, family
 from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import figure, titled
 from fedloom.report.numbers import Row, leading_metric
-from fedloom.report.reading import Run
-from fedloom.report.tables import DASH, cell, marked, rounded_pair, scrolling, tex
+from fedloom.report.run import Run
+from fedloom.report.tables import cell, decimals, marked, scrolling, tex
 
 HEADS = ("Method", "Model", "Mean", "Difference", "p", "Holm p", "Verdict")
 
@@ -144,7 +146,7 @@ def pairs_html(found: Sequence[Pair]) -> str:
     lines = []
     for pair in found:
         mean, difference, p, holm = _numbers(pair, "points")
-        shown = [f"{value} ± {half}" if half else value for value, half in (mean, difference)]
+        shown = [formats.pair(*number) for number in (mean, difference)]
         words = [pair.row.name, pair.row.model, *shown, p, holm, pair.verdict]
         lines.append([escape(word) for word in words])
     against = ", ".join(dict.fromkeys(pair.reference.name for pair in found))
@@ -157,16 +159,5 @@ def _numbers(pair: Pair, unit: str) -> tuple[tuple[str, str], tuple[str, str], s
     mean = cell(pair.figure, pair.row.figures[pair.figure])
     if one is None:
         return mean, (DASH, ""), DASH, DASH
-    value, half = rounded_pair(one.mean * scale, one.half * scale, (1, 2) if unit and scale == 100 else (0, 6))
-    return mean, ("+" * (one.mean > 0) + value, half), _p(one.p), _p(one.holm)
-
-
-def _p(value: float) -> str:
-    """A p value as journals print it.
-
-    >>> _p(0.0213), _p(0.00004), _p(float("nan"))
-    ('0.021', '< 0.001', '–')
-    """
-    if not math.isfinite(value):
-        return DASH
-    return "< 0.001" if value < 0.001 else f"{value:.3f}"
+    difference = interval(one.mean * scale, one.half * scale, decimals(pair.figure), signed=True)
+    return mean, difference, p_value(one.p), p_value(one.holm)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fedloom.report.comparison.contenders import Models, contenders
 from fedloom.report.comparison.criteria import Marks, marks, tasks
 from fedloom.report.numbers import Row
-from fedloom.report.reading import Run
+from fedloom.report.run import Run
 from fedloom.report.tables import latex, printed
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from fedloom.formats import interval, p_value, pair
 from fedloom.report import notebook as display
 from fedloom.report.comparison.contenders import Models, contenders, reference
 from fedloom.report.comparison.pairs import Pair, pairs, pairs_latex
@@ -15,13 +16,14 @@ from fedloom.report.comparison.paper import results_latex, title
 from fedloom.report.naming import figure, titled
 from fedloom.report.numbers import Row, leading_metric, rows_of
 from fedloom.report.page import write
-from fedloom.report.reading import Run, read_runs
-from fedloom.report.tables import arrow, cell
+from fedloom.report.reading import read_runs
+from fedloom.report.run import Run
+from fedloom.report.tables import arrow, cell, decimals
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from altair import FacetChart, LayerChart
+    from altair import LayerChart
 
 
 class RecordedComparison:
@@ -93,7 +95,7 @@ class RecordedComparison:
         place = self.folder / "report.html" if out is None else Path(out)
         return write([self.folder], place, against=self.against, models=self.models, charts=False)
 
-    def plot(self, name: str | None = None) -> LayerChart | FacetChart:
+    def plot(self, name: str | None = None) -> LayerChart:
         """An Altair chart: the mean of every method with its 95 % interval over seeds, and every seed as a dot.
 
         Args:
@@ -125,12 +127,13 @@ class RecordedComparison:
         scale, lines = figure(self._lead).scale, []
         for row in contenders(self._runs, self._rows, self.models):
             mean, half = cell(self._lead, row.figures.get(self._lead))
-            pair = beside.get((row.method, row.model))
-            one = pair.comparison if pair else None
-            difference = f"{one.mean * scale:+.2f} ± {one.half * scale:.2f}" if one else ""
-            holm = f"{one.holm:.3g}" if one and one.testable else ""
-            value = f"{mean} ± {half}" if half else mean
-            lines.append([row.method, row.model, value, difference, holm, pair.verdict if pair else ""])
+            other = beside.get((row.method, row.model))
+            one = other.comparison if other else None
+            difference = (
+                pair(*interval(one.mean * scale, one.half * scale, decimals(self._lead), signed=True)) if one else ""
+            )
+            holm = p_value(one.holm) if one and one.testable else ""
+            lines.append([row.method, row.model, pair(mean, half), difference, holm, other.verdict if other else ""])
         return lines
 
     def _pairs(self, against: str, name: str | None = None) -> list[Pair]:

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.report import figure as vl
-from fedloom.report.figure import Figure, Rows
-from fedloom.report.numbers import Row, rounded, run_of, seeds_of
-from fedloom.report.reading import Integers, Key, Numbers, Partition, Run
+from fedloom.formats import fixed, rounded, significant
+from fedloom.report.charts import kit
+from fedloom.report.charts.kit import Figure, Rows
+from fedloom.report.numbers import Row, run_of, seeds_of
+from fedloom.report.run import Integers, Key, Numbers, Partition, Run
 from fedloom.report.tables import scrolling
 
 CELLS = 4_000
@@ -91,7 +92,7 @@ def _range(values: Numbers | None) -> str:
     known = np.empty(0) if values is None else values[np.isfinite(values)]
     if not len(known):
         return ""
-    mean, low, high = (f"{v:.2f}" if known.max() < 20 else f"{v:.0f}" for v in (known.mean(), known.min(), known.max()))
+    mean, low, high = (fixed(v, 2 if known.max() < 20 else 0) for v in (known.mean(), known.min(), known.max()))
     return f'{mean} <span class="half">{low} to {high}</span>'
 
 
@@ -158,17 +159,24 @@ def _picture(skew: Skew, id: str, where: str) -> Figure | None:
     sizes: Rows = [{"place": place, "client": clients[i], "size": int(size[i])} for place, i in enumerate(shown)]
     high = max(120, min(520, 22 * len(shown)))
     title = "Clients, sorted by their largest class" if many else "Client"
-    y = vl.names("place" if many else "client", [], title, scale={"padding": 0 if many else 0.08}) | {"sort": None}
+    y = kit.names("place" if many else "client", [], title, scale={"padding": 0 if many else 0.08}) | {"sort": None}
     y["axis"] = None if many and len(shown) > 300 else y["axis"] | {"labels": not many}
-    x = vl.names("class", titles, "Class", scale={"padding": 0.04})
-    hints = vl.tips(("client", "Client"), ("class", "Class"), ("count", "Samples"))
-    share_shade = vl.shade("share", "Share of the client's samples", form="%", domain=[0, 1])
-    heat = vl.heat_map(x, y, share_shade, hints, cornerRadius=0 if many else 2) | {"width": 480, "height": high}
-    across = {"x": vl.number("size", "Samples", scale={"zero": True}, axis={"tickCount": 2}), "y": {**y, "axis": None}}
-    tooltip = vl.tips(("client", "Client"), ("size", "Samples"))
-    bars = vl.mark("bar", {**across, "tooltip": tooltip}, data="sizes", style="plain", cornerRadiusEnd=0 if many else 2)
+    x = kit.names("class", titles, "Class", scale={"padding": 0.04})
+    hints = kit.tips(("client", "Client"), ("class", "Class"), ("count", "Samples"))
+    share_shade = kit.shade("share", "Share of the client's samples", form="%", domain=[0, 1])
+    heat = kit.heat_map(x, y, share_shade, hints, cornerRadius=0 if many else 2) | {"width": 480, "height": high}
+    across = {
+        "x": kit.number("size", "Samples", scale={"zero": True}, axis={"tickCount": 2}),
+        "y": {**y, "axis": None},
+    }
+    tooltip = kit.tips(("client", "Client"), ("size", "Samples"))
+    bars = kit.mark(
+        "bar", {**across, "tooltip": tooltip}, data="sizes", style="plain", cornerRadiusEnd=0 if many else 2
+    )
     means = {n: float(np.nanmean(v)) for n, v in skew.values.items() if n != "sizes" and np.isfinite(v).any()}
-    words = ", ".join(f"{TITLES[n] if n == 'js' else TITLES[n].lower()} {mean:.3g}" for n, mean in means.items())
+    words = ", ".join(
+        f"{TITLES[n] if n == 'js' else TITLES[n].lower()} {significant(mean, 3)}" for n, mean in means.items()
+    )
     some = f" {len(shown)} of {n} clients are drawn." if len(shown) < n else ""
     attack = f" {HOSTILE}: client that attacks." if part.attackers else ""
     caption = (
@@ -198,15 +206,15 @@ def clusters(runs: list[Run], rows: list[Row]) -> Figure | None:
         return None
     order = [cell["client"] for cell in sorted(data, key=lambda cell: cell["planted"])]
     shown = ("method", "client", "round", "cluster", "planted", "seed")
-    inner = vl.heat_map(
-        {**vl.names("round", [], scale={"padding": 0.06}), "type": "ordinal", "sort": None},
-        vl.names("client", order, "Client", scale={"padding": 0.1}),
+    inner = kit.heat_map(
+        {**kit.names("round", [], scale={"padding": 0.06}), "type": "ordinal", "sort": None},
+        kit.names("client", order, "Client", scale={"padding": 0.1}),
         {"field": "cluster", "type": "nominal", "title": "Cluster", "scale": {"range": "category"}},
-        vl.tips(*((name, name.capitalize()) for name in shown)),
+        kit.tips(*((name, name.capitalize()) for name in shown)),
         cornerRadius=1,
     )
     high = max(120, min(600, 18 * len(set(order))))
-    drawn = vl.panels(inner, "method", [cell["method"] for cell in data], "Round", high=high)
+    drawn = kit.panels(inner, "method", [cell["method"] for cell in data], "Round", high=high)
     beside = (
         " Clients are sorted by their planted group, which their names end with; clusters have the number of the group "
         "that they share most clients with."

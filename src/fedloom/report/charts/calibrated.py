@@ -13,15 +13,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.report import figure as vl
+from fedloom.formats import DASH, fixed, percent, rounded, significant
+from fedloom.report.charts import kit
+from fedloom.report.charts.kit import Figure, Rows
 from fedloom.report.comparison.contenders import contenders
 from fedloom.report.comparison.gains import FEW, federated_leader
 from fedloom.report.csv_files import csv_of
-from fedloom.report.figure import Figure, Rows
-from fedloom.report.numbers import Row, rounded, run_of
+from fedloom.report.numbers import Row, run_of
 from fedloom.report.patients import Predicted, is_binary, tested
-from fedloom.report.reading import Run
-from fedloom.report.tables import DASH, scrolling
+from fedloom.report.run import Run
+from fedloom.report.tables import scrolling
 
 BINS, PER_BIN = 10, 10
 """Bins of a calibration curve at most, and samples of one at least."""
@@ -121,22 +122,22 @@ def _calibration(sites: list[tuple[str, Predicted]], words: str, mark: str) -> F
             data.append({"client": name, **{k: rounded(v) for k, v in numbers.items()}, "samples": size})
     most = max(max(row["predicted"], row["high"]) for row in data)
     ideal: Rows = [{"predicted": end, "observed": end} for end in (0.0, most)]
-    place = {"x": vl.number("predicted"), "y": vl.number("observed", "Observed share")}
+    place = {"x": kit.number("predicted"), "y": kit.number("observed", "Observed share")}
     ends = {"x": place["x"], "y": {**place["y"], "field": "low"}, "y2": {"field": "high"}}
-    hints = vl.tips(
+    hints = kit.tips(
         ("client", "Site"), ("predicted", "Predicted", ".3f"), ("observed", "Observed", ".3f"), ("samples", "Samples")
     )
-    inner = vl.chart(
-        vl.mark("line", place, data="ideal", style="ghost", strokeDash=[4, 4], strokeWidth=1),
-        vl.mark("rule", ends),
-        vl.mark("line", place, strokeWidth=1),
-        vl.mark("point", {**place, "tooltip": hints}),
+    inner = kit.chart(
+        kit.mark("line", place, data="ideal", style="ghost", strokeDash=[4, 4], strokeWidth=1),
+        kit.mark("rule", ends),
+        kit.mark("line", place, strokeWidth=1),
+        kit.mark("point", {**place, "tooltip": hints}),
     )
     caption = (
         "Share of events against the mean predicted probability, in bins of equal size of each site's test samples, "
         f"with Wilson's 95 % intervals; on the dashed line predictions are right ({words})."
     )
-    spec = vl.panels(inner, "client", [name for name, _ in sites], "Predicted probability", high=200)
+    spec = kit.panels(inner, "client", [name for name, _ in sites], "Predicted probability", high=200)
     return Figure(
         f"calibration-curve{mark}", "patients", "Calibration", "Calibration by site", caption, spec,
         {"rows": data, "ideal": ideal}, "square",
@@ -156,18 +157,18 @@ def _decision(sites: list[tuple[str, Predicted]], words: str, mark: str) -> Figu
                     )
     order = ["model", "treat all", "treat none"]
     tint = {"field": "policy", "type": "nominal", "scale": {"domain": order}, "legend": {"title": None}}
-    hints = vl.tips(
+    hints = kit.tips(
         ("client", "Site"), ("policy", "Policy"), ("threshold", "Threshold", ".2f"), ("benefit", "Net benefit", ".4f")
     )
     encoding = {
-        "x": vl.number("threshold"), "y": vl.number("benefit", "Net benefit"), "color": tint, "tooltip": hints,
+        "x": kit.number("threshold"), "y": kit.number("benefit", "Net benefit"), "color": tint, "tooltip": hints,
     }  # fmt: skip
     caption = (
         "Net benefit per patient by the probability from which one would treat, of the model, of treating all and of "
         f"treating nobody, on each site's test samples ({words})."
     )
-    spec = vl.panels(
-        vl.chart(vl.mark("line", encoding, strokeWidth=1.5)), "client", [name for name, _ in sites],
+    spec = kit.panels(
+        kit.chart(kit.mark("line", encoding, strokeWidth=1.5)), "client", [name for name, _ in sites],
         "Threshold of the probability", high=200, scale={"y": "independent"},
     )  # fmt: skip
     return Figure(
@@ -188,9 +189,9 @@ def threshold_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
                 shares = (now.flagged, now.sensitivity, now.specificity, now.predictive)
                 first = (escape(name), str(len(samples.target)), str(int(samples.target.sum())))
                 lines.append([
-                    *(first if k == 0 else ("", "", "")), f"{threshold:g}",
-                    *(DASH if math.isnan(share) else f"{share:.0%}" for share in shares),
-                    f"{now.benefit:.4f}", f"{now.treating_all:.4f}",
+                    *(first if k == 0 else ("", "", "")), significant(threshold),
+                    *(DASH if math.isnan(share) else percent(share) for share in shares),
+                    fixed(now.benefit, 4), fixed(now.treating_all, 4),
                 ])  # fmt: skip
         label = f"{best.method}, {best.model} model{f', {run.label}' if len(runs) > 1 else ''}"
         text += f"<h3>{escape(label)}</h3>" + scrolling(f"Thresholds by site: {label}", heads, lines)

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.report import figure as vl
+from fedloom.formats import rounded
+from fedloom.report.charts import kit
+from fedloom.report.charts.kit import Figure, Rows
 from fedloom.report.comparison.criteria import cumulative
-from fedloom.report.figure import Figure, Rows
 from fedloom.report.naming import GROUPS, MB, figure, metric, titled
 from fedloom.report.numbers import (
     EMPTY,
@@ -20,11 +21,10 @@ from fedloom.report.numbers import (
     Row,
     curve,
     other_figure,
-    rounded,
     run_of,
     seeds_of,
 )
-from fedloom.report.reading import Key, Run
+from fedloom.report.run import Key, Run
 
 POINTS, FEWER = 80, 25
 """Points per line, and with many lines; longer curves are thinned."""
@@ -49,7 +49,10 @@ def curves(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
     wanted = [(lead, axis) for axis in AXES] + ([("loss", "round")] if lead != "loss" else [])
     others = dict.fromkeys(k.metric for run in runs for k in run.totals if other_figure(k) and k.metric != "dropped")
     found = [_learning(runs, rows, name, axis) for name, axis in wanted]
-    return [*found, *(_other(runs, rows, name, f"other-{i}-{vl.slug(name)}") for i, name in enumerate(others, start=1))]
+    return [
+        *found,
+        *(_other(runs, rows, name, f"other-{i}-{kit.slug(name)}") for i, name in enumerate(others, start=1)),
+    ]
 
 
 def _learning(runs: list[Run], rows: list[Row], name: str, axis: str) -> Figure | None:
@@ -122,25 +125,32 @@ def _panels(rows: list[Row], data: Rows, name: str, axis: str, words: tuple[str,
     largest = {
         m: max(abs(p["value"]) for p in means if p["method"] == m) for m in dict.fromkeys(p["method"] for p in means)
     }
-    off = set() if log else vl.off_axis(largest)
+    off = set() if log else kit.off_axis(largest)
     near = [p["value"] for p in means if p["method"] not in off]
     trim = 0.05 * (len(values) >= MANY and group != "convergence")  # mostly the start of the runs
     cut = np.quantile(near, (trim, 1.0) if shown.higher else (0.0, 1.0 - trim)).tolist()
-    y = vl.number("value", titled(shown), scale={"type": "log"} if log else {"domain": vl.domain(cut), "nice": False})
+    y = kit.number("value", titled(shown), scale={"type": "log"} if log else {"domain": kit.domain(cut), "nice": False})
     y["axis"] |= {"tickCount": 4, **({"labelExpr": "format(datum.value, '.0e')"} if log else {})}
-    x = vl.number("x", axis={"tickCount": 3, "grid": False})
+    x = kit.number("x", axis={"tickCount": 3, "grid": False})
     x["scale"] = {}
     for channel, whole in ((x, axis == "round"), (y, group == "structure")):
         channel["axis"] |= {"tickMinStep": 1} if whole else {}
     across = () if axis == "round" else (("x", title, ",.4~g"),)
-    hints = vl.tips(("method", "Method"), ("model", "Model"), ("round", "Round"), *across) + vl.interval_tips(
+    hints = kit.tips(("method", "Method"), ("model", "Model"), ("round", "Round"), *across) + kit.interval_tips(
         titled(shown)
     )
-    tint = vl.colour([row for row in rows if (row.name, row.model) in lines])
-    spec = vl.line_panels(data, x, y, tint, hints, title)
+    tint = kit.colour([row for row in rows if (row.name, row.model) in lines])
+    spec = kit.line_panels(data, x, y, tint, hints, title)
     id, place, tab, head, caption = words
     return Figure(
-        id, place, tab, head, caption + _behind(len(largest), means) + vl.off_words(off), spec, {"rows": data}, "facet"
+        id,
+        place,
+        tab,
+        head,
+        caption + _behind(len(largest), means) + kit.off_words(off),
+        spec,
+        {"rows": data},
+        "facet",
     )
 
 
@@ -159,7 +169,7 @@ def robustness(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | Non
     found: list[Figure | None] = []
     for i, (kind, own) in enumerate(_families(runs)):
         for name in (lead, f"{lead}/worst10"):
-            id = "-".join(["attacks", *([vl.slug(name)] if name != lead else []), *([str(i + 1)] if i else [])])
+            id = "-".join(["attacks", *([kit.slug(name)] if name != lead else []), *([str(i + 1)] if i else [])])
             found.append(_by_share(own, [row for row in rows if run_of(runs, row) in own], name, kind, id))
     return found
 
@@ -199,16 +209,16 @@ def _by_share(runs: list[Run], rows: list[Row], name: str, kind: str, id: str) -
     order = list(dict.fromkeys(point["method"] for point in data))
     data.sort(key=lambda point: (order.index(point["method"]), point["model"], point["x"]))
     means = [point for point in data if point["seed"] is None]
-    off = vl.off_axis({f"{p['method']} in {p['run']}": p["value"] for p in means})
+    off = kit.off_axis({f"{p['method']} in {p['run']}": p["value"] for p in means})
     near = [p["value"] for p in means if f"{p['method']} in {p['run']}" not in off]
-    x = vl.number("x", axis={"tickCount": 3, "grid": False, "labelExpr": "format(datum.value, '.0%')"})
+    x = kit.number("x", axis={"tickCount": 3, "grid": False, "labelExpr": "format(datum.value, '.0%')"})
     x["scale"] = {"nice": False, "padding": 7}
-    y = vl.number("value", titled(shown), scale={"domain": vl.domain(near), "nice": False}, axis={"tickCount": 4})
-    hints = vl.tips(("method", "Method"), ("model", "Model"), ("run", "Run"), ("x", "Share of attackers", ".0%"))
+    y = kit.number("value", titled(shown), scale={"domain": kit.domain(near), "nice": False}, axis={"tickCount": 4})
+    hints = kit.tips(("method", "Method"), ("model", "Model"), ("run", "Run"), ("x", "Share of attackers", ".0%"))
     below = "Share of the clients that attack"
-    spec = vl.line_panels(data, x, y, vl.colour(rows), hints + vl.interval_tips(titled(shown)), below, dots=1)
+    spec = kit.line_panels(data, x, y, kit.colour(rows), hints + kit.interval_tips(titled(shown)), below, dots=1)
     base = name.partition("/")[0]
     title = metric(base).title if base == name else f"{shown.title} of the benign clients, {metric(base).title}"
     caption = f"{title} over the share of attackers ({kind}), benign clients only.{_behind(len(order), means)}"
-    words = (id, "attacks", f"{shown.title}, {kind}", f"{title} under {kind}", caption + vl.off_words(off))
+    words = (id, "attacks", f"{shown.title}, {kind}", f"{title} under {kind}", caption + kit.off_words(off))
     return Figure(*words, spec, {"rows": data}, "facet")

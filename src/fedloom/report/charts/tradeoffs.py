@@ -6,12 +6,13 @@ import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from fedloom.report import figure as vl
+from fedloom.formats import significant
+from fedloom.report.charts import kit
+from fedloom.report.charts.kit import KNOWN, MEAN, SINGLE, Figure, Rows, Spec
 from fedloom.report.comparison.criteria import common_target, cost_to_reach, tasks
-from fedloom.report.figure import KNOWN, MEAN, SINGLE, Figure, Rows, Spec
 from fedloom.report.naming import COSTS, MB, figure, metric, titled
 from fedloom.report.numbers import Estimate, Row
-from fedloom.report.reading import Run
+from fedloom.report.run import Run
 
 REACHED = {"bytes": ("Traffic, both ways (MB)", 1 / MB), "samples_backward": ("Gradients of samples", 1.0)}
 
@@ -86,15 +87,15 @@ def _trade_off(
     off: set[str] = set()
     for column, open_ended in (("result", True), (price.column, price.column != "nonzeros")):
         largest = {f"{p['method']} {p['model']}".strip(): p[column] for p in data}
-        far = vl.off_axis(largest) if open_ended else set()
-        axes.append(vl.domain([value for name, value in largest.items() if name not in far], 0.12))
+        far = kit.off_axis(largest) if open_ended else set()
+        axes.append(kit.domain([value for name, value in largest.items() if name not in far], 0.12))
         off |= far
     _name(data, price.column, axes[1], axes[0])
     id, group, tab, title, corner = words
     lines = "Small dots are single seeds" if singles else "Lines are 95 % intervals over seeds, cut at the edge"
     caption = (
         f"{title}, one point per model and method: {corner} is best. Ringed: no other of equal data and attack is "
-        f"better in both. {lines}. Points close to a named one carry no name (point at a dot).{vl.off_words(off)}"
+        f"better in both. {lines}. Points close to a named one carry no name (point at a dot).{kit.off_words(off)}"
     )
     spec = _scatter(data, singles, rows, lead, price, axes)
     return Figure(id, group, tab, title, caption, spec, {"rows": data, "seeds": singles}, "wide")
@@ -119,28 +120,28 @@ def _name(data: Rows, column: str, across: list[float], up: list[float]) -> None
 def _scatter(data: Rows, seeds: Rows, rows: list[Row], lead: str, price: Price, axes: list[list[float]]) -> Spec:
     title, column = titled(metric(lead)), price.column
     y, x = (
-        vl.number(name, words, scale={"domain": ends, "nice": False})
+        kit.number(name, words, scale={"domain": ends, "nice": False})
         for name, words, ends in zip(("result", column), (title, price.title), axes, strict=True)
     )
-    place, tint = {"x": x, "y": y}, {"color": vl.colour(rows)}
-    hints = vl.tips(("method", "Method"), ("model", "Model"), ("result", title, ".4~g"), (column, price.title, ".4~g"))
+    place, tint = {"x": x, "y": y}, {"color": kit.colour(rows)}
+    hints = kit.tips(("method", "Method"), ("model", "Model"), ("result", title, ".4~g"), (column, price.title, ".4~g"))
     vertical = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}, **tint}
     level = {"x": {**x, "field": f"{column}_low"}, "x2": {"field": f"{column}_high"}, "y": y, **tint}
     sides = [
-        vl.mark(
+        kit.mark(
             "text", {**place, "text": {"field": "label"}}, {"filter": f"datum.side === '{align}'"}, align=align, dx=dx
         )
         for align, dx in (("left", 12), ("right", -12))
     ]
     intervals = [
-        vl.mark("rule", vertical, KNOWN, opacity=0.3, clip=True),
-        vl.mark("rule", level, KNOWN, opacity=0.3, clip=True),
+        kit.mark("rule", vertical, KNOWN, opacity=0.3, clip=True),
+        kit.mark("rule", level, KNOWN, opacity=0.3, clip=True),
     ]
-    single = vl.mark("point", {**place, **tint}, data="seeds", size=14, opacity=0.5, clip=True, tooltip=None)
-    return vl.chart(
+    single = kit.mark("point", {**place, **tint}, data="seeds", size=14, opacity=0.5, clip=True, tooltip=None)
+    return kit.chart(
         *(intervals if any(point["low"] is not None for point in data) else []),
         *([single] if seeds else []),
-        vl.mark(
+        kit.mark(
             "point",
             place,
             {"filter": "datum.best"},
@@ -152,7 +153,7 @@ def _scatter(data: Rows, seeds: Rows, rows: list[Row], lead: str, price: Price, 
             clip=True,
             tooltip=None,
         ),
-        vl.mark("point", {**place, **tint, "tooltip": hints}, size=80, opacity=1, clip=True),
+        kit.mark("point", {**place, **tint, "tooltip": hints}, size=80, opacity=1, clip=True),
         *sides,
         width=640,
         height=360,
@@ -186,7 +187,7 @@ def _reached(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
     targets = []
     for _, own_runs, own in tasks(runs, rows):
         target = common_target(own, lead)
-        targets.append(f"{target * metric(lead).scale:.4g}")
+        targets.append(significant(target * metric(lead).scale))
         for cost, (title, scale) in REACHED.items():
             spent = cost_to_reach(own_runs, own, lead, target, cost)
             for i, estimate in spent.items():
@@ -202,25 +203,25 @@ def _reached(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
         f"Spent by all clients until the mean test result first reaches 95 % of the best ({goal}), mean over seeds "
         f"with the 95 % interval (with few seeds, a small dot each); left is better.{never}"
     )
-    tint = vl.colour([row for row in rows if any(point["model"] == row.model for point in data)])
+    tint = kit.colour([row for row in rows if any(point["model"] == row.model for point in data)])
     return _by_measure("costs-reached", "Until a common result", f"Spent until {goal}", caption, data, "row", tint)
 
 
 def _by_measure(id: str, tab: str, title: str, caption: str, data: Rows, field: str, tint: Spec | None) -> Figure:
     """A panel per measure: bars from 0, or dots in the colour of the model if there is a ``tint``."""
     order = list(dict.fromkeys(point[field] for point in data))
-    x = vl.number("value", axis={"tickCount": 3}, scale={"zero": tint is None})
-    place = {"x": x, "y": vl.names(field, order, axis={"labelOverlap": False}), **({"color": tint} if tint else {})}
+    x = kit.number("value", axis={"tickCount": 3}, scale={"zero": tint is None})
+    place = {"x": x, "y": kit.names(field, order, axis={"labelOverlap": False}), **({"color": tint} if tint else {})}
     ends = {**place, "x": {**x, "field": "low"}, "x2": {"field": "high"}}
     look = {"size": 80, "opacity": 1} if tint else {"size": 11, "cornerRadiusEnd": 2, "style": "plain"}
-    hints = vl.tips((field, "Method"), ("measure", "Measure")) + vl.interval_tips("Mean over seeds")
-    inner = vl.chart(
-        vl.mark("point" if tint else "bar", {**place, "tooltip": hints}, MEAN, **look),
-        vl.mark("rule", ends, KNOWN, strokeWidth=1.4, opacity=0.7),
-        vl.mark("point", place, SINGLE, size=12, opacity=0.7, tooltip=None),
+    hints = kit.tips((field, "Method"), ("measure", "Measure")) + kit.interval_tips("Mean over seeds")
+    inner = kit.chart(
+        kit.mark("point" if tint else "bar", {**place, "tooltip": hints}, MEAN, **look),
+        kit.mark("rule", ends, KNOWN, strokeWidth=1.4, opacity=0.7),
+        kit.mark("point", place, SINGLE, size=12, opacity=0.7, tooltip=None),
     )
-    inner["layer"] = [layer for layer in inner["layer"] if layer["transform"][0] in vl.drawn(data)]
+    inner["layer"] = [layer for layer in inner["layer"] if layer["transform"][0] in kit.drawn(data)]
     measures = [point["measure"] for point in data]
-    spec = vl.panels(inner, "measure", measures, None, high=24 * len(order))
+    spec = kit.panels(inner, "measure", measures, None, high=24 * len(order))
     spec["resolve"]["scale"] = {"x": "independent"}
     return Figure(id, "costs", tab, title, caption, spec, {"rows": data}, "facet")

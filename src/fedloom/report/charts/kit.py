@@ -1,17 +1,17 @@
-"""The parts that charts are made of: Vega-Lite specifications as plain dictionaries, their data, and their look."""
+"""Build charts: Vega-Lite specifications as plain dictionaries from their parts, with their data."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fedloom.report.charts import look
 from fedloom.report.numbers import MODELS, Row
 
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-WIDE = f"'DejaVu Sans', Verdana, {FONT}"
-"""Fonts of charts in files, whose words are measured where they are made: none that is common is wider."""
 NUMBERS = (
     "abs(datum.value) >= 1e9 ? format(datum.value, '.1e') : "
     "abs(datum.value) >= 1000 ? format(datum.value, '~s') : format(datum.value, '.3~g')"
@@ -24,8 +24,9 @@ SINGLE = {"filter": "datum.seed != null"}
 KNOWN = {"filter": "isValid(datum.low)"}
 """Rows of charts are means over seeds, with an interval or beside single seeds where these are few."""
 
-NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that no document of XML 1.0 may have."""
+HIDDEN = ("label", "label_narrow", "side", "place", "middle")
+"""Columns of the data of charts that serve the drawing only."""
+
 
 Rows = list[dict[str, Any]]
 Spec = dict[str, Any]
@@ -68,24 +69,11 @@ class Figure:
 
     def svg(self) -> str:
         """The chart as an SVG in the light look."""
-        import vl_convert  # slow to import, needed where charts are written as files
-
-        spec = {**self.spec(), "config": theme(dark=False, font=WIDE)}
-        svg: str = vl_convert.vegalite_to_svg(_drawable(spec))
-        return svg
+        return look.svg(self.spec())
 
     def columns(self, name: str) -> list[str]:
         """Columns of a data set."""
         return list(dict.fromkeys(key for row in self.data[name] for key in row))
-
-
-def _drawable(value: Any) -> Any:
-    """A specification whose texts XML can hold; the library ends the process at others."""
-    if isinstance(value, str):
-        return NOT_XML.sub("\ufffd", value)
-    if isinstance(value, dict):
-        return {_drawable(key): _drawable(inner) for key, inner in value.items()}
-    return [_drawable(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def chart(*layers: Spec, **more: Any) -> Spec:
@@ -114,6 +102,16 @@ def names(field: str, order: Iterable[str], title: str | None = None, **more: An
     return {"field": field, "type": "nominal", "sort": [*dict.fromkeys(order)], "title": title, "axis": axis, **more}
 
 
+def name_lines(field: str, order: Sequence[str], letters: int) -> tuple[Spec, int]:
+    """A nominal channel whose long names are in lines of so many letters; and the most lines of a name."""
+    lines = {name: textwrap.wrap(name, letters) or [name] for name in order}
+    most = max(map(len, lines.values()), default=1)
+    split = f"{json.dumps(lines)}[datum.value]"
+    higher = [{"test": f"length({split}) === {n}", "value": -6.5 * (n - 1)} for n in range(2, most + 1)]
+    axis = {"labelExpr": split, "labelLineHeight": 13, "labelOverlap": False, "labelLimit": 400}
+    return names(field, order, axis=axis | {"labelOffset": {"condition": higher, "value": 0}}), most
+
+
 def tips(*parts: tuple[str, ...]) -> list[Spec]:
     """Tooltip of (field, title) for text and counts, (field, title, format) for numbers."""
     return [
@@ -130,6 +128,27 @@ def interval_tips(title: str) -> list[Spec]:
     """Tooltip of a mean with its interval."""
     ends = (("low", "95 % interval from"), ("high", "to"))
     return tips(("value", title, ".4~g"), *((field, words, ".4~g") for field, words in ends), ("seeds", "Seeds"))
+
+
+def intervals(
+    place: Spec, x: Spec, *, tint: Spec | None = None, tooltip: list[Spec] | None = None, **dot: Any
+) -> list[Spec]:
+    """Layers of the fields ``value``, ``low`` and ``high``: a line over the interval and a dot at the mean.
+
+    Args:
+        place: the channels that say where, and what else the dots and lines have in common.
+        x: channel of the mean.
+        tint: colour of both.
+        tooltip: of the dots.
+        dot: look of the dots.
+    """
+    common = {**place, **({"color": tint} if tint else {})}
+    ends = {**common, "x": {**x, "field": "low"}, "x2": {"field": "high"}}
+    mean = {**common, "x": x, **({"tooltip": tooltip} if tooltip else {})}
+    return [
+        mark("rule", ends, KNOWN, strokeWidth=2),
+        mark("point", mean, **{"filled": True, "size": 60, "opacity": 1, **dot}),
+    ]
 
 
 def heat_map(x: Spec, y: Spec, color: Spec, tooltip: list[Spec], text: str = "", strong: str = "", **look: Any) -> Spec:
@@ -190,42 +209,6 @@ def line_panels(data: Rows, x: Spec, y: Spec, tint: Spec, tooltip: list[Spec], b
     ]
     layers = [layer for layer in layers if layer["transform"][0] in shown]
     return panels(chart(*([ghosts] if len(order) > 1 else []), *layers), "method", order, below)
-
-
-def theme(*, dark: bool, font: str = FONT) -> Spec:
-    """Vega-Lite configuration. The three colours are Okabe and Ito's blue, vermilion and green, lighter on dark."""
-    ink, soft, line, paper = (
-        ("#e8e6e1", "#a3a19b", "#3a3b3f", "#17181b") if dark else ("#1f2328", "#5f6670", "#dcdfe3", "#ffffff")
-    )
-    category = (
-        ["#56b4e9", "#f0883e", "#2ebd8f", "#cc79a7", "#e6c229", "#9aa0a6"]
-        if dark
-        else ["#0072b2", "#c8500a", "#00805c", "#a6467b", "#8a6d00", "#5f6670"]
-    )
-    ramp = ["#1d2530", "#2b5c85", "#56b4e9", "#d6ecfa"] if dark else ["#f3f6f9", "#a9cbe3", "#3b86b8", "#083a5c"]
-    text = {"labelColor": soft, "titleColor": soft, "labelFont": font, "titleFont": font, "titleFontWeight": "normal"}
-    axis = {"labelFontSize": 11, "titleFontSize": 11.5, "gridColor": line, "gridOpacity": 0.7, "domain": False}
-    legend = {"labelColor": ink, "labelFontSize": 12, "symbolOpacity": 1, "symbolStrokeWidth": 2.5, "orient": "top"}
-    return {
-        "background": paper,
-        "font": font,
-        "view": {"stroke": None},
-        "axis": {**text, **axis, "ticks": False, "labelPadding": 6, "titlePadding": 8},
-        "header": {**text, "labelColor": ink, "labelFontSize": 12, "labelFontWeight": 600, "labelPadding": 6},
-        "legend": {**text, **legend, "titleLimit": 400},
-        "title": {"color": ink, "font": font},
-        "range": {"category": category, "ramp": ramp, "heatmap": ramp},
-        "text": {"color": ink, "fontSize": 11.5, "font": font},
-        "rule": {"color": soft},
-        "style": {
-            "ghost": {"color": soft},
-            "plain": {"color": "#7d8794", "opacity": 0.8},
-            "onstrong": {"color": "#0d1216" if dark else "#ffffff"},
-            "onweak": {"color": "#f1f4f6" if dark else "#1f2328"},
-        },
-        "line": {"strokeWidth": 2, "strokeCap": "round", "strokeJoin": "round"},
-        "point": {"size": 60, "filled": True},
-    }
 
 
 def colour(rows: list[Row]) -> Spec:

@@ -7,13 +7,15 @@ import math
 import numpy as np
 import pyarrow.compute as pc
 
-from fedloom.report import figure as vl
+from fedloom.formats import fixed, rounded
+from fedloom.report.charts import kit
+from fedloom.report.charts.kit import Figure, Rows
 from fedloom.report.comparison.contenders import contenders
 from fedloom.report.comparison.gains import federated_leader
-from fedloom.report.figure import Figure, Rows
 from fedloom.report.naming import metric
-from fedloom.report.numbers import Row, rounded, run_of
-from fedloom.report.reading import Run, read_table
+from fedloom.report.numbers import Row, run_of
+from fedloom.report.reading import read_table
+from fedloom.report.run import Run
 from fedloom.rundir import IMPORTANCE
 
 MOST = 30
@@ -51,15 +53,15 @@ def _figure(run: Run, lines: Rows, words: str, place: int) -> Figure:
     clients = sorted({client for _, client in means})[:MOST]
     data: Rows = [
         {"site": run.client(client), "column": column, "value": rounded(means[column, client]),
-         "text": f"{means[column, client]:.3f}"}
+         "text": fixed(means[column, client], 3)}
         for column in columns for client in clients if (column, client) in means
     ]  # fmt: skip
     top = max(max(row["value"] for row in data), 1e-9)
     lead = metric(str(lines[0]["metric"])).title
-    inner = vl.heat_map(
-        vl.names("site", [run.client(client) for client in clients]), vl.names("column", columns),
-        vl.shade("value", "Importance", domain=[0, top]),
-        vl.tips(("site", "Site"), ("column", "Column"), ("value", "Importance", ".4f")), "text",
+    inner = kit.heat_map(
+        kit.names("site", [run.client(client) for client in clients]), kit.names("column", columns),
+        kit.shade("value", "Importance", domain=[0, top]),
+        kit.tips(("site", "Site"), ("column", "Column"), ("value", "Importance", ".4f")), "text",
         f"datum.value > {top / 2}",
     )  # fmt: skip
     caption = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -15,13 +15,11 @@ from fedloom.choose import Uniform
 from fedloom.data.federation import Federation, Split
 from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check, make_job
-from fedloom.engine.simulate import measure_rounds, simulate
-from fedloom.engine.state import State
 from fedloom.errors import Refused
 from fedloom.experiment.execute import Plan, side_by_side
+from fedloom.experiment.measure.cost import RoundCost, RunCost, measure_rounds, run_cost
 from fedloom.experiment.schema import Experiment, Method
 from fedloom.local.oracles import ORACLES
-from fedloom.processes.clients import COUNTS
 from fedloom.processes.costs import Costs, MeasuredWorkers
 from fedloom.processes.machine_load import QUIET, wait_for_quiet, watch_others
 from fedloom.processes.pool import Pool, Workers, cores
@@ -108,10 +106,9 @@ class Bench:
                         found = measure_rounds(
                             self._setting(method, way.oracle, way.workers), self.federation, self.rounds + 1
                         )
-                    counted = found.rounds[1:]
-                    seconds = statistics.median(r.seconds for r in counted)
-                    samples = sum(r.samples for r in counted) / sum(r.seconds for r in counted)
-                    yield Speed(method.label, way, seconds, samples, others.cores)
+                    times = [_seconds(cost) for cost in found.rounds[1:]]
+                    samples = sum(cost.samples for cost in found.rounds[1:]) / sum(times)
+                    yield Speed(method.label, way, statistics.median(times), samples, others.cores)
         finally:
             gc.unfreeze()
 
@@ -197,7 +194,11 @@ def _watched(
         return seen[-1]
 
     found = measure_rounds(setting, fed, rounds + 1, through=through)
-    return [(r.seconds - w.work - w.passing, w) for r, w in zip(found.rounds, seen, strict=True)][1:]
+    return [(_seconds(r) - w.work - w.passing, w) for r, w in zip(found.rounds, seen, strict=True)][1:]
+
+
+def _seconds(cost: RoundCost) -> float:
+    return cost.seconds or 0.0
 
 
 def _per_client(setting: Setting, fed: Federation, rounds: int, cohort: int, row: int) -> float:
@@ -220,40 +221,8 @@ def _crowd(fed: Federation, n: int) -> Federation:
     return Federation(fed.data, {"train": train, "validation": none, "test": none}, tuple(map(str, range(n))))
 
 
-TRIED = 3
-"""Rounds of every method that are played in memory for an estimate."""
-
-
-class Estimate(NamedTuple):
-    """What a run of a method takes, from its first rounds.
-
-    Attributes:
-        method: its label.
-        rounds: of one run.
-        clients: of a round, on average.
-        steps: local steps of a round, over its clients.
-        samples: samples of a round whose gradient is taken.
-        bytes_up: of a round, over its clients.
-        bytes_down: the same to the clients.
-        parameters: of the model.
-        seconds: of a round, with its share of evaluation; None where a run is too short to tell.
-        simulated: seconds of a round in virtual time; None without devices.
-    """
-
-    method: str
-    rounds: int
-    clients: float
-    steps: float
-    samples: float
-    bytes_up: float
-    bytes_down: float
-    parameters: int
-    seconds: float | None
-    simulated: float | None = None
-
-
-def estimates(plan: Plan) -> Iterator[Estimate]:
-    """One method after another, with the federation of the first seed; nothing is written.
+def estimates(plan: Plan) -> Iterator[tuple[str, RunCost]]:
+    """Label and cost of one method after another, with the federation of the first seed; nothing is written.
 
     Raises:
         CodeError: code of a method failed.
@@ -263,39 +232,16 @@ def estimates(plan: Plan) -> Iterator[Estimate]:
         setting = method.setting
         if not alone:
             setting = setting.with_(engine=setting.engine.with_(workers=1))
-        result = simulate(setting, fed, progress=[_enough])
-        counts = dict(zip(COUNTS, (result.state.totals[:-1] / max(1, result.rounds)).tolist(), strict=True))
-        clients = float(result.state.uploads.sum()) / max(1, result.rounds)
-        steps, samples, up, down = (counts[name] for name in ("steps", "samples_backward", "bytes_up", "bytes_down"))
-        pace = result.state.times.pace(setting.evaluate.every)
-        clock, d = result.state.clock, result.job.oracle.layout.d
-        simulated = None if clock is None else clock.now / max(1, result.rounds)
-        yield Estimate(method.label, setting.rounds, clients, steps, samples, up, down, d, pace, simulated)
+        yield method.label, run_cost(setting, fed)
 
 
-def _enough(state: State) -> str | None:
-    return "enough is known" if state.round == TRIED else None
-
-
-def minutes(plan: Plan, found: Sequence[Estimate]) -> float | None:
-    """Minutes for all runs of a plan; None where a method's rounds have no estimate."""
-    if any(e.seconds is None for e in found):
+def minutes(plan: Plan, costs: Mapping[str, RunCost]) -> float | None:
+    """Minutes for all runs of a plan, from the cost of a run by label; None where a method's rounds have no time."""
+    paces = {label: cost.round.seconds for label, cost in costs.items()}
+    if any(pace is None for pace in paces.values()):
         return None
-    seconds = sum((e.seconds or 0.0) * plan.rounds[e.method] for e in found)
-    return seconds / _processes(plan) / 60
+    return sum((pace or 0.0) * plan.rounds[label] for label, pace in paces.items()) / _processes(plan) / 60
 
 
 def _processes(plan: Plan) -> int:
     return side_by_side(plan.experiment, plan.federations.values())
-
-
-def duration(minutes: float) -> str:
-    """Minutes, hours or days, for people.
-
-    >>> duration(3.2), duration(0.2), duration(200), duration(5000)
-    ('3 min', '12 s', '3 h', '3 days')
-    """
-    for unit, size in (("days", 60 * 24), ("h", 60), ("min", 1)):
-        if minutes >= (2 * size if size > 1 else 1):
-            return f"{minutes / size:.0f} {unit}"
-    return f"{minutes * 60:.0f} s"

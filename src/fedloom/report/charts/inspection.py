@@ -11,11 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fedloom.report import figure as vl
-from fedloom.report.clients import without_attackers
-from fedloom.report.figure import Figure, Rows, Spec
-from fedloom.report.numbers import rounded
-from fedloom.report.reading import Key, Run, read_table
+from fedloom.formats import rounded, significant
+from fedloom.report.charts import kit
+from fedloom.report.charts.clients import without_attackers
+from fedloom.report.charts.kit import Figure, Rows, Spec
+from fedloom.report.reading import read_table
+from fedloom.report.run import Key, Run
 
 PANELS = 12
 """Up to so many clients are drawn."""
@@ -66,7 +67,7 @@ def _drawn(run: Run, name: str, columns: tuple[str, ...]) -> tuple[Rows, str] | 
 
 def _class(run: Run, code: float) -> str:
     classes = run.summary.classes
-    return "" if code != code else classes[int(code)] if 0 <= code < len(classes) else f"{code:g}"
+    return "" if code != code else classes[int(code)] if 0 <= code < len(classes) else significant(code, 6)
 
 
 def _confusion(run: Run, place: int) -> Figure | None:
@@ -88,11 +89,13 @@ def _confusion(run: Run, place: int) -> Figure | None:
         for r in rows
     ]
     more: Spec = {"scale": {"domain": classes, "padding": 0.04}, "axis": {"labelLimit": 70}}
-    hints = vl.tips(*((n, n.capitalize()) for n in ("client", "true", "predicted", "count")), ("share", "Share", ".0%"))
-    inner = vl.heat_map(
-        vl.names("predicted", classes, **more),
-        vl.names("true", classes, "True", **more),
-        vl.shade("share", "Share of the true class", form="%", domain=[0, 1]),
+    hints = kit.tips(
+        *((n, n.capitalize()) for n in ("client", "true", "predicted", "count")), ("share", "Share", ".0%")
+    )
+    inner = kit.heat_map(
+        kit.names("predicted", classes, **more),
+        kit.names("true", classes, "True", **more),
+        kit.shade("share", "Share of the true class", form="%", domain=[0, 1]),
         hints,
         "count" if len(classes) <= WRITTEN else "",
         "datum.share > 0.5",
@@ -121,9 +124,9 @@ def _representations(run: Run, place: int) -> Figure | None:
     ]
     bare: Spec = {"axis": {"labels": False, "grid": False}, "scale": {"padding": 8}}
     encoding: Spec = {
-        "x": vl.number("x", **bare),
-        "y": vl.number("y", **bare),
-        "tooltip": vl.tips(("client", "Client"), ("class", "Class")),
+        "x": kit.number("x", **bare),
+        "y": kit.number("y", **bare),
+        "tooltip": kit.tips(("client", "Client"), ("class", "Class")),
     }
     if classes:
         legend = {"columns": 6, "symbolStrokeWidth": 0}
@@ -136,7 +139,7 @@ def _representations(run: Run, place: int) -> Figure | None:
         "axes mean nothing. Samples of a class lie together where the representation separates it "
         f"({words}).{without_attackers([run])}"
     )
-    inner = vl.chart(vl.mark("point", encoding, size=26, opacity=0.75))
+    inner = kit.chart(kit.mark("point", encoding, size=26, opacity=0.75))
     titles = ("Representations", "Representations per client")
     figure = _figure(run, place, "tsne", titles, caption, inner, data, None)
     figure.chart["resolve"]["scale"] = {"x": "independent", "y": "independent"}
@@ -147,6 +150,6 @@ def _figure(
     run: Run, place: int, kind: str, titles: tuple[str, str], caption: str, inner: Spec, data: Rows, below: str | None
 ) -> Figure:
     tab, title = (f"{text} ({run.label})" if place else text for text in titles)
-    spec = vl.panels(inner, "client", [row["client"] for row in data], below, high=200)
+    spec = kit.panels(inner, "client", [row["client"] for row in data], below, high=200)
     spec["spec"]["view"] = {"stroke": "#8a8f98", "strokeOpacity": 0.4}
     return Figure(f"{kind}-{place}" if place else kind, "clients", tab, title, caption, spec, {"rows": data}, "square")

@@ -1,0 +1,1 @@
+"""Measure runs: what a round costs, and how fast an experiment runs here."""

@@ -1,0 +1,176 @@
+"""Measure what a run costs: the time, the gradients and the bytes of its rounds, played in memory.
+
+Every estimate is made from a `RoundCost`: `fedloom run --dry-run`, `fedloom bench`, the plans of equal work of
+`fedloom tune`, and the estimates of the studies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+from fedloom.data.federation import Federation
+from fedloom.engine.job import Job
+from fedloom.engine.round import run_round
+from fedloom.engine.scoring import COST, scores_of
+from fedloom.engine.setting import Setting
+from fedloom.engine.setup import make_job
+from fedloom.engine.simulate import clients_of, one_thread, simulate
+from fedloom.engine.state import State, initial_state
+from fedloom.processes.clients import COUNTS, Clients
+from fedloom.processes.pool import Workers
+
+TRIED = 3
+"""Rounds that are played for an estimate with evaluation."""
+
+
+class RoundCost(NamedTuple):
+    """What a round takes, over its clients.
+
+    Attributes:
+        seconds: of the round; None where too few rounds were played to tell.
+        clients: that sent something.
+        steps: local steps.
+        samples: samples whose gradient is taken.
+        bytes_up: of the uploads.
+        bytes_down: of the downloads.
+        simulated: seconds in virtual time; None without devices.
+    """
+
+    seconds: float | None
+    clients: float
+    steps: float
+    samples: float
+    bytes_up: float
+    bytes_down: float
+    simulated: float | None = None
+
+    @classmethod
+    def between(cls, before: State, after: State, seconds: float | None) -> RoundCost:
+        """The mean round between two states of a run."""
+        rounds = max(1, after.round - before.round)
+        counts = dict(zip(COUNTS, ((after.totals - before.totals)[: len(COUNTS)] / rounds).tolist(), strict=True))
+        clients = float(after.uploads.sum() - before.uploads.sum()) / rounds
+        work = (counts[name] for name in ("steps", "samples_backward", "bytes_up", "bytes_down"))
+        then, now = (0.0 if state.clock is None else state.clock.now for state in (before, after))
+        simulated = None if after.clock is None else (now - then) / rounds
+        return cls(seconds, clients, *work, simulated)
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round that was played in memory.
+
+    Attributes:
+        cost: of this round.
+        state: after it.
+        job: the run.
+        clients: those that compute it.
+    """
+
+    cost: RoundCost
+    state: State
+    job: Job
+    clients: Clients
+
+    @property
+    def samples(self) -> int:
+        """Samples whose gradient all rounds so far took."""
+        return int(self.state.totals[COUNTS.index("samples_backward")])
+
+    def personal_samples(self) -> int:
+        """Samples whose gradient the personal models after this round would take."""
+        cost = scores_of(self.job, self.clients, self.state).get(COST, {})
+        if not cost:
+            return 0
+        return round(float(cost["samples_backward"].nansum()) * self.job.n / len(self.job.scored_ids))
+
+
+class Measured(NamedTuple):
+    """Rounds that were played in memory, without evaluation, and the engine's choices for them."""
+
+    rounds: list[RoundCost]
+    oracle: str
+    workers: int
+
+
+class RunCost(NamedTuple):
+    """What a run takes, from its first rounds.
+
+    Attributes:
+        rounds: of the run.
+        round: what one takes, with its share of evaluation.
+        parameters: of the model.
+    """
+
+    rounds: int
+    round: RoundCost
+    parameters: int
+
+
+def play(
+    setting: Setting,
+    fed: Federation,
+    clock: Callable[[], float] = time.perf_counter,
+    through: Callable[[Workers], Workers] = lambda workers: workers,
+) -> Generator[Round]:
+    """Play a run in memory, without evaluation, as long as a further round is asked for.
+
+    Args:
+        setting: the run.
+        fed: the clients and their data.
+        clock: the clock, in seconds.
+        through: called before every round; the workers that compute it, which may use those that it is given.
+
+    Raises:
+        ConfigError: values that cannot work, or (Refused) do not work together.
+        RunStopped: too few uploads of a round are usable, or it diverged.
+        ClientError: code of the method failed.
+    """
+    job, server = make_job(setting, fed)
+    with one_thread(), clients_of(job) as clients:
+        state = initial_state(job, server)
+        while True:
+            before, start = state, clock()
+            state, _ = run_round(job, clients.through(through), before)
+            yield Round(RoundCost.between(before, state, clock() - start), state, job, clients)
+
+
+def measure_rounds(
+    setting: Setting,
+    fed: Federation,
+    count: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+    through: Callable[[Workers], Workers] = lambda workers: workers,
+) -> Measured:
+    """Play the first ``count`` >= 1 rounds of a setting; see `play`."""
+    game = play(setting, fed, clock, through)
+    try:
+        rounds = [*islice(game, count)]
+    finally:
+        game.close()
+    job = rounds[0].job
+    return Measured([one.cost for one in rounds], job.oracle.name, job.workers)
+
+
+def samples_per_round(setting: Setting, fed: Federation) -> int:
+    """Samples whose gradient the first round takes, over its cohort; see `play`."""
+    return round(measure_rounds(setting, fed).rounds[0].samples)
+
+
+def run_cost(setting: Setting, fed: Federation) -> RunCost:
+    """The cost of a run from its first `TRIED` rounds with their evaluations; nothing is written.
+
+    Raises:
+        CodeError: code of a method failed.
+    """
+    result = simulate(setting, fed, progress=[_is_tried])
+    start, pace = initial_state(result.job, result.state.server), result.state.times.pace(setting.evaluate.every)
+    return RunCost(setting.rounds, RoundCost.between(start, result.state, pace), result.job.oracle.layout.d)
+
+
+def _is_tried(state: State) -> str | None:
+    return "enough rounds are measured" if state.round == TRIED else None

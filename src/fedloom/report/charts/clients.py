@@ -1,0 +1,183 @@
+"""Draw the results of single clients: one by one, and over rounds."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fedloom.formats import interval, pair, rounded
+from fedloom.report.charts import kit
+from fedloom.report.charts.kit import Figure, Rows
+from fedloom.report.charts.spread import Seeds, last_results, pooled, relative, spread, without_attackers
+from fedloom.report.naming import METRICS, metric, titled
+from fedloom.report.numbers import Estimate, Row, run_of, seeds_of
+from fedloom.report.run import Integers, Key, Numbers, Run
+
+NAMED, WORST = 60, 40
+"""Up to so many clients are shown one by one; of more, so many of the worst."""
+WRITTEN = 8
+"""Up to so many clients have their number written into the cell."""
+PANELS = 16
+"""Up to so many clients are drawn over rounds."""
+POINTS, FEWEST = 2500, 5
+"""Up to so many points in all over rounds; lines are thinned, but not below the fewest."""
+
+
+def clients(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
+    """The charts of this module, None for those without data."""
+    last = [
+        {seed: last_results(run_of(runs, row), row, seed, lead) for seed in seeds_of(run_of(runs, row), row.method)}
+        for row in rows
+    ]
+    known = [i for i, seeds in enumerate(last) if any(len(values) for _, values in seeds.values())]
+    if not known:
+        return []
+    sign = 1 if metric(lead).higher else -1
+    best = max(known, key=lambda i: sign * np.mean(pooled(last[i])))
+    clients, means = _means(last[best])
+    order = clients[np.argsort(sign * means, kind="stable")]
+    calibration = (
+        [_one_by_one(runs, rows, "calibration_error", order, rows[best])] if lead != "calibration_error" else []
+    )
+    return [
+        spread(runs, [rows[i] for i in known], [last[i] for i in known], lead),
+        _one_by_one(runs, rows, lead, order, rows[best]),
+        *calibration,
+        _over_rounds(runs, rows, lead, clients, order, rows[best]),
+        relative(runs, rows, lead),
+    ]
+
+
+def _means(seeds: Seeds) -> tuple[Integers, Numbers]:
+    """Clients and their means over seeds."""
+    clients, place = np.unique(np.concatenate([own for own, _ in seeds.values()]), return_inverse=True)
+    return clients, np.bincount(place, pooled(seeds)) / np.bincount(place)
+
+
+def _one_by_one(runs: list[Run], rows: list[Row], name: str, order: Integers, best: Row) -> Figure | None:
+    """Rows x clients, mean over seeds; of many clients the worst of the best row."""
+    many = max(run.clients for run in runs) > NAMED
+    wanted = np.sort(order[:WORST]) if many else None
+    data = [cell for row in rows for cell in _cells(run_of(runs, row), row, name, wanted)]
+    if not data:
+        return None
+    shown, title, higher = metric(name), titled(metric(name)), metric(name).higher
+    few = len({cell["client"] for cell in data}) <= WRITTEN
+    off = kit.off_axis({cell["row"]: max(abs(c["value"]) for c in data if c["row"] == cell["row"]) for cell in data})
+    values = [cell["value"] for cell in data if cell["row"] not in off]
+    domain = [min(values), max(values)]
+    methods = list(dict.fromkeys(cell["row"] for cell in data))
+    sites = [run.client(i) for run in runs for i in (order[:WORST].tolist() if many else range(run.clients))]
+    spec = kit.heat_map(
+        kit.names("client", sites, f"Client, the worst {WORST} first" if many else "Client", scale={"padding": 0.06}),
+        kit.names("row", methods, scale={"padding": 0.06}, axis={"labelOverlap": False}),
+        kit.shade("value", title, reverse=not higher, domain=domain),
+        kit.tips(
+            *(("row", "Method"), ("client", "Client"), ("value", title, ".4~g")),
+            *(("half", "95 % interval, half width", ".3~g"), ("seeds", "Seeds")),
+        ),
+        "label" if few else "",
+        f"datum.value {'>' if higher else '<'} {sum(domain) / 2!r}",
+    )
+    which = f"the {WORST} clients that are worst with {best.title}" if many else "every client"
+    caption = (
+        f"{shown.title} of {which} with every method on its own test part at the last round, mean over seeds"
+        + (" with half the width of the 95 % interval" if few else "")
+        + f"; darker is better (in the dark look: lighter).{kit.off_words(off)}{without_attackers(runs)}"
+    )
+    first = shown is not METRICS.get("calibration_error")
+    id, tab = ("single-clients", "Client by client") if first else ("single-clients-calibration", shown.title)
+    head = f"{shown.title}, client by client"
+    spec |= {"width": 640, "height": 26 * len(methods)}
+    return Figure(id, "clients", tab, head, caption, spec, {"rows": data}, "wide")
+
+
+def _cells(run: Run, row: Row, name: str, wanted: Integers | None) -> Rows:
+    found: dict[int, dict[int, float]] = {}
+    for seed in seeds_of(run, row.method):
+        clients, values = last_results(run, row, seed, name)
+        chosen = np.isin(clients, wanted) if wanted is not None else np.ones(len(clients), bool)
+        for client, value in zip(clients[chosen].tolist(), values[chosen].tolist(), strict=True):
+            found.setdefault(client, {})[seed] = value
+    cells: Rows = []
+    for client, by_seed in sorted(found.items()):
+        estimate = Estimate(by_seed)
+        digits = 1 if metric(name).scale == 100 else 3
+        label, half = (interval(v, math.nan, (digits, digits))[0] for v in (estimate.mean, estimate.half))
+        cells.append(
+            {
+                "row": row.title,
+                "method": row.name,
+                "model": row.model,
+                "client": run.client(client),
+                "value": rounded(estimate.mean),
+                "half": rounded(estimate.half),
+                "seeds": len(by_seed),
+                "label": pair(label, half),
+                "label_narrow": label,
+            }
+        )
+    return cells
+
+
+def _over_rounds(
+    runs: list[Run], rows: list[Row], lead: str, clients: Integers, order: Integers, best: Row
+) -> Figure | None:
+    """A panel per client with a line per row, mean over seeds; the best row of all is thick."""
+    if len(order) > PANELS:
+        clients = order[np.linspace(0, len(order) - 1, PANELS).round().astype(int)]
+    lines = {row.title: _lines(run_of(runs, row), row, lead, clients) for row in rows}
+    models = {row.title: row.model for row in rows}
+    budget = max(FEWEST, POINTS // (len(lines) * len(clients)))
+    off = kit.off_axis(
+        {r: max((abs(v) for line in own.values() for _, v in line), default=0.0) for r, own in lines.items()}
+    )
+    data: Rows = []
+    shown = [run_of(runs, best).titled_client(client) for client in clients.tolist()]
+    for row, own in lines.items():
+        for client in [name for name in shown if name in own]:
+            values = own[client]
+            kept = np.unique(np.linspace(0, len(values) - 1, min(budget, len(values))).round().astype(int))
+            tags = {"client": client, "row": row, "model": models[row]}
+            data += [{**tags, "round": int(values[k][0]), "value": rounded(values[k][1])} for k in kept]
+    if len({point["round"] for point in data}) < 2:
+        return None
+    some = f" {len(clients)} of {len(order)} clients, from the worst to the best of it." if len(order) > PANELS else ""
+    caption = (
+        f"{metric(lead).title} of each client on its own test part, a line per method and model, mean over seeds. "
+        f"Thick: {best.title}, the best mean over all clients.{some}{kit.off_words(off)}{without_attackers(runs)}"
+    )
+    title = titled(metric(lead))
+    near = [point["value"] for point in data if point["row"] not in off]
+    x = kit.number("round", axis={"tickCount": 3, "grid": False})
+    y = kit.number("value", title, axis={"tickCount": 4}, scale={"domain": [min(near), max(near)]} if off else {})
+    place = {"x": x, "y": y, "color": kit.colour(rows), "detail": {"field": "row"}}
+    hints = kit.tips(("client", "Client"), ("row", "Method"), ("round", "Round"), ("value", title, ".4~g"))
+    inner = kit.chart(
+        kit.mark("line", place, strokeWidth=1, opacity=0.45, tooltip=None, clip=True),
+        kit.mark(
+            "line", place, {"filter": {"field": "row", "equal": best.title}}, strokeWidth=2.6, tooltip=None, clip=True
+        ),
+        kit.mark("point", {**place, "tooltip": hints}, size=40, opacity=0, clip=True),
+    )
+    head = f"{metric(lead).title} of each client over rounds"
+    spec = kit.panels(inner, "client", shown, "Round")
+    return Figure("each-client", "clients", "Over rounds", head, caption, spec, {"rows": data}, "facet")
+
+
+def _lines(run: Run, row: Row, name: str, clients: Integers) -> dict[str, list[tuple[int, float]]]:
+    """Rounds and means over seeds by client; attackers are left out."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for seed in seeds_of(run, row.method):
+        points = run.benign(Key(row.method, seed, row.model, "test", name))
+        if points is None or seed in row.lost:
+            continue
+        known = np.isfinite(points.value) & np.isin(points.client, clients)
+        columns = (points.client[known].tolist(), points.round[known].tolist(), points.value[known].tolist())
+        for client, t, value in zip(*columns, strict=True):
+            found.setdefault((client, t), []).append(value * metric(name).scale)
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for (client, t), values in sorted(found.items()):
+        lines.setdefault(run.titled_client(client), []).append((t, sum(values) / len(values)))
+    return lines
