@@ -347,6 +347,13 @@ def test_the_help_of_every_command_has_an_example_that_could_be_typed(path: list
     command.make_context(path[-1], words[len(path) :])  # raises what the command line would say
 
 
+@pytest.mark.parametrize("path", [[], ["deploy"]], ids=["fedloom", "fedloom deploy"])
+def test_every_verb_has_its_purpose_on_one_line(path: list[str]) -> None:
+    listed = RUNNER.invoke(app, [*path, "--help"]).output.partition("Commands:")[2]
+    assert listed.count("\n") > 9
+    assert "..." not in listed
+
+
 ENVIRONMENT = {**os.environ, "PYTHONPATH": "src"}
 LONGER = SMALL.replace("rounds = 3", "rounds = 40").replace(
     "[evaluate]", "[engine]\ncheckpoint_every = 0.05\n[evaluate]"

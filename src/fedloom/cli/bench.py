@@ -49,7 +49,9 @@ def bench(
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
-    """Measure how fast an experiment runs here, and estimate how long all of it takes; nothing is written.
+    """Measure how fast an experiment runs here.
+
+    It estimates how long all of it takes. Nothing is written.
 
     Seconds are the median per round, without the first and without evaluation. A row during which other processes
     used more than a tenth of a core is marked as unreliable. With --ranks, rounds on other machines like this one are

@@ -32,7 +32,9 @@ def cox(
     stratify: Annotated[bool, typer.Option("--stratify", help="a baseline hazard for every site")] = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Fit a Cox regression over the sites of an experiment's table, from sums alone: hazard ratios with intervals.
+    """Fit a Cox regression over the sites of a table.
+
+    It uses sums alone, and prints hazard ratios with intervals.
 
     Example: fedloom cox patients.toml --time followup_days --event died --stratify
     """

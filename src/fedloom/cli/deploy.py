@@ -15,7 +15,7 @@ from fedloom.formats import option, significant
 deploy = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="An experiment at real sites: their data stays there, models travel over TLS, Flower carries them.",
+    help="Run an experiment at real sites, by Flower over TLS. Data stay at the sites; models travel.",
 )
 app.add_typer(deploy, name="deploy")
 
@@ -63,7 +63,9 @@ def init(
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
-    """Write a ready directory: certificates, keys, settings, systemd units, a gate, and the five commands to run it.
+    """Write the directory of a new deployment.
+
+    It has certificates, keys, settings, systemd units, a gate, and the five commands to run it.
 
     Example: fedloom deploy init examples/hospitals.toml --sites 4 --method flame --rounds 10 --out hospitals
     """
@@ -123,7 +125,9 @@ def check(
     site: SiteFolder,
     offline: Annotated[bool, typer.Option("--offline", help="leave the server alone")] = False,
 ) -> None:
-    """Look at everything that a site needs before it joins; each finding is a sentence, the exit code 1 if one refuses.
+    """Check what a site needs before it joins.
+
+    Each finding is a sentence. The exit code is 1 if one refuses.
 
     Example: fedloom deploy check /srv/fedloom/site
     """
@@ -147,7 +151,9 @@ def local(
         int | None, typer.Option(help="port of the server; a free one by default", min=1, max=65535)
     ] = None,
 ) -> None:
-    """Run a deployment on this machine: the server with TLS and node keys, every site, all rounds; run again to go on.
+    """Run a deployment on this machine.
+
+    It starts the server with TLS and node keys, every site, and all rounds. Run it again to resume.
 
     Example: fedloom deploy local hospitals
     """
@@ -182,7 +188,9 @@ def status(
     folder: Annotated[Path, typer.Argument(help="a deployment's directory, or its server folder", show_default=False)],
     as_json: Annotated[bool, typer.Option("--json", help="everything as JSON")] = False,
 ) -> None:
-    """Show how far a deployment is and how every site does, from the server's files, while it runs and afterwards.
+    """Show how far a deployment is, site by site.
+
+    It reads the server's files, while the deployment runs and afterwards.
 
     Example: fedloom deploy status hospitals
     """
@@ -206,7 +214,9 @@ def models(
     out: Annotated[Path | None, typer.Option(help="folder to export to, one state dict per site")] = None,
     test: Annotated[bool, typer.Option("--test", help="score each on its own site's test data")] = False,
 ) -> None:
-    """List the models on the disks of sites, score them, and export them as state dicts for the plain PyTorch module.
+    """List, score and export the models of sites.
+
+    Exports are state dicts for the plain PyTorch module.
 
     Example: fedloom deploy models /srv/fedloom/site --out models
     """
@@ -235,7 +245,9 @@ def predict(
     keep: KeepOption = None,
     threshold: ThresholdOption = None,
 ) -> None:
-    """Predict raw rows at a site, by its own model and with its own scaling.
+    """Predict raw rows at a site by its own model.
+
+    Rows are scaled as the site scales them.
 
     Example: fedloom deploy predict /srv/fedloom/site new.csv
     """
@@ -261,7 +273,9 @@ def evaluate(
     rows: Annotated[Path, typer.Argument(help="file of rows with labels", show_default=False)],
     model: Kind = None,
 ) -> None:
-    """Score a site's model on new rows with labels, as it predicts them.
+    """Score a site's model on new rows with labels.
+
+    Rows are predicted as the site predicts them.
 
     Example: fedloom deploy evaluate /srv/fedloom/site last-month.csv
     """
@@ -287,7 +301,9 @@ def export(
     model: Kind = None,
     format: Annotated[str, typer.Option(help="onnx, torch or safetensors")] = "onnx",
 ) -> None:
-    """Write a site's model for other programs: an ONNX or torch graph that takes raw rows, with the site's scaling.
+    """Write a site's model for other programs.
+
+    It is an ONNX or torch graph that takes raw rows, with the site's scaling.
 
     Example: fedloom deploy export /srv/fedloom/site --out model.onnx
     """
@@ -306,7 +322,9 @@ def renew(
     host: Annotated[str, typer.Option(help="name or address that sites reach the server by")] = "localhost",
     days: Annotated[int, typer.Option(help="days that the certificate is valid")] = 365,
 ) -> None:
-    """Make another certificate of the server, signed by the same authority; sites need nothing new.
+    """Make another certificate of the server.
+
+    The same authority signs it; sites need nothing new.
 
     Example: fedloom deploy renew hospitals --host fl.example.org
     """
@@ -327,7 +345,9 @@ def add(
     home: Annotated[Path, typer.Option(help="folder for server/ and site/ on the machines")] = Path("/srv/fedloom"),
     programs: Annotated[Path, typer.Option(help="folder of the programs on the machines")] = Path("/opt/fedloom/bin"),
 ) -> None:
-    """Let a site join later: a new agreement, from the last round's model, which every site approves for itself.
+    """Let a site join a deployment that has run.
+
+    A new agreement begins from the last round's model; every site approves it for itself.
 
     Example: fedloom deploy add hospitals fichte
     """
@@ -351,7 +371,9 @@ def approve(
     ] = None,
     digest: Annotated[str, typer.Option(help="digest of the run, as its coordinator gave it")] = "",
 ) -> None:
-    """Approve a run at a site by its digest, or a new agreement with other members; without --digest show which.
+    """Approve a run or a new agreement at a site.
+
+    It is named by its digest; without --digest the digest is shown.
 
     Example: fedloom deploy approve /srv/fedloom/site --digest 3f2a...
     """
@@ -380,7 +402,9 @@ def approve(
 def remove(
     directory: Directory, name: Annotated[str, typer.Argument(help="name of the site", show_default=False)]
 ) -> None:
-    """Take a site out of the server's settings, between two runs; its key stays registered.
+    """Take a site out of the server's settings.
+
+    This is done between two runs; the site's key stays registered.
 
     Example: fedloom deploy remove /srv/fedloom/server dorn
     """
@@ -395,7 +419,9 @@ def remove(
 def revoke(
     directory: Directory, name: Annotated[str, typer.Argument(help="name of the site", show_default=False)]
 ) -> None:
-    """Revoke the key of a site's connection on the running server: its node is not let in any more.
+    """Revoke the key of a site on the running server.
+
+    Its node is not let in any more.
 
     Example: fedloom deploy revoke /srv/fedloom/server dorn
     """

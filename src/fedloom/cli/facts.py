@@ -27,7 +27,9 @@ def list_command(
         str, typer.Argument(help=f"one of {', '.join(KINDS)}", autocompletion=offer.one_of(*KINDS))
     ] = "methods",
 ) -> None:
-    """List what there is by name, with one line each: methods, or another kind of part.
+    """List methods, or another kind of part, by name.
+
+    Each has one line.
 
     Example: fedloom list partitions
     """
@@ -61,7 +63,9 @@ def describe(
         typer.Argument(help="a method, see 'fedloom list'", show_default=False, autocompletion=offer.algorithms),
     ],
 ) -> None:
-    """Print a method's card: problem, reference, symbols, traffic, deviations, when to use it; and its options.
+    """Print a method's card and its options.
+
+    The card has its problem, reference, symbols, traffic, deviations, and when to use it.
 
     Example: fedloom describe flame
     """
@@ -83,7 +87,9 @@ def describe(
 
 @app.command()
 def schema() -> None:
-    """Print the JSON schema of experiment files, so that editors can complete them.
+    """Print the JSON schema of experiment files.
+
+    Editors complete and check files by it.
 
     Example: fedloom schema > fedloom.schema.json
     """
@@ -102,7 +108,9 @@ def data(
         bool, typer.Option("--fetch", help="fetch its original files first, checked by their digests (extra fetch)")
     ] = False,
 ) -> None:
-    """Print counts, shapes, classes and the checksum of a data set; with --fetch, get its files first.
+    """Print what a data set has; with --fetch get it first.
+
+    These are counts, shapes, classes and the checksum.
 
     Example: fedloom data mnist --data-dir ~/data --fetch
     """

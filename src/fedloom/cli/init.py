@@ -26,7 +26,9 @@ def init(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="replace an experiment file that is there")] = False,
 ) -> None:
-    """Look at a table, report everything about it at once, and draft an experiment file that runs as it is.
+    """Look at a table and draft an experiment file.
+
+    Everything found in the table is reported at once. The draft runs as it is.
 
     Example: fedloom init patients.csv --by hospital --target died
     """

@@ -45,7 +45,9 @@ ThresholdOption = Annotated[
 
 @app.command(name="models")
 def models_command(run: RunArgument) -> None:
-    """List the models of a run directory: global, personal, hybrid and adapted ones, with their scores.
+    """List the models of a run directory with their scores.
+
+    They are global, personal, hybrid and adapted ones.
 
     Example: fedloom models runs/quickstart
     """
@@ -67,7 +69,9 @@ def evaluate(
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
-    """Score models on new data as predict uses them: those of each row's site or of --client, else the global one.
+    """Score models on new data with labels.
+
+    Models are used as predict does: those of each row's site or of --client, else the global one.
 
     Example: fedloom evaluate runs/quickstart --data new.csv --method flame --client 3
     """
@@ -110,7 +114,9 @@ def predict(
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
-    """Predict rows without labels: class and probabilities, or value.
+    """Predict rows without labels: a class, or a value.
+
+    Classes come with their probabilities.
 
     Example: fedloom predict runs/quickstart new.csv --client 3 --out predictions.csv
     """
@@ -143,7 +149,9 @@ def adapt(
     data_dir: DataDir = None,
     trust: Trust = False,
 ) -> None:
-    """Make a personal model for a client that the run has never seen, by the method's own client step.
+    """Make a personal model for a client new to the run.
+
+    The method's own client step trains it.
 
     Example: fedloom adapt runs/quickstart --data new_client.csv --method flame --rounds 5
     """
@@ -198,7 +206,9 @@ def export(
     ] = None,
     trust: Trust = False,
 ) -> None:
-    """Write a model for other programs: an ONNX or torch graph that takes raw rows, or its parameters alone.
+    """Write a model for other programs.
+
+    It is an ONNX or torch graph that takes raw rows, or the parameters alone.
 
     Example: fedloom export runs/quickstart --method flame --client 3 --format onnx --out client3.onnx
     """

@@ -53,7 +53,9 @@ def run(
     rounds: Annotated[int | None, typer.Option(min=1, help="communication rounds of every method")] = None,
     trust: Trust = False,
 ) -> None:
-    """Run all methods and seeds of an experiment; run again to resume.
+    """Run an experiment: all its methods and seeds.
+
+    Run it again to resume.
 
     With --dry-run, print the plan and an estimate, and write nothing.
 
@@ -183,7 +185,9 @@ def report_command(
         bool, typer.Option("--card", help="write a model card too: card.md, for people to complete")
     ] = False,
 ) -> None:
-    """Write one offline HTML report of one or several run directories, and every chart as SVG and CSV beside it.
+    """Write the report of runs as one offline HTML page.
+
+    It takes one or several run directories. Every chart is written beside it, as SVG and CSV.
 
     Example: fedloom report runs/a --against local
     """

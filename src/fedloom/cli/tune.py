@@ -27,7 +27,9 @@ def tune(
     force: Annotated[bool, typer.Option("--force", help="forget what the directory holds and start anew")] = False,
     trust: Trust = False,
 ) -> None:
-    """Choose the settings of every method on validation data, with equal trials and equal work; run again to resume.
+    """Choose every method's settings on validation data.
+
+    Methods have equal trials and equal work. Run it again to resume.
 
     Writes tuned.toml, the experiment with what was chosen, and tuning.md, what was tried.
 

@@ -39,7 +39,9 @@ def watch(
     port: Annotated[int, typer.Option(min=0, max=65535, help="port on loopback; 0: a free one")] = 8321,
     every: Annotated[int, typer.Option(min=1, help="seconds between two looks")] = 5,
 ) -> None:
-    """Serve the report of a run while it goes on, for a browser on this machine; Ctrl-C ends it, not the run.
+    """Serve the report of a run while it goes on.
+
+    A browser on this machine shows it. Ctrl-C ends the serving, not the run.
 
     Example: fedloom watch runs/quickstart
     """

@@ -40,7 +40,9 @@ def map_command(
     ] = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Measure every method in every kind of federation; run again to resume, in any order, on as many machines.
+    """Measure every method in every kind of federation.
+
+    Run it again to resume, in any order, on any number of machines.
 
     Every method has equally many trials, chosen on validation, then fresh seeds. A method of your own gets its row
     beside the recorded ones.

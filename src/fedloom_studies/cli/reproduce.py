@@ -52,7 +52,9 @@ def reproduce(
     ] = False,
     decide: Annotated[bool, typer.Option("--decide", help="add seeds, up to 20, while a claim is undecided")] = False,
 ) -> None:
-    """Run a table or figure of a paper and judge it; run again to resume.
+    """Run a table or figure of a paper and judge it.
+
+    Run it again to resume.
 
     Example: fedloom reproduce flame-table3-mnist --scale laptop --data-dir ~/data
     """
