@@ -56,7 +56,7 @@ def tune(
             say(str(stop), err=True)
             raise typer.Exit(130) from None
     for f in found:
-        if f.best is not None:
+        if f.best is not None and f.best.value is not None:
             say(
                 f"{f.study.method.label}: {f.best.setting}, validation {search.goal.metric} {significant(f.best.value)}"
             )

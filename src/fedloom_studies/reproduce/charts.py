@@ -37,7 +37,7 @@ def chart(cells: Sequence[Cell]) -> str:
     drawn = charted(cells)
     if not drawn:
         return ""
-    rows = []
+    rows: kit.Rows = []
     for c in drawn:
         of = unit(c.figure)
         low, high = (of.scale * (c.mean + side * c.half) if math.isfinite(c.half) else None for side in (-1, 1))
@@ -48,9 +48,9 @@ def chart(cells: Sequence[Cell]) -> str:
     y, lines = kit.name_lines("column", [c.column for c in drawn], LETTERS)
     names = look.LETTER * min(LETTERS, max(len(c.column) for c in drawn))
     x = kit.number("value", axis={"tickCount": 4})
-    paper = kit.mark("point", {"y": y, "x": {**x, "field": "paper"}}, shape="diamond", size=52, color=look.ORANGE,
+    theirs = kit.mark("point", {"y": y, "x": {**x, "field": "paper"}}, shape="diamond", size=52, color=look.ORANGE,
                      filled=False, strokeWidth=2, opacity=1)  # fmt: skip
-    inner = kit.chart(*kit.intervals({"y": y, "color": {"value": look.BLUE}}, x, size=42), paper)
+    inner = kit.chart(*kit.intervals({"y": y, "color": {"value": look.BLUE}}, x, size=42), theirs)
     panels = list(dict.fromkeys(row["variant"] for row in rows))
     spec = kit.panels(inner, "variant", panels, None, high=0)
     spec["facet"]["header"] |= {"labelLimit": look.PHONE - 10, "labelAnchor": "start"}

@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 
 from fedloom.formats import rounded, significant
 from fedloom.report.charts import kit
-from fedloom.report.charts.clients import without_attackers
 from fedloom.report.charts.kit import Figure, Rows, Spec
+from fedloom.report.charts.spread import without_attackers
 from fedloom.report.reading import read_table
 from fedloom.report.run import Key, Run
 
