@@ -8,6 +8,7 @@ import typer
 
 from fedloom.cli import _complete as offer
 from fedloom.cli._app import DataDir, FileArgument, app, errors, say
+from fedloom.formats import option, significant
 
 
 @app.command()
@@ -61,11 +62,12 @@ def cox(
             secure = fit_secure_cox(sites, agreement_on(sites, bins, least, ties), table.columns)
             fit, losses = secure.fit, secure.losses
             say(
-                f"bins of {bins:g}, at least {least} events and rows of a site: {losses.rare + losses.late} of "
+                f"bins of {option(bins)}, at least {least} events and rows of a site: {losses.rare + losses.late} of "
                 f"{losses.events} events are censored ({losses.rare} in bins with too few, {losses.late} late)"
             )
             say(
-                f"rounding moves no coefficient by more than {secure.bound.max():.1g} from the pooled fit of these rows"
+                f"rounding moves no coefficient by more than {significant(float(secure.bound.max()), 1)} "
+                "from the pooled fit of these rows"
             )
         low, high = fit.interval()
         heads = ("coefficient", "standard error", "hazard ratio", "95 % from", "to", "p")
