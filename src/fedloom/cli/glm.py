@@ -15,7 +15,9 @@ def glm(
     by_site: Annotated[bool, typer.Option("--by-site", help="an intercept for every site")] = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Fit a regression over the sites of an experiment's table, from sums alone: named coefficients with intervals.
+    """Fit a regression over the sites of a table.
+
+    It uses sums alone, and prints named coefficients with intervals.
 
     It is logistic for a binary task, Poisson for counts, else linear.
 
