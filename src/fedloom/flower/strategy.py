@@ -122,7 +122,7 @@ class Strategy(FlowerStrategy):
             self._writes = True
         for name in ("train_metrics_clientapp", "evaluate_metrics_clientapp", "evaluate_metrics_serverapp"):
             setattr(result, name, {t + done: figures for t, figures in getattr(result, name).items()})
-        result.arrays = self._arrays() or arrays
+        result.arrays = self._arrays() or ArrayRecord()
         return result
 
     def configure_train(
