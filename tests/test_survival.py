@@ -17,6 +17,7 @@ from statsmodels.api import families as glm_families
 from statsmodels.duration.hazard_regression import PHReg
 
 import fedloom as fl
+from fedloom.data.sources.tabular import Csv
 from fedloom.errors import ConfigError, DataError
 from fedloom.tasks import Count, Objective, Survival, task_of
 from fedloom.tasks.cox import SurvivalSite, fit_cox
@@ -248,8 +249,10 @@ def test_what_is_no_time_to_event_is_a_sentence(keys: dict[str, Any], sentence: 
 def test_times_and_horizons_are_checked() -> None:
     table = tables()["rossi"][0]
     table.loc[3, "week"] = 0
-    with pytest.raises(DataError, match=r"1 times are not above 0 \(first: sample 3\)"):
+    with pytest.raises(DataError, match=r"column 'week': times must be above 0, got 0 \(1 such"):
         fl.Dataset.of(table, "week", event="arrest")
+    with pytest.raises(ValueError, match="one column is predicted, got week, arrest"):
+        Csv(path="rossi.csv", label=["week", "arrest"])
     with pytest.raises(ConfigError, match=r"task\.horizon is of survival tasks only"):
         task_of(fl.load("digits"), Objective(horizon=3.0))
     with pytest.raises(DataError, match="counts must be one whole number"):

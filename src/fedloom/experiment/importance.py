@@ -51,10 +51,10 @@ def importance(result: Result) -> pa.Table:
             index = job.eval_fed.indices("test", client)
             if len(index) >= FEWEST:
                 scored = _Scored(result, table, row, index)
-                found = _permuted(scored, client)
+                importances = _permuted(scored, client)
                 rows += [
                     (client, model, column.name, scored.lead, float(mean), float(spread))
-                    for column, mean, spread in zip(table.columns, *found, strict=True)
+                    for column, mean, spread in zip(table.columns, *importances, strict=True)
                 ]
     kinds = {"client": pa.int64(), "model": pa.string(), "column": pa.string(), "metric": pa.string()}
     columns = [*kinds.items(), ("value", pa.float64()), ("spread", pa.float64())]
@@ -74,7 +74,7 @@ class _Scored:
         self.lead = leading(self._scores(self.places))
 
     def fit(self, *_: Any) -> _Scored:
-        """Nothing; scikit-learn asks for it."""
+        """Do nothing, as scikit-learn needs."""
         return self
 
     def __call__(self, _: Any, places: NDArray[np.int64], __: Any) -> float:
@@ -93,7 +93,7 @@ def _permuted(scored: _Scored, client: int) -> tuple[NDArray[np.float64], NDArra
     from sklearn.inspection import permutation_importance  # slow to import, needed where it is asked for
 
     state = random_state(generator(scored._job.setting.seed, client=client, purpose="importance"))
-    found = permutation_importance(
+    importances = permutation_importance(
         scored, scored.places, np.zeros(len(scored.places)), scoring=scored, n_repeats=REPEATS, random_state=state
     )
-    return found.importances_mean, found.importances_std
+    return importances.importances_mean, importances.importances_std

@@ -21,7 +21,7 @@ SAMPLES = "samples"
 
 
 def without(fed: Federation, client: int) -> Federation:
-    """The federation of all clients but one; samples of that one stay in the data set and belong to nobody."""
+    """The federation of all clients but one; samples of that one stay in the data set and belong to no client."""
     ids = torch.tensor([i for i in range(fed.n) if i != client])
     parts = {}
     for part in PARTS:

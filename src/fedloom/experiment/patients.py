@@ -40,15 +40,15 @@ def keeping(source: Source, groups: Sequence[str]) -> Source:
 def _final(result: Result) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """Every kind of model with its outputs ``[N, k]`` on test samples, their places ``[N]`` and clients ``[N]``."""
     job, kinds = result.job, result.models.kinds()
-    made = {kind: final_outputs(job, result.state, kind) for kind in ("global", "personal") if kind in kinds}
-    for kind, (outputs, index, sizes) in made.items():
+    outputs_of = {kind: final_outputs(job, result.state, kind) for kind in ("global", "personal") if kind in kinds}
+    for kind, (outputs, index, sizes) in outputs_of.items():
         yield kind, outputs.cpu(), index.cpu(), job.scored_ids.repeat_interleave(sizes.cpu())
     if "hybrid" in kinds:
-        shared, index, sizes = made["global"]
+        shared, index, sizes = outputs_of["global"]
         owner = job.scored_ids.repeat_interleave(sizes.cpu())
         takes = result.models.takes_global()
         chosen = torch.zeros(job.n, dtype=torch.bool).index_copy(0, job.scored_ids, takes[: len(job.scored_ids)])
-        outputs = torch.where(chosen[owner][:, None], shared.cpu(), made["personal"][0].cpu())
+        outputs = torch.where(chosen[owner][:, None], shared.cpu(), outputs_of["personal"][0].cpu())
         yield "hybrid", outputs, index.cpu(), owner
 
 

@@ -34,12 +34,12 @@ def group_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
     """An HTML table per run whose groups were scored."""
     text = ""
     for run in runs:
-        own = [row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
-        best = federated_leader(own, lead)
-        found = None if best is None else group_cells(run, best, lead)
-        if best is None or found is None:
+        shown = [row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
+        best = federated_leader(shown, lead)
+        table = None if best is None else group_cells(run, best, lead)
+        if best is None or table is None:
             continue
-        heads, cells = found
+        heads, cells = table
         lines = [[escape(cell) for cell in line] for line in cells]
         label = f"{titled(figure(lead))}, {best.method}{f', {run.label}' if len(runs) > 1 else ''}"
         text += f"<h3>{escape(label)}</h3>" + scrolling(f"Groups of patients: {label}", heads, lines)
@@ -65,7 +65,7 @@ def _read(run: Run) -> pa.Table | None:
 
 
 def _means(table: pa.Table, keys: Sequence[str]) -> dict[tuple[object, ...], float]:
-    """Means over seeds of what is known, by key."""
+    """Means over seeds of finite values, by key."""
     values: dict[tuple[object, ...], list[float]] = {}
     for row in table.to_pylist():
         if math.isfinite(row["value"]):

@@ -44,16 +44,17 @@ def labelled(output: Tensor, y: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, 
     """Outputs, targets and owners of what has a label: of sequences the positions, of which -1 have none."""
     if len(owner) == len(y):
         return output, y, owner
-    there = y >= 0
-    return output[there], y[there], owner.repeat_interleave(len(y) // len(owner))[there.to(owner.device)]
+    has_label = y >= 0
+    owners = owner.repeat_interleave(len(y) // len(owner))
+    return output[has_label], y[has_label], owners[has_label.to(owner.device)]
 
 
-def known(found: dict[str, Tensor], output: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
+def masked(values: dict[str, Tensor], output: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
     """The metrics with nan for the clients that have an output which is not finite."""
     if bool(output.sum().isfinite()):
-        return found
+        return values
     lost = torch.bincount(owner[~output.isfinite().all(1)], minlength=n) > 0
-    return {name: value.masked_fill(lost, torch.nan) for name, value in found.items()}
+    return {name: value.masked_fill(lost, torch.nan) for name, value in values.items()}
 
 
 def ranking(score: Tensor, y: Tensor, owner: Tensor, n: int) -> tuple[Tensor, Tensor]:
@@ -107,21 +108,21 @@ def of_classes(
     hit = guess == y
     true, guessed, hits = (by_class(*of, n, classes) for of in ((y, owner), (guess, owner), (y[hit], owner[hit])))
     recall, precision = hits / true, hits / guessed
-    found: dict[str, Tensor] = {}
+    figures: dict[str, Tensor] = {}
     for name, values in (("recall", recall), ("precision", precision)):
         if name in wanted:
-            found |= {of_class(name, label): values[:, k] for k, label in enumerate(names)}
+            figures |= {of_class(name, label): values[:, k] for k, label in enumerate(names)}
     if "balanced_accuracy" in wanted:
-        found["balanced_accuracy"] = recall.nanmean(1)
+        figures["balanced_accuracy"] = recall.nanmean(1)
     if "macro_precision" in wanted:
-        found["macro_precision"] = torch.where(true > 0, precision.nan_to_num(0), torch.nan).nanmean(1)
+        figures["macro_precision"] = torch.where(true > 0, precision.nan_to_num(0), torch.nan).nanmean(1)
     if {"auroc_ovr", "auprc_ovr"} & {*wanted}:
         each = [torch.stack(ranking(p[:, k], (y == k).double(), owner, n)) for k in range(classes)]
         auroc, auprc = torch.stack(each).nanmean(0)
-        found |= {k: v for k, v in (("auroc_ovr", auroc), ("auprc_ovr", auprc)) if k in wanted}
+        figures |= {k: v for k, v in (("auroc_ovr", auroc), ("auprc_ovr", auprc)) if k in wanted}
     if "brier" in wanted:
         gap = (p - functional.one_hot(y, classes)).square().sum(1)
-        found["brier"] = mean(gap / (2 if classes == 2 else 1), owner, n)
+        figures["brier"] = mean(gap / (2 if classes == 2 else 1), owner, n)
     if "calibration_error" in wanted:
-        found["calibration_error"] = calibration_error(p.amax(1), hit.double(), owner, n)
-    return found
+        figures["calibration_error"] = calibration_error(p.amax(1), hit.double(), owner, n)
+    return figures

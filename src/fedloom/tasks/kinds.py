@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from fedloom.tasks.figures import by_class, calibration_error, known, labelled, mean, ranking, total, wide
+from fedloom.tasks.figures import by_class, calibration_error, labelled, masked, mean, ranking, total, wide
 from fedloom.values import Value
 
 OwnLoss = Callable[[Tensor, Tensor], Tensor]
@@ -120,12 +120,12 @@ class Classification(Kind):
         true, guessed, hits = (by_class(*of, n, self.classes) for of in counted)
         present = true > 0
         f1 = torch.where(present, 2 * hits / (true + guessed).clamp(min=1), 0.0).sum(1) / present.sum(1)
-        found = {
+        values = {
             "loss": mean(self.loss(z, y), owner, n),
             "accuracy": mean(hit.double(), owner, n),
             "macro_f1": f1,
         }
-        return known(found, z, owner, n)
+        return masked(values, z, owner, n)
 
 
 class Binary(Kind):
@@ -171,7 +171,7 @@ class Binary(Kind):
         guess, label = self.predict(z), y.double()
         both = total((guess * y).double(), owner, n)
         auroc, auprc = ranking(z.squeeze(-1), label, owner, n)
-        found = {
+        values = {
             "loss": mean(self.loss(z, y), owner, n),
             "accuracy": mean((guess == y).double(), owner, n),
             "f1": 2 * both / total((guess + y).double(), owner, n),
@@ -179,7 +179,7 @@ class Binary(Kind):
             "auprc": auprc,
             "calibration_error": calibration_error(z.squeeze(-1).sigmoid(), label, owner, n),
         }
-        return known(found, z, owner, n)
+        return masked(values, z, owner, n)
 
 
 class Regression(Kind):
@@ -210,13 +210,13 @@ class Regression(Kind):
         spread = target - mean(target, owner, n)[owner]
         sse, sst, size = (total(v.square(), owner, n) for v in (error, spread, target))
         mse = mean(error.square().mean(1), owner, n)
-        found = {
+        values = {
             "loss": mse,
             "mae": mean(error.abs().mean(1), owner, n),
             "rmse": mse.sqrt(),
             "r2": torch.where(sst > 1e-24 * size, 1 - sse / sst, torch.nan).mean(1),  # else constant but for rounding
         }
-        return known(found, z, owner, n)
+        return masked(values, z, owner, n)
 
 
 class Count(Kind):
@@ -254,4 +254,4 @@ class Count(Kind):
             "mae": mean(error.abs()[:, 0], owner, n),
             "rmse": mean(error.square()[:, 0], owner, n).sqrt(),
         }
-        return known(values, z, owner, n)
+        return masked(values, z, owner, n)

@@ -16,7 +16,7 @@ from fedloom.errors import CodeError, ConfigError, FedloomError, cause_of, unkno
 from fedloom.imports import PATTERN, Function, function, is_path
 from fedloom.metrics import METRICS, declare
 from fedloom.tasks.calibration import calibration, recalibration
-from fedloom.tasks.figures import known, labelled, mean, of_classes, wide
+from fedloom.tasks.figures import labelled, masked, mean, of_classes, wide
 from fedloom.tasks.kinds import Binary, Classification, Count, Regression, Task
 from fedloom.tasks.survival import Survival, baseline
 from fedloom.values import Value
@@ -24,32 +24,32 @@ from fedloom.values import Value
 Base = Classification | Binary | Regression | Survival | Count
 
 
-def _metric(given: Any) -> str | Function:
+def _metric(choice: Any) -> str | Function:
     """A name of `fedloom.metrics.METRICS`, or a user's function."""
-    if isinstance(given, str) and not is_path(given):
-        if given not in METRICS:
-            raise unknown("metric", given, METRICS)
-        return given
-    own = function(given, "metric")
-    if not own.short.isidentifier() or own.short in METRICS:
-        raise ValueError(f"metric {own.short!r} needs a name of its own: write it as a function with another name")
-    return own
+    if isinstance(choice, str) and not is_path(choice):
+        if choice not in METRICS:
+            raise unknown("metric", choice, METRICS)
+        return choice
+    measure = function(choice, "metric")
+    if not measure.short.isidentifier() or measure.short in METRICS:
+        raise ValueError(f"metric {measure.short!r} needs a name of its own: write it as a function with another name")
+    return measure
 
 
-def _weights(given: Any) -> Any:
+def _weights(weights: Any) -> Any:
     """``balanced``, a list of numbers, or numbers by class."""
-    given = given.tolist() if hasattr(given, "tolist") else given
-    values = list(given.values()) if isinstance(given, Mapping) else given
-    if given is None or (isinstance(given, str) and given == "balanced"):
-        return given
+    weights = weights.tolist() if hasattr(weights, "tolist") else weights
+    values = list(weights.values()) if isinstance(weights, Mapping) else weights
+    if weights is None or (isinstance(weights, str) and weights == "balanced"):
+        return weights
     numbers = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
     if not numbers or any(isinstance(v, bool) or not isinstance(v, int | float) for v in values):
         raise ValueError(
-            f"must be 'balanced', a list of one number per class, or a table class = number, got {given!r}"
+            f"must be 'balanced', a list of one number per class, or a table class = number, got {weights!r}"
         )
     if not all(math.isfinite(v) and v >= 0 for v in values) or not any(values):
-        raise ValueError(f"must be finite numbers of at least 0, not all of them 0, got {given!r}")
-    return {str(k): float(v) for k, v in given.items()} if isinstance(given, Mapping) else tuple(map(float, values))
+        raise ValueError(f"must be finite numbers of at least 0, not all of them 0, got {weights!r}")
+    return {str(k): float(v) for k, v in weights.items()} if isinstance(weights, Mapping) else tuple(map(float, values))
 
 
 def _named(value: Any) -> Any:
@@ -128,8 +128,8 @@ class Objective(Value):
     @property
     def directions(self) -> dict[str, bool]:
         """Of every own metric, whether more of it is better."""
-        own = (m for m in self.metrics if isinstance(m, Function))
-        return {m.short: bool(getattr(m.call, "higher_is_better", True)) for m in own}
+        measures = (m for m in self.metrics if isinstance(m, Function))
+        return {m.short: bool(getattr(m.call, "higher_is_better", True)) for m in measures}
 
 
 Kinds = Literal["classification", "binary", "regression", "survival", "count"]
@@ -161,21 +161,21 @@ def task_of(dataset: Labelled, objective: Objective = Objective()) -> Task:  # n
         ConfigError: the data set's ``task`` is unknown; or the objective has metrics, class weights or a horizon that
             this task has no place for.
     """
-    found: Base
+    base: Base
     match dataset.task:
         case "classification":
-            found = Classification(classes=len(dataset.classes))
+            base = Classification(classes=len(dataset.classes))
         case "binary":
-            found = Binary()
+            base = Binary()
         case "regression":
-            found = Regression(outputs=dataset.y.shape[1])
+            base = Regression(outputs=dataset.y.shape[1])
         case "survival":
-            found = Survival(horizon=objective.horizon)
+            base = Survival(horizon=objective.horizon)
         case "count":
-            found = Count()
+            base = Count()
         case other:
             raise unknown("task", other, get_args(Kinds))
-    return found if objective == Objective() else Chosen.of(found, objective, tuple(dataset.classes))
+    return base if objective == Objective() else Chosen.of(base, objective, tuple(dataset.classes))
 
 
 @dataclass(frozen=True)
@@ -201,16 +201,16 @@ class Chosen:
         Raises:
             ConfigError: a metric that is not of this task, two of one name, or weights of other classes.
         """
-        there = base.metrics(torch.zeros(0, base.outputs), _blank(base), torch.zeros(0, dtype=torch.long), 1)
+        measured = base.metrics(torch.zeros(0, base.outputs), _blank(base), torch.zeros(0, dtype=torch.long), 1)
         named = [m for m in objective.metrics if isinstance(m, str)]
         for name in named:
-            if name not in (*there, *base.further):
+            if name not in (*measured, *base.further):
                 raise ConfigError(
                     f"task.metrics: {name!r} is not defined for a {type(base).__name__.lower()}; allowed: "
-                    f"{', '.join((*there, *base.further))}"
+                    f"{', '.join((*measured, *base.further))}"
                 )
-        own = [m.short for m in objective.metrics if isinstance(m, Function)]
-        twice = next((name for name in own if own.count(name) > 1), None)
+        own_names = [m.short for m in objective.metrics if isinstance(m, Function)]
+        twice = next((name for name in own_names if own_names.count(name) > 1), None)
         if twice:
             raise ConfigError(f"task.metrics: two metrics are called {twice!r}; rename one function")
         _check_weights(objective.class_weights, classes)
@@ -221,7 +221,7 @@ class Chosen:
                 "task.horizon is of survival tasks only; leave it out, or name the event column in [data]"
             )
         declare(objective.directions)
-        return cls(base, objective, classes, tuple(n for n in dict.fromkeys(named) if n not in there))
+        return cls(base, objective, classes, tuple(n for n in dict.fromkeys(named) if n not in measured))
 
     @property
     def outputs(self) -> int:
@@ -247,20 +247,20 @@ class Chosen:
             counts: ``[n, C]`` training samples of every client by class; with 'balanced', the factors of a client's
                 samples are 1 in the mean.
         """
-        given = self.objective.class_weights
-        if given is None:
+        weights = self.objective.class_weights
+        if weights is None:
             return None
-        if given == "balanced":
-            size, there = counts.sum(1, keepdim=True).double(), (counts > 0).sum(1, keepdim=True)
-            return torch.where(counts > 0, size / (there * counts.clamp(min=1)), 0.0)
-        if isinstance(given, Mapping):
-            given = [given.get(name, 1.0) for name in self.classes]
-        return torch.tensor(given, dtype=torch.float64).expand(len(counts), -1)
+        if weights == "balanced":
+            size, present = counts.sum(1, keepdim=True).double(), (counts > 0).sum(1, keepdim=True)
+            return torch.where(counts > 0, size / (present * counts.clamp(min=1)), 0.0)
+        if isinstance(weights, Mapping):
+            weights = [weights.get(name, 1.0) for name in self.classes]
+        return torch.tensor(weights, dtype=torch.float64).expand(len(counts), -1)
 
     def metrics(self, output: Tensor, y: Tensor, owner: Tensor, n: int) -> dict[str, Tensor]:
         """The task's own metrics, then those that were asked for; see `Task.metrics`."""
         output, y, owner = labelled(output, y, owner)
-        found = self.base.metrics(output, y, owner, n)
+        figures = self.base.metrics(output, y, owner, n)
         z, target, who = wide(output), y.cpu(), owner.cpu()
         more: dict[str, Tensor] = {}
         if isinstance(self.base, Classification | Binary):
@@ -275,7 +275,7 @@ class Chosen:
         for own in self.objective.metrics:
             if isinstance(own, Function):
                 more[own.short] = _each(own, "metric", z, target, who, n)
-        return {**found, **known(more, z, who, n)}
+        return {**figures, **masked(more, z, who, n)}
 
 
 def labels(classes: Sequence[str]) -> list[str]:
@@ -284,11 +284,11 @@ def labels(classes: Sequence[str]) -> list[str]:
     >>> labels(["a/b", "a b", "a_b"])
     ['a_b', 'a b', 'a_b 2']
     """
-    found: list[str] = []
+    names_of_metrics: list[str] = []
     for k, name in enumerate(classes):
         text = re.sub(r"[^\w .+-]", "_", name)[:40]
-        found.append(f"{text} {k}" if text in found else text)
-    return found
+        names_of_metrics.append(f"{text} {k}" if text in names_of_metrics else text)
+    return names_of_metrics
 
 
 def _blank(base: Base) -> Tensor:
@@ -313,13 +313,13 @@ def _check_weights(given: Any, classes: tuple[str, ...]) -> None:
 
 def _each(own: Function, what: str, output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
     """A user's function of every client's samples, float64 ``[n]``; nan without samples, or without finite outputs."""
-    found = torch.full((n,), math.nan, dtype=torch.float64)
+    values = torch.full((n,), math.nan, dtype=torch.float64)
     order = owner.to(output.device).argsort(stable=True)
     sizes = torch.bincount(owner.cpu(), minlength=n).tolist()
     for i, index in enumerate(order.split(sizes)):
         if len(index) and bool(output[index].isfinite().all()):
-            found[i] = number(own, what, output[index], y.to(output.device)[index])
-    return found
+            values[i] = number(own, what, output[index], y.to(output.device)[index])
+    return values
 
 
 def number(own: Function, what: str, output: Tensor, y: Tensor) -> float:

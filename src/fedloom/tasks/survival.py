@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.tasks.figures import known
+from fedloom.tasks.figures import masked
 from fedloom.tasks.kinds import Kind, OwnLoss
 
 Floats = NDArray[np.float64]
@@ -82,7 +82,7 @@ class Survival(Kind):
                 values["brier"][client] = brier(risk, self.horizon)
                 error, ratio = observed_expected(risk, self.horizon)
                 values["calibration_error"][client], values["observed_expected"][client] = error, ratio
-        return known(values, output.detach().cpu(), owner.cpu(), n)
+        return masked(values, output.detach().cpu(), owner.cpu(), n)
 
 
 class Rows(NamedTuple):
@@ -175,7 +175,7 @@ def survival_curve(time: Floats, event: Floats, at: Floats, *, before: bool = Fa
 def brier(risk: Rows, horizon: float) -> float:
     """Mean of weighted squares of risk less what came by the horizon, weights from the client's own censoring.
 
-    Nan where nobody is observed that long.
+    Nan where no row is observed that long.
     """
     came, past = (risk.time <= horizon) & (risk.event > 0), risk.time > horizon
     free = survival_curve(risk.time, 1 - risk.event, np.where(came, risk.time, horizon), before=True)
@@ -187,7 +187,7 @@ def brier(risk: Rows, horizon: float) -> float:
 
 
 def observed_expected(risk: Rows, horizon: float) -> tuple[float, float]:
-    """Calibration error, and observed over expected events by the horizon; nan where nobody is seen so long."""
+    """Calibration error, and observed over expected events by the horizon; nan where no row is observed that long."""
     if risk.time.max() < horizon:
         return float("nan"), float("nan")
 

@@ -12,7 +12,7 @@ from typing import Annotated, Literal, NamedTuple, cast
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator
 from torch import Tensor
 
 from fedloom.data.agreement import Agreement, agreement_of
@@ -74,6 +74,17 @@ class TableSource(FileSource):
     factors: dict[str, float] = Field(
         default={}, description="numbers by which columns are multiplied, to be in the units that were agreed on"
     )
+
+    @field_validator("label", mode="before")
+    @classmethod
+    def _one_label(cls, label: object) -> object:
+        """Refuse several targets."""
+        if isinstance(label, list | tuple):
+            raise ValueError(
+                f"one column is predicted, got {', '.join(map(str, label))}; for a time to an event, label "
+                "names the time and event the event; for several targets, take an experiment for each"
+            )
+        return label
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -236,6 +247,8 @@ class _Reading:
             label, classes, wrong = _agreed_classes(agreement, self.label, label, classes)
         if task == "survival" and agreement is None and self.event and not np.nansum(self.measured[self.event].done()):
             wrong.append(f"the event {self.event!r} is 0 in every row; nothing can be learned from it")
+        if task == "survival":
+            wrong += self._impossible()
         if sentences := [*sentences, *wrong, *self._out_of_range()]:
             refuse(where, sentences)
         regression = task == "regression"
@@ -271,6 +284,23 @@ class _Reading:
                 unit=unit if regression else 1.0,
                 notes=self._notes(),
             )
+
+    def _impossible(self) -> list[str]:
+        """Times and events that cannot be, column by column."""
+        assert self.event is not None
+        sentences, first = [], self.problems.first
+        for column, wrong, allowed in (
+            (self.label, lambda v: v <= 0, "times must be above 0"),
+            (self.event, lambda v: ~np.isin(v, (0, 1)), "events must be 1, or 0 where the time is censored"),
+        ):
+            values = self.measured[column].done()
+            rows = np.nonzero(~np.isnan(values) & wrong(values))[0]
+            if len(rows):
+                sentences.append(
+                    f"row {first + int(rows[0])}, column {column!r}: {allowed}, got {values[rows[0]]:g} ({len(rows)} "
+                    "such rows); repair them, or name their marker in missing, with unlabelled = 'drop'"
+                )
+        return sentences
 
     def _out_of_range(self) -> list[str]:
         """Agreed columns whose rows lie beyond the agreed range, as those of another unit do."""

@@ -60,7 +60,7 @@ class Point(NamedTuple):
 
 
 def point(samples: Predicted, threshold: float) -> Point:
-    """The operating point of a threshold; nan where a share is of nobody."""
+    """The operating point of a threshold; nan where a share is of no sample."""
     hit, ill = samples.prediction >= threshold, samples.target == 1
     odds, size = threshold / (1 - threshold), len(ill)
 
@@ -91,16 +91,16 @@ def curve(samples: Predicted) -> list[tuple[float, float, int]]:
 
 def _chosen(runs: list[Run], rows: list[Row], lead: str) -> list[tuple[Run, Row, list[tuple[str, Predicted]]]]:
     """Runs of binary tasks with kept predictions, the federated method that leads, and the samples of its sites."""
-    found = []
+    chosen = []
     for run in runs:
-        own = [row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
-        best = federated_leader(own, lead)
+        shown = [row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
+        best = federated_leader(shown, lead)
         samples = None if best is None else tested(run, best.method, best.model)
         if best is None or samples is None or not is_binary(run, samples):
             continue
         sites = [(run.titled_client(k), samples.at(k)) for k in range(run.clients)] if run.clients <= FEW else []
-        found.append((run, best, [("All", samples), *((name, some) for name, some in sites if len(some.target))]))
-    return found
+        chosen.append((run, best, [("All", samples), *((name, some) for name, some in sites if len(some.target))]))
+    return chosen
 
 
 def calibrated(runs: list[Run], rows: list[Row], lead: str) -> list[Figure]:
@@ -165,7 +165,7 @@ def _decision(sites: list[tuple[str, Predicted]], words: str, mark: str) -> Figu
     }  # fmt: skip
     caption = (
         "Net benefit per patient by the probability from which one would treat, of the model, of treating all and of "
-        f"treating nobody, on each site's test samples ({words})."
+        f"treating none, on each site's test samples ({words})."
     )
     spec = kit.panels(
         kit.chart(kit.mark("line", encoding, strokeWidth=1.5)), "client", [name for name, _ in sites],

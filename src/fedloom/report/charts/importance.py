@@ -28,8 +28,8 @@ def importances(runs: list[Run], rows: list[Row], lead: str) -> list[Figure]:
     figures = []
     for place, run in enumerate(runs, start=1):
         path = run.path / IMPORTANCE
-        own = [row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
-        best = federated_leader(own, lead)
+        shown = [row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
+        best = federated_leader(shown, lead)
         if not path.exists() or best is None:
             continue
         table = read_table(path, NAMES)

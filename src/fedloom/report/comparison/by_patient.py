@@ -28,8 +28,8 @@ LEAST = 2
 
 ABOUT = (
     "The same, patient by patient: every test sample with the mean of its predictions over the seeds that tested it, "
-    "and DeLong's 95 % interval of the difference in AUROC. It tells how the gain would vary over new patients of a "
-    "site. With folds every patient is tested once."
+    "and DeLong's 95 % interval of the difference in AUROC: how the gain would vary over new patients of a site. "
+    "With folds every patient is tested once."
 )
 
 
@@ -72,23 +72,23 @@ def delong(scores: Numbers, target: Numbers) -> tuple[Numbers, Numbers]:
 
 def differences(run: Run, table: Table) -> list[Difference]:
     """A line per site and one over all of them; none where predictions were not kept, or are no probabilities."""
-    own, shared = (tested(run, row.method, row.model) for row in (table.alone, table.together))
-    if own is None or shared is None or not is_binary(run, own) or not np.array_equal(own[:2], shared[:2]):
+    alone, shared = (tested(run, row.method, row.model) for row in (table.alone, table.together))
+    if alone is None or shared is None or not is_binary(run, alone) or not np.array_equal(alone[:2], shared[:2]):
         return []
     places: list[tuple[str, int | None]] = [(run.client(k), k) for k in range(run.clients)]
-    return [_difference(name, own.at(place), shared.at(place)) for name, place in (*places, ("All", None))]
+    return [_difference(name, alone.at(place), shared.at(place)) for name, place in (*places, ("All", None))]
 
 
-def _difference(name: str, own: Predicted, shared: Predicted) -> Difference:
-    events = int(own.target.sum())
-    if min(events, len(own.target) - events) < LEAST:
-        return Difference(name, len(own.target), events, math.nan, math.nan, math.nan, math.nan)
-    areas, covariance = delong(np.stack([own.prediction, shared.prediction]), own.target)
+def _difference(name: str, alone: Predicted, shared: Predicted) -> Difference:
+    events = int(alone.target.sum())
+    if min(events, len(alone.target) - events) < LEAST:
+        return Difference(name, len(alone.target), events, math.nan, math.nan, math.nan, math.nan)
+    areas, covariance = delong(np.stack([alone.prediction, shared.prediction]), alone.target)
     se = math.sqrt(max(0.0, covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]))
     gain = float(areas[1] - areas[0])
     p = float(2 * norm.sf(abs(gain) / se)) if se > 0 else 1.0 if gain == 0 else math.nan
     half = float(norm.ppf(0.5 + LEVEL / 2)) * se
-    return Difference(name, len(own.target), events, float(areas[0]), float(areas[1]), half, p)
+    return Difference(name, len(alone.target), events, float(areas[0]), float(areas[1]), half, p)
 
 
 def by_patients(runs: list[Run], by_site: Sequence[Table]) -> list[tuple[str, list[Difference]]]:
@@ -97,10 +97,10 @@ def by_patients(runs: list[Run], by_site: Sequence[Table]) -> list[tuple[str, li
     return [(label, lines) for label, lines in made if lines]
 
 
-def differences_html(found: Sequence[tuple[str, Sequence[Difference]]]) -> str:
+def differences_html(tables: Sequence[tuple[str, Sequence[Difference]]]) -> str:
     """A table per run, by its label."""
     text = ""
-    for label, lines in found:
+    for label, lines in tables:
         cells = [[escape(line.site), str(line.samples), str(line.events), *_words(line)] for line in lines]
         heads = ("Site", "Patients tested", "Events", "AUROC alone", "Together", "Gain", "p (DeLong)")
         text += f"<h3>{escape(label)}</h3>" * bool(label) + scrolling(f"Gains by patient {label}".strip(), heads, cells)
@@ -115,11 +115,11 @@ def _words(line: Difference) -> list[str]:
     return [fixed(line.alone, 3), fixed(line.together, 3), difference, p_value(line.p)]
 
 
-def differences_csv(found: Sequence[tuple[str, Sequence[Difference]]]) -> str:
-    """The same as CSV, unrounded; empty cells where nothing is known."""
+def differences_csv(tables: Sequence[tuple[str, Sequence[Difference]]]) -> str:
+    """The same as CSV, unrounded; empty cells where there is no figure."""
     rows = [
         (label, *(None if isinstance(value, float) and math.isnan(value) else value for value in line))
-        for label, lines in found
+        for label, lines in tables
         for line in lines
     ]
     return csv_of(("run", *Difference._fields), rows)
