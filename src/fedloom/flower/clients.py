@@ -227,6 +227,28 @@ class FlowerClients:
         return rows
 
 
+class Remembering:
+    """Clients whose answers to a sampler are remembered, so that a round can be run again."""
+
+    def __init__(self, clients: FlowerClients) -> None:
+        self._clients, self._asked = clients, dict[int, Any]()
+        self.score, self.on_one = clients.score, clients.on_one
+
+    def replaying(self, clients: FlowerClients) -> Remembering:
+        """The same answers, and the trainings of other clients."""
+        other = Remembering(clients)
+        other._asked = self._asked
+        return other
+
+    def ask(self, request: Any) -> Iterator[Any]:
+        if request.round not in self._asked:
+            self._asked[request.round] = list(self._clients.ask(request))
+        yield from self._asked[request.round]
+
+    def train(self, request: TrainRequest) -> Iterator[TrainResult]:
+        return self._clients.train(request)
+
+
 def _work(values: Mapping[str, Any]) -> Tensor:
     work = values.get("work")
     if not isinstance(work, list) or len(work) != 3 or not all(type(k) is int and 0 <= k <= 10**15 for k in work):

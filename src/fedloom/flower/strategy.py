@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from logging import INFO, WARNING
 from pathlib import Path
@@ -31,7 +31,7 @@ from fedloom.engine.setting import Setting, by_clusters
 from fedloom.engine.setup import make_job
 from fedloom.engine.state import State, initial_state
 from fedloom.errors import ConfigError, FedloomError, Refused, RunStopped
-from fedloom.flower.clients import FlowerClients, Members
+from fedloom.flower.clients import FlowerClients, Members, Remembering
 from fedloom.flower.members import Introduction, SavedRun, introduction, read_run, write_run
 from fedloom.flower.records import (
     HEAD,
@@ -45,11 +45,19 @@ from fedloom.flower.records import (
 )
 from fedloom.flower.samples import Signature, adapted
 from fedloom.local import Nothing
-from fedloom.processes.clients import TrainRequest, TrainResult
 from fedloom.storage.store import Store
 
 PAUSE = 1.0
 """Seconds between two looks for nodes."""
+INSTEAD = {
+    "fraction_train": "sampler={'kind': 'uniform', 'fraction': 0.5}",
+    "fraction_evaluate": "evaluate_every, as all nodes are scored",
+    "min_train_nodes": "min_nodes",
+    "min_evaluate_nodes": "min_nodes",
+    "min_available_nodes": "min_nodes",
+    "weighted_by_key": "weights='samples' or 'uniform'",
+}
+"""Options of Flower's strategies, and those in their place."""
 
 
 class Strategy(FlowerStrategy):
@@ -80,6 +88,8 @@ class Strategy(FlowerStrategy):
         self, algorithm: str, model: nn.Module, *, min_nodes: int = 2, wait: float = 3600.0, evaluate_every: int = 1,
         folder: Path | str | None = None, **choices: Any,
     ) -> None:  # fmt: skip
+        for name in INSTEAD.keys() & choices.keys():
+            raise ConfigError(f"{name} is an option of Flower's own strategies; use {INSTEAD[name]}")
         options = {name: value for name, value in choices.items() if name not in WANTED}
         self._document = document_of(algorithm, options, {n: v for n, v in choices.items() if n in WANTED})
         self._name, self._model = algorithm, copy.deepcopy(model)
@@ -145,7 +155,7 @@ class Strategy(FlowerStrategy):
             sent.extend(messages)
             raise _Configured
 
-        self._answers = _Remembering(self._clients.through(note))
+        self._answers = Remembering(self._clients.through(note))
         try:
             run_round(self._job, self._answers, self.state)
         except _Configured:
@@ -352,28 +362,6 @@ def _awaited(grid: Grid, saved: SavedRun | None) -> list[int]:
 
 class _Configured(Exception):
     """The messages of a round are made; its replies come later."""
-
-
-class _Remembering:
-    """Clients whose answers to a sampler are remembered, so that a round can be run again."""
-
-    def __init__(self, clients: FlowerClients) -> None:
-        self._clients, self._asked = clients, dict[int, Any]()
-        self.score, self.on_one = clients.score, clients.on_one
-
-    def replaying(self, clients: FlowerClients) -> _Remembering:
-        """The same answers, and the trainings of other clients."""
-        other = _Remembering(clients)
-        other._asked = self._asked
-        return other
-
-    def ask(self, request: Any) -> Iterator[Any]:
-        if request.round not in self._asked:
-            self._asked[request.round] = list(self._clients.ask(request))
-        yield from self._asked[request.round]
-
-    def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        return self._clients.train(request)
 
 
 def _state_dict(arrays: ArrayRecord, module: nn.Module) -> dict[str, Tensor]:
