@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -379,7 +380,11 @@ def page() -> str:
         reasons = [refusal(composed(name), kind, plugin) for _, kind, plugin in COLUMNS]
         lines.append(f"| {name} | " + " | ".join("yes" if r is None else f"no ({letters[r]})" for r in reasons) + " |")
     lines.append("")
-    lines += [f"- ({letters[reason]}) {sentence}" for reason, (_, sentence) in REASONS.items()]
+    first, others = every_cell()
+    counts = Counter(refusal(composed(m), kind, plugin) for m, kind, plugin in (*first, *others))
+    admitted, every = counts[None], counts.total()
+    lines += [f"{every} pairs of a method and a plug-in by name: {admitted} run, {every - admitted} are refused.", ""]
+    lines += [f"- ({letters[r]}) {sentence} {counts[r]} pairs." for r, (_, sentence) in REASONS.items()]
     return "\n".join(lines) + "\n" + NOTES
 
 

@@ -1,0 +1,176 @@
+"""Parts of a run beside a method: each has a neutral setting, which is the method itself, and others, which are not.
+
+`test_matrix` plays every pair of a method and a part by name. Here every method has every kind of part, neutral and
+not, and combinations of more parts are run, or refused because two of them are.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Generator, Tensor
+
+from fedloom.algorithms import REGISTRY, Composition
+from fedloom.data.federation import Federation
+from fedloom.engine.setting import Setting
+from fedloom.engine.setup import check
+from fedloom.engine.simulate import simulate
+from fedloom.errors import Refused, Stop
+from fedloom.local import LocalSGD
+from fedloom.models import MLP
+
+NEUTRAL: dict[str, dict[str, Any]] = {
+    "sampler": {"sampler": {"kind": "round-robin", "clients": 3}},
+    "weigher": {"weigher": {"kind": "equitable", "clusters": 1}},
+    "mixer": {"mixer": {"kind": "attention", "share": 0.0}},
+    "aggregator": {"aggregator": {"kind": "trimmed-mean", "f": 0}},
+    "channel": {"channel": {"kind": "top-k", "fraction": 1.0}},
+    "attack": {"attack": {"kind": "same-value", "fraction": 0.0}},
+    "weights": {"weights": "clusters-1"},
+}
+EXACT = {"sampler", "mixer", "attack", "weights"}
+"""Parts whose neutral setting changes no bit; the others gather rows, or add what they had taken away."""
+OTHER: dict[str, dict[str, Any]] = {
+    "sampler": {"sampler": {"kind": "uniform", "clients": 2}},
+    "weigher": {"weigher": {"kind": "equitable", "clusters": 2}},
+    "mixer": {"mixer": {"kind": "angles"}},
+    "aggregator": {"aggregator": "median"},
+    "channel": {"channel": {"kind": "top-k", "fraction": 0.1, "error_feedback": False}},
+    "attack": {"attack": {"kind": "same-value", "fraction": 0.34, "variance": 1.0}},
+    "weights": {"weights": (1.0, 2.0, 5.0)},
+}
+QUICK = {"fedavg", "flame", "fedslr", "fiaelt"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fedbn": {"layers": ("head.bias",)},
+    "fedrep": {"head_epochs": 1},
+    "fiaelt": {"beta": 2.0, "smooth": 0.4},
+    "ifca": {"clusters": 2},
+    "lp-proj": {"dim": 4},
+    "admm-lp-proj": {"dim": 4},
+}
+UNMOVED = {
+    "afl": {"weights"},  # shares are what it learns
+    "fedproto": {"attack"},  # prototypes of one value are as far from all features
+    **{n: {"weights"} for n in ("fedskip", "fedacs", "fedamp", "heurfedamp")},  # their servers take no mean by shares
+    **{n: {"weights"} for n in ("equitable-fl", "fairfed")},  # their weighers take the place of shares
+    **{n: {"weights"} for n in ("clustered-sampling", "power-of-choice")},  # cohorts drawn by samples count alike
+    "local": {"sampler", "attack", "weights"},  # nothing is sent
+}
+"""Parts that change no model of a method, with the reason."""
+
+
+@pytest.fixture(scope="module")
+def fed() -> Federation:
+    clients = []
+    for k in range(3):
+        x = torch.randn(16, 4, generator=Generator().manual_seed(k))
+        y = ((x[:, k] > 0).long() + (x[:, 3] > 0)).long()
+        clients.append(((x[:12], y[:12]), (x[12:], y[12:])))
+    return Federation.of(clients)
+
+
+COMMON: dict[str, Any] = {
+    "model": MLP(hidden=(3,)),
+    "rounds": 2,
+    "weights": "uniform",
+    "sampler": {"kind": "uniform", "fraction": 1.0},
+    "local": LocalSGD(lr=0.2, steps=2, batch_size=4),
+    "evaluate": {"every": 2, "parts": ("validation",)},
+    "engine": {"dtype": "float64"},
+}
+
+
+@cache
+def method(name: str) -> Any:
+    return REGISTRY[name](**OPTIONS.get(name, {}))
+
+
+def models(fed: Federation, name: str, parts: Mapping[str, Any]) -> list[Tensor]:
+    """The server's state and what clients keep, after two rounds."""
+    result = simulate(method(name), fed, **{**COMMON, **parts})
+    assert result.stop is Stop.DONE, result.detail
+    return [*result.state.server, *result.job.clients.read(torch.arange(result.job.n))]
+
+
+def refused(fed: Federation, name: str, parts: Mapping[str, Any]) -> bool:
+    try:
+        check(Setting.of(method(name), **{**COMMON, **parts}), fed)
+    except Refused:
+        return True
+    return False
+
+
+def same(a: list[Tensor], b: list[Tensor], within: float) -> bool:
+    return all(torch.allclose(v, w, rtol=0, atol=within, equal_nan=True) for v, w in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in REGISTRY if n != "centralized"]
+)
+def test_every_part_has_a_neutral_setting_and_others_that_act(fed: Federation, name: str) -> None:
+    bare, made = models(fed, name, {}), method(name)
+    brought = {p for p in ("sampler", "weigher") if isinstance(made, Composition) and getattr(made, p) is not None}
+    if getattr(made, "mixes", False):
+        brought.add("aggregator")  # a mixture is weighed, what is left of it by a rule is not
+    for part in NEUTRAL.keys() - brought:
+        if not refused(fed, name, NEUTRAL[part]):
+            neutral = models(fed, name, NEUTRAL[part])
+            assert same(neutral, bare, 0.0 if part in EXACT else 1e-9), part
+        if not refused(fed, name, OTHER[part]) and part not in UNMOVED.get(name, set()):
+            assert not same(models(fed, name, OTHER[part]), bare, 1e-9), part
+
+
+LEVELS: dict[str, list[dict[str, Any]]] = {
+    "sampler": [{}, {"sampler": {"kind": "clustered"}}, {"sampler": {"kind": "power-of-choice", "clients": 2}}],
+    "weigher": [{}, {"weigher": {"kind": "fairfed"}}, {"weigher": {"kind": "equitable", "clusters": 2}}],
+    "mixer": [{}, {"mixer": {"kind": "attention"}}, {"mixer": {"kind": "clusters", "clusters": 2}}],
+    "aggregator": [{}, {"aggregator": "median"}, {"aggregator": {"kind": "private-mean", "sigma": 0.1}}],
+    "channel": [{}, {"channel": "top-k"}, {"channel": {"kind": "gaussian-noise", "sigma": 0.01}}],
+    "attack": [{}, {"attack": {"kind": "sign-flip", "fraction": 0.34}}, {"attack": {"kind": "flipped-labels"}}],
+    "weights": [{}, {"weights": "clusters-2"}, {"weights": "samples"}],
+}
+
+
+def covering(factors: list[int], strength: int, rng: np.random.Generator) -> list[tuple[int, ...]]:
+    """Rows of levels in which every choice of so many factors has every combination: greedily, the best of 20 draws."""
+    places = list(itertools.combinations(range(len(factors)), strength))
+    left = {(p, levels) for p in places for levels in itertools.product(*(range(factors[i]) for i in p))}
+    rows = list[tuple[int, ...]]()
+
+    def gained(row: tuple[int, ...]) -> set[Any]:
+        return {(p, tuple(row[i] for i in p)) for p in places} & left
+
+    while left:
+        p, levels = next(iter(left))
+        draws = rng.integers(0, factors, (20, len(factors)))
+        draws[:, list(p)] = levels
+        row = max((tuple(draw.tolist()) for draw in draws), key=lambda row: len(gained(row)))
+        left -= gained(row)
+        rows.append(row)
+    return rows
+
+
+def test_a_covering_array_covers() -> None:
+    rows = covering([4, 3, 2, 3], 3, np.random.default_rng(0))
+    for places in itertools.combinations(range(4), 3):
+        assert len({tuple(row[i] for i in places) for row in rows}) == np.prod([[4, 3, 2, 3][i] for i in places])
+
+
+@pytest.mark.slow
+def test_every_three_choices_run_or_two_of_them_are_refused(fed: Federation) -> None:
+    """Triples of method, parts and shares: none fails, and none is refused for what two of them are not."""
+    names = [n for n in REGISTRY if n != "centralized"]
+    for row in covering([len(names), *map(len, LEVELS.values())], 3, np.random.default_rng(0)):
+        name, chosen = names[row[0]], [LEVELS[part][k] for part, k in zip(LEVELS, row[1:], strict=True)]
+        parts = [part for part in chosen if part]
+        try:
+            models(fed, name, {key: value for part in parts for key, value in part.items()})
+        except Refused:
+            pairs = itertools.chain(([a] for a in parts), itertools.combinations(parts, 2))
+            assert any(refused(fed, name, {k: v for part in pair for k, v in part.items()}) for pair in pairs), row
