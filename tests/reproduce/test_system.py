@@ -31,7 +31,7 @@ def test_every_combination_of_the_table_runs(system: Any) -> None:
     document = recipe.at("full")["groups, sign flip"]
     methods = [{k: v for k, v in method.items() if k != "choose"} for method in document["method"]]
     experiment = parse({k: v for k, v in document.items() if k != "choose"} | {"method": methods}, "system")
-    ((_, fed), *_) = experiment.federations()
+    fed = experiment.partition(experiment.source.read(None), 0)
     for method in experiment.methods:
         check(method.setting, fed)
     assert {len(method["choose"]["local.lr"]) for method in document["method"]} == {4}  # equal trials
