@@ -13,7 +13,7 @@ import torch
 import fedloom as fl
 from fedloom.data.federation import Federation
 from fedloom.errors import ConfigError, DataError, Refused
-from fedloom.schedule import Buffered, Classes, Deadline, LogNormal, Presence, Synchronous, Trace
+from fedloom.schedule import Buffered, Classes, Deadline, Equal, LogNormal, Presence, Synchronous, Trace
 from fedloom.testing import check_timing
 from fedloom.testing.timing import TIME_LAWS, N, Speeds, clock_of, federation, run
 
@@ -175,3 +175,29 @@ def test_presence_pauses_work_and_a_run_waits_for_clients() -> None:
     for client, start, end, busy in log[:, [0, 3, 4, 5]]:
         assert fleet.worked(int(client), start, end) == pytest.approx(busy, abs=1e-6)
         assert fleet.next(int(client), start) == pytest.approx(start)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"aggregator": "median"},
+        {"channel": {"kind": "top-k"}},
+        {"attack": {"kind": "sign-flip", "fraction": 0.25}},
+        {"weigher": "fairfed"},
+        {"sampler": {"kind": "clustered", "clients": 4, "by": "size"}},
+        {"mixer": {"kind": "attention", "among": "all"}},
+        {"local": {"lr": 0.1, "batch_size": 2, "optimizer": "torch.optim:SGD", "optimizer_state": "kept"}},
+    ],
+    ids=lambda choices: next(iter(choices)),
+)
+def test_parts_are_the_same_with_a_buffer_of_the_whole_cohort_and_run_with_a_small_one(choices: dict[str, Any]) -> None:
+    size = 4 if "sampler" in choices else N
+    plain = run("fedavg", None, Synchronous(), **choices)
+    late = run("fedavg", Equal(), Deadline(seconds=1e9), **choices)
+    assert all(torch.equal(a, b) for a, b in zip(plain.state.server, late.state.server, strict=True))
+    if size == N:
+        whole = run("fedavg", Equal(), Buffered(buffer=N), **choices)
+        assert all(torch.equal(a, b) for a, b in zip(plain.state.server, whole.state.server, strict=True))
+    small = run("fedavg", LogNormal(), Buffered(buffer=2, concurrency=4), **choices)
+    assert small.rounds == plain.rounds
+    assert bool(small.state.server.x.isfinite().all())

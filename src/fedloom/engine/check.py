@@ -186,7 +186,7 @@ def check_schedule(setting: Setting, n: int) -> None:
         who = name if mixer is None else f"mixer {mixer.kind!r}"
         raise Refused(
             f"{what} cannot be used with {who} as it is: it mixes the models of the clients of one round, and here "
-            "clients train one by one; a deadline or over-selection keeps rounds"
+            "clients train one by one; take among = 'all' where there is the option, or a deadline, which keeps rounds"
         )
     if isinstance(setting.attack, Forgery) and setting.attack.sees_honest:
         raise Refused(f"{what} has no rounds whose honest uploads attack {_kind(setting.attack)!r} could look at")
