@@ -57,7 +57,7 @@ class RoundCost(NamedTuple):
         work = (counts[name] for name in ("steps", "samples_backward", "bytes_up", "bytes_down"))
         then, now = (0.0 if state.clock is None else state.clock.now for state in (before, after))
         simulated = None if after.clock is None else (now - then) / rounds
-        return cls(seconds, clients, *work, simulated)
+        return cls(seconds, clients, *work, simulated=simulated)
 
 
 @dataclass(frozen=True)
