@@ -1,4 +1,4 @@
-"""What the terminal shows of a running experiment: bars in a terminal, plain lines in a pipe; and the result table."""
+"""Show a running experiment: bars in a terminal, plain lines in a pipe; and print the result table."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def counted(rounds: int | Mapping[str, int]) -> Iterator[Listener]:
                 if key not in rows:
                     rows[key] = bars.add_task(_name(event), total=event.rounds, said="")
                 left = runs.left_of(event)
-                said = [runs.figures.get(key, ""), "" if left is None else f"{duration(left / 60)} left"]
-                bars.update(rows[key], completed=event.round, said=", ".join(filter(None, said)))
+                words = [runs.figures.get(key, ""), "" if left is None else f"{duration(left / 60)} left"]
+                bars.update(rows[key], completed=event.round, said=", ".join(filter(None, words)))
             left = runs.left()
             said_of_all = "" if left is None else f"about {duration(left / 60)} left"
             bars.update(everything, completed=sum(runs.done.values()), said=said_of_all)
@@ -177,13 +177,13 @@ def _latest(event: Event) -> str:
     """The newest validation figures of the personal model, of the global one where there is none."""
     figures = event.figures[max(event.figures)]
     for model in ("personal", "global"):
-        found = {name: figures.get(f"{model}/validation/{name}/mean") for name in METRICS}
-        there = {name: value for name, value in found.items() if value is not None}
-        if there:
+        by_metric = {name: figures.get(f"{model}/validation/{name}/mean") for name in METRICS}
+        measured = {name: value for name, value in by_metric.items() if value is not None}
+        if measured:
             texts = [
-                f"{name} {significant(there[name])}"
-                for name in dict.fromkeys(("loss", leading(there)))
-                if name in there
+                f"{name} {significant(measured[name])}"
+                for name in dict.fromkeys(("loss", leading(measured)))
+                if name in measured
             ]
             return f"{model} validation {', '.join(texts)}"
     return ""

@@ -18,7 +18,7 @@ from fedloom.report.charts.look import theme
 from fedloom.report.charts.partition import skew_table
 from fedloom.report.comparison.by_patient import by_patients, differences_html
 from fedloom.report.comparison.contenders import contenders
-from fedloom.report.comparison.gains import LEAD, Table, gains_html
+from fedloom.report.comparison.gains import LEAD, SiteGains, gains_html
 from fedloom.report.comparison.pairs import Pair, pairs_html
 from fedloom.report.comparison.paper import title
 from fedloom.report.groups import LEAD as GROUPED
@@ -114,7 +114,7 @@ def document(
     shown: list[Figure],
     tex: str,
     compared: Sequence[Pair] = (),
-    by_site: Sequence[Table] = (),
+    by_site: Sequence[SiteGains] = (),
 ) -> str:
     """The whole page as text."""
     name = escape(title(runs))

@@ -34,8 +34,10 @@ def group_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
     """An HTML table per run whose groups were scored."""
     text = ""
     for run in runs:
-        shown = [row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
-        best = federated_leader(shown, lead)
+        compared = [
+            row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures
+        ]
+        best = federated_leader(compared, lead)
         table = None if best is None else group_cells(run, best, lead)
         if best is None or table is None:
             continue

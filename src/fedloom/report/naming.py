@@ -1,4 +1,4 @@
-"""How figures of the report are called and shown; the metrics themselves are in `fedloom.metrics`."""
+"""Name the figures of the report; the metrics themselves are in `fedloom.metrics`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a notebook shows of a run: a small table and a curve, made from the tidy table of what was measured."""
+"""Show a run in a notebook: a small table and a curve, from the tidy table of its figures."""
 
 from __future__ import annotations
 
@@ -96,29 +96,29 @@ def _chart(rows: list[dict[str, Any]], name: str, part: str) -> Spec:
 
 
 def _curves(table: pa.Table, name: str, part: str, *, strict: bool = True) -> list[dict[str, Any]]:
-    mine = pc.and_(pc.equal(table["metric"], f"{name}/mean"), pc.equal(table["part"], part))
-    found = table.filter(mine).sort_by("round")
-    if strict and not len(found):
+    wanted = pc.and_(pc.equal(table["metric"], f"{name}/mean"), pc.equal(table["part"], part))
+    rows = table.filter(wanted).sort_by("round")
+    if strict and not len(rows):
         if part not in (parts := set(table["part"].to_pylist()) - {""}):
             raise unknown("part", part, parts)
-        there = set(table.filter(pc.equal(table["part"], part))["metric"].to_pylist())
-        known = [metric.removesuffix("/mean") for metric in there if metric.endswith("/mean")]
-        raise ConfigError(f"{name!r} on the part {part!r} was not measured; {nearest(name, known)}")
+        measured = set(table.filter(pc.equal(table["part"], part))["metric"].to_pylist())
+        names = [metric.removesuffix("/mean") for metric in measured if metric.endswith("/mean")]
+        raise ConfigError(f"{name!r} on the part {part!r} was not measured; {nearest(name, names)}")
     scale = metric(name).scale
     return [
         {"round": row["round"], "model": row["model"], "value": row["value"] * scale}
-        for row in found.select(["round", "model", "value"]).to_pylist()
+        for row in rows.select(["round", "model", "value"]).to_pylist()
         if row["value"] == row["value"]
     ]
 
 
 def _last(table: pa.Table, model: str, part: str, name: str) -> float | None:
-    found = table
+    rows = table
     for column, value in (("model", model), ("part", part), ("metric", name)):
-        found = found.filter(pc.equal(found[column], value))
-    if not len(found):
+        rows = rows.filter(pc.equal(rows[column], value))
+    if not len(rows):
         return None
-    value = found.sort_by([("round", "descending")])["value"][0].as_py()
+    value = rows.sort_by([("round", "descending")])["value"][0].as_py()
     return None if value != value else float(value)
 
 

@@ -217,29 +217,29 @@ def run_of(runs: list[Run], row: Row) -> Run:
 
 
 def _models(run: Run, method: str) -> list[str]:
-    found = {key.model for key in [*run.series, *run.totals] if key.method == method and key.model}
-    return [model for model in MODELS if model in found] + sorted(found - set(MODELS)) or [""]
+    models = {key.model for key in [*run.series, *run.totals] if key.method == method and key.model}
+    return [model for model in MODELS if model in models] + sorted(models - set(MODELS)) or [""]
 
 
 def test_metrics(run: Run, method: str, model: str) -> list[str]:
     """Metrics recorded on the clients' test parts."""
     about = (method, model, "test")
-    found = {key.metric for key in run.series if (key.method, key.model, key.part) == about}
+    names = {key.metric for key in run.series if (key.method, key.model, key.part) == about}
     totals = {key.metric for key in run.totals if (key.method, key.model, key.part) == about}
-    found |= {name.partition("/")[0] for name in totals if name in METRICS or "/" in name}
-    return [name for name in METRICS if name in found] + sorted(found - set(METRICS))
+    names |= {name.partition("/")[0] for name in totals if name in METRICS or "/" in name}
+    return [name for name in METRICS if name in names] + sorted(names - set(METRICS))
 
 
 def leading_metric(runs: list[Run]) -> str:
     """The metric that leads the report."""
-    found = {
+    names = {
         name
         for run in runs
         for method in run.methods
         for m in _models(run, method)
         for name in test_metrics(run, method, m)
     }
-    return leading(found)
+    return leading(names)
 
 
 def seeds_of(run: Run, method: str) -> list[int]:
@@ -255,52 +255,52 @@ def other_figure(key: Key) -> bool:
 
 
 def _figures(run: Run, method: str, model: str) -> dict[str, Estimate]:
-    own = [record for record in run.summary.runs if record.method == method]
-    lost = {record.seed for record in own if record.lost}
-    early = lost | {record.seed for record in own if record.status == "interrupted"}
-    found: dict[str, dict[int, float]] = {}
+    records = [record for record in run.summary.runs if record.method == method]
+    lost = {record.seed for record in records if record.lost}
+    early = lost | {record.seed for record in records if record.status == "interrupted"}
+    by_name: dict[str, dict[int, float]] = {}
     for seed in seeds_of(run, method):
         for name in test_metrics(run, method, model):
             key = Key(method, seed, model, "test", name)
             test = curve(run, key, "mean")
-            found.setdefault(name, {})[seed] = test.last
-            found.setdefault(f"{name}/worst10", {})[seed] = curve(run, key, "worst10").last
+            by_name.setdefault(name, {})[seed] = test.last
+            by_name.setdefault(f"{name}/worst10", {})[seed] = curve(run, key, "worst10").last
             for statistic in ("weighted", "sigma", "jain"):
                 total = run.totals.get(key._replace(metric=f"{name}/{statistic}"))
                 if total is not None:
-                    found.setdefault(f"{name}/{statistic}", {})[seed] = float(total.value[-1])
-            found.setdefault(f"{name}@validation", {})[seed] = _chosen(
+                    by_name.setdefault(f"{name}/{statistic}", {})[seed] = float(total.value[-1])
+            by_name.setdefault(f"{name}@validation", {})[seed] = _chosen(
                 curve(run, key._replace(part="validation"), "mean"), test, name
             )
             common = run.totals.get(key._replace(part="common")) or run.totals.get(
                 key._replace(part="common", metric=f"{name}/mean")
             )
             if common is not None:
-                found.setdefault(f"{name}@common", {})[seed] = float(common.value[-1])
+                by_name.setdefault(f"{name}@common", {})[seed] = float(common.value[-1])
         loss = Key(method, seed, model, "test", "loss")
-        found.setdefault("loss/variance", {})[seed] = curve(run, loss, "variance").last
+        by_name.setdefault("loss/variance", {})[seed] = curve(run, loss, "variance").last
         for name in WORK:
             total = run.totals.get(Key(method, seed, "", "", name))
             if total is not None:
-                found.setdefault(name, {})[seed] = float(total.value[-1])
+                by_name.setdefault(name, {})[seed] = float(total.value[-1])
         for key, points in run.totals.items():
             if (key.method, key.seed, key.model) == (method, seed, model) and other_figure(key):
-                found.setdefault(key.metric, {})[seed] = float(points.value[-1])
+                by_name.setdefault(key.metric, {})[seed] = float(points.value[-1])
         spent = run.seconds.get((method, seed))
         if spent is not None:
-            found.setdefault("seconds", {})[seed] = float(spent.value.sum())
-    for name, values in found.items():
+            by_name.setdefault("seconds", {})[seed] = float(spent.value.sum())
+    for name, values in by_name.items():
         out = lost if name not in COUNTED else early if values.keys() - early else set[int]()
         values.update(dict.fromkeys(out & values.keys(), math.nan))
-    figures = {name: Estimate(values) for name, values in found.items()}
+    figures = {name: Estimate(values) for name, values in by_name.items()}
     return {name: e for name, e in figures.items() if e.finite or ("@" not in name and "/" not in name)}
 
 
 def _chosen(validation: Curve, test: Curve, name: str) -> float:
     """Test value at the round that is best on validation (the earliest of equals); nan without validation."""
-    known = np.isfinite(validation.value)
-    if not known.any():
+    finite = np.isfinite(validation.value)
+    if not finite.any():
         return math.nan
     sign = 1 if metric(name).higher else -1
-    best = np.argmax(np.where(known, sign * validation.value, -np.inf))
+    best = np.argmax(np.where(finite, sign * validation.value, -np.inf))
     return test.at(int(validation.round[best]))

@@ -210,10 +210,10 @@ def note_list(runs: list[Run], rows: list[Row]) -> str:
 
 def notes(runs: list[Run], rows: list[Row]) -> list[str]:
     """One sentence each; those of this report first, then the warnings of the runs."""
-    found = [note for run in runs for note in _of_run(run, [row for row in rows if run_of(runs, row) is run], rows)]
+    remarks = [note for run in runs for note in _of_run(run, [row for row in rows if run_of(runs, row) is run], rows)]
     where = {id(run): f"{run.label}: " if len(runs) > 1 else "" for run in runs}
     warnings = [where[id(run)] + warning for run in runs for warning in _merged(run.summary.warnings)]
-    texts = [f"{where[id(run)]}{text}" for run, text in found] + warnings
+    texts = [f"{where[id(run)]}{text}" for run, text in remarks] + warnings
     return list(dict.fromkeys(texts))
 
 
@@ -302,12 +302,12 @@ def _seeds(run: Run) -> str:
 
 def _merged(warnings: tuple[str, ...]) -> list[str]:
     """Warnings that several seeds share, once with all of them."""
-    found: dict[tuple[str, str], list[str]] = {}
+    by_text: dict[tuple[str, str], list[str]] = {}
     for warning in warnings:
         match = re.fullmatch(r"(.+), seed (\d+): (.*)", warning, re.DOTALL)
         who, seed, text = match.groups() if match else ("", "", warning)
-        found.setdefault((who, text), []).append(seed)
+        by_text.setdefault((who, text), []).append(seed)
     return [
         f"{who}, seed{'s' * (len(seeds) > 1)} {', '.join(seeds)}: {text}" if who else text
-        for (who, text), seeds in found.items()
+        for (who, text), seeds in by_text.items()
     ]

@@ -132,7 +132,7 @@ def _recorded(run_dirs: Sequence[Path]) -> Iterator[None]:
 def figures(runs: list[Run], rows: list[Row]) -> list[Figure]:
     """Every chart that the recorded figures allow; colour means the model unless the caption says otherwise."""
     lead = leading_metric(runs)
-    found = [
+    charts = [
         *calibrated(runs, rows, lead),
         *importances(runs, rows, lead),
         *clients(runs, rows, lead),
@@ -144,7 +144,7 @@ def figures(runs: list[Run], rows: list[Row]) -> list[Figure]:
         *costs(runs, rows, lead),
         *splits(runs),
     ]
-    return [figure for figure in found if figure is not None]
+    return [figure for figure in charts if figure is not None]
 
 
 def _data_csv(figure: Figure) -> str:

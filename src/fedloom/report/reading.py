@@ -74,10 +74,10 @@ def _read(path: Path, label: str) -> Run:
     series: dict[Key, Points] = {}
     totals: dict[Key, Points] = {}
     for key, points in _split(table).items():
-        own = points.client != FEDERATION
-        for found, rows in ((series, own), (totals, ~own)):
+        of_clients = points.client != FEDERATION
+        for target, rows in ((series, of_clients), (totals, ~of_clients)):
             if rows.any():
-                found[key] = points if rows.all() else points.at(rows)
+                target[key] = points if rows.all() else points.at(rows)
     summary, seconds = _summary(path / SUMMARY), _seconds(path / TIMINGS)
     declare(summary.metrics)
     partitions, names = _partitions(path / PARTITION)
@@ -130,8 +130,8 @@ def _seconds(path: Path) -> dict[tuple[str, int], Points]:
     table = read_table(path, ("method", "seed", "round", "seconds"))
     for name in ("model", "part", "metric"):
         table = table.append_column(name, pa.array([""] * len(table)))
-    found = _split(table.append_column("client", table["seed"]).append_column("value", table["seconds"]))
-    return {(key.method, key.seed): points for key, points in found.items()}
+    series = _split(table.append_column("client", table["seed"]).append_column("value", table["seconds"]))
+    return {(key.method, key.seed): points for key, points in series.items()}
 
 
 def _partitions(path: Path) -> tuple[dict[int, Partition], list[str]]:
@@ -140,19 +140,19 @@ def _partitions(path: Path) -> tuple[dict[int, Partition], list[str]]:
         return {}, []
     table = read_table(path, ("seed", "client", "name", "size", "group", "attacks", "counts"))
     seed, attacks = table["seed"].to_numpy(), table["attacks"].to_numpy()
-    found, names = {}, []
+    partitions, names = {}, []
     for value in dict.fromkeys(seed.tolist()):
-        own = table.filter(pc.equal(table["seed"], value)).sort_by("client")
-        if own["client"].to_pylist() != list(range(len(own))):
-            raise RunDirError(f"{path}: seed {value}: clients must be numbered from 0 to {len(own) - 1}, each once")
-        flat = own["counts"].combine_chunks().flatten().to_numpy()
-        if len(flat) % len(own) or (pc.count_distinct(pc.list_value_length(own["counts"])).as_py() or 1) > 1:
+        clients = table.filter(pc.equal(table["seed"], value)).sort_by("client")
+        if clients["client"].to_pylist() != list(range(len(clients))):
+            raise RunDirError(f"{path}: seed {value}: clients must be numbered from 0 to {len(clients) - 1}, each once")
+        flat = clients["counts"].combine_chunks().flatten().to_numpy()
+        if len(flat) % len(clients) or (pc.count_distinct(pc.list_value_length(clients["counts"])).as_py() or 1) > 1:
             raise RunDirError(f"{path}: column 'counts': every client needs one count per class")
-        groups = own["group"].to_numpy()
+        groups = clients["group"].to_numpy()
         hostile = frozenset(np.flatnonzero(attacks[seed == value]).tolist())
-        found[int(value)] = Partition(flat.reshape(len(own), -1), own["size"].to_numpy(), groups, hostile)
-        names = own["name"].to_pylist()
-    return found, names
+        partitions[int(value)] = Partition(flat.reshape(len(clients), -1), clients["size"].to_numpy(), groups, hostile)
+        names = clients["name"].to_pylist()
+    return partitions, names
 
 
 def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False) -> pa.Table:
@@ -167,22 +167,22 @@ def read_table(path: Path, names: tuple[str, ...], *, coded: bool = False) -> pa
         raise RunDirError(f"{path} is no regular file; remove it")
     try:
         schema = pq.read_schema(path)
-        known = schema.names
-        if twice := [name for name in names if known.count(name) > 1]:
+        stored = schema.names
+        if twice := [name for name in names if stored.count(name) > 1]:
             raise RunDirError(f"{path} is damaged: two columns are named {twice[0]!r}")
         for name in names:
-            if name in known and pa.types.is_nested(schema.field(name).type) != (name == "counts"):
+            if name in stored and pa.types.is_nested(schema.field(name).type) != (name == "counts"):
                 raise RunDirError(
                     f"{path}: column {name!r} is {schema.field(name).type}; it was not written by fedloom"
                 )
-        with pq.ParquetFile(path, read_dictionary=[n for n in known if coded and n in _TEXT]) as file:
-            table = file.read(columns=[n for n in names if n in known])
+        with pq.ParquetFile(path, read_dictionary=[n for n in stored if coded and n in _TEXT]) as file:
+            table = file.read(columns=[n for n in names if n in stored])
         table.validate(full=True)
     except (OSError, pa.ArrowException) as error:
         raise RunDirError(f"{path} is damaged: {error}") from error
-    missing = [name for name in names if name not in known]
+    missing = [name for name in names if name not in stored]
     if missing:
-        raise RunDirError(f"{path} has no column {missing[0]!r}; its columns are {', '.join(known)}")
+        raise RunDirError(f"{path} has no column {missing[0]!r}; its columns are {', '.join(stored)}")
     columns: dict[str, Any] = {}
     for name in names:
         kind = _CODES if coded and name in _TEXT else _KINDS.get(name, pa.float64())

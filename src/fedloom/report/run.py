@@ -99,8 +99,8 @@ class Run:
         """Clients that attacked; their scores say nothing about a method."""
         if seed in self.partitions:
             return self.partitions[seed].attackers
-        found = (record.attackers for record in self.summary.runs if (record.method, record.seed) == (method, seed))
-        return frozenset(next(found, ()))
+        recorded = (record.attackers for record in self.summary.runs if (record.method, record.seed) == (method, seed))
+        return frozenset(next(recorded, ()))
 
     @property
     def attacked(self) -> bool:

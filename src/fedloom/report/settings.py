@@ -1,4 +1,4 @@
-"""What ran: the main settings in words, every method's own, versions, and the exact file."""
+"""Show what ran: the main settings in words, every method's own, versions, and the exact file."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def _methods(run: Run) -> str:
     agreed = _shared(methods)
     lines = []
     for method in methods:
-        own = {k: v for k, v in method.items() if k not in {"label", "algorithm", *agreed}}
+        options = {k: v for k, v in method.items() if k not in {"label", "algorithm", *agreed}}
         algorithm = str(method.get("algorithm", ""))
-        lines.append([escape(str(method.get("label", algorithm))), escape(algorithm), escape(_text(own))])
+        lines.append([escape(str(method.get("label", algorithm))), escape(algorithm), escape(_text(options))])
     heads = ("Method", "Algorithm", "Its own settings")
     return scrolling(f"Methods of {run.label}", heads, lines, (1, 2)) if lines else ""
 
@@ -125,7 +125,7 @@ def _flat(options: Any, prefix: str = "") -> dict[str, Any]:
         options = {str(i): value for i, value in enumerate(options, start=1)}
     if not isinstance(options, dict):
         return {prefix: options}
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in options.items():
-        found |= _flat(value, f"{prefix}.{key}" if prefix else key)
-    return found
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else key)
+    return flat

@@ -37,9 +37,9 @@ def privacy_tables(runs: list[Run]) -> str:
         spent: dict[str, dict[int, float]] = {}
         for key, points in run.totals.items():
             if key.metric == "epsilon":
-                own = spent.setdefault(key.method, {})
+                by_round = spent.setdefault(key.method, {})
                 for t, value in zip(points.round.tolist(), points.value.tolist(), strict=True):
-                    own[t] = max(value, own.get(t, 0.0))
+                    by_round[t] = max(value, by_round.get(t, 0.0))
         if spent:
             rounds = sorted(set[int]().union(*spent.values()))
             places = np.unique(np.linspace(0, len(rounds) - 1, MOST).round().astype(int))

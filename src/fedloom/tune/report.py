@@ -1,4 +1,4 @@
-"""What was tried, for people: ``trials.csv``, ``tuning.md`` and a chart of every trial, ``trials.svg``."""
+"""Report what was tried: ``trials.csv``, ``tuning.md`` and a chart of every trial, ``trials.svg``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the records say: figures per seed, gains over the better of local and FedAvg, and who cannot be told apart.
+"""Judge the records: figures per seed, gains over the better of local and FedAvg, and methods that are level.
 
 All differences of a setup are one family of tests (`fedloom.report.comparison.family`): every method against the better
 of local and FedAvg, and the best method against every other; pooled data are compared with the former only. Over setups

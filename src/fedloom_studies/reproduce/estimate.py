@@ -1,4 +1,4 @@
-"""How long a recipe takes here: counted samples of gradients times measured seconds per sample.
+"""Estimate how long a recipe takes here: counted samples of gradients times measured seconds per sample.
 
 Samples: a method's first round is played on a tiny federation and its gradients are counted, which gives gradients per
 training sample and round; the rest is rounds, seeds, participation and the nominal size of the data. Seconds: FedAvg

@@ -1,4 +1,4 @@
-"""What the terminal shows of a recipe: ours beside the paper's, the claims, and the list of recipes."""
+"""Show a recipe in the terminal: ours beside the paper's, the claims, and the list of recipes."""
 
 from __future__ import annotations
 

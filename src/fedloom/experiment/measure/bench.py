@@ -1,4 +1,4 @@
-"""How fast an experiment runs here: every method with every oracle that can, and several numbers of workers."""
+"""Measure how fast an experiment runs here: every method with every oracle that can, and several numbers of workers."""
 
 from __future__ import annotations
 

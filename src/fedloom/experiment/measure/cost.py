@@ -54,10 +54,10 @@ class RoundCost(NamedTuple):
         rounds = max(1, after.round - before.round)
         counts = dict(zip(COUNTS, ((after.totals - before.totals)[: len(COUNTS)] / rounds).tolist(), strict=True))
         clients = float(after.uploads.sum() - before.uploads.sum()) / rounds
-        work = (counts[name] for name in ("steps", "samples_backward", "bytes_up", "bytes_down"))
+        steps, samples, up, down = (counts[name] for name in ("steps", "samples_backward", "bytes_up", "bytes_down"))
         then, now = (0.0 if state.clock is None else state.clock.now for state in (before, after))
         simulated = None if after.clock is None else (now - then) / rounds
-        return cls(seconds, clients, *work, simulated=simulated)
+        return cls(seconds, clients, steps, samples, up, down, simulated)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ LEAD = (
 )
 
 
-class Point(NamedTuple):
+class OperatingPoint(NamedTuple):
     """What a threshold does: who is flagged (probability at least `threshold`).
 
     Attributes:
@@ -59,7 +59,7 @@ class Point(NamedTuple):
     treating_all: float
 
 
-def point(samples: Predicted, threshold: float) -> Point:
+def point(samples: Predicted, threshold: float) -> OperatingPoint:
     """The operating point of a threshold; nan where a share is of no sample."""
     hit, ill = samples.prediction >= threshold, samples.target == 1
     odds, size = threshold / (1 - threshold), len(ill)
@@ -69,7 +69,7 @@ def point(samples: Predicted, threshold: float) -> Point:
 
     benefit = float(((hit & ill).sum() - odds * (hit & ~ill).sum()) / size)
     everyone = float(((ill).sum() - odds * (~ill).sum()) / size)
-    return Point(
+    return OperatingPoint(
         threshold, float(hit.mean()), share(hit & ill, ill), share(~hit & ~ill, ~ill), share(hit & ill, hit), benefit,
         everyone,
     )  # fmt: skip
@@ -93,8 +93,10 @@ def _chosen(runs: list[Run], rows: list[Row], lead: str) -> list[tuple[Run, Row,
     """Runs of binary tasks with kept predictions, the federated method that leads, and the samples of its sites."""
     chosen = []
     for run in runs:
-        shown = [row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
-        best = federated_leader(shown, lead)
+        compared = [
+            row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures
+        ]
+        best = federated_leader(compared, lead)
         samples = None if best is None else tested(run, best.method, best.model)
         if best is None or samples is None or not is_binary(run, samples):
             continue
@@ -207,4 +209,6 @@ def thresholds_csv(runs: list[Run], rows: list[Row], lead: str) -> str:
         for name, samples in sites
         for threshold in THRESHOLDS
     ]  # fmt: skip
-    return csv_of(("run", "method", "model", "site", "samples", "events", *Point._fields), lines) if lines else ""
+    return (
+        csv_of(("run", "method", "model", "site", "samples", "events", *OperatingPoint._fields), lines) if lines else ""
+    )

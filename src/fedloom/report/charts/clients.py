@@ -30,18 +30,18 @@ def clients(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
         {seed: last_results(run_of(runs, row), row, seed, lead) for seed in seeds_of(run_of(runs, row), row.method)}
         for row in rows
     ]
-    known = [i for i, seeds in enumerate(last) if any(len(values) for _, values in seeds.values())]
-    if not known:
+    scored = [i for i, seeds in enumerate(last) if any(len(values) for _, values in seeds.values())]
+    if not scored:
         return []
     sign = 1 if metric(lead).higher else -1
-    best = max(known, key=lambda i: sign * np.mean(pooled(last[i])))
+    best = max(scored, key=lambda i: sign * np.mean(pooled(last[i])))
     clients, means = _means(last[best])
     order = clients[np.argsort(sign * means, kind="stable")]
     calibration = (
         [_one_by_one(runs, rows, "calibration_error", order, rows[best])] if lead != "calibration_error" else []
     )
     return [
-        spread(runs, [rows[i] for i in known], [last[i] for i in known], lead),
+        spread(runs, [rows[i] for i in scored], [last[i] for i in scored], lead),
         _one_by_one(runs, rows, lead, order, rows[best]),
         *calibration,
         _over_rounds(runs, rows, lead, clients, order, rows[best]),
@@ -51,7 +51,7 @@ def clients(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
 
 def _means(seeds: Seeds) -> tuple[Integers, Numbers]:
     """Clients and their means over seeds."""
-    clients, place = np.unique(np.concatenate([own for own, _ in seeds.values()]), return_inverse=True)
+    clients, place = np.unique(np.concatenate([ids for ids, _ in seeds.values()]), return_inverse=True)
     return clients, np.bincount(place, pooled(seeds)) / np.bincount(place)
 
 
@@ -80,9 +80,9 @@ def _one_by_one(runs: list[Run], rows: list[Row], name: str, order: Integers, be
         "label" if few else "",
         f"datum.value {'>' if higher else '<'} {sum(domain) / 2!r}",
     )
-    which = f"the {WORST} clients that are worst with {best.title}" if many else "every client"
+    selection = f"the {WORST} clients that are worst with {best.title}" if many else "every client"
     caption = (
-        f"{shown.title} of {which} with every method on its own test part at the last round, mean over seeds"
+        f"{shown.title} of {selection} with every method on its own test part at the last round, mean over seeds"
         + (" with half the width of the 95 % interval" if few else "")
         + f"; darker is better (in the dark look: lighter).{kit.off_words(off)}{without_attackers(runs)}"
     )
@@ -94,14 +94,14 @@ def _one_by_one(runs: list[Run], rows: list[Row], name: str, order: Integers, be
 
 
 def _cells(run: Run, row: Row, name: str, wanted: Integers | None) -> Rows:
-    found: dict[int, dict[int, float]] = {}
+    by_client: dict[int, dict[int, float]] = {}
     for seed in seeds_of(run, row.method):
         clients, values = last_results(run, row, seed, name)
         chosen = np.isin(clients, wanted) if wanted is not None else np.ones(len(clients), bool)
         for client, value in zip(clients[chosen].tolist(), values[chosen].tolist(), strict=True):
-            found.setdefault(client, {})[seed] = value
+            by_client.setdefault(client, {})[seed] = value
     cells: Rows = []
-    for client, by_seed in sorted(found.items()):
+    for client, by_seed in sorted(by_client.items()):
         estimate = Estimate(by_seed)
         digits = 1 if metric(name).scale == 100 else 3
         label, half = (interval(v, math.nan, (digits, digits))[0] for v in (estimate.mean, estimate.half))
@@ -131,13 +131,16 @@ def _over_rounds(
     models = {row.title: row.model for row in rows}
     budget = max(FEWEST, POINTS // (len(lines) * len(clients)))
     off = kit.off_axis(
-        {r: max((abs(v) for line in own.values() for _, v in line), default=0.0) for r, own in lines.items()}
+        {
+            r: max((abs(v) for line in by_client.values() for _, v in line), default=0.0)
+            for r, by_client in lines.items()
+        }
     )
     data: Rows = []
     shown = [run_of(runs, best).titled_client(client) for client in clients.tolist()]
-    for row, own in lines.items():
-        for client in [name for name in shown if name in own]:
-            values = own[client]
+    for row, by_client in lines.items():
+        for client in [name for name in shown if name in by_client]:
+            values = by_client[client]
             kept = np.unique(np.linspace(0, len(values) - 1, min(budget, len(values))).round().astype(int))
             tags = {"client": client, "row": row, "model": models[row]}
             data += [{**tags, "round": int(values[k][0]), "value": rounded(values[k][1])} for k in kept]
@@ -168,16 +171,16 @@ def _over_rounds(
 
 def _lines(run: Run, row: Row, name: str, clients: Integers) -> dict[str, list[tuple[int, float]]]:
     """Rounds and means over seeds by client; attackers are left out."""
-    found: dict[tuple[int, int], list[float]] = {}
+    by_place: dict[tuple[int, int], list[float]] = {}
     for seed in seeds_of(run, row.method):
         points = run.benign(Key(row.method, seed, row.model, "test", name))
         if points is None or seed in row.lost:
             continue
-        known = np.isfinite(points.value) & np.isin(points.client, clients)
-        columns = (points.client[known].tolist(), points.round[known].tolist(), points.value[known].tolist())
+        wanted = np.isfinite(points.value) & np.isin(points.client, clients)
+        columns = (points.client[wanted].tolist(), points.round[wanted].tolist(), points.value[wanted].tolist())
         for client, t, value in zip(*columns, strict=True):
-            found.setdefault((client, t), []).append(value * metric(name).scale)
+            by_place.setdefault((client, t), []).append(value * metric(name).scale)
     lines: dict[str, list[tuple[int, float]]] = {}
-    for (client, t), values in sorted(found.items()):
+    for (client, t), values in sorted(by_place.items()):
         lines.setdefault(run.titled_client(client), []).append((t, sum(values) / len(values)))
     return lines

@@ -47,11 +47,11 @@ OUTSIDE = ("name", "attack", "engine", "evaluate", "resolved", "tune")
 def curves(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
     """Learning curves of the leading metric and the loss, and the federation's own figures round by round."""
     wanted = [(lead, axis) for axis in AXES] + ([("loss", "round")] if lead != "loss" else [])
-    others = dict.fromkeys(k.metric for run in runs for k in run.totals if other_figure(k) and k.metric != "dropped")
-    found = [_learning(runs, rows, name, axis) for name, axis in wanted]
+    totals = dict.fromkeys(k.metric for run in runs for k in run.totals if other_figure(k) and k.metric != "dropped")
+    figures = [_learning(runs, rows, name, axis) for name, axis in wanted]
     return [
-        *found,
-        *(_other(runs, rows, name, f"other-{i}-{kit.slug(name)}") for i, name in enumerate(others, start=1)),
+        *figures,
+        *(_other(runs, rows, name, f"other-{i}-{kit.slug(name)}") for i, name in enumerate(totals, start=1)),
     ]
 
 
@@ -79,8 +79,8 @@ def _other(runs: list[Run], rows: list[Row], name: str, id: str) -> Figure | Non
     data: Rows = []
     for row in rows:
         run = run_of(runs, row)
-        found = {s: _recorded(run, Key(row.method, s, row.model, "test", name)) for s in seeds_of(run, row.method)}
-        data += _points(row, name, "round", found, {}, FEWER if len(rows) > 12 else POINTS)
+        recorded = {s: _recorded(run, Key(row.method, s, row.model, "test", name)) for s in seeds_of(run, row.method)}
+        data += _points(row, name, "round", recorded, {}, FEWER if len(rows) > 12 else POINTS)
     title = metric(name).title
     return _panels(
         rows, data, name, "round", (id, GROUPS.get(name, "others"), title, f"{title} by round", f"{title} by round.")
@@ -89,9 +89,9 @@ def _other(runs: list[Run], rows: list[Row], name: str, id: str) -> Figure | Non
 
 def _recorded(run: Run, key: Key) -> Curve:
     """A figure of the federation; one of no model goes with the method's first model."""
-    own = [key, key._replace(part="")]
+    of_model = [key, key._replace(part="")]
     models = [model for model in MODELS if any((k.method, k.model) == (key.method, model) for k in run.totals)]
-    places = [*own, key._replace(part="", model="")] if models[:1] == [key.model] else own
+    places = [*of_model, key._replace(part="", model="")] if models[:1] == [key.model] else of_model
     total = next((run.totals[place] for place in places if place in run.totals), None)
     return Curve(total.round, total.value) if total else EMPTY
 
@@ -104,12 +104,12 @@ def _points(row: Row, name: str, axis: str, results: dict[int, Curve], costs: di
     for t in (
         rounds[np.unique(np.linspace(0, len(rounds) - 1, most).round().astype(int))].tolist() if len(rounds) else []
     ):
-        found = Estimate({seed: result.at(t) for seed, result in results.items()})
+        result_mean = Estimate({seed: result.at(t) for seed, result in results.items()})
         spent = Estimate({seed: cost.at(t) for seed, cost in costs.items()} if costs else {0: float(t)})
-        if found.finite and spent.finite:
+        if result_mean.finite and spent.finite:
             tags = {"method": row.name, "model": row.model, "round": t}
             across = rounded(spent.mean * AXES[axis][2])
-            points += [{**tags, "x": across, **point} for point in found.points(scale)]
+            points += [{**tags, "x": across, **point} for point in result_mean.points(scale)]
     return points
 
 
@@ -166,12 +166,12 @@ def _behind(panels: int, means: Rows) -> str:
 
 def robustness(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
     """For every kind of attack with two shares or more: the mean result, and the worst tenth of the benign clients."""
-    found: list[Figure | None] = []
-    for i, (kind, own) in enumerate(_families(runs)):
+    figures: list[Figure | None] = []
+    for i, (kind, members) in enumerate(_families(runs)):
         for name in (lead, f"{lead}/worst10"):
             id = "-".join(["attacks", *([kit.slug(name)] if name != lead else []), *([str(i + 1)] if i else [])])
-            found.append(_by_share(own, [row for row in rows if run_of(runs, row) in own], name, kind, id))
-    return found
+            figures.append(_by_share(members, [row for row in rows if run_of(runs, row) in members], name, kind, id))
+    return figures
 
 
 def share_of(run: Run) -> float:
@@ -182,14 +182,14 @@ def share_of(run: Run) -> float:
 
 def _families(runs: list[Run]) -> list[tuple[str, list[Run]]]:
     """Runs of one kind of attack that are equal but for its share; a run without attackers belongs to every kind."""
-    found: dict[str, tuple[str, list[Run]]] = {}
+    families: dict[str, tuple[str, list[Run]]] = {}
     for run in runs:
         if share_of(run):
             attack = {k: v for k, v in run.options["attack"].items() if k != "fraction"}
-            found.setdefault(_same(run) + repr(attack), (attack["kind"], []))[1].append(run)
-    for same, (_, family) in found.items():
+            families.setdefault(_same(run) + repr(attack), (attack["kind"], []))[1].append(run)
+    for same, (_, family) in families.items():
         family[:0] = [run for run in runs if not share_of(run) and same.startswith(_same(run))]
-    return [(kind, own) for kind, own in found.values() if len({share_of(run) for run in own}) > 1]
+    return [(kind, members) for kind, members in families.values() if len({share_of(run) for run in members}) > 1]
 
 
 def _same(run: Run) -> str:

@@ -1,4 +1,4 @@
-"""What drives a model: the importance of columns at every site."""
+"""Draw the importance of columns at every site."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def importances(runs: list[Run], rows: list[Row], lead: str) -> list[Figure]:
     figures = []
     for place, run in enumerate(runs, start=1):
         path = run.path / IMPORTANCE
-        shown = [row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
-        best = federated_leader(shown, lead)
+        compared = [
+            row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures
+        ]
+        best = federated_leader(compared, lead)
         if not path.exists() or best is None:
             continue
         table = read_table(path, NAMES)

@@ -197,9 +197,9 @@ def line_panels(data: Rows, x: Spec, y: Spec, tint: Spec, tooltip: list[Spec], b
     order = list(dict.fromkeys(row["method"] for row in data))
     place, seeds = {"x": x, "y": y}, [{"field": "model"}, {"field": "seed"}]
     ends = {"y": {**y, "field": "low"}, "y2": {"field": "high"}, "x": x, "color": tint}
-    others = {**place, "detail": [{"field": "method"}, {"field": "model"}]}
+    grey = {**place, "detail": [{"field": "method"}, {"field": "model"}]}
     pale = {"strokeWidth": 0.8, "opacity": 0.45 if len(order) < 9 else 0.2, "style": "ghost"}
-    ghosts = mark("line", others, MEAN, data="rows", clip=True, tooltip=None, **pale)
+    ghosts = mark("line", grey, MEAN, data="rows", clip=True, tooltip=None, **pale)
     shown = drawn(data)
     layers = [
         mark("area", ends, KNOWN, opacity=0.16, clip=True, tooltip=None),
@@ -222,8 +222,8 @@ def colour(rows: list[Row]) -> Spec:
 
 def off_axis(largest: dict[str, float]) -> set[str]:
     """The names whose largest value is `FAR` times that of the better ones: they would flatten all others."""
-    known = sorted(abs(value) for value in largest.values() if value)
-    near = known[(len(known) - 1) // 4] if known else 0.0
+    sizes = sorted(abs(value) for value in largest.values() if value)
+    near = sizes[(len(sizes) - 1) // 4] if sizes else 0.0
     return {name for name, value in largest.items() if abs(value) > FAR * near > 0}
 
 
@@ -235,8 +235,8 @@ def off_words(off: Iterable[str]) -> str:
 
 def domain(values: Iterable[float | None], air: float = 0.06) -> list[float]:
     """An axis around values, with some air."""
-    known = [value for value in values if value is not None]
-    low, high = min(known), max(known)
+    numbers = [value for value in values if value is not None]
+    low, high = min(numbers), max(numbers)
     more = air * (high - low) or 0.1 * abs(high) or 1.0
     return [low - more, high + more]
 

@@ -1,4 +1,4 @@
-"""How the samples are split: clients by classes, skew of every seed, and clusters that were recovered."""
+"""Draw how the samples are split: clients by classes, skew of every seed, and recovered clusters."""
 
 from __future__ import annotations
 
@@ -51,31 +51,31 @@ class Skew(NamedTuple):
 
 def splits(runs: list[Run]) -> list[Figure | None]:
     """The partitions of all seeds, of as many as have `CELLS` cells together; runs on the same data share theirs."""
-    found: list[Figure | None] = []
+    figures: list[Figure | None] = []
     for place, group in enumerate(_same_data(runs), start=1):
         skews = _skews(group)
         size = max((skew.run.partitions[skew.seed].counts.size for skew in skews), default=1)
         several = len(runs) != len(group)
         for index, skew in enumerate(skews[: max(1, min(SPLITS, CELLS // max(size, 1)))]):
             id = f"partition-{place}-{index}" if several else f"partition-{index}"
-            found.append(_picture(skew, id, f"{skew.label}, " if several else ""))
-    return found
+            figures.append(_picture(skew, id, f"{skew.label}, " if several else ""))
+    return figures
 
 
 def skew_table(runs: list[Run]) -> str:
     """An HTML table: a line per run and seed, mean over clients with the smallest and the largest."""
     groups = _same_data(runs)
-    found = [skew for group in groups for skew in _skews(group)]
-    if not found:
+    skews = [skew for group in groups for skew in _skews(group)]
+    if not skews:
         return ""
-    shown = [name for name in TITLES if any(name in skew.values for skew in found)]
+    shown = [name for name in TITLES if any(name in skew.values for skew in skews)]
     several = len(groups) > 1
     lines = [
         [*([escape(skew.label)] if several else []), str(skew.seed), *(_range(skew.values.get(n)) for n in shown)]
-        for skew in found
+        for skew in skews
     ]
-    if len(found) > 1:
-        pooled = (np.concatenate([skew.values.get(n, np.empty(0)) for skew in found]) for n in shown)
+    if len(skews) > 1:
+        pooled = (np.concatenate([skew.values.get(n, np.empty(0)) for skew in skews]) for n in shown)
         lines.append(["All", *([""] if several else []), *(_range(values) for values in pooled)])
     heads = [*(["Run"] if several else []), "Seed", *(TITLES[name] for name in shown)]
     labels = (
@@ -89,21 +89,21 @@ def skew_table(runs: list[Run]) -> str:
 
 
 def _range(values: Numbers | None) -> str:
-    known = np.empty(0) if values is None else values[np.isfinite(values)]
-    if not len(known):
+    finite = np.empty(0) if values is None else values[np.isfinite(values)]
+    if not len(finite):
         return ""
-    mean, low, high = (fixed(v, 2 if known.max() < 20 else 0) for v in (known.mean(), known.min(), known.max()))
+    mean, low, high = (fixed(v, 2 if finite.max() < 20 else 0) for v in (finite.mean(), finite.min(), finite.max()))
     return f'{mean} <span class="half">{low} to {high}</span>'
 
 
 def _same_data(runs: list[Run]) -> list[list[Run]]:
     """The runs with partitions, in groups whose clients hold the same samples by class, seed by seed."""
-    found: dict[int, list[Run]] = {}
+    groups: dict[int, list[Run]] = {}
     for run in runs:
         tables = tuple((seed, p.counts.tobytes(), p.sizes.tobytes()) for seed, p in run.partitions.items())
         if tables:
-            found.setdefault(hash((tables, tuple(run.names))), []).append(run)
-    return list(found.values())
+            groups.setdefault(hash((tables, tuple(run.names))), []).append(run)
+    return list(groups.values())
 
 
 def _skews(group: list[Run]) -> list[Skew]:
@@ -127,8 +127,8 @@ def label_skew(counts: Numbers) -> dict[str, Numbers]:
 
 
 def _entropy(p: Numbers) -> Numbers:
-    found: Numbers = -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), p * 0).sum(1)
-    return found
+    entropies: Numbers = -np.where(p > 0, p * np.log(np.where(p > 0, p, 1)), p * 0).sum(1)
+    return entropies
 
 
 def _picture(skew: Skew, id: str, where: str) -> Figure | None:
@@ -236,8 +236,8 @@ def _clustered(run: Run, row: Row, seed: int, groups: Integers | None) -> Rows:
     before = groups
     cells: Rows = []
     for t in rounds[np.unique(np.linspace(0, len(rounds) - 1, ROUNDS).round().astype(int))].tolist():
-        there = points.round == t
-        clients, labels = points.client[there], points.value[there].astype(np.int64)
+        now = points.round == t
+        clients, labels = points.client[now], points.value[now].astype(np.int64)
         if before is not None:
             labels = aligned(labels, before[clients])
         if groups is None:

@@ -30,8 +30,8 @@ def last_results(run: Run, row: Row, seed: int, name: str) -> tuple[Integers, Nu
     points = run.benign(Key(row.method, seed, row.model, "test", name))
     if points is None or not len(points.round) or seed in row.lost:
         return np.empty(0, np.int64), np.empty(0)
-    known = (points.round == points.round[-1]) & np.isfinite(points.value)
-    return points.client[known], points.value[known] * metric(name).scale
+    scored = (points.round == points.round[-1]) & np.isfinite(points.value)
+    return points.client[scored], points.value[scored] * metric(name).scale
 
 
 def pooled(seeds: Seeds) -> Numbers:
@@ -59,17 +59,17 @@ def relative(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
         run, base = run_of(runs, row), _baseline(rows, row)
         if base is None or (base.method, base.model) == (row.method, row.model):
             continue
-        found: Seeds = {}
+        by_seed: Seeds = {}
         for seed in seeds_of(run, row.method):
-            (ids, own), (others, other) = (last_results(run, r, seed, lead) for r in (row, base))
-            both, i, j = np.intersect1d(ids, others, assume_unique=True, return_indices=True)
-            found[seed] = (both, sign * (own[i] - other[j]))
-        if len(pooled(found)) > 1:
+            (ids, scores), (base_ids, base_scores) = (last_results(run, r, seed, lead) for r in (row, base))
+            both, i, j = np.intersect1d(ids, base_ids, assume_unique=True, return_indices=True)
+            by_seed[seed] = (both, sign * (scores[i] - base_scores[j]))
+        if len(pooled(by_seed)) > 1:
             against[base.name] = None
-            gains.append((row, found))
+            gains.append((row, by_seed))
     if not gains:
         return None
-    compared, found_gains = [row for row, _ in gains], [found for _, found in gains]
+    compared, found_gains = [row for row, _ in gains], [by_seed for _, by_seed in gains]
     axis = f"Gain in {shown.title}{' (points)' * (shown.scale == 100)}"
     spec, data, words = _distribution(runs, compared, found_gains, axis, -1, zero=True)
     base_names = " or ".join(against)
@@ -85,9 +85,11 @@ def relative(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
 
 def _baseline(rows: list[Row], row: Row) -> Row | None:
     """The row of the same run that the others are compared with."""
-    own = [other for other in rows if other.run == row.run]
-    found = [r for name in BASELINES for r in own if r.algorithm == name and r.model in ("global", "personal")]
-    return found[0] if found else None
+    same_run = [other for other in rows if other.run == row.run]
+    candidates = [
+        r for name in BASELINES for r in same_run if r.algorithm == name and r.model in ("global", "personal")
+    ]
+    return candidates[0] if candidates else None
 
 
 def _distribution(

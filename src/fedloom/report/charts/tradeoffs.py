@@ -35,12 +35,12 @@ def tradeoffs(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None
     fair = ("fairness", "fairness", "Variance", f"{what} against fairness", f"{side} left")
     corner = "top right" if metric(lead).higher else "bottom left"
     tenth = ("worst", "fairness", "Worst 10 %", f"{what} against the worst tenth", corner)
-    found = [_trade_off(runs, rows, lead, variance, fair), _trade_off(runs, rows, lead, worst, tenth)]
+    figures = [_trade_off(runs, rows, lead, variance, fair), _trade_off(runs, rows, lead, worst, tenth)]
     if any("nonzeros" in row.figures for row in rows):
         sparse = ("sparsity", "structure", "Trade-off", f"{what} against sparsity", f"{side} left")
         price = Price("nonzeros", "nonzeros", "Non-zero parameters")
-        found.append(_trade_off(runs, [_counted(row) for row in rows], lead, price, sparse))
-    return found
+        figures.append(_trade_off(runs, [_counted(row) for row in rows], lead, price, sparse))
+    return figures
 
 
 def costs(runs: list[Run], rows: list[Row], lead: str) -> list[Figure | None]:
@@ -185,15 +185,20 @@ def _reached(runs: list[Run], rows: list[Row], lead: str) -> Figure | None:
     data: Rows = []
     missed: list[str] = []
     targets = []
-    for _, own_runs, own in tasks(runs, rows):
-        target = common_target(own, lead)
+    for _, own_runs, compared in tasks(runs, rows):
+        target = common_target(compared, lead)
         targets.append(significant(target * metric(lead).scale))
         for cost, (title, scale) in REACHED.items():
-            spent = cost_to_reach(own_runs, own, lead, target, cost)
+            spent = cost_to_reach(own_runs, compared, lead, target, cost)
             for i, estimate in spent.items():
-                tags = {"measure": title, "row": own[i].title, "method": own[i].name, "model": own[i].model}
+                tags = {
+                    "measure": title,
+                    "row": compared[i].title,
+                    "method": compared[i].name,
+                    "model": compared[i].model,
+                }
                 data += [{**tags, "target": target, **point} for point in estimate.points(scale)]
-            missed += [f"{row.name} {row.model}".strip() for i, row in enumerate(own) if spent and i not in spent]
+            missed += [f"{row.name} {row.model}".strip() for i, row in enumerate(compared) if spent and i not in spent]
     if len({point["row"] for point in data}) < 2:
         return None
     unit = f" {metric(lead).unit}" if metric(lead).unit else ""

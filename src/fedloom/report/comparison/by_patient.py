@@ -15,7 +15,7 @@ import numpy as np
 from scipy.stats import norm, rankdata
 
 from fedloom.formats import DASH, fixed, p_value, pair
-from fedloom.report.comparison.gains import Table
+from fedloom.report.comparison.gains import SiteGains
 from fedloom.report.csv_files import csv_of
 from fedloom.report.numbers import run_of
 from fedloom.report.patients import Predicted, is_binary, tested
@@ -70,7 +70,7 @@ def delong(scores: Numbers, target: Numbers) -> tuple[Numbers, Numbers]:
     return won.mean(1), np.atleast_2d(np.cov(won)) / m + np.atleast_2d(np.cov(lost)) / n
 
 
-def differences(run: Run, table: Table) -> list[Difference]:
+def differences(run: Run, table: SiteGains) -> list[Difference]:
     """A line per site and one over all of them; none where predictions were not kept, or are no probabilities."""
     alone, shared = (tested(run, row.method, row.model) for row in (table.alone, table.together))
     if alone is None or shared is None or not is_binary(run, alone) or not np.array_equal(alone[:2], shared[:2]):
@@ -91,10 +91,10 @@ def _difference(name: str, alone: Predicted, shared: Predicted) -> Difference:
     return Difference(name, len(alone.target), events, float(areas[0]), float(areas[1]), half, p)
 
 
-def by_patients(runs: list[Run], by_site: Sequence[Table]) -> list[tuple[str, list[Difference]]]:
+def by_patients(runs: list[Run], by_site: Sequence[SiteGains]) -> list[tuple[str, list[Difference]]]:
     """Gains over test samples of the runs that kept their predictions, by the run's label where there are several."""
-    made = [(table.run, differences(run_of(runs, table.alone), table)) for table in by_site]
-    return [(label, lines) for label, lines in made if lines]
+    by_run = [(table.run, differences(run_of(runs, table.alone), table)) for table in by_site]
+    return [(label, lines) for label, lines in by_run if lines]
 
 
 def differences_html(tables: Sequence[tuple[str, Sequence[Difference]]]) -> str:

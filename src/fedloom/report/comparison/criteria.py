@@ -73,15 +73,15 @@ class Winner:
 
 def tasks(runs: list[Run], rows: list[Row]) -> list[tuple[str, list[Run], list[Row]]]:
     """What may be compared: runs of equal data, partition and attack, with their rows and labels."""
-    found: dict[str, tuple[list[Run], list[Row]]] = {}
+    groups: dict[str, tuple[list[Run], list[Row]]] = {}
     for run in runs:
         options = run.options
         attack = options.get("attack", {})
         same = repr([options.get("data"), options.get("partition"), attack if attack.get("fraction") else {}])
-        group = found.setdefault(same, ([], []))
+        group = groups.setdefault(same, ([], []))
         group[0].append(run)
         group[1].extend(row for row in rows if run_of(runs, row) is run)
-    return [(", ".join(run.label for run in own), own, shown) for own, shown in found.values()]
+    return [(", ".join(run.label for run in task_runs), task_runs, shown) for task_runs, shown in groups.values()]
 
 
 def winners(runs: list[Run], rows: list[Row], lead: str) -> list[Winner]:
@@ -164,7 +164,7 @@ def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, co
     Rows that miss the target with any seed are left out; a target that a model meets before the first round says
     nothing of cost, and nobody has a figure.
     """
-    found: dict[int, Estimate] = {}
+    spent_by_row: dict[int, Estimate] = {}
     for i, row in enumerate(rows):
         spent: dict[int, float] = {}
         seeds = row.figures[lead].by_seed if lead in row.figures else {}
@@ -178,8 +178,8 @@ def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, co
             if reached.any() and len(total.round):
                 spent[seed] = _up_to(total, int(result.round[np.argmax(reached)]))
         if spent and len(spent) == len(seeds):
-            found[i] = Estimate(spent)
-    return found
+            spent_by_row[i] = Estimate(spent)
+    return spent_by_row
 
 
 def cumulative(run: Run, method: str, seed: int, cost: str) -> Curve:

@@ -1,4 +1,4 @@
-"""Who gains: the result of every named site alone and together, with a paired interval of the difference."""
+"""Compare every named site alone and together, with a paired interval of the difference."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Gain(NamedTuple):
         return "gains" if self.comparison.mean > 0 else "loses"
 
 
-class Table(NamedTuple):
+class SiteGains(NamedTuple):
     """The gains of one run.
 
     Attributes:
@@ -85,7 +85,7 @@ class Table(NamedTuple):
     lines: tuple[Gain, ...]
 
 
-def gains(runs: list[Run], rows: list[Row], lead: str) -> list[Table]:
+def gains(runs: list[Run], rows: list[Row], lead: str) -> list[SiteGains]:
     """A table for every run of few sites that has training alone and a federated method.
 
     Args:
@@ -102,7 +102,7 @@ def _by_site(run: Run) -> bool:
     return 1 < len(run.names) <= FEW and (not numbered or run.options.get("partition", {}).get("kind") in BY_SITE)
 
 
-def _table(run: Run, rows: list[Row], lead: str) -> Table | None:
+def _table(run: Run, rows: list[Row], lead: str) -> SiteGains | None:
     shown = [row for row in contenders([run], rows) if lead in row.figures and row.figures[lead].finite]
     alone = next((row for row in shown if row.algorithm == "local"), None)
     together = federated_leader(shown, lead)
@@ -120,7 +120,7 @@ def _table(run: Run, rows: list[Row], lead: str) -> Table | None:
         samples, events = _counts(run, place, lead)
         reason = _reason(run, alone, place, name, samples, events, lead) if not tests[k].seeds else ""
         lines.append(Gain(name, samples, events, own, shared, tests[k], reason))
-    return Table(alone.run, lead, alone, together, tuple(lines))
+    return SiteGains(alone.run, lead, alone, together, tuple(lines))
 
 
 def federated_leader(rows: Sequence[Row], lead: str) -> Row | None:
@@ -209,13 +209,13 @@ def _span(values: tuple[int, ...]) -> str:
     return " to ".join(map(str, ends)) or DASH
 
 
-def gains_csv(tables: Sequence[Table]) -> str:
+def gains_csv(tables: Sequence[SiteGains]) -> str:
     """The gains as CSV, unrounded and unscaled; empty cells where nothing is known."""
     records = [_record(table, line) for table in tables for line in table.lines]
     return csv_of(list(records[0]), records) if records else ""
 
 
-def _record(table: Table, line: Gain) -> dict[str, Any]:
+def _record(table: SiteGains, line: Gain) -> dict[str, Any]:
     test = line.comparison
     numbers = {
         "samples": float(np.mean(line.samples)) if line.samples else math.nan,
@@ -231,7 +231,7 @@ def _record(table: Table, line: Gain) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def gains_html(tables: Sequence[Table]) -> str:
+def gains_html(tables: Sequence[SiteGains]) -> str:
     """The gains as tables of the page, each followed by the sites without a result."""
     text = ""
     for table in tables:
@@ -243,7 +243,7 @@ def gains_html(tables: Sequence[Table]) -> str:
     return text
 
 
-def _heads(table: Table) -> list[str]:
+def _heads(table: SiteGains) -> list[str]:
     shown = figure(table.metric)
     unit = " (points)" if shown.scale == 100 else ""
     together = f"{table.together.method} {table.together.model}".strip()
@@ -251,7 +251,7 @@ def _heads(table: Table) -> list[str]:
             f"Gain{unit}", "Verdict"]  # fmt: skip
 
 
-def _numbers(table: Table, line: Gain) -> list[tuple[str, str]]:
+def _numbers(table: SiteGains, line: Gain) -> list[tuple[str, str]]:
     """Alone, together and gain, each with the half width of its interval."""
     scale = figure(table.metric).scale
     mean, half = line.comparison.mean * scale, line.comparison.half * scale
@@ -259,14 +259,14 @@ def _numbers(table: Table, line: Gain) -> list[tuple[str, str]]:
     return [*(cell(table.metric, estimate) for estimate in (line.alone, line.together)), gain]
 
 
-def _words(table: Table, line: Gain) -> list[str]:
+def _words(table: SiteGains, line: Gain) -> list[str]:
     numbers = [pair(*number) for number in _numbers(table, line)]
     few = not line.comparison.testable and line.comparison.seeds
     seeds = f" ({line.comparison.seeds} seed{'s' * (line.comparison.seeds != 1)})" if few else ""
     return [line.site, _span(line.samples), _span(line.events), *numbers, line.verdict + seeds]
 
 
-def gains_latex(tables: Sequence[Table], caption: str) -> str:
+def gains_latex(tables: Sequence[SiteGains], caption: str) -> str:
     """The gains as LaTeX, a tabular per run; needs the package booktabs. Bold: the site gains."""
     lines = ["% \\usepackage{booktabs}"]
     for table in tables:

@@ -69,8 +69,8 @@ class RecordedComparison:
         Raises:
             ConfigError: there is no such method or figure.
         """
-        found = self._pairs(against or self.against, figure)
-        records = [{k: v for k, v in pair.record().items() if k != "run"} for pair in found]
+        compared = self._pairs(against or self.against, figure)
+        records = [{k: v for k, v in pair.record().items() if k != "run"} for pair in compared]
         names = list(records[0]) if records else []
         return pa.table({name: [record[name] for record in records] for name in names})
 
