@@ -77,9 +77,12 @@ def init(
         from fedloom.deploy.ops.plan import plan
         from fedloom.values import make
 
-        given = {"host": host, "gate_port": gate_port, "port": port, "home": home, "programs": programs, "days": days}
+        options = {"host": host, "gate_port": gate_port, "port": port, "home": home, "programs": programs, "days": days}
         place = make(
-            Place, {**given, "quorum": quorum, "metrics_port": metrics_port}, "fedloom deploy init", Place.model_fields
+            Place,
+            {**options, "quorum": quorum, "metrics_port": metrics_port},
+            "fedloom deploy init",
+            Place.model_fields,
         )
         choice: dict[str, Any] = {
             "method": method,
@@ -178,8 +181,8 @@ def local(
         for site in deployment.sites.values():
             say(f"models of {site.site}: {site.state}")
         if finished(deployment.server) is not Stop.DONE:
-            found = status_of(deployment.server)
-            say(f"{found['state']}: {found['reason']}", err=True)
+            shown = status_of(deployment.server)
+            say(f"{shown['state']}: {shown['reason']}", err=True)
             raise typer.Exit(1)
 
 
@@ -199,13 +202,13 @@ def status(
 
         from fedloom.deploy.ops.status import lines, server_of, status_of, table
 
-        found = status_of(server_of(folder))
+        shown = status_of(server_of(folder))
         if as_json:
-            say(json.dumps(found, indent=1))
+            say(json.dumps(shown, indent=1))
             return
-        for line in lines(found):
+        for line in lines(shown):
             say(line)
-        _print_sites(table(found), ("site",))
+        _print_sites(table(shown), ("site",))
 
 
 @deploy.command()
@@ -223,10 +226,10 @@ def models(
     with errors():
         from fedloom.deploy.site.models import export, figures, owned
 
-        found = owned(folder)
-        if not found:
+        models_there = owned(folder)
+        if not models_there:
             say("no model yet: a site has one after the first round that it took part in")
-        for one in found:
+        for one in models_there:
             path = one.model.path if out is None else export(one, out)
             say(f"{one.site.site:<16}{one.model.kind:<10}round {one.model.round:<6}{path}")
             if test:
@@ -258,13 +261,14 @@ def predict(
         from fedloom.trained.predictions import alone, predicted
 
         trained = used(site, model)
-        found = new_rows(site).rows(trained.recipe.facts, rows, None, tuple(keep or ()))
-        made = predicted(found, alone(trained, found)).decided(threshold)
+        inputs = new_rows(site).rows(trained.recipe.facts, rows, None, tuple(keep or ()))
+        predictions = predicted(inputs, alone(trained, inputs)).decided(threshold)
         make_folder(out.parent)
-        write_atomic(out, csv_of_table(made.table()))
-        for note in made.notes:
+        write_atomic(out, csv_of_table(predictions.table()))
+        for note in predictions.notes:
             say(note)
-        say(f"{len(made.scores)} predictions by the {trained.about['kind']} model of {made.models[0]}: {out}")
+        kind, owner = trained.about["kind"], predictions.models[0]
+        say(f"{len(predictions.scores)} predictions by the {kind} model of {owner}: {out}")
 
 
 @deploy.command()
@@ -287,10 +291,10 @@ def evaluate(
 
         trained = used(site, model)
         data = new_rows(site).labelled(trained.recipe.facts, rows)
-        found = taken(trained.recipe.facts, data)
-        scored = Evaluated(trained.about, trained.about["kind"], OWN_SCALE, alone(trained, found), found, data)
+        inputs = taken(trained.recipe.facts, data)
+        scored = Evaluated(trained.about, trained.about["kind"], OWN_SCALE, alone(trained, inputs), inputs, data)
         print_rows([scored.row()])
-        for note in (*found.notes, *scored.choice.strange(found.x)):
+        for note in (*inputs.notes, *scored.choice.strange(inputs.x)):
             say(note)
 
 

@@ -38,10 +38,10 @@ class Audit:
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """Everything in a log that may be written at this moment; a line that was cut short is left out."""
-    found = []
+    entries = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
         try:
-            found.append(json.loads(line))
+            entries.append(json.loads(line))
         except ValueError:
             continue
-    return found
+    return entries

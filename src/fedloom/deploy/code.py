@@ -172,21 +172,21 @@ def _paths(settings: object) -> Iterator[str]:
 
 def _files(root: Path, first: str) -> set[Path]:
     """The files of a module or package of a folder, and of all that they import from that folder."""
-    found: set[Path] = set()
-    waiting, known = [first], {"fedloom"}
+    files: set[Path] = set()
+    waiting, names = [first], {"fedloom"}
     while waiting:
         name = waiting.pop()
-        if name in known:
+        if name in names:
             continue
-        known.add(name)
+        names.add(name)
         module, package = root / f"{name}.py", root / name
         new = [module] if module.is_file() else sorted(package.rglob("*.py"))
         if name != first and not module.is_file() and not (package / "__init__.py").is_file():
             continue  # of the standard library, or installed
-        found |= set(new)
+        files |= set(new)
         for file in new:
             waiting += _imported(ast.parse(file.read_bytes(), str(file)))
-    return found
+    return files
 
 
 def _imported(tree: ast.AST) -> Iterator[str]:

@@ -121,13 +121,13 @@ class SharedMean(PrivateMean):
             Refused: it is further from zero than 40 standard deviations of the noise allow.
         """
         exponent, _, bound = _grid(self.clip, self.sigma)
-        found = steps.view(np.int64)
+        totals = steps.view(np.int64)
         limit = int(count * math.isqrt(bound + 1) + 40 * self.scale * math.sqrt(count)) + count
-        if bool(((found > limit) | (found < -limit)).any()):
+        if bool(((totals > limit) | (totals < -limit)).any()):
             raise Refused(
                 f"the sum of {count} sites is out of range: one sent what it must not, or a mask is still on it"
             )
-        total: np.ndarray[Any, Any] = np.ldexp(found.astype(np.float64), exponent)
+        total: np.ndarray[Any, Any] = np.ldexp(totals.astype(np.float64), exponent)
         return total
 
 

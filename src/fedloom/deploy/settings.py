@@ -1,4 +1,4 @@
-"""What a deployed server and a deployed site are told: two small TOML files, as frozen values.
+"""Settings of a deployed server and of a deployed site, as two small TOML files.
 
 Both name the same experiment file (one method, one seed) and carry its SHA-256, so that two sides can tell whether they
 mean the same experiment before anything is trained. Paths in a file are relative to the folder of that file.

@@ -1,4 +1,4 @@
-"""Can this site take part? Everything that would stop it later, looked at before it joins; each finding a sentence."""
+"""Checks of a site before it joins: everything that would stop it later; each finding is a sentence."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def check_site(site: Site, *, offline: bool = False) -> Iterator[Finding]:
         offline: leave the server alone.
     """
     checks: tuple[Check, ...] = (_versions, _experiment, _data, _keys, _authority, _disk, _port)
-    said: set[Finding] = set()
+    findings: set[Finding] = set()
     for check in checks if offline else (*checks, _server):
         for finding in _found(check, site):
-            if finding not in said:
-                said.add(finding)
+            if finding not in findings:
+                findings.add(finding)
                 yield finding
 
 
@@ -93,9 +93,9 @@ def _versions(site: Site) -> Iterator[Finding]:
     if low <= tuple(int(part) for part in flower.split(".")[:2]) < high:
         here = versions()
         yield Finding("ok", f"versions: fedloom {__version__}, Flower {flower}, Python {here['python']}")
-        others = [f"{k} {here.get(k, 'missing')}, there {v}" for k, v in site.versions.items() if here.get(k) != v]
-        if others:
-            yield Finding("note", f"versions that differ from the server's when it was set up: {'; '.join(others)}")
+        differing = [f"{k} {here.get(k, 'missing')}, there {v}" for k, v in site.versions.items() if here.get(k) != v]
+        if differing:
+            yield Finding("note", f"versions that differ from the server's when it was set up: {'; '.join(differing)}")
     else:
         bounds = f"{low[0]}.{low[1]} or newer, below {high[0]}.{high[1]}"
         yield Finding("refused", f"Flower is {flower} here, fedloom works with {bounds}; install one of these")
@@ -115,20 +115,20 @@ def _experiment(site: Site) -> Iterator[Finding]:
     check_deployable(experiment, masked=site.secure is not None, start=site.start is not None)
     yield Finding("ok", f"experiment: {site.name}, SHA-256 {site.fingerprint[:16]}...")
     yield from _privacy(site, experiment)
-    own = [*site.code, *site.installed]
-    if own:
-        yield Finding("ok", f"user code: {', '.join(own)}: as agreed on, and it imports")
+    modules = [*site.code, *site.installed]
+    if modules:
+        yield Finding("ok", f"user code: {', '.join(modules)}: as agreed on, and it imports")
 
 
 def _privacy(site: Site, experiment: Experiment) -> Iterator[Finding]:
     setting = experiment.methods[0].setting
     survivors = None if site.secure is None else site.secure.threshold
     central = accounted(None, released(setting.aggregator, survivors))
-    own = accounted(released(setting.channel), central if isinstance(central, SharedMean) else None)
-    if own is not None:
-        one, most = epsilon(own, 1), epsilon(own, setting.rounds)
-        cost = f"an upload costs epsilon {one:.3g}, {setting.rounds} of them {most:.3g}, at delta {own.delta}"
-        alone = left_to_sites(own)
+    noise = accounted(released(setting.channel), central if isinstance(central, SharedMean) else None)
+    if noise is not None:
+        one, most = epsilon(noise, 1), epsilon(noise, setting.rounds)
+        cost = f"an upload costs epsilon {one:.3g}, {setting.rounds} of them {most:.3g}, at delta {noise.delta}"
+        alone = left_to_sites(noise)
         if alone is not None:
             cost += f" ({epsilon(alone, setting.rounds):.3g} against all other sites of a smallest sum)"
         yield Finding("ok", f"privacy: {cost}; scores stay here")

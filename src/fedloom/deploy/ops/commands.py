@@ -47,8 +47,8 @@ def command(name: str, of: Value | None = None, programs: Path = PROGRAMS, **val
     path = str(values.get("file", ""))
     if set(path) & set("\"'\\\n"):
         raise ConfigError(f"Flower takes no path with quotes or backslashes, got {path!r}; use another folder")
-    given = {**(dict(of) if of else {}), **values, "programs": programs}
-    return [Template(word).substitute(given) for word in _table("commands")[name]]
+    places = {**(dict(of) if of else {}), **values, "programs": programs}
+    return [Template(word).substitute(places) for word in _table("commands")[name]]
 
 
 def environment(home: Path, programs: Path = PROGRAMS, threads: int | None = None) -> dict[str, str]:
@@ -97,5 +97,5 @@ def profile(address: str, ca: Path) -> str:
 
 @cache
 def _table(name: str) -> Mapping[str, str]:
-    found: Mapping[str, str] = tomllib.loads((OPS / "commands.toml").read_text())[name]
-    return found
+    entries: Mapping[str, str] = tomllib.loads((OPS / "commands.toml").read_text())[name]
+    return entries

@@ -177,8 +177,8 @@ def compose(of: Server | Site, place: Place) -> str:
 
 def gate(server: Server, place: Place) -> str:
     """The gate's configuration, for nginx."""
-    there = {"host": place.host, "port": place.gate_port, "folder": place.home / "server"}
-    return filled("gate.conf", **there, limit=server.body_limit, behind=_behind(server))
+    places = {"host": place.host, "port": place.gate_port, "folder": place.home / "server"}
+    return filled("gate.conf", **places, limit=server.body_limit, behind=_behind(server))
 
 
 def _sides(plan: Plan, place: Place) -> Iterator[tuple[str, str, Files]]:
@@ -210,11 +210,11 @@ def _sides(plan: Plan, place: Place) -> Iterator[tuple[str, str, Files]]:
     agreed |= {"experiment.toml": plan.experiment, "ca.crt": ca.pem()}
     agreed |= {f"{FOLDER}/{path}": data for path, data in plan.code.files.items()}
     quorum = place.quorum or plan.threshold or len(members) // 2 + 1
-    given = {**shared, "sites": members, "quorum": quorum, "port": place.port, "public": place.gate}
-    given |= {} if place.metrics_port is None else {"metrics_port": place.metrics_port}
-    given["norm_bound"] = plan.norm_bound
-    given |= {} if plan.most_samples is None else {"examples_limit": plan.most_samples}
-    server = make(Server, given, "fedloom deploy init", Server.model_fields)
+    settings = {**shared, "sites": members, "quorum": quorum, "port": place.port, "public": place.gate}
+    settings |= {} if place.metrics_port is None else {"metrics_port": place.metrics_port}
+    settings["norm_bound"] = plan.norm_bound
+    settings |= {} if plan.most_samples is None else {"examples_limit": plan.most_samples}
+    server = make(Server, settings, "fedloom deploy init", Server.model_fields)
     home = place.home / "server"
     yield "authority", "authority", {"ca.key": ca.private(), "ca.crt": ca.pem()}
     yield (
@@ -312,8 +312,8 @@ def _unit(unit: str, what: str, of: Server | Site, side: str, place: Place, word
 def _only_to(peer: str) -> str:
     """Which addresses a unit may talk to: loopback and the other side, where that is known as an address."""
     try:
-        others = "" if peer == "localhost" else f" {ip_address(peer)}"
-        return f"IPAddressDeny=any\nIPAddressAllow=localhost{others}"
+        address = "" if peer == "localhost" else f" {ip_address(peer)}"
+        return f"IPAddressDeny=any\nIPAddressAllow=localhost{address}"
     except ValueError:
         return f"# IPAddressDeny=any with IPAddressAllow=localhost and the address of {peer} allows nothing else"
 

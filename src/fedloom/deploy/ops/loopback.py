@@ -93,8 +93,8 @@ class Loopback:
     def start_site(self, name: str, **changes: Any) -> Process:
         """Start a site's process; it joins by itself. ``changes`` replace some of its settings."""
         number = list(self.sites).index(name)
-        given = {"server": self.address, "port": self._ports[1 + number], **changes}
-        site = self.sites[name].model_copy(update=given)
+        settings = {"server": self.address, "port": self._ports[1 + number], **changes}
+        site = self.sites[name].model_copy(update=settings)
         file = self.site_file(name)
         return self._start(f"site-{name}", command("supernode", site, file=file), file.parent, site.threads)
 

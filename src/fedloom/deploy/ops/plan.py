@@ -133,8 +133,8 @@ def plan(
     if agreement is not None:
         agreed["data"]["agreement"] = agreement.model_dump(mode="json", exclude_none=True)
     agreed["model"] = {key: option for key, option in agreed["model"].items() if key != "weights"}
-    settled = job.setting.method  # a site does not know the others' sizes: what follows from them is written down
-    agreed["method"][0] |= {name: getattr(settled, name) for name in settled.derived(job.ctx(0))}
+    algorithm = job.setting.method  # a site does not know the others' sizes: what follows from them is written down
+    agreed["method"][0] |= {name: getattr(algorithm, name) for name in algorithm.derived(job.ctx(0))}
     return Plan(
         name=_safe(experiment.head.name),
         experiment=tomli_w.dumps(agreed),
@@ -164,17 +164,17 @@ def _threshold(job: Job, n: int, secure_aggregation: bool, threshold: int | None
         return None
     if not FEWEST <= n <= MOST:
         raise ConfigError(f"secure aggregation is for {FEWEST} to {MOST} sites, got {n}")
-    found, least = safe_threshold(n) if threshold is None else threshold, least_threshold(n)
-    if not least <= found <= n:
-        raise ConfigError(f"--threshold of {n} sites must be within {least}..{n}, more than half, got {found}")
+    agreed, least = safe_threshold(n) if threshold is None else threshold, least_threshold(n)
+    if not least <= agreed <= n:
+        raise ConfigError(f"--threshold of {n} sites must be within {least}..{n}, more than half, got {agreed}")
     ctx = job.ctx(1)
     drawn = len(job.setting.sampler.apply(job.setting.sampler.init(ctx), None, ctx)[0].unique())
-    if n == job.n and drawn < found:
+    if n == job.n and drawn < agreed:
         raise ConfigError(
-            f"sampler {job.setting.sampler.kind!r} draws {drawn} of {n} sites, the threshold is {found}; draw more, or "
-            f"choose a --threshold from {least} on"
+            f"sampler {job.setting.sampler.kind!r} draws {drawn} of {n} sites, the threshold is {agreed}; draw more, "
+            f"or choose a --threshold from {least} on"
         )
-    return found
+    return agreed
 
 
 def _bound(job: Job, server: Any) -> NormBound | None:
@@ -250,9 +250,9 @@ def _placeless(one: Experiment) -> dict[str, Any]:
     options, kind = one.source_options, type(one.source)
     if not isinstance(one.source, FileSource) or kind.model_fields["path"].is_required():
         return options
-    given = {key: value for key, value in options.items() if key != "path"}
+    rest = {key: value for key, value in options.items() if key != "path"}
     named = options["source"] in SOURCES or is_path(options["source"])
-    return given if named else {**given, "source": next(name for name, one in SOURCES.items() if one is kind)}
+    return rest if named else {**rest, "source": next(name for name, one in SOURCES.items() if one is kind)}
 
 
 def _own(one: Experiment) -> dict[str, Any]:
@@ -269,5 +269,5 @@ def _own(one: Experiment) -> dict[str, Any]:
 def _absolute(options: dict[str, Any]) -> dict[str, Any]:
     """The table [data] with paths that hold from any folder."""
     keys = ("path",) if options["source"] in SOURCES else ("path", "source")
-    given = {key: Path(options[key]).expanduser() for key in keys if key in options}
-    return {**options, **{key: str(path.resolve()) for key, path in given.items() if path.exists()}}
+    paths = {key: Path(options[key]).expanduser() for key in keys if key in options}
+    return {**options, **{key: str(path.resolve()) for key, path in paths.items() if path.exists()}}

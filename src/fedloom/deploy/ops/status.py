@@ -71,15 +71,15 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
         step of the check, how many replies and the newest ``reason``.
     """
     blank: dict[str, Any] = {"last_reply": None, "mute": False, "node": None}
-    found = {c: {"accepted": 0, "missed": 0, **blank, "rejected": dict[str, Any]()} for c in sorted(members)}
-    accepted: dict[int, set[int]] = {c: set() for c in found}
-    missed: dict[int, set[int]] = {c: set() for c in found}
+    rows = {c: {"accepted": 0, "missed": 0, **blank, "rejected": dict[str, Any]()} for c in sorted(members)}
+    accepted: dict[int, set[int]] = {c: set() for c in rows}
+    missed: dict[int, set[int]] = {c: set() for c in rows}
     lost = {line.get("round", 0) for line in log if line.get("what") == "given up"}
     for line in log:
         c, what = line.get("client"), line.get("what")
-        if c not in found or line.get("site", members[c]) != members[c]:
+        if c not in rows or line.get("site", members[c]) != members[c]:
             continue
-        one, number = found[c], line.get("round", 0)
+        one, number = rows[c], line.get("round", 0)
         if what == "accepted":
             one |= {"last_reply": line["time"], "mute": False, "node": line.get("node", one["node"])}
             if line.get("kind") in TRAINING and number <= rounds:
@@ -91,9 +91,9 @@ def tallies(log: Sequence[Mapping[str, Any]], members: Mapping[int, str], rounds
         elif what == "rejected":
             step = one["rejected"].setdefault(str(line.get("step", 0)), {"count": 0})
             step |= {"count": step["count"] + 1, "reason": line.get("reason", "")}
-    for c, one in found.items():
+    for c, one in rows.items():
         one |= {"accepted": len(accepted[c] - lost), "missed": len(missed[c] - accepted[c])}
-    return found
+    return rows
 
 
 def status_of(server: Server) -> dict[str, Any]:
@@ -117,9 +117,9 @@ def status_of(server: Server) -> dict[str, Any]:
     sizes = more.get("sizes", [])
     sites = []
     for c, tally in tallies(log, members, rounds).items():
-        own = [{k: v for k, v in row.items() if k != "site" and v == v} for row in scores if row["site"] == members[c]]
+        rows = [{k: v for k, v in row.items() if k != "site" and v == v} for row in scores if row["site"] == members[c]]
         size, share = sizes[c] if c < len(sizes) else None, tally["accepted"] / rounds if rounds else 0.0
-        sites.append({"site": members[c], "client": c, "samples": size, "share": share, **tally, "scores": own})
+        sites.append({"site": members[c], "client": c, "samples": size, "share": share, **tally, "scores": figures})
     return {
         "name": server.name, **_state(server, log), "rounds": rounds, "planned": _planned(server.experiment),
         "round_seconds": {"last": seconds[-1], "median": median(seconds)} if seconds else None,
@@ -132,25 +132,25 @@ def status_of(server: Server) -> dict[str, Any]:
 def lines(status: Mapping[str, Any]) -> list[str]:
     """A status in a few lines of text; the sites are in `table`."""
     seconds, limit, disk = status["round_seconds"], status["epsilon_limit"], status["disk"]
-    found = [f"{status['name']}: {status['state']}{f', {why}' if (why := status['reason']) else ''}"]
+    texts = [f"{status['name']}: {status['state']}{f', {why}' if (why := status['reason']) else ''}"]
     pace = f", {seconds['last']:.1f} s the last, {seconds['median']:.1f} s in the median" if seconds else ""
-    found.append(f"rounds: {status['rounds']} of {status['planned']}{pace}")
+    texts.append(f"rounds: {status['rounds']} of {status['planned']}{pace}")
     if status["epsilon"] is not None:
         cost = f"epsilon: {status['epsilon']:.4g}{'' if limit is None else f' of {limit:g}'}"
         inside = status["epsilon_sites"]
-        found.append(cost if inside is None else f"{cost}; {inside:.4g} against all other sites of a smallest sum")
+        texts.append(cost if inside is None else f"{cost}; {inside:.4g} against all other sites of a smallest sum")
     for row in status["means"]:
-        known = [f"{k} {row[k]:.4g}" for k in BRIEF if k in row] + (
+        figures = [f"{k} {row[k]:.4g}" for k in BRIEF if k in row] + (
             [f"of {row['sites']} sites"] if "sites" in row else []
         )
-        found.append(f"{row['model']} model, round {row['round']}, mean over sites: {', '.join(known)}")
-    found += [
+        texts.append(f"{row['model']} model, round {row['round']}, mean over sites: {', '.join(figures)}")
+    texts += [
         f"the {name} {'ends' if _time(end) > datetime.now(UTC) else 'ended'} on {end[:10]}: {CURE[name]}"
         for name, end in status["certificates"].items()
         if _time(end) < datetime.now(UTC) + SOON
     ]
     used = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in disk.items())
-    return [*found, f"disk: {used}", f"last event: {_ago(status['last_event'])}"]
+    return [*texts, f"disk: {used}", f"last event: {_ago(status['last_event'])}"]
 
 
 def table(status: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -215,13 +215,13 @@ class _Collector:
                     family.add_metric(key, value)
             return family
 
-        found = status_of(self._server)
-        sites = {(site["site"],): site for site in found["sites"]}
-        seconds = found["round_seconds"] or {}
-        yield gauge("rounds_done", "rounds done", {(): found["rounds"]})
-        yield gauge("rounds_planned", "rounds of the experiment", {(): found["planned"]})
+        status = status_of(self._server)
+        sites = {(site["site"],): site for site in status["sites"]}
+        seconds = status["round_seconds"] or {}
+        yield gauge("rounds_done", "rounds done", {(): status["rounds"]})
+        yield gauge("rounds_planned", "rounds of the experiment", {(): status["planned"]})
         yield gauge("round_seconds", "duration of the last round", {(): seconds.get("last")})
-        yield gauge("epsilon", "epsilon spent, of the client that took part most often", {(): found["epsilon"]})
+        yield gauge("epsilon", "epsilon spent, of the client that took part most often", {(): status["epsilon"]})
         replies = {k: None if s["last_reply"] is None else _time(s["last_reply"]).timestamp() for k, s in sites.items()}
         yield gauge("site_last_reply_timestamp_seconds", "last accepted reply of a site", replies, "site")
         for name, about in (("accepted", "accepted"), ("missed", "missed")):
@@ -231,7 +231,7 @@ class _Collector:
         yield gauge("site_replies_rejected", "rejected replies of a site, by step of the check", steps, "site", "step")
         losses = {(*key, row["model"]): row.get("loss") for key, site in sites.items() for row in site["scores"]}
         yield gauge("site_loss", "newest loss on a site's test samples", losses, "site", "model")
-        disk = {(what,): size for what, size in found["disk"].items()}
+        disk = {(what,): size for what, size in status["disk"].items()}
         yield gauge("disk_bytes", "size of the server's files, and free space", disk, "what")
 
 
@@ -272,8 +272,8 @@ def _disk(server: Server) -> dict[str, int]:
         yield from (path, *path.parent.glob(f"{path.name}-*"), *path.rglob("*"))  # a database has files beside it
 
     sizes = {name: sum(map(_size, files(path))) for name, path in places.items()}
-    there = next((path for path in (server.checkpoints, *server.checkpoints.parents) if path.exists()), Path("/"))
-    return {**sizes, "audit": _size(server.audit), "free": shutil.disk_usage(there).free}
+    folder = next((path for path in (server.checkpoints, *server.checkpoints.parents) if path.exists()), Path("/"))
+    return {**sizes, "audit": _size(server.audit), "free": shutil.disk_usage(folder).free}
 
 
 def _size(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""What a deployed run came to, site by site."""
+"""Tables of the last figures of a deployed run, site by site."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def site_table(metrics: Path, sites: Sequence[str], part: str = "test") -> list[
         sites: names in the order of the clients.
         part: part of each site's data.
     """
-    found = [r for r in _read(metrics, part, BRIEF) if 0 <= r["client"] < len(sites)]
-    last = {(r["client"], r["model"]): r["round"] for r in found if r["value"] == r["value"]}
+    records = [r for r in _read(metrics, part, BRIEF) if 0 <= r["client"] < len(sites)]
+    last = {(r["client"], r["model"]): r["round"] for r in records if r["value"] == r["value"]}
     rows: dict[tuple[int, str], dict[str, Any]] = {}
-    for r in found:
+    for r in records:
         key = r["client"], r["model"]
         if last.get(key) == r["round"]:
             row = rows.setdefault(key, {"site": sites[r["client"]], "model": r["model"], "round": r["round"]})
@@ -45,8 +45,8 @@ def mean_table(metrics: Path, part: str = "test") -> list[dict[str, Any]]:
         part: part of each site's data.
     """
     rows: dict[str, dict[str, Any]] = {}
-    own = [r for r in _read(metrics, part, ["loss"]) if r["client"] >= 0 and r["value"] == r["value"]]
-    counts = Counter((r["model"], r["round"]) for r in own)  # none where the server has sums only
+    losses = [r for r in _read(metrics, part, ["loss"]) if r["client"] >= 0 and r["value"] == r["value"]]
+    counts = Counter((r["model"], r["round"]) for r in losses)  # none where the server has sums only
     for r in _read(metrics, part, [*(f"{name}/mean" for name in BRIEF), "loss/sites"]):
         name, _, what = r["metric"].partition("/")
         row = rows.setdefault(r["model"], {"model": r["model"]})
@@ -60,5 +60,5 @@ def _read(metrics: Path, part: str, names: Sequence[str]) -> list[dict[str, Any]
     """Figures of a part by their names, by round."""
     table = pq.read_table(metrics)
     mask = pc.and_(pc.equal(table["part"], part), pc.is_in(table["metric"], pa.array(names)))
-    found: list[dict[str, Any]] = table.filter(mask).sort_by("round").to_pylist()
-    return found
+    records: list[dict[str, Any]] = table.filter(mask).sort_by("round").to_pylist()
+    return records

@@ -78,13 +78,13 @@ class Forms:
         Raises:
             WireError: the bytes are not an upload of this run.
         """
-        found = self._upload.decode(message)
-        info, told, update = (found.pop(name, None) for name in (INFO, TOLD, UPDATE))
-        up = self.idle._replace(**found)
+        fields = self._upload.decode(message)
+        info, report, update = (fields.pop(name, None) for name in (INFO, TOLD, UPDATE))
+        up = self.idle._replace(**fields)
         up = up if update is None else self._messages.with_update(up, update)
         if self._messages.sends_change and down is not None:
             up = self._messages.absolute(up, self._job.changed_from(down, up, torch.tensor([client])))
-        return Upload(up, info, told)
+        return Upload(up, info, report)
 
     # ------------------------------------------------------------------------------ questions before a round
 
@@ -154,8 +154,8 @@ class Forms:
         """What an upload looks like."""
         job, model = self._job, self._model[None]
         info = job.setting.weigher.probe(self._down, model, self._work) if job.setting.weigher.probes else None
-        told = job.setting.sampler.report(model, self._work) if job.setting.sampler.learns else None
-        return self._messages.up(self.idle, _answers(info, told))
+        report = job.setting.sampler.report(model, self._work) if job.setting.sampler.learns else None
+        return self._messages.up(self.idle, _answers(info, report))
 
 
 def _answers(info: Tensor | None, told: Tensor | None) -> dict[str, Tensor]:

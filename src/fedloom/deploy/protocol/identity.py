@@ -1,4 +1,4 @@
-"""Who a reply is from: a nonce that only the asked site knows, and a signature with the site's own key."""
+"""Signatures of replies: a nonce that only the asked site has, and the site's own key."""
 
 from __future__ import annotations
 

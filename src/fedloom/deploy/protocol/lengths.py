@@ -14,14 +14,14 @@ def lengths(job: Job, up: Any, down: Any) -> dict[str, Tensor]:
 
     Fields of one number beside the model have ranges instead (`Algorithm.ranges`).
     """
-    found = {}
+    norms = {}
     for name, field in up._asdict().items():
         kind = job.fields[name]
         if kind.primary or field.shape[1] > 1:
             whole = absolute(kind, field.shape[1], down[0].shape[-1])
             change = field - job.algorithm.received(down, up) if whole else field
-            found[name] = change.double().square().sum(1).sqrt()
-    return found
+            norms[name] = change.double().square().sum(1).sqrt()
+    return norms
 
 
 def absolute(kind: Any, width: int, received: int) -> bool:

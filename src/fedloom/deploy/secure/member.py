@@ -95,9 +95,9 @@ class SessionMember:
         self._once(record, "adverts", message.hex())
         if "shares" not in record:
             session, secrets = self._agreed_by(record, message), _secrets(record)
-            made = shares.share(session, self._client, secrets, self._key)
-            record["own"] = made.pop(self._client).hex()
-            record["shares"] = secure.write(made).hex()
+            parts = shares.share(session, self._client, secrets, self._key)
+            record["own"] = parts.pop(self._client).hex()
+            record["shares"] = secure.write(parts).hex()
             self._save(record)
         return self._bytes(record, "shares")
 
@@ -179,8 +179,8 @@ class SessionMember:
                 raise Broken("this site has signed that the sum is of other sites")
             secure.check_statement(self._agreed_by(record), self._bound(record), signed, self._public)
             self._opened.reveal(record["sums"], record["asked"], arrived, self._agreed.threshold)
-            told = secure.write(shares.tell(held, arrived)).hex()
-            record = {"name": record["name"], "told": told, "survivors": survivors}  # all secrets are gone
+            answer = secure.write(shares.tell(held, arrived)).hex()
+            record = {"name": record["name"], "told": answer, "survivors": survivors}  # all secrets are gone
             self._save(record)
         self._once(record, "survivors", survivors)
         return self._bytes(record, "told")

@@ -63,22 +63,22 @@ class PendingSums:
 
     def newest(self, what: str) -> PendingSum | None:
         """The sum of a kind that was asked for last; None where there was none, or its file is gone."""
-        found = self._read().get(what)
+        entry = self._read().get(what)
         try:
-            total = np.frombuffer((self._folder / found["file"]).read_bytes(), dtype="<u8") if found else None
+            total = np.frombuffer((self._folder / entry["file"]).read_bytes(), dtype="<u8") if entry else None
         except OSError:
             return None
-        if found is None or total is None:
+        if entry is None or total is None:
             return None
-        given = {key: found[key] for key in ("round", "shared", "clients", "sums", "models", "attempts", "told")}
-        given |= {key: bytes.fromhex(found[key]) for key in ("nonce", "adverts", "question")}
-        given["signed"] = {int(c): bytes.fromhex(signature) for c, signature in found["signed"].items()}
-        return PendingSum(**given, total=total.astype(np.uint64, copy=False))
+        fields = {key: entry[key] for key in ("round", "shared", "clients", "sums", "models", "attempts", "told")}
+        fields |= {key: bytes.fromhex(entry[key]) for key in ("nonce", "adverts", "question")}
+        fields["signed"] = {int(c): bytes.fromhex(signature) for c, signature in entry["signed"].items()}
+        return PendingSum(**fields, total=total.astype(np.uint64, copy=False))
 
     def of(self, sums: Mapping[str, int]) -> PendingSum | None:
         """The sum of any of these, by kind and round."""
-        found = (asked for what, t in sums.items() if (asked := self.newest(what)) and asked.sums[what] == t)
-        return next(found, None)
+        matches = (asked for what, t in sums.items() if (asked := self.newest(what)) and asked.sums[what] == t)
+        return next(matches, None)
 
     def keep(self, asked: PendingSum) -> None:
         """Make it last; it takes the place of the one before of its kind."""
@@ -90,15 +90,15 @@ class PendingSums:
         entry |= {key: entry[key].hex() for key in ("nonce", "adverts", "question")}
         entry["signed"] = {c: signature.hex() for c, signature in asked.signed.items()}
         del entry["total"]
-        known = self._read() | dict.fromkeys(asked.sums, entry)
-        write_atomic(self._folder / NAME, json.dumps(known).encode())
-        kept = {one["file"] for one in known.values()}
+        entries = self._read() | dict.fromkeys(asked.sums, entry)
+        write_atomic(self._folder / NAME, json.dumps(entries).encode())
+        kept = {one["file"] for one in entries.values()}
         old = [path for end in ("sum", "masked") for path in self._folder.glob(f"*.{end}") if path.name not in kept]
         discard(*old)
 
     def _read(self) -> dict[str, dict[str, Any]]:
         try:
-            found: dict[str, dict[str, Any]] = json.loads((self._folder / NAME).read_bytes())
+            entries: dict[str, dict[str, Any]] = json.loads((self._folder / NAME).read_bytes())
         except (OSError, ValueError):
             return {}
-        return found
+        return entries

@@ -295,10 +295,10 @@ def read(message: bytes, width: int) -> dict[int, bytes]:
     if len(message) % step or len(message) > MOST * step:
         raise WireError(f"{len(message)} bytes are no list of at most {MOST} parts of {width} bytes")
     rows = [message[a : a + step] for a in range(0, len(message), step)]
-    found = {int.from_bytes(row[:4], "little"): row[4:] for row in rows}
-    if [*found] != sorted(found) or len(found) != len(rows):
+    parts = {int.from_bytes(row[:4], "little"): row[4:] for row in rows}
+    if [*parts] != sorted(parts) or len(parts) != len(rows):
         raise WireError("parts must be of different clients, in rising order")
-    return found
+    return parts
 
 
 def write_adverts(adverts: Collection[Advert]) -> bytes:
@@ -312,9 +312,9 @@ def read_adverts(message: bytes) -> list[Advert]:
     Raises:
         WireError: the bytes are not that.
     """
-    found = read(message, 3 * KEY + SIGNATURE)
+    parts = read(message, 3 * KEY + SIGNATURE)
     cuts = (slice(KEY), slice(KEY, 2 * KEY), slice(2 * KEY, 3 * KEY), slice(3 * KEY, None))
-    return [Advert(c, *(part[cut] for cut in cuts)) for c, part in found.items()]
+    return [Advert(c, *(part[cut] for cut in cuts)) for c, part in parts.items()]
 
 
 def session_of(name: bytes, threshold: int, adverts: Collection[Advert]) -> Session:

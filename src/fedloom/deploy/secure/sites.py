@@ -41,8 +41,8 @@ class MaskedSites(Sites):
         self._tallied: tuple[int, dict[tuple[str, str, str], Figure]] = -1, {}
 
     def sums(self, round: int) -> Iterator[tuple[str, str, str, float]]:
-        t, found = self._tallied
-        for (model, part, name), (mean, weighted, sites) in (found if t == round else {}).items():
+        t, figures = self._tallied
+        for (model, part, name), (mean, weighted, sites) in (figures if t == round else {}).items():
             yield model, part, f"{name}/mean", mean
             yield model, part, f"{name}/weighted", weighted
             yield model, part, f"{name}/sites", sites

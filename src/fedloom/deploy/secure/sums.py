@@ -82,12 +82,12 @@ class SecureSums:
             RunStopped: fewer than the threshold take part.
             GivenUp: it was asked for too often, or one of the vectors is wrong.
         """
-        asked = self._unmasked.of(terms.sums) or self._collected(terms, request, length)
-        asked = asked if asked.told else self._told(asked, read)
-        n, part = len(secure.read_adverts(asked.adverts)), 4 + shares.SEALED
-        up = len(asked.adverts) // n + n * part + SIGNATURE + 8 * length + n * (4 + secure.KEY)
-        down = len(asked.adverts) + n * (part + 4 + SIGNATURE) + len(terms.encode())
-        return Sum(read(asked.total, len(asked.clients)), asked.clients, [up, down])
+        pending = self._unmasked.of(terms.sums) or self._collected(terms, request, length)
+        pending = pending if pending.told else self._told(pending, read)
+        n, part = len(secure.read_adverts(pending.adverts)), 4 + shares.SEALED
+        up = len(pending.adverts) // n + n * part + SIGNATURE + 8 * length + n * (4 + secure.KEY)
+        down = len(pending.adverts) + n * (part + 4 + SIGNATURE) + len(terms.encode())
+        return Sum(read(pending.total, len(pending.clients)), pending.clients, [up, down])
 
     # --------------------------------------------------------------------------------------- until shares are asked for
 

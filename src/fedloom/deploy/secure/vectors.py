@@ -42,8 +42,8 @@ class UploadVector:
         masks = job.messages.masks
         self._widths = {n: int(masks[n].sum()) if n in masks else width for n, width in self._whole.items()}
         self.length = sum(self._widths.values()) + WORK
-        found = job.setting.aggregator
-        self._noise = found if isinstance(found, SharedMean) and found.sigma else None
+        aggregator = job.setting.aggregator
+        self._noise = aggregator if isinstance(aggregator, SharedMean) and aggregator.sigma else None
 
     def encode(
         self, output: ClientOutput, share: float, mass: float, before: dict[str, Tensor] | None
@@ -80,13 +80,13 @@ class UploadVector:
 
     def first(self, mass: float) -> dict[str, Tensor]:
         """What the server's sum has of a client of this mass before its first upload, as integers."""
-        template, found = self._job.kept.template, dict[str, Tensor]()
+        template, start_rows = self._job.kept.template, dict[str, Tensor]()
         for name, field in self._fields.items():
             if isinstance(field, Kept):
                 rows = type(template)(*[f[None] for f in template])
                 steps, _ = integers.encode(mass * self._some(name, field.weighted(rows)[0]))
-                found[name] = torch.from_numpy(steps.view(np.int64))
-        return found
+                start_rows[name] = torch.from_numpy(steps.view(np.int64))
+        return start_rows
 
     def decode(self, total: Integers, count: int, scale: float) -> tuple[dict[str, Tensor], Tensor]:
         """The sums of ``count`` sites by field, float64 ``[d]``, and of their work ``[3]``.
@@ -118,8 +118,8 @@ class UploadVector:
     def _some(self, name: str, value: Tensor) -> np.ndarray[Any, Any]:
         """The coordinates of a field that travel."""
         masks = self._job.messages.masks
-        found: np.ndarray[Any, Any] = (value[masks[name]] if name in masks else value).detach().cpu().double().numpy()
-        return found
+        numbers: np.ndarray[Any, Any] = (value[masks[name]] if name in masks else value).detach().cpu().double().numpy()
+        return numbers
 
 
 class ScoreVector:
@@ -144,14 +144,14 @@ class ScoreVector:
             sizes: training, validation and test samples.
             parts: whose scores are summed.
         """
-        found = []
+        columns = []
         for model, part, name in self._names:
             value = float(scores.get((model, part), {}).get(name, torch.tensor(torch.nan)))
             there = (not part or part in parts) and np.isfinite(value)
             samples = self._samples(part, sizes)
             numbers, _ = integers.encode(np.array([value, value * samples * UNIT] if there else [0.0, 0.0]))
-            found += [numbers, np.array([1, samples] if there else [0, 0], dtype=np.uint64)]
-        return np.concatenate(found)
+            columns += [numbers, np.array([1, samples] if there else [0, 0], dtype=np.uint64)]
+        return np.concatenate(columns)
 
     def decode(self, total: Integers, count: int) -> dict[tuple[str, str, str], tuple[float, float, int]]:
         """Of every score that at least `FEWEST` sites have: the mean over sites, over samples, and of how many sites.
@@ -160,12 +160,12 @@ class ScoreVector:
             Broken: a sum is out of range.
         """
         rows = total.reshape(-1, 4)
-        values, there = integers.decode(rows[:, :2].reshape(-1), count).reshape(-1, 2), rows[:, 2:].view(np.int64)
-        if bool(((there < 0) | (there[:, :1] > count)).any()):
+        values, counts = integers.decode(rows[:, :2].reshape(-1), count).reshape(-1, 2), rows[:, 2:].view(np.int64)
+        if bool(((counts < 0) | (counts[:, :1] > count)).any()):
             raise Broken("the sum of scores is out of range: a mask is still on it")
         return {
             key: (value / sites, weighted / UNIT / samples if samples else np.nan, int(sites))
-            for key, (value, weighted), (sites, samples) in zip(self._names, values, there.tolist(), strict=True)
+            for key, (value, weighted), (sites, samples) in zip(self._names, values, counts.tolist(), strict=True)
             if sites >= secure.FEWEST
         }
 

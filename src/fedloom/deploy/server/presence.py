@@ -74,11 +74,11 @@ class Presence:
         other = self.nodes.get(client, node)
         if other != node and other not in self._mute:
             raise Rejected(12, f"node {other} is client {client} already")
-        known, said = self.sizes[client], torch.tensor(sizes)
-        if self._fixed and bool(known.any()) and not torch.equal(known, said):
-            raise Rejected(9, f"{sizes} training, validation and test samples, {known.tolist()} when the run began")
+        earlier, counts = self.sizes[client], torch.tensor(sizes)
+        if self._fixed and bool(earlier.any()) and not torch.equal(earlier, counts):
+            raise Rejected(9, f"{sizes} training, validation and test samples, {earlier.tolist()} when the run began")
         self.nodes[client], self._who[node] = node, client
-        self.sizes[client] = said
+        self.sizes[client] = counts
 
     def refuse(self, node: int, reason: str) -> None:
         """Leave a node alone for a while."""

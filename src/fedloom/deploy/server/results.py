@@ -48,8 +48,8 @@ class Results:
         write_settings(out, self._experiment)
         seconds = (state.times.without_startup(), state.times.startup())
         write_measured(out, [(method.label, seed, state.records.table(), seconds)])
-        known = {m.client: m.site for m in self._settings.sites}
-        names = [known.get(c, str(c)) for c in range(job.n)]
+        members = {m.client: m.site for m in self._settings.sites}
+        names = [members.get(c, str(c)) for c in range(job.n)]
         sizes = job.fed.sizes("train").numpy()
         write_partition(out, [partition_table(seed, names, sizes, np.zeros((job.n, 0), np.int64))])
         shared = job.algorithm.global_model(state.server)
@@ -76,13 +76,13 @@ class Results:
             status=(stop or Stop.INTERRUPTED).status, reason=reason, rounds=self._rounds, **more,
         )  # fmt: skip
         members = {m.client: m.site for m in settings.sites}
-        found = tallies(lines_of(settings.audit), members, self._rounds)
+        rows = tallies(lines_of(settings.audit), members, self._rounds)
         summary = Summary(
             name=settings.name, runs=(run,), clients=settings.clients, classes=settings.samples.classes,
             select_on=self._experiment.common.evaluate.select_on, warnings=self._notes,
             metrics=self._experiment.methods[0].setting.task.directions,
             stop=stop and stop.name, reason=reason if stop is None else stop.value, detail=detail,
-            sites={members[c]: Site(here=c in here, **tally) for c, tally in found.items()},
+            sites={members[c]: Site(here=c in here, **tally) for c, tally in rows.items()},
         )  # fmt: skip
         make_folder(settings.results)
         write_atomic(settings.results / SUMMARY, summary.content())

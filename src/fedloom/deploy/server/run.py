@@ -244,15 +244,15 @@ class _Run(Hooks):
 
     def _gather(self) -> None:
         """Wait for the sites; numbers of samples that the run began with hold."""
-        known = self._known_sizes()
-        if known is not None:
-            self._transport.sizes.copy_(known)
+        sizes = self._known_sizes()
+        if sizes is not None:
+            self._transport.sizes.copy_(sizes)
             self._transport.presence.fix()
         method = self._experiment.methods[0]
         setting = method.setting.resolved()
         plain = isinstance(setting.sampler, Uniform) and isinstance(setting.weigher, SharesWeigher | UniformWeigher)
         by = "weights = 'samples'" if setting.weights == "samples" else "" if plain else "the sampler or weigher"
-        self._transport.gather(by if known is None else "")
+        self._transport.gather(by if sizes is None else "")
 
     def _known_sizes(self) -> Tensor | None:
         """What the newest checkpoint says."""

@@ -83,9 +83,9 @@ class Sites:
         self._scores = (scored, {c: reply.metrics for c, reply in replies.items()})
         replies = {c: reply for c, reply in replies.items() if c in letters}
         if job.setting.aggregator is not None:
-            heard = len({*replies, *job.kept.seen.nonzero()[:, 0].tolist()} if job.kept_fields else replies)
+            count = len({*replies, *job.kept.seen.nonzero()[:, 0].tolist()} if job.kept_fields else replies)
             try:
-                job.setting.aggregator.check(heard)
+                job.setting.aggregator.check(count)
             except ConfigError as error:
                 raise RunStopped(Stop.TOO_FEW, f"round {t}: {error}") from error
         for k, c in enumerate(request.ids.tolist()):
@@ -117,7 +117,7 @@ class Sites:
             self._scores = request.round, {c: r.metrics for c, r in replies.items()}
         metrics = self._scores[1]
         scores: Scores = {}
-        for key in sorted({key for known in metrics.values() for key in known}):
+        for key in sorted({key for row in metrics.values() for key in row}):
             kind, part, name = key.split("/")
             values = [metrics.get(c, {}).get(key, torch.nan) for c in request.ids.tolist()]
             scores.setdefault((kind, part), {})[name] = torch.tensor(values, dtype=torch.float64)

@@ -137,10 +137,10 @@ class Transport:
 
     def greet(self) -> None:
         """Ask nodes that are not known who they are, each once at a time, and forget those that have gone."""
-        there = list(self._patiently(self._grid.get_node_ids))
+        nodes = list(self._patiently(self._grid.get_node_ids))
         self._collect({}, {}, set())
-        asked = {pending.node for pending, _ in self._late.values() if pending.kind == "hello"}
-        new = [node for node in self.presence.strangers(there) if node not in asked]
+        greeted = {pending.node for pending, _ in self._late.values() if pending.kind == "hello"}
+        new = [node for node in self.presence.strangers(nodes) if node not in greeted]
         self.exchange(0, [Request("hello", None, node=node) for node in new], 0, self._settings.deadline)
 
     def until(self, round: int, requests: dict[int, Request], need: int) -> dict[int, Reply]:

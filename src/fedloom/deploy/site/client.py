@@ -130,13 +130,13 @@ class Client:
             Refused: both sides are named.
         """
         head, site = envelope.head, self.site
-        for what, got, mine in (
+        for what, got, here in (
             ("fedloom", head["release"], __version__),
             ("protocol", head["protocol"], PROTOCOL),
             ("experiment", head["experiment"][:16], site.fingerprint[:16]),
         ):
-            if got != mine:
-                raise Refused(f"the server's {what} is {str(got)[:60]}, that of site {site.site} is {mine}")
+            if got != here:
+                raise Refused(f"the server's {what} is {str(got)[:60]}, that of site {site.site} is {here}")
         if head["client"] not in (-1, site.client):
             raise Refused(f"the message is for client {head['client']}, site {site.site} is client {site.client}")
         if head["digest"] != digest_of(envelope.arrays):

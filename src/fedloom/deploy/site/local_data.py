@@ -36,9 +36,9 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
         DataError: the data cannot be read, or a sample is not what the experiment says.
         ConfigError: the source has an option that is not known, or the partition does not give this client.
     """
-    mine = parse({**experiment.settings(), "data": options_of(experiment, site)}, f"{site.site}: the site file")
+    local = parse({**experiment.settings(), "data": options_of(experiment, site)}, f"{site.site}: the site file")
     try:
-        data = mine.source.read(site.data_dir)
+        data = local.source.read(site.data_dir)
     except NoSamples:
         return federation_of(site.samples, torch.zeros(site.clients, len(PARTS), dtype=torch.long))
     except ConfigError as error:  # it may quote the first row of a file without a header
@@ -47,7 +47,7 @@ def site_federation(experiment: Experiment, site: Site) -> Federation:
         if not Path(str(site.data.get("path", "."))).exists():
             raise DataError(f"{error}; this site's data: set path in [data] of its site.toml") from error
         raise
-    check_patients(site, mine.source, data)
+    check_patients(site, local.source, data)
     seed, cut = experiment.head.seeds[0], experiment.partition
     if site.share == "partition":
         fed, client = cut(data, seed), site.client
@@ -108,8 +108,8 @@ def options_of(experiment: Experiment, site: Site) -> dict[str, Any]:
     agreed = getattr(experiment.source, "agreement", None) or site.samples.agreement
     if agreed is None:
         return site.data
-    own = {key: value for key, value in site.data.items() if key not in AGREED or key == "missing"}
-    return {**own, "agreement": agreed.model_dump(mode="json", exclude_none=True)}
+    options = {key: value for key, value in site.data.items() if key not in AGREED or key == "missing"}
+    return {**options, "agreement": agreed.model_dump(mode="json", exclude_none=True)}
 
 
 def check_patients(site: Site, source: Source, data: Dataset) -> None:
@@ -146,9 +146,9 @@ def samples_digest(fed: Federation, client: int) -> str:
 
 def _in_order(data: Dataset, samples: InputSpec) -> Dataset:
     """The data with the experiment's tokens, and its class numbers where its own classes are among them."""
-    classes, known = samples.classes, samples.vocabulary
-    if data.vocabulary and known[1:2] == (UNKNOWN,):
-        data = replace(data, x=recoded(data.x, data.vocabulary, known), vocabulary=known)
+    classes, vocabulary = samples.classes, samples.vocabulary
+    if data.vocabulary and vocabulary[1:2] == (UNKNOWN,):
+        data = replace(data, x=recoded(data.x, data.vocabulary, vocabulary), vocabulary=vocabulary)
     if not data.classed or data.classes == classes or not set(data.classes) <= set(classes):
         return data
     place = torch.tensor([classes.index(name) for name in data.classes])
@@ -159,11 +159,11 @@ def _seated(fed: Federation, client: int, seat: int, n: int) -> Federation:
     """Client ``client`` of a federation as client ``seat`` of n; the others have one sample of it and are not used."""
     parts: Mapping[str, Split] = {}
     for part in PARTS:
-        own = fed.indices(part, client)
+        rows = fed.indices(part, client)
         sizes = torch.full((n,), int(part == "train"))
-        sizes[seat] = len(own)
+        sizes[seat] = len(rows)
         filler = fed.indices("train", client)[:1]
-        index = [own if i == seat else filler[: int(sizes[i])] for i in range(n)]
+        index = [rows if i == seat else filler[: int(sizes[i])] for i in range(n)]
         parts = {**parts, part: Split(torch.cat(index), _offsets(sizes))}
     names = tuple(fed.names[client] if i == seat else str(i) for i in range(n))
     return replace(fed, parts=parts, names=names, test=None, groups=None)

@@ -121,13 +121,13 @@ def figures(one: Owned) -> dict[str, float]:
     experiment = read_agreed(one.site)
     fed = site_federation(experiment, one.site)
     index = fed.indices("test", one.site.client)
-    found = task_of(fed.data, experiment.methods[0].setting.task).metrics(
+    scores = task_of(fed.data, experiment.methods[0].setting.task).metrics(
         module_of(one)(fed.fetch(index)).flatten(0, -2),
         fed.targets(index),
         torch.zeros(len(index), dtype=torch.long),
         1,
     )
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in scores.items()}
 
 
 def export(one: Owned, out: Path) -> Path:

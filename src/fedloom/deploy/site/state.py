@@ -142,8 +142,8 @@ class SiteState:
     def changed(self, samples: str) -> str | None:
         """The digest of the site's samples that was noted last, where it is another; the first is noted by itself."""
         try:
-            found = json.loads(self._data.read_bytes())
-            before = str(found["samples"]) if {k: found[k] for k in self._key} == self._key else None
+            entry = json.loads(self._data.read_bytes())
+            before = str(entry["samples"]) if {k: entry[k] for k in self._key} == self._key else None
         except (OSError, ValueError, KeyError, TypeError):
             before = None
         if before is None:
@@ -157,8 +157,8 @@ class SiteState:
 
     def answered(self, round: int, base: int, digest: str) -> Generation | None:
         """The generation of a round that was asked before with the same download, from the same state."""
-        found = self.read(round)
-        return found if found is not None and (found.base, found.digest) == (base, digest) else None
+        generation = self.read(round)
+        return generation if generation is not None and (generation.base, generation.digest) == (base, digest) else None
 
     def keep(self, new: Generation) -> None:
         """Makes a pending generation last; forgets all but it, the accepted one, the one before and the last held."""
@@ -232,15 +232,15 @@ def models(state: Path) -> list[SiteModel]:
     Raises:
         CheckpointError: a file is damaged.
     """
-    found = []
+    newest = []
     for path in sorted(state.glob(f"*/{MODEL}")):
         try:
             with safe_open(path, framework="pt") as file:
                 about = json.loads(file.metadata()["about"])
-            found.append(SiteModel(about["experiment"], about["client"], about["round"], about["kind"], path))
+            newest.append(SiteModel(about["experiment"], about["client"], about["round"], about["kind"], path))
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{path} is damaged ({error}); it is written anew after the next round") from error
-    return found
+    return newest
 
 
 def _about(path: Path, data: bytes) -> dict[str, Any] | None:

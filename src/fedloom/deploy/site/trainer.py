@@ -61,10 +61,10 @@ class Trainer:
     @cached_property
     def _experiment(self) -> Experiment:
         check_version(self._site)
-        found = read_agreed(self._site, chunk=1, workers=1)
+        experiment = read_agreed(self._site, chunk=1, workers=1)
         if self._site.secure is not None:
-            check_maskable(found.methods[0].setting)
-        return found
+            check_maskable(experiment.methods[0].setting)
+        return experiment
 
     @property
     def rounds(self) -> int:
@@ -122,8 +122,8 @@ class Trainer:
         for name, store in (("rows", job.clients), ("residue", job.residue), ("optimizer", job.optimizer)):
             store.reset()
             if state is not None:
-                found = state.group(name)
-                store.write(ids, type(store.template)(*[found[f][None] for f in store.template._fields]))
+                tensors = state.group(name)
+                store.write(ids, type(store.template)(*[tensors[f][None] for f in store.template._fields]))
         return job, state
 
     def train(
@@ -267,10 +267,10 @@ class Trainer:
             return self._score(job, models, t, common) if t >= 0 else {}
         except Exception as error:  # under a delta, that it fails may tell of the samples
             what = f"round {t} cannot be scored"
-            told = f"{what}: {error}" if isinstance(error, PLAIN) else f"{what}; the site's own log says why"
+            sentence = f"{what}: {error}" if isinstance(error, PLAIN) else f"{what}; the site's own log says why"
             self.withheld(f"{what}: {said(error)}")
             if not self.private and self._site.secure is None:
-                self._memory.notes.append(told)
+                self._memory.notes.append(sentence)
             return {}
 
     def _score(self, job: Job, models: Sequence[bytes], t: int, common: bool) -> Scores:

@@ -69,8 +69,8 @@ class Warm:
         Raises:
             ConfigError: the signing key cannot be read.
         """
-        client, asked = self._fresh(), recorddict_from_proto(ProtoRecordDict.FromString(content))
-        reply: bytes = recorddict_to_proto(client.reply(asked)).SerializeToString()
+        client, request = self._fresh(), recorddict_from_proto(ProtoRecordDict.FromString(content))
+        reply: bytes = recorddict_to_proto(client.reply(request)).SerializeToString()
         return reply
 
     def prepare(self) -> None:
@@ -106,16 +106,16 @@ def stamp(site: Site) -> Stamp | None:
         if folder is None:
             return None
         named = [Path(folder)]
-    found: list[tuple[str, int, int, tuple[int, int]]] = []
+    stamps: list[tuple[str, int, int, tuple[int, int]]] = []
     for path in (path for root in (*roots, *named) for path in _files(root)):
-        if len(found) == MOST:
+        if len(stamps) == MOST:
             return None
         try:
             about = path.stat()
         except OSError:
             continue
-        found.append((str(path), about.st_ino, about.st_size, (about.st_mtime_ns, about.st_ctime_ns)))
-    return tuple(found)
+        stamps.append((str(path), about.st_ino, about.st_size, (about.st_mtime_ns, about.st_ctime_ns)))
+    return tuple(stamps)
 
 
 def _files(root: Path) -> Iterator[Path]:
