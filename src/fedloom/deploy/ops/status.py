@@ -119,7 +119,7 @@ def status_of(server: Server) -> dict[str, Any]:
     for c, tally in tallies(log, members, rounds).items():
         rows = [{k: v for k, v in row.items() if k != "site" and v == v} for row in scores if row["site"] == members[c]]
         size, share = sizes[c] if c < len(sizes) else None, tally["accepted"] / rounds if rounds else 0.0
-        sites.append({"site": members[c], "client": c, "samples": size, "share": share, **tally, "scores": figures})
+        sites.append({"site": members[c], "client": c, "samples": size, "share": share, **tally, "scores": rows})
     return {
         "name": server.name, **_state(server, log), "rounds": rounds, "planned": _planned(server.experiment),
         "round_seconds": {"last": seconds[-1], "median": median(seconds)} if seconds else None,
