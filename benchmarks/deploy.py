@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from fedloom.deploy.ops.commands import OPS, command, environment
-from fedloom.deploy.ops.directory import APP, Place, write
+from fedloom.deploy.ops.directory import APP, Location, write
 from fedloom.deploy.ops.loopback import Loopback
 from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.ops.processes import Process, ProcessError, Processes
@@ -188,7 +188,7 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as name, Processes() as processes:
         folder = Path(name)
-        write(plan(experiment), folder / "cost", Place(quorum=given.sites))
+        write(plan(experiment), folder / "cost", Location(quorum=given.sites))
         here = Loopback(folder / "cost", processes)
         here.start_server()
         here.register_all()

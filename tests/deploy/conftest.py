@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from fedloom.deploy.ops.directory import Place, write
+from fedloom.deploy.ops.directory import Location, write
 from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.server import presence, transport
 from fedloom.experiment import parse
@@ -39,7 +39,7 @@ def planned():
 @pytest.fixture(scope="session")
 def written(planned, tmp_path_factory):
     folder = tmp_path_factory.mktemp("deployment") / "try"
-    write(planned, folder, Place(host="fl.example.org"))
+    write(planned, folder, Location(host="fl.example.org"))
     return folder
 
 

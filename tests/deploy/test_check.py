@@ -15,7 +15,7 @@ import fedloom
 from fedloom.cli import app
 from fedloom.deploy.ops import check, keys
 from fedloom.deploy.ops.check import check_site
-from fedloom.deploy.ops.directory import Place, write
+from fedloom.deploy.ops.directory import Location, write
 from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.settings import read_site, text_of
 from fedloom.errors import DataError
@@ -261,7 +261,7 @@ def clinic(tmp_path_factory):
         "partition": {"kind": "iid", "clients": 2},
         "method": [{"algorithm": "fedavg"}],
     }
-    write(plan(parse(document), 2, own_data=True), folder / "try", Place())
+    write(plan(parse(document), 2, own_data=True), folder / "try", Location())
     return folder
 
 

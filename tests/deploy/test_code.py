@@ -11,7 +11,7 @@ from fedloom.cli import app
 from fedloom.deploy import code
 from fedloom.deploy.code import check_code, code_of, read_agreed
 from fedloom.deploy.ops.check import check_site
-from fedloom.deploy.ops.directory import Place, write
+from fedloom.deploy.ops.directory import Location, write
 from fedloom.deploy.ops.loopback import Loopback
 from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.ops.processes import Processes
@@ -56,7 +56,7 @@ def folder(tmp_path, monkeypatch):
 def deployed(folder, tmp_path, experiment, monkeypatch):
     """A deployment of it, looked at from elsewhere, by a process that has not imported it."""
     out = tmp_path / "out"
-    write(plan(experiment("method_of_mine:Mine")), out, Place())
+    write(plan(experiment("method_of_mine:Mine")), out, Location())
     monkeypatch.chdir(tmp_path)
     shutil.rmtree(folder)
     for name in [name for name in sys.modules if "mine" in name]:

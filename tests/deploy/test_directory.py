@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from fedloom.cli import app
 from fedloom.deploy.ops import keys
 from fedloom.deploy.ops import run as service
-from fedloom.deploy.ops.directory import Place, compose, gate, renew, server_units, site_unit, write
+from fedloom.deploy.ops.directory import Location, compose, gate, renew, server_units, site_unit, write
 from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.settings import check_fingerprint, read_server, read_site
 from fedloom.deploy.site import handover
@@ -102,24 +102,24 @@ def test_what_does_not_go_together_is_refused_as_in_simulation(experiment):
 def test_sites_with_data_of_their_own(experiment, tmp_path):
     planned = plan(experiment(), 5, own_data=True)
     assert (len(planned.sites), planned.share) == (5, "all")
-    write(planned, tmp_path / "own", Place())
+    write(planned, tmp_path / "own", Location())
     assert read_site(tmp_path / "own" / "sites" / "site-4" / "site.toml").clients == 5
 
 
 def test_a_quorum_beyond_the_sites_is_refused(planned, tmp_path):
     with pytest.raises(ConfigError, match="quorum must be at most the 3 sites, got 4"):
-        write(planned, tmp_path / "new", Place(quorum=4))
+        write(planned, tmp_path / "new", Location(quorum=4))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_is_overwritten_and_nothing_is_left_half_done(planned, ready, monkeypatch):
     before = (ready / "authority" / "ca.key").read_bytes()
     with pytest.raises(ConfigError, match="is there already"):
-        write(planned, ready, Place())
+        write(planned, ready, Location())
     assert (ready / "authority" / "ca.key").read_bytes() == before
     monkeypatch.setattr(keys, "server_certificate", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        write(planned, ready.parent / "new", Place())
+        write(planned, ready.parent / "new", Location())
     assert [p.name for p in ready.parent.iterdir()] == ["try"]
 
 
@@ -206,7 +206,7 @@ def settings(unit):
 
 def test_units_run_the_command_lines_with_every_switch_and_write_only_their_folders(written):
     server = read_server(written / "server" / "server.toml")
-    place = Place(host="192.0.2.7", home="/srv/fl", programs="/opt/fl/bin")
+    place = Location(host="192.0.2.7", home="/srv/fl", programs="/opt/fl/bin")
     site = read_site(written / "sites" / "site-1" / "site.toml")
     units = {**server_units(server, place), "fedloom-site": site_unit(site, place)}
     for name, unit in units.items():
@@ -248,7 +248,7 @@ def test_units_run_the_command_lines_with_every_switch_and_write_only_their_fold
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 def test_systemd_takes_the_units(written, tmp_path):
     server = read_server(written / "server" / "server.toml")
-    place = Place(programs=tmp_path)
+    place = Location(programs=tmp_path)
     for program in ("flower-superlink", "flower-superexec", "flower-supernode", "python3", "fedloom"):
         (tmp_path / program).touch(0o755)
     units = server_units(server, place)
@@ -264,7 +264,7 @@ def test_systemd_takes_the_units(written, tmp_path):
 
 def test_the_gate_lets_the_fleet_api_through_and_nothing_else(written):
     server = read_server(written / "server" / "server.toml")
-    text = gate(server, Place(host="fl.example.org", gate_port=444, home="/srv/fl"))
+    text = gate(server, Location(host="fl.example.org", gate_port=444, home="/srv/fl"))
     assert re.findall(r"location (\S+)", text) == ["/v1/fleet/", "/"]
     assert "listen 444 ssl;" in text
     assert f"client_max_body_size    {server.body_limit};" in text
@@ -333,7 +333,7 @@ def test_the_bound_is_the_servers(written):
 def test_containers_run_the_commands_of_the_units(written):
     """With no more rights than the units give: no capability, nothing to write to but the side's folder."""
     yaml = pytest.importorskip("yaml")
-    place = Place(home="/srv/fl", programs="/opt/fl/bin")
+    place = Location(home="/srv/fl", programs="/opt/fl/bin")
     server = read_server(written / "server" / "server.toml")
     site = read_site(written / "sites" / "site-1" / "site.toml")
     units = {**server_units(server, place), "fedloom-site": site_unit(site, place)}

@@ -722,11 +722,11 @@ def secured_keys() -> Any:
 
 
 def test_init_writes_one_agreement_for_all(experiment, tmp_path: Path) -> None:
-    from fedloom.deploy.ops.directory import Place, write
+    from fedloom.deploy.ops.directory import Location, write
     from fedloom.deploy.ops.plan import plan
     from fedloom.deploy.settings import read_server, read_site
 
-    write(plan(experiment("flame"), secure_aggregation=True, threshold=3), tmp_path / "out", Place())
+    write(plan(experiment("flame"), secure_aggregation=True, threshold=3), tmp_path / "out", Location())
     server = read_server(tmp_path / "out" / "server" / "server.toml")
     assert server.secure is not None
     assert (server.secure.threshold, server.quorum, server.secure.norm_bound) == (3, 3, server.norm_bound)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from fedloom.cli import app
 from fedloom.deploy.audit import lines_of
 from fedloom.deploy.ops import members
-from fedloom.deploy.ops.directory import Place, write
+from fedloom.deploy.ops.directory import Location, write
 from fedloom.deploy.ops.members import add, keys_digest, proposed, remove, revoke, take
 from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.server.run import serve
@@ -45,7 +45,7 @@ def trained(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     outside_flower()
     folder = tmp_path_factory.mktemp("members") / "d"
     experiment = make_experiment(rounds=3, partition={"kind": "iid", "clients": 3, "keep": 30})
-    write(plan(experiment, 3, own_data=True, secure_aggregation=request.param, norm_bound=50.0), folder, Place())
+    write(plan(experiment, 3, own_data=True, secure_aggregation=request.param, norm_bound=50.0), folder, Location())
     assert serve(grid(folder, range(3), rounds=1), read(folder), lambda _: None) is Stop.TOO_FEW
     return folder, request.param
 
@@ -76,7 +76,7 @@ def apply(folder: Path, change: members.Change, approving: Any = range(3)) -> No
 
 def test_a_site_joins_later_and_training_goes_on_from_the_last_model(ready: Path) -> None:
     last = load_file(ready / "server" / "results" / "global.safetensors")["rows"].reshape(-1)
-    change = add(ready, "new", Place())
+    change = add(ready, "new", Location())
     apply(ready, change)
     server = read(ready)
     assert (server.clients, server.digest) == (4, change.digest)
@@ -96,7 +96,7 @@ def test_a_site_joins_later_and_training_goes_on_from_the_last_model(ready: Path
 def test_a_server_that_adds_a_site_by_itself_learns_nothing(ready: Path) -> None:
     """The sites stay with their agreement: they answer no message of another one, and nothing of them leaves."""
     files = {p: len(lines_of(p)) for p in ready.glob(f"sites/*/state/*/{SENT}")}
-    apply(ready, add(ready, "new", Place()), approving=())
+    apply(ready, add(ready, "new", Location()), approving=())
     assert serve(grid(ready, range(4)), read(ready), lambda _: None) is Stop.TOO_FEW
     fresh = [line for p, n in files.items() for line in lines_of(p)[n:]]
     assert fresh
@@ -110,7 +110,7 @@ def test_a_key_that_a_server_slips_into_its_own_list_gets_nothing(trained: tuple
     """Under secure aggregation, with the fingerprint as it was: no site shares a secret with a key it does not know."""
     if not trained[1]:
         pytest.skip("without masks the server reads each upload anyway")
-    change = add(ready, "new", Place())
+    change = add(ready, "new", Location())
     forged = read_server(change.folder / "server" / "server.toml")
     old = read(ready)
     rogue = old.with_(clients=4, sites=forged.sites, secure=forged.secure, quorum=3, checkpoints=ready / "rogue")
@@ -140,7 +140,7 @@ def edit(change: Path, bend: Any) -> None:
 def test_a_site_approves_one_member_more_and_nothing_else(sentence: str, trained: Any, ready: Path) -> None:
     if trained[1] and "one more" in sentence:
         pytest.skip("the keys of secure aggregation are then too few")
-    change = add(ready, "new", Place())
+    change = add(ready, "new", Location())
     before = (ready / "sites" / "site-0" / "site.toml").read_bytes()
     BENT[sentence](change.folder / "approval")
     with pytest.raises(ConfigError, match=re.escape(sentence)):
@@ -152,13 +152,13 @@ def test_a_new_member_is_refused_inside_a_secure_session(trained: tuple[Path, bo
     if not trained[1]:
         pytest.skip("of secure aggregation")
     folder = shutil.copytree(trained[0], tmp_path / "d")
-    change = add(folder, "new", Place())
+    change = add(folder, "new", Location())
     lost = grid(folder, range(3))
     fault = lambda _n, message, reply: None if message.content["head"]["kind"] == "unmask" else reply  # noqa: E731
     lost.fault = fault
     assert serve(lost, read(folder), lambda _: None) is Stop.TOO_FEW
     with pytest.raises(RunDirError, match="secure session is under way: the sum of round 2"):
-        add(folder, "other", Place())
+        add(folder, "other", Location())
     site = folder / "sites" / "site-0"
     record = json.loads(next(site.glob("state/*/session/session.json")).read_bytes().rpartition(b"\n")[0])
     assert "told" in record  # this site has answered the last step
@@ -166,7 +166,7 @@ def test_a_new_member_is_refused_inside_a_secure_session(trained: tuple[Path, bo
 
 
 def test_a_wrong_digest_approves_nothing(ready: Path) -> None:
-    change = add(ready, "new", Place())
+    change = add(ready, "new", Location())
     with pytest.raises(ConfigError, match="the digest of the run is"):
         take(ready / "sites" / "site-0", change.folder / "approval", "0" * 64)
     site, new = proposed(ready / "sites" / "site-0", change.folder / "approval")
@@ -176,9 +176,9 @@ def test_a_wrong_digest_approves_nothing(ready: Path) -> None:
 
 def test_the_same_name_or_a_shared_partition_is_refused(written: Path, ready: Path) -> None:
     with pytest.raises(ConfigError, match="has a site site-1"):
-        add(ready, "site-1", Place())
+        add(ready, "site-1", Location())
     with pytest.raises(ConfigError, match="would cut anew"):
-        add(written, "new", Place())
+        add(written, "new", Location())
 
 
 def test_a_site_is_taken_out(trained: tuple[Path, bool], ready: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_run_begins_with_a_file_that_all_have(tmp_path: Path) -> None:
     save_file(state, weights)
     experiment = make_experiment(rounds=1, model={"kind": "softmax", "weights": str(weights)})
     folder = tmp_path / "d"
-    write(plan(experiment, 3), folder, Place())
+    write(plan(experiment, 3), folder, Location())
     clients = [Client(read_site(p)) for p in sorted(folder.glob("sites/*/site.toml"))]
     assert bool((clients[0].trainer._run[1].x == 0.25).all())
     (folder / "sites" / "site-0" / "weights.safetensors").write_bytes(b"other")

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from fedloom.deploy.audit import lines_of
-from fedloom.deploy.ops.directory import Place, write
+from fedloom.deploy.ops.directory import Location, write
 from fedloom.deploy.ops.loopback import Loopback, run_all
 from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.ops.processes import Processes
@@ -37,7 +37,7 @@ def deployment(experiment, method, folder, rounds=2):
     made = experiment(
         method, rounds=rounds, partition={"kind": "dirichlet", "clients": 3, "beta": 0.5, "keep": 60}, **tables
     )
-    write(plan(made, 3), folder, Place(quorum=3))
+    write(plan(made, 3), folder, Location(quorum=3))
     return folder
 
 
@@ -114,7 +114,7 @@ def test_secure_aggregation_over_a_real_network(experiment, tmp_path):
     """A site is killed after the first round; the others end the run, with the model of a run without masks."""
     made = experiment("flame", rounds=2, evaluate={"every": 2}, engine={"dtype": "float64", "oracle": "looped"})
     folder = tmp_path / "try"
-    write(plan(made, 3, secure_aggregation=True), folder, Place(quorum=2))
+    write(plan(made, 3, secure_aggregation=True), folder, Location(quorum=2))
     file = folder / "server" / "server.toml"
     file.write_text(text_of(read_server(file).with_(deadline=90.0, ttl=600.0, patience=300.0)))
     said, killed = [], []
@@ -138,7 +138,7 @@ def test_secure_aggregation_over_a_real_network(experiment, tmp_path):
     assert (row["round"], row["sites"]) == (2, 2)
 
     plain = tmp_path / "plain"
-    write(plan(made, 3), plain, Place(quorum=2))
+    write(plan(made, 3), plain, Location(quorum=2))
     outside_flower()
     clients = [Client(read_site(plain / "sites" / f"site-{k}" / "site.toml")) for k in range(3)]
 

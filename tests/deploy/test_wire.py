@@ -10,7 +10,7 @@ from flwr.app import Message, RecordDict
 from safetensors.torch import load_file
 
 from fedloom.deploy.ops.commands import command
-from fedloom.deploy.ops.directory import Place, write
+from fedloom.deploy.ops.directory import Location, write
 from fedloom.deploy.ops.loopback import Loopback
 from fedloom.deploy.ops.plan import plan
 from fedloom.deploy.ops.processes import Processes
@@ -38,7 +38,7 @@ def test_no_site_answers_for_another_and_no_reply_counts_twice(experiment, tmp_p
     goes on with the other two sites, and takes the victim's reply in round 3.
     """
     folder = tmp_path / "try"
-    write(plan(experiment("fedavg", rounds=3, evaluate={"every": 3}), 3), folder, Place(quorum=2))
+    write(plan(experiment("fedavg", rounds=3, evaluate={"every": 3}), 3), folder, Location(quorum=2))
     with Processes() as processes, ExitStack() as stack:
         here = Loopback(folder, processes)
         here.start_server()

@@ -73,16 +73,16 @@ def init(
         from fedloom.experiment import read
 
         experiment = read(file, trust=trust)
-        from fedloom.deploy.ops.directory import Place, write
+        from fedloom.deploy.ops.directory import Location, write
         from fedloom.deploy.ops.plan import plan
         from fedloom.values import make
 
         options = {"host": host, "gate_port": gate_port, "port": port, "home": home, "programs": programs, "days": days}
         place = make(
-            Place,
+            Location,
             {**options, "quorum": quorum, "metrics_port": metrics_port},
             "fedloom deploy init",
-            Place.model_fields,
+            Location.model_fields,
         )
         choice: dict[str, Any] = {
             "method": method,
@@ -356,10 +356,10 @@ def add(
     Example: fedloom deploy add hospitals fichte
     """
     with errors():
-        from fedloom.deploy.ops.directory import Place
+        from fedloom.deploy.ops.directory import Location
         from fedloom.deploy.ops.members import add as add_member
 
-        change = add_member(directory, name, Place(home=home, programs=programs))
+        change = add_member(directory, name, Location(home=home, programs=programs))
         say(f"{change.folder}: a new agreement; digest {change.digest}")
         say(f"keys of {name}: SHA-256 {change.keys}; tell both to every site by another way than this folder goes")
         say(f"1. {change.folder / 'approval'} to every site; there: fedloom deploy approve SITE FOLDER --digest DIGEST")

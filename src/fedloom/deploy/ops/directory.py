@@ -22,7 +22,7 @@ from fedloom.deploy.code import FOLDER, START
 from fedloom.deploy.ops import keys
 from fedloom.deploy.ops.check import versions
 from fedloom.deploy.ops.commands import OPS, command, environment, filled, profile
-from fedloom.deploy.ops.plan import Plan
+from fedloom.deploy.ops.plan import DeploymentPlan
 from fedloom.deploy.settings import Member, Secure, Server, Site, placed, text_of
 from fedloom.errors import ConfigError
 from fedloom.values import Value, make
@@ -44,7 +44,7 @@ Files = dict[str, str | bytes]
 """Contents by path."""
 
 
-class Place(Value):
+class Location(Value):
     """Where a deployment will run."""
 
     host: str = Field("localhost", pattern=r"^[A-Za-z0-9.:-]+$", description="host or address of the gate")
@@ -62,7 +62,7 @@ class Place(Value):
         return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.gate_port}"
 
 
-def write(plan: Plan, out: Path, place: Place) -> None:
+def write(plan: DeploymentPlan, out: Path, place: Location) -> None:
     """Write the directory, as a whole or not at all.
 
     Raises:
@@ -103,14 +103,14 @@ def renew(folder: Path, host: str, days: int) -> Path:
     if left < days:
         raise ConfigError(f"the authority's own certificate ends in {left} days, so --days must be at most that")
     new = folder / "server" / f".new-{secrets.token_hex(4)}"
-    write_files(new, _certified(ca, Place(host=host, days=days)))
+    write_files(new, _certified(ca, Location(host=host, days=days)))
     for path in new.iterdir():
         path.replace(folder / "server" / path.name)
     new.rmdir()
     return folder / "server" / "server.crt"
 
 
-def server_units(server: Server, place: Place) -> dict[str, str]:
+def server_units(server: Server, place: Location) -> dict[str, str]:
     """The systemd units of the server, by name."""
     about = {
         "superlink": "the server's connections",
@@ -123,12 +123,12 @@ def server_units(server: Server, place: Place) -> dict[str, str]:
     }
 
 
-def site_unit(site: Site, place: Place) -> str:
+def site_unit(site: Site, place: Location) -> str:
     """The systemd unit of a site."""
     return _unit("fedloom-site", f"site {site.site}", site, "site", place, _commands(site, place)["site"])
 
 
-def _commands(of: Server | Site, place: Place) -> dict[str, list[str]]:
+def _commands(of: Server | Site, place: Location) -> dict[str, list[str]]:
     """The command lines of a side's processes, by name."""
     home, programs = place.home / ("server" if isinstance(of, Server) else "site"), place.programs
     there = placed(of, home)
@@ -140,7 +140,7 @@ def _commands(of: Server | Site, place: Place) -> dict[str, list[str]]:
     return commands | {"run": [*command("serve", None, programs, file=file), *run]}
 
 
-def site_files(site: Site, node: keys.Pair, signing: keys.Pair, place: Place) -> Files:
+def site_files(site: Site, node: keys.KeyPair, signing: keys.KeyPair, place: Location) -> Files:
     """The files that a site has for itself: settings, keys, unit."""
     return {
         "site.toml": text_of(site),
@@ -152,7 +152,7 @@ def site_files(site: Site, node: keys.Pair, signing: keys.Pair, place: Place) ->
     }
 
 
-def compose(of: Server | Site, place: Place) -> str:
+def compose(of: Server | Site, place: Location) -> str:
     """The same as the units, for containers: a file of ``docker compose`` in the folder of a side."""
     side = "server" if isinstance(of, Server) else "site"
     folder, services = place.home / side, []
@@ -175,13 +175,13 @@ def compose(of: Server | Site, place: Place) -> str:
     return "\n".join([about, "services:", *services])
 
 
-def gate(server: Server, place: Place) -> str:
+def gate(server: Server, place: Location) -> str:
     """The gate's configuration, for nginx."""
     places = {"host": place.host, "port": place.gate_port, "folder": place.home / "server"}
     return filled("gate.conf", **places, limit=server.body_limit, behind=_behind(server))
 
 
-def _sides(plan: Plan, place: Place) -> Iterator[tuple[str, str, Files]]:
+def _sides(plan: DeploymentPlan, place: Location) -> Iterator[tuple[str, str, Files]]:
     """The side, the folder and the files of everybody."""
     ca = keys.authority(plan.name, AUTHORITY_DAYS)
     pairs = {site: (keys.key_pair("connection"), keys.key_pair("signing")) for site in plan.sites}
@@ -258,14 +258,14 @@ _APP = ("pyproject.toml", *(f"fedloom_app/{name}.py" for name in ("__init__", "s
 """The app that Flower carries to the sites: two modules that name what is installed there."""
 
 
-def _certified(ca: keys.Authority, place: Place) -> Files:
+def _certified(ca: keys.Authority, place: Location) -> Files:
     """A new certificate of the server, for the gate's host and for loopback."""
     names = dict.fromkeys((place.host, "localhost", "127.0.0.1", "::1"))
     certificate = keys.server_certificate(ca, tuple(names), place.days)
     return {"server.crt": certificate.certificate, "server.key": certificate.key}
 
 
-def _readme(plan: Plan, server: Server, place: Place) -> str:
+def _readme(plan: DeploymentPlan, server: Server, place: Location) -> str:
     home = place.home / "server"
     words = command("run", None, place.programs, app=home / APP, file=home / "server.toml")
     return filled(
@@ -283,7 +283,7 @@ def _readme(plan: Plan, server: Server, place: Place) -> str:
     )
 
 
-def _unit(unit: str, what: str, of: Server | Site, side: str, place: Place, words: list[str]) -> str:
+def _unit(unit: str, what: str, of: Server | Site, side: str, place: Location, words: list[str]) -> str:
     folder, peer = place.home / side, "localhost" if isinstance(of, Server) else place.host
     runs = unit == "fedloom-run"
     check = "" if isinstance(of, Server) else f"ExecStartPre=-{place.programs / 'fedloom'} deploy check {folder}\n"

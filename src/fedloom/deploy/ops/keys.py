@@ -31,7 +31,7 @@ _OTHER_USES = (
 )
 
 
-class Pair(NamedTuple):
+class KeyPair(NamedTuple):
     """A private key as an OpenSSH file, and its public key as one OpenSSH line."""
 
     private: bytes
@@ -67,10 +67,10 @@ class ServerCertificate(NamedTuple):
     key: bytes
 
 
-def key_pair(kind: Literal["connection", "signing"]) -> Pair:
+def key_pair(kind: Literal["connection", "signing"]) -> KeyPair:
     """A new key pair of a site: ECDSA P-384 for its connection, as Flower asks for, or Ed25519 for its replies."""
     key = ec.generate_private_key(ec.SECP384R1()) if kind == "connection" else ed25519.Ed25519PrivateKey.generate()
-    return Pair(
+    return KeyPair(
         key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()),
         key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode(),
     )

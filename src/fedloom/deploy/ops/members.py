@@ -22,7 +22,7 @@ from fedloom.deploy.audit import lines_of
 from fedloom.deploy.code import FOLDER, START, read_agreed
 from fedloom.deploy.ops import keys
 from fedloom.deploy.ops.commands import PROGRAMS, ask
-from fedloom.deploy.ops.directory import CLI, Place, site_files, write_files
+from fedloom.deploy.ops.directory import CLI, Location, site_files, write_files
 from fedloom.deploy.ops.status import server_file, tallies
 from fedloom.deploy.secure.opened import read_checked
 from fedloom.deploy.secure.pending import PendingSums
@@ -56,7 +56,7 @@ def keys_digest(members: Sequence[Member]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def add(folder: Path, name: str, place: Place) -> Change:
+def add(folder: Path, name: str, place: Location) -> Change:
     """Make a new agreement with one site more: folders for the server, the new site, and the approval of all others.
 
     Args:

@@ -42,7 +42,7 @@ up to 4 times the first's, and 7 times with a channel that keeps errors, unless 
 
 
 @dataclass(frozen=True)
-class Plan:
+class DeploymentPlan:
     """What a deployment is made of.
 
     name: of the experiment; experiment: text of the experiment file, of one method and one seed, without the path of
@@ -82,7 +82,7 @@ def plan(
     norm_bound: float | None = None,
     secure_aggregation: bool = False,
     threshold: int | None = None,
-) -> Plan:
+) -> DeploymentPlan:
     """What is deployed of an experiment.
 
     Args:
@@ -135,7 +135,7 @@ def plan(
     agreed["model"] = {key: option for key, option in agreed["model"].items() if key != "weights"}
     algorithm = job.setting.method  # a site does not know the others' sizes: what follows from them is written down
     agreed["method"][0] |= {name: getattr(algorithm, name) for name in algorithm.derived(job.ctx(0))}
-    return Plan(
+    return DeploymentPlan(
         name=_safe(experiment.head.name),
         experiment=tomli_w.dumps(agreed),
         sites=_named(names, sites or fed.n) if names else _names(range(sites or fed.n) if own_data else fed.names),

@@ -23,7 +23,7 @@ SLOW = 3.0
 LATE = 2
 
 
-class Presence:
+class NodePresence:
     """The nodes of a run.
 
     Args:

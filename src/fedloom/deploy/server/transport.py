@@ -21,7 +21,7 @@ from fedloom.deploy.protocol.envelope import PROTOCOL, TYPES, Kind, Pending, Rep
 from fedloom.deploy.protocol.forms import Forms
 from fedloom.deploy.protocol.identity import new_nonce, verifying_key
 from fedloom.deploy.server.bounded import pull
-from fedloom.deploy.server.presence import Presence
+from fedloom.deploy.server.presence import NodePresence
 from fedloom.deploy.settings import Server
 from fedloom.engine.job import Job
 from fedloom.errors import FedloomError, RunStopped, Stop
@@ -78,7 +78,9 @@ class Transport:
         self.members = {member.client: member for member in settings.sites}
         self._keys = {c: verifying_key(m.signing_key, m.site) for c, m in self.members.items()}
         self.checks = Checks(settings, self._keys)
-        self.presence = Presence(self.members, settings.clients, settings.patience, settings.absent_after, self._met())
+        self.presence = NodePresence(
+            self.members, settings.clients, settings.patience, settings.absent_after, self._met()
+        )
         self._late: dict[str, tuple[Pending, float]] = {}
 
     def _met(self) -> dict[int, int]:
