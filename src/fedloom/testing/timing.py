@@ -69,9 +69,16 @@ def federation(order: Collection[int] = range(N), other: int | None = None) -> F
 
 
 def run(method: Any, devices: Devices | None, schedule: Schedule, fed: Federation | None = None, **more: Any) -> Result:
-    """Run a method for some rounds without an evaluation in between."""
+    """Run a method for some rounds without an evaluation in between.
+
+    Raises:
+        Refused: the method pools the clients' data, or the schedule makes no sense with it.
+    """
     given: dict[str, Any] = {"rounds": ROUNDS, "local": LOCAL, "evaluate": {"every": 100}, **more}
-    return simulate(method, federation() if fed is None else fed, devices=devices, schedule=schedule, **given)
+    result = simulate(method, federation() if fed is None else fed, devices=devices, schedule=schedule, **given)
+    if result.job.n == 1:
+        raise Refused("the pooled data of all clients have no clock")
+    return result
 
 
 def clock_of(result: Result) -> Clock:
