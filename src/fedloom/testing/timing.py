@@ -17,6 +17,7 @@ from torch import Tensor
 from fedloom.algorithms import Algorithm, Composition
 from fedloom.data.federation import Federation
 from fedloom.engine.result import Result
+from fedloom.engine.setting import Setting
 from fedloom.engine.simulate import simulate
 from fedloom.engine.state import State
 from fedloom.engine.virtual.clock import BUSY, CLIENT, END, FATE, START, VERSION, Clock, Fate, use_of
@@ -75,10 +76,10 @@ def run(method: Any, devices: Devices | None, schedule: Schedule, fed: Federatio
         Refused: the method pools the clients' data, or the schedule makes no sense with it.
     """
     given: dict[str, Any] = {"rounds": ROUNDS, "local": LOCAL, "evaluate": {"every": 100}, **more}
-    result = simulate(method, federation() if fed is None else fed, devices=devices, schedule=schedule, **given)
-    if result.job.n == 1:
+    setting = Setting.of(method, devices=devices, schedule=schedule, local=LOCAL)
+    if setting.pooled:
         raise Refused("the pooled data of all clients have no clock")
-    return result
+    return simulate(method, federation() if fed is None else fed, devices=devices, schedule=schedule, **given)
 
 
 def clock_of(result: Result) -> Clock:
