@@ -21,9 +21,22 @@ SETTINGS, SUMMARY, REPORT = "experiment.toml", "summary.json", "report.html"
 METRICS, TIMINGS, PARTITION = "metrics.parquet", "timings.parquet", "partition.parquet"
 CONFUSION, TSNE = "confusion.parquet", "tsne.parquet"
 GROUPS, PREDICTIONS, LEFT_OUT = "groups.parquet", "predictions.parquet", "left_out.parquet"
-IMPORTANCE = "importance.parquet"
+IMPORTANCE, REFERENCES = "importance.parquet", "references.parquet"
 CHECKPOINTS, MODELS, ADAPTED, TRACKING, LIVE = "checkpoints", "models", "adapted", "tracking", "live"
-FILES = (METRICS, TIMINGS, PARTITION, CONFUSION, TSNE, GROUPS, PREDICTIONS, LEFT_OUT, IMPORTANCE, SUMMARY, REPORT)
+FILES = (
+    METRICS,
+    TIMINGS,
+    PARTITION,
+    CONFUSION,
+    TSNE,
+    GROUPS,
+    PREDICTIONS,
+    LEFT_OUT,
+    IMPORTANCE,
+    REFERENCES,
+    SUMMARY,
+    REPORT,
+)
 """Files that a run writes anew, beside its settings."""
 FOLDERS = (CHECKPOINTS, MODELS, ADAPTED, TRACKING, LIVE)
 

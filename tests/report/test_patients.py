@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import log_loss, roc_auc_score
 from statsmodels.stats.proportion import proportion_confint
 
 import fedloom as fl
@@ -21,6 +21,7 @@ from fedloom.data.groups import groups_of
 from fedloom.errors import ConfigError, Refused
 from fedloom.experiment.importance import check_importance, importance
 from fedloom.experiment.left_out import scores_of_new, without
+from fedloom.experiment.references import check_references, references
 from fedloom.report.charts.calibrated import curve, point, wilson
 from fedloom.report.comparison.by_patient import delong
 from fedloom.report.patients import Predicted
@@ -49,6 +50,7 @@ kind = "softmax"
 groups = ["sex", "age>=75"]
 predictions = true
 importance = true
+references = true
 [[method]]
 algorithm = "local"
 [[method]]
@@ -241,3 +243,26 @@ def test_permuting_a_column_tells_what_the_model_uses() -> None:
         assert share["a"] == pytest.approx(expected, rel=0.2)
     with pytest.raises(Refused, match="permutes columns of a table"):
         check_importance(fl.partition.iid(clients=2)(fl.load("digits"), seed=0))
+
+
+def test_reference_models_are_scikit_learns(run: Path) -> None:
+    import pandas as pd
+    from sklearn.linear_model import LogisticRegression
+
+    table = pd.DataFrame([row for site in ("Amsel", "Birke") for row in patients(site, si=False)])
+    drop = ["patient_id", "hours_to_death", "troponin_hs", "glucose", "ward", "sex", "systolic"]
+    data = fl.Dataset.of(table, "died", users="hospital", drop=drop)
+    fed = fl.partition.writers(test=0.4)(data, seed=0)
+    found = references(fl.simulate("local", fed, rounds=1)).to_pylist()
+    assert {(line["client"], line["model"]) for line in found} == {
+        (client, model) for client in (0, 1) for model in ("logistic regression", "forest")
+    }
+    train, test = (fed.indices(part, 1) for part in ("train", "test"))
+    x, y = fed.fetch(torch.arange(len(data))).numpy(), data.y.numpy()
+    risk = LogisticRegression(max_iter=1000).fit(x[train], y[train]).predict_proba(x[test])[:, 1]
+    scores = {r["metric"]: r["value"] for r in found if (r["client"], r["model"]) == (1, "logistic regression")}
+    assert scores["auroc"] == pytest.approx(roc_auc_score(y[test], risk))
+    assert scores["loss"] == pytest.approx(log_loss(y[test], risk), rel=1e-6)
+    with pytest.raises(Refused, match="classes or measurements of a table"):
+        check_references(fl.partition.iid(clients=2)(fl.load("digits"), seed=0))
+    assert "Reference models" in (run / "report.html").read_text()

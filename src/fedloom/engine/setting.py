@@ -31,7 +31,7 @@ Part = Literal["train", "validation", "test"]
 class Evaluate(Value):
     """When and on what models are scored. Nothing here changes what is learned."""
 
-    free: ClassVar[tuple[str, ...]] = ("confusion", "tsne", "groups", "predictions", "importance")
+    free: ClassVar[tuple[str, ...]] = ("confusion", "tsne", "groups", "predictions", "importance", "references")
 
     every: int = Field(5, ge=1, description="rounds between evaluations; the last round is always evaluated")
     select_on: Literal["validation", "test"] = Field(
@@ -63,6 +63,9 @@ class Evaluate(Value):
     )
     importance: bool = Field(
         False, description="permute every column of a table in every client's test part, at the end: what models use"
+    )
+    references: bool = Field(
+        False, description="fit a regression and a forest of scikit-learn at every client of a table, at the end"
     )
     tsne: tuple[NonNegativeInt, ...] = Field(
         (), description="clients whose test samples are laid out in the plane by t-SNE, at the end (FedSLR, Fig. 4)"

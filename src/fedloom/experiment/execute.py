@@ -36,6 +36,7 @@ from fedloom.experiment.outputs import (
     write_tables,
 )
 from fedloom.experiment.patients import keeping
+from fedloom.experiment.references import check_references
 from fedloom.experiment.schema import Experiment, Method
 from fedloom.processes.pool import Pool, cores
 from fedloom.processes.ranks import ALONE, Ranks
@@ -91,6 +92,8 @@ class Plan:
             check_inspection(experiment.common.evaluate, fed)
             if experiment.common.evaluate.importance:
                 check_importance(fed)
+            if experiment.common.evaluate.references:
+                check_references(fed)
         fed = self.federations[experiment.head.seeds[0]]
         self._raw = data if experiment.partition.leave else None
         if self._raw is not None and (ranks.size > 1 or fed.n < 3):

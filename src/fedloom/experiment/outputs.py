@@ -25,6 +25,7 @@ from fedloom.engine.state import State
 from fedloom.experiment.importance import importance
 from fedloom.experiment.inspection import confusion, tsne
 from fedloom.experiment.patients import group_scores, predictions
+from fedloom.experiment.references import references
 from fedloom.experiment.schema import Experiment
 from fedloom.rundir import (  # fmt: skip
     CONFUSION,
@@ -35,6 +36,7 @@ from fedloom.rundir import (  # fmt: skip
     METRICS,
     PARTITION,
     PREDICTIONS,
+    REFERENCES,
     SETTINGS,
     SUMMARY,
     TIMINGS,
@@ -130,6 +132,7 @@ def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome])
         key=lambda pair: (pair[0].label, pair[0].seed),
     )
     counts, places, notes, groups, rows, drives = [], [], [], [], [], []
+    fitted: dict[int, pa.Table] = {}
     keep = [(o.label, o.seed) for o in outcomes if o.damaged]
     for outcome, result in done:
         if evaluate.confusion:
@@ -144,7 +147,10 @@ def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome])
             rows.append(_labelled(predictions(result), outcome.label, outcome.seed))
         if evaluate.importance:
             drives.append(_labelled(importance(result), outcome.label, outcome.seed))
+        if evaluate.references and outcome.seed not in fitted:
+            fitted[outcome.seed] = _labelled(references(result), "", outcome.seed)
     _write(out / CONFUSION, counts, keep)
+    _write(out / REFERENCES, [*fitted.values()])
     _write(out / IMPORTANCE, drives, keep)
     _write(out / GROUPS, groups, keep)
     _write(out / PREDICTIONS, rows, keep)

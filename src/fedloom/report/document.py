@@ -26,6 +26,8 @@ from fedloom.report.groups import group_tables
 from fedloom.report.left_out import LEAD as NEW
 from fedloom.report.left_out import left_out_tables
 from fedloom.report.numbers import Row, leading_metric
+from fedloom.report.references import LEAD as REFERENCE
+from fedloom.report.references import reference_tables
 from fedloom.report.run import Run
 from fedloom.report.settings import settings
 from fedloom.report.sites import SITES, privacy_tables, site_tables
@@ -38,6 +40,7 @@ BUNDLE = "vega.js"
 PLACES = {
     "patients": ("Calibrated", IN_USE),
     "importance": ("What drives it", "Which columns the model uses, site by site."),
+    "references": ("Reference models", REFERENCE),
     "left_out": ("A new site", NEW),
     "groups": ("Groups of patients", GROUPED),
     "curves": ("Learning curves", "How the result grows with rounds, traffic, gradients of samples and time."),
@@ -121,6 +124,7 @@ def document(
     bodies = {group: _gallery([figure for figure in shown if figure.group == group]) for group in PLACES}
     lead = leading_metric(runs)
     bodies["patients"] += threshold_tables(runs, rows, lead)
+    bodies["references"] += reference_tables(runs, rows, lead)
     bodies["left_out"] += left_out_tables(runs, rows, lead)
     bodies["groups"] += group_tables(runs, rows, lead)
     bodies["partition"] += skew_table(runs)

@@ -1,0 +1,48 @@
+"""Reference models of scikit-learn beside the federation: every site's own regression and forest."""
+
+from __future__ import annotations
+
+from html import escape
+
+import numpy as np
+import pyarrow.compute as pc
+
+from fedloom.formats import pair
+from fedloom.report.comparison.contenders import contenders
+from fedloom.report.comparison.gains import federated_leader, site_estimate, values_by_seed
+from fedloom.report.naming import figure, titled
+from fedloom.report.numbers import Estimate, Row, run_of
+from fedloom.report.reading import read_table
+from fedloom.report.run import Run
+from fedloom.report.tables import cell, scrolling
+from fedloom.rundir import REFERENCES
+
+LEAD = "Scikit-learn's models, fitted at each site on its own rows, beside training alone and the federated method."
+
+
+def reference_tables(runs: list[Run], rows: list[Row], lead: str) -> str:
+    """An HTML table per run whose reference models were fitted."""
+    text = ""
+    for run in runs:
+        path = run.path / REFERENCES
+        if not path.exists():
+            continue
+        table = read_table(path, ("seed", "client", "model", "metric", "value"))
+        table = table.filter(pc.equal(table["metric"], lead))
+        shown = [row for row in contenders([run], [r for r in rows if run_of(runs, r) is run]) if lead in row.figures]
+        methods = [next((row for row in shown if row.algorithm == "local"), None), federated_leader(shown, lead)]
+        columns = {row.name: values_by_seed(run, row, lead) for row in methods if row is not None}
+        for line in table.to_pylist():
+            seeds = columns.setdefault(line["model"], {})
+            seeds.setdefault(line["seed"], np.full(run.clients, np.nan))[line["client"]] = line["value"]
+        lines = [
+            [escape(run.client(client)), *(_words(lead, site_estimate(values, client)) for values in columns.values())]
+            for client in range(run.clients)
+        ]
+        label = f"{titled(figure(lead))}{f', {run.label}' if len(runs) > 1 else ''}"
+        text += f"<h3>{escape(label)}</h3>" + scrolling(f"Reference models: {label}", ["Site", *columns], lines)
+    return text
+
+
+def _words(lead: str, estimate: Estimate) -> str:
+    return pair(*cell(lead, estimate))
