@@ -51,10 +51,10 @@ def _summary() -> dict[str, Any]:
     line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
     for word in line.split():
         try:
-            found = json.loads((Path(word).expanduser() / "summary.json").read_text(encoding="utf-8"))
+            summary = json.loads((Path(word).expanduser() / "summary.json").read_text(encoding="utf-8"))
         except (OSError, RuntimeError, ValueError):
             continue
-        return found if isinstance(found, dict) else {}
+        return summary if isinstance(summary, dict) else {}
     return {}
 
 

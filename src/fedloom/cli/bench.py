@@ -82,16 +82,16 @@ def bench(
                 rows += [{"method": method.label} | _calculated(p, costs.round(max(n, m), m, p)) for p in places]
             print_rows(rows)
             return
-        found: list[Speed] = []
+        speeds: list[Speed] = []
         total = sum(map(len, plan.ways.values()))
         for speed in plan.measure(patience):
-            found.append(speed)
+            speeds.append(speed)
             way = speed.way
-            say(f"{len(found)}/{total}: {speed.method}, {way.oracle}, workers {way.workers}", err=True)
-        print_rows([_row(speed) for speed in found])
+            say(f"{len(speeds)}/{total}: {speed.method}, {way.oracle}, workers {way.workers}", err=True)
+        print_rows([_row(speed) for speed in speeds])
         runs = len(plan.experiment.methods) * len(plan.experiment.head.seeds)
         beside = f", {plan.processes} at a time" if plan.processes > 1 else ""
-        say(f"the whole experiment, {runs} runs{beside}, without evaluation: {duration(plan.minutes(found))}")
+        say(f"the whole experiment, {runs} runs{beside}, without evaluation: {duration(plan.minutes(speeds))}")
 
 
 def _row(speed: Speed) -> dict[str, Any]:

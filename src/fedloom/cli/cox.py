@@ -77,5 +77,5 @@ def cox(
             for row, beta, se in zip(rows, exact.beta, exact.se, strict=True):
                 row |= {"with exact times": beta, "its standard error": se}
         print_rows([{"column": name, **row} for name, row in zip(table.columns, rows, strict=True)])
-        whose = "a baseline hazard for every site" if stratify else "one baseline hazard"
-        say(f"{fit.rows} rows of {len(table.sites)} sites, {fit.events} events; ties by {ties}, {whose}")
+        baseline = "a baseline hazard for every site" if stratify else "one baseline hazard"
+        say(f"{fit.rows} rows of {len(table.sites)} sites, {fit.events} events; ties by {ties}, {baseline}")

@@ -125,13 +125,13 @@ def predict(
         from fedloom.report.csv_files import csv_of_table
         from fedloom.storage.files import make_folder, write_atomic
 
-        found = open_run(run, trust=trust).predict(data, method, seed, client, model, data_dir, tuple(keep or ()))
-        found = found.decided(threshold)
+        predictions = open_run(run, trust=trust).predict(data, method, seed, client, model, data_dir, tuple(keep or ()))
+        predictions = predictions.decided(threshold)
         make_folder(out.parent)
-        write_atomic(out, csv_of_table(found.table()))
-        for note in found.notes:
+        write_atomic(out, csv_of_table(predictions.table()))
+        for note in predictions.notes:
             say(note)
-        say(f"{len(found.scores)} predictions: {out}")
+        say(f"{len(predictions.scores)} predictions: {out}")
 
 
 @app.command()
@@ -168,7 +168,7 @@ def adapt(
                 f"{chosen.method} has no personal models: every client uses its global model; "
                 f"methods with personal models: {', '.join(able) or 'none'}"
             )
-        made = chosen.models.adapt(
+        adapted_model = chosen.models.adapt(
             opened.read(data, data_dir), rounds=rounds, epochs=epochs, steps=steps, lr=lr, holdout=holdout
         )
         name = f"{file_name(chosen.method)}-{chosen.seed}-{Path(data).stem}"
@@ -176,10 +176,10 @@ def adapt(
             raise ConfigError(
                 f"{run / 'adapted'} is a link, through which other files could be overwritten; give --out"
             )
-        path = made.save(out or run / "adapted" / f"{name}.safetensors")
-        samples = made.about["samples"]
+        path = adapted_model.save(out or run / "adapted" / f"{name}.safetensors")
+        samples = adapted_model.about["samples"]
         who = {"method": chosen.method, "seed": chosen.seed}
-        scores = made.about.get("scores", {})
+        scores = adapted_model.about.get("scores", {})
         if scores:
             say(f"trained on {samples['train']} samples; on the {samples['test']} held out:")
             print_rows([{**who, "model": kind, **values} for kind, values in scores.items()])
@@ -218,10 +218,10 @@ def export(
 
         opened = open_run(run, trust=trust)
         if model in (None, "global", "personal", "hybrid"):
-            found = _models(_one(opened, method, seed), client, model)
+            models_to_export = _models(_one(opened, method, seed), client, model)
         else:
-            found = [opened.adapted(model, method, seed)]
-        best = next((m for m in found if m.about["kind"] == "personal"), found[0])
+            models_to_export = [opened.adapted(model, method, seed)]
+        best = next((m for m in models_to_export if m.about["kind"] == "personal"), models_to_export[0])
         thin = opened.low_rank(best.about["method"]) if factorise is None else factorise
         ranks = write(best, out, format, factorised=thin)
         if ranks:
@@ -233,11 +233,11 @@ def export(
 
 def _one(opened: Opened, method: str | None, seed: int | None) -> Recorded:
     """The run that is meant: the only method's, the first seed's."""
-    found = opened.runs(method, seed)
-    methods = list(dict.fromkeys(r.method for r in found))
+    runs = opened.runs(method, seed)
+    methods = list(dict.fromkeys(r.method for r in runs))
     if len(methods) > 1:
         raise ConfigError(f"which method? give --method: {', '.join(methods)}")
-    return found[0]
+    return runs[0]
 
 
 def _models(run: Recorded, client: str | None, model: str | None) -> list[Model]:

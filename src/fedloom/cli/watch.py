@@ -90,12 +90,12 @@ class Page:
         from fedloom.report.document import POLICY
 
         with self._lock:
-            if (seen := newest(self._folder)) != self._seen:
+            if (newest_files := newest(self._folder)) != self._seen:
                 place = Path(self._draft.name)
                 try:
-                    found = snapshot(self._folder, place / self._folder.resolve().name)
-                    self._text = report.write([found], place / "page.html", charts=False).read_text(encoding="utf-8")
-                    self._seen = seen
+                    tables = snapshot(self._folder, place / self._folder.resolve().name)
+                    self._text = report.write([tables], place / "page.html", charts=False).read_text(encoding="utf-8")
+                    self._seen = newest_files
                 except FedloomError:
                     pass
         if self._text is WAITING:
@@ -125,8 +125,8 @@ def handler(page: Page) -> type[BaseHTTPRequestHandler]:
             self._answer(body=False)
 
         def _answer(self, *, body: bool) -> None:
-            known = {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
-            if self.headers.get("Host", "") not in known:
+            hosts = {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
+            if self.headers.get("Host", "") not in hosts:
                 self.send_error(HTTPStatus.FORBIDDEN, "Wrong host")
                 return
             if self.path.partition("?")[0] != "/":

@@ -112,30 +112,30 @@ def compare(
     table = {"trials": tune} if isinstance(tune, int) else dict(tune or {})
     if models not in MODELS:
         raise unknown("choice", models, MODELS, "compare: models")
-    given = GivenExperiment(methods, data, partition, seeds, table, name, {"model": model, **choices})
-    if against is not None and against not in given.references:
-        raise unknown("method to compare with", against, given.references, "compare: against")
+    definition = GivenExperiment(methods, data, partition, seeds, table, name, {"model": model, **choices})
+    if against is not None and against not in definition.references:
+        raise unknown("method to compare with", against, definition.references, "compare: against")
     if folder is not None:
-        return _compared(given, Path(folder), against, models, tune is not None, progress)
+        return _compared(definition, Path(folder), against, models, tune is not None, progress)
     temporary = Path(mkdtemp(prefix="fedloom-"))
     try:
-        found = _compared(given, temporary / "run", against, models, tune is not None, progress)
+        comparison = _compared(definition, temporary / "run", against, models, tune is not None, progress)
     except BaseException:
         rmtree(temporary, ignore_errors=True)
         raise
-    finalize(found, rmtree, temporary, ignore_errors=True)
-    return found
+    finalize(comparison, rmtree, temporary, ignore_errors=True)
+    return comparison
 
 
 def _compared(
-    given: GivenExperiment, place: Path, against: str | None, models: Models, tunes: bool, progress: bool
+    definition: GivenExperiment, place: Path, against: str | None, models: Models, tunes: bool, progress: bool
 ) -> Comparison:
     """The comparison in a folder, after all that is missing has been run."""
-    document, chosen = given.document(), dict[str, Mapping[str, Any]]()
+    document, chosen = definition.document(), dict[str, Mapping[str, Any]]()
     try:
         if tunes:
-            document, chosen = _tuned(given, document, place.with_name(f"{place.name}-tune"), progress)
-        plan = Plan(given.read(document), place)
+            document, chosen = _tuned(definition, document, place.with_name(f"{place.name}-tune"), progress)
+        plan = Plan(definition.read(document), place)
     except RunDirError as error:
         what, flag, _ = str(error).partition("; choose another --out")
         raise RunDirError(f"{what}; give another folder, or remove this one" if flag else what) from None
@@ -153,19 +153,19 @@ def _compared(
 
 
 def _tuned(
-    given: GivenExperiment, document: dict[str, Any], out: Path, progress: bool
+    definition: GivenExperiment, document: dict[str, Any], out: Path, progress: bool
 ) -> tuple[dict[str, Any], dict[str, Mapping[str, Any]]]:
     """The document with the settings that a search has chosen, and these by label."""
     from fedloom.tune import Tuning  # needs the extra 'tune'
     from fedloom.tune.search import beyond
 
-    search = Tuning(document, "compare", out, read=given.read)
+    search = Tuning(document, "compare", out, read=definition.read)
     shows: AbstractContextManager[Listener] = counted(search.rounds) if progress else nullcontext(_silent)
     with shows as hear:
-        found = search.run(lambda *_: None, hear)
-    for sentence in beyond(found) if progress else ():
+        findings = search.run(lambda *_: None, hear)
+    for sentence in beyond(findings) if progress else ():
         sys.stderr.write(f"warning: {sentence}\n")
-    return search.tuned(found), {one.study.method.label: dict(one.best.params) for one in found if one.best}
+    return search.tuned(findings), {one.study.method.label: dict(one.best.params) for one in findings if one.best}
 
 
 def _silent(event: object) -> None:

@@ -139,8 +139,8 @@ class GivenExperiment:
         settings = self._experiment(self._common, [{"label": label} for label in self._methods]).settings()
         tables = [{key: method[key] for key in ("label", "algorithm")} for method in settings["method"]]
         for table in tables:
-            own = self._methods[table["label"]].own
-            table |= {"rounds": own["rounds"]} if "rounds" in own else {}
+            choices = self._methods[table["label"]].own
+            table |= {"rounds": choices["rounds"]} if "rounds" in choices else {}
         document = {**settings, "weigher": dump(self._common.weigher), "method": tables, "tune": dump(self._tune)}
         return tomllib.loads(tomli_w.dumps(document))
 
@@ -168,22 +168,24 @@ class GivenExperiment:
         )
 
     def _method(self, table: Mapping[str, Any], common: Setting, where: str) -> Method:
-        given = self._methods.get(table.get("label", ""))
-        if given is None:  # plain local training, which others are measured by
+        declared = self._methods.get(table.get("label", ""))
+        if declared is None:  # plain local training, which others are measured by
             entry = REGISTRY["fedavg"]
             return Method("fedavg", "fedavg", {}, common.with_(algorithm="fedavg"), entry)
         options = {k: v for k, v in table.items() if k not in ("algorithm", *BESIDE, *Setting.own)}
-        value = given.value
+        value = declared.value
         if options:
-            value = _with(given, options, f"{where}: {given.label}")
-        own = dict(given.own)
+            value = _with(declared, options, f"{where}: {declared.label}")
+        choices = dict(declared.own)
         if "local" in table:
-            local = merged(dump(own.get("local", common.local)), table["local"])
-            own["local"] = make(LocalSGD, local, f"{where}: {given.label}: local", LocalSGD.model_fields)
+            local = merged(dump(choices.get("local", common.local)), table["local"])
+            choices["local"] = make(LocalSGD, local, f"{where}: {declared.label}: local", LocalSGD.model_fields)
         if "rounds" in table:
-            own["rounds"] = table["rounds"]
-        setting = make(common.with_, {**own, "algorithm": value}, f"{where}: {given.label}", Setting.model_fields)
-        return Method(given.label, given.name, options, setting, given.entry)
+            choices["rounds"] = table["rounds"]
+        setting = make(
+            common.with_, {**choices, "algorithm": value}, f"{where}: {declared.label}", Setting.model_fields
+        )
+        return Method(declared.label, declared.name, options, setting, declared.entry)
 
 
 def _with(given: Given, options: Mapping[str, Any], where: str) -> Algorithm | Composition:
@@ -194,8 +196,8 @@ def _with(given: Given, options: Mapping[str, Any], where: str) -> Algorithm | C
         return changed
     if given.entry is None:
         raise ConfigError(f"{where}: the options of what a preset has made are fixed; give the preset by its name")
-    made: Any = given.entry
-    return make(made, options, where, fields_of(made))  # type: ignore[no-any-return]
+    method: Any = given.entry
+    return make(method, options, where, fields_of(method))  # type: ignore[no-any-return]
 
 
 def _federation(data: Any, partition: Any) -> tuple[Source, dict[str, Any], Partition]:
@@ -224,8 +226,12 @@ def _federation(data: Any, partition: Any) -> tuple[Source, dict[str, Any], Part
         raise ConfigError(f"compare: partition must be one of {kinds}, got {partition!r:.80}")
     if isinstance(data, str | PathLike):
         return source_of(str(data)), {"source": str(data)}, partition
-    found = Dataset.of(data)
-    return InMemory(held=found), {"source": "memory", "name": found.name, "checksum": found.checksum()}, partition
+    data_set = Dataset.of(data)
+    return (
+        InMemory(held=data_set),
+        {"source": "memory", "name": data_set.name, "checksum": data_set.checksum()},
+        partition,
+    )
 
 
 def _methods(methods: Mapping[str, Any] | Sequence[Any]) -> list[Given]:
@@ -234,11 +240,11 @@ def _methods(methods: Mapping[str, Any] | Sequence[Any]) -> list[Given]:
             f"compare: methods must be a table by label, as {{'fedavg': 'fedavg', 'mine': Mine()}}, got {methods!r:.80}"
         )
     labelled = methods.items() if isinstance(methods, Mapping) else [(None, one) for one in methods]
-    found = [_given(label, spec) for label, spec in labelled]
-    labels = [one.label for one in found]
+    declared = [_given(label, spec) for label, spec in labelled]
+    labels = [one.label for one in declared]
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise ConfigError(f"compare: two methods have the label {twice[0]!r}; give a table with a label for each")
-    return found
+    return declared
 
 
 def _given(label: Any, spec: Any) -> Given:
@@ -249,10 +255,10 @@ def _given(label: Any, spec: Any) -> Given:
     if "algorithm" not in table:
         raise ConfigError(f"{where}: algorithm is missing; give a method, as fl.algorithms.Ditto(lam=1.0), or its name")
     algorithm = table.pop("algorithm")
-    own = {key: table.pop(key) for key in Setting.own if key in table}
-    own = {
+    choices = {key: table.pop(key) for key in Setting.own if key in table}
+    choices = {
         key: Setting.tables()[key].read(v, f"{where}: {key}") if key in Setting.tables() else v
-        for key, v in own.items()
+        for key, v in choices.items()
     }
     if isinstance(algorithm, type) and issubclass(algorithm, Algorithm):
         algorithm = make(algorithm, {}, where, fields_of(algorithm))
@@ -260,7 +266,7 @@ def _given(label: Any, spec: Any) -> Given:
         entry: Any = choose("algorithm", REGISTRY, algorithm, where, Algorithm)
         _check_keys(table, entry, where)
         value = make(entry, table, where, {**fields_of(entry), "settings": None})
-        return Given(label or label_of({"algorithm": algorithm}), algorithm, entry, value, own)
+        return Given(label or label_of({"algorithm": algorithm}), algorithm, entry, value, choices)
     if not isinstance(algorithm, Algorithm | Composition):
         raise ConfigError(
             f"{where}: must be a method such as fl.algorithms.FedAvg(), or its name, got {algorithm!r:.80}"
@@ -268,16 +274,21 @@ def _given(label: Any, spec: Any) -> Given:
     kind = type(algorithm.algorithm if isinstance(algorithm, Composition) else algorithm)
     if isinstance(algorithm, Composition):
         named = next(
-            (name for name, known in REGISTRY.items() if isinstance(known, Preset) and _made_by(known, algorithm)), None
+            (
+                name
+                for name, entry_known in REGISTRY.items()
+                if isinstance(entry_known, Preset) and _made_by(entry_known, algorithm)
+            ),
+            None,
         )
-        given = Given(
-            label or named or kind.__name__, named or f"a composition of {kind.__name__}", None, algorithm, own
+        declared = Given(
+            label or named or kind.__name__, named or f"a composition of {kind.__name__}", None, algorithm, choices
         )
     else:
-        named = next((name for name, known in REGISTRY.items() if known is kind), None)
+        named = next((name for name, entry_known in REGISTRY.items() if entry_known is kind), None)
         name = named or importable(kind) or kind.__qualname__
-        given = Given(label or named or kind.__name__, name, kind, algorithm, own)
-    return given._replace(value=_with(given, table, where)) if table else given
+        declared = Given(label or named or kind.__name__, name, kind, algorithm, choices)
+    return declared._replace(value=_with(declared, table, where)) if table else declared
 
 
 def _check_keys(options: Mapping[str, Any], entry: type[Algorithm] | Preset | None, where: str) -> None:
@@ -291,15 +302,15 @@ def _check_keys(options: Mapping[str, Any], entry: type[Algorithm] | Preset | No
 def _refuse_options(choices: Mapping[str, Any], methods: Iterable[Given]) -> None:
     """Refuse options of a method among the choices that all methods share."""
     for key, value in choices.items():
-        having = [given for given in methods if given.entry is not None and key in fields_of(given.entry)]
+        having = [one for one in methods if one.entry is not None and key in fields_of(one.entry)]
         if having and key not in Setting.model_fields:
             table = {having[0].label: {"algorithm": having[0].name, key: value}}
             raise ConfigError(f"compare: {key!r} is an option of {having[0].label}: give it there, as {table}")
 
 
-def _made_by(preset: Preset, made: Composition) -> bool:
+def _made_by(preset: Preset, composition: Composition) -> bool:
     """Whether a preset makes compositions of these parts."""
-    parts = [made.sampler, made.weigher]
+    parts = [composition.sampler, composition.weigher]
     kinds = [None if part is None else type(part) for part in parts]
-    same = type(made.algorithm) is preset.algorithm and made.pooled == preset.pooled
+    same = type(composition.algorithm) is preset.algorithm and composition.pooled == preset.pooled
     return same and kinds == [preset.sampler, preset.weigher]

@@ -43,13 +43,13 @@ def parts(what: str) -> list[tuple[str, str]]:
 
 def families() -> dict[str, list[tuple[str, str]]]:
     """Methods by family: (name, first line of the card)."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    families: dict[str, list[tuple[str, str]]] = {}
     for name, entry in REGISTRY.items():
         algorithm: Any = entry.algorithm if isinstance(entry, Preset) else entry
         family = "preset" if isinstance(entry, Preset) else algorithm.family
         line = text(entry).splitlines()[0].partition(": ")[2]
-        found.setdefault(family, []).append((name, line))
-    return found
+        families.setdefault(family, []).append((name, line))
+    return families
 
 
 def text(entry: type[Algorithm] | Preset) -> str:

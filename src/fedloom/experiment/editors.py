@@ -44,8 +44,8 @@ def json_schema() -> str:
     tables = {name: kinds(t.classes(), t.key) if t.kinds else one(t.base) for name, t in TABLES.items()}
     other = {"type": "object", "properties": {"source": {"type": "string", "pattern": "[/:.]"}}, "required": ["source"]}
     tables["data"]["anyOf"].append({**other, "title": "a path or hub:owner/name"})
-    own = {name: tables.pop(name) for name in Setting.own if name in tables}
-    links = {name: {"$ref": f"#/$defs/{name}"} for name in own}
+    overridable = {name: tables.pop(name) for name in Setting.own if name in tables}
+    links = {name: {"$ref": f"#/$defs/{name}"} for name in overridable}
     words = {"enum": ["default", "paper"], "description": "constants of the options that are not given"}
     label = {"type": "string"}
     method = kinds(REGISTRY, "algorithm", **links, rounds=head["rounds"], label=label, settings=words)
@@ -56,6 +56,6 @@ def json_schema() -> str:
         "additionalProperties": False,
         "required": ["data", "method"],
         "properties": {**head, **tables, "method": {"type": "array", "minItems": 1, "items": method}, **links},
-        "$defs": {**shared, **own},
+        "$defs": {**shared, **overridable},
     }
     return json.dumps(document, indent=1)

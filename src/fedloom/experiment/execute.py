@@ -148,11 +148,11 @@ class Plan:
     ) -> list[Outcome]:
         """The outcome of every run; of those that have ``ended`` the listeners have heard already."""
         outcomes = []
-        with interruptible() as asked:
+        with interruptible() as stop_requested:
             for method, seed in self.runs:
                 hear = () if (method.label, seed) in ended else listeners
                 outcomes.append(self._run_one(method, seed, hear, alone=alone, advance=not interrupted))
-                interrupted |= self.ranks.any(asked())[0] or outcomes[-1].status == "interrupted"
+                interrupted |= self.ranks.any(stop_requested())[0] or outcomes[-1].status == "interrupted"
         return outcomes
 
     def _run_one(

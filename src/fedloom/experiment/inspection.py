@@ -55,7 +55,7 @@ def confusion(result: Result) -> pa.Table:
     """
     oracle, fed = result.job.oracle, result.job.eval_fed
     classes = max(len(fed.data.classes), 2)
-    found: dict[tuple[int, str], Tensor] = {}
+    counts_by_client: dict[tuple[int, str], Tensor] = {}
     for model in ("global", "personal"):
         for client, row in models_of(result, model, result.job.scored_ids):
             index = fed.indices("test", client)
@@ -63,14 +63,14 @@ def confusion(result: Result) -> pa.Table:
                 guess = torch.cat([oracle.task.predict(out) for out in oracle.outputs(row, index)])
                 y = fed.targets(index)
                 cells = (y * classes + guess)[y >= 0]
-                found[client, model] = torch.bincount(cells.cpu(), minlength=classes**2)
+                counts_by_client[client, model] = torch.bincount(cells.cpu(), minlength=classes**2)
     if "hybrid" in result.models.kinds():
         takes = result.models.takes_global().tolist()
-        chosen = {c: "global" if takes[c] else "personal" for c, _ in found}
-        found |= {(c, "hybrid"): found[c, model] for c, model in chosen.items()}
+        chosen = {c: "global" if takes[c] else "personal" for c, _ in counts_by_client}
+        counts_by_client |= {(c, "hybrid"): counts_by_client[c, model] for c, model in chosen.items()}
     rows = [
         (client, model, *divmod(cell, classes), count)
-        for (client, model), counts in sorted(found.items())
+        for (client, model), counts in sorted(counts_by_client.items())
         for cell, count in enumerate(counts.tolist())
         if count
     ]
@@ -97,12 +97,12 @@ def tsne(result: Result, clients: tuple[int, ...]) -> tuple[pa.Table, list[str]]
     rows: list[tuple[int, str, float, float, float]] = []
     for client, row in models_of(result, model, shown):
         index = fed.indices("test", client)
-        seen = oracle.representations(row, index).double().cpu().numpy()
+        representations = oracle.representations(row, index).double().cpu().numpy()
         y = fed.targets(index)
         labels = [math.nan] * len(index) if not fed.data.classed else y[y >= 0].tolist()
         rng = random_state(generator(result.job.setting.seed, client=client, purpose="tsne"))
         plane = TSNE(perplexity=min(PERPLEXITY, (len(index) - 1) / 3), init="random", random_state=rng, n_jobs=1)
-        places = plane.fit_transform(seen).tolist()
+        places = plane.fit_transform(representations).tolist()
         rows += [(client, model, float(label), *place) for label, place in zip(labels, places, strict=True)]
     kind = pa.float64()
     return _table(rows, client=pa.int64(), model=pa.string(), label=kind, x=kind, y=kind), notes

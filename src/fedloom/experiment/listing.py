@@ -28,13 +28,13 @@ def listed(opened: Opened) -> list[dict[str, Any]]:
 
 def _rows(opened: Opened, run: Recorded, lead: str) -> list[dict[str, Any]]:
     measured = run.measured()
-    found = []
+    rows = []
     for kind in KINDS:
         if (kind, "test", lead) not in measured:
             continue
         values = run.final(kind, lead)
         file = folder_of(opened.path, MODELS, run.method, run.seed) / f"{kind}.safetensors"
-        found.append(
+        rows.append(
             {
                 "method": run.method,
                 "seed": run.seed,
@@ -45,7 +45,7 @@ def _rows(opened: Opened, run: Recorded, lead: str) -> list[dict[str, Any]]:
                 "file": str(file.relative_to(opened.path)) if file.is_file() else f"none: {run.status}",
             }
         )
-    return found
+    return rows
 
 
 def _adapted(path: Path, folder: Path, lead: str) -> dict[str, Any]:

@@ -138,9 +138,9 @@ def write_inspection(out: Path, evaluate: Evaluate, outcomes: Sequence[Outcome])
         if evaluate.confusion:
             counts.append(_labelled(confusion(result), outcome.label, outcome.seed))
         if evaluate.tsne:
-            table, said = tsne(result, evaluate.tsne)
+            table, tsne_notes = tsne(result, evaluate.tsne)
             places.append(_labelled(table, outcome.label, outcome.seed))
-            notes += said
+            notes += tsne_notes
         if evaluate.groups:
             groups.append(_labelled(group_scores(result, evaluate.groups), outcome.label, outcome.seed))
         if evaluate.predictions:
@@ -220,8 +220,8 @@ def write_splits(
     out: Path, federations: Mapping[int, Federation], attackers: Mapping[int, NDArray[np.int64]] | None = None
 ) -> None:
     """``partition.parquet``: how the data were split with every seed, and who attacks, as far as that is known."""
-    known = attackers or {}
-    write_partition(out, [_partition(seed, fed, known.get(seed)) for seed, fed in federations.items()])
+    attackers_by_seed = attackers or {}
+    write_partition(out, [_partition(seed, fed, attackers_by_seed.get(seed)) for seed, fed in federations.items()])
 
 
 def _run(outcome: Outcome) -> Record:
@@ -334,13 +334,13 @@ def snapshot(out: Path, into: Path) -> Path:
         return out
     make_folder(into)
     tables = [pq.read_table(path) for path in live.values()]
-    known = {(t["method"][0].as_py(), t["seed"][0].as_py()) for t in tables if t.num_rows}
+    recorded = {(t["method"][0].as_py(), t["seed"][0].as_py()) for t in tables if t.num_rows}
     if (out / METRICS).exists():
         before = pq.read_table(out / METRICS)
-        others = [
-            key not in known for key in zip(before["method"].to_pylist(), before["seed"].to_pylist(), strict=True)
+        unrecorded = [
+            key not in recorded for key in zip(before["method"].to_pylist(), before["seed"].to_pylist(), strict=True)
         ]
-        tables = [before.filter(pa.array(others, pa.bool_())), *tables]
+        tables = [before.filter(pa.array(unrecorded, pa.bool_())), *tables]
     for name in (SETTINGS, TIMINGS, PARTITION):
         (into / name).unlink(missing_ok=True)
         if (out / name).exists():

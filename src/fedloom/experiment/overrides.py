@@ -35,25 +35,27 @@ def with_overrides(
     Raises:
         ConfigError: a text of another form, or a method that is not there; the message names the key.
     """
-    found: dict[str, Any] = {**document}
-    own = found.get("method")
-    entries = [{**m} if isinstance(m, Mapping) else m for m in own] if isinstance(own, list) else []
+    changed: dict[str, Any] = {**document}
+    methods_before = changed.get("method")
+    entries = (
+        [{**m} if isinstance(m, Mapping) else m for m in methods_before] if isinstance(methods_before, list) else []
+    )
     if entries:
-        found["method"] = entries
+        changed["method"] = entries
     for text in values:
-        _set(found, text, where)
+        _set(changed, text, where)
     named = [m for m in entries if isinstance(m, dict)]
     if methods:
         names = list(dict.fromkeys(name for m in named for name in (label_of(m), str(m.get("algorithm")))))
         for name in methods:
             if name not in names:
                 raise unknown("method", name, names, f"{where}: --method")
-        found["method"] = [m for m in named if {label_of(m), m.get("algorithm")} & {*methods}]
+        changed["method"] = [m for m in named if {label_of(m), m.get("algorithm")} & {*methods}]
     if rounds is not None:
-        found["rounds"] = rounds
+        changed["rounds"] = rounds
         for m in named:
             m.pop("rounds", None)
-    return found
+    return changed
 
 
 def _set(document: dict[str, Any], text: str, where: str) -> None:
@@ -61,18 +63,18 @@ def _set(document: dict[str, Any], text: str, where: str) -> None:
     key, parts = key.strip(), [part.strip() for part in key.split(".")]
     if not equals or not all(parts):
         raise ConfigError(f"--set {text!r} must be key=value, for example --set local.lr=0.1")
-    given, place = _value(key, value.strip()), document
+    setting, place = _value(key, value.strip()), document
     if parts[0] == "method":
         place, parts = _method(document, parts, text, where)
     for part in parts[:-1]:
         place[part] = {**table(place.get(part, {}), f"{where}: --set {key}: [{part}]")}
         place = place[part]
     last = parts[-1]
-    if last in ("kind", "source") and len(parts) > 1 and place.get(last, given) != given:
+    if last in ("kind", "source") and len(parts) > 1 and place.get(last, setting) != setting:
         place.clear()
     if parts[-2:-1] == ["local"] and last in ("epochs", "steps"):
         place.pop("steps" if last == "epochs" else "epochs", None)
-    place[last] = given
+    place[last] = setting
 
 
 def _method(document: Mapping[str, Any], parts: list[str], text: str, where: str) -> tuple[dict[str, Any], list[str]]:

@@ -41,10 +41,10 @@ class Method:
 
     def settings(self) -> dict[str, Any]:
         """The method as a TOML table, defaults filled in."""
-        known, algorithm = fields_of(self.entry), dump(self.setting.method)
-        own = {k: v for k, v in self.setting.document().items() if k in Setting.own}
+        fields, algorithm = fields_of(self.entry), dump(self.setting.method)
+        choices = {k: v for k, v in self.setting.document().items() if k in Setting.own}
         named = {"algorithm": self.algorithm, "label": self.label}
-        return {**named, **{k: v for k, v in algorithm.items() if k in known}, **self.options, **own}
+        return {**named, **{k: v for k, v in algorithm.items() if k in fields}, **self.options, **choices}
 
 
 def _printable(text: str) -> str:

@@ -111,9 +111,12 @@ class MLflow:
         from mlflow.entities import Param
 
         self._client = client
-        found = client.search_runs([experiment], f"tags.`fedloom.run` = '{origin}'")
-        if found:
-            self._run, self.last = found[0].info.run_id, int(found[0].data.tags.get("fedloom.round", -1))
+        recorded_runs = client.search_runs([experiment], f"tags.`fedloom.run` = '{origin}'")
+        if recorded_runs:
+            self._run, self.last = (
+                recorded_runs[0].info.run_id,
+                int(recorded_runs[0].data.tags.get("fedloom.round", -1)),
+            )
             client.update_run(self._run, status="RUNNING")
             return
         self._run, self.last = (
@@ -207,9 +210,9 @@ def _mlflow(experiment: Experiment, out: Path) -> tuple[Make, str]:
         make_folder(folder)
         client: Any = MlflowClient(uri)
         name = experiment.head.name
-        known = client.get_experiment_by_name(name)
+        existing = client.get_experiment_by_name(name)
         artifacts = (folder / "artifacts").as_uri()
-        return client, client.create_experiment(name, artifacts) if known is None else known.experiment_id
+        return client, client.create_experiment(name, artifacts) if existing is None else existing.experiment_id
 
     def make(label: str, seed: int) -> Writer:
         client, id = opened()
@@ -240,7 +243,7 @@ NEEDED = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "a
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    dotted: dict[str, Any] = {}
     for key, value in settings.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
+        dotted |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return dotted

@@ -159,8 +159,8 @@ class Group:
         self.rank, self.size = rank, size
         all_own = not self.any(not own_gpu)[0]
         self._nccl = dist.new_group(backend="nccl", timeout=FOREVER) if all_own else None
-        given = self._numbers(machine)
-        self.machines = [sorted(set(given)).index(m) for m in given]
+        machines = self._numbers(machine)
+        self.machines = [sorted(set(machines)).index(m) for m in machines]
         here = self.machines[rank]
         neighbours = [[r for r, m in enumerate(self.machines) if m == k] for k in range(max(self.machines) + 1)]
         groups = [dist.new_group(ranks, timeout=FOREVER) for ranks in neighbours]
@@ -170,8 +170,8 @@ class Group:
         self.memory: Memory = _Memory(rank, neighbours[here][0], groups[here], f"{name}-{here}")
 
     def any(self, *flags: bool) -> list[bool]:
-        said = self._numbers(sum(flag << k for k, flag in enumerate(flags)))
-        return [any(number >> k & 1 for number in said) for k in range(len(flags))]
+        flags_by_rank = self._numbers(sum(flag << k for k, flag in enumerate(flags)))
+        return [any(number >> k & 1 for number in flags_by_rank) for k in range(len(flags))]
 
     def wait(self) -> None:
         self.memory.wait()
@@ -187,26 +187,26 @@ class Group:
         if len(self._first[0]) > 1:
             packed = self._exchange(*self._first, packed) if self.rank in self._first[0] else packed[:0]
             packed = self._exchange(*self._here, packed)
-        found = []
-        for r, (theirs, data) in enumerate(parcel.unpack(packed)):
-            received = self._received(r, theirs, data, tensors)
-            found.append(value if r == self.rank else parcel.read(theirs, received))
-        return found
+        values = []
+        for r, (forms, data) in enumerate(parcel.unpack(packed)):
+            received = self._received(r, forms, data, tensors)
+            values.append(value if r == self.rank else parcel.read(forms, received))
+        return values
 
     def move(self, moves: Sequence[Move]) -> None:
         """See `fedloom.processes.ranks.Ranks`."""
-        found = []
+        operations = []
         for tensors, source, target in moves:
             way, other = (dist.isend, target) if self.rank == source else (dist.irecv, source)
-            found += [dist.P2POp(way, t.view(-1).view(torch.uint8), other) for t in tensors if t.numel()]
-        self._send(found)
+            operations += [dist.P2POp(way, t.view(-1).view(torch.uint8), other) for t in tensors if t.numel()]
+        self._send(operations)
 
     def _numbers(self, number: int) -> list[int]:
         """A number of every rank."""
-        found = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
+        numbers = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
         with _translated(self.rank):
-            dist.all_gather(found, torch.tensor([number]))
-        return [int(n) for n in found]
+            dist.all_gather(numbers, torch.tensor([number]))
+        return [int(n) for n in numbers]
 
     def _exchange(self, ranks: list[int], group: Any, data: Tensor) -> Tensor:
         """The bytes of each of some ranks, one after the other; all of them call this and send at once."""
@@ -215,14 +215,14 @@ class Group:
         sizes = [torch.zeros(1, dtype=torch.long) for _ in ranks]
         with _translated(self.rank):
             dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
-            found = torch.empty(int(sum(sizes)), dtype=torch.uint8)
-            parts = dict(zip(ranks, found.split([int(size) for size in sizes]), strict=True))
+            received = torch.empty(int(sum(sizes)), dtype=torch.uint8)
+            parts = dict(zip(ranks, received.split([int(size) for size in sizes]), strict=True))
             parts[self.rank].copy_(data)
-            others = [r for r in ranks if r != self.rank]
-            moves = [dist.P2POp(dist.irecv, parts[r], r) for r in others if parts[r].numel()]
-            moves += [dist.P2POp(dist.isend, data, r) for r in others if data.numel()]
+            other_ranks = [r for r in ranks if r != self.rank]
+            moves = [dist.P2POp(dist.irecv, parts[r], r) for r in other_ranks if parts[r].numel()]
+            moves += [dist.P2POp(dist.isend, data, r) for r in other_ranks if data.numel()]
         self._send(moves)
-        return found
+        return received
 
     def _send(self, moves: list[Any]) -> None:
         """Send and receive at once; between two ranks, in the order given."""
@@ -230,18 +230,18 @@ class Group:
             for work in dist.batch_isend_irecv(moves) if moves else []:
                 work.wait()
 
-    def _received(self, source: int, text: bytes, data: Tensor, mine: list[Tensor]) -> list[Tensor]:
+    def _received(self, source: int, text: bytes, data: Tensor, own_tensors: list[Tensor]) -> list[Tensor]:
         """The tensors of a parcel; those between GPUs are sent now."""
         forms = parcel.forms(text)
         linked = iter(parcel.cut(data, [f for f in forms if not self._by_gpu(f.place)]))
-        direct = iter(self._broadcast(source, [f for f in forms if self._by_gpu(f.place)], mine))
+        direct = iter(self._broadcast(source, [f for f in forms if self._by_gpu(f.place)], own_tensors))
         return [next(direct) if self._by_gpu(f.place) else next(linked).to(f.place) for f in forms]
 
-    def _broadcast(self, source: int, forms: list[parcel.Form], mine: list[Tensor]) -> list[Tensor]:
+    def _broadcast(self, source: int, forms: list[parcel.Form], own_tensors: list[Tensor]) -> list[Tensor]:
         if not forms:
             return []
         if source == self.rank:
-            data = parcel.fill([t for t in mine if t.is_cuda], forms, "cuda")
+            data = parcel.fill([t for t in own_tensors if t.is_cuda], forms, "cuda")
         else:
             data = torch.empty(sum(f.bytes for f in forms), dtype=torch.uint8, device="cuda")
         with _translated(self.rank):
@@ -277,14 +277,14 @@ class _Memory:
             self.wait()
             path = next(p for p in places if p.exists())
             with path.open("r+b") as file:
-                found = mmap.mmap(file.fileno(), size)
-            self._used.add(found)
+                mapping = mmap.mmap(file.fileno(), size)
+            self._used.add(mapping)
             self.wait()
         finally:
             if self._makes:
                 for path in places:
                     path.unlink(missing_ok=True)
-        return found
+        return mapping
 
     def wait(self) -> None:
         with _translated(self._rank):

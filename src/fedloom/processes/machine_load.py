@@ -39,10 +39,10 @@ class OtherProcesses:
 def watch_others() -> Iterator[OtherProcesses]:
     """Watch other processes; children that work meanwhile must end in it."""
     gc.collect()
-    others = OtherProcesses()
+    load = OtherProcesses()
     before, own_before, start = machine_seconds(), own_seconds(), time.perf_counter()
-    yield others
-    others.cores = max(0.0, (machine_seconds() - before) - (own_seconds() - own_before)) / (time.perf_counter() - start)
+    yield load
+    load.cores = max(0.0, (machine_seconds() - before) - (own_seconds() - own_before)) / (time.perf_counter() - start)
 
 
 def wait_for_quiet(patience: float) -> None:

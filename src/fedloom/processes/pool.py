@@ -110,23 +110,23 @@ class Pool:
         while turn < len(tasks):
             if interrupted is not None and interrupted():
                 waiting.clear()
-                for own, worker in busy.values():
-                    if own:
+                for sent, worker in busy.values():
+                    if sent:
                         worker.interrupt()
                 interrupted = None
-            if not waiting and not any(own for own, _ in busy.values()):
+            if not waiting and not any(sent for sent, _ in busy.values()):
                 return
             self._hand_out(waiting, list(busy.values()), *first)
             first = []
-            silence.begin(worker for own, worker in busy.values() if own)
-            ready = wait([pipe for pipe, (own, _) in busy.items() if own], LOOK)
+            silence.begin(worker for sent, worker in busy.values() if sent)
+            ready = wait([pipe for pipe, (sent, _) in busy.items() if sent], LOOK)
             if not ready:
-                silence.look(worker for own, worker in busy.values() if own)
+                silence.look(worker for sent, worker in busy.values() if sent)
             for pipe in ready:
-                own, worker = busy[pipe]  # type: ignore[index]
-                done[own.pop(0)] = worker.receive()
+                sent, worker = busy[pipe]  # type: ignore[index]
+                done[sent.pop(0)] = worker.receive()
                 silence.end(worker)
-                self._hand_out(waiting, [(own, worker)])
+                self._hand_out(waiting, [(sent, worker)])
             while turn in done:
                 result = done.pop(turn)
                 turn += 1
@@ -142,13 +142,13 @@ class Pool:
         """
         batches: list[list[tuple[Any, ...]]] = [[*first] for _ in places]
         for depth in range(self._depth):
-            everybody = sum(len(own) == depth for own, _ in places) == len(self._workers) <= len(waiting)
-            for batch, (own, _) in zip(batches, places, strict=True):
-                if len(own) == depth and (everybody or len(waiting) > depth * len(self._workers)):
+            everybody = sum(len(sent) == depth for sent, _ in places) == len(self._workers) <= len(waiting)
+            for batch, (sent, _) in zip(batches, places, strict=True):
+                if len(sent) == depth and (everybody or len(waiting) > depth * len(self._workers)):
                     task = ("task", waiting[-1][1])
                     if depth == 0 or len(packed(task)) <= SHORT:
                         batch.append(task)
-                        own.append(waiting.pop()[0])
+                        sent.append(waiting.pop()[0])
         for batch, (_, worker) in zip(batches, places, strict=True):
             if len(batch) > len(first):
                 worker.send(batch)

@@ -95,11 +95,11 @@ def fill(tensors: Sequence[Tensor], forms: Sequence[Form], place: str) -> Tensor
 
 def cut(buffer: Tensor, forms: Sequence[Form]) -> list[Tensor]:
     """The tensors of `fill`, as views of its bytes."""
-    found = []
+    pieces = []
     for form, data in zip(forms, buffer.split([f.bytes for f in forms]), strict=True):
         dtype = DTYPES[form.dtype]
-        found.append(data[: prod(form.shape) * dtype.itemsize].view(dtype).view(form.shape))
-    return found
+        pieces.append(data[: prod(form.shape) * dtype.itemsize].view(dtype).view(form.shape))
+    return pieces
 
 
 def _write(value: Any, tensors: list[Tensor]) -> Any:
@@ -135,5 +135,9 @@ def _read(tree: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _error(name: str, content: list[Any]) -> FedloomError:
-    found = getattr(errors, name, FedloomError)
-    return found(*content) if isinstance(found, type) and issubclass(found, FedloomError) else FedloomError(*content)
+    error_class = getattr(errors, name, FedloomError)
+    return (
+        error_class(*content)
+        if isinstance(error_class, type) and issubclass(error_class, FedloomError)
+        else FedloomError(*content)
+    )

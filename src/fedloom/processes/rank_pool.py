@@ -61,8 +61,8 @@ class RankPool:
         self._ranks.wait()
         for first in range(0, len(tasks), self._wave):
             wave = range(first, min(first + self._wave, len(tasks)))
-            mine = [k for k in wave if owner(k, size) == self._ranks.rank]
-            results = self._ranks.gather([_outcome(handler, shared, tasks[k]) for k in mine])
+            own_tasks = [k for k in wave if owner(k, size) == self._ranks.rank]
+            results = self._ranks.gather([_outcome(handler, shared, tasks[k]) for k in own_tasks])
             turns = [iter(r) for r in results]
             for k in wave:
                 yield self._taken(next(turns[owner(k, size)]), machines[owner(k, size)])

@@ -40,8 +40,10 @@ class RowLocations:
     def begin(self) -> None:
         """Note that the first machine has all rows."""
         if self.machines > 1:
-            for name, seen in self._ranks.share({name: store.seen for name, store in self._stores.items()}).items():
-                self._latest[name][1:] = ~seen
+            for name, written_rows in self._ranks.share(
+                {name: store.seen for name, store in self._stores.items()}
+            ).items():
+                self._latest[name][1:] = ~written_rows
 
     def mark_written(self, ids: Tensor, machine: int) -> None:
         """Note that a machine has new rows of clients."""
@@ -81,13 +83,13 @@ class RowLocations:
     def _move(self, store: Store[Any], moves: list[tuple[Tensor, int, int]]) -> None:
         """Rows of clients from the first rank of a machine to that of another."""
         first = {machine: self._ranks.machines.index(machine) for _, *way in moves for machine in way}
-        mine = [
+        own_rows = [
             (ids, store.read(ids), first[source], first[target])
             for ids, source, target in moves
             if self._ranks.rank in (first[source], first[target])
         ]
-        self._ranks.move([(list(rows), source, target) for _, rows, source, target in mine])
-        for ids, rows, _, target in mine:
+        self._ranks.move([(list(rows), source, target) for _, rows, source, target in own_rows])
+        for ids, rows, _, target in own_rows:
             if self._ranks.rank == target:
                 store.write(ids, rows)
 

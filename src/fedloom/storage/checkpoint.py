@@ -166,8 +166,8 @@ class Checkpoints:
         Raises:
             CheckpointError: the disk is full or refuses; the generations before are intact.
         """
-        stores, there = stores or {}, self.generations()
-        assert not there or generation > there[-1], f"checkpoint {generation} after {there[-1]}"
+        stores, generations = stores or {}, self.generations()
+        assert not generations or generation > generations[-1], f"checkpoint {generation} after {generations[-1]}"
         make_folder(self.folder)
         everything = dict(tensors)
         for name, store in stores.items():
@@ -188,7 +188,7 @@ class Checkpoints:
             with suppress(CheckpointError):
                 discard(text, data)
             raise
-        kept = [*there, generation][-self.keep :]
+        kept = [*generations, generation][-self.keep :]
         self._tidy(kept)
         for store in stores.values():
             store.prune(kept[0])
@@ -230,8 +230,8 @@ class Checkpoints:
             try:
                 content = json.loads(self._paths(generation)[1].read_bytes())
                 if content["sha256"] == _digest(content["body"]):
-                    found: dict[str, Any] = content["body"]["meta"]
-                    return found
+                    meta: dict[str, Any] = content["body"]["meta"]
+                    return meta
             except (OSError, ValueError, KeyError, TypeError):
                 continue
         return None

@@ -68,10 +68,10 @@ def _open(path: Path, flags: int) -> int:
 
 
 def _write(fd: int, path: Path, data: memoryview, at: int | None) -> None:
-    watched = len(data) > 1 and (hook is not None or _crash_at > 0)
-    cut = len(data) // 2 if watched else len(data)
+    is_watched = len(data) > 1 and (hook is not None or _crash_at > 0)
+    cut = len(data) // 2 if is_watched else len(data)
     for op, part in (("write", data[:cut]), ("tear", data[cut:])):
-        if op == "write" or watched:
+        if op == "write" or is_watched:
             _step(op, path)
         while part:
             done = os.write(fd, part) if at is None else os.pwrite(fd, part, at)

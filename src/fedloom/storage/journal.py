@@ -219,8 +219,8 @@ class Journal:
         return _RECORD.size + rows * (8 + self._width) + _CRC.size
 
     def _cut(self, ids: Tensor) -> Sequence[Tensor]:
-        found: Sequence[Tensor] = ids.split(max(1, PIECE // self._width))
-        return found
+        pieces: Sequence[Tensor] = ids.split(max(1, PIECE // self._width))
+        return pieces
 
     def _header(self, generation: int) -> Header:
         path = self.path(generation)

@@ -175,8 +175,8 @@ class Store(Generic[T]):
             The template's NamedTuple with fields [m, w], a copy.
         """
         self._check(ids)
-        known = self.seen[ids]
-        places = known.nonzero().flatten()
+        written_before = self.seen[ids]
+        places = written_before.nonzero().flatten()
         some = ids[places]
         fields = [torch.empty(len(ids), len(like), dtype=like.dtype) for like in self.template]
         if len(places) < len(ids):
@@ -223,9 +223,9 @@ class Store(Generic[T]):
         self._check(ids)
         if self._file is not None and self._leads:
             fresh = ids[~self._touched[ids]].unique()
-            known = fresh[self.seen[fresh]]
-            if len(known):
-                self._journal.append(known, self._file.old)
+            written_before = fresh[self.seen[fresh]]
+            if len(written_before):
+                self._journal.append(written_before, self._file.old)
             self._touched[fresh] = True
 
     def checkpoint(self, generation: int) -> None:

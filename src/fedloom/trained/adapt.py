@@ -82,7 +82,7 @@ def adapted(side: ServerSide, recipe: Recipe, fed: Federation, rounds: int = 1) 
     ctx = ctx if algorithm.mixes else ctx._replace(m=1, ids=torch.tensor([n]))
     start = algorithm.global_model(side.server)
     _, template, first = algorithm.init(oracle.layout.vector(module) if start is None else start, ctx._replace(round=0))
-    rows, own = _one(template), None if first is None else _one(first)
+    rows, first_row = _one(template), None if first is None else _one(first)
     seed = derive(side.seed, client=n, purpose="adapt")
     memory = None
     if side.local.optimizer_state == "kept":
@@ -91,11 +91,11 @@ def adapted(side: ServerSide, recipe: Recipe, fed: Federation, rounds: int = 1) 
     try:
         for k in range(1, rounds + 1):
             memory = memory and memory.of(memory.rows)
-            down = _download(side, own, ctx)
+            down = _download(side, first_row, ctx)
             work = Work(oracle, torch.tensor([0]), weight[-1:], side.local, seed=seed, round=t + k, memory=memory)
             up, rows = algorithm.client(down, rows, work)
-            own = None if own is None else _kept(algorithm, up, own)
-        row = algorithm.personal(_download(side, own, ctx), rows, work)
+            first_row = None if first_row is None else _kept(algorithm, up, first_row)
+        row = algorithm.personal(_download(side, first_row, ctx), rows, work)
     except FedloomError:
         raise
     except Exception as error:
@@ -111,14 +111,14 @@ def _one(template: Any) -> Any:
     return type(template)(*[t[None] for t in template])
 
 
-def _download(side: ServerSide, own: Any, ctx: Ctx) -> Any:
+def _download(side: ServerSide, state: Any, ctx: Ctx) -> Any:
     """The download of the new client: the last of all clients where the server mixes what it keeps of them."""
     if not side.algorithm.mixes:
         return side.algorithm.down(side.server, None, ctx)
-    kept = type(own)(*[torch.cat([old, new]) for old, new in zip(side.kept, own, strict=True)])
+    kept = type(state)(*[torch.cat([old, new]) for old, new in zip(side.kept, state, strict=True)])
     return rows_of(side.algorithm.down(side.server, kept, ctx), torch.tensor([ctx.n - 1]))
 
 
-def _kept(algorithm: Algorithm, up: Any, own: Any) -> Any:
+def _kept(algorithm: Algorithm, up: Any, state: Any) -> Any:
     """What the server would keep of the new client after its upload."""
-    return type(own)(*[getattr(up, name) for name, kind in upload_fields(type(algorithm)).items() if kind.keeps])
+    return type(state)(*[getattr(up, name) for name, kind in upload_fields(type(algorithm)).items() if kind.keeps])

@@ -101,8 +101,8 @@ class Program:
     @torch.no_grad()
     def scores(self, rows: Any) -> NDArray[np.float64]:
         """Probabilities ``[N, C]`` or values ``[N, k]``; see `fedloom.data.new_rows.new_rows` for the rows."""
-        found: NDArray[np.float64] = self.module(new_rows(self.facts, rows).x).numpy()
-        return found
+        outputs: NDArray[np.float64] = self.module(new_rows(self.facts, rows).x).numpy()
+        return outputs
 
     def predict(self, rows: Any) -> NDArray[Any]:
         """Names of classes ``[N]``, or values."""
@@ -174,16 +174,16 @@ def _onnx(raw: RawModel, model: Model, header: dict[str, str]) -> bytes:
             dynamo=True,
             verbose=False,
         )
-    made: Any = program.model_proto
+    model_proto: Any = program.model_proto
     if facts.table is not None:
-        made = onnx.compose.add_prefix(made, "net/", rename_inputs=False, rename_outputs=False)
-        header = header | {"columns": json.dumps(_take_columns(onnx, made.graph, facts.table))}
+        model_proto = onnx.compose.add_prefix(model_proto, "net/", rename_inputs=False, rename_outputs=False)
+        header = header | {"columns": json.dumps(_take_columns(onnx, model_proto.graph, facts.table))}
     if facts.classed:
-        _name_classes(onnx, made.graph, output, facts)
-    if "ai.onnx.ml" not in {opset.domain for opset in made.opset_import}:
-        made.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 3))
-    onnx.helper.set_model_props(made, header)
-    content: bytes = made.SerializeToString()
+        _name_classes(onnx, model_proto.graph, output, facts)
+    if "ai.onnx.ml" not in {opset.domain for opset in model_proto.opset_import}:
+        model_proto.opset_import.append(onnx.helper.make_opsetid("ai.onnx.ml", 3))
+    onnx.helper.set_model_props(model_proto, header)
+    content: bytes = model_proto.SerializeToString()
     return content
 
 

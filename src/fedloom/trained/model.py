@@ -163,8 +163,8 @@ class Model:
 
     def scores(self, x: Tensor) -> NDArray[np.float64]:
         """Probabilities ``[N, C]`` or values ``[N, k]`` of raw samples."""
-        found: NDArray[np.float64] = self.raw().after(self.outputs(x)).numpy()
-        return found
+        decisions: NDArray[np.float64] = self.raw().after(self.outputs(x)).numpy()
+        return decisions
 
     def score(self, data: Dataset) -> dict[str, float]:
         """The task's metrics on all samples of new data, as the model predicts them.
@@ -204,8 +204,8 @@ class Model:
             return {}
         outputs, owner = outputs_of(self.module(), fed, index), torch.zeros(len(index), dtype=torch.long)
         outputs = outputs if self.calibration is None else recalibrated(outputs, self.calibration)
-        found = task_of(fed.data, self.recipe.objective).metrics(outputs, fed.targets(index), owner, 1)
-        return {name: float(value) for name, value in found.items()}
+        metrics = task_of(fed.data, self.recipe.objective).metrics(outputs, fed.targets(index), owner, 1)
+        return {name: float(value) for name, value in metrics.items()}
 
     def line(self, fed: Federation, part: str) -> Tensor:
         """Slope and intercept ``[2]`` of its outputs by a part of a federation of one client; see `Objective.line`."""
@@ -248,22 +248,27 @@ class Model:
                 raise LayoutError(
                     f"{path}: holds no single model (no tensor 'rows'); it has {', '.join(sorted(names))}"
                 )
-            found = {name: file.get_tensor(name) for name in TENSORS if name in names}
+            tensors = {name: file.get_tensor(name) for name in TENSORS if name in names}
             base = {name.removeprefix(BASE): file.get_tensor(name) for name in names if name.startswith(BASE)}
-        recipe = Recipe(spec, facts, int(about.get("seed", 0)), found["rows"].dtype, objective, base or None)
+        recipe = Recipe(spec, facts, int(about.get("seed", 0)), tensors["rows"].dtype, objective, base or None)
         check_layout(file_layout(path), recipe.layout, Path(path))
         empty = torch.zeros(0, dtype=recipe.dtype)
         return cls(
-            recipe, found["rows"], found.get("statistics", empty), found.get("fitted"), about, found.get("calibration")
+            recipe,
+            tensors["rows"],
+            tensors.get("statistics", empty),
+            tensors.get("fitted"),
+            about,
+            tensors.get("calibration"),
         )
 
 
 def figures(recipe: Recipe, outputs: Tensor, data: Dataset) -> dict[str, float]:
     """The task's metrics of outputs ``[N, k]`` or ``[N, L, k]`` on the targets of new data, all samples together."""
-    known = recipe.facts.take(data)
-    y = known.y.flatten() if known.classed else known.y.to(recipe.dtype)
-    owner = torch.zeros(len(known), dtype=torch.long)
-    values = task_of(known, recipe.objective).metrics(outputs.flatten(0, -2), y, owner, 1)
+    inputs = recipe.facts.take(data)
+    y = inputs.y.flatten() if inputs.classed else inputs.y.to(recipe.dtype)
+    owner = torch.zeros(len(inputs), dtype=torch.long)
+    values = task_of(inputs, recipe.objective).metrics(outputs.flatten(0, -2), y, owner, 1)
     return {name: float(value) for name, value in values.items()}
 
 
@@ -318,18 +323,18 @@ def facts_of(file: Any, path: Path) -> tuple[InputSpec, dict[str, Any]]:
         raise LayoutError(f"{path}: its header does not say what data its models take ({error!r:.120})") from None
 
 
-def check_layout(found: Layout, wanted: Layout, path: Path) -> None:
+def check_layout(layout: Layout, wanted: Layout, path: Path) -> None:
     """Refuse models of another architecture.
 
     Raises:
         LayoutError: the layouts differ; the message has the first difference.
     """
-    if found == wanted:
+    if layout == wanted:
         return
-    mine = dict(zip(wanted.names, wanted.shapes, strict=True))
-    theirs = dict(zip(found.names, found.shapes, strict=True))
-    name = next(n for n in [*mine, *theirs] if mine.get(n) != theirs.get(n))
-    texts = [list(of[name]) if name in of else "nothing" for of in (theirs, mine)]
+    shapes_wanted = dict(zip(wanted.names, wanted.shapes, strict=True))
+    shapes_in_file = dict(zip(layout.names, layout.shapes, strict=True))
+    name = next(n for n in [*shapes_wanted, *shapes_in_file] if shapes_wanted.get(n) != shapes_in_file.get(n))
+    texts = [list(of[name]) if name in of else "nothing" for of in (shapes_in_file, shapes_wanted)]
     raise LayoutError(
         f"{path}: is a model of another layout: {name!r} is {texts[0]} there and {texts[1]} in the run's model; give "
         "a model of this run"

@@ -86,8 +86,8 @@ class Models:
         row, statistics = (row, statistics) if kind == "global" else (row[0], statistics[0])
         fitted = self._source.fitted
         about = {**self._source.about, "kind": kind, **({} if place is None else {"client": self.names[place]})}
-        mine = None if fitted is None or place is None else fitted[place]
-        return Model(self.recipe, row, statistics, mine, about, self._line(kind, place))
+        calibration = None if fitted is None or place is None else fitted[place]
+        return Model(self.recipe, row, statistics, calibration, about, self._line(kind, place))
 
     def _line(self, kind: str, place: int | None) -> Tensor | None:
         """What recalibrates a model ``[2]`` at a client; of none the medians over the clients."""
@@ -125,8 +125,8 @@ class Models:
             sites: who owns each row; None: not known.
             client: whose model takes all rows; None: each row its site's.
         """
-        own = client is not None or (sites is not None and set(sites) <= set(self.names))
-        return [kind for kind in self.kinds() if own or kind == "global"]
+        has_sites = client is not None or (sites is not None and set(sites) <= set(self.names))
+        return [kind for kind in self.kinds() if has_sites or kind == "global"]
 
     def predict(self, rows: Any, client: int | str | None = None, kind: str | None = None) -> NDArray[Any]:
         """Predictions for rows without labels, of one model.
@@ -205,15 +205,15 @@ class Models:
         statistics = [s.flatten() for s in running_statistics(oracle.module)]
         fitted = None if fed.data.fitted is None else fed.data.fitted.values[0]
         about = {**self._source.about, "kind": "adapted", "client": data.name}
-        made = Model(self.recipe, row, torch.cat([row[:0], *statistics]), fitted, about)
+        adapted_model = Model(self.recipe, row, torch.cat([row[:0], *statistics]), fitted, about)
         if self.recipe.objective.horizon is not None:
-            made = replace(made, calibration=made.line(fed, "train"))
-        scores = {"adapted": made.score_part(fed, "test")}
+            adapted_model = replace(adapted_model, calibration=adapted_model.line(fed, "train"))
+        scores = {"adapted": adapted_model.score_part(fed, "test")}
         if "global" in self.kinds():
             scores["global"] = self.model("global").score_part(fed, "test")
         samples = {"train": len(fed.indices("train", 0)), "test": len(fed.indices("test", 0))}
         more = {"rounds adapted": rounds, "samples": samples, **({"scores": scores} if scores["adapted"] else {})}
-        return replace(made, about={**about, **more})
+        return replace(adapted_model, about={**about, **more})
 
     def takes_global(self) -> Tensor:
         """Whose hybrid model is the global one, bool ``[n]``."""
@@ -241,11 +241,11 @@ class Models:
         if kind == "global":
             return source.shared()
         ids = torch.arange(len(self.names)) if clients is None else clients
-        own = source.own(ids)
+        personal = source.own(ids)
         if kind == "personal":
-            return own
-        taken = source.takes_global()[ids][:, None]
-        row, statistics = (torch.where(taken, g, p) for g, p in zip(source.shared(), own, strict=True))
+            return personal
+        takes_global = source.takes_global()[ids][:, None]
+        row, statistics = (torch.where(takes_global, g, p) for g, p in zip(source.shared(), personal, strict=True))
         return row, statistics
 
     def _check(self, kind: str) -> None:

@@ -141,28 +141,31 @@ def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int
         if client is None and facts.table is not None:
             what += ", columns scaled as at the clients on average: neither a client is given nor does a column name it"
         return one._replace(notes=(what,))
-    own = kind or next(k for k in OWN if k in models.kinds())
-    models.ready(own, models.names[0])  # a kind that does not exist is refused whoever owns the rows
+    kind_of_sites = kind or next(k for k in OWN if k in models.kinds())
+    models.ready(kind_of_sites, models.names[0])  # a kind that does not exist is refused whoever owns the rows
     places: dict[str, list[int]] = {}
     strange: dict[str, int] = {}
     for k, site in enumerate(rows.sites):
-        known = site in names
-        places.setdefault(site if known else "", []).append(k)
-        if not known:
+        is_client = site in names
+        places.setdefault(site if is_client else "", []).append(k)
+        if not is_client:
             strange[site] = strange.get(site, 0) + 1
-    others = ", ".join(f"{site!r} ({count} rows)" for site, count in list(strange.items())[:8])
+    unknown_sites = ", ".join(f"{site!r} ({count} rows)" for site, count in list(strange.items())[:8])
     if strange and "global" not in models.kinds():
         raise ConfigError(
-            f"no client of the run: {others}; {models.about['method']} has no global model, give a client"
+            f"no client of the run: {unknown_sites}; {models.about['method']} has no global model, give a client"
         )
     groups = [
-        (torch.tensor(some), models.ready(own if site else "global", site or None)) for site, some in places.items()
+        (torch.tensor(some), models.ready(kind_of_sites if site else "global", site or None))
+        for site, some in places.items()
     ]
     owners = [site if site in names else "global" for site in rows.sites]
     notes = [
-        f"each row by the {own} model of its site" if own != "global" else "the global model, scaled as each site's"
+        f"each row by the {kind_of_sites} model of its site"
+        if kind_of_sites != "global"
+        else "the global model, scaled as each site's"
     ]
-    notes += [f"no client of the run, so the global model: {others}"] if strange else []
+    notes += [f"no client of the run, so the global model: {unknown_sites}"] if strange else []
     return Assignment(groups, owners, tuple(notes))
 
 
@@ -170,10 +173,10 @@ def predicted(rows: NewRows, choice: Assignment) -> Predictions:
     """Predictions of rows by the models that take them."""
     model = choice.groups[0][1]
     facts = model.recipe.facts
-    there = (rows.x != 0).numpy() if facts.each else None
+    present = (rows.x != 0).numpy() if facts.each else None
     scores = model.raw().after(choice.outputs(rows.x)).numpy()
     notes = (*rows.notes, *meanings(model), *choice.notes, *choice.strange(rows.x))
-    return Predictions(facts, scores, choice.owners, notes, there, rows.files, rows.kept)
+    return Predictions(facts, scores, choice.owners, notes, present, rows.files, rows.kept)
 
 
 def meanings(model: Model) -> list[str]:

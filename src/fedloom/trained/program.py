@@ -49,9 +49,9 @@ def checked_archive(content: bytes, facts: str) -> bytes:
         parts = {entry.filename.partition("/")[2]: archive.read(entry) for entry in entries}
     if len(parts) < len(entries):
         raise ValueError("two of its parts have one name")
-    known = (*WRITTEN_BY_TORCH, GRAPH, SAMPLES, *CONFIGS, f"extra/{facts}")
+    allowed = (*WRITTEN_BY_TORCH, GRAPH, SAMPLES, *CONFIGS, f"extra/{facts}")
     for name in parts:
-        if name not in known and not TENSOR.fullmatch(name):
+        if name not in allowed and not TENSOR.fullmatch(name):
             raise ValueError(f"it holds {name!r}")
     for name in CONFIGS:
         _check_config(json.loads(parts[name]))

@@ -97,5 +97,5 @@ def said(facts: InputSpec, scores: NDArray[np.float64]) -> NDArray[Any]:
     """The prediction of every row, or of every position ``[N, L]``, from its probabilities or values."""
     if not facts.classed:
         return scores[:, 0] if scores.shape[1] == 1 else scores
-    found: NDArray[Any] = np.array(facts.classes)[scores.argmax(-1)]
-    return found
+    labels: NDArray[Any] = np.array(facts.classes)[scores.argmax(-1)]
+    return labels

@@ -153,24 +153,24 @@ class Shelf:
         objective: Objective = Objective(),  # noqa: B008  # frozen
     ) -> None:
         self._folder, self._algorithm, self._local = folder, algorithm, local
-        there = [kind for kind in KINDS if self._path(kind).is_file()]
-        if not there:
+        present_kinds = [kind for kind in KINDS if self._path(kind).is_file()]
+        if not present_kinds:
             raise RunDirError(
                 f"{folder} holds no models of {method}, seed {seed}; they are written when the run is done: run the "
                 "experiment again to finish it"
             )
-        self._kinds = there
-        for name in (*there, *(file.stem for file in folder.glob("base-*.safetensors"))):
+        self._kinds = present_kinds
+        for name in (*present_kinds, *(file.stem for file in folder.glob("base-*.safetensors"))):
             open_tensors(self._path(name))
-        with open_tensors(self._path(there[0]), check=False) as file:
-            facts, about = facts_of(file, self._path(there[0]))
+        with open_tensors(self._path(present_kinds[0]), check=False) as file:
+            facts, about = facts_of(file, self._path(present_kinds[0]))
             sample = next((k for k in file.keys() if k.startswith("rows")), None)  # noqa: SIM118 (no mapping)
             dtype = file.get_slice(sample)[:1].dtype if sample else torch.float32
         self.names: Sequence[str] = about.pop("clients", [])
         self.about: Mapping[str, Any] = {**about, "method": method}
         base = next((load_file(file) for file in folder.glob("base-*.safetensors")), None)
         self.recipe = Recipe(spec, facts, seed, dtype, objective, base)
-        for kind in there:
+        for kind in present_kinds:
             check_layout(file_layout(self._path(kind)), self.recipe.layout, self._path(kind))
 
     def kinds(self) -> list[str]:
@@ -183,19 +183,19 @@ class Shelf:
         return self._read("scaling")["fitted"]
 
     def shared(self) -> tuple[Tensor, Tensor]:
-        found = self._read("global")
-        return found["rows"], found.get("statistics", torch.zeros(0, dtype=self.recipe.dtype))
+        tensors = self._read("global")
+        return tensors["rows"], tensors.get("statistics", torch.zeros(0, dtype=self.recipe.dtype))
 
     def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        found = []
+        client_rows = []
         with open_tensors(self._path("personal"), check=False) as file:  # checked in whole, once
             for part in ("rows", "statistics"):
                 there = f"{part}.{0:08d}" in set(file.keys())
                 width = file.get_slice(f"{part}.{0:08d}").get_shape()[1] if there else 0
-                found.append(torch.zeros(len(ids), width, dtype=self.recipe.dtype))
+                client_rows.append(torch.zeros(len(ids), width, dtype=self.recipe.dtype))
                 for k, i in enumerate(ids.tolist() if there else ()):
-                    found[-1][k] = file.get_slice(f"{part}.{i // PIECE * PIECE:08d}")[i % PIECE]
-        rows, statistics = found
+                    client_rows[-1][k] = file.get_slice(f"{part}.{i // PIECE * PIECE:08d}")[i % PIECE]
+        rows, statistics = client_rows
         return rows, statistics
 
     def calibration(self, kind: str) -> Tensor | None:
@@ -211,21 +211,23 @@ class Shelf:
                 f"{self.about['method']} ({type(algorithm).__name__}) has no personal models: every client uses its "
                 "global model"
             )
-        found = self._read("server")
-        n = len(found["weight"])
-        ids, shares, sizes, rounds = torch.arange(n), found["weight"], found["sizes"], int(self.about["rounds"])
+        tensors = self._read("server")
+        n = len(tensors["weight"])
+        ids, shares, sizes, rounds = torch.arange(n), tensors["weight"], tensors["sizes"], int(self.about["rounds"])
         ctx = Ctx(0, n, n, ids, recipe.layout, shares, sizes, None, self._local, recipe.seed, rounds)
         algorithm = algorithm.settled(ctx)
         server, _, kept = algorithm.init(recipe.layout.vector(recipe.build()), ctx)
         fields = {"server": server, "kept": kept if algorithm.mixes else None}
         try:
-            made = {
-                group: value and type(value)(*[found[f"{group}.{name}"] for name in value._fields])
+            server_fields = {
+                group: value and type(value)(*[tensors[f"{group}.{name}"] for name in value._fields])
                 for group, value in fields.items()
             }
         except KeyError as error:
             raise LayoutError(f"{self._path('server')}: is of another method, it has no {error}") from None
-        return ServerSide(algorithm, self._local, made["server"], made["kept"], shares, sizes, rounds, recipe.seed)
+        return ServerSide(
+            algorithm, self._local, server_fields["server"], server_fields["kept"], shares, sizes, rounds, recipe.seed
+        )
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.safetensors"

@@ -19,17 +19,17 @@ from fedloom.tune.trial import Trial
 from fedloom.tune.work import Goal
 
 
-def write_report(out: Path, name: str, tune: Tune, goal: Goal, found: Sequence[Found], *, tuned: bool) -> None:
+def write_report(out: Path, name: str, tune: Tune, goal: Goal, findings: Sequence[Found], *, tuned: bool) -> None:
     """Write the three files; ``tuned``: there is a ``tuned.toml`` to speak of."""
-    write_atomic(out / "trials.csv", _csv(found).encode())
-    write_atomic(out / "trials.svg", _chart(goal, found).svg().encode())
-    write_atomic(out / "tuning.md", "\n".join(_page(name, tune, goal, found, tuned=tuned)).encode())
+    write_atomic(out / "trials.csv", _csv(findings).encode())
+    write_atomic(out / "trials.svg", _chart(goal, findings).svg().encode())
+    write_atomic(out / "tuning.md", "\n".join(_page(name, tune, goal, findings, tuned=tuned)).encode())
 
 
-def _csv(found: Sequence[Found]) -> str:
-    keys = sorted({key for f in found for key in f.study.space})
+def _csv(findings: Sequence[Found]) -> str:
+    keys = sorted({key for f in findings for key in f.study.space})
     rows: list[list[object]] = []
-    for f in found:
+    for f in findings:
         for t in f.trials:
             values = [t.params.get(key, "") for key in keys]
             chosen = f.best is not None and t.number == f.best.number
@@ -39,13 +39,14 @@ def _csv(found: Sequence[Found]) -> str:
     return csv_of(columns, rows)
 
 
-def _page(name: str, tune: Tune, goal: Goal, found: Sequence[Found], *, tuned: bool) -> list[str]:
+def _page(name: str, tune: Tune, goal: Goal, findings: Sequence[Found], *, tuned: bool) -> list[str]:
     shown = named(goal.metric)
     budget = ("", "") if goal.samples is None else (" of the budget |", "---|")
     lines = [
         f"# Tuning of {name}",
         "",
-        f"Every method had {tune.trials} trials{_whole(found)}. {_work(goal, found)} It is scored by the validation "
+        f"Every method had {tune.trials} trials{_whole(findings)}. {_work(goal, findings)} "
+        "It is scored by the validation "
         f"{titled(shown)} after its last round, {_mean(goal)}"
         f"{', and over the models of the table' if tune.model == 'mean' else ''}. The test data were not read.",
         "",
@@ -63,7 +64,7 @@ def _page(name: str, tune: Tune, goal: Goal, found: Sequence[Found], *, tuned: b
         f"| method | model | {titled(shown)} | setting | rounds | samples_backward |{budget[0]} pruned | failed |",
         f"|---|---|---|---|---|---|{budget[1]}---|---|",
     ]
-    for f in found:
+    for f in findings:
         states = [t.state for t in f.trials]
         ends = f"{states.count('pruned')} | {states.count('failed')}"
         label, b = f.study.method.label, f.best
@@ -76,9 +77,9 @@ def _page(name: str, tune: Tune, goal: Goal, found: Sequence[Found], *, tuned: b
             f"| {label} | {f.study.model} | {_value(b, goal)} | {b.setting} | {b.rounds} | "
             f"{b.samples_backward:,} |{share} {ends} |"
         )
-    lines += [line for sentence in beyond(found) for line in ("", f"**{sentence}**")]
+    lines += [line for sentence in beyond(findings) for line in ("", f"**{sentence}**")]
     lines += ["", "## Where was looked", "", "| method | setting | where | from |", "|---|---|---|---|"]
-    for f in found:
+    for f in findings:
         for key, dimension in f.study.space.items():
             source = _source(f.study.method.algorithm, f.study.method.label, key, tune)
             lines.append(f"| {f.study.method.label} | {key} | {_where(dimension)} | {source} |")
@@ -86,9 +87,9 @@ def _page(name: str, tune: Tune, goal: Goal, found: Sequence[Found], *, tuned: b
     return [*lines, "", f"All trials: [trials.csv](trials.csv).{more}", ""]
 
 
-def _whole(found: Sequence[Found]) -> str:
+def _whole(findings: Sequence[Found]) -> str:
     """The part of a sentence on spaces that were gone through whole."""
-    spaces = [f"{f.study.method.label} ({len(f.trials)})" for f in found if f.study.search.whole]
+    spaces = [f"{f.study.method.label} ({len(f.trials)})" for f in findings if f.study.search.whole]
     if not spaces:
         return ""
     return (
@@ -97,7 +98,7 @@ def _whole(found: Sequence[Found]) -> str:
     )
 
 
-def _work(goal: Goal, found: Sequence[Found]) -> str:
+def _work(goal: Goal, findings: Sequence[Found]) -> str:
     """The sentence on how long a trial trains."""
     seeds = ", ".join(str(s) for s in goal.seeds)
     if goal.samples is not None:
@@ -105,14 +106,16 @@ def _work(goal: Goal, found: Sequence[Found]) -> str:
             f"A trial trains for the work of {goal.rounds} rounds of plain local training per seed "
             f"({goal.samples:,} samples_backward over seeds {seeds}), in as many of its own rounds as come nearest."
         )
-    own = [f", of {f.study.method.label} {f.study.goal.rounds}" for f in found if f.study.goal.rounds != goal.rounds]
-    return f"A trial trains for {goal.rounds} rounds per seed{''.join(own)} (seeds {seeds}), whatever they cost."
+    budgets = [
+        f", of {f.study.method.label} {f.study.goal.rounds}" for f in findings if f.study.goal.rounds != goal.rounds
+    ]
+    return f"A trial trains for {goal.rounds} rounds per seed{''.join(budgets)} (seeds {seeds}), whatever they cost."
 
 
-def _chart(goal: Goal, found: Sequence[Found]) -> Figure:
+def _chart(goal: Goal, findings: Sequence[Found]) -> Figure:
     rows: list[dict[str, Any]] = [
         {"method": f.study.method.label, "trial": t.number, "value": value, "state": t.state}
-        for f in found
+        for f in findings
         for t in f.trials
         if (value := t.value if t.value is not None else t.marks.get(max(t.marks, default=-1))) is not None
     ]

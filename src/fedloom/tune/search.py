@@ -53,14 +53,14 @@ def space_of(method: Method, tune: Tune, where: str) -> dict[str, Dimension]:
     Raises:
         ConfigError: a setting that the method has not.
     """
-    known = defaults()[0] if tune.defaults else {}
-    own = [*fields_of(method.entry), *(f"local.{name}" for name in LocalSGD.model_fields)]
+    default_spaces = defaults()[0] if tune.defaults else {}
+    settings_of_method = [*fields_of(method.entry), *(f"local.{name}" for name in LocalSGD.model_fields)]
     space: dict[str, Dimension] = {}
-    for table in (known, tune.space):
+    for table in (default_spaces, tune.space):
         for name in dict.fromkeys((ALL, method.algorithm, method.label)):
             for key, dimension in table.get(name, {}).items():
-                if key not in own:
-                    raise unknown("setting", key, own, f"{where}: [tune.space.{name}]")
+                if key not in settings_of_method:
+                    raise unknown("setting", key, settings_of_method, f"{where}: [tune.space.{name}]")
                 space[key] = dimension
     return {key: dimension for key, dimension in sorted(space.items()) if dimension}
 
@@ -71,10 +71,10 @@ def check_names(experiment: Experiment, where: str) -> None:
     Raises:
         ConfigError: the message has the names that are there.
     """
-    there = [ALL, *(name for m in experiment.methods for name in (m.label, m.algorithm))]
+    names = [ALL, *(name for m in experiment.methods for name in (m.label, m.algorithm))]
     for name in experiment.tune.space:
-        if name not in there:
-            raise unknown("method", name, dict.fromkeys(there), f"{where}: [tune.space]")
+        if name not in names:
+            raise unknown("method", name, dict.fromkeys(names), f"{where}: [tune.space]")
 
 
 def check_values(
@@ -112,11 +112,11 @@ def with_params(document: Mapping[str, Any], place: int, params: Params, **more:
 
 def own_params(method: Method, space: Mapping[str, Dimension]) -> Params | None:
     """The file's own values of the settings that are looked for; None where the space does not hold them all."""
-    known = fields_of(method.entry)
-    table = {**{key: field.default for key, field in known.items()}, **method.settings()}
-    found = {key: _at(table, key) for key in space}
-    found = {k: DERIVED if v is None and DERIVED in _choices(space[k]) else v for k, v in found.items()}
-    return found if all(_holds(space[key], value) for key, value in found.items()) else None
+    fields = fields_of(method.entry)
+    table = {**{key: field.default for key, field in fields.items()}, **method.settings()}
+    params = {key: _at(table, key) for key in space}
+    params = {k: DERIVED if v is None and DERIVED in _choices(space[k]) else v for k, v in params.items()}
+    return params if all(_holds(space[key], value) for key, value in params.items()) else None
 
 
 def _at(table: Mapping[str, Any], key: str) -> Any:
@@ -174,11 +174,11 @@ class Search:
             pruner=MedianPruner(n_startup_trials=tune.startup) if tune.prune else NopPruner(),
         )
         # a failed trial is one of the worst to the sampler, and none of those that the pruner compares with
-        seen = [t.with_(state="pruned", marks={}) if t.state == "failed" else t for t in trials]
-        study.add_trials([t.frozen(self.space) for t in seen])
-        given = self._next(trials)
-        if given is not None:
-            study.enqueue_trial(dict(given))
+        usable_trials = [t.with_(state="pruned", marks={}) if t.state == "failed" else t for t in trials]
+        study.add_trials([t.frozen(self.space) for t in usable_trials])
+        next_params = self._next(trials)
+        if next_params is not None:
+            study.enqueue_trial(dict(next_params))
         return study.ask(self.space)
 
     def best(self, trials: Sequence[Trial]) -> Trial | None:
@@ -197,8 +197,8 @@ class Search:
         """Every setting of a space of lists in a seeded order, the file's own first."""
         lists = {key: list(dict.fromkeys(choices)) for key, choices in space.items() if isinstance(choices, tuple)}
         study = optuna.create_study(sampler=GridSampler(lists, seed=self._seed()))
-        found: list[Params] = [study.ask(self.space).params for _ in range(int(self.settings))]
-        return sorted(found, key=lambda params: params != self._first)
+        candidates: list[Params] = [study.ask(self.space).params for _ in range(int(self.settings))]
+        return sorted(candidates, key=lambda params: params != self._first)
 
     def _seed(self, trial: int = 0) -> Any:
         """128 bits, in the form that numpy's generator takes."""
@@ -234,12 +234,12 @@ class Found(NamedTuple):
         return None if self.best is None or samples is None else self.best.samples_backward / samples
 
 
-def beyond(found: Sequence[Found]) -> list[str]:
+def beyond(findings: Sequence[Found]) -> list[str]:
     """A sentence on every method whose best trial took more than its budget allows (`fedloom.tune.work.BEYOND`)."""
     return [
         f"{f.study.method.label} did not have equal work: it took {percent(f.share)} of the gradients of "
         f"{f.study.goal.rounds} plain rounds in {f.best.rounds} of its own."
-        for f in found
+        for f in findings
         if f.best is not None and f.share is not None and f.share > BEYOND
     ]
 

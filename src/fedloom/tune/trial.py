@@ -109,9 +109,9 @@ class Journal:
     """
 
     def __init__(self, path: Path, label: str, higher: bool) -> None:
-        there = path.read_bytes() if path.exists() else None
-        whole = (there or b"")[: (there or b"").rfind(b"\n") + 1]
-        if there != whole:
+        journal_bytes = path.read_bytes() if path.exists() else None
+        whole = (journal_bytes or b"")[: (journal_bytes or b"").rfind(b"\n") + 1]
+        if journal_bytes != whole:
             write_atomic(path, whole)
         try:
             self._study = optuna.create_study(
@@ -177,27 +177,27 @@ def judged_models(
         ConfigError: the method has no such model, or the task no such metric; or the run cannot work.
     """
     problem, start = make_problem(setting, fed, finds=False)
-    there = ["global"] if problem.algorithm.global_model(start.server) is not None else []
-    there += ["personal"] if problem.has_personal else []
-    choices = {"mean": tuple(there), "auto": tuple(there[-1:])}
-    there += ["hybrid"] if len(there) == 2 else []
-    models = (choices | {"used": tuple(there[-1:])}).get(wanted, (wanted,))
-    if not models or not set(models) <= set(there):
-        raise ConfigError(f"[tune] model is {wanted!r}, but {label} has: {', '.join(there)}; use model = 'auto'")
+    model_kinds = ["global"] if problem.algorithm.global_model(start.server) is not None else []
+    model_kinds += ["personal"] if problem.has_personal else []
+    choices = {"mean": tuple(model_kinds), "auto": tuple(model_kinds[-1:])}
+    model_kinds += ["hybrid"] if len(model_kinds) == 2 else []
+    models = (choices | {"used": tuple(model_kinds[-1:])}).get(wanted, (wanted,))
+    if not models or not set(models) <= set(model_kinds):
+        raise ConfigError(f"[tune] model is {wanted!r}, but {label} has: {', '.join(model_kinds)}; use model = 'auto'")
     names = _defined(problem)
-    found = leading(names, "settings") if metric is None else metric
-    if found not in names:
+    metric_name = leading(names, "settings") if metric is None else metric
+    if metric_name not in names:
         allowed = ", ".join([*(n for n in METRICS if n in names), *sorted(names - {*METRICS})])
-        raise ConfigError(f"[tune] metric is {found!r}; on this data it can be: {allowed}")
-    return models, found, facts(found).higher
+        raise ConfigError(f"[tune] metric is {metric_name!r}; on this data it can be: {allowed}")
+    return models, metric_name, facts(metric_name).higher
 
 
 def _defined(problem: Problem) -> set[str]:
     """Metrics that some client's validation part defines: AUROC needs both classes."""
     fed, task = problem.eval_fed, problem.oracle.task
     owner, y = fed.owner(PART), fed.targets(fed.parts[PART].index)
-    found = task.metrics(torch.zeros(len(y), task.outputs, dtype=problem.oracle.dtype), y, owner, fed.n)
-    return {name for name, values in found.items() if name == "loss" or bool(values.isfinite().any())}
+    metrics_of_part = task.metrics(torch.zeros(len(y), task.outputs, dtype=problem.oracle.dtype), y, owner, fed.n)
+    return {name for name, values in metrics_of_part.items() if name == "loss" or bool(values.isfinite().any())}
 
 
 def attempt(
@@ -305,9 +305,9 @@ def _watch(
 
 
 def _score(records: Records, goal: Goal) -> float:
-    found = [records.last(model, PART, goal.figure) for model in goal.models]
-    values = [float(value[0]) for value in found if value is not None and math.isfinite(value[0])]
-    if len(values) < len(found):
+    scores = [records.last(model, PART, goal.figure) for model in goal.models]
+    values = [float(value[0]) for value in scores if value is not None and math.isfinite(value[0])]
+    if len(values) < len(scores):
         raise RunStopped(Stop.DIVERGED, f"the validation {goal.metric} is not a number")
     return sum(values) / len(values)
 

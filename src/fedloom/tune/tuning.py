@@ -100,11 +100,11 @@ class Tuning:
         wanted, _, statistic = (self.tune.metric or "").partition("/")
         self.studies: list[Study] = []
         for place, (method, space) in enumerate(zip(self.experiment.methods, spaces, strict=True)):
-            given = self._run(self._document, place)
-            models, metric, higher = judged_models(*given, self.tune.model, wanted or None, method.label)
-            own = rounds if self.tune.equal_work else document["method"][place].get("rounds", rounds)
+            experiment_rounds = self._run(self._document, place)
+            models, metric, higher = judged_models(*experiment_rounds, self.tune.model, wanted or None, method.label)
+            method_rounds = rounds if self.tune.equal_work else document["method"][place].get("rounds", rounds)
             time = self.tune.simulated_seconds
-            goal = Goal(own, budget, metric, tuple(seeds), models, higher, statistic or "mean", time)
+            goal = Goal(method_rounds, budget, metric, tuple(seeds), models, higher, statistic or "mean", time)
             if time is not None and method.setting.devices is None:
                 raise ConfigError(f"{where}: [tune] simulated_seconds is of virtual time; give [devices]")
             search = Search(space, self.tune, method.label, goal.higher, own_params(method, space))
@@ -132,7 +132,7 @@ class Tuning:
             CheckpointError: a disk that is full or refuses; what was tried is kept.
         """
         self._stopped = False
-        with lock(self.out), interruptible() as asked:
+        with lock(self.out), interruptible() as interrupted:
             self._claim()
             workers = self._workers()
             processes = min(workers, len(self.studies))
@@ -142,34 +142,36 @@ class Tuning:
                 return Emitter((line.send,), label, run, PAUSE) if processes > 1 else Emitter(listeners, label, run)
 
             def handle(_shared: None, k: int) -> None:
-                self._tune(self.studies[k], tell, emitter, asked, workers if processes == 1 else 1)
+                self._tune(self.studies[k], tell, emitter, interrupted, workers if processes == 1 else 1)
 
             with Pool([handle], processes) as pool, line.heard(*listeners) if processes > 1 else nullcontext():
-                for _ in pool.map(handle, None, range(len(self.studies)), asked):
+                for _ in pool.map(handle, None, range(len(self.studies)), interrupted):
                     pass
-            found = [self._found(study) for study in self.studies]
-            if not all(f.study.search.ended(f.trials) for f in found):
-                raise RunStopped(Stop.INTERRUPTED, f"{sum(len(f.trials) for f in found)} trials are kept in {self.out}")
-            write_report(self.out, self.experiment.head.name, self.tune, self.goal, found, tuned=tuned)
-            lost = [f for f in found if f.best is None]
+            findings = [self._found(study) for study in self.studies]
+            if not all(f.study.search.ended(f.trials) for f in findings):
+                raise RunStopped(
+                    Stop.INTERRUPTED, f"{sum(len(f.trials) for f in findings)} trials are kept in {self.out}"
+                )
+            write_report(self.out, self.experiment.head.name, self.tune, self.goal, findings, tuned=tuned)
+            lost = [f for f in findings if f.best is None]
             if lost and tuned:
                 who, why = lost[0].study.method.label, lost[0].trials[-1].reason
                 raise RunStopped(Stop.FAILED, f"no trial of {who} completed: {why}; look in {self.out / 'trials.csv'}")
             if tuned:
-                self._write(found)
-        return found
+                self._write(findings)
+        return findings
 
     def _tune(
         self,
         study: Study,
         tell: Tell,
         emitter: Callable[[str, Setting], Emitter],
-        asked: Callable[[], bool],
+        interrupted: Callable[[], bool],
         workers: int,
     ) -> None:
         """The missing trials of a method."""
         journal, folder = self._journal(study), self.out / "checkpoints" / file_name(study.method.label)
-        while not study.search.ended(journal.trials) and not asked() and not self._stopped:
+        while not study.search.ended(journal.trials) and not interrupted() and not self._stopped:
             trial = study.search.ask(journal.trials)
             experiment = self._experiment(with_params(self._document, study.place, trial.params), workers)
             method = experiment.methods[study.place]
@@ -195,34 +197,34 @@ class Tuning:
         label = study.method.label
         return Journal(self.out / "trials" / f"{file_name(label)}.log", label, study.search.higher)
 
-    def _write(self, found: Sequence[Found]) -> None:
+    def _write(self, findings: Sequence[Found]) -> None:
         """``tuned.toml``: the experiment with the settings of each method's best trial."""
-        document = self.tuned(found)
+        document = self.tuned(findings)
         self._read(document, "tuned.toml")
         chosen = f"the best of {self.tune.trials} trials each by validation {self.tune.metric or self.goal.metric}"
         head = f"# {self.experiment.head.name}: settings chosen by 'fedloom tune', {chosen}.\n"
         if self.tune.equal_work:
             head += "# The rounds of every method bring its samples_backward nearest to those of `rounds` plain ones.\n"
-            head += "".join(f"# {sentence}\n" for sentence in beyond(found))
+            head += "".join(f"# {sentence}\n" for sentence in beyond(findings))
         write_atomic(self.out / "tuned.toml", (head + tomli_w.dumps(document)).encode())
 
-    def tuned(self, found: Sequence[Found]) -> dict[str, Any]:
+    def tuned(self, findings: Sequence[Found]) -> dict[str, Any]:
         """The document of the experiment with the settings of each method's best trial, which must be there."""
         document = self._document
-        for one in found:
+        for one in findings:
             assert one.best is not None
             document = with_params(document, one.study.place, one.best.params, **self._rounds(one, document))
         return dict(document)
 
-    def _rounds(self, found: Found, document: Mapping[str, Any]) -> dict[str, int]:
-        study, _, best = found
+    def _rounds(self, finding: Found, document: Mapping[str, Any]) -> dict[str, int]:
+        study, _, best = finding
         assert best is not None
         if not self.tune.equal_work or "rounds" in document["method"][study.place]:
             return {}
         wanted = self.experiment.common.rounds
         needed = best.rounds
         if wanted != study.goal.rounds:  # a round of the best trial had its share of the trial's work
-            needed = max(1, round(best.rounds * wanted / study.goal.rounds / (found.share or 1.0)))
+            needed = max(1, round(best.rounds * wanted / study.goal.rounds / (finding.share or 1.0)))
         return {} if needed == wanted else {"rounds": needed}
 
     def _budget(self, rounds: int) -> Budget:
@@ -294,8 +296,10 @@ def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
     """What differs of that which decides the trials; more trials, more methods and a longer final run are free."""
     tunes = [document.pop("tune") for document in (before, now)]
     free = "|".join(map(re.escape, (f"engine.{free}" for free in Engine.free)))
-    if found := difference_to_recorded(before, now, rf"{'|'.join(FREE)}|evaluate\..*|{free}|rounds|method .*: rounds"):
-        return found
+    if key_and_values := difference_to_recorded(
+        before, now, rf"{'|'.join(FREE)}|evaluate\..*|{free}|rounds|method .*: rounds"
+    ):
+        return key_and_values
     was, new = (flat({"tune": {**dump(Tune()), **tune}}) for tune in tunes)
     options = {f"tune.{name}" for name in Tune.model_fields}
     wanted = (options | was.keys() & new.keys()) - {"tune.trials"}

@@ -68,21 +68,21 @@ def map_command(
         scales: dict[str, Scale] = {"smoke": "smoke", "full": "full"}
         every, recorded = setups(choose("scale", scales, scale)), folder_of(results) / f"map-{scale}.jsonl"
         wanted = [choose("setup", every, name) for name in setup or every]
-        methods, known = method or [], read(recorded)
+        methods, records = method or [], read(recorded)
         if page is not None:
-            write_pages(page, FOLDER, pages(every, known))
+            write_pages(page, FOLDER, pages(every, records))
             say(f"page: {page}")
             return
-        own = space_from(space, methods[0]) if space is not None else {}
+        own_space = space_from(space, methods[0]) if space is not None else {}
         for name in methods:
-            _ = Cell(wanted[0], name, own).protocol  # what cannot be is refused before work
-        todo = due(wanted, known, methods, own, again=again, old=stale)
-        print_rows(estimates(wanted, todo, known, data_dir))
+            _ = Cell(wanted[0], name, own_space).protocol  # what cannot be is refused before work
+        todo = due(wanted, records, methods, own_space, again=again, old=stale)
+        print_rows(estimates(wanted, todo, records, data_dir))
         if list_:
             return
         time = Budget(None if budget is None else seconds(budget))
         ended = measure_all(
-            todo, known, recorded, out / scale, data_dir, time, counted, lambda line: say(line, err=True),
+            todo, records, recorded, out / scale, data_dir, time, counted, lambda line: say(line, err=True),
             again=again,
         )  # fmt: skip
         if methods:

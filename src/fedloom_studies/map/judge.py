@@ -134,7 +134,7 @@ def _array(values: object) -> Table:
 
 
 def _figures(record: Record, done: Mapping[str, Record], best: float) -> dict[str, Estimate]:
-    found: dict[str, dict[int, float]] = {}
+    figures: dict[str, dict[int, float]] = {}
     for seed, one in record.seeds.items():
         clients, mean = _array(one.clients), _array(one.mean)
         row = {
@@ -147,17 +147,17 @@ def _figures(record: Record, done: Mapping[str, Record], best: float) -> dict[st
         near = np.flatnonzero(mean >= NEAR * best)
         row["rounds_to_95"] = one.rounds[near[0]] if len(near) else math.nan
         for mark in MARKS[:2]:
-            theirs = done[mark].seeds.get(seed) if mark in done else None
-            if theirs is None:
+            of_mark = done[mark].seeds.get(seed) if mark in done else None
+            if of_mark is None:
                 continue
             if mark == "fedavg":
-                row["mean_at_fedavg_work"] = float(mean[_array(one.gradients) <= theirs.gradients[-1]][-1])
-            difference = clients - _array(theirs.clients)
+                row["mean_at_fedavg_work"] = float(mean[_array(one.gradients) <= of_mark.gradients[-1]][-1])
+            difference = clients - _array(of_mark.clients)
             difference = difference[np.isfinite(difference)]
             row |= {f"gain_{mark}": float(difference.mean()), f"gainers_{mark}": float((difference > 0).mean())}
         for name, value in row.items():
-            found.setdefault(name, {})[int(seed)] = value
-    return {name: Estimate(by_seed) for name, by_seed in found.items()}
+            figures.setdefault(name, {})[int(seed)] = value
+    return {name: Estimate(by_seed) for name, by_seed in figures.items()}
 
 
 def groups(count: int, apart: Callable[[int, int], bool]) -> Groups:
@@ -166,12 +166,12 @@ def groups(count: int, apart: Callable[[int, int], bool]) -> Groups:
     >>> groups(4, lambda i, k: k - i > 1), groups(3, lambda i, k: True)
     ([(0, 1), (1, 2), (2, 3)], [(0, 0), (1, 1), (2, 2)])
     """
-    found: Groups = []
+    level_groups: Groups = []
     for i in range(count):
         end = next((k for k in range(i + 1, count) if apart(i, k)), count) - 1
-        if not found or end > found[-1][1]:
-            found.append((i, end))
-    return found
+        if not level_groups or end > level_groups[-1][1]:
+            level_groups.append((i, end))
+    return level_groups
 
 
 class Overall(NamedTuple):
@@ -192,7 +192,7 @@ class Overall(NamedTuple):
     groups: Groups
 
 
-def overall(judged: list[Judged]) -> Overall | None:
+def overall(verdicts: list[Judged]) -> Overall | None:
     """Friedman's and Nemenyi's tests over the largest block of setups and methods without a gap; None if it is small.
 
     Raises:
@@ -200,7 +200,7 @@ def overall(judged: list[Judged]) -> Overall | None:
     """
     from scipy.stats import friedmanchisquare
 
-    setups, methods, table, ranks = ranked(judged)
+    setups, methods, table, ranks = ranked(verdicts)
     if not methods:
         return None
     from scikit_posthocs import posthoc_nemenyi_friedman
@@ -210,19 +210,19 @@ def overall(judged: list[Judged]) -> Overall | None:
     return Overall(methods, ranks, setups, float(pair), groups(len(methods), lambda i, k: bool(p[i, k] < LEVEL)))
 
 
-def ranked(judged: list[Judged]) -> tuple[tuple[str, ...], tuple[str, ...], Table, tuple[float, ...]]:
+def ranked(verdicts: list[Judged]) -> tuple[tuple[str, ...], tuple[str, ...], Table, tuple[float, ...]]:
     """Setups and methods of the largest block without a gap, the means in it, and the mean ranks, the best first.
 
     There is nothing in it where it has fewer than `LEAST` setups or methods. Only setups with `Setup.ranks` are in it.
     """
     from scipy.stats import rankdata
 
-    known = {j.setup.name: {s.method: s.figures["mean"].mean for s in j.standings} for j in judged if j.setup.ranks}
-    order = sorted(known, key=lambda name: -len(known[name]))
-    blocks = [(order[:k], set.intersection(*(set(known[n]) for n in order[:k]))) for k in range(LEAST, len(order) + 1)]
+    means = {j.setup.name: {s.method: s.figures["mean"].mean for s in j.standings} for j in verdicts if j.setup.ranks}
+    order = sorted(means, key=lambda name: -len(means[name]))
+    blocks = [(order[:k], set.intersection(*(set(means[n]) for n in order[:k]))) for k in range(LEAST, len(order) + 1)]
     setups, methods = max(blocks, key=lambda block: len(block[0]) * len(block[1]), default=([], set[str]()))
     names = sorted(methods) if len(methods) >= LEAST else []
-    table = np.array([[known[setup][method] for method in names] for setup in setups]).reshape(len(setups), len(names))
+    table = np.array([[means[setup][method] for method in names] for setup in setups]).reshape(len(setups), len(names))
     ranks = rankdata(-table, axis=1).mean(0) if names else np.zeros(0)
     places = np.argsort(ranks, kind="stable")
     return tuple(setups), tuple(names[k] for k in places), table[:, places], tuple(ranks[places].tolist())
@@ -236,7 +236,7 @@ def best(records: Mapping[tuple[str, str], Record], setup: Setup, scale: Scale =
         setup: says how many; marks are none of them.
         scale: of the setups.
     """
-    judged = [judge(one, records) for one in setups(scale).values() if not one.best]
-    if any(REGISTRY.keys() - j.records.keys() for j in judged):
+    verdicts = [judge(one, records) for one in setups(scale).values() if not one.best]
+    if any(REGISTRY.keys() - j.records.keys() for j in verdicts):
         return []
-    return [method for method in ranked(judged)[1] if method in REGISTRY and method not in MARKS][: setup.best]
+    return [method for method in ranked(verdicts)[1] if method in REGISTRY and method not in MARKS][: setup.best]

@@ -32,42 +32,42 @@ EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 def due(
-    setups: Iterable[Setup], known: Mapping[tuple[str, str], Record], methods: Sequence[str] = (),
+    setups: Iterable[Setup], records: Mapping[tuple[str, str], Record], methods: Sequence[str] = (),
     space: Mapping[str, Any] = EMPTY, *, again: bool = False, old: bool = False,
 ) -> list[Cell]:  # fmt: skip
     """The cells to run, setup by setup, those that others are compared with first.
 
     Args:
         setups: in which.
-        known: the records that there are.
+        records: the records that there are.
         methods: asked for; of them stale cells are due too. Every method of the registry when empty.
         space: of the methods that are asked for.
         again: for a second look at what is recorded, instead of what is missing.
         old: stale cells too.
     """
-    found = []
+    cells_due = []
     for setup in setups:
-        wanted = methods or (best(known, setup) if setup.best else REGISTRY)
+        wanted = methods or (best(records, setup) if setup.best else REGISTRY)
         marks = (MARKS[:2] if methods else MARKS) if wanted else ()
         for name in dict.fromkeys([*marks, *wanted]):
-            cell, record = Cell(setup, name, dict(space) if name in methods else {}), known.get((setup.name, name))
+            cell, record = Cell(setup, name, dict(space) if name in methods else {}), records.get((setup.name, name))
             if again:
                 wants = record is not None and record.status == DONE and not record.again and not stale(cell, record)
             else:
                 wants = record is None or ((old or name in methods) and bool(stale(cell, record)))
-            found += [cell] if wants else []
-    return found
+            cells_due += [cell] if wants else []
+    return cells_due
 
 
 def measure_all(
-    todo: Iterable[Cell], known: Mapping[tuple[str, str], Record], results: Path, out: Path, data_dir: Path | None,
+    todo: Iterable[Cell], records: Mapping[tuple[str, str], Record], results: Path, out: Path, data_dir: Path | None,
     budget: Budget, show: Show, say: Callable[[str], object], *, again: bool = False,
 ) -> bool:  # fmt: skip
     """Run cells and write their records; whether all came to an end. What another process is at is left to it.
 
     Args:
         todo: what to run.
-        known: the records that there were.
+        records: the records that there were.
         results: file of the records.
         out: folder of the run directories; a cell has one of its own in it.
         data_dir: folder of data sets; a setup without its data is left out.
@@ -85,7 +85,7 @@ def measure_all(
         if budget.left <= 0:
             return False
         key = cell.setup.name, cell.method
-        before = known.get(key)
+        before = records.get(key)
         with ExitStack() as stack:
             try:
                 stack.enter_context(lock(out / cell.file))
@@ -123,9 +123,9 @@ class _Work(NamedTuple):
         with summaries.counted(self.folder, "cell") as note:
             listeners = (self.budget, lambda _event: note())
             try:
-                found = self._search(listeners) if cell.setup.trials > 1 else None
-                chosen = dict(found.best.params) if found and found.best else {}
-                fields = self._run(cell.setup.seeds, chosen, listeners) if found is None or found.best else {}
+                finding = self._search(listeners) if cell.setup.trials > 1 else None
+                chosen = dict(finding.best.params) if finding and finding.best else {}
+                fields = self._run(cell.setup.seeds, chosen, listeners) if finding is None or finding.best else {}
             except ConfigError as refused:
                 return made(cell, NOT_APPLICABLE, str(refused).removeprefix(f"{cell.where}: "), 0.0)
             except RunStopped as stopped:
@@ -134,7 +134,7 @@ class _Work(NamedTuple):
                 return None
         if fields is None:
             return None
-        trials = found.trials if found else ()
+        trials = finding.trials if finding else ()
         reason = fields.pop("reason") if fields else f"no trial completed: {trials[-1].reason}"
         fields["trials"] = [(dict(trial.params), trial.value) for trial in trials] or [({}, None)]
         return made(cell, FAILED if reason else DONE, reason, self._minutes("cell"), chosen=chosen, **fields)
@@ -147,8 +147,8 @@ class _Work(NamedTuple):
         place = self.folder / f"tune-{cell.protocol.partition('-')[0]}-{cell.source}"  # more trials may come
         tuning = Tuning(cell.search, cell.where, place, self.data_dir)
         with self.show(tuning.rounds) as tell:
-            (found,) = tuning.run(lambda *_: None, tell, *listeners, tuned=False)
-        return found
+            (finding,) = tuning.run(lambda *_: None, tell, *listeners, tuned=False)
+        return finding
 
     def look_again(self, record: Record) -> Record | None:
         """The record with the seeds of the second look, and what was chosen then; None where it was interrupted."""
@@ -178,21 +178,24 @@ class _Work(NamedTuple):
             return None
         fields = series_of(read_runs([place])[0], cell.method, seeds)
         lost = [outcome for outcome in outcomes if str(outcome.seed) not in fields["seeds"]]
-        said = f"{len(lost)} of {len(outcomes)} seeds without a result: {lost[0].reason}" if lost else ""
-        return {**fields, "reason": said}
+        note = f"{len(lost)} of {len(outcomes)} seeds without a result: {lost[0].reason}" if lost else ""
+        return {**fields, "reason": note}
 
 
 def estimates(
-    setups: Iterable[Setup], todo: Sequence[Cell], known: Mapping[tuple[str, str], Record], data_dir: Path | None
+    setups: Iterable[Setup],
+    todo: Sequence[Cell],
+    records_by_cell: Mapping[tuple[str, str], Record],
+    data_dir: Path | None,
 ) -> list[dict[str, Any]]:
     """A row per setup: what is recorded and due, and estimated core-minutes, corrected by those that were measured."""
     rows = []
     for setup in setups:
-        records = [record for (name, _), record in known.items() if name == setup.name]
-        own = [cell for cell in todo if cell.setup is setup]
+        records = [record for (name, _), record in records_by_cell.items() if name == setup.name]
+        cells_of_setup = [cell for cell in todo if cell.setup is setup]
         spent, searched = sum(r.minutes for r in records), setup.trials if setup.trials > 1 else 0
         runs = searched * len(setup.tuning) + len(setup.seeds)
-        row = {"setup": setup.name, "clients": setup.title, "recorded": len(records), "due": len(own),
+        row = {"setup": setup.name, "clients": setup.title, "recorded": len(records), "due": len(cells_of_setup),
                "trials": setup.trials, "minutes so far": round(spent, 1), "share": setup.share}  # fmt: skip
         rows.append(row)
         try:
@@ -203,7 +206,7 @@ def estimates(
             continue
         guessed = sum(_minutes(Cell(setup, r.method, r.space), fed) for r in records if r.status == DONE) * runs
         factor = sum(r.minutes for r in records if r.status == DONE) / guessed if guessed else 1.0
-        each = factor * sum(_minutes(cell, fed) for cell in own)
+        each = factor * sum(_minutes(cell, fed) for cell in cells_of_setup)
         row["estimate"] = round(each * runs, 1)
         fit = int(((setup.share - spent) / each - len(setup.seeds)) / len(setup.tuning)) if each else setup.trials
         if fit < setup.trials:

@@ -78,13 +78,15 @@ def setups(scale: Scale) -> dict[str, Setup]:
     declared = tomllib.loads(files("fedloom_studies.map").joinpath("setups.toml").read_text(encoding="utf-8"))
     change = declared["smoke"] if scale == "smoke" else {}
     names = change.pop("setups", declared["setup"])
-    found = {}
+    by_name = {}
     for name in names:
-        own = merged({**declared["base"], **declared["protocol"]}, merged(declared["setup"][name], change))
-        plain: dict[str, Any] = {key: own.pop(key) for key in ("title", "says", "share", "trials")}
-        seeds: dict[str, Any] = {key: tuple(own.pop(key)) for key in ("tuning", "seeds", "again")}
-        found[name] = Setup(name, **plain, **seeds, space=declared["space"], best=own.pop("best", 0), document=own)
-    return found
+        declared_setup = merged({**declared["base"], **declared["protocol"]}, merged(declared["setup"][name], change))
+        plain: dict[str, Any] = {key: declared_setup.pop(key) for key in ("title", "says", "share", "trials")}
+        seeds: dict[str, Any] = {key: tuple(declared_setup.pop(key)) for key in ("tuning", "seeds", "again")}
+        by_name[name] = Setup(
+            name, **plain, **seeds, space=declared["space"], best=declared_setup.pop("best", 0), document=declared_setup
+        )
+    return by_name
 
 
 @dataclass(frozen=True)

@@ -40,28 +40,28 @@ class Cell:
 
 def cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[Cell]:
     """Every cell that was run, row by row."""
-    paper, found = recipe.paper, []
-    for variant, known in numbers.items():
+    paper, rows = recipe.paper, []
+    for variant, by_reference in numbers.items():
         row = paper.cells.get(variant, (None,) * len(paper.columns))
         for (title, text), cell in zip(paper.columns.items(), row, strict=True):
             reference = Reference.of(text, paper.figure)
-            ours = finite(known.get(str(reference), {}))
-            if not ours and cell is None:
+            measured = finite(by_reference.get(str(reference), {}))
+            if not measured and cell is None:
                 continue
-            values = list(ours.values())
+            values = list(measured.values())
             mean = float(np.mean(values)) if values else math.nan
             std = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
-            theirs, spread = printed(cell, paper.percent)
+            papers_value, spread = printed(cell, paper.percent)
             at = reference.chosen()
-            chosen = finite(known.get(str(at), {})) if at else {}
+            chosen = finite(by_reference.get(str(at), {})) if at else {}
             best = float(np.mean(list(chosen.values()))) if chosen else math.nan
             verdict = "not run"
             if values:
-                seen = within(mean, std, len(values), theirs, spread, paper.seeds, reference.figure)
-                verdict = seen if compare else "-"
+                comparison = within(mean, std, len(values), papers_value, spread, paper.seeds, reference.figure)
+                verdict = comparison if compare else "-"
             half, name = half_width(values), reference.figure
-            found.append(Cell(variant, title, name, mean, std, len(values), half, best, theirs, spread, verdict))
-    return found
+            rows.append(Cell(variant, title, name, mean, std, len(values), half, best, papers_value, spread, verdict))
+    return rows
 
 
 def within(
@@ -70,8 +70,8 @@ def within(
     """within, above or below, with the difference in the figure's unit and in standard errors."""
     if paper is None:
         return "-"
-    ours = 0.0 if math.isnan(std) else std**2 / n
-    error = math.sqrt(ours + (spread or 0.0) ** 2 / seeds)
+    variance = 0.0 if math.isnan(std) else std**2 / n
+    error = math.sqrt(variance + (spread or 0.0) ** 2 / seeds)
     gap = mean - paper
     word = "within" if abs(gap) <= 2 * error else "above" if gap > 0 else "below"
     errors = f"{fixed(gap / error, 1, signed=True)} standard errors" if error else "no deviation known"

@@ -55,18 +55,18 @@ def _with(method: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any
 def searches(folder: Path, document: Mapping[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
     """Folder and document of the search for a document's settings, then of its extensions, each when it is wanted."""
     yield folder, dict(document)
-    known = read_choices(folder, document)
+    choices = read_choices(folder, document)
     for k in range(1, document.get("choose", {}).get("extend", 0) + 1):
-        further = extensions(document, known)
+        further = extensions(document, choices)
         if not further:
             return
         for part, searched in enumerate(further):
             place = folder.with_name(f"{folder.name}@{k}" + f".{part}" * bool(part))
             yield place, searched
-            known = _joined(known, read_choices(place, searched))
+            choices = _joined(choices, read_choices(place, searched))
 
 
-def extensions(document: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def extensions(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Documents with the methods whose best value is at an edge of its grid, and grids of what is to be tried beyond.
 
     One document, or as many as a method has keys that go on: none of their grids holds what another one has.
@@ -74,7 +74,7 @@ def extensions(document: Mapping[str, Any], known: Mapping[str, Mapping[str, Any
     every = document.get("choose", {}).get("edges", "first") == "every"
     parts: list[list[dict[str, Any]]] = []
     for method in document["method"]:
-        choice = known.get(label_of(method), {})
+        choice = choices.get(label_of(method), {})
         edges = at_an_edge(choice["chosen"], choice["scores"]) if choice else []
         further = _beyond(document, method, choice, edges if every else edges[:1])
         if not every:
@@ -95,7 +95,7 @@ def _beyond(
     document: Mapping[str, Any], method: Mapping[str, Any], choice: Mapping[str, Any], edges: Iterable[str]
 ) -> dict[str, Any]:
     """The next value of keys whose best value is at the edge of those tried, where the method may have it."""
-    found = {}
+    extended = {}
     for key in edges:
         values, tried = _parsed(choice["chosen"], choice["scores"])
         ordered = sorted({size for v in tried if (size := _size(v.get(key))) is not None})
@@ -103,14 +103,14 @@ def _beyond(
         size, like = (rounded(edge * edge / beside, 3) or 0.0) if beside else edge, method["choose"][key][0]
         next_value = f"{significant(size, 6)}x" if isinstance(like, str) else type(like)(size)
         if size != edge and _allowed(document, _with(method, {**values, key: next_value})):
-            found[key] = next_value
-    return found
+            extended[key] = next_value
+    return extended
 
 
 def _values(method: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:
     """What was chosen, in the order of the method's grid; its first candidate where no trial completed."""
-    known = choice.get("values") or {key: values[0] for key, values in method["choose"].items()}
-    return {key: known[key] for key in method["choose"]}
+    by_key = choice.get("values") or {key: values[0] for key, values in method["choose"].items()}
+    return {key: by_key[key] for key in method["choose"]}
 
 
 def _allowed(document: Mapping[str, Any], method: Mapping[str, Any]) -> bool:
@@ -125,12 +125,12 @@ def _allowed(document: Mapping[str, Any], method: Mapping[str, Any]) -> bool:
 def at_an_edge(chosen: str, scores: Iterable[str]) -> list[str]:
     """The keys of numbers or multiples of which the chosen candidate has the smallest or the largest of several."""
     values, tried = _parsed(chosen, scores)
-    found = []
+    edges = []
     for key, value in values.items():
         sizes = {size for v in tried if (size := _size(v.get(key))) is not None}
         if len(sizes) > 1 and _size(value) in (min(sizes), max(sizes)):
-            found.append(key)
-    return found
+            edges.append(key)
+    return edges
 
 
 def _size(value: Any) -> float | None:
@@ -162,31 +162,31 @@ def _value(text: str) -> Any:
         return text
 
 
-def _joined(known: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+def _joined(choices: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """The better of both choices of every method, with the scores of both; the former of equals."""
-    found = dict(known)
+    joined = dict(choices)
     for label, new in more.items():
-        old = known[label]
+        old = choices[label]
         sign = 1 if new["higher"] else -1
         scored = [c for c in (old, new) if c["scores"][c["chosen"]] is not None]
         best = max(scored, key=lambda c: sign * c["scores"][c["chosen"]], default=old)
         trials = {**_trials(old), "beyond": _trials(old)["beyond"] + len(new["scores"])}
-        found[label] = {**best, "scores": {**old["scores"], **new["scores"]}, "trials": trials}
-    return found
+        joined[label] = {**best, "scores": {**old["scores"], **new["scores"]}, "trials": trials}
+    return joined
 
 
 def _trials(choice: Mapping[str, Any]) -> dict[str, int]:
     """How many candidates of the recipe's own grid were tried, and how many beyond its edges."""
-    known: dict[str, int] = choice.get("trials", {"grid": len(choice["scores"]), "beyond": 0})
-    return known
+    counts: dict[str, int] = choice.get("trials", {"grid": len(choice["scores"]), "beyond": 0})
+    return counts
 
 
 def settled(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
     """What was chosen so far by the searches of a document, extensions and all; `read_choices` of each."""
-    known: dict[str, Any] = {}
+    choices: dict[str, Any] = {}
     for place, searched in searches(folder, document):
-        known = _joined(known, read_choices(place, searched)) if known else read_choices(place, searched)
-    return known
+        choices = _joined(choices, read_choices(place, searched)) if choices else read_choices(place, searched)
+    return choices
 
 
 def first(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,9 +194,9 @@ def first(document: Mapping[str, Any]) -> dict[str, Any]:
     return chosen(document, {})
 
 
-def open_methods(document: Mapping[str, Any], known: Mapping[str, Any]) -> list[dict[str, Any]]:
+def open_methods(document: Mapping[str, Any], choices: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Methods of which something is to be chosen and has not been."""
-    return [m for m in document["method"] if m.get("choose") and label_of(m) not in known]
+    return [m for m in document["method"] if m.get("choose") and label_of(m) not in choices]
 
 
 def rounds_of(document: Mapping[str, Any], method: Mapping[str, Any]) -> int:
@@ -230,11 +230,11 @@ def trials_of(document: Mapping[str, Any], variant: str) -> str:
     return "once" if document.get("choose", {}).get("once") else variant
 
 
-def chosen(document: Mapping[str, Any], known: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def chosen(document: Mapping[str, Any], choices: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The experiment with what was chosen; the first candidate where nothing was."""
     methods: list[dict[str, Any]] = []
     for method in document["method"]:
-        options, choice = dict(candidates(method)), known.get(label_of(method), {})
+        options, choice = dict(candidates(method)), choices.get(label_of(method), {})
         extended = _with(method, choice["values"]) if choice.get("values") else next(iter(options.values()))
         methods.append(options.get(str(choice.get("chosen")), extended))
     return {k: v for k, v in document.items() if k != "choose"} | {"method": methods}
@@ -259,27 +259,29 @@ def read_choices(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
     A method whose candidates are others by now is left out.
     """
     file = folder / CHOSEN
-    known = dict(json.loads(file.read_text())) if file.exists() else {}
-    there = {label_of(m): {text for text, _ in candidates(m)} for m in document["method"]}
-    return {label: choice for label, choice in known.items() if choice["scores"].keys() == there.get(label)}
+    choices = dict(json.loads(file.read_text())) if file.exists() else {}
+    candidates_by_label = {label_of(m): {text for text, _ in candidates(m)} for m in document["method"]}
+    return {
+        label: choice for label, choice in choices.items() if choice["scores"].keys() == candidates_by_label.get(label)
+    }
 
 
-def write_choices(folder: Path, document: Mapping[str, Any], found: Iterable[Found]) -> None:
+def write_choices(folder: Path, document: Mapping[str, Any], findings: Iterable[Found]) -> None:
     """Write what a search gave beside what was known; the first candidate wins where no trial completed."""
-    known = read_choices(folder, document)
+    choices = read_choices(folder, document)
     methods = {label_of(m): m for m in document["method"]}
-    for study, trials, best in found:
+    for study, trials, best in findings:
         method = methods[study.method.label]
         values = {_text(method["choose"], t.params): t.value for t in trials}
         scores = {text: values[text] for text, _ in candidates(method)}
-        known[study.method.label] = {
+        choices[study.method.label] = {
             "chosen": next(iter(scores)) if best is None else _text(method["choose"], best.params),
             "values": {} if best is None else {key: best.params[key] for key in method["choose"]},
             "higher": study.search.higher,
             "scores": {text: None if value is None else round(value, 6) for text, value in scores.items()},
             "trials": {"grid": len(scores), "beyond": 0},
         }
-    write_atomic(folder / CHOSEN, json.dumps(known, indent=1).encode())
+    write_atomic(folder / CHOSEN, json.dumps(choices, indent=1).encode())
 
 
 def _text(grid: Iterable[str], values: Mapping[str, Any]) -> str:

@@ -132,9 +132,9 @@ def reproduce(
         folder = out / file_name(variant)
         with summaries.counted(out, variant) as note:
             chooses = next(iter(documents.values())) if document.get("choose", {}).get("once") else document
-            told: tuple[Listener, ...] = (budget, lambda _event, note=note: note())  # type: ignore[misc]
+            listeners: tuple[Listener, ...] = (budget, lambda _event, note=note: note())  # type: ignore[misc]
             ended = budget.left > 0 and _variant(
-                recipe, scale, variant, document, chooses, folder, data_dir, workers, show, *told
+                recipe, scale, variant, document, chooses, folder, data_dir, workers, show, *listeners
             )
         done = summaries.summarise(recipe, scale, command, documents, out, samples)
         if done is not None and results is not None:
@@ -222,8 +222,8 @@ def verify(
         raise RunDirError(f"the summary of {recipe.name} is of an earlier version of the recipe; run the recipe again")
     variant, seed = next(iter(summary.numbers)), summary.seeds[0]
     document = recipe.at(summary.scale, [seed], only)[variant]
-    known: dict[str, Any] = summary.choices.get(variant) or next(iter(summary.choices.values()), {})
-    plan = Plan(experiment(chosen(document, known), f"recipe {recipe.name}, {variant}", workers), folder, data_dir)
+    choices: dict[str, Any] = summary.choices.get(variant) or next(iter(summary.choices.values()), {})
+    plan = Plan(experiment(chosen(document, choices), f"recipe {recipe.name}, {variant}", workers), folder, data_dir)
     with show(plan.rounds) as tell:
         plan.run(tell, page=False)
     now = summaries.numbers_of(recipe, document, read_runs([folder])[0])

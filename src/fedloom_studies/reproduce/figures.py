@@ -93,9 +93,9 @@ class Unit(NamedTuple):
     def _shown(self, value: float, spread: float | None) -> str:
         if not math.isfinite(value):
             return "-"
-        known = spread is not None and math.isfinite(spread)
-        beside = self.scale * spread if spread is not None and known else math.nan
-        return _number(self, self.scale * value, beside) + (f" ± {_number(self, beside, beside)}" if known else "")
+        has_spread = spread is not None and math.isfinite(spread)
+        beside = self.scale * spread if spread is not None and has_spread else math.nan
+        return _number(self, self.scale * value, beside) + (f" ± {_number(self, beside, beside)}" if has_spread else "")
 
 
 POINTS = Unit("%", "points", 100.0, ("points above", "points below"))
@@ -125,13 +125,13 @@ def _number(of: Unit, value: float, spread: float) -> str:
 def values(run: Run, reference: Reference) -> dict[int, float]:
     """The figure for every seed; runs without an end, or that did not record it, give nan."""
     name, _, when = reference.figure.partition("@")
-    found = {}
+    by_seed = {}
     for seed in seeds_of(run, reference.method):
-        own = [record for record in run.summary.runs if (record.method, record.seed) == (reference.method, seed)]
-        ended = bool(own) and all(record.status == "done" or record.diverged is not None for record in own)
+        records = [record for record in run.summary.runs if (record.method, record.seed) == (reference.method, seed)]
+        ended = bool(records) and all(record.status == "done" or record.diverged is not None for record in records)
         points = _curve(run, Key(reference.method, seed, reference.model, "test", name))
-        found[seed] = _at(run, reference, seed, points, when) if ended else math.nan
-    return found
+        by_seed[seed] = _at(run, reference, seed, points, when) if ended else math.nan
+    return by_seed
 
 
 def _curve(run: Run, key: Key) -> Curve:
@@ -141,9 +141,9 @@ def _curve(run: Run, key: Key) -> Curve:
     if key.model == "hybrid-validation":
         return _by_validation(run, key)
     if "/" not in key.metric:
-        found = curve(run, key, "mean")
-        if len(found.round):
-            return found
+        curve_points = curve(run, key, "mean")
+        if len(curve_points.round):
+            return curve_points
     for place in (key, key._replace(part=""), key._replace(part="", model="")):
         points = run.totals.get(place)
         if points is not None:
@@ -198,8 +198,8 @@ def _validation(run: Run, reference: Reference, seed: int) -> tuple[np.ndarray, 
     """Rounds, the model's validation figure times its sign (higher is better), and the sign; nothing without one."""
     for name in (*(roles.page for roles in ROLES.values()), "loss"):
         points = _curve(run, Key(reference.method, seed, reference.model, "validation", name))
-        known = np.isfinite(points.value)
-        if known.any():
+        measured = np.isfinite(points.value)
+        if measured.any():
             sign = 1.0 if metric(name).higher else -1.0
-            return points.round, np.where(known, sign * points.value, -np.inf), sign
+            return points.round, np.where(measured, sign * points.value, -np.inf), sign
     return np.empty(0), np.empty(0), 1.0

@@ -158,40 +158,45 @@ def claims(recipe: Recipe, numbers: Numbers) -> list[Judged]:
     """Every claim, with Holm's correction for its single comparisons over all of the recipe."""
     pairs = [[(pair, _leads(claim, *pair, numbers)) for pair in _pairs(recipe, claim, numbers)]
              for claim in recipe.paper.claims]  # fmt: skip
-    looks = [[_look(claim, recipe.ordered(lead), lead) for _, lead in own]
-             for claim, own in zip(recipe.paper.claims, pairs, strict=True)]  # fmt: skip
-    places = [(i, k) for i, own in enumerate(looks) for k, look in enumerate(own) if math.isfinite(look.p)]
+    looks = [[_look(claim, recipe.ordered(lead), lead) for _, lead in pairs_of_claim]
+             for claim, pairs_of_claim in zip(recipe.paper.claims, pairs, strict=True)]  # fmt: skip
+    places = [
+        (i, k)
+        for i, pairs_of_claim in enumerate(looks)
+        for k, look in enumerate(pairs_of_claim)
+        if math.isfinite(look.p)
+    ]
     clear = dict(zip(places, _holm([looks[i][k] for i, k in places]), strict=True))
-    found = []
-    for i, (claim, own) in enumerate(zip(recipe.paper.claims, pairs, strict=True)):
+    verdicts = []
+    for i, (claim, pairs_of_claim) in enumerate(zip(recipe.paper.claims, pairs, strict=True)):
         singles = tuple(
             Comparison(_name(left), _name(right), look if clear.get((i, k), True) else replace(look, verdict=OPEN))
-            for k, (((left, right), _), look) in enumerate(zip(own, looks[i], strict=True))
+            for k, (((left, right), _), look) in enumerate(zip(pairs_of_claim, looks[i], strict=True))
         )
         planned = len(_pairs(recipe, claim, {variant: {} for variant in recipe.variants}))
         figure = Reference.of(claim.subject, recipe.paper.figure).figure
-        found.append(Judged(claim, figure, _rivals(recipe, claim, own), singles, planned))
-    return found
+        verdicts.append(Judged(claim, figure, _rivals(recipe, claim, pairs_of_claim), singles, planned))
+    return verdicts
 
 
 def _rivals(
-    recipe: Recipe, claim: Claim, own: Sequence[tuple[tuple[Reference, Side], Mapping[str, float]]]
+    recipe: Recipe, claim: Claim, pairs_of_claim: Sequence[tuple[tuple[Reference, Side], Mapping[str, float]]]
 ) -> tuple[Rival, ...]:
     """The rivals at the first look that decides the claim, else at the last that there are seeds for."""
     by_rival: dict[str, list[Mapping[str, float]]] = {}
-    for (left, right), lead in own:
+    for (left, right), lead in pairs_of_claim:
         if lead:
             by_rival.setdefault(_name(_rival(left, right)), []).append(lead)
     if not by_rival:
         return ()
     means = {name: _mean(leads) for name, leads in by_rival.items()}
     seeds = recipe.ordered(set.intersection(*(set(mean) for mean in means.values())))
-    found = _looked(claim, means, seeds, math.nan)
+    rivals = _looked(claim, means, seeds, math.nan)
     for n, level in LOOKS:
-        if len(seeds) < n or decided(claim, found) in (HOLDS, FAILS):
+        if len(seeds) < n or decided(claim, rivals) in (HOLDS, FAILS):
             break
-        found = _looked(claim, means, seeds[:n], level)
-    return found
+        rivals = _looked(claim, means, seeds[:n], level)
+    return rivals
 
 
 def _looked(
@@ -221,7 +226,7 @@ def between(recipe: Recipe, left: Mapping[str, float | None], right: Mapping[str
     return _look(Claim(text="", higher="left", than=("right",)), recipe.ordered(lead), lead)
 
 
-def at_validation(recipe: Recipe, judged: Judged, numbers: Numbers) -> Judged | None:
+def at_validation(recipe: Recipe, verdict: Judged, numbers: Numbers) -> Judged | None:
     """A claim judged at the round that is best on validation; None where its figures are of a named round."""
     figure = recipe.paper.figure
 
@@ -230,7 +235,7 @@ def at_validation(recipe: Recipe, judged: Judged, numbers: Numbers) -> Judged | 
         at = reference.chosen() if reference else None
         return side if at is None else f"{at.variant} | {at}" if at.variant else str(at)
 
-    claim = judged.claim
+    claim = verdict.claim
     role = "lower" if claim.higher is None else "higher"
     moved = claim.with_(**{role: chosen(claim.subject), "than": tuple(chosen(side) for side in claim.than)})
     if moved == claim:
@@ -242,12 +247,12 @@ def at_validation(recipe: Recipe, judged: Judged, numbers: Numbers) -> Judged | 
 def _look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) -> Look:
     """The first look that decides, else the last that there are seeds for, else what fewer seeds give."""
     values = [lead[seed] for seed in order]
-    found = _tested(claim, values, math.nan)
+    look = _tested(claim, values, math.nan)
     for n, level in LOOKS:
-        if len(values) < n or found.verdict != OPEN:
+        if len(values) < n or look.verdict != OPEN:
             break
-        found = _tested(claim, values[:n], level)
-    return found
+        look = _tested(claim, values[:n], level)
+    return look
 
 
 def _tested(claim: Claim, values: list[float], level: float) -> Look:
@@ -314,8 +319,8 @@ def _pairs(recipe: Recipe, claim: Claim, numbers: Numbers) -> list[tuple[Referen
     variants = claim.variants or tuple(recipe.variants)
     if left.variant:
         variants = (left.variant,)
-    there = [v for v in variants if v in numbers] if not left.variant else list(variants)
-    return [(left._replace(variant=variant), _in(variant, right)) for variant in there for right in rights]
+    variants_run = [v for v in variants if v in numbers] if not left.variant else list(variants)
+    return [(left._replace(variant=variant), _in(variant, right)) for variant in variants_run for right in rights]
 
 
 def _in(variant: str, side: Side) -> Side:

@@ -95,14 +95,14 @@ def _lines(recipe: Recipe, summary: Summary | None, need: Need | None) -> Iterat
         yield f"- Not stated: {unknown.what}. Taken: {unknown.choice} ({unknown.reason})."
     yield from searched(recipe, summary)
     old = summary is not None and earlier(recipe, summary)
-    judged = judge.claims(recipe, summary.numbers) if summary else []
-    moved = {one.claim.text: judge.at_validation(recipe, one, summary.numbers) for one in judged} if summary else {}
-    yield from (turn := _turns(judged, moved))
+    verdicts = judge.claims(recipe, summary.numbers) if summary else []
+    moved = {one.claim.text: judge.at_validation(recipe, one, summary.numbers) for one in verdicts} if summary else {}
+    yield from (turn := _turns(verdicts, moved))
     if paper.open or turn:
         yield ""
     if summary is None:
-        told = not_run(recipe, need)
-        yield f"{told[0].upper()}{told[1:]}. Command: `fedloom reproduce {recipe.name}`"
+        not_run_note = not_run(recipe, need)
+        yield f"{not_run_note[0].upper()}{not_run_note[1:]}. Command: `fedloom reproduce {recipe.name}`"
         return
     budget = recipe.budget(summary.scale)
     code = f", commit {summary.commit[:12]}{'-dirty' * summary.commit.endswith('-dirty')}" if summary.commit else ""
@@ -117,7 +117,7 @@ def _lines(recipe: Recipe, summary: Summary | None, need: Need | None) -> Iterat
             "",
             "The recipe has changed since; the results are those of its earlier version and judge no claim.",
         )
-    yield from ("", *_table(recipe, summary), *_claims(recipe, judged, moved, old=old), *_rest(recipe, summary))
+    yield from ("", *_table(recipe, summary), *_claims(recipe, verdicts, moved, old=old), *_rest(recipe, summary))
 
 
 SHOWN = 3
@@ -126,10 +126,10 @@ Moved = Mapping[str, judge.Judged | None]
 """Claims by their text, at the round that is best on validation."""
 
 
-def _turns(judged: list[judge.Judged], moved: Moved) -> list[str]:
+def _turns(verdicts: list[judge.Judged], moved: Moved) -> list[str]:
     """The comparisons that go the other way in another reported round."""
-    found = []
-    for one in judged:
+    lines = []
+    for one in verdicts:
         at, of = moved[one.claim.text], unit(one.figure)
         pairs = zip(one.comparisons, at.comparisons, strict=True) if at and not one.claim.construction else ()
         turned = [
@@ -142,30 +142,30 @@ def _turns(judged: list[judge.Judged], moved: Moved) -> list[str]:
         ]
         if turned:
             more = f"; and {len(turned) - SHOWN} more" if len(turned) > SHOWN else ""
-            found.append(
+            lines.append(
                 f"- The reported round decides {len(turned)} of {len(one.known)} comparisons: {one.claim.text}: "
                 f"{'; '.join(turned[:SHOWN])}{more}."
             )
-    return found
+    return lines
 
 
 def _table(recipe: Recipe, summary: Summary) -> Iterator[str]:
     compare = recipe.as_the_paper(summary.scale, summary.samples)
-    found = cells(recipe, summary.numbers, compare=compare)
-    if not found:
+    table_cells = cells(recipe, summary.numbers, compare=compare)
+    if not table_cells:
         return
-    if any(c.n for c in found):
+    if any(c.n for c in table_cells):
         yield from (picture(recipe, summary, ""), "")
     verdict = " verdict |" if compare else ""
     yield f"| | | ours (mean ± std) | round chosen on validation | paper |{verdict}"
     yield f"|---|---|---|---|---|{'---|' if compare else ''}"
-    for cell in found:
+    for cell in table_cells:
         of = unit(cell.figure)
         few = f" (n = {cell.n})" if cell.n < len(summary.seeds) else ""
-        ours = "not run" if not cell.n else of.value(cell.mean, cell.std) + few
+        measured = "not run" if not cell.n else of.value(cell.mean, cell.std) + few
         paper = "-" if cell.paper is None else of.value(cell.paper, cell.paper_std)
-        said = f" {cell.verdict} |" if compare else ""
-        yield f"| {cell.variant} | {cell.column} | {ours} | {of.value(cell.chosen)} | {paper} |{said}"
+        verdict_cell = f" {cell.verdict} |" if compare else ""
+        yield f"| {cell.variant} | {cell.column} | {measured} | {of.value(cell.chosen)} | {paper} |{verdict_cell}"
     if compare and recipe.paper.nearest:
         yield f"\nThese cells are counted in [{recipe.paper.nearest}]({recipe.paper.nearest}.md), nearer to the paper."
     elif not compare and recipe.paper.reduced is None and not summary.samples:
@@ -173,24 +173,24 @@ def _table(recipe: Recipe, summary: Summary) -> Iterator[str]:
     yield ""
 
 
-def _claims(recipe: Recipe, judged: list[judge.Judged], moved: Moved, *, old: bool) -> Iterator[str]:
-    if not judged:
+def _claims(recipe: Recipe, verdicts: list[judge.Judged], moved: Moved, *, old: bool) -> Iterator[str]:
+    if not verdicts:
         return
     yield "| claim | verdict | least difference over rivals | at the round chosen on validation | the paper's |"
     yield "|---|---|---|---|---|"
-    for one in judged:
-        theirs = unit(one.figure).difference(judge.papers_lead(recipe, one.claim))
+    for one in verdicts:
+        papers_margin = unit(one.figure).difference(judge.papers_lead(recipe, one.claim))
         if old or not one.known:
-            yield f"| {one.claim.text} | {UNMEASURED} | - | - | {theirs} |"
+            yield f"| {one.claim.text} | {UNMEASURED} | - | - | {papers_margin} |"
             continue
         verdict = f"by construction; {one.verdict}" if one.claim.construction else f"{one.verdict}{shows(one)}"
         at = moved[one.claim.text]
         then = difference(at) if at else "-"
-        yield f"| {one.claim.text} | {verdict}; {one.count} | {difference(one)} | {then} | {theirs} |"
+        yield f"| {one.claim.text} | {verdict}; {one.count} | {difference(one)} | {then} | {papers_margin} |"
     yield ""
     if old:
         return
-    several = [one for one in judged if len(one.known) > 1 and not one.claim.construction]
+    several = [one for one in verdicts if len(one.known) > 1 and not one.claim.construction]
     if several:
         yield from ("| comparison | difference | clear (Holm) |", "|---|---|---|")
     for one in several:
@@ -201,12 +201,12 @@ def _claims(recipe: Recipe, judged: list[judge.Judged], moved: Moved, *, old: bo
         yield ""
 
 
-def difference(judged: judge.Judged) -> str:
+def difference(verdict: judge.Judged) -> str:
     """The difference to the rival that is nearest to contradicting the claim, and the margin beside it."""
-    least, of = judged.least, unit(judged.figure)
-    margin = of.value(judged.claim.margin).replace("%", of.gap)
-    within = "" if not judged.claim.margin else f"; margin {'±' if judged.claim.equivalent else '-'}{margin}"
-    return f"{interval(least.look, judged.figure)} against {least.name}{within}".replace("|", "\\|")
+    least, of = verdict.least, unit(verdict.figure)
+    margin = of.value(verdict.claim.margin).replace("%", of.gap)
+    within = "" if not verdict.claim.margin else f"; margin {'±' if verdict.claim.equivalent else '-'}{margin}"
+    return f"{interval(least.look, verdict.figure)} against {least.name}{within}".replace("|", "\\|")
 
 
 def interval(look: judge.Look, figure: str) -> str:
@@ -215,12 +215,12 @@ def interval(look: judge.Look, figure: str) -> str:
     return f"{unit(figure).difference(look.difference, look.half)} ({level}n = {look.n})"
 
 
-def shows(judged: judge.Judged) -> str:
+def shows(verdict: judge.Judged) -> str:
     """For an undecided claim the smallest difference that so many seeds could have shown."""
-    look = judged.least.look
-    if judged.verdict != judge.OPEN or not math.isfinite(look.detectable):
+    look = verdict.least.look
+    if verdict.verdict != judge.OPEN or not math.isfinite(look.detectable):
         return ""
-    shown = unit(judged.figure).difference(look.detectable).removeprefix("+")
+    shown = unit(verdict.figure).difference(look.detectable).removeprefix("+")
     return f" ({look.n} seeds show {shown} or more)"
 
 
@@ -230,8 +230,8 @@ def _rest(recipe: Recipe, summary: Summary) -> Iterator[str]:
     methods = dict.fromkeys(Reference.of(text, "").method for text in summary.numbers[first])
     work = []
     for method in methods:
-        known = {n: summary.numbers[first].get(str(Reference("", method, "", n)), {}) for n in WORK}
-        means = {n: sum(v for v in by.values() if v) / max(1, len(by)) for n, by in known.items()}
+        work_by_unit = {n: summary.numbers[first].get(str(Reference("", method, "", n)), {}) for n in WORK}
+        means = {n: sum(v for v in by.values() if v) / max(1, len(by)) for n, by in work_by_unit.items()}
         traffic = unit("bytes_up").value(means["bytes_up"] + means["bytes_down"])
         work.append(f"{method} {unit('samples_backward').value(means['samples_backward'])} and {traffic}")
     yield f"Gradients of samples and traffic of a run ({first}): {'; '.join(work)}."
@@ -253,7 +253,7 @@ def searched(recipe: Recipe, summary: Summary | None) -> Iterator[str]:
     if recipe.paper.mode != "fair":
         return
     scale = summary.scale if summary else "laptop"
-    known = summary.choices if summary and not earlier(recipe, summary) else {}
+    choices = summary.choices if summary and not earlier(recipe, summary) else {}
     yield from (
         "",
         "| variant | method | options searched | trials | chosen | values at an edge |",
@@ -263,11 +263,11 @@ def searched(recipe: Recipe, summary: Summary | None) -> Iterator[str]:
         for method in document["method"]:
             label, grid = label_of(method), method.get("choose", {})
             options = "; ".join(f"{key} {', '.join(map(str, values))}" for key, values in grid.items())
-            choice = known.get(variant, {}).get(label)
+            choice = choices.get(variant, {}).get(label)
             edges = ", ".join(at_an_edge(choice["chosen"], choice["scores"])) if choice else ""
             trials = f"{len(candidates(method))}{f' and {beyond(choice)} beyond' if choice and beyond(choice) else ''}"
-            taken = choice["chosen"] if choice else UNMEASURED
-            yield f"| {variant} | {label} | {options or 'none'} | {trials} | {taken} | {edges or '-'} |"
+            chosen_text = choice["chosen"] if choice else UNMEASURED
+            yield f"| {variant} | {label} | {options or 'none'} | {trials} | {chosen_text} | {edges or '-'} |"
     for label, why in recipe.paper.fixed.items():
         yield f"\nNot searched for {label}: {why}."
     yield ""

@@ -127,19 +127,19 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
         RunDirError: a file in ``results`` is not a summary.
         ConfigError: a sentence of ``papers.toml`` rests on a difference that is not clear.
     """
-    found, needed = {name: last(recipe, results) for name, recipe in recipes.items()}, needs(results)
-    yield "", overview(recipes, found, needed)
+    summaries, needed = {name: last(recipe, results) for name, recipe in recipes.items()}, needs(results)
+    yield "", overview(recipes, summaries, needed)
     yield from marks.drawn().items()
     for name, recipe in recipes.items():
-        yield f"{name}.md", page(recipe, found[name], needed.get(name))
-        figure = plot(recipe, found[name])
+        yield f"{name}.md", page(recipe, summaries[name], needed.get(name))
+        figure = plot(recipe, summaries[name])
         if figure:
             yield f"{name}.svg", figure
 
 
-def overview(recipes: Mapping[str, Recipe], found: Found, needed: Mapping[str, Need]) -> str:
+def overview(recipes: Mapping[str, Recipe], summaries: Found, needed: Mapping[str, Need]) -> str:
     """The page of all papers."""
-    papers = [(sheet, [_cells(recipes, found, row) for row in sheet.row]) for sheet in sheets()]
+    papers = [(sheet, [_cells(recipes, summaries, row) for row in sheet.row]) for sheet in sheets()]
     lines = [HEAD, '<div class="narrow" markdown="1">', ""]
     lines += ["| paper and claim | as published | fair test | the number that says most |", "|---|---|---|---|"]
     for sheet, cells in papers:
@@ -148,8 +148,8 @@ def overview(recipes: Mapping[str, Recipe], found: Found, needed: Mapping[str, N
         lines.append(f"| [{sheet.name}](#{_anchor(sheet.name)}): {sheet.claims} | {published} | {fair} | {number} |")
     lines += ["", "</div>", ""]
     for sheet, cells in papers:
-        lines += _section(sheet, cells, recipes, found, needed)
-    lines += [*_corrections(papers), *_unaffordable(papers, recipes, found, needed), RULES]
+        lines += _section(sheet, cells, recipes, summaries, needed)
+    lines += [*_corrections(papers), *_unaffordable(papers, recipes, summaries, needed), RULES]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -157,7 +157,7 @@ def _section(
     sheet: Sheet,
     cells: list[tuple[Cell, Cell]],
     recipes: Mapping[str, Recipe],
-    found: Found,
+    summaries: Found,
     needed: Mapping[str, Need],
 ) -> Iterator[str]:
     """A paper: counts, its claims as rows, the reason, one picture, and an appendix of all its recipes."""
@@ -166,17 +166,17 @@ def _section(
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
         yield f"| {row.text} | {_margin(recipes, row)} | {_shown(published)} | {_shown(fair)} |"
     yield from ("", "</div>", "")
-    reason = filled(sheet.why, recipes, found)
+    reason = filled(sheet.why, recipes, summaries)
     if reason:
         yield from (reason, "")
     drawn = [
         cell.recipe
         for pair in cells
         for cell in pair
-        if cell.number and has_plot(recipes[cell.recipe], found[cell.recipe])
+        if cell.number and has_plot(recipes[cell.recipe], summaries[cell.recipe])
     ]
     for name in drawn[:1]:
-        summary = found[name]
+        summary = summaries[name]
         assert summary is not None
         yield from (
             picture(recipes[name], summary, f"{FOLDER}/"),
@@ -187,19 +187,19 @@ def _section(
     yield from ('<details markdown="1"><summary>All recipes of the paper, near ones too</summary>', "")
     if sheet.changed:
         yield from (f"Changed after a table had been seen: {sheet.changed}", "")
-    mine = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{sheet.name},")]
-    for name, one in mine:
-        summary = found[name]
+    of_paper = [(name, one) for name, one in recipes.items() if one.paper.title.startswith(f"{sheet.name},")]
+    for name, one in of_paper:
+        summary = summaries[name]
         status = state(one, summary) if summary else not_run(one, needed.get(name))
         yield f"- [{one.paper.title}]({FOLDER}/{name}.md): {one.paper.mode}; {status}{_verdicts(one, summary)}"
     yield from ("", "</details>", "")
 
 
-def _cells(recipes: Mapping[str, Recipe], found: Found, row: Row) -> tuple[Cell, Cell]:
-    return _cell(recipes, found, row, row.published), _cell(recipes, found, row, row.fair)
+def _cells(recipes: Mapping[str, Recipe], summaries: Found, row: Row) -> tuple[Cell, Cell]:
+    return _cell(recipes, summaries, row, row.published), _cell(recipes, summaries, row, row.fair)
 
 
-def _cell(recipes: Mapping[str, Recipe], found: Found, row: Row, names: Iterable[str]) -> Cell:
+def _cell(recipes: Mapping[str, Recipe], summaries: Found, row: Row, names: Iterable[str]) -> Cell:
     """The verdict of the recipe that counts: of its present version, complete, and the one at full length first."""
     names = list(names)
     if not names:
@@ -208,7 +208,7 @@ def _cell(recipes: Mapping[str, Recipe], found: Found, row: Row, names: Iterable
         return Cell(GPU, recipe=names[0])
     measured = []
     for name in names:
-        recipe, summary = recipes[name], found.get(name)
+        recipe, summary = recipes[name], summaries.get(name)
         if summary is None or not summary.complete or earlier(recipe, summary):
             continue
         one = _judged(recipe, summary, row.claim)
@@ -235,8 +235,8 @@ def _full_length(recipe: Recipe, summary: Summary) -> bool:
 
 
 def _judged(recipe: Recipe, summary: Summary, start: str) -> judge.Judged | None:
-    known = judge.claims(recipe, summary.numbers)
-    return next((one for one in known if one.known and one.claim.text.startswith(start)), None)
+    verdicts = judge.claims(recipe, summary.numbers)
+    return next((one for one in verdicts if one.known and one.claim.text.startswith(start)), None)
 
 
 def _shown(cell: Cell) -> str:
@@ -311,7 +311,7 @@ def _corrections(papers: list[tuple[Sheet, list[tuple[Cell, Cell]]]]) -> Iterato
 
 
 def _unaffordable(
-    papers: list[tuple[Sheet, list[tuple[Cell, Cell]]]], recipes: Mapping[str, Recipe], found: Found,
+    papers: list[tuple[Sheet, list[tuple[Cell, Cell]]]], recipes: Mapping[str, Recipe], summaries: Found,
     needed: Mapping[str, Need],
 ) -> Iterator[str]:  # fmt: skip
     """Commands and estimates of what this page leaves open: what needs a GPU, and what is not measured yet."""

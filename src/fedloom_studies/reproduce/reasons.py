@@ -24,14 +24,14 @@ FOLDER = "papers"
 """Beside the page of all papers: a page and a figure per recipe."""
 
 
-def filled(why: str, recipes: Mapping[str, Recipe], found: Mapping[str, Summary | None]) -> str:
+def filled(why: str, recipes: Mapping[str, Recipe], summaries: Mapping[str, Summary | None]) -> str:
     """The sentences whose numbers are measured, with their numbers."""
     sentences = re.split(r"(?<=\.)\s+(?=[A-Z])", why) if why else []
     whole = []
     for sentence in sentences:
         shown: dict[str, str | None] = {}
         for held in re.findall(r"\{([^{}]+)\}", sentence):
-            shown[held] = _measured(held.split(" - "), recipes, found)
+            shown[held] = _measured(held.split(" - "), recipes, summaries)
         if all(text is not None for text in shown.values()):
             plain = [text for held, text in shown.items() if "|" in held and " - " not in held]
             if len(set(plain)) < len(plain):
@@ -40,7 +40,7 @@ def filled(why: str, recipes: Mapping[str, Recipe], found: Mapping[str, Summary 
     return " ".join(whole)
 
 
-def _measured(sides: list[str], recipes: Mapping[str, Recipe], found: Mapping[str, Summary | None]) -> str | None:
+def _measured(sides: list[str], recipes: Mapping[str, Recipe], summaries: Mapping[str, Summary | None]) -> str | None:
     """A link to a recipe, the mean of one reference or the difference of two in words; None where it is not measured.
 
     Raises:
@@ -49,7 +49,7 @@ def _measured(sides: list[str], recipes: Mapping[str, Recipe], found: Mapping[st
     name = sides[0].split("|")[0].strip()
     if "|" not in sides[0]:
         return f"[{name}]({FOLDER}/{name}.md)"
-    recipe, summary = recipes[name], found.get(name)
+    recipe, summary = recipes[name], summaries.get(name)
     if summary is None or earlier(recipe, summary):
         return None
     values = []

@@ -188,13 +188,15 @@ class Recipe:
 
     def ordered(self, seeds: Iterable[str]) -> list[str]:
         """Seeds in the order in which claims look at them: the recipe's own, then the others by size."""
-        own = {str(seed): k for k, seed in enumerate(self.document["seeds"])}
-        return sorted(seeds, key=lambda seed: (own.get(seed, len(own)), int(seed)))
+        places = {str(seed): k for k, seed in enumerate(self.document["seeds"])}
+        return sorted(seeds, key=lambda seed: (places.get(seed, len(places)), int(seed)))
 
     def seeds(self, count: int) -> list[int]:
         """So many seeds: the recipe's own, then the smallest numbers that are none of them."""
-        own = list(self.document["seeds"])
-        return [*own, *(k for k in range(count) if k not in own)][: max(count, len(own))]
+        seeds_of_recipe = list(self.document["seeds"])
+        return [*seeds_of_recipe, *(k for k in range(count) if k not in seeds_of_recipe)][
+            : max(count, len(seeds_of_recipe))
+        ]
 
     def protocol(self, scale: Scale) -> str:
         """Digest of what a scale runs, so that results tell whether they are of this recipe."""
@@ -206,12 +208,12 @@ class Recipe:
         Raises:
             ConfigError: a variant or method that the recipe does not have.
         """
-        found = {}
+        documents = {}
         change = {k: v for k, v in self.scales.get(scale, {}).items() if k not in ("budget", "says")}
         for variant in change.pop("variants", list(self.variants)[: 1 if scale == "smoke" else None]):
-            own = dict(choose("variant", self.variants, variant, self.name))
-            options = merged(own.pop("options", {}), change.get("options", {}))
-            document = merged(self.document, own)
+            variant_options = dict(choose("variant", self.variants, variant, self.name))
+            options = merged(variant_options.pop("options", {}), change.get("options", {}))
+            document = merged(self.document, variant_options)
             document = merged(document, SMOKE) if scale == "smoke" else document
             document = merged(document, {k: v for k, v in change.items() if k not in ("methods", "options")})
             methods = [merged(m, options.get(label_of(m), {})) for m in document["method"]]
@@ -219,8 +221,8 @@ class Recipe:
             wanted = [choose("method", named, label, self.name) for label in only or change.get("methods", named)]
             seeds_here = list(seeds) or (document["seeds"][:1] if scale == "smoke" else document["seeds"])
             document |= {"method": wanted, "seeds": seeds_here, "name": f"{self.name}, {variant}"}
-            found[variant] = document
-        return found
+            documents[variant] = document
+        return documents
 
 
 def merged(base: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
@@ -266,9 +268,9 @@ def names() -> Iterator[str]:
 @cache
 def recipes() -> dict[str, Recipe]:
     """Every recipe by name, in the order in which they are run."""
-    known = dict.fromkeys(names())
-    found = {name: make_recipe(name, _resolved(name, known)) for name in known}
-    return dict(sorted(found.items(), key=lambda item: (item[1].paper.order, item[0])))
+    documents = dict.fromkeys(names())
+    by_name = {name: make_recipe(name, _resolved(name, documents)) for name in documents}
+    return dict(sorted(by_name.items(), key=lambda item: (item[1].paper.order, item[0])))
 
 
 def titles() -> list[tuple[str, str]]:
@@ -285,14 +287,14 @@ def recipe(name: str) -> Recipe:
     return choose("recipe", recipes(), name)
 
 
-def _resolved(name: str, known: Mapping[str, Any]) -> dict[str, Any]:
+def _resolved(name: str, documents: Mapping[str, Any]) -> dict[str, Any]:
     """The document of a recipe on top of those that it is based on."""
-    choose("recipe", known, name)
+    choose("recipe", documents, name)
     text = files("fedloom_studies.reproduce").joinpath("recipes", f"{name}.toml").read_text()
     document = tomllib.loads(text)
     if "base" not in document:
         return document
-    base = _resolved(document.pop("base"), known)
+    base = _resolved(document.pop("base"), documents)
     base.get("scale", {}).pop("laptop", None)
     base.get("paper", {}).pop("nearest", None)
     for table, follows in (("columns", ("columns", "cells")), ("cells", ("cells",))):
