@@ -48,7 +48,7 @@ def as_federation(
         raise ConfigError(f"{name}: there are no clients; give {EXAMPLE}")
     split = {who: _is_split(client) for who, client in named.items()}
     if len(set(split.values())) > 1:
-        without = [who for who, there in split.items() if not there]
+        without = [who for who, has_samples in split.items() if not has_samples]
         raise ConfigError(f"{name}: clients {without[:8]} come without a test set, others with one; give all or none")
     both = split[next(iter(named))]
     sides = [[side_of(side, None, None, None, f"{name}: client {who}") for side in _sides(client, both)]

@@ -80,8 +80,8 @@ class Facts:
     @cached_property
     def there(self) -> NDArray[np.object_]:
         """Cells that are not missing."""
-        found: NDArray[np.object_] = self.cells[self.cells != ""]
-        return found
+        present: NDArray[np.object_] = self.cells[self.cells != ""]
+        return present
 
     @cached_property
     def levels(self) -> dict[str, int]:
@@ -102,22 +102,22 @@ class Facts:
         Such a number lies beyond the others by more than their whole middle half, twice, and is alone on its side.
         """
         numbers = {level: float(level) for level in self.levels if level not in self.odd}
-        total, found = sum(self.levels[level] for level in numbers), dict[str, int]()
+        total, extremes = sum(self.levels[level] for level in numbers), dict[str, int]()
         for level, value in numbers.items():
             count = self.levels[level]
             whole = level.strip().removesuffix(".0")
             if count < max(3, RECURS * total) or not SENTINEL.fullmatch(whole):
                 continue
-            rest = {v: self.levels[k] for k, v in numbers.items() if v != value and k not in found}
-            others = np.repeat(np.array(list(rest)), np.array(list(rest.values()), int))
-            if len(np.unique(others)) < 3 or len(others) < total / 2:
+            rest = {v: self.levels[k] for k, v in numbers.items() if v != value and k not in extremes}
+            other_numbers = np.repeat(np.array(list(rest)), np.array(list(rest.values()), int))
+            if len(np.unique(other_numbers)) < 3 or len(other_numbers) < total / 2:
                 continue
-            low, high = np.quantile(others, (0.25, 0.75))
-            gap = max(float(others.min()) - value, value - float(others.max()))
-            signs = value < 0 <= others.min()
+            low, high = np.quantile(other_numbers, (0.25, 0.75))
+            gap = max(float(other_numbers.min()) - value, value - float(other_numbers.max()))
+            signs = value < 0 <= other_numbers.min()
             if gap > 2 * (high - low) or (signs and gap > 0):
-                found[level] = count
-        return found
+                extremes[level] = count
+        return extremes
 
     @property
     def missing(self) -> int:
@@ -133,8 +133,8 @@ class Facts:
     @property
     def whole(self) -> bool:
         """Whether all numbers are whole."""
-        found = self.values[~np.isnan(self.values)]
-        return self.kind == "number" and bool((found == np.floor(found)).all())
+        numbers = self.values[~np.isnan(self.values)]
+        return self.kind == "number" and bool((numbers == np.floor(numbers)).all())
 
     @property
     def identifies(self) -> bool:
@@ -144,8 +144,8 @@ class Facts:
             return False
         if self.kind == "text":
             return True
-        found = np.sort(self.values[~np.isnan(self.values)])
-        steady = len(found) > 1 and bool((np.diff(found) == 1).all())
+        ordered = np.sort(self.values[~np.isnan(self.values)])
+        steady = len(ordered) > 1 and bool((np.diff(ordered) == 1).all())
         return self.whole and different == n and (steady or bool(IDS.search(self.name)))
 
     @cached_property

@@ -105,14 +105,14 @@ class Dataset:
             raise DataError(f"{self.name}: unknown task {self.task!r}; {nearest(self.task, get_args(Task))}")
         if len(self.classes) > MOST_CLASSES:
             raise DataError(f"{self.name}: {len(self.classes):,} classes; {TOO_MANY}")
-        found = [*self._wrong_x(), *self._wrong_y(n), *self._wrong_scale()]
+        problems = [*self._wrong_x(), *self._wrong_y(n), *self._wrong_scale()]
         for what, codes, names in self._coded():
             if len(codes) != n:
-                found.append(f"{what} has {len(codes)} codes for {n} samples; give one per sample")
-            found += _outside(what, codes, len(names))
+                problems.append(f"{what} has {len(codes)} codes for {n} samples; give one per sample")
+            problems += _outside(what, codes, len(names))
         if self.test is not None:
-            found += _outside("the test set", self.test, n)
-        refuse(self.name, found)
+            problems += _outside("the test set", self.test, n)
+        refuse(self.name, problems)
 
     @classmethod
     def of(cls, obj: Any, target: Any = None, **options: Any) -> Dataset:

@@ -104,16 +104,20 @@ class Draft:
 
     @staticmethod
     def _named(chosen: Facts, given: str | None, fit: list[str]) -> str:
-        others = [repr(name) for name in fit if name != chosen.name][:4]
-        found = f" (not given{'; it may also be ' + ', '.join(others) if others else ''})" if given is None else ""
-        return f"{chosen.name!r}{found}"
+        alternatives = [repr(name) for name in fit if name != chosen.name][:4]
+        note = (
+            f" (not given{'; it may also be ' + ', '.join(alternatives) if alternatives else ''})"
+            if given is None
+            else ""
+        )
+        return f"{chosen.name!r}{note}"
 
     def _take_site(self, given: str | None) -> None:
         survey, target, fit = self._survey, self._target, self._survey.sites(self._target.name)
-        known = (target.cells != "") & ~np.isin(target.cells.astype(str), target.odd)
+        has_target = (target.cells != "") & ~np.isin(target.cells.astype(str), target.odd)
 
         def sizes(site: Facts) -> tuple[NDArray[np.str_], NDArray[np.int64]]:
-            return np.unique(site.cells[known & (site.cells != "")].astype(str), return_counts=True)
+            return np.unique(site.cells[has_target & (site.cells != "")].astype(str), return_counts=True)
 
         self._site = survey.column(given, "--by") if given else None
         if self._site is target:
@@ -121,7 +125,7 @@ class Draft:
         if given is None:
             fit = [name for name in fit if (sizes(survey.columns[name])[1] >= SMALLEST).sum() >= 2]
             self._site = survey.columns[fit[0]] if fit else None
-        self._clients = max(2, min(10, int(known.sum()) // 50))
+        self._clients = max(2, min(10, int(has_target.sum()) // 50))
         if (site := self._site) is None:
             self.report.append(f"site: no column names one (--by does); the rows are dealt to {self._clients} clients")
             return
@@ -143,10 +147,10 @@ class Draft:
             few = ", ".join(f"{n!r} ({c})" for n, c in zip(names[small].tolist(), counts[small], strict=True))
             self._say(site, f"sites of fewer than {FEW} rows: {few}; their results are uncertain")
         if self._task != "regression":
-            here = {n: known & (site.cells == n) for n in names[keep].tolist()}
+            here = {n: has_target & (site.cells == n) for n in names[keep].tolist()}
             if lone := [n for n, rows in here.items() if len(set(target.cells[rows])) == 1]:
                 self._say(site, f"sites of one class only: {_list(np.array(lone))}")
-        self._rows = {name: known & (site.cells == name) for name in names[keep].tolist()}
+        self._rows = {name: has_target & (site.cells == name) for name in names[keep].tolist()}
         if self._task != "regression":
             self._say_events(target)
         self._alike(site)
@@ -168,12 +172,12 @@ class Draft:
 
     def _take_features(self) -> None:
         survey = self._survey
-        others = [c for c in survey.columns.values() if c is not self._target and c is not self._site]
-        twins = dict(survey.twins([c.name for c in others if c.kind != "empty"]))
+        candidates = [c for c in survey.columns.values() if c is not self._target and c is not self._site]
+        twins = dict(survey.twins([c.name for c in candidates if c.kind != "empty"]))
         self._categorical, self._impute, self._width = list[str](), False, 0
         self._odd = list(self._target.odd) if self._target.kind == "number" else []
-        clashes = self._clashes([c for c in others if c.kind == "number"])
-        for c in others:
+        clashes = self._clashes([c for c in candidates if c.kind == "number"])
+        for c in candidates:
             if reason := self._useless(c, twins):
                 self._drop[c.name] = reason
                 self._say(c, f"{reason}; left out")
@@ -188,9 +192,9 @@ class Draft:
             if c.extremes:
                 self._odd += [odd for odd in map(level, c.extremes) if odd not in self._odd]
                 shown = ", ".join(f"{level(odd)} in {count}" for odd, count in c.extremes.items())
-                found = c.values[~np.isnan(c.values)]
+                numbers = c.values[~np.isnan(c.values)]
                 self._say(
-                    c, f"{shown} cells, far from the rest ({found.min():g} to {found.max():g}): counts as missing"
+                    c, f"{shown} cells, far from the rest ({numbers.min():g} to {numbers.max():g}): counts as missing"
                 )
             for odd, clash in clashes.items():
                 if odd in c.extremes and clash:
@@ -355,10 +359,10 @@ def _rounded(value: float) -> float:
 
 def _lines(values: dict[str, Any], notes: dict[str, str]) -> str:
     """Keys of a table, each with its comment."""
-    made = []
+    lines = []
     for key, value in values.items():
         text, note = tomli_w.dumps({key: value}).rstrip("\n"), notes.get(key)
         if isinstance(value, list) and len(text) < WIDE:
             text = text.replace("[\n    ", "[").replace(",\n]", "]").replace("\n    ", " ")
-        made.append(text if note is None else f"# {note}\n{text}" if "\n" in text else f"{text}  # {note}")
-    return "\n".join(made) + "\n"
+        lines.append(text if note is None else f"# {note}\n{text}" if "\n" in text else f"{text}  # {note}")
+    return "\n".join(lines) + "\n"

@@ -136,8 +136,8 @@ class InputSpec(Value):
             return self._columns(self.table, data)
         if data.prepare is not None:
             raise DataError(f"{data.name}: is a table, but the model takes samples of shape {_text(self.shape)}")
-        there = [data.vocabulary[k] for k in data.x.unique().tolist() if k] if data.vocabulary else []
-        strange = [token for token in there if token not in self.vocabulary]
+        vocabulary_used = [data.vocabulary[k] for k in data.x.unique().tolist() if k] if data.vocabulary else []
+        strange = [token for token in vocabulary_used if token not in self.vocabulary]
         if strange and self.vocabulary[1:2] != (UNKNOWN,):
             raise DataError(f"{data.name}: token {strange[0]!r} is not in the vocabulary of the model's training data")
         x = recoded(data.x, data.vocabulary, self.vocabulary) if data.vocabulary else data.x
@@ -210,12 +210,12 @@ class InputSpec(Value):
             if data.shape != (len(wanted),) or any(c.levels for c in table.columns):
                 raise DataError(f"{data.name}: is no table with the columns {', '.join(wanted)}")
             return table.unmarked(data.x.double())
-        found = {c.name: (k, c) for k, c in enumerate(data.prepare.columns)}
-        missing, extra = [n for n in wanted if n not in found], [n for n in found if n not in wanted]
+        places = {c.name: (k, c) for k, c in enumerate(data.prepare.columns)}
+        missing, extra = [n for n in wanted if n not in places], [n for n in places if n not in wanted]
         if missing or extra:
             lacks = f"lacks {', '.join(map(repr, missing))}" if missing else f"has {', '.join(map(repr, extra))} too"
             raise DataError(f"{data.name}: {lacks}; the model was trained on the columns {', '.join(wanted)}")
-        pairs = [(old, found[old.name][1], data.x[:, found[old.name][0]]) for old in table.columns]
+        pairs = [(old, places[old.name][1], data.x[:, places[old.name][0]]) for old in table.columns]
         x = torch.stack([_recoded(old, new, values, data.name) for old, new, values in pairs], 1)
         return x if set(table.missing) <= set(data.prepare.missing) else table.unmarked(x)
 

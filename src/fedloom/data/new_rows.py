@@ -72,25 +72,25 @@ def new_rows(
         sites = None if rows.users is None else [rows.user_names[k] for k in rows.users.tolist()]
         return NewRows(facts.raw(rows), sites)
     if isinstance(rows, Raw):
-        found = _by_column(facts, rows.names, rows.cells, rows.problems, users, factors, keep)
+        new = _by_column(facts, rows.names, rows.cells, rows.problems, users, factors, keep)
     elif is_frame(rows):
         names = [str(c) for c in (rows.columns if hasattr(rows, "columns") else rows.column_names)]
-        found = _by_column(facts, names, frame_cells(rows), Problems(name, first=0), users, factors, keep)
+        new = _by_column(facts, names, frame_cells(rows), Problems(name, first=0), users, factors, keep)
     elif isinstance(rows, Mapping):
         columns = {str(c): plain(values, f"{name}, column {c!r}", mixed=True).tolist() for c, values in rows.items()}
         if len({len(cells) for cells in columns.values()}) > 1:
             raise DataError(f"{name}: columns of {', '.join(f'{len(v)} ({c})' for c, v in columns.items())} rows")
         cells = (Piece(0, c, values) for c, values in columns.items())
-        found = _by_column(facts, list(columns), cells, Problems(name, first=0), users, factors, keep)
+        new = _by_column(facts, list(columns), cells, Problems(name, first=0), users, factors, keep)
     elif facts.vocabulary:
-        found = _sequences(facts, plain(rows, name), name)
+        new = _sequences(facts, plain(rows, name), name)
     else:
-        found = NewRows(_array(facts, plain(rows, name), name))
-    if keep and not found.kept:
+        new = NewRows(_array(facts, plain(rows, name), name))
+    if keep and not new.kept:
         raise DataError(f"{name}: has no named columns, so {keep[0]!r} cannot be kept")
-    if not len(found.x):
+    if not len(new.x):
         raise NoSamples(f"{name}: no rows to predict; give at least one")
-    return found
+    return new
 
 
 def _by_column(
@@ -169,5 +169,5 @@ def _array(facts: InputSpec, x: np.ndarray[Any, Any], name: str) -> Tensor:
         return _by_column(facts, [c.name for c in table.columns], cells, Problems(name, first=0), None).x
     if x.ndim > 1 and x.shape[1:] != facts.shape and (x.shape[0], 1, *x.shape[1:]) == (x.shape[0], *facts.shape):
         x = x[:, None]
-    found = torch.from_numpy(np.ascontiguousarray(x if x.dtype == np.uint8 else x.astype(np.float32)))
-    return facts.samples(found, name)
+    samples = torch.from_numpy(np.ascontiguousarray(x if x.dtype == np.uint8 else x.astype(np.float32)))
+    return facts.samples(samples, name)

@@ -103,12 +103,12 @@ class Survey:
 
     def twins(self, names: Sequence[str]) -> Iterator[tuple[str, str]]:
         """Columns with the same cells: a later one, and the first."""
-        seen: dict[bytes, str] = {}
+        first_names: dict[bytes, str] = {}
         for name in names:
             key = "\0".join(self.columns[name].cells.tolist()).encode()
-            if key in seen:
-                yield name, seen[key]
-            seen.setdefault(key, name)
+            if key in first_names:
+                yield name, first_names[key]
+            first_names.setdefault(key, name)
 
 
 def _words(name: str) -> set[str]:
@@ -118,5 +118,5 @@ def _words(name: str) -> set[str]:
 
 def _named(columns: Sequence[Facts], words: Sequence[str]) -> list[Facts]:
     """The columns with one of the words in their name, in the order of the words."""
-    found = [(min(map(words.index, hits)), c) for c in columns if (hits := _words(c.name) & set(words))]
-    return [c for _, c in sorted(found, key=lambda pair: pair[0])]
+    hits_by_column = [(min(map(words.index, hits)), c) for c in columns if (hits := _words(c.name) & set(words))]
+    return [c for _, c in sorted(hits_by_column, key=lambda pair: pair[0])]

@@ -134,8 +134,8 @@ class Table(Value):
         """
         self._check(x)
         out = torch.zeros(len(x), self.width, dtype=torch.float32)
-        for rows, own in zip(_clients(owner), fitted, strict=True):
-            out[rows] = self.encoder(own)(x[rows])
+        for rows, statistics in zip(_clients(owner), fitted, strict=True):
+            out[rows] = self.encoder(statistics)(x[rows])
         return out
 
     def encoder(self, fitted: Tensor) -> Encoder:
@@ -150,11 +150,11 @@ class Table(Value):
         """
         middle = torch.stack([column.nanquantile(0.5, dim=0) for column in fitted.unbind(1)])
         for k, column in enumerate(self.columns):
-            there = fitted[:, k][~fitted[:, k, 0].isnan()]
-            if column.levels and len(there):
-                middle[k, :3] = torch.tensor([float(torch.bincount(there[:, 0].long()).argmax()), 0.0, 1.0])
-            elif len(there) and fitted.shape[2] == FITTED:
-                middle[k, 3:] = torch.stack([there[:, 3].amin(), there[:, 4].amax()])
+            measured = fitted[:, k][~fitted[:, k, 0].isnan()]
+            if column.levels and len(measured):
+                middle[k, :3] = torch.tensor([float(torch.bincount(measured[:, 0].long()).argmax()), 0.0, 1.0])
+            elif len(measured) and fitted.shape[2] == FITTED:
+                middle[k, 3:] = torch.stack([measured[:, 3].amin(), measured[:, 4].amax()])
         return middle
 
     def strange(self, x: Tensor, fitted: Tensor) -> list[str]:
@@ -163,7 +163,7 @@ class Table(Value):
         A number is far where it lies beyond the bounds of the training by more than a standard deviation; of a column
         whose range was agreed on, where it lies beyond that. A column is named from `FAR` of its rows on.
         """
-        found = []
+        sentences = []
         for k, column in enumerate(self.columns):
             values = x[:, k][~x[:, k].isnan()]
             bounds = self._bounds(column, fitted[k])
@@ -173,13 +173,13 @@ class Table(Value):
             share = float(((values < low) | (values > high)).double().mean())
             if share >= FAR:
                 unit = f" {column.unit}" if column.unit else ""
-                whose = "which was agreed on" if column.range is not None else "where those of the training lie"
-                found.append(
+                origin = "which was agreed on" if column.range is not None else "where those of the training lie"
+                sentences.append(
                     f"column {column.name!r}: {share:.0%} of the rows lie beyond {low:.4g} to {high:.4g}{unit}, "
-                    f"{whose} (median here {float(values.median()):.4g}); another unit or another marker of missing "
+                    f"{origin} (median here {float(values.median()):.4g}); another unit or another marker of missing "
                     "cells?"
                 )
-        return found
+        return sentences
 
     @staticmethod
     def _bounds(column: Column, fitted: Tensor) -> tuple[float, float] | None:
@@ -231,13 +231,13 @@ class Encoder(nn.Module):
     def __init__(self, columns: tuple[Column, ...], fitted: Tensor) -> None:
         super().__init__()
         fitted = fitted[:, :3].double()
-        known = ~fitted.isnan().any(1)
+        complete = ~fitted.isnan().any(1)
         self.known: Tensor
         self.fitted: Tensor
         self.order: Tensor
-        self.register_buffer("known", known)
+        self.register_buffer("known", complete)
         self.register_buffer(
-            "fitted", torch.where(known[:, None], fitted, torch.tensor([0.0, 0.0, 1.0])).T.contiguous()
+            "fitted", torch.where(complete[:, None], fitted, torch.tensor([0.0, 0.0, 1.0])).T.contiguous()
         )
         self.numbers = [k for k, c in enumerate(columns) if not c.levels]
         self.codes = [(k, c.levels) for k, c in enumerate(columns) if c.levels]

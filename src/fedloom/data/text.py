@@ -87,10 +87,13 @@ def wrong_tokens(x: Tensor, vocabulary: Sequence[str]) -> Iterator[str]:
             f"{len(vocabulary)} entries (0 to {len(vocabulary) - 1}, 0 is padding); give a larger vocabulary, or "
             "encode the samples with this one"
         )
-    there = x != 0
+    is_token = x != 0
     for what, bad in (
-        ("is empty: only padding, token 0; leave it out", ~there.any(1)),
-        ("has padding, token 0, before its end; pad a sequence at its end only", (there[:, 1:] > there[:, :-1]).any(1)),
+        ("is empty: only padding, token 0; leave it out", ~is_token.any(1)),
+        (
+            "has padding, token 0, before its end; pad a sequence at its end only",
+            (is_token[:, 1:] > is_token[:, :-1]).any(1),
+        ),
     ):
         if bool(bad.any()):
             yield f"sample {int(bad.nonzero()[0])} {what}"

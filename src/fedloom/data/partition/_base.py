@@ -141,9 +141,9 @@ class Partition(Value):
             _check_dealt(draw.dealt, len(data))
         self._check(draw, data)
         y = None if data.labels is None else data.labels.numpy()
-        own = 0.0 if self.test_from != "own" else self.test
+        own_test_share = 0.0 if self.test_from != "own" else self.test
         rng = numpy_generator(seed_of_draw, purpose="parts")
-        cut = cut_parts(draw.dealt, y, own, self.validation, self.keep, self.folds, fold, rng)
+        cut = cut_parts(draw.dealt, y, own_test_share, self.validation, self.keep, self.folds, fold, rng)
         if self.test_from == "ratio":
             cut["test"] = self._matched(data, cut["train"], seed_of_draw)
         elif draw.test is not None:
@@ -215,7 +215,7 @@ class Partition(Value):
         cells = owners(train) * len(lists) + data.y.numpy()[train.index]
         counts = np.bincount(cells, minlength=n * len(lists)).reshape(n, -1)
         wanted = round_to_total(counts / counts.sum(1, keepdims=True), self.test_count)
-        held = np.array([len(own) for own in lists])
+        held = np.array([len(samples) for samples in lists])
         if (wanted > held).any():
             c = int((wanted - held).max(0).argmax())
             raise PartitionError(

@@ -41,10 +41,10 @@ def add_noise(data: Dataset, dealt: Dealt, std: Floats, seed: int, later: Tensor
     kept = flat[later]
     room = torch.empty(int(np.diff(dealt.offsets).max()), flat.shape[1])
     for i, level in enumerate(torch.from_numpy(std).float()):
-        own = index[dealt.offsets[i] : dealt.offsets[i + 1]]
-        noise = room[: len(own)].normal_(generator=generator(seed, 0, i, "noise"))
-        noise.view(len(own), len(level), -1).mul_(level[:, None])
-        flat.index_add_(0, own, noise)
+        client_samples = index[dealt.offsets[i] : dealt.offsets[i + 1]]
+        noise = room[: len(client_samples)].normal_(generator=generator(seed, 0, i, "noise"))
+        noise.view(len(client_samples), len(level), -1).mul_(level[:, None])
+        flat.index_add_(0, client_samples, noise)
     if not len(later):
         return replace(data, x=x), None
     flat[later] = kept

@@ -49,9 +49,9 @@ def in_order(keys: Ints, start: Ints) -> Ints:
 
 def distinct(index: Ints, total: int) -> int:
     """Different numbers among those of ``index``, which are within 0..total-1."""
-    seen = np.zeros(total, bool)
-    seen[index] = True
-    return int(seen.sum())
+    is_dealt = np.zeros(total, bool)
+    is_dealt[index] = True
+    return int(is_dealt.sum())
 
 
 def by_owner(index: Ints, owner: Ints, n: int) -> Dealt:
@@ -66,9 +66,9 @@ def deal(lists: list[Ints], counts: Ints) -> Dealt:
         lists: positions of each class, in random order.
         counts: [n, C], the sum of column c at most ``len(lists[c])``.
     """
-    taken = [own[:total] for own, total in zip(lists, counts.sum(0), strict=True)]
+    dealt = [samples[:total] for samples, total in zip(lists, counts.sum(0), strict=True)]
     owner = [np.repeat(np.arange(len(counts)), column) for column in counts.T]
-    return by_owner(np.concatenate(taken), np.concatenate(owner), len(counts))
+    return by_owner(np.concatenate(dealt), np.concatenate(owner), len(counts))
 
 
 def choose_each(lists: list[Ints], counts: Ints, rng: np.random.Generator) -> Dealt:

@@ -115,20 +115,20 @@ def _shared_classes(lists: list[Ints], n: int, q: int, rng: np.random.Generator,
         raise PartitionError(
             f"shards: labels_per_client = {q}, but only {len(open_)} classes of {pool.data.name} occur"
         )
-    taken = np.zeros(len(lists), np.int64)
+    dealt = np.zeros(len(lists), np.int64)
     has = np.zeros((n, len(lists)), bool)
     for row in has:
-        chosen = open_[np.lexsort((rng.random(len(open_)), taken[open_]))[:q]]
+        chosen = open_[np.lexsort((rng.random(len(open_)), dealt[open_]))[:q]]
         row[chosen] = True
-        taken[chosen] += 1
-    if (taken > held).any():
-        c = int((taken - held).argmax())
+        dealt[chosen] += 1
+    if (dealt > held).any():
+        c = int((dealt - held).argmax())
         raise PartitionError(
-            f"shards: {taken[c]} clients share {held[c]} samples of class {pool.data.classes[c]!r}; use fewer clients"
+            f"shards: {dealt[c]} clients share {held[c]} samples of class {pool.data.classes[c]!r}; use fewer clients"
         )
     counts = np.zeros((n, len(lists)), np.int64)
-    for c in np.flatnonzero(taken).tolist():
-        counts[has[:, c], c] = even(int(held[c]), int(taken[c]))
+    for c in np.flatnonzero(dealt).tolist():
+        counts[has[:, c], c] = even(int(held[c]), int(dealt[c]))
     return counts
 
 

@@ -111,8 +111,8 @@ def lies_at(place: Path) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        where, said = f"{place}: ", str(error)
-        raise type(error)(said if said.startswith(where) else where + said) from error
+        where, message = f"{place}: ", str(error)
+        raise type(error)(message if message.startswith(where) else where + message) from error
 
 
 def numbered(labels: NDArray[Any], where: object = "") -> tuple[str, ...]:

@@ -127,9 +127,13 @@ def _targets(
     whole = y.ndim == 1 and (y.dtype.kind in "iub" or (y.dtype.kind == "f" and bool((y == np.floor(y)).all())))
     if task is None and y.ndim == 2 and bool(((y == 0) | (y == 1)).all()):
         single = bool((y.sum(1) == 1).all())
-        said = "a single 1 in every row, as one-hot classes have; give y.argmax(1)," if single else "0 and 1 only, as "
-        said += "" if single else "several labels of a sample have, of which no model here learns; give one of them,"
-        raise DataError(f"{place}: y {y.shape} has {said} or task = 'regression'")
+        shape_in_words = (
+            "a single 1 in every row, as one-hot classes have; give y.argmax(1)," if single else "0 and 1 only, as "
+        )
+        shape_in_words += (
+            "" if single else "several labels of a sample have, of which no model here learns; give one of them,"
+        )
+        raise DataError(f"{place}: y {y.shape} has {shape_in_words} or task = 'regression'")
     if task in ("classification", "binary") and not whole:
         raise DataError(f"{place}: y must be whole numbers [N] for a classification, got {y.dtype} {y.shape}")
     if task == "regression" and y.dtype.kind == "U":
@@ -151,20 +155,20 @@ def plain(values: Any, name: str, mixed: bool = False) -> NDArray[Any]:
     if np.ma.is_masked(values):
         raise DataError(f"{name}: some values are masked; fill them, or leave their samples out")
     try:
-        found = as_array(values)
+        array = as_array(values)
     except ValueError:
         raise DataError(
             f"{name}: rows of different lengths make no array; give every sample one size (pad tokens with 0 and their "
             "labels with -1)"
         ) from None
-    if found.dtype == object and not mixed:
-        cells = found.ravel().tolist()
+    if array.dtype == object and not mixed:
+        cells = array.ravel().tolist()
         kinds = str if isinstance(cells[0] if cells else "", str) else (int, float, np.number, np.bool_)
         for k, cell in enumerate(cells):
             if not isinstance(cell, kinds):
                 raise DataError(f"{name}: value {k} is {cell!r:.60}; expected numbers only, or text only, none missing")
-        found = np.array(cells).reshape(found.shape)
-    return found
+        array = np.array(cells).reshape(array.shape)
+    return array
 
 
 def as_array(values: Any) -> NDArray[Any]:
@@ -174,5 +178,5 @@ def as_array(values: Any) -> NDArray[Any]:
         small = values.is_floating_point() and values.element_size() < 4
         dense: NDArray[Any] = (values.float() if small else values).numpy(force=True)
         return dense
-    found = np.asarray(values)
-    return found.astype(np.float32) if found.dtype == np.float16 else found
+    array = np.asarray(values)
+    return array.astype(np.float32) if array.dtype == np.float16 else array

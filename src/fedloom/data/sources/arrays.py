@@ -65,10 +65,10 @@ class Npy(_Arrays):
 def _mapped(path: Path) -> NDArray[Any]:
     """An array that is read as it is needed; what is written to it reaches no file."""
     try:
-        found: NDArray[Any] = np.load(path, mmap_mode="c", allow_pickle=False)
+        mapped: NDArray[Any] = np.load(path, mmap_mode="c", allow_pickle=False)
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read as an array ({error}); save it with numpy.save") from None
-    return found
+    return mapped
 
 
 class Npz(_Arrays):
@@ -98,8 +98,8 @@ class Npz(_Arrays):
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
         """The features alone; an array of another name will do where it is the only one."""
         place, headers = self._headers(data_dir)
-        known = ([key for key in keys[::2] if key in headers] for keys in KEYS)
-        keys = next((keys for keys in known if keys), [*headers] if len(headers) == 1 else [])
+        keys_present = ([key for key in keys[::2] if key in headers] for keys in KEYS)
+        keys = next((keys for keys in keys_present if keys), [*headers] if len(headers) == 1 else [])
         if not keys:
             raise DataError(f"{place}: needs an array x (or x_train, x_test), got {sorted(headers)}")
         x = self._room_of_x(place, headers, keys)

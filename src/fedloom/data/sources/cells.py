@@ -121,13 +121,13 @@ class Problems:
 
     def sentences(self) -> list[str]:
         """One for each column and kind."""
-        said: list[str] = []
+        lines: list[str] = []
         for what, cells, cure in self._found.values():
             levels = list(dict.fromkeys(str(cell) for cell in cells if cell is not None))
             more = f" and {len(levels) - LEVELS} more" if len(levels) > LEVELS else ""
             names = f", values {', '.join(map(shortened, levels[:LEVELS]))}{more}" if len(levels) > 1 else ""
-            said.append(f"{what}{f' ({len(cells)} such{names})' if len(cells) > 1 else ''}; {cure}")
-        return said
+            lines.append(f"{what}{f' ({len(cells)} such{names})' if len(cells) > 1 else ''}; {cure}")
+        return lines
 
 
 def csv_rows(entry: Entry, separator: str, comment: str | None = None) -> Iterator[list[str]]:

@@ -53,14 +53,14 @@ class Heart(FileSource):
         folders = ("tabular/uci_heart", "uci_heart", "heart")
         place = locate("UCI heart disease", self.path, data_dir, folders, _holds("processed.*.data*", "*heart*.zip"))
         files = [f"processed.{hospital}.data" for hospital in HOSPITALS]
-        found = dict(_tables(place, files, HEART))
-        if lacking := [file for file in files if file not in found]:
+        tables = dict(_tables(place, files, HEART))
+        if lacking := [file for file in files if file not in tables]:
             raise DataError(f"UCI heart disease: {place} lacks {', '.join(lacking)}; put all four files there")
         *features, _ = HEART
-        values = np.concatenate([found[file] for file in files])
+        values = np.concatenate([tables[file] for file in files])
         for column in map(features.index, ZERO_IS_MISSING):
             values[values[:, column] == 0, column] = np.nan
-        users = torch.arange(len(files)).repeat_interleave(torch.tensor([len(found[file]) for file in files]))
+        users = torch.arange(len(files)).repeat_interleave(torch.tensor([len(tables[file]) for file in files]))
         columns = tuple(
             Column(
                 name=name,
@@ -184,8 +184,8 @@ def _tables(place: Path, files: Sequence[str], schema: Schema) -> Iterator[tuple
                     cure = f"the schema has {', '.join(codes)}; fetch the file again"
                     problems.add("level", piece.column, what, cells, cure)
             table.at(piece.start, len(values))[:, list(schema).index(piece.column)] = values
-        if found := problems.sentences():
-            refuse(entry.where, found)
+        if sentences := problems.sentences():
+            refuse(entry.where, sentences)
         if table.size == 0:
             raise NoSamples(f"{entry.where}: empty, it needs a row; fetch the file again")
         yield entry.name.rsplit("/", 1)[-1], table.done().astype(np.float64, copy=False)

@@ -53,12 +53,15 @@ def detect(path: Path) -> type[FileSource]:
         return BY_ENDING[ending]
     if ending.lower() in (".xlsx", ".xls", ".ods"):
         raise DataError(f"{path}: is a spreadsheet; save its sheet as CSV")
-    best, seen = len(BY_NAME), 0
+    best, looked_at = len(BY_NAME), 0
 
     def enough(name: str) -> bool:
-        nonlocal best, seen
-        best, seen = min([best, *(i for i, (pattern, _) in enumerate(BY_NAME) if pattern.search(name))]), seen + 1
-        return best < WEAK or (best < len(BY_NAME) and seen > LOOKED_AT) or seen > GIVEN_UP
+        nonlocal best, looked_at
+        best, looked_at = (
+            min([best, *(i for i, (pattern, _) in enumerate(BY_NAME) if pattern.search(name))]),
+            looked_at + 1,
+        )
+        return best < WEAK or (best < len(BY_NAME) and looked_at > LOOKED_AT) or looked_at > GIVEN_UP
 
     for _ in entries(path, enough):
         break

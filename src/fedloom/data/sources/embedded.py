@@ -40,8 +40,8 @@ def _digits() -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
             return np.loadtxt(file, dtype=np.int64, delimiter=",")
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    return np.column_stack([found.data, found.target]).astype(np.int64)
+    digits = load_digits()
+    return np.column_stack([digits.data, digits.target]).astype(np.int64)
 
 
 class Embedded(Source):
@@ -55,12 +55,12 @@ class Embedded(Source):
             return Digits().load(data_dir)
         from sklearn import datasets
 
-        found = getattr(datasets, f"load_{self.set}")()
-        x = torch.from_numpy(np.asarray(found.data, np.float64))
+        bunch = getattr(datasets, f"load_{self.set}")()
+        x = torch.from_numpy(np.asarray(bunch.data, np.float64))
         prepare = Table.numeric(x.shape[1])
         if self.set in ("diabetes", "linnerud"):
-            y = torch.from_numpy(np.asarray(found.target, np.float64)).reshape(len(x), -1)
+            y = torch.from_numpy(np.asarray(bunch.target, np.float64)).reshape(len(x), -1)
             return Dataset(self.set, x, y, "regression", prepare=prepare)
-        classes = tuple(str(name) for name in found.target_names)
+        classes = tuple(str(name) for name in bunch.target_names)
         task: Literal["binary", "classification"] = "binary" if len(classes) == 2 else "classification"
-        return Dataset(self.set, x, torch.from_numpy(found.target).long(), task, classes, prepare=prepare)
+        return Dataset(self.set, x, torch.from_numpy(bunch.target).long(), task, classes, prepare=prepare)

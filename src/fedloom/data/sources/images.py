@@ -88,7 +88,7 @@ def _read(
     wanted: Callable[[str], bool] = is_image,
 ) -> Dataset:
     """Every image whose path has a class; classes are numbered in the order of their names."""
-    found: list[str] = []
+    labels: list[str] = []
     in_test: list[bool] = []
     for entry in entries(place, wanted):
         path = PurePosixPath(entry.name)
@@ -98,24 +98,24 @@ def _read(
                 f"{entry.where}: unknown label, the image has no class; put it into the folder of its class"
             )
         pictures.add(entry)
-        found.append(label)
+        labels.append(label)
         in_test.append(side_of(path))
-    if not found:
+    if not labels:
         raise DataError(f"{name}: no image in {place}; expected one folder of images per class")
-    classes = tuple(sorted(set(found)))
-    unseen = set(classes) - {label for label, held in zip(found, in_test, strict=True) if not held}
+    classes = tuple(sorted(set(labels)))
+    unseen = set(classes) - {label for label, held in zip(labels, in_test, strict=True) if not held}
     if unseen and not all(in_test):
         raise DataError(
             f"{name}: unknown label {min(unseen)!r} in the test images of {place}, no training image has it"
         )
     code = {label: i for i, label in enumerate(classes)}
     test = torch.tensor(in_test).nonzero().flatten()
-    if len(test) == len(found):
+    if len(test) == len(labels):
         test = test[:0]
     return Dataset(
         name,
         pictures.done(),
-        torch.tensor([code[label] for label in found]),
+        torch.tensor([code[label] for label in labels]),
         "classification",
         classes,
         scale(mean),

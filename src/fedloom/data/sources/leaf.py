@@ -47,14 +47,14 @@ class Collector:
         where = entry.where
 
         def compact(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-            found = dict(pairs)
-            if len(found) < len(pairs):
+            fields = dict(pairs)
+            if len(fields) < len(pairs):
                 key = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-                what = "user" if isinstance(found[key], dict) else "key"
+                what = "user" if isinstance(fields[key], dict) else "key"
                 raise DataError(f"{where}: {what} {key!r} comes twice (also in {where}); every {what} may come once")
-            if isinstance(found.get("x"), list):
-                found["x"] = self._features(found["x"])
-            return found
+            if isinstance(fields.get("x"), list):
+                fields["x"] = self._features(fields["x"])
+            return fields
 
         try:
             found = json.loads(entry.stream.read(), object_pairs_hook=compact)
@@ -83,14 +83,14 @@ class Collector:
 
     def _features(self, rows: list[Any]) -> NDArray[np.generic] | str:
         """Samples [n, width] as they are kept, or what is wrong with them."""
-        found = _numbers(rows)
-        if found is None:
+        features = _numbers(rows)
+        if features is None:
             widths = [len(row) if isinstance(row, list) else 1 for row in rows]
             odd = next((width for width in widths if width != widths[0]), None)
             if odd is None:
                 return "has x that are not numbers; every sample needs a list of numbers of one size"
             return f"has a sample of {odd} values, the others have {widths[0]}; all samples need one size"
-        x = found.reshape(1 if found.ndim == 1 else len(rows), -1) if rows else np.empty((0, 0))
+        x = features.reshape(1 if features.ndim == 1 else len(rows), -1) if rows else np.empty((0, 0))
         if not self._options.pixels:
             return x.astype(np.float32)
         scaled = np.rint(x * 255)
@@ -102,12 +102,12 @@ class Collector:
         """Targets as numbers; None if they are something else."""
         return _numbers(listed)
 
-    def _user(self, own: Any, user: str, in_test: bool, where: str) -> int:
+    def _user(self, entry: Any, user: str, in_test: bool, where: str) -> int:
         if (user, in_test) in self._seen:
             other = self._seen[user, in_test]
             raise DataError(f"{where}: user {user!r} comes twice (also in {other}); every user may come once")
         self._seen[user, in_test] = where
-        x, listed = (own.get(key, []) if isinstance(own, dict) else [] for key in ("x", "y"))
+        x, listed = (entry.get(key, []) if isinstance(entry, dict) else [] for key in ("x", "y"))
         if isinstance(x, str):
             raise DataError(f"{where}: user {user!r} {x}")
         y = self._labels(listed)
@@ -163,10 +163,10 @@ class Collector:
 def _numbers(values: Any) -> Floats | None:
     """A list, nested evenly, of numbers and nothing else."""
     try:
-        found = np.array(values)
+        array = np.array(values)
     except ValueError:
         return None
-    return found.astype(np.float64) if found.dtype.kind in "iuf" or found.size == 0 else None
+    return array.astype(np.float64) if array.dtype.kind in "iuf" or array.size == 0 else None
 
 
 class Leaf(FileSource):
@@ -214,21 +214,21 @@ def holds_json(place: Path) -> bool:
     return any(any(place.glob(pattern)) for pattern in ("*.tar*", "*.zip", "*.json*", "train/*.json*"))
 
 
-def _load(place: Path, options: Leaf, known: tuple[int, tuple[str, ...]] | None) -> Dataset:
-    first, names = known or (0, ())
-    kept = range(first, first + len(names)) if known else None
-    found = collect(place, options.inside, Collector(options, kept))
-    x = torch.from_numpy(found.x)
+def _load(place: Path, options: Leaf, original: tuple[int, tuple[str, ...]] | None) -> Dataset:
+    first, names = original or (0, ())
+    kept = range(first, first + len(names)) if original else None
+    collected = collect(place, options.inside, Collector(options, kept))
+    x = torch.from_numpy(collected.x)
     if options.shape is not None:
         x = x.view(len(x), *options.shape)
-    y, task, classes = _targets(found.y, options, names)
-    name = "femnist" if known else (PurePosixPath(options.inside).name or place.name)
-    return of_users(place, found, name, "writer" if known else "user", x, y, task, classes)
+    y, task, classes = _targets(collected.y, options, names)
+    name = "femnist" if original else (PurePosixPath(options.inside).name or place.name)
+    return of_users(place, collected, name, "writer" if original else "user", x, y, task, classes)
 
 
 def of_users(
     place: Path,
-    found: Collected,
+    collected: Collected,
     name: str,
     column: str,
     x: torch.Tensor,
@@ -245,11 +245,11 @@ def of_users(
             y,
             task,
             classes,
-            test=found.test,
-            columns={column: found.users},
-            levels={column: found.names},
-            users=found.users,
-            user_names=found.names,
+            test=collected.test,
+            columns={column: collected.users},
+            levels={column: collected.names},
+            users=collected.users,
+            user_names=collected.names,
             vocabulary=vocabulary,
         )
 

@@ -162,8 +162,8 @@ def _is_client(pair: tuple[Any, Any]) -> bool:
 
 def _named(obj: Any) -> tuple[Any, Any] | None:
     """Features and targets of a dictionary by their names; None where there is no such pair."""
-    found = (pair for pair in PAIRS if isinstance(obj, Mapping) and pair[0] in obj and pair[1] in obj)
-    return next(((obj[x], obj[y]) for x, y in found), None)
+    pairs = (pair for pair in PAIRS if isinstance(obj, Mapping) and pair[0] in obj and pair[1] in obj)
+    return next(((obj[x], obj[y]) for x, y in pairs), None)
 
 
 def _samples(obj: TorchDataset[Any], name: str) -> Iterator[Any]:
@@ -229,19 +229,19 @@ def _stacked(samples: Iterable[tuple[Any, Any]], name: str) -> tuple[NDArray[Any
     x: Rows | None = None
     y: list[Any] = []
     for value, label in samples:
-        found = _pixels(value)
+        pixels = _pixels(value)
         if not isinstance(value, (torch.Tensor, np.ndarray)):
-            found = _planes(found)  # a picture
-        if found.dtype.kind not in "uifb":
-            raise DataError(f"{name}: sample {len(y)} holds {found.dtype}, only images and numbers work")
-        found = found[None] if found.ndim == 2 else found
-        x = x or Rows(found.shape, np.uint8 if found.dtype == np.uint8 else np.float32)
-        if found.shape != x.shape:
-            raise DataError(f"{name}: sample {len(y)} has shape {found.shape}, others {x.shape}; one size only")
+            pixels = _planes(pixels)  # a picture
+        if pixels.dtype.kind not in "uifb":
+            raise DataError(f"{name}: sample {len(y)} holds {pixels.dtype}, only images and numbers work")
+        pixels = pixels[None] if pixels.ndim == 2 else pixels
+        x = x or Rows(pixels.shape, np.uint8 if pixels.dtype == np.uint8 else np.float32)
+        if pixels.shape != x.shape:
+            raise DataError(f"{name}: sample {len(y)} has shape {pixels.shape}, others {x.shape}; one size only")
         row = x.room(1)
-        if row.dtype == np.uint8 and found.dtype != np.uint8:
-            raise DataError(f"{name}: sample {len(y)} holds {found.dtype}, those before uint8; one type only")
-        row[0] = found
+        if row.dtype == np.uint8 and pixels.dtype != np.uint8:
+            raise DataError(f"{name}: sample {len(y)} holds {pixels.dtype}, those before uint8; one type only")
+        row[0] = pixels
         y.append(label.tolist() if isinstance(label, (torch.Tensor, np.ndarray, np.generic)) else label)
     if x is None:
         raise NoSamples(f"{name}: no samples")
@@ -278,8 +278,8 @@ def _table(obj: Any, target: Any, task: Task | None, name: str, options: dict[st
         coded = [str(c) for c, kind in zip(names, obj.dtypes, strict=True) if kind.name == "category"]
     target = str(names[-1] if target is None else target)
     options["categorical"] = tuple({*options.get("categorical", ()), *coded} - {target, options.get("users")})
-    given = {"label": target, "task": task or "auto", **options}
-    spec = make(Csv, given, name, {k: v for k, v in fields_of(TableSource).items() if k != "path"})
+    table_options = {"label": target, "task": task or "auto", **options}
+    spec = make(Csv, table_options, name, {k: v for k, v in fields_of(TableSource).items() if k != "path"})
 
     return read_table(spec, name, [str(c) for c in names], frame_cells(obj), Problems(name, first=0))
 

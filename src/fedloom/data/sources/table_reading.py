@@ -365,7 +365,7 @@ def _agreed_classes(
     return place[np.nan_to_num(codes, nan=len(levels)).astype(int)], agreement.classes, []
 
 
-def _task(asked: str, label: str, levels: tuple[str, ...], doubtful: bool) -> tuple[Task, list[str]]:
+def _task(task_wanted: str, label: str, levels: tuple[str, ...], doubtful: bool) -> tuple[Task, list[str]]:
     """The task that the label's levels make, and what is wrong with them.
 
     One level alone is no error, since a trained model may be tried on such a table; of a `doubtful` one it is told.
@@ -375,10 +375,10 @@ def _task(asked: str, label: str, levels: tuple[str, ...], doubtful: bool) -> tu
         wrong.append(
             f"the label {label!r} is {levels[0]!r} in every row that can be read; nothing can be learned from it"
         )
-    if asked in ("regression", "survival", "count"):
-        return cast("Task", asked), wrong
-    if asked == "auto" and any(np.isfinite(v := natural(level)[0]) and v != np.floor(v) for level in levels):
+    if task_wanted in ("regression", "survival", "count"):
+        return cast("Task", task_wanted), wrong
+    if task_wanted == "auto" and any(np.isfinite(v := natural(level)[0]) and v != np.floor(v) for level in levels):
         wrong.append("the label has fractions; set task = 'regression', or 'classification' if they are names")
-    if asked == "binary" and len(levels) != 2:
+    if task_wanted == "binary" and len(levels) != 2:
         wrong.append(f"task = 'binary', but the label has {len(levels)} values; use classification")
-    return "binary" if asked != "classification" and len(levels) == 2 else "classification", wrong
+    return "binary" if task_wanted != "classification" and len(levels) == 2 else "classification", wrong

@@ -99,8 +99,8 @@ class Texts(FileSource):
             refuse(raw.problems.where, raw.problems.sentences())
         if not texts:
             raise NoSamples(f"{place}: no rows below the header; an empty table")
-        found = [codes.done() for codes in coded.values()]
-        return texts, [(torch.from_numpy(code).long(), names) for code, names in found], str(place)
+        coded_columns = [codes.done() for codes in coded.values()]
+        return texts, [(torch.from_numpy(code).long(), names) for code, names in coded_columns], str(place)
 
 
 class _Lines(Collector):
@@ -236,8 +236,8 @@ def _texts() -> dict[str, str]:
 
 
 def _docstrings(file: Path) -> str:
-    found = (ast.get_docstring(node) for node in _documented(ast.parse(file.read_bytes())))
-    return "\n".join(text for text in found if text)
+    docstrings = (ast.get_docstring(node) for node in _documented(ast.parse(file.read_bytes())))
+    return "\n".join(text for text in docstrings if text)
 
 
 def _documented(node: Documented) -> Iterator[Documented]:
