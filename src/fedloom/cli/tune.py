@@ -49,18 +49,18 @@ def tune(
 
         search = Tuning(document, str(file), out or Path("runs") / f"{file.stem}-tune", data_dir, force=force)
         try:
-            found = search.run(_tell)
+            findings = search.run(_tell)
         except RunStopped as stop:
             if stop.reason is not Stop.INTERRUPTED:
                 raise
             say(str(stop), err=True)
             raise typer.Exit(130) from None
-    for f in found:
+    for f in findings:
         if f.best is not None and f.best.value is not None:
             say(
                 f"{f.study.method.label}: {f.best.setting}, validation {search.goal.metric} {significant(f.best.value)}"
             )
-    for sentence in beyond(found):
+    for sentence in beyond(findings):
         say(f"warning: {sentence}", err=True)
     say(f"report: {search.out / 'tuning.md'}\nnext:   fedloom run {search.out / 'tuned.toml'}")
 

@@ -18,7 +18,7 @@ from fedloom.trained.models import OWN, Models
 from fedloom.trained.saved import Shelf
 
 if TYPE_CHECKING:
-    import altair as alt
+    from altair import LayerChart
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Recorded:
         last = rows.filter(pc.equal(rows["round"], pc.max(rows["round"]))).sort_by("client")
         return torch.from_numpy(last["value"].to_numpy().copy())
 
-    def chart(self, metric: str | None = None, part: str = "test") -> alt.LayerChart:
+    def chart(self, metric: str | None = None, part: str = "test") -> LayerChart:
         """An Altair chart of a metric by round; see `fedloom.report.notebook.chart`."""
         from fedloom.report import notebook as display  # slow to import, needed where charts are drawn
 

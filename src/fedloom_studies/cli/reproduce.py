@@ -90,13 +90,17 @@ def reproduce(
             return
         time = Budget(None if budget is None else seconds(budget))
         chosen = [recipe(name)] if name is not None else list(recipes().values())
-        given = _seeds(seeds)
+        seed_numbers = _seeds(seeds)
         for one in chosen:
 
             def run_with(count: list[int], one: Recipe = one) -> bool:
                 return _run(one, how_much, out, recorded, data_dir, workers, count, only or [], time, all_)
 
-            if time.left <= 0 or not run_with(given) or (decide and not _decided(one, how_much, recorded, run_with)):
+            if (
+                time.left <= 0
+                or not run_with(seed_numbers)
+                or (decide and not _decided(one, how_much, recorded, run_with))
+            ):
                 say(f"stopped at {one.name}: the same command goes on from here", err=True)
                 raise typer.Exit(130)
 
@@ -112,8 +116,8 @@ def _run(
     from fedloom_studies.reproduce.summary import read
     from fedloom_studies.reproduce.verdicts import print_verdicts
 
-    known = read(results, recipe.name, scale)
-    if several and known is not None and known.complete and known.protocol == recipe.protocol(scale):
+    summary = read(results, recipe.name, scale)
+    if several and summary is not None and summary.complete and summary.protocol == recipe.protocol(scale):
         return True
     if several and scale == "laptop" and recipe.budget(scale) is None:
         say(f"{recipe.name}: no laptop scale; left out")
@@ -140,11 +144,11 @@ def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[in
     from fedloom_studies.reproduce.summary import read
 
     for count, _ in LOOKS[1:]:
-        known = read(results, recipe.name, scale)
-        if known is None or scale == "smoke" or known.minutes * LOOKS[0][0] / len(known.seeds) >= CHEAP:
+        summary = read(results, recipe.name, scale)
+        if summary is None or scale == "smoke" or summary.minutes * LOOKS[0][0] / len(summary.seeds) >= CHEAP:
             return True
-        judged = [one for one in claims(recipe, known.numbers) if not one.claim.construction]
-        if any(one.verdict == OPEN for one in judged if one.known) and not run(recipe.seeds(count)):
+        verdicts = [one for one in claims(recipe, summary.numbers) if not one.claim.construction]
+        if any(one.verdict == OPEN for one in verdicts if one.known) and not run(recipe.seeds(count)):
             return False
     return True
 
@@ -159,23 +163,23 @@ def _verify(
     from fedloom_studies.reproduce.execute import NOISE, verify
     from fedloom_studies.reproduce.summary import read
 
-    known = read(results, recipe.name, scale)
-    if known is None:
+    summary = read(results, recipe.name, scale)
+    if summary is None:
         raise ConfigError(f"{results} holds no summary of {recipe.name} at {scale} scale; run the recipe first")
     with TemporaryDirectory() as folder:
-        found = verify(
-            recipe, known, Path(folder) / "run", data_dir=data_dir, only=only,
+        differences = verify(
+            recipe, summary, Path(folder) / "run", data_dir=data_dir, only=only,
             workers=workers if workers == "auto" else _count(workers), show=counted,
         )  # fmt: skip
-    worst = max(found, key=lambda d: d.size)
-    equal = sum(d.size == 0 for d in found)
-    word = "equal" if equal == len(found) else "within numerical noise" if worst.size <= NOISE else "not equal"
-    code = f", commit {known.commit}" if known.commit else ""
+    worst = max(differences, key=lambda d: d.size)
+    equal = sum(d.size == 0 for d in differences)
+    word = "equal" if equal == len(differences) else "within numerical noise" if worst.size <= NOISE else "not equal"
+    code = f", commit {summary.commit}" if summary.commit else ""
     say(
-        f"{recipe.name}, seed {known.seeds[0]}: {word}: {equal} of {len(found)} values equal, the largest relative "
-        f"difference {significant(worst.size, 2)} ({worst.reference}: {worst.was} then, {worst.now} now; "
+        f"{recipe.name}, seed {summary.seeds[0]}: {word}: {equal} of {len(differences)} values equal, the largest "
+        f"relative difference {significant(worst.size, 2)} ({worst.reference}: {worst.was} then, {worst.now} now; "
         f"noise is up to {significant(NOISE)})."
-        f" Then: {known.date}{code}, torch {known.versions['torch']}, {known.machine}"
+        f" Then: {summary.date}{code}, torch {summary.versions['torch']}, {summary.machine}"
     )
     if word == "not equal":
         raise typer.Exit(1)

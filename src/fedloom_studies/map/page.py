@@ -65,16 +65,16 @@ def pages(setups: Mapping[str, Setup], records: Mapping[tuple[str, str], Record]
     Raises:
         ModuleNotFoundError: scikit-posthocs is not installed.
     """
-    judged = [judge(setup, records) for setup in setups.values()]
-    together = overall(judged)
+    verdicts = [judge(setup, records) for setup in setups.values()]
+    together = overall(verdicts)
     methods = list(dict.fromkeys([*(together.methods if together else ()), *REGISTRY, *(m for _, m in records)]))
-    yield "", _overview(judged, together, methods)
-    yield "map.svg", overview(judged, methods).encode()
+    yield "", _overview(verdicts, together, methods)
+    yield "map.svg", overview(verdicts, methods).encode()
     if together:
         halves = [math.nan] * len(together.ranks)
         title = f"mean rank over {len(together.setups)} setups"
         yield "ranks.svg", ladder(together.methods, together.ranks, halves, title, groups=together.groups).encode()
-    for j in judged:
+    for j in verdicts:
         yield f"{j.setup.name}.md", "\n".join(_setup(j))
         if j.standings:
             figures = [s.figures["mean"] for s in j.standings]
@@ -83,22 +83,22 @@ def pages(setups: Mapping[str, Setup], records: Mapping[tuple[str, str], Record]
             level = {s.method for s in j.standings if s.level}
             picture = ladder(names, [m for m, _ in percent], [h for _, h in percent], title, level=level)
             yield f"{j.setup.name}.svg", picture.encode()
-    table, parquet = tabled(judged), io.BytesIO()
+    table, parquet = tabled(verdicts), io.BytesIO()
     pq.write_table(table, parquet, compression="zstd")
     yield "map.parquet", parquet.getvalue()
     yield "map.csv", csv_of_table(table)
 
 
-def _overview(judged: Sequence[Judged], together: Overall | None, methods: Sequence[str]) -> str:
-    setup = judged[0].setup
-    wanted = sum(max(len(j.records), j.setup.best or len(REGISTRY)) for j in judged)
+def _overview(verdicts: Sequence[Judged], together: Overall | None, methods: Sequence[str]) -> str:
+    setup = verdicts[0].setup
+    wanted = sum(max(len(j.records), j.setup.best or len(REGISTRY)) for j in verdicts)
     head = HEAD.format(
-        count=len(judged), run=sum(len(j.records) for j in judged), cells=wanted, trials=setup.trials,
-        seeds=len(setup.seeds), enough=ENOUGH, folder=FOLDER, finding=finding(judged),
+        count=len(verdicts), run=sum(len(j.records) for j in verdicts), cells=wanted, trials=setup.trials,
+        seeds=len(setup.seeds), enough=ENOUGH, folder=FOLDER, finding=finding(verdicts),
         signs=", ".join(f"{sign}: {state}" for state, sign in SIGNS.items()),
     )  # fmt: skip
     lines = [head, "", "## Setup by setup", ""]
-    for j in judged:
+    for j in verdicts:
         about, _, change = j.setup.says.partition("; ")
         changed = f" {change[:1].upper()}{change[1:]}." if change else ""
         about = f"({about}; {j.setup.training}).{changed}"
@@ -118,9 +118,9 @@ def _overview(judged: Sequence[Judged], together: Overall | None, methods: Seque
     return "\n".join(lines) + "\n"
 
 
-def finding(judged: Sequence[Judged]) -> str:
+def finding(verdicts: Sequence[Judged]) -> str:
     """The page's first sentences: where a method is significantly better than the better of local and FedAvg."""
-    whole = [j for j in judged if j.reference]
+    whole = [j for j in verdicts if j.reference]
     if not whole:
         return "No setup has results of both local and FedAvg yet."
     won = [(j.setup.title, better) for j in whole if (better := [s for s in _methods(j) if s.better])]
@@ -159,16 +159,16 @@ def sentences(j: Judged) -> list[str]:
         f"than the better of the two, and {len(lost) or 'none'} {'is' if len(lost) < 2 else 'are'} significantly "
         f"worse.{named}"
     )
-    top, *others = j.rivals
-    level = [s for s in others if s.level]
+    top, *behind = j.rivals
+    level = [s for s in behind if s.level]
     if level:
         frugal = min((top, *level), key=lambda s: s.figures["bytes"].mean)
         sent = frugal.figures["bytes"].mean / 1e6
         least = f"{frugal.method} sends {f'least, {significant(sent, 3)} MB' if sent else 'nothing'}"
         are = "is" if len(level) == 1 else "are"
-        beside = f"{len(level)} of the {len(others)} others {are} level with it. Of these and {top.method}, {least}."
+        beside = f"{len(level)} of the {len(behind)} others {are} level with it. Of these and {top.method}, {least}."
     else:
-        beside = f"It is significantly better than each of the {len(others)} others."
+        beside = f"It is significantly better than each of the {len(behind)} others."
     best = f"The best mean is that of {top.method}, {_percent(top.figures['mean'])}."
     third = f"{best} {beside}{_pooled(j.of(POOLED))}"
     return [first, second, third]
@@ -196,8 +196,12 @@ def _setup(j: Judged) -> Iterator[str]:
         figures = s.figures
         shown = [_percent(figures.get(name)) for name in COLUMNS]
         shares = [percent(figures[f"gainers_{m}"].mean) if f"gainers_{m}" in figures else "-" for m in MARKS[:2]]
-        late = figures["rounds_to_95"]
-        reached = fixed(late.mean, 0) if len(late.finite) == len(late.by_seed) else "not with every seed"
+        rounds_to_95 = figures["rounds_to_95"]
+        reached = (
+            fixed(rounds_to_95.mean, 0)
+            if len(rounds_to_95.finite) == len(rounds_to_95.by_seed)
+            else "not with every seed"
+        )
         costs = [total(figures["gradients"].mean), significant(figures["bytes"].mean / 1e6, 3), reached]
         cells = [*shown, " / ".join(shares), significant(figures["variance"].mean, 2), *costs, _settings(s.record)]
         yield f"| {s.method} | {s.record.model} | {' | '.join(cells)} | {_notes(setup, s.record, s)} |"
@@ -207,9 +211,9 @@ def _setup(j: Judged) -> Iterator[str]:
         yield f"- {record.method}: {record.status}: {record.reason}{_notes(setup, record, None, ' (', ')')}"
     missing = [name for name in REGISTRY if name not in j.records]
     if missing and not (setup.best and len(j.records) >= setup.best):
-        known = f", of which the best {setup.best} elsewhere are to be run" if setup.best else ""
+        note_on_best = f", of which the best {setup.best} elsewhere are to be run" if setup.best else ""
         named = _words(missing) if j.records else "every method"
-        yield f"- Not run{known}: {named}. Command: `fedloom map --setup {setup.name}`"
+        yield f"- Not run{note_on_best}: {named}. Command: `fedloom map --setup {setup.name}`"
     spent = sum(record.minutes for record in j.records.values())
     commits = sorted({record.commit[:12] or "unknown" for record in j.records.values()})
     tried = f"{setup.trials} trials each" if setup.trials > 1 else "every method as it comes"
@@ -246,8 +250,8 @@ def _gain(s: Standing) -> str:
 
 
 def _listed(words: Iterable[str], most: int = 5) -> str:
-    found = list(words)
-    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
+    items = list(words)
+    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def _signed(comparison: Comparison) -> str:
@@ -261,10 +265,10 @@ def _percent(estimate: Estimate | Comparison | None) -> str:
     return pair(fixed(100 * estimate.mean, 1), fixed(100 * estimate.half, 1) if math.isfinite(estimate.half) else "")
 
 
-def standing_table(judged: Iterable[Judged], methods: Iterable[str]) -> list[dict[str, str]]:
+def standing_table(verdicts: Iterable[Judged], methods: Iterable[str]) -> list[dict[str, str]]:
     """Where methods stand beside all that are recorded: a row per setup and method."""
     rows = []
-    for j in judged:
+    for j in verdicts:
         for method in methods:
             record, s = j.records.get(method), j.of(method)
             row = {"setup": j.setup.name, "method": method, "state": record.status if record else NOT_RUN}
@@ -281,10 +285,10 @@ def standing_table(judged: Iterable[Judged], methods: Iterable[str]) -> list[dic
     return rows
 
 
-def tabled(judged: Iterable[Judged]) -> pa.Table:
+def tabled(verdicts: Iterable[Judged]) -> pa.Table:
     """A row per run with its figures, and per cell without one; numbers unrounded and unscaled."""
     rows = []
-    for j in judged:
+    for j in verdicts:
         for record in j.records.values():
             s = j.of(record.method)
             cell = {

@@ -18,10 +18,10 @@ SIGNS = {NOT_RUN: "·", NOT_APPLICABLE: "\N{EN DASH}", FAILED: "\N{MULTIPLICATIO
 """In cells without a gain."""
 
 
-def overview(judged: Sequence[Judged], methods: Sequence[str]) -> str:
+def overview(verdicts: Sequence[Judged], methods: Sequence[str]) -> str:
     """Methods x setups: the colour is the gain over the better of local and FedAvg, pale where not significant."""
     cells = []
-    for j in judged:
+    for j in verdicts:
         for method in methods:
             record, standing = j.records.get(method), j.of(method)
             gain = rounded(100 * standing.gain.mean) if standing and standing.gain else None
@@ -31,7 +31,7 @@ def overview(judged: Sequence[Judged], methods: Sequence[str]) -> str:
             cells.append({"setup": j.setup.name, "method": method, "gain": gain, "sign": sign,
                           "clear": 1.0 if standing and (standing.better or standing.worse) else 0.3})  # fmt: skip
     y = kit.names("method", methods, axis={"labelOverlap": False})
-    x = kit.names("setup", [j.setup.name for j in judged], axis={"orient": "top", "labelAngle": -90})
+    x = kit.names("setup", [j.setup.name for j in verdicts], axis={"orient": "top", "labelAngle": -90})
     limit = 100 * CLIP
     colour = kit.shade("gain", "points over the better of local and FedAvg") | {
         "scale": {
@@ -47,7 +47,7 @@ def overview(judged: Sequence[Judged], methods: Sequence[str]) -> str:
         kit.mark("text", {"x": x, "y": y, "text": {"field": "sign"}}, color=look.GREY),
     )
     room = look.PHONE - look.LETTER * max(map(len, methods)) - 8
-    steps = {"width": {"step": int(room / max(1, len(judged)))}, "height": {"step": ROW}}
+    steps = {"width": {"step": int(room / max(1, len(verdicts)))}, "height": {"step": ROW}}
     return look.svg_for_pages({**spec, **steps, "datasets": {"rows": cells}})
 
 

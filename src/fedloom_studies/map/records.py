@@ -135,7 +135,7 @@ def series_of(run: Run, method: str, seeds: Sequence[int]) -> dict[str, Any]:
     model = next((kind for kind in reversed(MODELS) if kind in kinds), "")
     metric = leading(test_metrics(run, method, model))
     lost = {record.seed for record in run.summary.runs if record.lost or record.status == "interrupted"}
-    found = {}
+    series = {}
     for seed in sorted(set(seeds) - lost):
         key = Key(method, seed, model, "test", metric)
         means, points = curve(run, key, "mean"), run.benign(key)
@@ -146,9 +146,9 @@ def series_of(run: Run, method: str, seeds: Sequence[int]) -> dict[str, Any]:
         clients[points.client[last]] = points.value[last]
         costs = [cumulative(run, method, seed, cost) for cost in ("samples_backward", "bytes")]
         spent = [[total.value[total.round <= r].max(initial=0.0) for r in means.round] for total in costs]
-        found[str(seed)] = Series(_rounded(clients), means.round.tolist(), _rounded(means.value), *map(_exact, spent))
+        series[str(seed)] = Series(_rounded(clients), means.round.tolist(), _rounded(means.value), *map(_exact, spent))
     versions: Mapping[str, str] = run.options["resolved"]["versions"]
-    return {"metric": metric, "model": model, "seeds": found, "versions": dict(versions)}
+    return {"metric": metric, "model": model, "seeds": series, "versions": dict(versions)}
 
 
 def _rounded(values: Any) -> Values:

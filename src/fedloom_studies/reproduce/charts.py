@@ -23,7 +23,7 @@ def legend(cells: Sequence[Cell]) -> str:
     marks = [("dot", "ours", True),
              ("line", "its 95 % interval", any(math.isfinite(c.half) for c in cells)),
              ("diamond", "the paper's", any(c.paper is not None for c in cells))]  # fmt: skip
-    return ", ".join(f"{mark}: {meaning}" for mark, meaning, there in marks if there)
+    return ", ".join(f"{mark}: {meaning}" for mark, meaning, is_drawn in marks if is_drawn)
 
 
 def alt(title: str, cells: Sequence[Cell]) -> str:

@@ -129,8 +129,8 @@ def _seconds(spec: ModelSpec, shape: tuple[int, ...], classes: int, batch: int, 
     fed = fl.partition.iid(clients=clients, test=0.0, validation=0.0)(data, 0)
     local = LocalSGD(batch_size=batch, lr=1e-4)
     setting = Setting(algorithm=FedAvg(), model=spec, local=local, rounds=2)
-    found = measure_rounds(setting, fed, 2, time.process_time).rounds[1]
-    return (found.seconds or 0.0) / found.samples
+    second_round = measure_rounds(setting, fed, 2, time.process_time).rounds[1]
+    return (second_round.seconds or 0.0) / second_round.samples
 
 
 def _speed(plan: Experiment, method: Method, data: Nominal, clients: int, samples: float) -> float:
@@ -175,14 +175,14 @@ def listing(
 
 def keep(recipes: Mapping[str, Recipe], results: Path, data_dir: Path | None) -> Path:
     """Write what recipes that were not run and have no laptop scale need at full scale, beside the summaries."""
-    found = {}
+    estimates = {}
     for name, recipe in recipes.items():
         if recipe.budget("laptop") is None and last(recipe, results) is None:
             sources = {d["data"]["source"]: experiment(first(d), name).source for d in recipe.at("full").values()}
             missing = sorted(source for source, one in sources.items() if not _is_there(one, data_dir))
-            found[name] = Need(rounded(minutes(recipe, "full"), 2) or 0.0, missing)._asdict()
+            estimates[name] = Need(rounded(minutes(recipe, "full"), 2) or 0.0, missing)._asdict()
     make_folder(results)
-    write_atomic(results / ESTIMATES, (json.dumps(found, indent=1) + "\n").encode())
+    write_atomic(results / ESTIMATES, (json.dumps(estimates, indent=1) + "\n").encode())
     return results / ESTIMATES
 
 

@@ -95,8 +95,8 @@ def summarise(
         versions = run.options["resolved"]["versions"]
         numbers[variant] = numbers_of(recipe, document, run)
         trials = trials_of(document, folder.name)
-        known = {} if trials != folder.name and chosen else settled(out / TRIALS / trials, document)
-        chosen |= {variant: known} if known else {}
+        choices = {} if trials != folder.name and chosen else settled(out / TRIALS / trials, document)
+        chosen |= {variant: choices} if choices else {}
         wanted = {(label_of(m), seed) for m in document["method"] for seed in document["seeds"]}
         ended = {(r.method, r.seed): r for r in run.summary.runs if r.status != "interrupted"}
         missing |= not wanted <= ended.keys()
@@ -165,18 +165,18 @@ def read(folder: Path, recipe: str, scale: Scale) -> Summary | None:
 def needs(folder: Path) -> dict[str, Need]:
     """The estimates that were kept, by recipe."""
     file = folder / ESTIMATES
-    known = json.loads(file.read_text()) if file.exists() else {}
-    return {name: Need(**need) for name, need in known.items()}
+    by_recipe = json.loads(file.read_text()) if file.exists() else {}
+    return {name: Need(**need) for name, need in by_recipe.items()}
 
 
 def numbers_of(recipe: Recipe, document: Mapping[str, Any], run: Run) -> dict[str, dict[str, float | None]]:
     """reference -> seed -> value of everything that a summary keeps of a run."""
-    found = {}
+    numbers = {}
     for reference in _wanted(recipe, [label_of(m) for m in document["method"]]):
         by_seed = values(run, reference)
         if any(math.isfinite(v) for v in by_seed.values()):
-            found[str(reference)] = {str(s): rounded(v, DIGITS) for s, v in sorted(by_seed.items())}
-    return found
+            numbers[str(reference)] = {str(s): rounded(v, DIGITS) for s, v in sorted(by_seed.items())}
+    return numbers
 
 
 def _wanted(recipe: Recipe, methods: Iterable[str]) -> list[Reference]:
@@ -198,17 +198,17 @@ def counted(out: Path, variant: str) -> Iterator[Callable[[], None]]:
     Gives a function to be called now and then, which brings the file up to date, so that little is lost to a kill.
     """
     start, before = _processor(), spent(out).get(variant, 0.0)
-    written = start
+    last_written = start
 
     def write() -> None:
-        nonlocal written
-        written = _processor()
+        nonlocal last_written
+        last_written = _processor()
         if out.is_dir():
-            known = spent(out) | {variant: before + written - start}
-            write_atomic(out / SPENT, json.dumps(known, indent=1).encode())
+            seconds_by_variant = spent(out) | {variant: before + last_written - start}
+            write_atomic(out / SPENT, json.dumps(seconds_by_variant, indent=1).encode())
 
     try:
-        yield lambda: write() if _processor() - written >= PAUSE else None
+        yield lambda: write() if _processor() - last_written >= PAUSE else None
     finally:
         write()
 

@@ -103,11 +103,11 @@ class Bench:
                 for way in self.ways[method.label]:
                     wait_for_quiet(patience)
                     with watch_others() as others:
-                        found = measure_rounds(
+                        rounds_measured = measure_rounds(
                             self._setting(method, way.oracle, way.workers), self.federation, self.rounds + 1
                         )
-                    times = [_seconds(cost) for cost in found.rounds[1:]]
-                    samples = sum(cost.samples for cost in found.rounds[1:]) / sum(times)
+                    times = [_seconds(cost) for cost in rounds_measured.rounds[1:]]
+                    samples = sum(cost.samples for cost in rounds_measured.rounds[1:]) / sum(times)
                     yield Speed(method.label, way, statistics.median(times), samples, others.cores)
         finally:
             gc.unfreeze()
@@ -126,13 +126,13 @@ class Bench:
         return method.setting.with_(engine=engine)  # type: ignore[no-any-return]
 
     def _ways(self, method: Method, oracles: Sequence[str], workers: Sequence[int]) -> list[Way]:
-        asked = self.experiment.common.engine.workers if self.processes == 1 else 1
-        job, _ = make_job(self._setting(method, method.setting.engine.oracle, asked), self.federation)
-        mine = Way(job.oracle.name, job.workers, picked=True)
-        able = [mine.oracle, *(name for name in oracles or ORACLES if self._can(method, name, named=bool(oracles)))]
-        counts = dict.fromkeys([mine.workers, *workers])
-        others = [Way(oracle, count, picked=False) for oracle in dict.fromkeys(able) for count in counts]
-        return [mine, *(way for way in others if way[:2] != mine[:2])]
+        workers_wanted = self.experiment.common.engine.workers if self.processes == 1 else 1
+        job, _ = make_job(self._setting(method, method.setting.engine.oracle, workers_wanted), self.federation)
+        picked = Way(job.oracle.name, job.workers, picked=True)
+        able = [picked.oracle, *(name for name in oracles or ORACLES if self._can(method, name, named=bool(oracles)))]
+        counts = dict.fromkeys([picked.workers, *workers])
+        alternatives = [Way(oracle, count, picked=False) for oracle in dict.fromkeys(able) for count in counts]
+        return [picked, *(way for way in alternatives if way[:2] != picked[:2])]
 
     def _can(self, method: Method, oracle: str, *, named: bool) -> bool:
         try:
@@ -147,17 +147,17 @@ class Bench:
 def costs_of(setting: Setting, fed: Federation, rounds: int) -> Costs:
     """Constants of a setting with one worker, from rounds in this process; one more is played, and left out."""
     job, _ = make_job(setting, fed)
-    found = _watched(setting, fed, rounds)
+    measured = _watched(setting, fed, rounds)
     row = sum(t.numel() * t.element_size() for store in job.stores.values() for t in store.template)
-    cohort = round(statistics.fmean(w.clients for _, w in found))
+    cohort = round(statistics.fmean(w.clients for _, w in measured))
     client = _per_client(setting, fed, rounds, cohort, row)
-    share = statistics.median(w.work / w.clients for _, w in found)
+    share = statistics.median(w.work / w.clients for _, w in measured)
     return Costs(
         share=share,
-        result=statistics.median(w.passing / w.chunks for _, w in found),
+        result=statistics.median(w.passing / w.chunks for _, w in measured),
         client=client,
-        fixed=max(0.0, statistics.median(rest for rest, _ in found) - client * fed.n),
-        message=sum(w.bytes for _, w in found) / sum(w.chunks for _, w in found),
+        fixed=max(0.0, statistics.median(rest for rest, _ in measured) - client * fed.n),
+        message=sum(w.bytes for _, w in measured) / sum(w.chunks for _, w in measured),
         row=row,
         chunk=job.chunk,
         cohort=cohort,
@@ -177,8 +177,8 @@ def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
         return [w.work / w.clients for _, w in _watched(setting, fed, rounds, wait)]
 
     with Pool([shares], cores()) as pool:
-        found: list[list[float]] = list(pool.map(shares, None, range(cores())))
-    slowest: list[float] = [max(each) for each in zip(*found, strict=True)]
+        shares_by_core: list[list[float]] = list(pool.map(shares, None, range(cores())))
+    slowest: list[float] = [max(each) for each in zip(*shares_by_core, strict=True)]
     return statistics.median(slowest)
 
 
@@ -186,15 +186,15 @@ def _watched(
     setting: Setting, fed: Federation, rounds: int, before: Callable[[], None] = lambda: None
 ) -> list[tuple[float, MeasuredWorkers]]:
     """Rounds without the first: seconds outside chunks, and what was seen of these; ``before`` is called in each."""
-    seen: list[MeasuredWorkers] = []
+    by_worker: list[MeasuredWorkers] = []
 
     def through(workers: Workers) -> Workers:
         before()
-        seen.append(MeasuredWorkers(workers))
-        return seen[-1]
+        by_worker.append(MeasuredWorkers(workers))
+        return by_worker[-1]
 
-    found = measure_rounds(setting, fed, rounds + 1, through=through)
-    return [(_seconds(r) - w.work - w.passing, w) for r, w in zip(found.rounds, seen, strict=True)][1:]
+    measured = measure_rounds(setting, fed, rounds + 1, through=through)
+    return [(_seconds(r) - w.work - w.passing, w) for r, w in zip(measured.rounds, by_worker, strict=True)][1:]
 
 
 def _seconds(cost: RoundCost) -> float:
