@@ -70,7 +70,7 @@ class Link:
         config = f'method="{method}" num-server-rounds={ROUNDS} min-nodes={NODES}'
         words = ["run", str(self.app), "here", "--stream", "--run-config", config, *self._federation]
         stream = self._start("cli", "flwr", *words)
-        end, start = time.monotonic() + 300, stream.log.stat().st_size
+        end, start = time.monotonic() + 500, stream.log.stat().st_size
         while stream.alive():
             assert time.monotonic() < end, stream.tail(40)
             time.sleep(0.2)
