@@ -42,7 +42,7 @@ FOLDERS = (CHECKPOINTS, MODELS, ADAPTED, TRACKING, LIVE)
 
 TABLES = (
     "data", "partition", "model", "task", "local", "sampler", "weigher", "mixer", "aggregator", "attack", "channel",
-    "augment", "evaluate", "engine", "tune",
+    "augment", "devices", "schedule", "evaluate", "engine", "tune",
 )  # fmt: skip
 """Tables of an experiment file beside its methods, in the order of `fedloom.experiment.schema.TABLES`."""
 
