@@ -98,8 +98,8 @@ def kept(result: Result) -> list[torch.Tensor]:
     return [*server, *result.job.clients.read(torch.arange(result.job.n))]
 
 
-DRAWS = ("ifca", "fedskip", "fedspa", "fedpd", "equitable-fl", "lp-proj", "admm-lp-proj")
-"""Methods whose server draws more: models, where models wander to, masks, silent rounds, starts of k-means, keys."""
+DRAWS = ("ifca", "pfedfda", "fedfomo", "fedskip", "fedspa", "fedpd", "equitable-fl", "lp-proj", "admm-lp-proj")
+"""Methods whose server draws more: models, where they wander to, means, peers, masks, silent rounds, clusters, keys."""
 
 
 def refusal(do: Callable[[], object]) -> str:

@@ -355,7 +355,7 @@ def fedpac(p: Problem, end: Models) -> Models:
     share = (p.sizes[:, None] - 1).double() / p.sizes[:, None]
     both = torch.cat([share, 1 - share], 1)
     moment = (both[:, :, None] * received[:, None, :2]).flatten(1)
-    spread = (received.square().sum(1) - moment.square().sum(1)) / p.sizes
+    spread = (received[:, :2].square().sum(1) - moment.square().sum(1)) / p.sizes
     mass, z = p.alpha * share, received
     for _ in range(60):  # the prototype is that of the features after the round, which are drawn to it
         centre, ends = (mass * z[:, :2]).sum(0) / mass.sum(), []
@@ -393,6 +393,52 @@ def ifca(p: Problem, end: Models) -> Models:
     return {"personal": models}
 
 
+def dbe(p: Problem, end: Models) -> Models:
+    """One more round by single steps that pull the mean of the features to that after the first round."""
+    x, first, ends = end["global"], p.descent(p.x0, steps_of(p), 0.4), []
+    centre = mean(p, first[:, :2])
+    for i, k in enumerate(steps_of(p)[:, 0].tolist()):
+        w = x
+        for _ in range(k):
+            slope = p.hessian[i] @ (w - p.minimiser[i])
+            slope[:2] += 0.6 * (w[:2] - centre) / 2
+            w = w - 0.4 * slope
+        ends.append(w)
+    return {"global": mean(p, ends), "personal": x.expand(p.n, -1)}
+
+
+def fedas(p: Problem, end: Models) -> Models:
+    """One more round by single steps, which must change nothing."""
+    w, ends, counts = end["personal"], [], steps_of(p)[:, 0].tolist()
+    fisher = torch.stack([k * (p.hessian[i] @ (w[i] - p.minimiser[i])).square().sum() for i, k in enumerate(counts)])
+    mass = fisher * p.alpha[:, 0]
+    body = (mass / mass.sum()) @ w
+    for i, k in enumerate(counts):
+        v = torch.where(HEAD, w[i], body)
+        for _ in range(k if p.sizes[i] > 1 else 0):  # who has no sample of the first class does not align
+            v = v.index_add(0, torch.arange(2), v[:2] - w[i][:2], alpha=-0.4)
+        for _ in range(k):
+            v = v - 0.4 * p.hessian[i] @ (v - p.minimiser[i])
+        ends.append(v)
+    return {"personal": torch.stack(ends)}
+
+
+def pfedfda(p: Problem, end: Models) -> Models:
+    """Bodies where they balance under heads of the prior alone: both classes look the same to a client."""
+    ends, heads, prior = [], [], torch.stack([p.sizes - 1, torch.ones_like(p.sizes)], 1).double() / p.sizes[:, None]
+    prior = (prior + 1e-4) / (prior + 1e-4).sum(1, keepdim=True)
+    for i, k in enumerate(steps_of(p)[:, 0].tolist()):
+        head = torch.where(HEAD, end["personal"][i], 0)
+        head[:4] = end["personal"][i][:4]
+        w = head
+        for _ in range(k):
+            w = w - 0.4 * (p.hessian[i] @ (w - p.minimiser[i])) * ~HEAD
+        ends.append(w)
+        heads.append(head)
+    assert torch.equal(end["personal"][:, :4], end["personal"][:1, :4].expand(p.n, -1))
+    return {"personal": torch.where(HEAD, torch.stack(heads), mean(p, ends))}
+
+
 ROWS: dict[str, Row] = {
     "fedavg": Row(lambda p, end: {"global": mean_of_descents(p)}, variants=({"server_lr": 0.5},)),
     "fedavg-ft": Row(fedavg_ft, options={"epochs": 2, "lr": 0.2}, variants=({"steps": 3}, {"epochs": 0})),
@@ -404,6 +450,26 @@ ROWS: dict[str, Row] = {
         problem=two_groups,
         variants=({"clusters": 1}, {"clusters": 3}),
         without={"translation": "its further models have the entries of the first in another order"},
+    ),
+    "cfl": Row(
+        ifca,
+        problem=two_groups,
+        options={"first": 2, "least": 5, "gap": 0.0, "ratio": 1.0},
+        variants=({"first": 0.0, "gap": -2.0, "least": 2},),
+    ),
+    "dbe": Row(
+        dbe,
+        120,
+        {"kappa": 0.6, "memory": False},
+        variants=({"momentum": 0.4, "kappa": 3.0}, {"kappa": 0.0}),
+        without={"translation": "it sends means of features"},
+    ),
+    "fedas": Row(fedas, 120, variants=({"align": 0},)),
+    "pfedfda": Row(pfedfda, 80, without={"translation": "its means of features know the origin"}),
+    "fedfomo": Row(
+        lambda p, end: {"personal": p.minimiser},
+        150,
+        variants=({"peers": 0}, {"peers": 2, "epsilon": 1.0, "decay": 0.0}),
     ),
     "fedpac": Row(
         fedpac,

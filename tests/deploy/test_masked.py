@@ -657,8 +657,8 @@ def refusal(name: str, **changes: Any) -> str:
 
 
 SINGLE = {
-    **dict.fromkeys(("afl", "gifair-fl", "fiaelt", "ifca", "fedpac"), "the rows of single clients"),
-    **dict.fromkeys(("fedacs", "fedamp", "heurfedamp", "fedskip"), "mixes the kept rows of single clients"),
+    **dict.fromkeys(("afl", "gifair-fl", "fiaelt", "ifca", "cfl", "fedas", "fedpac"), "the rows of single clients"),
+    **dict.fromkeys(("fedacs", "fedamp", "heurfedamp", "fedskip", "fedfomo"), "mixes the kept rows of single clients"),
     **dict.fromkeys(("equitable-fl", "fairfed"), "asks single clients"),
     **dict.fromkeys(("power-of-choice", "clustered-sampling"), "looks at single clients"),
     "centralized": "pools the data",

@@ -66,7 +66,7 @@ def test_methods_that_upload_models_are_there() -> None:
     assert {"fedacs", "flame", "fedamp", "fedpd", "feddr", "lpgd"} <= set(ABSOLUTE)
 
 
-WITH_MORE = ("lpgd", "fedskip", "admm-lp-proj", "fedadmm-inexact")
+WITH_MORE = ("lpgd", "fedskip", "admm-lp-proj", "fedadmm-inexact", "fedfomo")
 """Their uploads have more than the model, and the bound is that of all."""
 
 

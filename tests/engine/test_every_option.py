@@ -32,6 +32,7 @@ SMALL = MLP(hidden=(40, 40))
 TRACE = ((1, 1, 1, 0, 0, 1, 1, 0, 1, 1), (0, 1, 1, 1, 1, 1, 0, 1, 1, 0))
 GIVEN: dict[str, list[Any]] = {
     "layers": [("4",)],
+    "gap": [-2.0],
     "head": [("fc2", "head")],
     "regulariser": [{"kind": "l1", "c": 0.05}],
     "pre": [({"kind": "nnm", "f": 1},)],
@@ -53,6 +54,10 @@ GIVEN: dict[str, list[Any]] = {
 """Values of options whose type does not tell one, and of those that stand in for others."""
 BESIDE: dict[tuple[str, str], dict[str, Any]] = {
     ("FedADMMInexact", "shrink"): {"eps0": 1e-4},
+    ("CFL", "ratio"): {"least": 2, "gap": -2.0},
+    ("CFL", "gap"): {"least": 2, "ratio": 9.0},
+    ("CFL", "first"): {"least": 2, "gap": -2.0, "ratio": 9.0},
+    ("CFL", "least"): {"gap": -2.0, "ratio": 9.0},
     ("EquitableWeigher", "log_softmax"): {"clusters": 4},
     ("FairFedWeigher", "floor"): {"beta": 3.0},
     ("PowerOfChoice", "candidates"): {"clients": 4},

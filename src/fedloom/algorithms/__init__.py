@@ -18,6 +18,8 @@ from fedloom.algorithms._regulariser import Regulariser as Regulariser
 from fedloom.algorithms.admmlpproj import ADMMLpProj as ADMMLpProj
 from fedloom.algorithms.afl import AFL as AFL
 from fedloom.algorithms.apfl import APFL as APFL
+from fedloom.algorithms.cfl import CFL as CFL
+from fedloom.algorithms.dbe import DBE as DBE
 from fedloom.algorithms.ditto import Ditto as Ditto
 from fedloom.algorithms.fedacs import FedACS as FedACS
 from fedloom.algorithms.fedadmm import FedADMM as FedADMM
@@ -25,6 +27,7 @@ from fedloom.algorithms.fedadmm_composite import FedADMMComposite as FedADMMComp
 from fedloom.algorithms.fedadmm_inexact import FedADMMInexact as FedADMMInexact
 from fedloom.algorithms.fedala import FedALA as FedALA
 from fedloom.algorithms.fedamp import FedAMP as FedAMP
+from fedloom.algorithms.fedas import FedAS as FedAS
 from fedloom.algorithms.fedavg import FedAvg as FedAvg
 from fedloom.algorithms.fedavg_ft import FedAvgFT as FedAvgFT
 from fedloom.algorithms.fedbabu import FedBABU as FedBABU
@@ -32,6 +35,7 @@ from fedloom.algorithms.fedbn import FedBN as FedBN
 from fedloom.algorithms.feddr import FedDR as FedDR
 from fedloom.algorithms.feddualavg import FedDualAvg as FedDualAvg
 from fedloom.algorithms.feddyn import FedDyn as FedDyn
+from fedloom.algorithms.fedfomo import FedFomo as FedFomo
 from fedloom.algorithms.fedmid import FedMiD as FedMiD
 from fedloom.algorithms.fednova import FedNova as FedNova
 from fedloom.algorithms.fedopt import FedOpt as FedOpt
@@ -57,6 +61,7 @@ from fedloom.algorithms.lpgd import LPGD as LPGD
 from fedloom.algorithms.lpproj import LpProj as LpProj
 from fedloom.algorithms.moon import MOON as MOON
 from fedloom.algorithms.perfedavg import PerFedAvg as PerFedAvg
+from fedloom.algorithms.pfedfda import PFedFDA as PFedFDA
 from fedloom.algorithms.pfedme import PFedMe as PFedMe
 from fedloom.algorithms.presets import PRESETS as PRESETS
 from fedloom.algorithms.presets import Composition as Composition
@@ -97,9 +102,14 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "fedala": FedALA,
     "fedrod": FedRoD,
     "ifca": IFCA,
+    "cfl": CFL,
     "moon": MOON,
     "fedproto": FedProto,
+    "fedfomo": FedFomo,
     "fedpac": FedPAC,
+    "dbe": DBE,
+    "fedas": FedAS,
+    "pfedfda": PFedFDA,
     "lg-fedavg": LGFedAvg,
     "fedbn": FedBN,
     "fedspa": FedSpa,

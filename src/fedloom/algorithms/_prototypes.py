@@ -1,4 +1,4 @@
-"""Prototypes: mean representations of classes, as methods send, keep and compare them."""
+"""Prototypes, mean representations of classes, as methods send, keep and compare them; and the linear head above."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedloom.errors import Refused
 from fedloom.local import Term, Work
+from fedloom.rows import masks
 from fedloom.rows.layout import Layout
 
 
@@ -22,6 +24,29 @@ def shape_of(layout: Layout) -> tuple[int, int]:
     """Classes and features of a model: the shape of its last matrix, two classes where that has one output."""
     outputs, features = list(layout.matrix_shapes.values())[-1]
     return max(2, outputs), features
+
+
+def require_bias(method: str, layout: Layout) -> None:
+    """Refuse a model whose last layer has no bias.
+
+    Raises:
+        Refused: it has none.
+    """
+    if not bool((masks.head(layout) & ~masks.matrices(layout)).any()):
+        raise Refused(f"{method} shifts the bias of the model's last layer, which has none: give it one")
+
+
+class Head(NamedTuple):
+    """Views of a model's last layer: weight ``[..., c, k]``, bias ``[..., c]``."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+def head_of(layout: Layout, models: Tensor) -> Head:
+    """The last layer of models ``[..., d]`` that have a bias there; writing to it writes to them."""
+    name, tree = list(layout.matrix_shapes)[-1], layout.tree(models)
+    return Head(tree[name], tree[f"{name.rpartition('.')[0]}.bias"])
 
 
 def distance(z: Tensor, _outputs: Tensor, y: Tensor, _anchors: Tensor, given: Prototypes) -> Tensor:

@@ -117,12 +117,17 @@ class FedPAC(Algorithm):
         return masks.joined(down.x, down.head, masks.head(work.layout).to(down.x.device))
 
 
-def combined(spread: Tensor, gaps: Tensor, steps: int = 2000) -> Tensor:
+def combined(spread: Tensor, gaps: Tensor, steps: int = 2000, tolerance: float = 1e-13) -> Tensor:
     """Row i: argmin over the simplex of sum_j a_j^2 V_j + ||sum_j a_j (h_i - h_j)||^2 (Eq. 11), ``[m, m]``."""
     p = torch.diag(spread.clamp(min=0)) + gaps @ gaps.mT
     rate = 1 / torch.linalg.matrix_norm(p, 2).clamp(min=1e-12)[:, None]
     a = ahead = torch.eye(len(spread), dtype=spread.dtype, device=spread.device)
-    for k in range(steps):
+    age = torch.zeros_like(rate)
+    for _ in range(steps):
         new = onto_simplex(ahead - rate * torch.einsum("ijk,ik->ij", p, ahead), 1.0)
-        a, ahead = new, new + k / (k + 3) * (new - a)
+        if float((new - ahead).abs().max()) < tolerance:
+            return new
+        turns = ((ahead - new) * (new - a)).sum(1, keepdim=True) > 0  # momentum that leads uphill starts anew
+        age = torch.where(turns, 0, age + 1)
+        a, ahead = new, new + age / (age + 3) * (new - a)
     return a

@@ -32,7 +32,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.algorithms._base import Algorithm, Delta, Model
-from fedloom.errors import Refused
+from fedloom.algorithms._prototypes import require_bias
 from fedloom.local import Batch, Ctx, Work, iterate
 from fedloom.rows import masks
 from fedloom.rows.layout import Layout
@@ -59,10 +59,8 @@ class FedRoD(Algorithm):
     plain_sgd: ClassVar[str | None] = "its two heads take their steps on one batch side by side"
 
     def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        head = masks.head(layout)
-        if not bool((head & ~masks.matrices(layout)).any()):
-            raise Refused("FedRoD shifts the bias of the model's last layer, which has none: give it one")
-        return masks.undivided("FedRoD", head, "Local beside FedAvg")
+        require_bias("FedRoD", layout)
+        return masks.undivided("FedRoD", masks.head(layout), "Local beside FedAvg")
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
         return Model(x0), Client(torch.zeros_like(x0[masks.head(ctx.layout)])), None

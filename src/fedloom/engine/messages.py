@@ -199,6 +199,6 @@ def first_upload(method: Algorithm, start: tuple[Any, Any, Any], ctx: Ctx, work:
     """What the first client uploads in a first round; nothing is kept of it."""
     server, template, kept = start
     one = ctx._replace(m=1, ids=ctx.ids[:1])
-    rows = type(template)(*[t[None] for t in template])
-    down = method.down(server, kept and type(kept)(*[t[None] for t in kept]), one)
+    rows, count = type(template)(*[t[None] for t in template]), ctx.n if method.mixes_all else 1
+    down = method.down(server, kept and type(kept)(*[t.repeat(count, *[1] * t.dim()) for t in kept]), one)
     return method.client(down, rows, work)[0]

@@ -5,13 +5,15 @@ from fedloom.local.context import Ctx, Nothing
 from fedloom.local.descend import Pull, descend
 from fedloom.local.iterate import iterate
 from fedloom.local.settings import LocalSGD
+from fedloom.local.split import split
 from fedloom.local.step import step_, where_moved
 from fedloom.local.svrg import SvrgResult, svrg
-from fedloom.local.terms import Term
+from fedloom.local.terms import Bound, Term
 from fedloom.local.work import Counts, Work
 
 __all__ = [
     "Batch",
+    "Bound",
     "Counts",
     "Ctx",
     "LocalSGD",
@@ -22,6 +24,7 @@ __all__ = [
     "Work",
     "descend",
     "iterate",
+    "split",
     "step_",
     "svrg",
     "where_moved",

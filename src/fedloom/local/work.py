@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedloom.local.batches import PASS, Batch, Draw, Given, Plan, make_plan
 from fedloom.local.optimizer import Memory
-from fedloom.local.oracles.base import Oracle, Reduce, Steps
+from fedloom.local.oracles.base import Features, Oracle, Reduce, Steps
 from fedloom.local.rows import each_client
 from fedloom.local.settings import LocalSGD
 from fedloom.local.terms import Bound, TermFunction
@@ -53,6 +53,7 @@ class Work:
         counted: ``steps`` are the given batches, of which a step of `iterate` may take several.
         projection: ``[k, d]`` the matrix of a method in a subspace, where a run replays it; None: it is drawn.
         memory: states of the clients' optimisers that go on from the round before; None: they start anew.
+        places: ``[m, b]`` positions of the samples that batches and losses are of; None: all (`fedloom.local.split`).
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Work:
         self.counts = Counts.zeros(len(ids)) if counts is None else counts
         self.slots = torch.arange(len(ids))
         self.given, self.projection, self.memory = given, projection, memory
+        self.places: Tensor | None = None
         self.counted = steps is None and local.steps is None and given is not None and all("local" in g for g in given)
         if self.counted:
             steps = torch.tensor([len(g["local"]) for g in given or ()])
@@ -99,7 +101,7 @@ class Work:
         """``[m, 1]`` steps of ``e`` passes over each client's training part; none for work that is `idle`."""
         if self.is_idle:
             return torch.zeros(self.m, 1, dtype=torch.long)
-        return e * self._batches()
+        return e * self.batches()
 
     def passes(self) -> Tensor:
         """``[m, 1]`` passes over the training part in the round, the last one perhaps cut short."""
@@ -115,9 +117,9 @@ class Work:
         """``[m, 1]`` steps of an epoch."""
         if self.local.steps is None:
             return self.steps.div(max(self.local.epochs, 1), rounding_mode="floor").clamp(min=1)
-        return self._batches().to(self.steps.device)
+        return self.batches().to(self.steps.device)
 
-    def _batches(self) -> Tensor:
+    def batches(self) -> Tensor:
         """``[m, 1]`` steps of a pass over each client's training part, `LocalSGD.batches` of them all."""
         size = self.local.batch_size
         return torch.ones_like(self.sizes) if size == "full" else -(-self.sizes // size)
@@ -167,6 +169,25 @@ class Work:
             anchors = sum(len(term.anchors) for term in terms)
             self.counts.forward.index_add_(0, self.slots[: len(batch.count)], anchors * batch.count[:, 0])
             self.oracle.add_terms_(out, w, batch, functions, terms)
+
+    def slope(self, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]) -> Tensor:
+        """Gradient of terms alone at ``w`` ``[m, d]``, counted as samples backward."""
+        self.counts.backward.index_add_(0, self.slots[: len(batch.count)], batch.count[:, 0])
+        g = torch.zeros_like(w, memory_format=torch.contiguous_format)
+        self.add_terms_(g, w, batch, functions, terms)
+        return g
+
+    def features(self, w: Tensor) -> list[Features]:
+        """Representations at ``w`` of every client's training samples, with their labels, in its order.
+
+        Args:
+            w: ``[d]`` or ``[m, d]``.
+
+        Raises:
+            Refused: the task has no classes, or the model's samples cannot be looked at one by one.
+        """
+        self.counts.forward.index_add_(0, self.slots, self.sizes[:, 0])
+        return self.oracle.features(each_client(w, self.m), self.ids)
 
     def class_means(self, w: Tensor) -> Tensor:
         """Mean representation at ``w`` of every class in the training part, ``[m, c, k]``; 0 where a client has none.
@@ -271,23 +292,36 @@ class Work:
         """The batches of a stream: ``steps`` ``[m]`` of them for each client."""
         size = None if self.local.batch_size == "full" else self.local.batch_size
         named = (self.seed, self.round, stream, self.oracle.locate, self.given)
-        return make_plan(self.ids, self.sizes[:, 0], steps, size, *named)
+        plan = make_plan(self.ids, self.sizes[:, 0], steps, size, *named)
+        if self.places is None:
+            return plan
+        position = self.placed(plan.position)
+        return plan._replace(position=position, where=self.oracle.locate(self.ids, position))
+
+    def placed(self, position: Tensor) -> Tensor:
+        """Positions ``[..., m, b]`` in the whole training part of those in the samples that this work is on."""
+        if self.places is None:
+            return position
+        places = self.places.expand(*position.shape[:-1], -1)
+        return torch.where(position >= 0, places.gather(-1, position.clamp(min=0)), -1)
 
     def idle(self) -> Work:
         """The same clients, none of which takes a step."""
-        return self._with(is_idle=True, steps=torch.zeros_like(self.steps))
+        return self.with_(is_idle=True, steps=torch.zeros_like(self.steps))
 
     def at(self, k: int) -> Work:
         """The same work in step ``k``."""
-        return self._with(k=k)
+        return self.with_(k=k)
 
     def take(self, which: slice | Tensor) -> Work:
         """The work of some of the clients."""
         parts = {name: getattr(self, name)[which] for name in ("ids", "weight", "sizes", "steps", "slots")}
+        parts |= {} if self.places is None else {"places": self.places[which]}
         given = self.given and [self.given[i] for i in torch.arange(self.m)[which].tolist()]
-        return self._with(**parts, given=given)
+        return self.with_(**parts, given=given)
 
-    def _with(self, **changes: Any) -> Work:
+    def with_(self, **changes: Any) -> Work:
+        """The same work with other attributes."""
         other = object.__new__(Work)
         other.__dict__ = {**self.__dict__, **changes}
         return other
@@ -305,6 +339,7 @@ class Work:
             ids, sizes = self.ids[:m], self.sizes[:m]
             position = torch.arange(start, min(start + together, longest)).expand(m, -1)
             position = torch.where(position < sizes, position, -1)
+            position = position if self.places is None else self.take(slice(m)).placed(position)
             count = (position >= 0).sum(1, keepdim=True)
             draw = Draw(self.seed, self.round, tuple(ids.tolist()), PASS, start)
             where, full = self.oracle.locate(ids, position), int(count.min()) == position.shape[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,13 @@ v = 0.
 
 Descend = Callable[[Tensor, Plan, Tensor, Steps], None]
 """(w, plan, steps [m], what a step is): every step at once, in place."""
+
+
+class Features(NamedTuple):
+    """Representations ``[b, k]`` and labels ``[b]`` of samples."""
+
+    z: Tensor
+    y: Tensor
 
 
 class Oracle(ABC):
@@ -119,3 +126,11 @@ class Oracle(ABC):
             Refused: there are no classes.
         """
         raise Refused("means by class need classes, and this task has none; take a method without them")
+
+    def features(self, w: Tensor, ids: Tensor) -> list[Features]:
+        """Representations and labels of every client's training part, in its order.
+
+        Raises:
+            Refused: there are no classes.
+        """
+        raise Refused("features by class need classes, and this task has none; take a method without them")

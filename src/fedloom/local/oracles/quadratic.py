@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from fedloom.local.oracles.base import Oracle, Reduce
+from fedloom.local.oracles.base import Features, Oracle, Reduce
 from fedloom.local.rows import map_rows
 from fedloom.rows.layout import Layout
 
@@ -104,8 +104,17 @@ class Quadratic(Oracle):
     def activations(
         self, w: Tensor, ids: Tensor, layer: str, reduce: Reduce | None, batch: Batch | None = None
     ) -> Tensor:
-        """The model itself stands for its representation."""
-        return w.clone() if reduce is None else reduce(w)
+        """The model itself stands for its outputs, its first parameters for the representation, as in `class_means`."""
+        outputs = w[:, : self._features] if layer == "penultimate" else w
+        return outputs.clone() if reduce is None else reduce(outputs)
+
+    def features(self, w: Tensor, ids: Tensor) -> list[Features]:
+        """Every sample has the representation of `class_means`; all but the last are of the first class."""
+        sizes = self.count[ids].tolist()
+        return [
+            Features(row[: self._features].expand(size, -1), (torch.arange(size) == size - 1).long())
+            for row, size in zip(w, sizes, strict=True)
+        ]
 
     def _minimise(self, w: Tensor, ids: Tensor, mu: Tensor, steady: Tensor | None, mask: Tensor | None) -> Tensor:
         a, c = self.hessian[ids], self.minimiser[ids]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedloom.errors import Refused
+from fedloom.local.oracles.base import Features
 from fedloom.local.oracles.network import Network
 from fedloom.local.rows import map_rows
 from fedloom.models import penultimate
@@ -60,14 +61,24 @@ class TermNetwork(Network):
         Raises:
             Refused: the model's samples cannot be looked at one by one.
         """
+        means = []
+        for (z, y), count in zip(self.features(w, ids), self.class_counts(ids), strict=True):
+            total = z.new_zeros(len(count), z.shape[1]).index_add_(0, y, z)
+            means.append(total / count.clamp(min=1)[:, None])
+        return torch.stack(means)
+
+    def features(self, w: Tensor, ids: Tensor) -> list[Features]:
+        """Representations and labels of every client's training part, in its order.
+
+        Raises:
+            Refused: the model's samples cannot be looked at one by one.
+        """
         self._check_terms()
-        counts, found = self.class_counts(ids), []
-        for row, i, count in zip(w, ids.tolist(), counts, strict=True):
-            index = self.fed.indices("train", i)
-            features = self.representations(row, index)
-            total = features.new_zeros(len(count), features.shape[1]).index_add_(0, self.fed.targets(index), features)
-            found.append(total / count.clamp(min=1)[:, None])
-        return torch.stack(found)
+        parts = [self.fed.indices("train", i) for i in ids.tolist()]
+        return [
+            Features(self.representations(row, index), self.fed.targets(index))
+            for row, index in zip(w, parts, strict=True)
+        ]
 
     def add_terms_(
         self, out: Tensor, w: Tensor, batch: Batch, functions: Sequence[TermFunction], terms: Sequence[Bound]

@@ -1,0 +1,131 @@
+"""DBE: what is each client's own in the mean of the representation is moved out of the body, into a memory of its own.
+
+Problem: min over x and m_1..m_n of sum_i alpha_i (f_i(x, m_i) + kappa/2 mean over features of (zbar_i - zbar)^2), m_i
+added to the representation.
+
+Reference: J. Zhang, Y. Hua, J. Cao, H. Wang, T. Song, Z. Xue, R. Ma, H. Guan, "Eliminating Domain Bias for Federated
+Learning in Representation Space", NeurIPS 2023, arXiv:2311.14975 (public code: FedDBE in TsingZ0/PFLlib).
+
+    paper       here      meaning
+    z           features  representation, the head's input; k features
+    z_i^p       memory    personalised representation bias memory (PRBM), added to z before the head
+    zbar_i      running   mean of a client's representation, as an average over its batches
+    zbar^g      mean      consensus of these means, formed once
+    kappa       kappa     weight of the mean regularisation (MR)
+    mu          momentum  weight of the newest batch in the average
+
+Kept by a client: k (memory). Sent per round: d + k + 1 down, d + k up; the k up are of use in the first round only.
+
+Deviations: the consensus is formed in the first round, which is a round of FedAvg by its cohort; the paper has an epoch
+of all clients before it. A client's part of it is the mean over its samples after training. The head on z + m is the
+head on z with another bias, which makes the personal model one network. Means of batches are taken without dropout.
+
+Defaults: kappa = 1, as the paper's 50 is for 512 features, of which a small network has fewer; momentum 1.
+
+Use it where clients see the same things under other conditions. With kappa = 0 and no memory it is FedAvg. It needs a
+head with a bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms._base import Algorithm, Mean
+from fedloom.algorithms._prototypes import head_of, require_bias, shape_of
+from fedloom.local import Batch, Bound, Ctx, Work, descend, iterate
+from fedloom.rows import masks
+from fedloom.rows.layout import Layout
+
+
+class Server(NamedTuple):
+    """x ``[d]``, mean ``[k]``, formed ``[1]``: 1 once there is a mean."""
+
+    x: Tensor
+    mean: Tensor
+    formed: Tensor
+
+
+class Client(NamedTuple):
+    """memory ``[m, k]``."""
+
+    memory: Tensor
+
+
+class Up(NamedTuple):
+    """dw ``[m, d]``, mean ``[m, k]``: 0 once the server has one."""
+
+    dw: Annotated[Tensor, Mean(base="down.x", primary=True)]
+    mean: Annotated[Tensor, Mean()]
+
+
+class _Rows(NamedTuple):
+    w: Tensor
+    memory: Tensor
+    running: Tensor
+
+
+class DBE(Algorithm):
+    """FedAvg with the domain bias eliminator (Zhang et al. 2023)."""
+
+    kappa: float = Field(1.0, ge=0, description="weight of the mean regularisation; 50 for 512 features in the paper")
+    momentum: float = Field(1.0, gt=0, le=1, description="mu, weight of the newest batch in a client's mean")
+    memory: bool = Field(True, description="clients have a memory (PRBM)")
+
+    family: ClassVar[str] = "personalised"
+    plain_sgd: ClassVar[str | None] = "its memory and its model take their steps on one batch side by side"
+    paper: ClassVar[Mapping[str, Any]] = {"kappa": 50.0}
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        require_bias("DBE", layout)
+        return masks.undivided("DBE", masks.head(layout), "FedAvg with a bias of every client's own")
+
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Client, None]:
+        zero = x0.new_zeros(shape_of(ctx.layout)[1])
+        return Server(x0, zero, x0.new_zeros(1)), Client(zero), None
+
+    def client(self, down: Server, rows: Client, work: Work) -> tuple[Up, Client]:
+        if not bool(down.formed) or not (self.kappa or self.memory):
+            w = descend(down.x, work)
+            mean = torch.zeros_like(rows.memory) if bool(down.formed) else work.activations(w)
+            return Up(w - down.x, mean), rows
+
+        def step(r: _Rows, work: Work, batch: Batch) -> _Rows:
+            running, terms = r.running, list[Bound]()
+            if self.kappa:
+                running = (1 - self.momentum) * running + self.momentum * work.activations(r.w, batch=batch)
+                weight = torch.full_like(r.w[:, :1], self.kappa * self.momentum)
+                terms = [Bound(weight, (), running - down.mean)]
+            g = work.clipped(shifted(r.w, r.memory, work.layout), batch, [slope] * len(terms), terms)
+            head, (weight, bias) = head_of(work.layout, r.w).weight, head_of(work.layout, g)
+            memory = r.memory - work.lr * (bias[:, None] @ head)[:, 0] if self.memory else r.memory
+            weight += bias[:, :, None] * r.memory[:, None]  # of the head on z + m, where g has it on z
+            return _Rows(r.w - work.lr * (g + work.local.weight_decay * r.w), memory, running)
+
+        start = _Rows(down.x.repeat(work.m, 1), rows.memory, torch.zeros_like(rows.memory))
+        w, memory, _ = iterate(step, start, work)
+        return Up(w - down.x, torch.zeros_like(memory)), Client(memory)
+
+    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
+        mean = server.mean if bool(server.formed) else up.mean
+        return Server(server.x + up.dw, mean, torch.ones_like(server.formed))
+
+    def personal(self, down: Server, rows: Client, work: Work) -> Tensor:
+        return shifted(down.x.repeat(work.m, 1), rows.memory, work.layout)
+
+
+def slope(z: Tensor, _outputs: Tensor, _y: Tensor, _anchors: Tensor, gap: Tensor) -> Tensor:
+    """What has the gradient of mean(gap^2)/2 with respect to a batch's mean representation, ``[b]``."""
+    return (z * gap).mean(1)
+
+
+def shifted(models: Tensor, memory: Tensor, layout: Layout) -> Tensor:
+    """Models ``[m, d]`` whose head takes z + memory in place of z."""
+    moved = models.clone()
+    weight, bias = head_of(layout, moved)
+    bias += (weight @ memory[:, :, None])[:, :, 0]
+    return moved

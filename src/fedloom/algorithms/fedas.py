@@ -1,0 +1,126 @@
+"""FedAS: the received body is first aligned to the client's prototypes; bodies count by their Fisher information.
+
+Problem: min over x and h_1..h_n of sum_i alpha_i f_i(h_i, x).
+
+Reference: X. Yang, W. Huang, M. Ye, "FedAS: Bridging Inconsistency in Personalized Federated Learning", CVPR 2024
+(public code: FedAS in TsingZ0/PFLlib).
+
+    paper      here    meaning
+    theta      x       body, on the server
+    w_i        w       client's last model, its body and its head
+    p_i        means   mean representation of every class under the client's last body
+    FIM trace  fisher  sum over an epoch's batches of the squared gradient of their mean loss
+
+Kept by a client: d (w). Sent per round: the body's parameters down, those and 1 up. The server sees the bodies of
+single clients: no secure aggregation and no robust rule.
+
+Deviations: in the alignment every sample counts alike, in the public code every class of a batch. It has the round's
+step size; 0.01 there. A client's Fisher information counts times its share alpha_i. Absent clients compute nothing. The
+personal model is the client's own after its training.
+
+Use it when heads are the clients' own and few take part in a round, so that bodies change between two turns. With no
+alignment and one client it is Local.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms._base import Algorithm, Model, Rows, Sent
+from fedloom.algorithms._prototypes import Prototypes, distance
+from fedloom.local import Batch, Bound, Ctx, Work, descend, iterate, where_moved
+from fedloom.rows import masks
+from fedloom.rows.layout import Layout
+
+
+class Down(NamedTuple):
+    """x ``[d]``."""
+
+    x: Annotated[Tensor, Sent(part="body")]
+
+
+class Client(NamedTuple):
+    """w ``[m, d]``."""
+
+    w: Tensor
+
+
+class Up(NamedTuple):
+    """dw ``[m, d]``, 0 in heads; fisher ``[m, 1]``."""
+
+    dw: Annotated[Tensor, Rows(base="down.x", primary=True, part="body")]
+    fisher: Annotated[Tensor, Rows()]
+
+
+class _Aligned(NamedTuple):
+    w: Tensor
+    term: Bound
+
+
+class _Trace(NamedTuple):
+    w: Tensor
+    fisher: Tensor
+
+
+class FedAS(Algorithm):
+    """FedAS (Yang et al. 2024)."""
+
+    align: int = Field(1, ge=0, description="epochs of the alignment; 1 in the public code")
+    lr: float | None = Field(None, gt=0, description="its step size; that of the round when not given; 0.01 there")
+
+    family: ClassVar[str] = "personalised"
+    uses_shares: ClassVar[bool] = True
+
+    def part(self, name: str, layout: Layout) -> Tensor:
+        return ~masks.head(layout)
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        return masks.undivided("FedAS", masks.head(layout), "Local")
+
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, None]:
+        return Model(x0), Client(x0), None
+
+    def client(self, down: Down, rows: Client, work: Work) -> tuple[Up, Client]:
+        top, rate = masks.head(work.layout).to(down.x.device), self.lr or work.lr
+        moves = (work.steps > 0).cpu()
+
+        def align(r: _Aligned, work: Work, batch: Batch) -> _Aligned:
+            g = masks.only_(work.slope(r.w, batch, (distance,), (r.term,)), ~top)
+            return r._replace(w=r.w - rate * g)
+
+        def trace(r: _Trace, work: Work, batch: Batch) -> _Trace:
+            g = torch.empty_like(r.w)
+            work.addgrad_(g, r.w, batch, 0.0, 1.0)
+            return r._replace(fisher=r.fisher + g.square().sum(1, keepdim=True))
+
+        w = masks.joined(down.x, masks.part(rows.w, top), top)
+        if self.align:
+            means = Prototypes(work.class_means(rows.w), (work.class_counts > 0).to(w))
+            start = _Aligned(w, Bound(torch.ones_like(w[:, :1]), (), means))
+            w = iterate(align, start, work, work.epochs(self.align) * moves, stream="alignment").w
+        w = descend(w, work)
+        fisher = iterate(trace, _Trace(w, torch.zeros_like(w[:, :1])), work, work.epochs(1) * moves, stream="fisher")
+        dw = where_moved(work, masks.only_(w - down.x, ~top), torch.zeros_like(w))
+        return Up(dw, fisher.fisher), Client(where_moved(work, w, rows.w))
+
+    def ranges(self, down: Down, up: Up, work: Work) -> Mapping[str, tuple[Tensor | float, Tensor | float]]:
+        return {"fisher": (0.0, math.inf)}
+
+    def server(self, server: Model, up: Up, ctx: Ctx) -> Model:
+        mass = (up.fisher * ctx.weight[ctx.ids].to(up.fisher)).double()
+        if not bool(mass.sum() > 0):
+            return server
+        mean = ((mass / mass.sum()).T @ up.dw.double())[0].to(server.x)
+        return Model(server.x + mean * self.part("body", ctx.layout).to(server.x.device))
+
+    def global_model(self, server: Model) -> None:
+        return None  # x has no head
+
+    def personal(self, down: Down, rows: Client, work: Work) -> Tensor:
+        return rows.w

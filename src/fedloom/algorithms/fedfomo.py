@@ -1,0 +1,105 @@
+"""FedFomo: a client moves towards the models of others that fit samples of its own better than its model does.
+
+Problem: min over w_1..w_n of sum_i alpha_i f_i(w_i).
+
+Reference: M. Zhang, K. Sapra, S. Fidler, S. Yeung, J. M. Alvarez, "Personalized Federated Learning with First Order
+Model Optimization", ICLR 2021, arXiv:2012.08565 (public code: FedFomo in TsingZ0/PFLlib, not by the authors).
+
+    paper       here     meaning
+    theta_i     w        client's model
+    w_n         weight   max(L_i(theta_i) - L_i(theta_n), 0) / ||theta_n - theta_i||, with the sum 1
+    L_i         held     loss on the samples that the client does not train on
+    M           peers    models that a client receives
+    P_i         liking   sums of the weights that a client gave to the models of each other client
+    epsilon     epsilon  probability of receiving models of clients drawn at random
+
+Kept by a client: nothing; the server has its w and its liking. Sent per round: (peers + 1) d + peers + n down, d + n
+up. The server sees the models of single clients: no secure aggregation.
+
+Deviations: the held-out samples are a share of the training part, the same in every round. A client receives last
+models of any clients, absent ones included; with probability epsilon all of them are drawn, not those it likes best.
+
+Defaults: five models, a fifth of the samples held out, epsilon as in the paper 0.3 at first, 0.05 less every round.
+
+Use it when some clients are alike and nobody knows who; traffic grows with ``peers``. With peers = 0 it is Local.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedloom.algorithms._base import Algorithm, Kept
+from fedloom.local import Ctx, Nothing, Work, descend, split
+from fedloom.rows.algebra import norm
+from fedloom.seeds import generator
+
+
+class Down(NamedTuple):
+    """w ``[m, d]``, the client's; others ``[m, peers d]``, models of its peers ``[m, peers]``; liking ``[m, n]``."""
+
+    w: Tensor
+    others: Tensor
+    peers: Tensor
+    liking: Tensor
+
+
+class Up(NamedTuple):
+    """w ``[m, d]``, liking ``[m, n]``."""
+
+    w: Annotated[Tensor, Kept(primary=True)]
+    liking: Annotated[Tensor, Kept()]
+
+
+class FedFomo(Algorithm):
+    """FedFomo (Zhang et al. 2021)."""
+
+    peers: int = Field(5, ge=0, description="M, models that a client receives; fewer where there are fewer others")
+    epsilon: float = Field(0.3, ge=0, le=1, description="probability of models drawn at random in the first round")
+    decay: float = Field(0.05, ge=0, description="what epsilon loses every round")
+    share: float = Field(0.2, gt=0, lt=1, description="part of the training samples that weights are measured on")
+
+    mixes: ClassVar[bool] = True
+    family: ClassVar[str] = "personalised"
+
+    @property
+    def mixes_all(self) -> bool:
+        return True
+
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Nothing, Nothing, Up]:
+        return Nothing(), Nothing(), Up(x0, x0.new_zeros(ctx.n))
+
+    def down(self, server: Nothing, kept: Up, ctx: Ctx) -> Down:
+        chosen, liking = list[Tensor](), kept.liking[ctx.ids]
+        epsilon, n = max(self.epsilon - self.decay * (ctx.round - 1), 0.0), min(kept.liking.shape)
+        for i, row in zip(ctx.ids.tolist(), liking.cpu(), strict=True):
+            g = generator(ctx.seed, ctx.round, i, "peers")
+            at_random = float(torch.rand(1, generator=g, dtype=torch.float64)) < epsilon
+            order = torch.randperm(n, generator=g)  # where likings are equal, too
+            order = order if at_random else order[row[order].argsort(descending=True, stable=True)]
+            chosen.append(order[order != i][: self.peers])
+        peers = torch.stack(chosen).to(kept.w.device)
+        return Down(kept.w[ctx.ids], kept.w[peers].flatten(1), peers.to(kept.w), liking)
+
+    def client(self, down: Down, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+        if not down.peers.shape[1]:
+            return Up(descend(down.w, work), down.liking), rows
+        others, (rest, held) = down.others.view(work.m, -1, work.layout.d), split(work, self.share)
+        weight, own = torch.zeros_like(down.peers), held.loss(down.w)
+        for n, other in enumerate(others.unbind(1)):
+            apart = norm(other - down.w)
+            weight[:, n : n + 1] = (own - held.loss(other)).clamp(min=0) / torch.where(apart > 0, apart, 1)
+        total = weight.sum(1, keepdim=True)
+        weight = weight / torch.where(total > 0, total, 1) * (work.steps > 0).to(weight)
+        start = down.w + (weight[:, :, None] * (others - down.w[:, None])).sum(1)  # + sum w_n (theta_n - theta_i)
+        liking = down.liking.scatter_add(1, down.peers.long(), weight)  # P_i <- P_i + w
+        return Up(descend(start, rest), liking), rows
+
+    def server(self, server: Nothing, up: Up, ctx: Ctx) -> Nothing:
+        return server
+
+    def personal(self, down: Down, rows: Nothing, work: Work) -> Tensor:
+        return down.w.clone()

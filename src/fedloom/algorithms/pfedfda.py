@@ -1,0 +1,151 @@
+"""pFedFDA: clients share how features are distributed by class; a client's head follows from its own mixture.
+
+Problem: min over x of sum_i alpha_i f_i(x), whose head is Bayes' rule for Gaussian features.
+
+Reference: C. McLaughlin, L. Su, "Personalized Federated Learning via Feature Distribution Adaptation", NeurIPS 2024,
+arXiv:2411.00329 (public code: cj-mclaughlin/pFedFDA).
+
+    paper          here          meaning
+    phi            x             body, on the server
+    mu_g, Sigma_g  means, cov    means of classes, and the covariance that they share, on the server
+    mu_i, Sigma_i  estimate      those of a client's own features
+    pi_i           prior         shares of classes among the client's samples
+    beta_i         beta          weight of the client's own estimate in its mixture with the server's
+
+Kept by a client: nothing. Sent per round: the body's parameters and c k + k^2 down and up, c classes and k features.
+
+Deviations: one beta for means and covariance, the best of 0, 0.1, ..., 1 by the loss in a two-fold cross-validation;
+the public code takes two by L-BFGS. Folds take every other sample of a class. Features are those after local training;
+the public code takes them as the body moves.
+
+Use it when clients have few samples and their classes look differently from client to client. It needs a head with a
+bias. On a model that is all head the body trains nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import cross_entropy, one_hot
+
+from fedloom.algorithms._base import Algorithm, Mean, Sent
+from fedloom.algorithms._prototypes import head_of, require_bias, shape_of, shares
+from fedloom.local import Ctx, Nothing, Work, descend
+from fedloom.rows import masks
+from fedloom.rows.layout import Layout
+
+LEAST, BETAS = 3, torch.linspace(0, 1, 11, dtype=torch.float64)
+
+class Server(NamedTuple):
+    """x ``[d]``, means ``[c k]``, cov ``[k k]``; a download of it has the body of x."""
+
+    x: Annotated[Tensor, Sent(part="body")]
+    means: Tensor
+    cov: Tensor
+
+
+class Up(NamedTuple):
+    """dw ``[m, d]``, 0 in heads; means ``[m, c k]``, cov ``[m, k k]``."""
+
+    dw: Annotated[Tensor, Mean(base="down.x", primary=True, part="body")]
+    means: Annotated[Tensor, Mean()]
+    cov: Annotated[Tensor, Mean()]
+
+
+class Gauss(NamedTuple):
+    """Means ``[..., c, k]`` of the classes and the covariance ``[..., k, k]`` that they share."""
+
+    means: Tensor
+    cov: Tensor
+
+    def towards(self, other: Gauss, beta: Tensor) -> Gauss:
+        """``[b, ...]``: 1 - beta of this and ``beta [b]`` of the other."""
+        return Gauss(*(torch.lerp(a, b, beta[:, None, None]) for a, b in zip(self, other, strict=True)))
+
+    def head(self, prior: Tensor) -> tuple[Tensor, Tensor]:
+        """Weight ``[..., c, k]`` and bias ``[..., c]`` of the linear discriminant with the prior ``[c]``."""
+        weight = torch.linalg.solve(self.cov, self.means.mT).mT
+        return weight, prior.log() - (self.means * weight).sum(-1) / 2
+
+
+class PFedFDA(Algorithm):
+    """pFedFDA (McLaughlin and Su 2024)."""
+
+    ridge: float = Field(1.0, gt=0, description="added to the diagonal of a client's covariance; 1 in the public code")
+
+    family: ClassVar[str] = "personalised"
+
+    def part(self, name: str, layout: Layout) -> Tensor:
+        return ~masks.head(layout)
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        require_bias("PFedFDA", layout)
+        return masks.undivided("PFedFDA", masks.head(layout), "a discriminant on the samples as they are")
+
+    def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
+        classes, k = shape_of(ctx.layout)
+        means = torch.rand(classes * k, generator=ctx.rng("means"), dtype=torch.float64).to(x0)
+        return Server(x0, means, torch.eye(k).flatten().to(x0)), Nothing(), None
+
+    def client(self, down: Server, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
+        top, (shared, prior) = masks.head(work.layout).to(down.x.device), self._received(down, work)
+        w = under([shared] * work.m, prior, down.x, work)
+        w = descend(w, work, mask=~top)  # phi <- SGD under the head of (mu_g, Sigma_g, pi_i)
+        mixtures = zip(*self._mixtures(w, shared, prior, work), strict=True)
+        means, cov = (torch.stack([part.flatten() for part in parts]).to(w) for parts in mixtures)
+        return Up(masks.only_(w.sub_(down.x), ~top), means, cov), rows
+
+    def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
+        return Server(server.x + up.dw * self.part("body", ctx.layout).to(server.x.device), up.means, up.cov)
+
+    def global_model(self, server: Server) -> None:
+        return None
+
+    def personal(self, down: Server, rows: Nothing, work: Work) -> Tensor:
+        shared, prior = self._received(down, work)
+        return under(self._mixtures(down.x, shared, prior, work), prior, down.x, work)
+
+    def _received(self, down: Server, work: Work) -> tuple[Gauss, Tensor]:
+        """The server's distribution, and the clients' shares of classes with 1e-4 added to each ``[m, c]``."""
+        (classes, k), prior = shape_of(work.layout), shares(work, down.x.double()) + 1e-4
+        shared = Gauss(down.means.double().view(classes, k), down.cov.double().view(k, k))
+        return shared, prior / prior.sum(1, keepdim=True)
+
+    def _mixtures(self, w: Tensor, shared: Gauss, prior: Tensor, work: Work) -> list[Gauss]:
+        """The mixture of each client's distribution with the shared one, by cross-validation."""
+        mixtures = []
+        for (z, y), pi in zip(work.features(w), prior, strict=True):
+            z, losses = z.double(), torch.zeros_like(BETAS, device=z.device)
+            order = (one_hot(y, len(pi)).cumsum(0).gather(1, y[:, None]) % 2)[:, 0]  # every other sample of a class
+            for fold in (0, 1):
+                test = (order == fold) & (one_hot(y, len(pi)).sum(0) > 1)[y]
+                if bool(test.any()):
+                    own = self._estimate(z[order != fold], y[order != fold], shared)
+                    weight, bias = shared.towards(own, BETAS.to(z)).head(pi)
+                    outputs = z[test] @ weight.mT + bias[:, None]  # [betas, b, c]
+                    losses += torch.stack([cross_entropy(out, y[test]) for out in outputs])
+            best = BETAS[losses.argmin().cpu()].to(z).view(1)
+            mixtures.append(Gauss(*(part[0] for part in shared.towards(self._estimate(z, y, shared), best))))
+        return mixtures
+
+    def _estimate(self, z: Tensor, y: Tensor, shared: Gauss) -> Gauss:
+        """Means of classes with `LEAST` samples (as in the public code), others' shared, and the covariance around."""
+        member = one_hot(y, len(shared.means)).to(z)
+        count = member.sum(0)[:, None]
+        means = torch.where(count >= LEAST, member.T @ z / count.clamp(min=1), shared.means)
+        gap, eye = z - means[y], torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
+        return Gauss(means, gap.T @ gap / max(len(z) - 1, 1) + self.ridge * eye)
+
+
+def under(distributions: list[Gauss], prior: Tensor, x: Tensor, work: Work) -> Tensor:
+    """Models ``[m, d]`` with the body of ``x`` and the discriminants as heads."""
+    models = x.repeat(work.m, 1)
+    for row, of, pi in zip(models, distributions, prior, strict=True):
+        weight, bias = of.head(pi)
+        binary = len(head_of(work.layout, row).bias) == 1  # one output for two classes
+        for to, value in zip(head_of(work.layout, row), (weight, bias), strict=True):
+            to.copy_(value[1:] - value[:1] if binary else value)
+    return models

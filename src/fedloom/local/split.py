@@ -1,0 +1,38 @@
+"""split: local problems on two parts of the clients' training samples, for methods that hold some out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedloom.seeds import generator
+
+if TYPE_CHECKING:
+    from fedloom.local.work import Work
+
+
+def split(work: Work, share: float) -> tuple[Work, Work]:
+    """Split the training samples of each client into all but a share, and that share.
+
+    Which samples these are is drawn once for a client, not anew in each round. A part has one sample at least; of a
+    single sample both have it. Steps, batches and `Work.loss` are on the part, all other answers on all samples.
+    """
+    rest, held = list[Tensor](), list[Tensor]()
+    for i, size in zip(work.ids.tolist(), work.sizes[:, 0].tolist(), strict=True):
+        order = torch.randperm(size, generator=generator(work.seed, client=i, purpose="split"))
+        count = max(1, min(round(share * size), size - 1))
+        rest.append(order[count:] if size > 1 else order)
+        held.append(order[:count])
+    return _on(work, rest), _on(work, held)
+
+
+def _on(work: Work, parts: Sequence[Tensor]) -> Work:
+    """The work on these positions of the training parts, one tensor for each client."""
+    places, sizes = torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True), [[len(p)] for p in parts]
+    other = work.with_(places=places, sizes=torch.tensor(sizes).to(work.sizes))
+    if work.local.steps is not None or work.given is not None:
+        return other
+    return other.with_(steps=torch.minimum(work.steps, work.passes() * other.batches().to(work.steps)))

@@ -1,0 +1,313 @@
+"""Methods on representations, and those that look for clients alike, against loops written from their papers."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from by_torch import (
+    BATCH,
+    CLASSES,
+    COHORTS,
+    LR,
+    SIZES,
+    batches,
+    federation,
+    mean,
+    network,
+    put,
+    run,
+    same,
+    samples,
+    trained,
+    vector,
+)
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import fedloom as fl
+from fedloom.algorithms import CFL, DBE, FedAS, FedAvg, FedFomo, PFedFDA
+from fedloom.algorithms.cfl import bipartition
+from fedloom.data.order import plan
+from fedloom.seeds import generator
+
+N, HEAD = len(SIZES), 18
+
+
+def features(net: nn.Module, x: Tensor) -> Tensor:
+    return net[1](net[0](x))
+
+
+# --- DBE
+
+
+@pytest.mark.parametrize(("kappa", "momentum", "memory"), [(6.0, 1.0, True), (4.0, 0.3, True), (5.0, 0.6, False)])
+def test_dbe_keeps_the_mean_of_features_and_gives_every_client_a_memory(
+    kappa: float, momentum: float, memory: bool
+) -> None:
+    result = run(DBE(kappa=kappa, momentum=momentum, memory=memory))
+    net, own, consensus = network(), [torch.zeros(5, dtype=torch.float64)] * N, None
+    for t, cohort in enumerate(COHORTS, start=1):
+        ends = {}
+        for i in cohort:
+            if consensus is None:
+                ends[i] = trained(net, t, i)
+                continue
+            local, bias, running = copy.deepcopy(net), own[i].clone().requires_grad_(), torch.zeros(5)
+            optimizer = torch.optim.SGD([*local.parameters(), *([bias] if memory else [])], LR)
+            for x, y in batches(t, i):
+                z = features(local, x)
+                running = (1 - momentum) * running.detach() + momentum * z.mean(0)
+                loss = cross_entropy(local[2](z + bias), y) + kappa * ((running - consensus) ** 2).mean() / 2
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            ends[i], own[i] = local, bias.detach()
+        if consensus is None:
+            each = [features(ends[i], samples(i)[0]).mean(0).detach() for i in cohort]
+            consensus = mean(each, cohort)
+        net = put(net, mean([vector(ends[i]) for i in cohort], cohort))
+    same(result.models.rows("global"), vector(net))
+    for i, got in enumerate(result.models.rows("personal")):
+        x, _ = samples(i)
+        same(put(net, got)(x), net[2](features(net, x) + own[i]))
+
+
+def test_dbe_without_memory_and_regularisation_is_fedavg() -> None:
+    plain = run(FedAvg()).models.rows("global")
+    result = run(DBE(kappa=0, memory=False)).models
+    assert torch.equal(result.rows("global"), plain)
+    assert torch.equal(result.rows("personal"), plain.expand(N, -1))
+
+
+# --- FedAS
+
+
+def test_fedas_aligns_bodies_and_weighs_them_by_fisher_information() -> None:
+    result = run(FedAS(lr=0.7, align=2))
+    body, own = vector(network())[:-HEAD], [vector(network())] * N
+    for t, cohort in enumerate(COHORTS, start=1):
+        ends, fishers = [], []
+        for i in cohort:
+            before, net = put(network(), own[i]), put(network(), torch.cat([body, own[i][-HEAD:]]))
+            x, y = samples(i)
+            means = {c: features(before, x[y == c]).mean(0).detach() for c in set(y.tolist())}
+            optimizer = torch.optim.SGD(net[0].parameters(), 0.7)
+            for bx, by in batches(t, i, 2, "alignment"):
+                goal = torch.stack([means[c] for c in by.tolist()])
+                optimizer.zero_grad()
+                ((features(net, bx) - goal) ** 2).mean().backward()
+                optimizer.step()
+            net, fisher = trained(net, t, i), 0.0
+            for bx, by in batches(t, i, 1, "fisher"):
+                slopes = torch.autograd.grad(cross_entropy(net(bx), by), list(net.parameters()))
+                fisher += sum(float((g**2).sum()) for g in slopes)
+            own[i] = vector(net)
+            ends.append(own[i][:-HEAD])
+            fishers.append(fisher * SIZES[i])
+        mass = torch.tensor(fishers, dtype=torch.float64)
+        body = (mass / mass.sum()) @ torch.stack(ends)
+    same(result.models.rows("personal"), torch.stack(own))
+    same(result.state.server.x[:-HEAD], body)
+
+
+def test_the_gradients_of_alignment_and_fisher_information_count_as_work() -> None:
+    trains = sum(SIZES[i] for cohort in COHORTS for i in cohort)
+    records = run(FedAS(align=2)).state.records
+    spent = records.last("", "", "samples_backward")
+    assert spent is not None
+    assert spent[0] == 4 * trains
+
+
+def test_fedas_of_one_client_without_alignment_is_local() -> None:
+    alone = run("local", cohorts=[[0]] * 4).models.rows("personal")[0]
+    same(run(FedAS(align=0), cohorts=[[0]] * 4).models.rows("personal")[0], alone)
+
+
+# --- pFedFDA
+
+
+def gaussian(z: Any, y: Any, shared: Any) -> tuple[Any, Any]:
+    means, gaps = shared[0].copy(), []
+    for c in range(CLASSES):
+        if (y == c).sum() >= 3:
+            means[c] = z[y == c].mean(0)
+    gaps = z - means[y]
+    return means, gaps.T @ gaps / max(len(z) - 1, 1) + np.eye(z.shape[1])
+
+
+def discriminant(means: Any, cov: Any, prior: Any) -> tuple[Any, Any]:
+    inverse = np.linalg.inv(cov)
+    bias = [-0.5 * m @ inverse @ m + np.log(p) for m, p in zip(means, prior, strict=True)]
+    return means @ inverse, np.array(bias)
+
+
+def prior_of(y: Any) -> Any:
+    prior = np.bincount(y, minlength=CLASSES) / len(y) + 1e-4
+    return prior / prior.sum()
+
+
+def mixture(z: Any, y: Any, shared: Any) -> tuple[Any, Any]:
+    rank = np.array([(y[: k + 1] == c).sum() for k, c in enumerate(y)])
+    losses = []
+    for beta in np.linspace(0, 1, 11):
+        total = 0.0
+        for fold in (0, 1):
+            test = np.array([r % 2 == fold and (y == c).sum() > 1 for r, c in zip(rank, y, strict=True)])
+            own = gaussian(z[rank % 2 != fold], y[rank % 2 != fold], shared)
+            w, b = discriminant(*(beta * o + (1 - beta) * s for o, s in zip(own, shared, strict=True)), prior_of(y))
+            logits = z[test] @ w.T + b
+            total += np.mean(np.log(np.exp(logits).sum(1)) - logits[np.arange(len(logits)), y[test]])
+        losses.append(total)
+    beta = np.linspace(0, 1, 11)[int(np.argmin(losses))]
+    return tuple(beta * o + (1 - beta) * s for o, s in zip(gaussian(z, y, shared), shared, strict=True))
+
+
+def with_head(net: nn.Module, weight: Any, bias: Any) -> nn.Module:
+    own = copy.deepcopy(net)
+    own[2].weight.data, own[2].bias.data = torch.tensor(weight), torch.tensor(bias)
+    return own
+
+
+def seen(net: nn.Module, i: int) -> tuple[Any, Any]:
+    x, y = samples(i)
+    return features(net, x).detach().numpy(), y.numpy()
+
+
+def test_pfedfda_trains_the_body_under_heads_that_follow_from_distributions() -> None:
+    result, net = run(PFedFDA()), network()
+    first = run(PFedFDA(), rounds=1).job
+    start, *_ = first.algorithm.init(vector(network()), first.ctx(0))
+    shared = (start.means.view(CLASSES, 5).numpy(), start.cov.view(5, 5).numpy())
+    same(start.cov.view(5, 5), torch.eye(5, dtype=torch.float64))
+    for t, cohort in enumerate(COHORTS, start=1):
+        ends, mixtures = {}, {}
+        for i in cohort:
+            local = with_head(net, *discriminant(*shared, prior_of(samples(i)[1].numpy())))
+            local[2].requires_grad_(False)
+            ends[i] = trained(local, t, i)
+            mixtures[i] = mixture(*seen(ends[i], i), shared)
+        net = put(net, mean([vector(ends[i]) for i in cohort], cohort))
+        parts = zip(*(mixtures[i] for i in cohort), strict=True)
+        shared = tuple(mean([torch.tensor(p).flatten() for p in part], cohort).numpy() for part in parts)
+        shared = (shared[0].reshape(CLASSES, 5), shared[1].reshape(5, 5))
+    want = [with_head(net, *discriminant(*mixture(*seen(net, i), shared), prior_of(samples(i)[1]))) for i in range(N)]
+    torch.testing.assert_close(
+        result.models.rows("personal"), torch.stack([vector(w) for w in want]), rtol=1e-9, atol=1e-9
+    )
+
+
+# --- CFL
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_parts_have_the_smallest_cosine_across_of_all_bipartitions(seed: int) -> None:
+    rows = torch.randn(6, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    unit = rows / rows.norm(dim=1, keepdim=True)
+    cosine = unit @ unit.T
+
+    def across(part: tuple[int, ...]) -> float:
+        rest = [j for j in range(6) if j not in part]
+        return max(float(cosine[i, j]) for i in part for j in rest)
+
+    everything = [part for k in range(1, 6) for part in itertools.combinations(range(6), k) if 0 in part]
+    (side, other), gap = bipartition(rows)
+    part = tuple(side.nonzero()[:, 0].tolist())
+    assert across(part) == min(map(across, everything))
+    within = [float(cosine[i, j]) for s in (side, other) for i in s.nonzero()[:, 0] for j in s.nonzero()[:, 0]]
+    assert gap == pytest.approx(min(within) - across(part))
+
+
+def test_cfl_parts_clients_that_pull_the_model_apart() -> None:
+    result = run(CFL(first=1, gap=-2, least=2))
+    models, cluster = {0: network()}, [0] * N
+    last: dict[int, Tensor] = {}
+    for t, cohort in enumerate(COHORTS, start=1):
+        for i in cohort:
+            last[i] = vector(trained(models[cluster[i]], t, i)) - vector(models[cluster[i]])
+        for c in sorted(set(cluster)):
+            members = [i for i in range(N) if cluster[i] == c]
+            if here := [i for i in members if i in cohort]:
+                models[c] = put(models[c], vector(models[c]) + mean([last[i] for i in here], here))
+            if not here or t == 1 or len(members) < 2 or any(i not in last for i in members):
+                continue
+            sides, _ = bipartition(torch.stack([last[i] for i in members]))
+            for side in sides:
+                part = [i for i, inside in zip(members, side.tolist(), strict=True) if inside]
+                models[part[0]] = copy.deepcopy(models[c])
+                for i in part:
+                    cluster[i] = part[0]
+                    del last[i]
+    assert len(set(cluster)) > 1
+    same(result.models.rows("personal"), torch.stack([vector(models[c]) for c in cluster]))
+
+
+def test_cfl_that_never_parts_is_fedavg() -> None:
+    plain = run(FedAvg()).models.rows("global").expand(N, -1)
+    for never in (CFL(ratio=0, gap=-2), CFL(first=99), CFL(least=N + 1)):
+        same(run(never).models.rows("personal"), plain)
+
+
+def test_cfl_finds_the_groups_without_their_number_and_leaves_clients_alike_together() -> None:
+    rng = np.random.default_rng(0)
+    x, owner = rng.normal(size=(640, 4)).astype(np.float32), np.arange(640) // 80
+    settings: dict[str, Any] = {"rounds": 15, "local": {"lr": 0.5, "batch_size": 10}, "evaluate": {"every": 15}}
+    for groups in (2, 1):
+        y = (x[:, 0] > 0) ^ (owner % groups == 1)
+        fed = fl.partition.writers(validation=0.0, test=0.25)(fl.Dataset.of(x, y.astype(int), users=owner), seed=0)
+        server = fl.simulate(CFL(), fed, fl.models.MLP(hidden=(8,)), **settings).state.server
+        assert server.cluster.tolist() == [i % groups for i in range(8)]
+
+
+# --- FedFomo
+
+
+def test_fedfomo_moves_towards_models_that_fit_held_out_samples() -> None:
+    cohorts = COHORTS[:3]
+    result = run(FedFomo(peers=N - 1, share=0.3), rounds=3, cohorts=cohorts)
+    own, helped = [network()] * N, 0
+    for t, cohort in enumerate(cohorts, start=1):
+        ends = list(own)
+        for i in cohort:
+            order = torch.randperm(SIZES[i], generator=generator(0, client=i, purpose="split"))
+            count = round(0.3 * SIZES[i])
+            x, y = samples(i)
+            rest, held = order[count:], order[:count]
+            loss = [float(cross_entropy(net(x[held]), y[held]).detach()) for net in own]
+            apart = [float((vector(net) - vector(own[i])).norm()) for net in own]
+            weight = torch.tensor(
+                [max(loss[i] - a, 0) / b if b else 0.0 for a, b in zip(loss, apart, strict=True)], dtype=torch.float64
+            )
+            weight = weight / weight.sum() if weight.sum() else weight
+            helped += int(weight.any())
+            start = vector(own[i]) + sum(
+                (w * (vector(net) - vector(own[i])) for w, net in zip(weight, own, strict=True)), torch.zeros(1)
+            )
+            local = put(network(), start)
+            optimizer = torch.optim.SGD(local.parameters(), LR)
+            for position in plan(len(rest), BATCH, -(-len(rest) // BATCH), generator(0, t, i, "local")):
+                chosen = rest[position[position >= 0]]
+                optimizer.zero_grad()
+                cross_entropy(local(x[chosen]), y[chosen]).backward()
+                optimizer.step()
+            ends[i] = local
+        own = ends
+    assert helped > 2
+    same(result.models.rows("personal"), torch.stack([vector(net) for net in own]))
+
+
+def test_fedfomo_without_peers_is_local() -> None:
+    assert torch.equal(run(FedFomo(peers=0)).models.rows("personal"), run("local").models.rows("personal"))
+
+
+def test_clients_receive_the_models_that_they_gave_weight_to() -> None:
+    result = run(FedFomo(peers=1, epsilon=0))
+    job, kept = result.job, result.job.kept.read(torch.arange(N))
+    liked = kept.liking.sum(1) > 0
+    down = job.algorithm.down(None, kept, job.ctx(9, torch.arange(N)))
+    assert torch.equal(down.peers[liked, 0].long(), kept.liking[liked].argmax(1))
+    assert federation().n == N
