@@ -52,6 +52,7 @@ EXCUSED = {
     "moon": ({"apart"}, "MOON on a model that is all head"),
     "fedproto": ({"apart"}, "FedProto on a model that is all head"),
     "fednova": ({"apart"}, "FedNova on clients with equally many steps"),
+    "cfl": ({"apart"}, "CFL parts clients that fall into groups"),
     "fedper": ({"apart"}, "FedPer on a model that is all head"),
     "lg-fedavg": ({"apart"}, "LGFedAvg on a model that is all head"),
     "equitable-fl": ({"fair"}, "weigher 'equitable' looks for clusters of clients"),

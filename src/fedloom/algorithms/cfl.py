@@ -27,7 +27,8 @@ defines that clients fall into two groups, shows long before the mean change is 
 comes by chance in 40 % of clusters of 4, 7 % of 5 and 0.6 % of 6, so smaller ones stay; none parts in the first fifth
 of the rounds.
 
-Use it when clients fall into groups and nobody knows how many; with ratio = 0 it is FedAvg.
+Use it when clients fall into groups and nobody knows how many. With ratio = 0, or where they do not, it is FedAvg, of
+which a run warns.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from torch import Tensor
 from fedloom.algorithms._base import Algorithm, DerivedFrom0, Model, Rows, by_rule
 from fedloom.local import Ctx, Nothing, Work, descend
 from fedloom.rows.algebra import norm
+from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
@@ -73,6 +75,11 @@ class CFL(Algorithm):
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         return {"first": float(ctx.rounds // 5)}
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        return [
+            "CFL parts clients that fall into groups; where they do not, it is FedAvg: lower gap to part them sooner"
+        ]
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
         models = x0.repeat(ctx.n, 1)

@@ -39,6 +39,7 @@ from fedloom.rows.layout import Layout
 
 LEAST, BETAS = 3, torch.linspace(0, 1, 11, dtype=torch.float64)
 
+
 class Server(NamedTuple):
     """x ``[d]``, means ``[c k]``, cov ``[k k]``; a download of it has the body of x."""
 
