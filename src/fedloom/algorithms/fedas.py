@@ -19,7 +19,7 @@ step size; 0.01 there. A client's Fisher information counts times its share alph
 personal model is the client's own after its training.
 
 Use it when heads are the clients' own and few take part in a round, so that bodies change between two turns. With no
-alignment and one client it is Local.
+alignment and one client it is Local, as on a model that is all head, of which a run warns.
 """
 
 from __future__ import annotations
