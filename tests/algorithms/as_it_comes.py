@@ -97,6 +97,10 @@ KNOWN = {
     ("fedadmm-inexact", "pictures"): "on the plateau curvature is small and steps grow too long; with rho it learns",
     ("fedavg-ft", "users"): "48 samples a client: FedAvg is better than Local, and steps on one's own data lead away",
     ("moon", "fast"): "0.048 from FedAvg, two seeds 0.051: in a network this small half of mu = 1 changes little",
+    **dict.fromkeys(
+        [("fedfomo", "slow"), ("fedfomo", "hundred")],
+        "the run is the start of training, and a fifth of few samples is held out",
+    ),
     **dict.fromkeys([("dbe", "cancer"), ("dbe", "users")], "its memories are level with none by one or two samples"),
     ("fedavg-ft", "fast"): "FedAvg is 11 points better than Local here: steps on one's own data lead away",
     ("fedala", "fast"): "FedAvg is 11 points better than Local here: half a local head costs more than it brings",
@@ -140,7 +144,7 @@ KNOWN = {
     **dict.fromkeys(
         [(m, "hundred") for m in ("scaffold", "feddyn", "fedbn", "gifair-fl", "q-ffl", "equitable-fl")], _COHORTS
     ),
-    **dict.fromkeys([(m, "hundred") for m in ("fedacs", "fedamp", "heurfedamp")], _SIX_TURNS),
+    **dict.fromkeys([(m, "hundred") for m in ("fedacs", "fedamp", "heurfedamp", "dbe")], _SIX_TURNS),
 }
 """Held-out rows that break the law, and why."""
 

@@ -310,6 +310,34 @@ def checked(text: str, rows: list[dict[str, Any]]) -> None:
     assert (abs(float(change[1])) > float(change[2]) - 0.1) or not fresh.apart[marks]
 
 
+def test_the_first_table_of_the_repository_follows_from_the_rows_of_the_table_of_runs() -> None:
+    root = Path(__file__).resolve().parents[2]
+    rows = pc.read_csv(root / "studies" / "pages" / "map" / "map.csv").to_pylist()
+    text = (root / "docs" / "map.md").read_text()
+    shown = re.findall(
+        r"^\| \[.*?\]\(\S+/(\S+)\.md\) \| (\S+)(.*?) \| (\S.*?) \| (\S.*?) \| (.*) \|$", text, re.MULTILINE
+    )
+    assert 0 < len(shown) <= 15
+    largest = []
+    for name, method, remark, *gains, cost in shown:
+        own = [row for row in rows if row["setup"] == name]
+        fresh = Recomputed(own)
+        assert method == (fresh.better or [fresh.reference])[0]
+        assert remark == ("" if fresh.better else " (no method is clearly better)")
+        found = [fresh.means[method] - fresh.means[mark] for mark in ("fedavg", "local")]
+        largest.append(max(d.mean() for d in found))
+        for gain, difference, mark in zip(gains, found, ("fedavg", "local"), strict=True):
+            if method == mark:
+                assert gain == "-"
+                continue
+            low, high = stats.t.interval(0.95, len(difference) - 1, difference.mean(), stats.sem(difference))
+            mean, half = map(float, gain.split(" ± "))
+            assert [mean, half] == pytest.approx([100 * difference.mean(), 50 * (high - low)], abs=0.051)
+        spent = {m: np.mean([r["gradients"] for r in own if r["method"] == m]) for m in (method, "fedavg")}
+        assert float(cost.split()[0]) == pytest.approx(spent[method] / spent["fedavg"], rel=0.051)
+    assert largest == sorted(largest, reverse=True)
+
+
 def test_the_page_of_the_repository_says_what_its_table_gives() -> None:
     root = Path(__file__).resolve().parents[2]
     rows = pc.read_csv(root / "studies" / "pages" / "map" / "map.csv").to_pylist()
