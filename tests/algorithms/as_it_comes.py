@@ -79,6 +79,7 @@ KNOWN = {
     ("apfl", "fast"): "FedAvg is 11 points better than Local here: half a local model costs more than it brings",
     ("ditto", "fast"): "FedAvg is 11 points better than Local here: a personal model has little to add",
     ("fedper", "slow"): "the run is the start of training: heads of their own learn from 60 samples each",
+    ("fedas", "slow"): "as FedPer's; its alignment holds bodies near their start, too",
     (
         "afl",
         "few",
