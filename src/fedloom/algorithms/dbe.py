@@ -106,7 +106,7 @@ class DBE(Algorithm):
             weight += bias[:, :, None] * r.memory[:, None]  # of the head on z + m, where g has it on z
             return _Rows(r.w - work.lr * (g + work.local.weight_decay * r.w), memory, running)
 
-        start = _Rows(down.x.repeat(work.m, 1), rows.memory, torch.zeros_like(rows.memory))
+        start = _Rows(down.x.expand(work.m, -1), rows.memory, torch.zeros_like(rows.memory))
         w, memory, _ = iterate(step, start, work)
         return Up(w - down.x, torch.zeros_like(memory)), Client(memory)
 
@@ -115,7 +115,7 @@ class DBE(Algorithm):
         return Server(server.x + up.dw, mean, torch.ones_like(server.formed))
 
     def personal(self, down: Server, rows: Client, work: Work) -> Tensor:
-        return shifted(down.x.repeat(work.m, 1), rows.memory, work.layout)
+        return shifted(down.x.expand(work.m, -1), rows.memory, work.layout)
 
 
 def slope(z: Tensor, _outputs: Tensor, _y: Tensor, _anchors: Tensor, gap: Tensor) -> Tensor:

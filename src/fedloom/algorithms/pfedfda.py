@@ -143,7 +143,7 @@ class PFedFDA(Algorithm):
 
 def under(distributions: list[Gauss], prior: Tensor, x: Tensor, work: Work) -> Tensor:
     """Models ``[m, d]`` with the body of ``x`` and the discriminants as heads."""
-    models = x.repeat(work.m, 1)
+    models = x.expand(work.m, -1).clone()
     for row, of, pi in zip(models, distributions, prior, strict=True):
         weight, bias = of.head(pi)
         binary = len(head_of(work.layout, row).bias) == 1  # one output for two classes
