@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 from fedloom import load
 from fedloom.cli import app
-from fedloom.data.sources import cells, table_reading
+from fedloom.data.sources.table import cells
+from fedloom.data.sources.table import reading as table_reading
 from fedloom.errors import ConfigError, DataError
 from fedloom.values import read_toml
 

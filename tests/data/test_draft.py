@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import fedloom as fl
 from fedloom.cli import app
-from fedloom.data.column_facts import Facts
+from fedloom.data.survey.facts import Facts
 from fedloom.data.sources import source
 from fedloom.experiment import Plan, parse
 from tests import hospitals

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import fedloom as fl
-from fedloom import fetch
+from fedloom.data.sources import fetch
 from fedloom.cli import app
 from fedloom.errors import ConfigError, DataError
 

@@ -14,7 +14,7 @@ import onnxruntime
 import pytest
 import tomli_w
 
-from fedloom.data.agreement import Agreement
+from fedloom.data.survey.agreement import Agreement
 from fedloom.deploy.server.run import serve
 from fedloom.deploy.settings import read_server, read_site
 from fedloom.deploy.site.client import Client

@@ -19,9 +19,9 @@ from statsmodels.stats.proportion import proportion_confint
 import fedloom as fl
 from fedloom.data.groups import groups_of
 from fedloom.errors import ConfigError, Refused
-from fedloom.experiment.importance import check_importance, importance
-from fedloom.experiment.left_out import scores_of_new, without
-from fedloom.experiment.references import check_references, references
+from fedloom.experiment.analyses.importance import check_importance, importance
+from fedloom.experiment.analyses.left_out import scores_of_new, without
+from fedloom.experiment.analyses.references import check_references, references
 from fedloom.report.charts.calibrated import curve, point, wilson
 from fedloom.report.comparison.by_patient import delong
 from fedloom.report.patients import Predicted

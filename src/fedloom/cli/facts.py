@@ -118,7 +118,7 @@ def data(
         from fedloom.data import load
 
         if fetch:
-            from fedloom.fetch import fetch as fetched
+            from fedloom.data.sources.fetch import fetch as fetched
 
             say(f"files      {fetched(name, data_dir)}")
         facts: dict[str, Any] = load(name, data_dir).describe()

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sklearn.metrics import r2_score, roc_auc_score
 
-from fedloom.data.column_facts import FEW, Facts
+from fedloom.data.survey.facts import FEW, Facts
 from fedloom.seeds import numpy_generator
 
 EVENTS = 5

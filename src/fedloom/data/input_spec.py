@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from fedloom.data.agreement import Agreement
+from fedloom.data.survey.agreement import Agreement
 from fedloom.data.dataset import CLASSED, Dataset, Task, refuse
 from fedloom.data.federation import Federation, Split
 from fedloom.data.partition.changes import prepared

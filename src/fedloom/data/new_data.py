@@ -14,7 +14,7 @@ from fedloom.data.sources._base import SampleSource
 from fedloom.data.sources.detect import detect
 from fedloom.data.sources.images import ImageFolder
 from fedloom.data.sources.leaf import Leaf
-from fedloom.data.sources.table_reading import TableSource
+from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.texts import Sent140, Shakespeare, Texts
 from fedloom.errors import DataError, NoSamples
 from fedloom.values import fields_of

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.sources import Source
-from fedloom.data.sources.table_reading import TableSource
+from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.tables import Table
 from fedloom.errors import ConfigError, DataError
 

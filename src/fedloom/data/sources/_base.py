@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedloom.data.dataset import MOST_CLASSES, Dataset
 from fedloom.errors import DataError, blamed
-from fedloom.fetch import ENV as ENV
+from fedloom.data.sources.fetch import ENV as ENV
 from fedloom.imports import path_of
 from fedloom.values import Value
 

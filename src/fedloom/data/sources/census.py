@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fedloom.data.dataset import Dataset, refuse
 from fedloom.data.sources._base import FileSource, locate
 from fedloom.data.sources.archive import Rows, entries
-from fedloom.data.sources.cells import Problems, csv_rows, numbers, pieces
+from fedloom.data.sources.table.cells import Problems, csv_rows, numbers, pieces
 from fedloom.data.tables import Column, Table
 from fedloom.errors import DataError, NoSamples
 

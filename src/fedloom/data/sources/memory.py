@@ -18,8 +18,8 @@ from fedloom.data.dataset import Dataset, Task
 from fedloom.data.sources._base import Source
 from fedloom.data.sources.archive import Rows
 from fedloom.data.sources.array_data import as_array, of_arrays, plain
-from fedloom.data.sources.cells import Piece, Problems
-from fedloom.data.sources.table_reading import TableSource, read_table
+from fedloom.data.sources.table.cells import Piece, Problems
+from fedloom.data.sources.table.reading import TableSource, read_table
 from fedloom.data.sources.tabular import Csv
 from fedloom.errors import ConfigError, DataError, NoSamples, cause_of, nearest
 from fedloom.values import fields_of, make

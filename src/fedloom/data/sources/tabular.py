@@ -12,7 +12,7 @@ from pydantic import Field
 
 from fedloom.data.sources._base import locate
 from fedloom.data.sources.archive import check_regular, check_size, entries
-from fedloom.data.sources.cells import (
+from fedloom.data.sources.table.cells import (
     BATCH,
     HEAD,
     Piece,
@@ -24,7 +24,7 @@ from fedloom.data.sources.cells import (
     signs_of,
     with_points,
 )
-from fedloom.data.sources.table_reading import Raw, TableSource
+from fedloom.data.sources.table.reading import Raw, TableSource
 from fedloom.errors import DataError
 
 CELL = np.dtype(np.float64).itemsize

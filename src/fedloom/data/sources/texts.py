@@ -21,8 +21,8 @@ from fedloom.data.dataset import Dataset, refuse
 from fedloom.data.sources._base import FileSource, Source, lies_at, locate
 from fedloom.data.sources.detect import detect
 from fedloom.data.sources.leaf import Collector, Floats, Leaf, collect, holds_json, of_users
-from fedloom.data.sources.levels import Codes
-from fedloom.data.sources.table_reading import TableSource
+from fedloom.data.sources.table.levels import Codes
+from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
 from fedloom.data.text import NO_LABEL, Level, encoded, tokenised, vocabulary_of
 from fedloom.errors import ConfigError, DataError, NoSamples, nearest

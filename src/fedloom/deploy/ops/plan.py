@@ -18,7 +18,7 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_data import AGREED, SIGNS
 from fedloom.data.sources import SOURCES
 from fedloom.data.sources._base import ENV, FileSource
-from fedloom.data.sources.table_reading import TableSource
+from fedloom.data.sources.table.reading import TableSource
 from fedloom.deploy.code import Code, code_of
 from fedloom.deploy.protocol.lengths import lengths
 from fedloom.deploy.secure.protocol import FEWEST, MOST, least_threshold, safe_threshold

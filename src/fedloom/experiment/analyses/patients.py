@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedloom.data.groups import column_of, groups_of
 from fedloom.data.sources import Source
-from fedloom.data.sources.table_reading import TableSource
+from fedloom.data.sources.table.reading import TableSource
 from fedloom.engine.result import Result
 from fedloom.engine.scoring import final_outputs
 from fedloom.errors import ConfigError

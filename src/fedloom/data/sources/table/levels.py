@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.data.sources.cells import Cells, Piece, Problems, numbers, shortened
+from fedloom.data.sources.table.cells import Cells, Piece, Problems, numbers, shortened
 from fedloom.data.tables import Column
 from fedloom.errors import DataError
 

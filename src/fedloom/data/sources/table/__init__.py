@@ -1,0 +1,1 @@
+"""Tables in files: their reading, their cells, and the levels of their columns."""
