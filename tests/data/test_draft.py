@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import fedloom as fl
 from fedloom.cli import app
-from fedloom.data.survey.facts import Facts
 from fedloom.data.sources import source
+from fedloom.data.survey.facts import Facts
 from fedloom.experiment import Plan, parse
 from tests import hospitals
 

@@ -16,8 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 import fedloom as fl
-from fedloom.data.sources import fetch
 from fedloom.cli import app
+from fedloom.data.sources import fetch
 from fedloom.errors import ConfigError, DataError
 
 pytest.importorskip("pooch")

@@ -56,13 +56,11 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.algorithms._base import Algorithm, Derived, Model, Point, Sent, by_rule
+from fedloom.algorithms._base import Derived, Model, Point, Sent, by_rule
 from fedloom.algorithms._regulariser import Regulariser, penalty, proximal
-from fedloom.errors import Refused
-from fedloom.local import Ctx, Work, descend
-from fedloom.local.dual import Residuals, epochs_with_dual, residuals_of, until_tolerance
-from fedloom.local.inexact import inexact
-from fedloom.rows.layout import Layout
+from fedloom.algorithms._theta_step import ThetaStep
+from fedloom.local import Ctx, Work
+from fedloom.local.dual import Residuals, epochs_with_dual, residuals_of
 
 
 class Client(NamedTuple):
@@ -80,17 +78,10 @@ class Down(NamedTuple):
     x: Annotated[Tensor, Sent(prox="regulariser")]
 
 
-class FLAME(Algorithm):
+class FLAME(ThetaStep):
     """FLAME (Algorithm 1)."""
 
-    lam: Derived = by_rule(description="Moreau weight lambda; 4/(reach rounds) when not given; 1 in Table III")
     rho: Derived = by_rule(description="ADMM penalty rho; lam/n when not given; 0.1 in Table III")
-    eps0: float | None = Field(
-        None, gt=0, description="eps^0 of Eq. 18, before the first round; None: the run's epochs of SGD"
-    )
-    shrink: float = Field(0.5, gt=0, lt=1, description="upsilon_i of Eq. 18, factor of the tolerance per round")
-    most: int = Field(1000, ge=1, description="most gradient steps until the tolerance is met")
-
     centre: Literal["own", "received"] = Field(
         "own", description="prox centre of theta: the client's w_i (Eq. 11), or the received w (public code)"
     )
@@ -101,12 +92,6 @@ class FLAME(Algorithm):
     regulariser: Regulariser = Field(
         None, description="g, a function of the global model with a prox; none in the paper"
     )
-    solver: Literal["sgd", "criterion"] = Field(
-        "sgd", description="the theta step: the run's local SGD, or gradient descent until FIAELT's criterion (9)"
-    )
-    r: float = Field(0.005, gt=0, lt=1, description="tolerance r_i of (9): ||theta - theta*||^2 falls by this factor")
-    iterations: int = Field(100, ge=1, description="most gradient steps until (9)")
-    smooth: float | None = Field(None, gt=0, description="L of (9), smoothness of the f_i, below lam; lam/5 when None")
     residuals: bool = Field(
         False, description="record the Lagrangian and both residuals, from gradients of all samples"
     )
@@ -114,47 +99,22 @@ class FLAME(Algorithm):
     family: ClassVar[str] = "personalised"
     uses_shares: ClassVar[bool] = True
     paper: ClassVar[Mapping[str, Any]] = {"lam": 1.0, "rho": 0.1}
-    needs: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("shrink", "most"), "eps0"),
-        **dict.fromkeys(("r", "iterations", "smooth"), "solver criterion"),
-    }
 
     def derived(self, ctx: Ctx) -> dict[str, Any]:
         lam = self.lam or 4 / (ctx.reach * ctx.rounds)
         return {"lam": lam, "rho": lam * float(ctx.weight.new_tensor(1 / ctx.n))}
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if self.dual == "epoch" and self.eps0 is not None:
+    def _has_epochs(self) -> Self:
+        if self.dual == "epoch" and (self.eps0 is not None or self.solver == "criterion"):
             raise ValueError(
-                "dual = 'epoch' and eps0 contradict each other: with eps0 a round has no epochs; leave one out"
-            )
-        if self.solver == "criterion" and (self.dual == "epoch" or self.eps0 is not None):
-            raise ValueError(
-                "solver = 'criterion' ends the theta step by itself; leave eps0 out, and set dual to 'round' or 'none'"
+                f"dual = 'epoch' and {'eps0' if self.eps0 else 'solver'} contradict each other: a round then has no "
+                "epochs; leave one out"
             )
         return self
 
-    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
-        if self.solver == "criterion" and self.smooth and self.lam <= self.smooth:
-            raise Refused(
-                f"FLAME with solver 'criterion' needs lam > smooth, got lam = {self.lam:g} and smooth = "
-                f"{self.smooth:g}: without it (9) bounds nothing; give a larger lam"
-            )
-        return []
-
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Model, Client, Point]:
         return Model(x0), Client(x0, x0, torch.zeros_like(x0), x0.new_tensor([self.eps0 or 0.0])), Point(x0)
-
-    @property
-    def full_gradients(self) -> str:
-        return (
-            "FLAME with solver 'criterion'" if self.solver != "sgd" else "" if self.eps0 is None else "FLAME with eps0"
-        )
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        return ("batch_size", "epochs", "steps") if (self.eps0 or self.solver != "sgd") and self.lam else ()
 
     def client(self, down: Down, rows: Client, work: Work) -> tuple[Point, Client]:
         x, (theta, w, pi, eps) = down.x, rows
@@ -163,14 +123,7 @@ class FLAME(Algorithm):
         if self.dual == "epoch":
             theta, w, pi = epochs_with_dual(theta, centre, pi, x, work, self.lam, self.rho)
             return Point(w + pi / self.rho), Client(theta, w, pi, eps)
-        if self.solver == "criterion":
-            pulled, zero = (self.lam, centre), torch.zeros_like(theta)
-            theta = inexact(theta, work, pulled, zero, "gd", self.smooth or self.lam / 5, self.r, self.iterations).w
-        elif self.eps0 is None:
-            theta = descend(theta, work, pull=((self.lam, centre),))  # Eq. 11: theta_i ~ prox_{f_i/lambda}(w_i)
-        else:
-            eps = self.shrink * eps  # Eq. 18
-            theta = until_tolerance(theta, centre, eps, work, self.lam, self.most)
+        theta, eps = self.theta_step(theta, centre, eps, work)  # Eq. 11: theta_i ~ prox_{f_i/lambda}(w_i)
         w = (pull * theta + self.rho * x - pi) / (pull + self.rho)  # Eq. 12
         if self.dual == "round":
             pi = pi + self.rho * (w - x)  # Eq. 13

@@ -2,8 +2,7 @@
 
 Problem: min over x of sum_i alpha_i f_i(x), whose head is Bayes' rule for Gaussian features.
 
-Reference: C. McLaughlin, L. Su, "Personalized Federated Learning via Feature Distribution Adaptation", NeurIPS 2024,
-arXiv:2411.00329 (public code: cj-mclaughlin/pFedFDA).
+Reference: C. McLaughlin, L. Su, "Personalized Federated Learning via Feature Distribution Adaptation", NeurIPS 2024.
 
     paper          here          meaning
     phi            x             body, on the server
@@ -18,8 +17,7 @@ Deviations: one beta for means and covariance, the best of 0, 0.1, ..., 1 by the
 the public code takes two by L-BFGS. Folds take every other sample of a class. Features are those after local training;
 the public code takes them as the body moves.
 
-Use it when clients have few samples and their classes look differently from client to client. It needs a head with a
-bias. On a model that is all head the body trains nothing.
+Use it when clients have few samples and classes look differently from client to client. The head needs a bias.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def init(
     Example: fedloom init patients.csv --by hospital --target died
     """
     with errors():
-        from fedloom.data.survey.draft import Draft
         from fedloom.data.survey.columns import Survey
+        from fedloom.data.survey.draft import Draft
         from fedloom.storage.files import make_folder, write_atomic
 
         place = out or table.parent / f"{table.name.lstrip('.').partition('.')[0] or 'data'}.toml"

@@ -10,12 +10,12 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional
 
-from fedloom.data.survey.agreement import Agreement
 from fedloom.data.dataset import CLASSED, Dataset, Task, refuse
 from fedloom.data.federation import Federation, Split
 from fedloom.data.partition.changes import prepared
 from fedloom.data.partition.deal import Dealt
 from fedloom.data.partition.parts import cut_parts
+from fedloom.data.survey.agreement import Agreement
 from fedloom.data.tables import Column, Table
 from fedloom.data.text import NO_LABEL, UNKNOWN, recoded, wrong_tokens
 from fedloom.errors import ConfigError, DataError

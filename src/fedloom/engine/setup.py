@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedloom.algorithms import Algorithm, check_declaration, primary_field, upload_fields
 from fedloom.choose import SharesWeigher, Uniform
+from fedloom.choose.shares import cluster_shares
 from fedloom.data.federation import Federation
 from fedloom.engine.check import (
     changes_nothing,
@@ -23,11 +24,10 @@ from fedloom.engine.check import (
     check_width,
     notes_of,
 )
-from fedloom.engine.clusters import cluster_shares
 from fedloom.engine.job import Job, Problem
 from fedloom.engine.messages import Messages, first_upload, idle_upload
 from fedloom.engine.privacy import check_privacy
-from fedloom.engine.setting import Engine, Setting, by_clusters
+from fedloom.engine.setting import Engine, Setting, by_clusters, clusters_of
 from fedloom.errors import ConfigError, Refused, blamed
 from fedloom.local import Ctx, Nothing, Work
 from fedloom.local.optimizer import Memory, slots_of
@@ -161,7 +161,7 @@ def make_problem(
     )  # fmt: skip
     x0, spent = replay.start(oracle.layout.vector(oracle.module, dtype).to(device), oracle.layout), None
     if finds and by_clusters(setting.weights):
-        shares, spent = cluster_shares(setting, oracle, x0, ctx)
+        shares, spent = cluster_shares(clusters_of(setting.weights), oracle, x0, ctx)
         ctx = ctx._replace(weight=shares.to(dtype))
     with blamed("method", method, "init"):
         method = method.settled(ctx)

@@ -19,11 +19,13 @@ from fedloom.engine.setting import Setting
 from fedloom.engine.setup import check
 from fedloom.engine.simulate import Progress, simulate
 from fedloom.errors import CodeError, DamagedCheckpoint, LayoutError, Refused, RunDirError, Stop
+from fedloom.experiment.analyses.importance import check_importance
+from fedloom.experiment.analyses.left_out import scores_of_new, without
+from fedloom.experiment.analyses.patients import keeping
+from fedloom.experiment.analyses.references import check_references
 from fedloom.experiment.events import PAUSE, Emitter, Event, Line, Listener
 from fedloom.experiment.file import difference_to_recorded
-from fedloom.experiment.analyses.importance import check_importance
 from fedloom.experiment.inspection import check_inspection
-from fedloom.experiment.analyses.left_out import scores_of_new, without
 from fedloom.experiment.outputs import (
     Live,
     Outcome,
@@ -35,8 +37,6 @@ from fedloom.experiment.outputs import (
     write_summary,
     write_tables,
 )
-from fedloom.experiment.analyses.patients import keeping
-from fedloom.experiment.analyses.references import check_references
 from fedloom.experiment.schema import Experiment, Method
 from fedloom.processes.pool import Pool, cores
 from fedloom.processes.ranks import ALONE, Ranks

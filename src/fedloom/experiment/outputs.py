@@ -23,9 +23,9 @@ from fedloom.engine.result import Result
 from fedloom.engine.setting import Evaluate
 from fedloom.engine.state import State
 from fedloom.experiment.analyses.importance import importance
-from fedloom.experiment.inspection import confusion, tsne
 from fedloom.experiment.analyses.patients import group_scores, predictions
 from fedloom.experiment.analyses.references import references
+from fedloom.experiment.inspection import confusion, tsne
 from fedloom.experiment.schema import Experiment
 from fedloom.rundir import (  # fmt: skip
     CONFUSION,

@@ -15,8 +15,8 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.data.dataset import MOST_CLASSES, Dataset
-from fedloom.errors import DataError, blamed
 from fedloom.data.sources.fetch import ENV as ENV
+from fedloom.errors import DataError, blamed
 from fedloom.imports import path_of
 from fedloom.values import Value
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from fedloom.data.survey.facts import FEW, LATER, PER_LEVEL, Facts
 from fedloom.data.sources import source
 from fedloom.data.sources.table.cells import is_missing
 from fedloom.data.sources.table.reading import TableSource
 from fedloom.data.sources.tabular import Csv
+from fedloom.data.survey.facts import FEW, LATER, PER_LEVEL, Facts
 from fedloom.errors import ConfigError, DataError, NoSamples, nearest
 
 TARGETS = (

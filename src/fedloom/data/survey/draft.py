@@ -11,11 +11,11 @@ import tomli_w
 from numpy.typing import NDArray
 
 from fedloom.data import by_site
-from fedloom.data.survey.agreement import Agreement
-from fedloom.data.survey.facts import FEW, LATER, PER_LEVEL, TOKENS, Facts
 from fedloom.data.dataset import Dataset
 from fedloom.data.sources.table.levels import level
+from fedloom.data.survey.agreement import Agreement
 from fedloom.data.survey.columns import Survey
+from fedloom.data.survey.facts import FEW, LATER, PER_LEVEL, TOKENS, Facts
 from fedloom.data.tables import Table, is_number
 from fedloom.errors import ConfigError, DataError
 

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field, WithJsonSchema, field_validator
 from torch import Tensor
 
-from fedloom.data.survey.agreement import Agreement, agreement_of
 from fedloom.data.dataset import CLASSED, MISSING, MOST_CLASSES, TOO_MANY, Dataset, Task, refuse
 from fedloom.data.sources._base import FileSource, lies_at
 from fedloom.data.sources.archive import Rows
 from fedloom.data.sources.table.cells import LEVELS, Piece, Problems, is_missing, numbers
 from fedloom.data.sources.table.levels import Agreed, Codes, natural
+from fedloom.data.survey.agreement import Agreement, agreement_of
 from fedloom.data.tables import MARKERS, Column, Table, markers_of
 from fedloom.errors import ConfigError, DataError, NoSamples, nearest
 

@@ -5,38 +5,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedloom.choose import EquitableWeigher
-from fedloom.engine.setting import Setting, clusters_of
+from fedloom.choose.weighers import EquitableWeigher
 from fedloom.errors import ConfigError, Refused
 from fedloom.local import Ctx, Work, descend
 from fedloom.local.oracles import Network, chunk_count, chunk_limit
-from fedloom.processes.clients import COUNTS
 
 
-def cluster_shares(setting: Setting, oracle: Network, x0: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
-    """Equitable-FL's p_i = 1/(C |cluster of i|) over all clients, ``[n, 1]`` float64, and what it costs ``[7]``.
+def cluster_shares(clusters: int | None, oracle: Network, x0: Tensor, ctx: Ctx) -> tuple[Tensor, Tensor]:
+    """Find Equitable-FL's p_i = 1/(C |cluster of i|) over all clients, ``[n, 1]`` float64, and its cost ``[7]``.
 
     Every client trains the initial model for a round, as the run's clients do, and sends its mean activations under
     that model (Equitable-FL, Algorithm 1, lines 5-10, where it is so in every round and over the cohort).
 
     Args:
-        setting: the run, its ``weights`` by clusters.
+        clusters: C; None where it is sought.
         oracle: the local problems.
         x0: ``[d]`` the initial model.
         ctx: all clients, before round 1.
+
+    Returns:
+        The shares, and of all clients: samples backward and forward, steps, bytes up and down, and those of the paper.
 
     Raises:
         ConfigError: more clusters than clients.
         Refused: a client has no training samples, of which there are no activations.
     """
-    clusters = clusters_of(setting.weights)
     if clusters is not None and clusters > ctx.n:
-        raise ConfigError(f"weights = {setting.weights!r} needs as many clients, the federation has {ctx.n}")
+        raise ConfigError(f"weights = 'clusters-{clusters}' needs as many clients, the federation has {ctx.n}")
     if not bool((ctx.sizes > 0).all()):
         raise Refused("weights by clusters needs training samples of every client; use weights = 'uniform'")
-    weigher, answers, counts = EquitableWeigher(clusters=clusters), list[Tensor](), torch.zeros(len(COUNTS)).long()
+    weigher, answers, counts = EquitableWeigher(clusters=clusters), list[Tensor](), torch.zeros(7).long()
     for ids in ctx.ids.tensor_split(chunk_count(ctx.n, chunk_limit(oracle))):
-        work = Work(oracle, ids, ctx.weight[ids].to(x0), setting.local, seed=setting.seed, round=1)
+        work = Work(oracle, ids, ctx.weight[ids].to(x0), ctx.local, seed=ctx.seed, round=1)
         answers.append(weigher.probe(None, descend(x0, work, stream="clusters"), work).cpu())
         counts[:3] += torch.stack([work.counts.backward, work.counts.forward, work.counts.steps]).sum(1)
     vectors = torch.cat(answers)

@@ -1,0 +1,87 @@
+"""The step of a personal model, theta ~ prox_{f/lam}(centre), by one of three solvers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from fedloom.algorithms._base import Algorithm, Derived, by_rule
+from fedloom.errors import Refused
+from fedloom.local import Ctx, Work, descend
+from fedloom.local.dual import until_tolerance
+from fedloom.local.inexact import inexact
+from fedloom.rows.layout import Layout
+
+
+class ThetaStep(Algorithm):
+    """A method whose clients solve min f_i(theta) + lam/2 ||theta - centre||^2.
+
+    By the run's local SGD, by gradient descent until a tolerance that shrinks by rounds (``eps0``), or until FIAELT's
+    criterion (9).
+    """
+
+    lam: Derived = by_rule(description="Moreau weight lambda; 4/(reach rounds) when not given; 1 in Table III")
+    eps0: float | None = Field(
+        None, gt=0, description="eps^0 of Eq. 18, before the first round; None: the run's epochs of SGD"
+    )
+    shrink: float = Field(0.5, gt=0, lt=1, description="upsilon_i of Eq. 18, factor of the tolerance per round")
+    most: int = Field(1000, ge=1, description="most gradient steps until the tolerance is met")
+    solver: Literal["sgd", "criterion"] = Field(
+        "sgd", description="the theta step: the run's local SGD, or gradient descent until FIAELT's criterion (9)"
+    )
+    r: float = Field(0.005, gt=0, lt=1, description="tolerance r_i of (9): ||theta - theta*||^2 falls by this factor")
+    iterations: int = Field(100, ge=1, description="most gradient steps until (9)")
+    smooth: float | None = Field(None, gt=0, description="L of (9), smoothness of the f_i, below lam; lam/5 when None")
+
+    needs: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("shrink", "most"), "eps0"),
+        **dict.fromkeys(("r", "iterations", "smooth"), "solver criterion"),
+    }
+
+    @model_validator(mode="after")
+    def _one_solver(self) -> Self:
+        if self.solver == "criterion" and self.eps0 is not None:
+            raise ValueError("solver = 'criterion' and eps0 both end the theta step; leave eps0 out")
+        return self
+
+    def check(self, layout: Layout, ctx: Ctx) -> list[str]:
+        if self.solver == "criterion" and self.smooth and self.lam <= self.smooth:
+            raise Refused(
+                f"{type(self).__name__} with solver 'criterion' needs lam > smooth, got lam = {self.lam:g} and "
+                f"smooth = {self.smooth:g}: without it (9) bounds nothing; give a larger lam"
+            )
+        return []
+
+    @property
+    def full_gradients(self) -> str:
+        name = type(self).__name__
+        return f"{name} with solver 'criterion'" if self.solver != "sgd" else f"{name} with eps0" if self.eps0 else ""
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return ("batch_size", "epochs", "steps") if (self.eps0 or self.solver != "sgd") and self.lam else ()
+
+    def theta_step(self, theta: Tensor, centre: Tensor, eps: Tensor, work: Work) -> tuple[Tensor, Tensor]:
+        """Solve for theta ``[m, d]`` from where it is.
+
+        Args:
+            theta: ``[m, d]`` the personal models.
+            centre: ``[m, d]`` what they are pulled to.
+            eps: ``[m, 1]`` their tolerances.
+            work: the clients' local problems.
+
+        Returns:
+            The new theta ``[m, d]`` and the tolerances ``[m, 1]`` that it met.
+        """
+        if self.solver == "criterion":
+            pull, zero = (self.lam, centre), torch.zeros_like(theta)
+            found = inexact(theta, work, pull, zero, "gd", self.smooth or self.lam / 5, self.r, self.iterations)
+            return found.w, eps
+        if self.eps0 is None:
+            return descend(theta, work, pull=((self.lam, centre),)), eps
+        eps = self.shrink * eps  # Eq. 18
+        return until_tolerance(theta, centre, eps, work, self.lam, self.most), eps
