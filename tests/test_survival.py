@@ -101,6 +101,7 @@ def test_the_loss_is_the_partial_likelihood(seed: int, rows: int, ties: bool) ->
     assert float(loss.detach()) * rows == pytest.approx(-model.loglike(np.ones(1)), rel=1e-9, abs=1e-9)
     (slope,) = torch.autograd.grad(loss, z)
     assert float((slope * z).sum().detach()) * rows == pytest.approx(-model.score(np.ones(1))[0], abs=1e-8)
+    torch.testing.assert_close(Survival().dloss(z.detach(), y), slope * rows, rtol=1e-9, atol=1e-11)
     assert float(slope.sum()) == pytest.approx(0, abs=1e-12)  # a constant changes no likelihood
     far = partial_loss(z.float() * 300, y.float())
     assert bool(far.isfinite())

@@ -94,7 +94,7 @@ def test_what_cannot_be_deployed_is_refused(experiment, given, options, sentence
 
 
 def test_what_does_not_go_together_is_refused_as_in_simulation(experiment):
-    krum = {"algorithm": "feddyn", "aggregator": {"kind": "krum", "f": 0}}
+    krum = {"algorithm": "ifca", "aggregator": {"kind": "krum", "f": 0}}
     with pytest.raises(Refused):
         plan(experiment(krum))
 

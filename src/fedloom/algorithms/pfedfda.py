@@ -27,7 +27,6 @@ from typing import Annotated, ClassVar, NamedTuple
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import cross_entropy, one_hot
 
 from fedloom.algorithms._base import Algorithm, Mean, Sent
 from fedloom.algorithms._prototypes import head_of, require_bias, shape_of, shares
@@ -118,21 +117,22 @@ class PFedFDA(Algorithm):
         mixtures = []
         for (z, y), pi in zip(work.features(w), prior, strict=True):
             z, losses = z.double(), torch.zeros_like(BETAS, device=z.device)
-            order = (one_hot(y, len(pi)).cumsum(0).gather(1, y[:, None]) % 2)[:, 0]  # every other sample of a class
+            member = torch.eye(len(pi), dtype=torch.long, device=y.device)[y]
+            order = (member.cumsum(0).gather(1, y[:, None]) % 2)[:, 0]  # every other sample of a class
             for fold in (0, 1):
-                test = (order == fold) & (one_hot(y, len(pi)).sum(0) > 1)[y]
+                test = (order == fold) & (member.sum(0) > 1)[y]
                 if bool(test.any()):
                     own = self._estimate(z[order != fold], y[order != fold], shared)
                     weight, bias = shared.towards(own, BETAS.to(z)).head(pi)
                     outputs = z[test] @ weight.mT + bias[:, None]  # [betas, b, c]
-                    losses += torch.stack([cross_entropy(out, y[test]) for out in outputs])
+                    losses += torch.stack([-out.log_softmax(1).gather(1, y[test][:, None]).mean() for out in outputs])
             best = BETAS[losses.argmin().cpu()].to(z).view(1)
             mixtures.append(Gauss(*(part[0] for part in shared.towards(self._estimate(z, y, shared), best))))
         return mixtures
 
     def _estimate(self, z: Tensor, y: Tensor, shared: Gauss) -> Gauss:
         """Means of classes with `LEAST` samples (as in the public code), others' shared, and the covariance around."""
-        member = one_hot(y, len(shared.means)).to(z)
+        member = torch.eye(len(shared.means), dtype=z.dtype, device=z.device)[y]
         count = member.sum(0)[:, None]
         means = torch.where(count >= LEAST, member.T @ z / count.clamp(min=1), shared.means)
         gap, eye = z - means[y], torch.eye(z.shape[1], dtype=z.dtype, device=z.device)

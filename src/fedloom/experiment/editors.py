@@ -58,4 +58,4 @@ def json_schema() -> str:
         "properties": {**head, **tables, "method": {"type": "array", "minItems": 1, "items": method}, **links},
         "$defs": {**shared, **overridable},
     }
-    return json.dumps(document, indent=1)
+    return json.dumps(document, separators=(",", ":"))

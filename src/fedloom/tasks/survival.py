@@ -61,9 +61,15 @@ class Survival(Kind):
 
     def dloss(self, output: Tensor, y: Tensor) -> Tensor:
         """Gradient of b times the loss of the batch."""
-        with torch.enable_grad():
-            leaf = output.detach().requires_grad_()
-            return torch.autograd.grad(partial_loss(leaf, y), leaf)[0] * len(y)
+        rows = _at_risk(output, y)
+        if rows is None:
+            return torch.zeros_like(output)
+        z, tie, place, at_risk, share, hazards = rows.z, rows.tie, rows.place, rows.at_risk, rows.share, rows.hazards
+        later = torch.cat([(-hazards).flip(0).logcumsumexp(0).flip(0), z.new_tensor([-torch.inf])])
+        slope = (z + later[torch.searchsorted(place, tie)]).exp()  # a row counts in every risk set from its time on
+        ties = z.new_zeros(len(at_risk)).index_add(0, place, share * (at_risk[place] - hazards).exp())[place]
+        slope[rows.event] -= 1 + (z[rows.event] - at_risk[place]).exp() * ties
+        return torch.empty_like(slope).index_copy(0, rows.order, slope)[:, None]
 
     def predict(self, output: Tensor) -> Tensor:
         """The output itself."""
@@ -109,10 +115,33 @@ def partial_loss(output: Tensor, y: Tensor) -> Tensor:
         output: ``[b, 1]`` log hazards.
         y: ``[b, 2]`` times and events.
     """
+    rows = _at_risk(output, y)
+    return output.sum() * 0 if rows is None else (rows.hazards - rows.z[rows.event]).sum() / len(y)
+
+
+class _AtRisk(NamedTuple):
+    """Rows by falling time: their ``order`` ``[b]``, log hazards ``z``, events, and the place of their tied group.
+
+    Of each of the e events: ``place`` ``[e]`` of its group, ``share`` of the group's events that Efron takes out, and
+    the log of the sum of hazards at risk, ``hazards``; ``at_risk`` has that of every group before a share is out.
+    """
+
+    order: Tensor
+    z: Tensor
+    event: Tensor
+    tie: Tensor
+    at_risk: Tensor
+    place: Tensor
+    share: Tensor
+    hazards: Tensor
+
+
+def _at_risk(output: Tensor, y: Tensor) -> _AtRisk | None:
+    """Sum the hazards of the rows at risk at every event; None without one."""
     order = y[:, 0].argsort(descending=True, stable=True)
     z, time, event = output[order, 0], y[order, 0], y[order, 1] > 0
     if not bool(event.any()):
-        return output.sum() * 0
+        return None
     last = torch.cat([time[1:] != time[:-1], torch.ones_like(event[:1])])  # of the rows with one time
     tie = last.cumsum(0) - last.long()
     at_risk = z.logcumsumexp(0)[last]  # log of the sum over rows whose time is at least this one
@@ -122,7 +151,7 @@ def partial_loss(output: Tensor, y: Tensor) -> Tensor:
     tied = z.new_zeros(len(at_risk)).index_add(0, place, (z[event] - at_risk[place]).exp())
     share = earlier.to(z.dtype) / deaths[place]
     hazards = at_risk[place] + torch.log1p(-share * tied[place])
-    return (hazards - z[event]).sum() / len(z)
+    return _AtRisk(order, z, event, tie, at_risk, place, share, hazards)
 
 
 def baseline(output: Tensor, y: Tensor, owner: Tensor, n: int, horizon: float) -> Tensor:

@@ -36,6 +36,7 @@ from fedloom.schedule import (
     Schedule,
     Synchronous,
 )
+from fedloom.seeds import numpy_generator
 from fedloom.testing.scene import demand
 
 N, ROUNDS = 8, 4
@@ -61,7 +62,7 @@ def federation(order: Collection[int] = range(N), other: int | None = None) -> F
     """The clients of the laws in some order; client ``other`` with other labels."""
     clients = []
     for i in order:
-        g = np.random.default_rng(i)
+        g = numpy_generator(i, purpose="laws of time")
         y = (np.arange(SIZES[i]) + i) % 3
         x = (np.eye(3)[y] + 0.3 * g.standard_normal((len(y), 3)) + 0.1 * i).astype(np.float32)
         y = (y + 1) % 3 if i == other else y
