@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import importlib
 import importlib.util
 import inspect
@@ -60,6 +61,15 @@ def test_the_comparison_of_the_first_page_prints_what_is_shown(
     assert number.sub("#", printed) == number.sub("#", shown)
     for here, there in zip(number.findall(printed), number.findall(shown), strict=True):
         assert float(here) == pytest.approx(float(there), abs=1), "processors differ by less than a point"
+
+
+def test_the_first_page_counts_laws_methods_and_federations() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert f"**Laws**: {len(fl.testing.LAWS)} laws and a known optimum hold each of the {len(REGISTRY)} methods" in text
+    with (ROOT / "studies" / "pages" / "map" / "map.csv").open() as file:
+        measured = {(row["method"], row["setup"]) for row in csv.DictReader(file)}
+    methods, setups = ({pair[k] for pair in measured} for k in (0, 1))
+    assert f"has {len(methods)} methods in {len(setups)} federations" in text
 
 
 def test_blocks_that_do_not_run_say_so_and_are_few() -> None:
