@@ -61,8 +61,9 @@ $(VENV)/.run-ready: $(INPUTS) $(VENV)/.torch-ready
 	$(PIP) --editable .
 	@touch $@
 
-# byzfl without what it declares: its rules need torch and SciPy only, and torchvision has no build for every torch.
+# byzfl and lifelines without what they declare: byzfl's rules need torch and SciPy only, and torchvision has no build
+# for every torch; lifelines asks for pandas below 3, and what the tests use of it works with pandas 3.
 $(VENV)/.dev-ready: $(INPUTS) $(VENV)/.run-ready
 	$(PIP) --editable '.[dev]'
-	$(PIP) --no-deps byzfl==0.0.11
+	$(PIP) --no-deps byzfl==0.0.11 lifelines==0.30.3
 	@touch $@
