@@ -12,6 +12,7 @@ B. Efron, JASA 1977; sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 20
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -71,7 +72,26 @@ class Likelihood(NamedTuple):
     information: Floats
 
 
-class CoxFit(NamedTuple):
+class Wald:
+    """Intervals and tests of coefficients from their standard errors."""
+
+    beta: Floats
+    se: Floats
+
+    def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
+        """Wald interval of every coefficient."""
+        reach = norm.ppf(0.5 + level / 2) * self.se
+        return self.beta - reach, self.beta + reach
+
+    @property
+    def p_values(self) -> Floats:
+        """Two-sided Wald tests of beta = 0, ``[p]``."""
+        values: Floats = 2 * norm.sf(np.abs(self.beta / self.se))
+        return values
+
+
+@dataclass(frozen=True)
+class CoxFit(Wald):
     """Coefficients of the columns as they are measured.
 
     Attributes:
@@ -87,17 +107,6 @@ class CoxFit(NamedTuple):
     likelihood: float
     events: int
     rows: int
-
-    def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
-        """Wald interval ``([p], [p])`` of beta."""
-        reach = norm.ppf(0.5 + level / 2) * self.se
-        return self.beta - reach, self.beta + reach
-
-    @property
-    def p_values(self) -> Floats:
-        """Two-sided Wald tests of beta = 0, ``[p]``."""
-        values: Floats = 2 * norm.sf(np.abs(self.beta / self.se))
-        return values
 
 
 def risk_sums(site: SurvivalSite, beta: Floats, times: Floats, shift: float = 0.0) -> RiskSums:

@@ -12,14 +12,14 @@ Newton's method is Fisher scoring); sums over sites as in Y. Wu et al., "GLORE",
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from scipy.special import expit
-from scipy.stats import norm
 
 from fedloom.errors import DataError, unknown
-from fedloom.tasks.cox import Floats, Likelihood, newton
+from fedloom.tasks.cox import Floats, Likelihood, Wald, newton
 
 Link = Callable[[Floats], Floats]
 FAMILIES: dict[str, tuple[Link, Link, Link]] = {
@@ -37,7 +37,8 @@ class GlmSite(NamedTuple):
     y: Floats
 
 
-class GlmFit(NamedTuple):
+@dataclass(frozen=True)
+class GlmFit(Wald):
     """Coefficients of the columns as they are measured.
 
     Attributes:
@@ -51,17 +52,6 @@ class GlmFit(NamedTuple):
     beta: Floats
     se: Floats
     rows: int
-
-    def interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
-        """Wald interval ``([q], [q])`` of beta."""
-        reach = norm.ppf(0.5 + level / 2) * self.se
-        return self.beta - reach, self.beta + reach
-
-    @property
-    def p_values(self) -> Floats:
-        """Two-sided Wald tests of beta = 0, ``[q]``."""
-        values: Floats = 2 * norm.sf(np.abs(self.beta / self.se))
-        return values
 
 
 def glm_sums(site: GlmSite, beta: Floats, family: str) -> Likelihood:
