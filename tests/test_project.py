@@ -147,6 +147,28 @@ def test_a_folder_has_few_files_and_the_round_is_one_page() -> None:
     assert len((SOURCE / "engine" / "round.py").read_text().splitlines()) <= 120
 
 
+VAGUE = {
+    "asked", "brought", "found", "given", "gone", "heard", "judged", "known", "late", "made", "others", "own", "played",
+    "said", "seen", "settled", "taken", "there", "these", "those", "told", "watched", "written",
+}  # fmt: skip
+"""Words that name no content; those that are left become fewer."""
+
+
+def test_names_without_content_become_fewer() -> None:
+    nodes = [node for name in MODULES for node in every(name)]
+    bound = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    bound += [node.arg for node in nodes if isinstance(node, ast.arg)]
+    bound += [node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    assert sum(name.strip("_").lower() in VAGUE for name in bound) <= 406
+
+
+def test_a_module_opens_with_its_subject() -> None:
+    openings = {name: ast.get_docstring(parsed(name)) or "" for name in MODULES}
+    assert not [
+        name for name, text in openings.items() if re.match(r"(what|how|whether|who|of|where|that)\b", text, re.I)
+    ]
+
+
 def test_the_page_on_the_architecture_names_files_that_are_there() -> None:
     named = set(re.findall(r"`([a-z_/]+/[a-z_]+\.py)`", (ROOT / "docs" / "architecture.md").read_text()))
     assert len(named) > 30

@@ -1,4 +1,4 @@
-"""What user code may be run: not what a file names of Python itself, nor what another user has written, unasked.
+"""Trust in user code: a file's own word runs no part of Python itself and no code of another user.
 
 A person vouches for import paths, by ``--trust`` or ``trust=True``; nothing vouches for the standard library.
 """

@@ -1,4 +1,4 @@
-"""What a message declares: how its fields travel and are written, read from the annotations of a method."""
+"""Declarations of messages: how fields travel and are written, read from the annotations of a method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every command shares: the application, the form of errors, and common arguments."""
+"""The application, the form of its errors, and the arguments that commands share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the shell offers after Tab, without torch: names are read from the sources and from run directories."""
+"""Completion after Tab, without torch: names are read from the sources and from run directories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What there is: ``fedloom list``, ``describe``, ``schema`` and ``data``."""
+"""Commands that look up facts: ``fedloom list``, ``describe``, ``schema`` and ``data``."""
 
 from __future__ import annotations
 

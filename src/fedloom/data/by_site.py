@@ -1,4 +1,4 @@
-"""What a statistician looks at first: how well a column alone tells the target, and what differs from site to site."""
+"""First statistics of a table: how well each column alone ranks the target, and differences between sites."""
 
 from __future__ import annotations
 

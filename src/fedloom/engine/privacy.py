@@ -1,4 +1,4 @@
-"""What the noise of a channel guarantees: epsilon for a given delta, by dp-accounting (extra ``privacy``).
+"""The guarantee of a channel's noise: epsilon for a given delta, by dp-accounting (extra ``privacy``).
 
 Noise of the channel is local: each client adds it before its upload leaves the device. The figure is then the
 client-level local differential privacy of all that one client has sent, against everyone who sees it, the server

@@ -1,4 +1,4 @@
-"""What models do on single clients after the last round: confusion counts, and their representations in the plane."""
+"""Models on single clients after the last round: confusion counts, and representations in the plane."""
 
 from __future__ import annotations
 

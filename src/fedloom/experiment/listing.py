@@ -1,4 +1,4 @@
-"""What models a run directory holds, and how well they do."""
+"""The models of a run directory and their scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How loops are compiled for the processor at hand (numba)."""
+"""Compilation of loops for the processor at hand (numba)."""
 
 from __future__ import annotations
 

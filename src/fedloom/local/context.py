@@ -1,4 +1,4 @@
-"""What the server's side of a run may know in a round."""
+"""The context of a round on the server's side of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a round takes with any number of ranks, machines and clients, calculated from what one process was seen to take.
+"""The time of a round with any number of ranks, machines and clients, from measurements of one process.
 
 round = fixed + n client + cohort/ranks share crowding + chunks result + trips + bytes/rate
 """

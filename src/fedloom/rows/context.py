@@ -1,4 +1,4 @@
-"""What rules on rows may know of a round; the server's context has it."""
+"""The part of a round's context that rules on rows may use; the server's context has it."""
 
 from __future__ import annotations
 

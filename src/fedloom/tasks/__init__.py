@@ -1,4 +1,4 @@
-"""What a model is trained for and scored by: losses, predictions, metrics of every client; a user's own objective."""
+"""Tasks, for which models are trained and scored: losses, predictions, metrics of every client, own objectives."""
 
 from fedloom.tasks.kinds import Binary, Classification, Count, Regression, Task
 from fedloom.tasks.objective import Chosen, Objective, number, task_of

@@ -1,4 +1,4 @@
-"""Where the laws look: the middle of a short run on quadratics, for one method."""
+"""The scene of the laws: the middle of a short run on quadratics, for one method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a search looks, and the setting that it tries next.
+"""The space of a search, and the setting that it tries next.
 
 The space of a method: the defaults of `spaces.toml`, and what the experiment changes of them. A suggestion depends on
 the finished trials and on (seed, method, trial number) only, so a search that was killed goes on with the very trials

@@ -1,4 +1,4 @@
-"""What a sampler is, and what samplers share."""
+"""The base of samplers, and the draws that they share."""
 
 from __future__ import annotations
 

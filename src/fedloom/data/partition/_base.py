@@ -1,4 +1,4 @@
-"""What every partition shares: its common fields, the pool it draws from, and the way from a draw to a federation."""
+"""The base of partitions: common fields, the pool of samples, and the way from a draw to a federation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What some partitions do to the samples themselves: noise, other labels, and scaling fitted per client."""
+"""Changes of samples by partitions: noise, other labels, and scaling fitted per client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every source shares: the base value, where files are looked for, and how images get their shape."""
+"""The base of sources, the folders that are searched for files, and the shape of images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a table holds, before its columns have roles: kinds of columns, and everything that is wrong or must be said."""
+"""The survey of a table before its columns have roles: kinds of columns, faults and notes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the oracles of neural networks share: samples, dropout masks, evaluation, activations."""
+"""The base of the oracles of neural networks: samples, dropout masks, evaluation, activations."""
 
 from __future__ import annotations
 

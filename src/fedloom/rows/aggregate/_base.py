@@ -1,4 +1,4 @@
-"""What an aggregator is, and what can be done to the rows before it."""
+"""The base of aggregators, and of the steps on rows before them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every function with a prox has."""
+"""The base of functions with a prox."""
 
 from __future__ import annotations
 
