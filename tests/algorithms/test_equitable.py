@@ -103,8 +103,9 @@ def test_activations_are_log_softmax_of_the_trained_model() -> None:
     p = Problem.random(0)
     work = Federation(p.oracle(), p.alpha, LocalSGD()).work(1, range(p.n))
     w = p.minimiser
-    equal(EquitableWeigher().probe(None, w, work), w - torch.logsumexp(w, 1, keepdim=True))
-    equal(EquitableWeigher(log_softmax=False).probe(None, w, work), w)
+    h = work.activations(w, "penultimate", None)
+    equal(EquitableWeigher().probe(None, w, work), h - torch.logsumexp(h, 1, keepdim=True))
+    equal(EquitableWeigher(log_softmax=False).probe(None, w, work), h)
 
 
 def test_more_clusters_than_clients_are_refused() -> None:

@@ -136,6 +136,7 @@ UNWEIGHED = {
     **dict.fromkeys(("fedacs", "fedamp", "heurfedamp"), "the server mixes by likeness"),
     **dict.fromkeys(("clustered-sampling", "power-of-choice"), "the draws are by samples"),
     **dict.fromkeys(("equitable-fl", "fairfed"), "the weigher takes their place"),
+    "fedfomo": "clients mix by losses",
     "fedskip": "clients count by the samples that they have seen",
 }
 """Methods whose runs do not depend on the clients' shares, and why."""

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.data.federation import Federation
@@ -115,7 +116,8 @@ def _download(side: ServerSide, state: Any, ctx: Ctx) -> Any:
     """The download of the new client: the last of all clients where the server mixes what it keeps of them."""
     if not side.algorithm.mixes:
         return side.algorithm.down(side.server, None, ctx)
-    kept = type(state)(*[torch.cat([old, new]) for old, new in zip(side.kept, state, strict=True)])
+    wide = [pad(old, (0, new.shape[1] - old.shape[1])) for old, new in zip(side.kept, state, strict=True)]  # of n + 1
+    kept = type(state)(*[torch.cat([old, new]) for old, new in zip(wide, state, strict=True)])
     return rows_of(side.algorithm.down(side.server, kept, ctx), torch.tensor([ctx.n - 1]))
 
 
