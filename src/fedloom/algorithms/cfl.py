@@ -47,7 +47,7 @@ from fedloom.rows.layout import Layout
 
 
 class Server(NamedTuple):
-    """models, last ``[n, d]``; cluster ``[n]``: the smallest id in it, whose row of ``models`` it has; seen ``[n]``."""
+    """models, last ``[n, d]``; cluster ``[n, 1]``: its smallest id, whose row of ``models`` it has, seen ``[n, 1]``."""
 
     models: Tensor
     last: Tensor
@@ -83,17 +83,18 @@ class CFL(Algorithm):
 
     def init(self, x0: Tensor, ctx: Ctx) -> tuple[Server, Nothing, None]:
         models = x0.repeat(ctx.n, 1)
-        zero = x0.new_zeros(ctx.n)
+        zero = x0.new_zeros(ctx.n, 1)
         return Server(models, torch.zeros_like(models), zero, zero), Nothing(), None
 
     def down(self, server: Server, kept: None, ctx: Ctx) -> Model:
-        return Model(server.models[grown(server.cluster, ctx.n)[ctx.ids].long()])
+        return Model(server.models[grown(server.cluster, ctx.n)[ctx.ids, 0].long()])
 
     def client(self, down: Model, rows: Nothing, work: Work) -> tuple[Up, Nothing]:
         return Up(descend(down.x, work) - down.x), rows
 
     def server(self, server: Server, up: Up, ctx: Ctx) -> Server:
-        models, last, cluster, seen = (grown(t, ctx.n).clone() for t in server)
+        state = Server(*[grown(t, ctx.n).clone() for t in server])
+        models, last, cluster, seen = *state[:2], state.cluster[:, 0], state.seen[:, 0]
         share = ctx.weight[:, 0].to(models)
         last[ctx.ids], seen[ctx.ids] = up.dw.to(models), 1.0
         here = torch.zeros_like(seen)
@@ -110,7 +111,7 @@ class CFL(Algorithm):
                 sides, gap = bipartition(last[members])
                 for part in [members[side] for side in sides] if gap > self.gap else []:
                     models[part.min()], cluster[part], seen[part] = models[c].clone(), float(part.min()), 0.0
-        return Server(models, last, cluster, seen)
+        return state
 
     def global_model(self, server: Server) -> None:
         return None
