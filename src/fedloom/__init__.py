@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from fedloom.data.dataset import Dataset as Dataset
     from fedloom.data.federation import Federation as Federation
     from fedloom.data.sources import load as load
+    from fedloom.data.sources.fetch import fetch as fetch
     from fedloom.engine.setting import Engine as Engine
     from fedloom.engine.setting import Evaluate as Evaluate
     from fedloom.engine.setting import Setting as Setting
@@ -61,6 +62,7 @@ _WHERE = {
     "compare": "fedloom.comparison.compare:compare",
     "errors": "fedloom.errors",
     "experiment": "fedloom.experiment",
+    "fetch": "fedloom.data.sources.fetch:fetch",
     "load": "fedloom.data.sources:load",
     "mixers": "fedloom.choose.mixers",
     "models": "fedloom.models",

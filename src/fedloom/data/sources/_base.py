@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedloom.data.dataset import MOST_CLASSES, Dataset
 from fedloom.data.sources.fetch import ENV as ENV
+from fedloom.data.sources.fetch import REMOTE
 from fedloom.errors import DataError, blamed
 from fedloom.imports import path_of
 from fedloom.values import Value
@@ -102,7 +103,9 @@ def locate(
         if place.exists() and fits(place):
             return place
     places = ", ".join(str(place) for place in tried)
-    raise DataError(f"{what}: not found; looked in {places}; put its original files there, or give path")
+    remote = next((name for name in REMOTE if REMOTE[name].folder in folders), None)
+    cure = f"there, fetch them (fedloom data {remote} --fetch), or give path" if remote else "there, or give path"
+    raise DataError(f"{what}: not found; looked in {places}; put its original files {cure}")
 
 
 @contextmanager

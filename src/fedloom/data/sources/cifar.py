@@ -66,7 +66,9 @@ class Cifar100(FileSource):
 
 def _locate(form: Form, path: str | None, data_dir: str | Path | None) -> Path:
     def holds(place: Path) -> bool:
-        return not place.is_dir() or any(form.files.search(bare(file.name)) for file in place.iterdir())
+        return not place.is_dir() or any(
+            form.files.search(bare(file.name)) or file.name == f"{form.name}-binary.tar.gz" for file in place.iterdir()
+        )
 
     name = form.name
     ten = ("-batches-bin", "-batches-py") if form is TEN else ("-binary", "-python")

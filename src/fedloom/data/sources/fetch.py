@@ -20,7 +20,7 @@ class Remote(NamedTuple):
     Attributes:
         folder: of the data set in the folder of data sets.
         mirrors: addresses of folders that have all files, in the order in which they are tried.
-        files: digest of every file, with its algorithm, by name.
+        files: digest of every file by name, as ``sha256:...`` or ``md5:...``.
     """
 
     folder: str
@@ -28,16 +28,25 @@ class Remote(NamedTuple):
     files: Mapping[str, str]
 
 
+UCI = "https://archive.ics.uci.edu/ml/machine-learning-databases/"
 REMOTE: dict[str, Remote] = {
-    "mnist": Remote(
-        "mnist",
-        ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
+    "adult": Remote(
+        "adult",
+        (f"{UCI}adult/",),
         {
-            "train-images-idx3-ubyte.gz": "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
-            "train-labels-idx1-ubyte.gz": "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-            "t10k-images-idx3-ubyte.gz": "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-            "t10k-labels-idx1-ubyte.gz": "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+            "adult.data": "sha256:5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d",
+            "adult.test": "sha256:a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05",
         },
+    ),
+    "cifar-10": Remote(
+        "cifar-10",
+        ("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/"),
+        {"cifar-10-binary.tar.gz": "sha256:c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"},
+    ),
+    "cifar-100": Remote(
+        "cifar-100",
+        ("https://www.cs.toronto.edu/~kriz/", "https://cave.cs.toronto.edu/kriz/"),
+        {"cifar-100-binary.tar.gz": "sha256:58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"},
     ),
     "fashion-mnist": Remote(
         "fashion-mnist",
@@ -46,15 +55,57 @@ REMOTE: dict[str, Remote] = {
             "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion/",
         ),
         {
-            "train-images-idx3-ubyte.gz": "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
-            "train-labels-idx1-ubyte.gz": "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
-            "t10k-images-idx3-ubyte.gz": "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
-            "t10k-labels-idx1-ubyte.gz": "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+            "train-images-idx3-ubyte.gz": "sha256:3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+            "train-labels-idx1-ubyte.gz": "sha256:a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+            "t10k-images-idx3-ubyte.gz": "sha256:346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+            "t10k-labels-idx1-ubyte.gz": "sha256:67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
         },
     ),
+    "heart": Remote(
+        "heart",
+        (f"{UCI}heart-disease/",),
+        {
+            "processed.cleveland.data": "sha256:a74b7efa387bc9d108d7d0115d831fe9b414b29ae7124f331b622b4efa0427c8",
+            "processed.hungarian.data": "sha256:d1ad108f785768cd3d7e82dc522e6f5a61eea93cccfb3a46ee8076f73fc3d796",
+            "processed.switzerland.data": "sha256:834a405ccf5b66ab4056bb77794adc8df0b7125186454c0a1d002d33c6c3b314",
+            "processed.va.data": "sha256:e7c93d8d0d2acdadfa4c5e8de768e2191e7f618b952e29623f1f0d5949ff6b8f",
+        },
+    ),
+    "medical-mnist": Remote(
+        "medical-mnist",
+        ("https://github.com/Project-MONAI/MONAI-extra-test-data/releases/download/0.8.1/",),
+        {"MedNIST.tar.gz": "md5:0bc7306e7427e00ad1c5526a6677552d"},
+    ),
+    "mnist": Remote(
+        "mnist",
+        ("https://ossci-datasets.s3.amazonaws.com/mnist/", "https://storage.googleapis.com/cvdf-datasets/mnist/"),
+        {
+            "train-images-idx3-ubyte.gz": "sha256:440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+            "train-labels-idx1-ubyte.gz": "sha256:3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+            "t10k-images-idx3-ubyte.gz": "sha256:8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+            "t10k-labels-idx1-ubyte.gz": "sha256:f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+        },
+    ),
+    "tiny-imagenet": Remote(
+        "tiny-imagenet",
+        ("http://cs231n.stanford.edu/", "https://cs231n.stanford.edu/"),
+        {"tiny-imagenet-200.zip": "sha256:6198c8ae015e2b3e007c7841da39ec069199b9aa3bfa943a462022fe5e43c821"},
+    ),
 }
-"""Data sets with a public address. The digests are SHA-256 of the original files; the addresses were not tried where
-this was written, which had no network. What they give is refused unless its digest is the one here."""
+"""Data sets with a public address. Digests are those of the original files; for CIFAR, Tiny-ImageNet and MedNIST they
+are the published ones. The addresses were not tried where this was written, which had no network. A file with another
+digest is not kept."""
+
+LEAF = "has no files to fetch: LEAF's scripts make them (github.com/TalwalkarLab/leaf); put these into its folder"
+ELSEWHERE = {
+    "digits": "needs no files; it comes with scikit-learn",
+    "docstrings": "needs no files; it is made of Python's standard library",
+    "femnist": f"{LEAF}, or take source = 'hub:flwrlabs/femnist', users = 'writer_id', y = 'character'",
+    "sent140": LEAF,
+    "shakespeare": LEAF,
+    "sklearn": "needs no files; it comes with scikit-learn",
+}
+"""Why a named data set is not fetched, and what to do instead."""
 
 
 def fetch(
@@ -72,9 +123,12 @@ def fetch(
         The folder that has them, which `fedloom.load` finds.
 
     Raises:
-        ConfigError: there is no such data set, no folder for it, or the extra ``fetch`` is not installed.
+        ConfigError: there is no such data set or it has no files to fetch, no folder for it, or the extra ``fetch`` is
+            not installed.
         DataError: no address gives a file, or what it gives has another digest.
     """
+    if name in ELSEWHERE:
+        raise ConfigError(f"{name} {ELSEWHERE[name]}")
     if name not in REMOTE:
         raise unknown("data set to fetch", name, REMOTE)
     if find_spec("pooch") is None:
@@ -98,14 +152,12 @@ def _fetch(name: str, file: str, digest: str, mirrors: tuple[str, ...], place: P
     for mirror in mirrors:
         address = f"{mirror.rstrip('/')}/{file}"
         try:
-            pooch.retrieve(
-                address, f"sha256:{digest}", fname=file, path=place, downloader=pooch.HTTPDownloader(timeout=timeout)
-            )
+            pooch.retrieve(address, digest, fname=file, path=place, downloader=pooch.HTTPDownloader(timeout=timeout))
             return
         except RequestException as error:
             failures.append(f"{address}: {type(error).__name__}")
         except ValueError:
-            failures.append(f"{address}: what it gives has another SHA-256 than {digest[:12]}..., so it was not kept")
+            failures.append(f"{address}: the file has another digest than {digest[:19]}..., so it was not kept")
         except OSError as error:
             raise DataError(f"{name}: {place / file} cannot be written: {error}") from error
     raise DataError(

@@ -181,7 +181,7 @@ def _has_pictures(place: Path) -> bool:
 
 
 def _has_train(place: Path) -> bool:
-    return not place.is_dir() or (place / "train").is_dir()
+    return not place.is_dir() or (place / "train").is_dir() or any(place.glob("tiny-imagenet*.zip"))
 
 
 class TinyImagenet(FileSource):
@@ -193,9 +193,7 @@ class TinyImagenet(FileSource):
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """Training and validation images; the validation images, the labelled ones, are the official test set."""
         folders = ("tiny-imagenet-200", "tiny-imagenet")
-        place = locate(
-            "Tiny-ImageNet", self.path, data_dir, folders, lambda p: not p.is_dir() or (p / "train").is_dir()
-        )
+        place = locate("Tiny-ImageNet", self.path, data_dir, folders, _has_train)
         held_out: dict[str, str] = {}
         for entry in entries(place, lambda name: name.endswith("val_annotations.txt")):
             lines = entry.stream.read().decode("ascii", "replace").splitlines()
