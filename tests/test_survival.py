@@ -304,7 +304,7 @@ def test_secure_sums_give_the_pooled_fit_of_binned_rows_within_their_bound(cut: 
         assert (secure.bound < 0.05 * pooled.se).all()
         np.testing.assert_allclose(secure.fit.se, pooled.se, rtol=1e-4)
         lost = secure.losses
-        assert lost.events - lost.rare - lost.late == pooled.events == secure.fit.events
+        assert lost.events - lost.rare - lost.uncovered == pooled.events == secure.fit.events
         for row, site in zip(rows, sites, strict=True):
             counts = np.unique(row.time[row.event == 1], return_counts=True)[1]
             assert (counts >= least).all()

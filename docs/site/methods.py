@@ -16,7 +16,7 @@ import formulas
 from fedloom.algorithms import REGISTRY, Preset
 from fedloom.experiment.cards import families, text
 from fedloom.values import fields_of
-from fedloom_studies.map.judge import Judged, judge
+from fedloom_studies.map.judge import SetupVerdict, judge
 from fedloom_studies.map.page import standing_table
 from fedloom_studies.map.records import NOT_RUN, read
 from fedloom_studies.map.setups import setups
@@ -167,7 +167,7 @@ def page(name: str) -> str:
 
 
 @cache
-def _judged_setups() -> tuple[Judged, ...]:
+def _judged_setups() -> tuple[SetupVerdict, ...]:
     records = read(ROOT / CHECKOUT / "map-full.jsonl")
     return tuple(judge(setup, records) for setup in setups("full").values())
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 def _folder() -> Path:
     """FEDLOOM_CACHE, or the folder ``fedloom`` in XDG_CACHE_HOME or ``~/.cache``."""
-    own, shared = os.environ.get("FEDLOOM_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    return Path(own) if own else Path(shared or Path.home() / ".cache") / "fedloom"
+    project_folder, shared = os.environ.get("FEDLOOM_CACHE"), os.environ.get("XDG_CACHE_HOME")
+    return Path(project_folder) if project_folder else Path(shared or Path.home() / ".cache") / "fedloom"
 
 
 def _head(key: str, text: bytes) -> bytes:

@@ -45,27 +45,27 @@ class EarlyStop(Value):
 
     @field_validator("metric")
     @classmethod
-    def _known(cls, metric: str) -> str:
+    def _check_metric(cls, metric: str) -> str:
         if metric.partition("[")[0] not in METRICS:
             raise unknown("metric", metric, METRICS)
         return metric
 
     def __call__(self, state: State) -> str | None:
         """The sentence that ends the run, or None."""
-        there = {r.model for r in state.records.items if self._is_mine(r)}
-        model = self.model or ("personal" if "personal" in there else "global")
-        seen = [(r.round, float(r.values[0])) for r in state.records.items if self._is_mine(r) and r.model == model]
-        if not seen or seen[-1][0] != state.round:
+        models = {r.model for r in state.records.items if self._is_mine(r)}
+        model = self.model or ("personal" if "personal" in models else "global")
+        history = [(r.round, float(r.values[0])) for r in state.records.items if self._is_mine(r) and r.model == model]
+        if not history or history[-1][0] != state.round:
             return None
         sign = -1.0 if facts(self.metric).higher else 1.0
-        best, last = seen[0][1], 0
-        for k, (_, value) in enumerate(seen):
+        best, last = history[0][1], 0
+        for k, (_, value) in enumerate(history):
             if sign * value < sign * best - self.least:
                 best, last = value, k
-        if len(seen) - 1 - last < self.patience:
+        if len(history) - 1 - last < self.patience:
             return None
         what = f"{model} {self.part} {self.metric}"
-        return f"{what} has not improved on {best:.4g} since round {seen[last][0]}"
+        return f"{what} has not improved on {best:.4g} since round {history[last][0]}"
 
     def _is_mine(self, record: Record) -> bool:
         return record.total and (record.part, record.metric) == (self.part, f"{self.metric}/mean")

@@ -48,16 +48,16 @@ class InvalidValue(ConfigError):
 
     Args:
         message: a sentence for each.
-        found: what pydantic says of each.
+        details: pydantic's entry for each.
     """
 
-    def __init__(self, message: str, found: Sequence[ErrorDetails] = ()) -> None:
+    def __init__(self, message: str, details: Sequence[ErrorDetails] = ()) -> None:
         super().__init__(message)
-        self.found = list(found)
+        self.details = list(details)
 
     def errors(self) -> list[ErrorDetails]:
-        """What pydantic says of each option that is refused."""
-        return self.found
+        """Pydantic's entries, one for each option that is refused."""
+        return self.details
 
 
 class Refused(ConfigError):
@@ -133,10 +133,10 @@ class ClientError(CodeError):
 def cause_of(error: Exception) -> str:
     """An unexpected error as a sentence: what it was, and the last line of the user's code that it came through."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
+    user_frames = [
         f for f in frames if "site-packages" not in f.filename and Path(__file__).parent not in Path(f.filename).parents
     ]
-    at = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    at = f" ({Path(user_frames[-1].filename).name}, line {user_frames[-1].lineno})" if user_frames else ""
     return f"{type(error).__name__}: {error}{at}"
 
 
@@ -284,8 +284,8 @@ def nearest(got: object, allowed: Iterable[str]) -> str:
     names = sorted(allowed)
     if not names:
         return "none are allowed"
-    ours = ELSEWHERE.get(str(got))
-    close = [ours] if ours in names else get_close_matches(str(got), names, n=1, cutoff=0.6)
+    equivalent = ELSEWHERE.get(str(got))
+    close = [equivalent] if equivalent in names else get_close_matches(str(got), names, n=1, cutoff=0.6)
     hint = f"did you mean '{close[0]}'? " if close else ""
     return f"{hint}allowed: {', '.join(names)}"
 
@@ -303,7 +303,7 @@ def homes_of(key: str, homes: Mapping[str, Iterable[str]]) -> tuple[str, list[st
     ('lr', ['local'])
     """
     for name in (key, ELSEWHERE.get(key, key)):
-        found = [home for home, keys in homes.items() if name in keys]
-        if found:
-            return name, found
+        places = [home for home, keys in homes.items() if name in keys]
+        if places:
+            return name, places
     return key, []

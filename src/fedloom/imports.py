@@ -42,7 +42,7 @@ def find(path: str, what: str, where: str = "") -> Any:
     try:
         with here():
             check_module(path, f"{place}{what}")
-            found: Any = import_module(module)
+            target: Any = import_module(module)
     except ConfigError:
         raise
     except Exception as error:
@@ -51,12 +51,12 @@ def find(path: str, what: str, where: str = "") -> Any:
             "installed, on PYTHONPATH, or the current directory"
         ) from error
     for part in name.split("."):
-        if not hasattr(found, part):
-            public = [entry for entry in vars(found) if not entry.startswith("_")]
+        if not hasattr(target, part):
+            public = [entry for entry in vars(target) if not entry.startswith("_")]
             raise ConfigError(f"{place}{what} {path!r}: {module!r} has no {part!r}; {nearest(part, public)}")
-        found = getattr(found, part)
-        check_part(found, path, f"{place}{what}")
-    return found
+        target = getattr(target, part)
+        check_part(target, path, f"{place}{what}")
+    return target
 
 
 def find_maker(path: str, what: str, base: type | tuple[type, ...], where: str = "") -> Any:
@@ -65,10 +65,10 @@ def find_maker(path: str, what: str, base: type | tuple[type, ...], where: str =
     Raises:
         ConfigError: see `find`; or it is a function of an installed package.
     """
-    found = find(path, what, where)
-    if not (isinstance(found, type) and issubclass(found, base)):
+    target = find(path, what, where)
+    if not (isinstance(target, type) and issubclass(target, base)):
         check_maker(path, f"{where}: {what}" if where else what)
-    return found
+    return target
 
 
 def find_class(path: str, what: str, base: type, where: str = "") -> Any:
@@ -77,43 +77,46 @@ def find_class(path: str, what: str, base: type, where: str = "") -> Any:
     Raises:
         ConfigError: there is none, it is not a subclass of ``base``, or it lacks some of its functions.
     """
-    found, place = find(path, what, where), f"{where}: " if where else ""
-    if not isinstance(found, type) or not issubclass(found, base):
-        got = f"the class {found.__name__}" if isinstance(found, type) else f"a {type(found).__name__}"
+    target, place = find(path, what, where), f"{where}: " if where else ""
+    if not isinstance(target, type) or not issubclass(target, base):
+        got = f"the class {target.__name__}" if isinstance(target, type) else f"a {type(target).__name__}"
         wanted = f"{base.__module__}.{base.__qualname__}"
         raise ConfigError(f"{place}{what} {path!r} must be a subclass of {wanted}, got {got}")
-    lacking = sorted(getattr(found, "__abstractmethods__", ()))
+    lacking = sorted(getattr(target, "__abstractmethods__", ()))
     if lacking:
         raise ConfigError(f"{place}{what} {path!r} lacks {', '.join(lacking)}; define them, as in {base.__name__}")
-    return found
+    return target
 
 
-def importable(given: Any) -> str | None:
+def importable(target: Any) -> str | None:
     """The import path of a class or function in hand, which vouches for it; None if no process could import it."""
-    module, name = getattr(given, "__module__", None) or "", getattr(given, "__qualname__", "")
-    found: Any = sys.modules.get(module)
+    module, name = getattr(target, "__module__", None) or "", getattr(target, "__qualname__", "")
+    imported: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is not given or module == "__main__":
+        imported = getattr(imported, part, None)
+    if imported is not target or module == "__main__":
         return None
     vouch([path := f"{module}:{name}"])
     return path
 
 
-def text_of(given: Any) -> str:
+def text_of(target: Any) -> str:
     """The text of a class and of the classes that it is made of, or of a function; its machine code without one.
 
     Of another object, its type and what it holds.
     """
-    if isinstance(given, type):
-        own = [c for c in given.__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")]
-        return "".join(text_of(f) for c in own for f in vars(c).values() if inspect.isfunction(f)) or given.__qualname__
+    if isinstance(target, type):
+        classes = [c for c in target.__mro__ if c.__module__.partition(".")[0] not in ("torch", "builtins")]
+        return (
+            "".join(text_of(f) for c in classes for f in vars(c).values() if inspect.isfunction(f))
+            or target.__qualname__
+        )
     try:
-        return inspect.getsource(given)
+        return inspect.getsource(target)
     except (OSError, TypeError):
-        code = getattr(given, "__code__", None)
+        code = getattr(target, "__code__", None)
         if code is None:
-            return re.sub(" at 0x[0-9a-f]+", "", f"{type(given)} {given!r} {getattr(given, '__dict__', '')!r}")
+            return re.sub(" at 0x[0-9a-f]+", "", f"{type(target)} {target!r} {getattr(target, '__dict__', '')!r}")
         return f"{code.co_code!r} {code.co_names} {code.co_consts}"
 
 
@@ -132,49 +135,49 @@ class Function:
     @property
     def short(self) -> str:
         """Its own name, without module and digest."""
-        return re.split(r"[:.]", self.said)[-1]
+        return re.split(r"[:.]", self.display_name)[-1]
 
     @property
-    def said(self) -> str:
+    def display_name(self) -> str:
         """What messages call it: its import path, or its name."""
         return self.name.partition(" ")[0]
 
 
-def function(given: Any, what: str) -> Function:
+def function(choice: Any, what: str) -> Function:
     """A function by its import path, or as it is.
 
     Raises:
         ConfigError: it is neither, or cannot be imported.
     """
-    if isinstance(given, Function):
-        return given
-    found = find(given, what) if is_path(given) else given
-    if not callable(found):
-        raise ConfigError(f"{what} must be an import path, package.module:name, or a function, got {given!r}")
-    path = given if is_path(given) else importable(found)
-    name = getattr(found, "__qualname__", type(found).__qualname__).rpartition(".")[2]
-    digest = hashlib.blake2b(text_of(found).encode(), digest_size=8).hexdigest()
-    if isinstance(found, type):
+    if isinstance(choice, Function):
+        return choice
+    target = find(choice, what) if is_path(choice) else choice
+    if not callable(target):
+        raise ConfigError(f"{what} must be an import path, package.module:name, or a function, got {choice!r}")
+    path = choice if is_path(choice) else importable(target)
+    name = getattr(target, "__qualname__", type(target).__qualname__).rpartition(".")[2]
+    digest = hashlib.blake2b(text_of(target).encode(), digest_size=8).hexdigest()
+    if isinstance(target, type):
         try:
-            found = found()
+            target = target()
         except Exception as error:
             raise ConfigError(f"{what} {name!r} is a class that cannot be made without arguments: {error}") from error
-    return Function(path or f"{name} {digest}", found)
+    return Function(path or f"{name} {digest}", target)
 
 
-def path_of(found: Any) -> str | None:
+def path_of(definition: Any) -> str | None:
     """The import path of a class of user code; None for a class of this distribution."""
-    if found.__module__.partition(".")[0] in PACKAGES:
+    if definition.__module__.partition(".")[0] in PACKAGES:
         return None
-    return f"{found.__module__}:{found.__qualname__}"
+    return f"{definition.__module__}:{definition.__qualname__}"
 
 
-def source_of(found: Any) -> str:
+def source_of(definition: Any) -> str:
     """16 hexadecimal digits of the source of the module of user code; empty where there is no source."""
-    if path_of(found) is None:
+    if path_of(definition) is None:
         return ""
     try:
-        text = inspect.getsource(sys.modules[found.__module__])
+        text = inspect.getsource(sys.modules[definition.__module__])
     except (OSError, TypeError, KeyError):
         return ""
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

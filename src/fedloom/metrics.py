@@ -102,7 +102,7 @@ COSTS = {
 """The equal-work columns."""
 
 
-OWN: dict[str, Metric] = {}
+USER_METRICS: dict[str, Metric] = {}
 """A user's own metrics that this process has met: runs and their files say which direction is better (`declare`)."""
 
 
@@ -163,12 +163,14 @@ def metric(name: str) -> Metric:
     whole, _, label = name.partition("[")
     if label and whole in METRICS:
         return METRICS[whole]._replace(title=f"{METRICS[whole].title} of {label.removesuffix(']')}")
-    return METRICS.get(name) or TOTALS.get(name) or OWN.get(name) or Metric(name.replace("_", " "), rated=False)
+    return (
+        METRICS.get(name) or TOTALS.get(name) or USER_METRICS.get(name) or Metric(name.replace("_", " "), rated=False)
+    )
 
 
 def declare(directions: Mapping[str, bool]) -> None:
     """Make a user's own metrics known, by name: True where more is better."""
-    OWN.update({name: Metric(name.replace("_", " "), higher=higher) for name, higher in directions.items()})
+    USER_METRICS.update({name: Metric(name.replace("_", " "), higher=higher) for name, higher in directions.items()})
 
 
 def titled(shown: Metric) -> str:

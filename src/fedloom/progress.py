@@ -152,14 +152,14 @@ class _Lines:
         if key in self._ended or event.status == "interrupted" or (not (end or event.status) and self._waits(now)):
             return
         self._ended |= {key} if end or event.status else set()
-        self._last, left, own = now, self._runs.left(), self._runs.left_of(event)
-        said = [f"round {event.round}/{event.rounds}", self._runs.figures.get(key, "")]
-        said += [event.status] if event.status and not end else []
+        self._last, left, left_of_run = now, self._runs.left(), self._runs.left_of(event)
+        parts = [f"round {event.round}/{event.rounds}", self._runs.figures.get(key, "")]
+        parts += [event.status] if event.status and not end else []
         if left is not None and left >= 0.5:
-            said.append(f"about {duration(left / 60)} left")
-        elif own is not None and not end:
-            said.append(f"about {duration(own / 60)} left of this run")
-        self._write(f"{_name(event)}: {', '.join(filter(None, said))}")
+            parts.append(f"about {duration(left / 60)} left")
+        elif left_of_run is not None and not end:
+            parts.append(f"about {duration(left_of_run / 60)} left of this run")
+        self._write(f"{_name(event)}: {', '.join(filter(None, parts))}")
 
     def _waits(self, now: float) -> bool:
         return now - self._last < SECONDS_PER_LINE

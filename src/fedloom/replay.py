@@ -13,7 +13,7 @@ from torch import Tensor
 from fedloom.algorithms import Algorithm
 from fedloom.choose import Sampler, Uniform
 from fedloom.errors import ConfigError, Refused, nearest
-from fedloom.local.batches import Given
+from fedloom.local.batches import FixedBatches
 from fedloom.rows.layout import Layout
 
 
@@ -35,16 +35,16 @@ class Replay:
     cohorts: Sequence[Sequence[int] | Tensor] | None = None
     batches: Sequence[Any] | Mapping[int, Any] | None = None
     projection: Tensor | None = None
-    _read: dict[int, dict[int, Given]] = field(default_factory=dict, init=False, repr=False)
+    _read: dict[int, dict[int, FixedBatches]] = field(default_factory=dict, init=False, repr=False)
 
-    def start(self, own: Tensor, layout: Layout) -> Tensor:
-        """The initial model ``[d]``; ``own`` where none is given.
+    def start(self, default: Tensor, layout: Layout) -> Tensor:
+        """The initial model ``[d]``; ``default`` where none is given.
 
         Raises:
             ConfigError: of another model, or not finite.
         """
         if self.initial is None:
-            return own
+            return default
         if isinstance(self.initial, Mapping):
             shapes = dict(zip(layout.names, layout.shapes, strict=True))
             for name in self.initial:
@@ -58,9 +58,9 @@ class Replay:
             start = layout.flatten({name: torch.as_tensor(self.initial[name]) for name in layout.names})
         else:
             start = torch.as_tensor(self.initial)
-        if start.shape != own.shape:
+        if start.shape != default.shape:
             raise ConfigError(f"initial must be a vector [{layout.d}] or a state dict, got shape {[*start.shape]}")
-        start = start.detach().to(own)
+        start = start.detach().to(default)
         if not bool(start.isfinite().all()):
             raise ConfigError("initial must be finite, got NaN or infinity")
         return start
@@ -69,7 +69,7 @@ class Replay:
         """Ids of the clients of a round, from 1, if they are given."""
         return None if self.cohorts is None else torch.as_tensor(self.cohorts[round - 1], dtype=torch.long)
 
-    def given(self, round: int, ids: Tensor) -> list[Given] | None:
+    def fixed_batches(self, round: int, ids: Tensor) -> list[FixedBatches] | None:
         """The batches of clients in a round, from 1, by stream, if they are given."""
         return None if self.batches is None else [self._read[i][round] for i in ids.tolist()]
 
@@ -124,7 +124,7 @@ class Replay:
         return digests
 
 
-def _streams(client: int, round: int, batches: Any, size: int) -> Given:
+def _streams(client: int, round: int, batches: Any, size: int) -> FixedBatches:
     """The batches ``[steps, b]`` of a client's round by stream, short ones padded with -1."""
     named = batches if isinstance(batches, Mapping) else {"local": () if batches is None else batches}
     tables = {}

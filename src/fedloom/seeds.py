@@ -70,9 +70,9 @@ def generator(seed: int, round: int = 0, client: int = SERVER, purpose: Purpose 
     before, after = _around(seed, round, purpose)
     drawn = hashlib.shake_128(b"%b%d%b" % (before, client, after)).digest(4 * _WORDS)
     _blank.words[:] = np.frombuffer(drawn, "<u4")
-    made = torch.Generator()
-    made.set_state(_blank.state)
-    return made
+    rng = torch.Generator()
+    rng.set_state(_blank.state)
+    return rng
 
 
 def states(seed: int, round: int, clients: Sequence[int], purpose: Purpose, draws: int) -> NDArray[np.uint32]:

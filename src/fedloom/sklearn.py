@@ -80,13 +80,13 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
             **(self.settings or {}),
         )
         models = result.models
-        kinds, known = models.kinds(), models.names
-        own = "personal" if "personal" in kinds else "global"
-        self.models_: dict[str | None, Model] = {name: models.ready(own, name) for name in known}
+        kinds, sites = models.kinds(), models.names
+        kind = "personal" if "personal" in kinds else "global"
+        self.models_: dict[str | None, Model] = {name: models.ready(kind, name) for name in sites}
         if "global" in kinds:
             self.models_[None] = models.ready("global")
-        elif len(known) == 1:
-            self.models_[None] = self.models_[known[0]]
+        elif len(sites) == 1:
+            self.models_[None] = self.models_[sites[0]]
 
     def _scores(self, x: Any, groups: ArrayLike | None) -> Some:
         """Probabilities or values [N, k], each row by the model of its group."""
@@ -101,7 +101,7 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
                 f"{self.method} has no global model: give the groups of all rows, each one of the fit; it had "
                 f"{', '.join(map(repr, list(self.models_)[:8]))}"
             )
-        out = np.concatenate([self.models_[owner].scores(rows[torch.tensor(own)]) for owner, own in places.items()])
+        out = np.concatenate([self.models_[owner].scores(rows[torch.tensor(index)]) for owner, index in places.items()])
         return np.asarray(out[np.argsort(np.concatenate(list(places.values())))])
 
 
@@ -183,7 +183,7 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
 
 
 def _groups(groups: ArrayLike, rows: int) -> Some:
-    found: Some = column_or_1d(groups)
-    if len(found) != rows:
-        raise DataError(f"groups has {len(found)} entries for {rows} rows; give one for each")
-    return found
+    labels: Some = column_or_1d(groups)
+    if len(labels) != rows:
+        raise DataError(f"groups has {len(labels)} entries for {rows} rows; give one for each")
+    return labels

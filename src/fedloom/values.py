@@ -90,7 +90,7 @@ class Value(BaseModel):
         what = f"{type(self).__name__}.{name}"
         return ConfigError(f"{what} cannot be changed: values are frozen; make another with with_({name}=...)")
 
-    def given(self, name: str) -> bool:
+    def is_set(self, name: str) -> bool:
         """Whether a field has another value than its default."""
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
@@ -111,13 +111,13 @@ class Value(BaseModel):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[BaseModel], handler: GetCoreSchemaHandler) -> CoreSchema:
-        found: CoreSchema = _exact(handler(source), cls)
-        return found
+        schema: CoreSchema = _exact(handler(source), cls)
+        return schema
 
     @model_serializer(mode="wrap")
     def _with_path(self, fields: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        path, found = path_of(type(self)), fields(self)
-        return found if path is None else {"kind": path, **{k: v for k, v in found.items() if k != "kind"}}
+        path, options = path_of(type(self)), fields(self)
+        return options if path is None else {"kind": path, **{k: v for k, v in options.items() if k != "kind"}}
 
 
 def choose(what: str, registry: Mapping[str, T], name: object, where: str = "", base: type | None = None) -> T:
@@ -137,8 +137,8 @@ def choose(what: str, registry: Mapping[str, T], name: object, where: str = "", 
     if isinstance(name, str) and name in registry:
         return registry[name]
     if base is not None and isinstance(name, str) and is_path(name):
-        found: T = find_class(name, what, base, where)
-        return found
+        entry: T = find_class(name, what, base, where)
+        return entry
     raise unknown(what, name, registry, where)
 
 
@@ -150,8 +150,8 @@ def make_kind(
     Raises:
         ConfigError: see `choose` and `make`.
     """
-    found = choose(f"{what} kind", registry, options.get("kind", default), where, base)
-    return make(found, {key: v for key, v in options.items() if key != "kind"}, where, fields_of(found))
+    entry = choose(f"{what} kind", registry, options.get("kind", default), where, base)
+    return make(entry, {key: v for key, v in options.items() if key != "kind"}, where, fields_of(entry))
 
 
 def make(make_value: Callable[..., T], options: Mapping[str, Any], where: str, fields: Mapping[str, Any]) -> T:
@@ -177,8 +177,8 @@ def make(make_value: Callable[..., T], options: Mapping[str, Any], where: str, f
 
 def fields_of(value: Any) -> Mapping[str, Any]:
     """The fields of a value's class, or the options of a preset."""
-    found: Mapping[str, Any] = value.model_fields if hasattr(value, "model_fields") else value.options
-    return found
+    fields: Mapping[str, Any] = value.model_fields if hasattr(value, "model_fields") else value.options
+    return fields
 
 
 def table(options: Any, where: str) -> dict[str, Any]:
@@ -199,15 +199,15 @@ def dump(value: BaseModel, **first: Any) -> dict[str, Any]:
 
 def flat(document: Mapping[str, Any]) -> dict[str, Any]:
     """A document by dotted keys; of a list of methods every table is named by its label."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for key, value in document.items():
         inner = {}
         if isinstance(value, Mapping):
             inner = {f"{key}.{k}": v for k, v in flat(value).items()}
         elif key == "method" and isinstance(value, list):  # FedSLR has an option of that name
             inner = {f"method {m['label']}: {k}": v for m in value for k, v in flat(m).items()}
-        found |= inner or {key: list(value) if isinstance(value, tuple) else value}
-    return found
+        entries |= inner or {key: list(value) if isinstance(value, tuple) else value}
+    return entries
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -306,10 +306,10 @@ def _shown(value: Any) -> str:
 
 
 def _refused(error: ValidationError | InvalidValue, where: str, fields: Mapping[str, Any]) -> InvalidValue:
-    found = error.errors()
-    within = {e["loc"][:-1] for e in found}  # of a list with a wrong item, the item is the matter
-    matters = [e for e in found if e["type"] != "too_short" or e["loc"] not in within]
-    return InvalidValue("; ".join(_sentence(e, where, fields) for e in matters), found)
+    details = error.errors()
+    within = {e["loc"][:-1] for e in details}  # of a list with a wrong item, the item is the matter
+    matters = [e for e in details if e["type"] != "too_short" or e["loc"] not in within]
+    return InvalidValue("; ".join(_sentence(e, where, fields) for e in matters), details)
 
 
 def _sentence(error: ErrorDetails, where: str, fields: Mapping[str, Any]) -> str:

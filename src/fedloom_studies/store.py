@@ -17,7 +17,7 @@ from fedloom.storage import make_folder, write_atomic
 RECORDED = Path(__file__).parent / "results"
 """Records that the wheel brings; a checkout has them in ``studies/results``."""
 CHECKOUT = Path("studies") / "results"
-OWN = Path("runs") / "results"
+NEW_RESULTS = Path("runs") / "results"
 """Folder of the records of someone who has no checkout."""
 
 
@@ -28,11 +28,11 @@ def folder_of(results: Path | None) -> Path:
     """
     if results is not None or CHECKOUT.is_dir():
         return results or CHECKOUT
-    if not OWN.is_dir() and RECORDED.is_dir():
-        make_folder(OWN)
+    if not NEW_RESULTS.is_dir() and RECORDED.is_dir():
+        make_folder(NEW_RESULTS)
         for file in RECORDED.iterdir():
-            write_atomic(OWN / file.name, file.read_bytes())
-    return OWN
+            write_atomic(NEW_RESULTS / file.name, file.read_bytes())
+    return NEW_RESULTS
 
 
 def records(file: Path) -> Iterator[dict[str, Any]]:

@@ -34,7 +34,7 @@ from fedloom.engine.setup import make_job
 from fedloom.errors import Stop
 from fedloom.metrics import leading
 from fedloom.models import MLP
-from fedloom.tune.trial import PART, judged, without_test
+from fedloom.tune.trial import PART, for_scoring, without_test
 
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 OPTIONS = {
@@ -113,7 +113,7 @@ def setting(case: Case, method: Any) -> Setting:
     local = {"lr": case.lr, "batch_size": 20}
     model = MLP(hidden=case.hidden) if case.hidden else "softmax"
     made = Setting(algorithm=method, model=model, rounds=case.rounds, local=local, weights="uniform")
-    return judged(made, 3, every=case.rounds)
+    return for_scoring(made, 3, every=case.rounds)
 
 
 def score(result: Result) -> dict[str, float]:

@@ -299,7 +299,7 @@ def models(result: Result) -> dict[str, Tensor]:
     shared = job.algorithm.global_model(state.server)
     found = {} if shared is None else {"global": shared.expand(job.n, -1).double()}
     if job.has_personal:
-        found["personal"] = result.models._source.own(torch.arange(job.n))[0].double()
+        found["personal"] = result.models._source.personal(torch.arange(job.n))[0].double()
     return found
 
 

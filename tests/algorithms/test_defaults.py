@@ -302,11 +302,11 @@ def test_what_is_derived_is_in_range_and_given_values_stay(name: str) -> None:
     method = made.algorithm if isinstance(made, tuple) else made
     for ctx in contexts():
         derived = method.derived(ctx)
-        settled = method.settled(ctx)
+        settled = method.with_derived_options(ctx)
         assert {key: getattr(settled, key) for key in derived} == derived
-        assert settled.settled(ctx) == settled
+        assert settled.with_derived_options(ctx) == settled
         given = method.with_(**{key: value if isinstance(value, str) else 0.7 for key, value in derived.items()})
-        assert given.settled(ctx) == given
+        assert given.with_derived_options(ctx) == given
 
 
 @pytest.mark.parametrize("name", REGISTRY)
@@ -331,9 +331,11 @@ def test_a_multiple_is_one_of_what_is_derived(name: str) -> None:
         if isinstance(rule, str):
             continue
         twice = method.with_(**{option: "2x"})
-        assert getattr(twice.settled(ctx), option) == pytest.approx(2 * rule)
+        assert getattr(twice.with_derived_options(ctx), option) == pytest.approx(2 * rule)
         words = {key: word for key, word in method.derived(ctx).items() if isinstance(word, str)}
-        assert twice.settled(ctx) == method.with_(**{option: 2 * rule}, **words).settled(ctx)  # what follows follows
+        assert twice.with_derived_options(ctx) == method.with_(**{option: 2 * rule}, **words).with_derived_options(
+            ctx
+        )  # what follows follows
         assert type(twice).model_validate(twice.model_dump()) == twice
         assert method.with_(**{option: "1x"}) == method
         for wrong in ("0x", "-1x", "x", "2"):
@@ -343,7 +345,7 @@ def test_a_multiple_is_one_of_what_is_derived(name: str) -> None:
 
 def test_a_multiple_of_what_is_not_derived_is_refused() -> None:
     with pytest.raises(ConfigError, match="beta is not derived with these options"):
-        FIAELT(solver="svrg", beta="2x").settled(contexts()[0])
+        FIAELT(solver="svrg", beta="2x").with_derived_options(contexts()[0])
 
 
 def test_settings_are_default_or_paper() -> None:

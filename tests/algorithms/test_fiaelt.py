@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fedloom as fl
 from fedloom.algorithms import FIAELT, FLAME, FedADMMInexact
-from fedloom.algorithms.fiaelt import Seen
+from fedloom.algorithms.fiaelt import LyapunovParts
 from fedloom.choose.weighers import UniformWeigher
 from fedloom.engine.check import check_together
 from fedloom.errors import Refused
@@ -43,7 +43,7 @@ def figures(
     fed, everyone = Federation(p.oracle(noise=noise), p.alpha, local or LocalSGD()), range(p.n)
     ctx = fed.ctx(state.round, everyone)
     seen = method.observe(method.down(state.server, None, ctx), state.rows, fed.work(state.round, everyone))
-    return method.diagnostics(state.server, Seen(*(part.sum(0) for part in seen)), ctx)
+    return method.diagnostics(state.server, LyapunovParts(*(part.sum(0) for part in seen)), ctx)
 
 
 def local_solution(p: Problem, before: State) -> Tensor:
@@ -184,7 +184,9 @@ def test_l_is_measured_beside_a_given_beta_and_a_beta_below_it_is_said(solver: S
 def test_l_is_not_measured_where_the_criterion_is_not_looked_at(options: dict[str, Any]) -> None:
     p = Problem.random(12)
     method = FIAELT(**options, **({"beta": 3.0} if options else {}))
-    start, first = federate(method.settled(Federation(p.oracle(), p.alpha, LocalSGD()).ctx(0, range(p.n))), p, 1)
+    start, first = federate(
+        method.with_derived_options(Federation(p.oracle(), p.alpha, LocalSGD()).ctx(0, range(p.n))), p, 1
+    )
     assert (first.server.y - start.server.y).abs().max() > 1e-6
 
 

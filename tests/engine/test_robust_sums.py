@@ -62,7 +62,7 @@ def test_a_rule_that_trims_nobody_is_the_mean(fed: Federation, method: Algorithm
 
 def test_the_server_s_means_are_the_rule_s_value_of_all_clients_seen(fed: Federation) -> None:
     result = run(fed, FIAELT(beta=2.0, smooth=0.4), 4, sampler=Uniform(clients=5), aggregator=Median())
-    seen = result.job.clients.seen.nonzero()[:, 0]
+    seen = result.job.clients.occupied.nonzero()[:, 0]
     x, z, _ = result.job.clients.read(seen)
     for mean, rows in ((result.state.server.xbar, x), (result.state.server.zbar, z)):
         torch.testing.assert_close(mean, rows.quantile(0.5, 0), rtol=0, atol=1e-12)

@@ -184,7 +184,7 @@ def test_an_own_task_and_optimiser_are_trained_scored_written_and_opened(tmp_pat
 def test_a_report_rates_own_metrics_in_their_own_direction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Plan(parse(document(OWN_TASK)), tmp_path / "out").run(page=False)
     found = next(iter(open_run(tmp_path / "out")))
-    monkeypatch.setattr(metrics, "OWN", {})  # as in another process
+    monkeypatch.setattr(metrics, "USER_METRICS", {})  # as in another process
     assert not metrics.metric("wrong").rated
     table = result_table(tmp_path / "out")
     table = table.filter(pc.equal(table["model"], "personal"))

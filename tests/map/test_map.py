@@ -27,7 +27,7 @@ from fedloom.algorithms import REGISTRY
 from fedloom.cli import app
 from fedloom.errors import DataError
 from fedloom.experiment import Plan, parse
-from fedloom_studies.map.judge import Judged, groups, judge, overall, ranked
+from fedloom_studies.map.judge import SetupVerdict, groups, judge, overall, ranked
 from fedloom_studies.map.measure import due, estimates
 from fedloom_studies.map.page import pages, sentences, tabled
 from fedloom_studies.map.records import DONE, FAILED, NOT_APPLICABLE, Record, Series, read, write
@@ -116,7 +116,7 @@ def record(setup: Setup, method: str, means: list[float], **more: object) -> Rec
     return replace(made, **more)  # type: ignore[arg-type]
 
 
-def judged(**means: list[float]) -> Judged:
+def judged(**means: list[float]) -> SetupVerdict:
     setup = FULL["iid"]
     return judge(setup, {(setup.name, m): record(setup, m, values) for m, values in means.items()})
 

@@ -30,7 +30,7 @@ from fedloom_studies.reproduce.judge import (
     OPEN,
     PARTLY,
     POWER,
-    Judged,
+    ClaimVerdict,
     at_validation,
     claims,
     papers_lead,
@@ -63,11 +63,11 @@ def test_a_cell_says_the_difference_in_its_unit_and_standard_errors() -> None:
 def test_figures_are_shown_in_units_that_people_use() -> None:
     for figure in ("accuracy", "common accuracy@mean", "accuracy/sigma", "train accuracy/weighted@validation"):
         assert unit(figure).difference(-0.381, 0.0531) == "-38.1 ± 5.3 points"
-        assert unit(figure).said(-0.0067, 0.0039) == "0.67 ± 0.39 points below"
+        assert unit(figure).in_words(-0.0067, 0.0039) == "0.67 ± 0.39 points below"
         assert unit(figure).value(0.9498, 0.002) == "94.98 ± 0.20 %"
     assert unit("samples_backward@to 0.7").difference(217_990, 157_510) == "+218\u202f000 ± 158\u202f000 gradients"
-    assert unit("samples_backward").said(-91436, math.nan) == "91\u202f400 fewer gradients"
-    assert unit("bytes_up@to 0.7").said(3.5382e6, 1.7856e6) == "3.5 ± 1.8 MB more"
+    assert unit("samples_backward").in_words(-91436, math.nan) == "91\u202f400 fewer gradients"
+    assert unit("bytes_up@to 0.7").in_words(3.5382e6, 1.7856e6) == "3.5 ± 1.8 MB more"
     for figure in ("loss/variance", "train loss@mean", "cd", "nmi", "accuracy/jain", "factorised"):
         assert unit(figure).difference(0.3105) == "+0.3105"
     assert unit("accuracy").value(math.nan) == unit("cd").difference(math.nan) == "-"
@@ -126,7 +126,7 @@ def test_a_margin_is_no_part_of_the_difference_and_equivalence_has_two_sides() -
         with_claim(equivalent=True)
 
 
-def judged(*gaps: float, spread: float = 1.0, **claim: Any) -> Judged:
+def judged(*gaps: float, spread: float = 1.0, **claim: Any) -> ClaimVerdict:
     """A claim whose subject is ahead of its rivals by these gaps."""
     a, noise = np.array(FAR), spread * np.array([0.004, -0.003, 0.001, -0.002, 0.0])
     rivals = {f"m{k}_global": list(a - gap + (k + 1) * noise) for k, gap in enumerate(gaps)}
@@ -186,7 +186,7 @@ def test_a_comparison_that_is_clearly_against_a_claim_leaves_it_in_part() -> Non
     many = numbers(flame_personal=NEAR, fedavg_global=list(np.array(NEAR) + 0.03))["few"]
     (one,) = claims(with_claim(), {"few": few, "many": many})
     assert one.rivals[0].verdict == HOLDS
-    assert (one.verdict, one.right, len(one.known)) == (PARTLY, 1, 2)
+    assert (one.verdict, one.right, len(one.measured)) == (PARTLY, 1, 2)
     assert claims(with_claim(), {"few": few, "many": few})[0].verdict == HOLDS
 
 

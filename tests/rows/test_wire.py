@@ -54,7 +54,7 @@ def test_round_trip_and_length(dtype, encoding, part, seed):
     assert measured(codec, values, 9) == codec.length(values).tolist()
     own = torch.randn(LAYOUT.d, generator=gen(seed + 2)).to(dtype)
     for i in range(9):
-        got = codec.decode(codec.encode({n: v[i] for n, v in values.items()}), own={"w": own})
+        got = codec.decode(codec.encode({n: v[i] for n, v in values.items()}), receiver={"w": own})
         want = values["w"][i] if mask is None else torch.where(mask, values["w"][i], own)
         assert torch.equal(got["w"], want)
         assert got["w"].dtype == dtype

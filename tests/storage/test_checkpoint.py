@@ -110,7 +110,7 @@ class Run:
 
     def content(self):
         rows = self.store.read(torch.arange(N))
-        return digest(self.x, self.store.seen, *rows)
+        return digest(self.x, self.store.occupied, *rows)
 
     def close(self):
         if self.store is not None:

@@ -83,7 +83,7 @@ def on_disk(folder, n=N, template=TEMPLATE):
 
 
 def everything(store):
-    return (store.seen.clone(), *store.read(torch.arange(store.n)))
+    return (store.occupied.clone(), *store.read(torch.arange(store.n)))
 
 
 class Model:
@@ -260,7 +260,7 @@ def test_an_existing_store_wants_a_rollback_first(tmp_path):
         with pytest.raises(AssertionError, match="rollback"):
             action(torch.tensor([0]))
     store.rollback(0)
-    assert not store.seen.any()
+    assert not store.occupied.any()
 
 
 @pytest.mark.parametrize("make", [lambda folder: Store(N, TEMPLATE), on_disk])
@@ -281,7 +281,7 @@ def test_rows_of_another_shape_or_type_are_refused():
     for bad in (torch.zeros(2, 4), torch.zeros(3), torch.zeros(2, 3, dtype=torch.float64), torch.zeros(1, 3)):
         with pytest.raises(LayoutError, match=r"state field 'w': rows must be \[2, 3\] torch.float32, got"):
             store.write(torch.tensor([0, 1]), Other(bad))
-    assert not store.seen.any()
+    assert not store.occupied.any()
 
 
 def test_a_template_without_fields_remembers_who_was_seen():
@@ -469,7 +469,7 @@ def test_forked_processes_share_the_rows(tmp_path, where):
         store.checkpoint(round + 1)
     times = (torch.arange(1000) // 100 + 1).clamp(max=3)
     expected = (times * (torch.arange(1000) + 1)).float()
-    assert store.seen.all()
+    assert store.occupied.all()
     assert torch.equal(store.read(torch.arange(1000)).w, expected[:, None].expand(1000, 1000))
     store.close()
 

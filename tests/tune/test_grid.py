@@ -19,7 +19,7 @@ from fedloom.experiment import parse
 from fedloom.experiment.events import Event
 from fedloom.experiment.tuning import Range, Tune
 from fedloom.tune import Trial
-from fedloom.tune.search import Found, Search, settings_of, with_params
+from fedloom.tune.search import Search, SearchResult, settings_of, with_params
 from tests.commands import call, in_a_fork
 
 GRID = """
@@ -55,7 +55,7 @@ algorithm = "ditto"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Found]]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[SearchResult]]:
     out = tmp_path_factory.mktemp("grid") / "out"
     return out, tuning(GRID, out).run()
 
@@ -133,7 +133,7 @@ def test_trials_of_a_search_that_was_not_whole_are_not_repeated() -> None:
 # --- what is scored
 
 
-def test_the_report_speaks_of_it(whole: tuple[Path, list[Found]]) -> None:
+def test_the_report_speaks_of_it(whole: tuple[Path, list[SearchResult]]) -> None:
     out, found = whole
     assert [len(f.trials) for f in found] == [3, 6]
     assert found[0].trials[0].params == {"local.lr": 0.05}
@@ -144,7 +144,7 @@ def test_the_report_speaks_of_it(whole: tuple[Path, list[Found]]) -> None:
     assert "of the budget" not in text
 
 
-def test_a_score_is_the_mean_over_the_models_of_a_plain_run(whole: tuple[Path, list[Found]]) -> None:
+def test_a_score_is_the_mean_over_the_models_of_a_plain_run(whole: tuple[Path, list[SearchResult]]) -> None:
     document = {k: v for k, v in tomllib.loads(GRID).items() if k != "tune"}
     for f in whole[1]:
         for trial in f.trials:
@@ -160,12 +160,12 @@ def test_a_score_is_the_mean_over_the_models_of_a_plain_run(whole: tuple[Path, l
         assert f.best.value == max(t.value for t in f.trials if t.value is not None)
 
 
-def test_the_tuned_file_keeps_the_rounds(whole: tuple[Path, list[Found]]) -> None:
+def test_the_tuned_file_keeps_the_rounds(whole: tuple[Path, list[SearchResult]]) -> None:
     tuned = parse(tomllib.loads((whole[0] / "tuned.toml").read_text()))
     assert [m.setting.rounds for m in tuned.methods] == [2, 6]
 
 
-def test_whose_rounds_count_is_part_of_the_search(whole: tuple[Path, list[Found]]) -> None:
+def test_whose_rounds_count_is_part_of_the_search(whole: tuple[Path, list[SearchResult]]) -> None:
     with pytest.raises(RunDirError, match=r"tune.equal_work was false, now it is true"):
         tuning(GRID.replace("equal_work = false", ""), whole[0])
     with pytest.raises(RunDirError, match=r"tune.rounds_of.fedavg was 2, now it is 4"):
@@ -195,7 +195,7 @@ def stop_at(count: int) -> Any:
 
 @pytest.mark.parametrize("at", [1, 7])
 def test_ctrl_c_within_a_trial_stops_the_search_which_goes_on_there(
-    at: int, whole: tuple[Path, list[Found]], tmp_path: Path
+    at: int, whole: tuple[Path, list[SearchResult]], tmp_path: Path
 ) -> None:
     told: list[tuple[str, int]] = []
 
@@ -213,7 +213,7 @@ def test_ctrl_c_within_a_trial_stops_the_search_which_goes_on_there(
     assert contents(tmp_path / "out") == contents(whole[0])
 
 
-def test_killed_within_a_trial_and_run_again(whole: tuple[Path, list[Found]], tmp_path: Path) -> None:
+def test_killed_within_a_trial_and_run_again(whole: tuple[Path, list[SearchResult]], tmp_path: Path) -> None:
     file, out = tmp_path / "grid.toml", tmp_path / "out"
     file.write_text(GRID + "[engine]\ncheckpoint_every = 1e-9\n")
     assert in_a_fork(lambda: call("tune", file, "--out", out), 120) == 137
@@ -226,7 +226,7 @@ def test_killed_within_a_trial_and_run_again(whole: tuple[Path, list[Found]], tm
     assert found == uninterrupted
 
 
-def test_methods_side_by_side_tell_of_every_trial(whole: tuple[Path, list[Found]], tmp_path: Path) -> None:
+def test_methods_side_by_side_tell_of_every_trial(whole: tuple[Path, list[SearchResult]], tmp_path: Path) -> None:
     ends: dict[str, int] = {}
 
     def watch(event: Event) -> None:

@@ -112,7 +112,7 @@ class Algorithm(Value, ABC):
         """Values of the options that are not given (None), from what is known before the first round."""
         return {}
 
-    def settled(self, ctx: Ctx) -> Self:
+    def with_derived_options(self, ctx: Ctx) -> Self:
         """The method with the options that are not given derived; that is how it runs, in simulation and deployment.
 
         Raises:

@@ -49,15 +49,15 @@ def head_of(layout: Layout, models: Tensor) -> Head:
     return Head(tree[name], tree[f"{name.rpartition('.')[0]}.bias"])
 
 
-def distance(z: Tensor, _outputs: Tensor, y: Tensor, _anchors: Tensor, given: Prototypes) -> Tensor:
+def distance(z: Tensor, _outputs: Tensor, y: Tensor, _anchors: Tensor, prototypes: Prototypes) -> Tensor:
     """Mean squared difference of features ``[b, k]`` to the prototypes of their classes, ``[b]``; 0 without one."""
-    return (z - given.centre[y]).square().mean(1) * given.known[y]
+    return (z - prototypes.centre[y]).square().mean(1) * prototypes.known[y]
 
 
 def towards(prototypes: Tensor, known: Tensor, weight: float, work: Work) -> Term:
     """The term that draws features to the server's prototypes ``[c k]`` of the classes ``known [c]``."""
     centre = prototypes.view(len(known), -1).expand(work.m, -1, -1)
-    return Term(distance, weight, given=Prototypes(centre, known.expand(work.m, -1)))
+    return Term(distance, weight, argument=Prototypes(centre, known.expand(work.m, -1)))
 
 
 def shares(work: Work, like: Tensor) -> Tensor:

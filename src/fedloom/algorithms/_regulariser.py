@@ -9,7 +9,7 @@ from pydantic import AfterValidator
 from torch import Tensor
 
 from fedloom.local import Ctx
-from fedloom.local.inexact import Seen
+from fedloom.local.inexact import LyapunovParts
 from fedloom.rows import algebra
 from fedloom.rows.layout import Layout
 from fedloom.rows.prox import L1, AnyProx, Form, Nuclear, Prox, made_by
@@ -57,7 +57,7 @@ def gradient_mapping(f: object, x: Tensor, gradient: Tensor, t: float, layout: L
     return algebra.norm(gap) / t
 
 
-def stationarity(f: object, y: Tensor, xi: Tensor, total: Seen, ctx: Ctx) -> dict[str, float]:
+def stationarity(f: object, y: Tensor, xi: Tensor, total: LyapunovParts, ctx: Ctx) -> dict[str, float]:
     """FIAELT's figures at y ``[d]``, with xi in df(y) and the clients' means of gradient ``[d]`` and energy ``[1]``.
 
     ``kkt`` is at least the distance of 0 from the sum of gradients + df(y) (Theorem 1), ``lyapunov`` is H_t

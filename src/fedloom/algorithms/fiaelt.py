@@ -37,7 +37,7 @@ from torch import Tensor
 from fedloom.algorithms._base import Algorithm, Derived, Mean, Rows, Sent, by_rule
 from fedloom.algorithms._regulariser import Regulariser, proximal, stationarity, unregularised
 from fedloom.local import Ctx, Work, where_moved
-from fedloom.local.inexact import Seen, Solver, below, inexact, lyapunov_step, seen
+from fedloom.local.inexact import LyapunovParts, Solver, below, inexact, lyapunov_parts, lyapunov_step
 from fedloom.local.smoothness import largest, smoothness
 from fedloom.rows.layout import Layout
 
@@ -141,10 +141,10 @@ class FIAELT(Algorithm):
     def global_model(self, server: Server) -> Tensor:
         return server.y
 
-    def observe(self, down: Down, rows: Client, work: Work) -> Seen:
-        return seen(rows.x, work, (down.beta, down.y), rows.z, rows.moved)
+    def observe(self, down: Down, rows: Client, work: Work) -> LyapunovParts:
+        return lyapunov_parts(rows.x, work, (down.beta, down.y), rows.z, rows.moved)
 
-    def diagnostics(self, server: Server, total: Seen, ctx: Ctx) -> dict[str, float]:
+    def diagnostics(self, server: Server, total: LyapunovParts, ctx: Ctx) -> dict[str, float]:
         y, gap, beta = server.y, server.xbar - server.y, server.beta if server.beta else server.before
         figures = stationarity(self.regulariser, y, ctx.n * (beta * gap + server.zbar), total, ctx)  # xi in dg(y)
         return {"local_iterations": float(server.iterations), **figures}

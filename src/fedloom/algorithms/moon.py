@@ -59,7 +59,7 @@ class MOON(Algorithm):
         return Model(x0), Client(x0), None
 
     def client(self, down: Model, rows: Client, work: Work) -> tuple[Delta, Client]:
-        def contrast(z: Tensor, _outputs: Tensor, _y: Tensor, anchors: Tensor, _given: Any) -> Tensor:
+        def contrast(z: Tensor, _outputs: Tensor, _y: Tensor, anchors: Tensor, _argument: Any) -> Tensor:
             near, far = (torch.cosine_similarity(z, anchor) / self.tau for anchor in anchors)
             return torch.logaddexp(near, far) - near  # Eq. 3
 

@@ -59,17 +59,17 @@ class Mixer(Value, ABC):
         if rule is None:
             return self.moved(models[place], self.mixtures(models, place, start, ctx), ctx)
         rows = list[Tensor]()
-        for own, weights in zip(models[place], self.weights(models, start, ctx)[place], strict=True):
+        for last_model, weights in zip(models[place], self.weights(models, start, ctx)[place], strict=True):
             mixed = weights > 0
-            rows.append(rule(own, models[mixed], weights[mixed, None], ids[mixed.cpu()]))
+            rows.append(rule(last_model, models[mixed], weights[mixed, None], ids[mixed.cpu()]))
         return self.moved(models[place], torch.stack(rows), ctx)
 
     def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
         """The mixtures ``[m, d]`` of the clients at ``place [m]`` among the attended ``models [k, d]``."""
         return self.weights(models, start, ctx)[place] @ models
 
-    def moved(self, own: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
-        """What clients with last models ``own [m, d]`` receive of their mixtures; by default these."""
+    def moved(self, last_models: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
+        """What clients with last models ``last_models [m, d]`` receive of their mixtures; by default these."""
         return mixtures
 
     @abstractmethod
@@ -108,10 +108,12 @@ class Attention(Mixer):
         None, gt=0, le=1, description="cosine from which on models are copies, all of which count as one; None: no cap"
     )
 
-    def moved(self, own: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
+    def moved(self, last_models: Tensor, mixtures: Tensor, ctx: Ctx) -> Tensor:
         """Eq. 4, or with ``lam`` Eq. 3."""
         alpha = 1.0 if self.lam is None else self.lam * ctx.local.lr_at(max(ctx.round, 1))
-        return mixtures if alpha == 1 else torch.lerp(own, mixtures, alpha)  # Eq. 3, grad R_i = w_i - sum_j s_ij w_j
+        return (
+            mixtures if alpha == 1 else torch.lerp(last_models, mixtures, alpha)
+        )  # Eq. 3, grad R_i = w_i - sum_j s_ij w_j
 
     def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
         """s_ij where it is at least delta_k, over its sum."""
@@ -135,15 +137,15 @@ class Proximity(Mixer):
 
     def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
         """u_i = sum_j xi_ij w_j."""
-        xi = self._others(models, ctx)
+        xi = self._self_and_peers(models, ctx)
         return ((1 - xi.sum(1, keepdim=True)) * models + xi @ models)[place]  # xi_ii = 1 - sum_{j != i} xi_ij
 
     def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
         """xi_ij."""
-        xi = self._others(models, ctx)
+        xi = self._self_and_peers(models, ctx)
         return xi + torch.diag(1 - xi.sum(1))
 
-    def _others(self, models: Tensor, ctx: Ctx) -> Tensor:
+    def _self_and_peers(self, models: Tensor, ctx: Ctx) -> Tensor:
         """xi_ij for j other than i; 0 on the diagonal."""
         alpha = self.alpha or ctx.reach * ctx.rounds**0.5 / 2
         sigma = self.sigma or 2 * max(ctx.n - 1, 1) * alpha
@@ -166,15 +168,15 @@ class Angles(Mixer):
 
     def mixtures(self, models: Tensor, place: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
         """u_i = xi_ii w_i + (1 - xi_ii) sum_j xi_ij w_j."""
-        own, xi = self._others(models)
-        return (own * models + (1 - own) * (xi @ models))[place]  # (1 - xi_ii) softmax
+        self_weight, xi = self._self_and_peers(models)
+        return (self_weight * models + (1 - self_weight) * (xi @ models))[place]  # (1 - xi_ii) softmax
 
     def weights(self, models: Tensor, start: Tensor, ctx: Ctx) -> Tensor:
         """xi_ij."""
-        own, xi = self._others(models)
-        return own * torch.eye(len(models), dtype=models.dtype, device=models.device) + (1 - own) * xi
+        self_weight, xi = self._self_and_peers(models)
+        return self_weight * torch.eye(len(models), dtype=models.dtype, device=models.device) + (1 - self_weight) * xi
 
-    def _others(self, models: Tensor) -> tuple[float, Tensor]:
+    def _self_and_peers(self, models: Tensor) -> tuple[float, Tensor]:
         direction = models / algebra.norm(models).clamp(min=1e-30)
         score = (self.sigma * direction @ direction.T).fill_diagonal_(-torch.inf)
         xi = torch.softmax(score, 1).nan_to_num(1.0)  # a client alone has itself for all others

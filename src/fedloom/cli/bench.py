@@ -77,7 +77,7 @@ def bench(
             rows = []
             for method in plan.experiment.methods:
                 costs = plan.costs(method)
-                say(f"{method.label}: {_said(costs)}", err=True)
+                say(f"{method.label}: {_costs_text(costs)}", err=True)
                 n, m = clients or plan.federation.n, cohort or costs.cohort
                 rows += [{"method": method.label} | _calculated(p, costs.round(max(n, m), m, p)) for p in places]
             print_rows(rows)
@@ -106,7 +106,7 @@ def _row(speed: Speed) -> dict[str, Any]:
     }
 
 
-def _said(costs: Costs) -> str:
+def _costs_text(costs: Costs) -> str:
     return (
         f"{significant(1e3 * costs.share, 3)} ms a client of the cohort, "
         f"{fixed(costs.crowd, 2)} times that where all {costs.cores} cores compute, "

@@ -62,8 +62,9 @@ def cox(
             secure = fit_secure_cox(sites, agreement_on(sites, bins, least, ties), table.columns)
             fit, losses = secure.fit, secure.losses
             say(
-                f"bins of {option(bins)}, at least {least} events and rows of a site: {losses.rare + losses.late} of "
-                f"{losses.events} events are censored ({losses.rare} in bins with too few, {losses.late} late)"
+                f"bins of {option(bins)}, at least {least} events and rows of a site: "
+                f"{losses.rare + losses.uncovered} of {losses.events} events are censored "
+                f"({losses.rare} in bins with too few, {losses.uncovered} late)"
             )
             say(
                 f"rounding moves no coefficient by more than {significant(float(secure.bound.max()), 1)} "

@@ -81,7 +81,7 @@ class Page:
 
             self._folder = server_of(folder).results
         self._draft = tempfile.TemporaryDirectory(prefix="fedloom-watch-")
-        self._lock, self._seen, self._text = threading.Lock(), object(), WAITING
+        self._lock, self._shown_files, self._text = threading.Lock(), object(), WAITING
 
     def text(self) -> str:
         """The page as it is now; what cannot be read at this moment leaves the last one."""
@@ -90,12 +90,12 @@ class Page:
         from fedloom.report.document import POLICY
 
         with self._lock:
-            if (newest_files := newest(self._folder)) != self._seen:
+            if (newest_files := newest(self._folder)) != self._shown_files:
                 place = Path(self._draft.name)
                 try:
                     tables = snapshot(self._folder, place / self._folder.resolve().name)
                     self._text = report.write([tables], place / "page.html", charts=False).read_text(encoding="utf-8")
-                    self._seen = newest_files
+                    self._shown_files = newest_files
                 except FedloomError:
                     pass
         if self._text is WAITING:

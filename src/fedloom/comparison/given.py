@@ -73,7 +73,7 @@ class Ready(Partition):
         return fed
 
 
-class Given(NamedTuple):
+class ComparedMethod(NamedTuple):
     """One method as Python has it.
 
     Attributes:
@@ -81,14 +81,14 @@ class Given(NamedTuple):
         name: what files call it: a name of the registry, an import path, or the class's name if no path leads to it.
         entry: its class or preset; None of what a preset has made, whose options are fixed.
         value: the method.
-        own: its own choices of a run.
+        choices: its own choices of a run.
     """
 
     label: str
     name: str
     entry: type[Algorithm] | Preset | None
     value: Algorithm | Composition
-    own: dict[str, Any]
+    choices: dict[str, Any]
 
 
 class GivenExperiment:
@@ -122,7 +122,7 @@ class GivenExperiment:
             raise ConfigError(f"compare: seeds must be several whole numbers, as range(5), got {seeds!r:.80}")
         self._head = make(Head, {"name": name, "seeds": tuple(seeds)}, "compare", Head.model_fields)
         self._source, self._options, self._partition = _federation(data, partition)
-        self._methods = {given.label: given for given in _methods(methods)}
+        self._methods = {method.label: method for method in _methods(methods)}
         _refuse_options(choices, self._methods.values())
         self._common = Setting.of("fedavg", **{**choices, "seed": self._head.seeds[0]})
         self._tune = make(Tune, tune, "compare: tune", Tune.model_fields)
@@ -139,7 +139,7 @@ class GivenExperiment:
         settings = self._experiment(self._common, [{"label": label} for label in self._methods]).settings()
         tables = [{key: method[key] for key in ("label", "algorithm")} for method in settings["method"]]
         for table in tables:
-            choices = self._methods[table["label"]].own
+            choices = self._methods[table["label"]].choices
             table |= {"rounds": choices["rounds"]} if "rounds" in choices else {}
         document = {**settings, "weigher": dump(self._common.weigher), "method": tables, "tune": dump(self._tune)}
         return tomllib.loads(tomli_w.dumps(document))
@@ -176,7 +176,7 @@ class GivenExperiment:
         value = declared.value
         if options:
             value = _with(declared, options, f"{where}: {declared.label}")
-        choices = dict(declared.own)
+        choices = dict(declared.choices)
         if "local" in table:
             local = merged(dump(choices.get("local", common.local)), table["local"])
             choices["local"] = make(LocalSGD, local, f"{where}: {declared.label}: local", LocalSGD.model_fields)
@@ -188,15 +188,15 @@ class GivenExperiment:
         return Method(declared.label, declared.name, options, setting, declared.entry)
 
 
-def _with(given: Given, options: Mapping[str, Any], where: str) -> Algorithm | Composition:
+def _with(declared: ComparedMethod, options: Mapping[str, Any], where: str) -> Algorithm | Composition:
     """A method with some of its options replaced."""
-    _check_keys(options, given.entry, where)
-    if isinstance(given.value, Algorithm):
-        changed: Algorithm = make(given.value.with_, options, where, fields_of(type(given.value)))
+    _check_keys(options, declared.entry, where)
+    if isinstance(declared.value, Algorithm):
+        changed: Algorithm = make(declared.value.with_, options, where, fields_of(type(declared.value)))
         return changed
-    if given.entry is None:
+    if declared.entry is None:
         raise ConfigError(f"{where}: the options of what a preset has made are fixed; give the preset by its name")
-    method: Any = given.entry
+    method: Any = declared.entry
     return make(method, options, where, fields_of(method))  # type: ignore[no-any-return]
 
 
@@ -234,20 +234,20 @@ def _federation(data: Any, partition: Any) -> tuple[Source, dict[str, Any], Part
     )
 
 
-def _methods(methods: Mapping[str, Any] | Sequence[Any]) -> list[Given]:
+def _methods(methods: Mapping[str, Any] | Sequence[Any]) -> list[ComparedMethod]:
     if isinstance(methods, str) or not methods:
         raise ConfigError(
             f"compare: methods must be a table by label, as {{'fedavg': 'fedavg', 'mine': Mine()}}, got {methods!r:.80}"
         )
     labelled = methods.items() if isinstance(methods, Mapping) else [(None, one) for one in methods]
-    declared = [_given(label, spec) for label, spec in labelled]
+    declared = [_compared_method(label, spec) for label, spec in labelled]
     labels = [one.label for one in declared]
     if twice := [label for label in labels if labels.count(label) > 1]:
         raise ConfigError(f"compare: two methods have the label {twice[0]!r}; give a table with a label for each")
     return declared
 
 
-def _given(label: Any, spec: Any) -> Given:
+def _compared_method(label: Any, spec: Any) -> ComparedMethod:
     where = f"compare: {label}" if label else "compare"
     if label is not None and not (isinstance(label, str) and label.strip() and label.isprintable()):
         raise ConfigError(f"compare: a label must be text that can be printed, got {label!r:.80}")
@@ -266,7 +266,7 @@ def _given(label: Any, spec: Any) -> Given:
         entry: Any = choose("algorithm", REGISTRY, algorithm, where, Algorithm)
         _check_keys(table, entry, where)
         value = make(entry, table, where, {**fields_of(entry), "settings": None})
-        return Given(label or label_of({"algorithm": algorithm}), algorithm, entry, value, choices)
+        return ComparedMethod(label or label_of({"algorithm": algorithm}), algorithm, entry, value, choices)
     if not isinstance(algorithm, Algorithm | Composition):
         raise ConfigError(
             f"{where}: must be a method such as fl.algorithms.FedAvg(), or its name, got {algorithm!r:.80}"
@@ -281,13 +281,13 @@ def _given(label: Any, spec: Any) -> Given:
             ),
             None,
         )
-        declared = Given(
+        declared = ComparedMethod(
             label or named or kind.__name__, named or f"a composition of {kind.__name__}", None, algorithm, choices
         )
     else:
         named = next((name for name, entry_known in REGISTRY.items() if entry_known is kind), None)
         name = named or importable(kind) or kind.__qualname__
-        declared = Given(label or named or kind.__name__, name, kind, algorithm, choices)
+        declared = ComparedMethod(label or named or kind.__name__, name, kind, algorithm, choices)
     return declared._replace(value=_with(declared, table, where)) if table else declared
 
 
@@ -299,7 +299,7 @@ def _check_keys(options: Mapping[str, Any], entry: type[Algorithm] | Preset | No
             raise unknown("key", key, [*allowed, *Setting.own], where, cure=home_of(key, value, None))
 
 
-def _refuse_options(choices: Mapping[str, Any], methods: Iterable[Given]) -> None:
+def _refuse_options(choices: Mapping[str, Any], methods: Iterable[ComparedMethod]) -> None:
     """Refuse options of a method among the choices that all methods share."""
     for key, value in choices.items():
         having = [one for one in methods if one.entry is not None and key in fields_of(one.entry)]

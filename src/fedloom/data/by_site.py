@@ -93,8 +93,8 @@ def events(target: Facts, rows: Rows) -> dict[str, dict[str, int]]:
 
 def sentences(column: Facts, rows: Rows) -> Iterator[str]:
     """What differs from site to site in a column."""
-    gone = np.isnan(column.values) if column.kind == "number" else column.cells == ""
-    shares = {site: float(gone[here].mean()) for site, here in rows.items()}
+    missing = np.isnan(column.values) if column.kind == "number" else column.cells == ""
+    shares = {site: float(missing[here].mean()) for site, here in rows.items()}
     present = [site for site, share in shares.items() if share < ABSENT]
     if len(present) > 1 or len(rows) == 1:
         least, most = min(shares, key=lambda s: shares[s]), max(shares, key=lambda s: shares[s])
@@ -104,7 +104,7 @@ def sentences(column: Facts, rows: Rows) -> Iterator[str]:
         elif shares[most] - shares[least] >= APART:
             yield f"missing in {shares[least]:.0%} of the rows at {least!r}, in {shares[most]:.0%} at {most!r}"
     if column.kind == "number":
-        yield from _units(column, {site: here & ~gone for site, here in rows.items() if site in present})
+        yield from _units(column, {site: here & ~missing for site, here in rows.items() if site in present})
 
 
 def lone_site(column: Facts, rows: Rows) -> str | None:

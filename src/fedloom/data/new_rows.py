@@ -127,11 +127,11 @@ def _by_column(
             kept[piece.column] += ["" if cell is None else level(cell) for cell in piece.cells]
         if piece.column != users and piece.column not in agreed:
             continue
-        gone = is_missing(piece.cells, table.missing)
+        missing = is_missing(piece.cells, table.missing)
         if piece.column == users:
-            sites += ["" if out else level(cell) for cell, out in zip(piece.cells, gone, strict=True)]
+            sites += ["" if out else level(cell) for cell, out in zip(piece.cells, missing, strict=True)]
         if piece.column in agreed:
-            parts[piece.column].append(agreed[piece.column].read(piece, gone, problems))
+            parts[piece.column].append(agreed[piece.column].read(piece, missing, problems))
     refuse(where, problems.sentences())
     columns = [np.concatenate(blocks) if blocks else np.empty(0) for blocks in parts.values()]
     notes = [f"column {n!r}: {one.filled} cells filled as in training" for n, one in agreed.items() if one.filled]

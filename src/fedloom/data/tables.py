@@ -232,10 +232,10 @@ class Encoder(nn.Module):
         super().__init__()
         fitted = fitted[:, :3].double()
         complete = ~fitted.isnan().any(1)
-        self.known: Tensor
+        self.complete: Tensor
         self.fitted: Tensor
         self.order: Tensor
-        self.register_buffer("known", complete)
+        self.register_buffer("complete", complete)
         self.register_buffer(
             "fitted", torch.where(complete[:, None], fitted, torch.tensor([0.0, 0.0, 1.0])).T.contiguous()
         )
@@ -249,11 +249,11 @@ class Encoder(nn.Module):
         """Features ``[b, q]`` float32, in the order of the table's columns, of raw columns ``[b, p]``."""
         missing, (fill, centre, scale) = samples.isnan(), self.fitted.unbind(0)
         full = torch.where(missing, fill, samples.double())
-        scaled = torch.where(self.known, (full - centre) / scale, 0.0)
+        scaled = torch.where(self.complete, (full - centre) / scale, 0.0)
         blocks = [scaled[:, self.numbers]] if self.numbers else []
         for k, levels in self.codes:
             hot = full[:, k : k + 1] == torch.arange(levels, dtype=full.dtype, device=full.device)
-            blocks.append((hot & self.known[k]).to(full.dtype))
+            blocks.append((hot & self.complete[k]).to(full.dtype))
         if self.flags:
             blocks.append(missing[:, self.flags].to(full.dtype))
         return torch.cat(blocks, 1)[:, self.order].float()

@@ -271,7 +271,7 @@ def _counted_once(algorithm: Algorithm, sampler: Sampler) -> list[str]:
 def _idle(setting: Setting) -> list[str]:
     """The notes on what is given and changes nothing beside another choice."""
     method, local = setting.method, setting.local
-    keys = [f"local.{key}" for key in method.ignored if local.given(key)]
+    keys = [f"local.{key}" for key in method.ignored if local.is_set(key)]
     name = method.full_gradients or type(method).__name__
     notes = [f"{name} takes steps of its own: {changes_nothing(keys)}"] if keys else []
     parts = (setting.sampler, setting.weigher, setting.aggregator, setting.attack, setting.channel, setting.augment)
@@ -280,7 +280,7 @@ def _idle(setting: Setting) -> list[str]:
             other, *values = beside.split()
             owner, field = (local, other.removeprefix("local.")) if other.startswith("local.") else (value, other)
             now = getattr(owner, field)
-            if value.given(key) and not (now in values if values else owner.given(field)):
+            if value.is_set(key) and not (now in values if values else owner.is_set(field)):
                 where = " or ".join(map(repr, values)) or f"not {now!r}"
                 said = f"{type(value).__name__}: {key} = {getattr(value, key)!r} changes nothing with {other} = {now!r}"
                 notes.append(f"{said}; it acts where {other} is {where}")

@@ -266,7 +266,7 @@ class Job(Problem):
         before.
         """
         local, seed, alpha = self.setting.local, self.setting.seed, self.alpha[ids].to(self.oracle.device)
-        given, projection = self.replay.given(round, ids) if trains else None, self.replay.projection
+        fixed_batches, projection = self.replay.fixed_batches(round, ids) if trains else None, self.replay.projection
         memory = None
         if trains and self.memory is not None:
             memory = self.memory.of(self.optimizer.read(ids)[0].to(self.oracle.device, copy=True))
@@ -278,7 +278,7 @@ class Job(Problem):
             seed=seed,
             round=round,
             steps=steps,
-            given=given,
+            fixed_batches=fixed_batches,
             projection=projection,
             memory=memory,
         )

@@ -25,7 +25,7 @@ from fedloom.metrics import metric as facts
 from fedloom.trained.adapt import ServerSide
 from fedloom.trained.model import Recipe, running_statistics
 from fedloom.trained.model_source import KINDS
-from fedloom.trained.models import OWN, Models
+from fedloom.trained.models import MOST_PERSONAL_FIRST, Models
 
 if TYPE_CHECKING:
     from altair import LayerChart
@@ -95,9 +95,9 @@ class Result:
 
     @property
     def used(self) -> str:
-        """The model that a client would use: the first of `fedloom.trained.models.OWN` that was measured."""
+        """The model that a client would use: the most personal one that was measured."""
         measured = {r.model for r in self.state.records.items}
-        return next((kind for kind in OWN if kind in measured), OWN[-1])
+        return next((kind for kind in MOST_PERSONAL_FIRST if kind in measured), MOST_PERSONAL_FIRST[-1])
 
     def uploads(self) -> pa.Table:
         """Every piece of work in virtual time, in the order in which it ended.
@@ -215,7 +215,7 @@ class Live:
         assert row is not None
         return row.cpu(), self._statistics(row, self._state.cohort)
 
-    def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def personal(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         job = self._job
         rows = personal_models(job, self._down, max(self._state.round, 1), ids)
         width = sum(s.numel() for s in running_statistics(job.oracle.module))

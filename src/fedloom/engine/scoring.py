@@ -220,7 +220,7 @@ def personal_models(job: Job, down: Any, round: int, ids: Tensor) -> Tensor:
 
 def _personal_models(job: Job, down: Any, round: int, ids: Tensor) -> tuple[Tensor, Tensor]:
     """`personal_models`, and the work that they took ``[m, 2]``: samples backward and forward."""
-    fresh = ~job.clients.seen[ids]
+    fresh = ~job.clients.occupied[ids]
     if not ((round > 0 or job.setting.evaluate.personal_at_start) and job.clients.template):
         fresh = torch.zeros_like(fresh)
     if bool(fresh.all()) or not bool(fresh.any()):

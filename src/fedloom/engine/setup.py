@@ -164,7 +164,7 @@ def make_problem(
         shares, spent = cluster_shares(clusters_of(setting.weights), oracle, x0, ctx)
         ctx = ctx._replace(weight=shares.to(dtype))
     with blamed("method", method, "init"):
-        method = method.settled(ctx)
+        method = method.with_derived_options(ctx)
         server, client, kept = method.init(x0, ctx)
     setting = setting.with_(algorithm=method)
     if sampler.probes and method.global_model(server) is None:

@@ -215,7 +215,7 @@ class Uploads:
         job, primary = self.job, self.job.primary
         if job.kept_fields:
             job.locations.replicate(torch.arange(job.n))
-            ids = job.kept.seen.nonzero()[:, 0]
+            ids = job.kept.occupied.nonzero()[:, 0]
             rows = job.kept.read(ids)._asdict()
             kind = job.fields[primary]
             weight = kind.weight if kind.keeps else None
@@ -232,7 +232,7 @@ class Uploads:
         if not summed:
             return combined, moved
         job.locations.replicate(torch.arange(job.n))
-        ids = job.summed.seen.nonzero()[:, 0]
+        ids = job.summed.occupied.nonzero()[:, 0]
         own = {name.removeprefix(SUMMED): value for name, value in state.items() if name.startswith(SUMMED)}
         before = {name: own.pop(AT + name, getattr(job.summed.template, name)) for name in summed}
         value, own = self._combined(ctx, own, job.summed.read(ids)._asdict(), job.masses[ids], ids)

@@ -25,7 +25,7 @@ from fedloom.report.reading import read_table
 from fedloom.rundir import METRICS, MODELS, SETTINGS, SUMMARY, folder_of, read_summary
 from fedloom.trained.model import Model
 from fedloom.trained.model_source import KINDS
-from fedloom.trained.models import OWN
+from fedloom.trained.models import MOST_PERSONAL_FIRST
 from fedloom.trained.predictions import (
     OWN_SCALE,
     Evaluated,
@@ -253,7 +253,7 @@ class Opened:
             runs = [run for run in done if run.method == name]
             measured = runs[0].measured()
             metrics = {m for _, part, m in measured if part == "validation"}
-            kinds = [k for k in (OWN if own else ("global",)) if (k, "validation", "loss") in measured]
+            kinds = [k for k in (MOST_PERSONAL_FIRST if own else ("global",)) if (k, "validation", "loss") in measured]
             if kinds and metrics and (not shared or ("global", "validation", "loss") in measured):
                 lead = leading(metrics, "settings")
                 values = [float(run.final(kinds[0], lead, "validation").nanmean()) for run in runs]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedloom.engine.records import not_measured
 from fedloom.metrics import leading
-from fedloom.trained.models import OWN, Models
+from fedloom.trained.models import MOST_PERSONAL_FIRST, Models
 from fedloom.trained.saved import Shelf
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Recorded:
         """
         if model is None:
             measured = {kind for kind, _, _ in self.measured()}
-            model = next((kind for kind in OWN if kind in measured), OWN[-1])
+            model = next((kind for kind in MOST_PERSONAL_FIRST if kind in measured), MOST_PERSONAL_FIRST[-1])
         names = {name for kind, place, name in self.measured() if (kind, place) == (model, part)}
         metric = metric or ("accuracy" if "accuracy" in names else leading(names))
         if (model, part, metric) not in self.measured():

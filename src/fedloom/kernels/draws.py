@@ -10,7 +10,7 @@ from fedloom.kernels.machine import compiled
 
 
 @compiled
-def shuffle(words: Any, sizes: Any, steps: Any, own: Any, out: Any) -> None:
+def shuffle(words: Any, sizes: Any, steps: Any, order: Any, out: Any) -> None:
     """Batches of every client, an epoch after another, each epoch a permutation as `torch.randperm` draws it.
 
     A Mersenne Twister renews its words one after another, here when a draw asks for them, so that few draws take few
@@ -21,7 +21,7 @@ def shuffle(words: Any, sizes: Any, steps: Any, own: Any, out: Any) -> None:
             them for so many draws; changed.
         sizes: ``[m]`` samples, >= 1.
         steps: ``[m]`` batches.
-        own: ``[largest size]`` room for an order.
+        order: ``[largest size]`` room for an order.
         out: ``[k, m, b]`` where positions are written; the rest stays as it is.
     """
     width = out.shape[2]
@@ -29,15 +29,15 @@ def shuffle(words: Any, sizes: Any, steps: Any, own: Any, out: Any) -> None:
         n, at, first = sizes[c], 0, 0
         while first < steps[c]:
             for p in range(n):
-                own[p] = p
+                order[p] = p
             step, column = first, 0
             for p in range(n):
                 if p < n - 1:
                     drawn = _draw(words[c], at)
                     at = at + 1 if at < 623 else 0
                     q = p + drawn % (n - p)
-                    own[p], own[q] = own[q], own[p]
-                out[step, c, column] = own[p]
+                    order[p], order[q] = order[q], order[p]
+                out[step, c, column] = order[p]
                 column += 1
                 if column == width:
                     step, column = step + 1, 0

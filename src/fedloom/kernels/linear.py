@@ -58,8 +58,8 @@ def add_gradient(out: Any, at: int, bias: int, delta: Any, x: Any, beta: Any, al
         steady: ``[m, d]``, ``[1, d]`` if all clients have the same, or ``[0, d]`` for zero.
     """
     for c in range(len(delta)):
-        own = steady[min(c, len(steady) - 1)] if len(steady) else out[c, :0]
-        _add(out[c], at, bias, delta[c], x[c], beta[c], alpha, own)
+        steady_row = steady[min(c, len(steady) - 1)] if len(steady) else out[c, :0]
+        _add(out[c], at, bias, delta[c], x[c], beta[c], alpha, steady_row)
 
 
 @compiled
@@ -110,7 +110,7 @@ def descend(
     turn = where.shape[2] * wide
     spare = len(room) - 2 * turn
     for c in range(len(w)):
-        own = steady[min(c, len(steady) - 1)] if len(steady) else w[c, :0]
+        steady_row = steady[min(c, len(steady) - 1)] if len(steady) else w[c, :0]
         moved = velocity if len(velocity) else row
         velocity[:] = 0
         _copy(w[c], row)
@@ -137,7 +137,7 @@ def descend(
                     _below(row, at, delta.reshape(b, o), below.reshape(b, i))
                     if layers[j - 1, 4]:
                         _rectify(below, h)
-                _add(moved, at, bias, delta.reshape(b, o), h.reshape(b, i), beta[c], alpha, own)
+                _add(moved, at, bias, delta.reshape(b, o), h.reshape(b, i), beta[c], alpha, steady_row)
                 delta, start = below, start - b * i
             if len(velocity):
                 _move(row, velocity, pulled[c], rate)

@@ -19,7 +19,7 @@ PASS = "pass"
 MANY = 8
 """Clients whose batches are worth a compiled loop; one that trains alone does not wait for the compiler."""
 
-Given = Mapping[Purpose, Tensor]
+FixedBatches = Mapping[Purpose, Tensor]
 """A client's batches of a round ``[steps, b]`` by stream, positions in its training part or -1; given, not drawn."""
 
 
@@ -85,11 +85,11 @@ class Plan(NamedTuple):
     ids: Tensor
     draw: Draw
 
-    def take(self, which: slice | Tensor) -> Plan:
+    def take(self, clients: slice | Tensor) -> Plan:
         """The plan of some of the clients."""
-        ids = self.ids[which]
+        ids = self.ids[clients]
         draw = self.draw._replace(ids=tuple(ids.tolist()))
-        position, where, count = self.position[:, which], self.where[:, which], self.count[:, which]
+        position, where, count = self.position[:, clients], self.where[:, clients], self.count[:, clients]
         return self._replace(position=position, where=where, count=count, ids=ids, draw=draw)
 
     def batch(self, k: int) -> Batch:
@@ -109,21 +109,21 @@ def make_plan(
     round: int,
     stream: Purpose,
     locate: Callable[[Tensor, Tensor], Tensor],
-    given: Sequence[Given] | None = None,
+    fixed_batches: Sequence[FixedBatches] | None = None,
 ) -> Plan:
     """The batches of every client of a chunk for one stream of a round; ``batch_size`` None is the full batch.
 
-    Those of ``given``, one entry per client, are not drawn.
+    Those of ``fixed_batches``, one entry per client, are not drawn.
 
     Raises:
         ConfigError: a client has fewer given batches than steps.
     """
     names: list[int] = ids.tolist()
-    many = given is None and len(names) >= MANY and int(sizes.max()) < LARGEST
+    many = fixed_batches is None and len(names) >= MANY and int(sizes.max()) < LARGEST
     if many and batch_size is not None and drawn_alike():
         position = plans(sizes, batch_size, steps, seed, round, names, stream)
     else:
-        position = _position(names, sizes, steps, batch_size, seed, round, stream, given)
+        position = _position(names, sizes, steps, batch_size, seed, round, stream, fixed_batches)
     samples = (position >= 0).sum(2, keepdim=True)
     widest: list[int] = samples.amax((1, 2)).tolist() if samples.numel() else []
     narrowest: list[int] = samples.amin((1, 2)).tolist() if samples.numel() else []
@@ -139,14 +139,17 @@ def _position(
     seed: int,
     round: int,
     stream: Purpose,
-    given: Sequence[Given] | None,
+    fixed_batches: Sequence[FixedBatches] | None,
 ) -> Tensor:
     """Positions ``[most steps, m, b]``, client by client."""
     longest, width = max(steps.tolist(), default=0), max(sizes.tolist(), default=0)
     if batch_size is not None:
         width = min(batch_size, width)
-    if given is not None:
-        drawn = [_given(g, i, round, stream, count) for g, i, count in zip(given, names, steps.tolist(), strict=True)]
+    if fixed_batches is not None:
+        drawn = [
+            _fixed_position(g, i, round, stream, count)
+            for g, i, count in zip(fixed_batches, names, steps.tolist(), strict=True)
+        ]
         width = max((d.shape[1] for d in drawn), default=0)
     else:
         drawn = [
@@ -161,10 +164,10 @@ def _position(
     return position
 
 
-def _given(given: Given, client: int, round: int, stream: Purpose, count: int) -> Tensor:
-    found = given.get(stream)
-    have = 0 if found is None else len(found)
+def _fixed_position(fixed_batches: FixedBatches, client: int, round: int, stream: Purpose, count: int) -> Tensor:
+    indices = fixed_batches.get(stream)
+    have = 0 if indices is None else len(indices)
     if have < count:
         named = f"client {client}, round {round}, stream {stream!r}"
         raise ConfigError(f"batches: {named}: the method takes {count} batches, {have} are given")
-    return torch.empty(0, 1, dtype=torch.long) if found is None else found[:count]
+    return torch.empty(0, 1, dtype=torch.long) if indices is None else indices[:count]

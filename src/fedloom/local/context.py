@@ -63,7 +63,7 @@ class Ctx(NamedTuple):
     def reach(self) -> float:
         """How far local SGD goes in a round, as time on the gradient flow: step size times the mean number of steps."""
         local = self.local
-        sizes, counts = (found.tolist() for found in self.sizes[:, 0].unique(return_counts=True))
+        sizes, counts = (tensor.tolist() for tensor in self.sizes[:, 0].unique(return_counts=True))
         passes = sum(local.batches(size) * count for size, count in zip(sizes, counts, strict=True)) / len(self.sizes)
         return local.lr * max(local.epochs * passes if local.steps is None else local.steps, 1.0)
 

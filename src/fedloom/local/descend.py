@@ -158,10 +158,10 @@ def descend(
             return g.addcmul_(rows.w, factor)
         return g.add_(rows.w, alpha=factor) if factor else g
 
-    found = iterate(step, rows, work, steps, stream=stream).w
+    trained = iterate(step, rows, work, steps, stream=stream).w
     if steppers is not None:
         steppers.keep()
-    return found
+    return trained
 
 
 def _hold_(rows: _Rows) -> None:

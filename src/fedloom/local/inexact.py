@@ -174,17 +174,17 @@ def _passes(
     return iterate(once, first, work, limit, batches=0, until=lambda rows, work: met(slope(rows, work), rows.start))
 
 
-class Seen(NamedTuple):
+class LyapunovParts(NamedTuple):
     """Gradient of f_i at y ``[m, d]``, energy ``[m, 1]``: the client's part of FIAELT's H_t."""
 
     gradient: Tensor
     energy: Tensor
 
 
-def seen(x: Tensor, work: Work, pull: tuple[Tensor, Tensor], z: Tensor, moved: Tensor) -> Seen:
+def lyapunov_parts(x: Tensor, work: Work, pull: tuple[Tensor, Tensor], z: Tensor, moved: Tensor) -> LyapunovParts:
     """The client's share of FIAELT's figures at (beta, y) = ``pull``; ``moved`` is that of `lyapunov_step`."""
     alpha = work.weight.to(x)
-    return Seen(alpha * work.full_grad(pull[1]), alpha * (augmented_lagrangian(x, work, pull, z) + moved))
+    return LyapunovParts(alpha * work.full_grad(pull[1]), alpha * (augmented_lagrangian(x, work, pull, z) + moved))
 
 
 def augmented_lagrangian(x: Tensor, work: Work, pull: tuple[Tensor, Tensor], z: Tensor) -> Tensor:

@@ -63,10 +63,10 @@ def _sorted(
     finished: list[tuple[list[int], R]] = []
     alive, limits = list(range(work.m)), count.tolist()
 
-    def keep(which: slice | Tensor) -> None:
+    def keep(clients: slice | Tensor) -> None:
         nonlocal rows, work, plan
-        rows, work = map_rows(lambda r: r[which], rows), work.take(which)
-        plan = plan.take(which) if plan else None
+        rows, work = map_rows(lambda r: r[clients], rows), work.take(clients)
+        plan = plan.take(clients) if plan else None
 
     for k in range(max(limits, default=0) + 1):
         going = len(alive)

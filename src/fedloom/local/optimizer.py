@@ -139,9 +139,9 @@ def slots_of(local: LocalSGD, layout: Layout, like: Tensor) -> list[Slot]:
         parameters = [nn.Parameter(view.clone()) for view in views(local, layout, like)]
         for p in parameters:
             p.grad = torch.zeros_like(p)
-        own = maker(local, local.lr)(parameters)
+        optimizer = maker(local, local.lr)(parameters)
         with torch.no_grad():
-            own.step()
+            optimizer.step()
     except ConfigError:
         raise
     except Exception as error:
@@ -152,7 +152,7 @@ def slots_of(local: LocalSGD, layout: Layout, like: Tensor) -> list[Slot]:
         ) from error
     slots = []
     for place, p in enumerate(parameters):
-        for key, value in sorted(own.state[p].items()):
+        for key, value in sorted(optimizer.state[p].items()):
             if value is None:
                 continue
             if not isinstance(value, Tensor | int | float):

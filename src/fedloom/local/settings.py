@@ -24,7 +24,7 @@ SMALLEST = 1e-45
 """Step sizes below are zero in float32."""
 
 
-def _known(name: str) -> str:
+def _checked_optimizer(name: str) -> str:
     if is_path(name):
         find_class(name, "optimizer", torch.optim.Optimizer)
     elif name not in OPTIMIZERS:
@@ -51,7 +51,7 @@ class LocalSGD(Value):
     batch_size: int | Literal["full"] = Field(20, description="samples per step; 'full' for the whole training part")
     epochs: int = Field(1, ge=0, description="passes over the client's training part per round")
     steps: int | None = Field(None, ge=0, description="steps per round, the same for every client, instead of epochs")
-    optimizer: Annotated[str, AfterValidator(_known)] = Field(
+    optimizer: Annotated[str, AfterValidator(_checked_optimizer)] = Field(
         "sgd", description="sgd, adam, adamw, or the import path of a class as torch.optim:RMSprop"
     )
     optimizer_options: dict[str, Any] = Field(
@@ -68,15 +68,15 @@ class LocalSGD(Value):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_in_torch(cls, given: Any) -> Any:
+    def _as_in_torch(cls, options: Any) -> Any:
         """A class of an optimiser by its import path, and AdamW's own weight decay."""
-        if not isinstance(given, dict):
-            return given
-        name = given.get("optimizer")
+        if not isinstance(options, dict):
+            return options
+        name = options.get("optimizer")
         if isinstance(name, type):
             name = importable(name) or name.__qualname__
-            given = {**given, "optimizer": name}
-        return {"weight_decay": ADAMW_DECAY, **given} if ADAMW.fullmatch(str(name)) else given
+            options = {**options, "optimizer": name}
+        return {"weight_decay": ADAMW_DECAY, **options} if ADAMW.fullmatch(str(name)) else options
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

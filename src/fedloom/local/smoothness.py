@@ -56,7 +56,7 @@ def largest(smooth: Tensor, give: str) -> Tensor:
     Raises:
         ConfigError: it is 0 or not finite; ``give`` names the options to give in its place.
     """
-    found = float(smooth.max())
-    if not 0 < found < math.inf:
-        raise ConfigError(f"the smoothness cannot be measured, got {found:g}: give {give}")
+    constant = float(smooth.max())
+    if not 0 < constant < math.inf:
+        raise ConfigError(f"the smoothness cannot be measured, got {constant:g}: give {give}")
     return smooth.max(0).values

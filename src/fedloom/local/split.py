@@ -33,6 +33,6 @@ def _on(work: Work, parts: Sequence[Tensor]) -> Work:
     """The work on these positions of the training parts, one tensor for each client."""
     places, sizes = torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True), [[len(p)] for p in parts]
     other = work.with_(places=places, sizes=torch.tensor(sizes).to(work.sizes))
-    if work.local.steps is not None or work.given is not None:
+    if work.local.steps is not None or work.fixed_batches is not None:
         return other
     return other.with_(steps=torch.minimum(work.steps, work.passes() * other.batches().to(work.steps)))

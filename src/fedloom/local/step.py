@@ -41,11 +41,11 @@ def step_(
         w.mul_(keep).add_(move)
         return w if steady is None else w.add_(steady)
     decay = work.local.weight_decay
-    own = keep - lr * decay if at is w and decay else keep
+    keep_w = keep - lr * decay if at is w and decay else keep
     if isinstance(lr, Tensor):
-        work.addgrad_(w, at, batch.scaled(lr), own, -1.0, steady)
+        work.addgrad_(w, at, batch.scaled(lr), keep_w, -1.0, steady)
     else:
-        work.addgrad_(w, at, batch, own, -lr, steady)
+        work.addgrad_(w, at, batch, keep_w, -lr, steady)
     if at is w or not decay:
         return w
     return w.addcmul_(at, lr, value=-decay) if isinstance(lr, Tensor) else w.sub_(at, alpha=lr * decay)

@@ -32,34 +32,38 @@ class Steppers:
             slot: [nn.Parameter(v) for v in self._views(row)] for slot, row in zip(slots, w, strict=True)
         }
         if elementwise(work.local):
-            self._own = dict.fromkeys(slots, make([p for own in self._parameters.values() for p in own]))
+            self._optimizers = dict.fromkeys(
+                slots, make([p for parameters in self._parameters.values() for p in parameters])
+            )
         else:
-            self._own = {slot: make(own) for slot, own in self._parameters.items()}
+            self._optimizers = {slot: make(parameters) for slot, parameters in self._parameters.items()}
         if self._memory is not None:
             memory, part = self._memory, self._memory.part(self._name)
-            for slot, own in self._parameters.items():
+            for slot, parameters in self._parameters.items():
                 if part[slot, 0]:
-                    self._own[slot].state.update(zip(own, memory.unpack(part[slot], len(own)), strict=True))
+                    self._optimizers[slot].state.update(
+                        zip(parameters, memory.unpack(part[slot], len(parameters)), strict=True)
+                    )
 
     def step_(self, w: Tensor, g: Tensor, slots: Tensor) -> None:
         """A step along ``g [m, d]`` of the clients at the places ``slots``; ``w [m, d]`` is changed."""
-        there = slots.tolist()
-        for slot in self._parameters.keys() - set(there):
+        stepped = slots.tolist()
+        for slot in self._parameters.keys() - set(stepped):
             for p in self._parameters[slot]:
                 p.grad = None  # which leaves it as it is
-        for row, slope, slot in zip(w, g, there, strict=True):
+        for row, slope, slot in zip(w, g, stepped, strict=True):
             for p, value, gradient in zip(self._parameters[slot], self._views(row), self._views(slope), strict=True):
                 p.data, p.grad = value, gradient
         with torch.no_grad():
-            for own in dict.fromkeys(self._own[slot] for slot in there):
-                own.step()
+            for optimizer in dict.fromkeys(self._optimizers[slot] for slot in stepped):
+                optimizer.step()
 
     def keep(self) -> None:
         """Keep the states, where states are kept."""
         memory = self._memory
         if memory is not None:
-            for slot, own in self._parameters.items():
-                if state := [self._own[slot].state[p] for p in own if p in self._own[slot].state]:
+            for slot, parameters in self._parameters.items():
+                if state := [self._optimizers[slot].state[p] for p in parameters if p in self._optimizers[slot].state]:
                     memory.part(self._name)[slot] = memory.pack(state)
 
     def _views(self, row: Tensor) -> list[Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedloom.local.rows import each_client, per_client
 
 TermFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Any], Tensor]
-"""(features ``[b, k]``, outputs ``[b, c]``, labels ``[b]``, anchors' features ``[a, b, k]``, given) -> ``[b]``."""
+"""(features ``[b, k]``, outputs ``[b, c]``, labels ``[b]``, anchors' features ``[a, b, k]``, argument) -> ``[b]``."""
 
 
 class Term(NamedTuple):
@@ -21,24 +21,24 @@ class Term(NamedTuple):
     flow through features and outputs, not through those of the anchors, which are taken without dropout.
 
     Attributes:
-        fn: of the samples of one client, and what that client is given.
+        fn: of the samples of one client, and that client's row of `argument`.
         weight: a number or ``[m, 1]``; a term whose weights are all 0 is no term.
         anchors: models ``[d]`` or ``[m, d]`` whose features of the same samples the function gets.
-        given: a tensor or NamedTuple of tensors ``[m, .]``, of which a client's function gets its row; or None.
+        argument: a tensor or NamedTuple of tensors ``[m, .]``, of which a client's function gets its row; or None.
     """
 
     fn: TermFunction
     weight: float | Tensor = 1.0
     anchors: tuple[Tensor, ...] = ()
-    given: Any = None
+    argument: Any = None
 
 
 class Bound(NamedTuple):
-    """What a term has of every client: weight ``[m, 1]``, anchors ``[m, d]``, given ``[m, .]``."""
+    """What a term has of every client: weight ``[m, 1]``, anchors ``[m, d]``, argument ``[m, .]``."""
 
     weight: Tensor
     anchors: tuple[Tensor, ...]
-    given: Any
+    argument: Any
 
 
 def active(terms: Sequence[Term]) -> list[Term]:
@@ -53,4 +53,4 @@ def bound(terms: Sequence[Term], w: Tensor) -> tuple[Bound, ...]:
     def weights(value: float | Tensor) -> Tensor:
         return per_client(value, m, w) if isinstance(value, Tensor) else torch.full_like(w[:, :1], value)
 
-    return tuple(Bound(weights(t.weight), tuple(each_client(a, m) for a in t.anchors), t.given) for t in terms)
+    return tuple(Bound(weights(t.weight), tuple(each_client(a, m) for a in t.anchors), t.argument) for t in terms)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedloom.local.batches import PASS, Batch, Draw, Given, Plan, make_plan
+from fedloom.local.batches import PASS, Batch, Draw, FixedBatches, Plan, make_plan
 from fedloom.local.optimizer import Memory
 from fedloom.local.oracles.base import Features, Oracle, Reduce, Steps
 from fedloom.local.rows import each_client
@@ -49,7 +49,7 @@ class Work:
         steps: ``[m, 1]`` local steps of the round.
         sizes: ``[m, 1]`` training samples.
         layout: shapes of the model.
-        given: one entry per client, its batches by stream, where a run replays them; None: they are drawn.
+        fixed_batches: one entry per client, its batches by stream, where a run replays them; None: they are drawn.
         counted: ``steps`` are the given batches, of which a step of `iterate` may take several.
         projection: ``[k, d]`` the matrix of a method in a subspace, where a run replays it; None: it is drawn.
         memory: states of the clients' optimisers that go on from the round before; None: they start anew.
@@ -67,7 +67,7 @@ class Work:
         round: int = 1,
         steps: Tensor | int | None = None,
         counts: Counts | None = None,
-        given: Sequence[Given] | None = None,
+        fixed_batches: Sequence[FixedBatches] | None = None,
         projection: Tensor | None = None,
         memory: Memory | None = None,
     ) -> None:
@@ -78,11 +78,16 @@ class Work:
         self.sizes = oracle.sizes(ids)[:, None]
         self.counts = Counts.zeros(len(ids)) if counts is None else counts
         self.slots = torch.arange(len(ids))
-        self.given, self.projection, self.memory = given, projection, memory
+        self.fixed_batches, self.projection, self.memory = fixed_batches, projection, memory
         self.places: Tensor | None = None
-        self.counted = steps is None and local.steps is None and given is not None and all("local" in g for g in given)
+        self.counted = (
+            steps is None
+            and local.steps is None
+            and fixed_batches is not None
+            and all("local" in g for g in fixed_batches)
+        )
         if self.counted:
-            steps = torch.tensor([len(g["local"]) for g in given or ()])
+            steps = torch.tensor([len(g["local"]) for g in fixed_batches or ()])
         if steps is None:
             steps = self.epochs(local.epochs) if local.steps is None else local.steps
         self.steps = torch.as_tensor(steps, device=oracle.device).reshape(-1, 1).expand(len(ids), 1)
@@ -291,7 +296,7 @@ class Work:
     def plan(self, stream: Purpose, steps: Tensor) -> Plan:
         """The batches of a stream: ``steps`` ``[m]`` of them for each client."""
         size = None if self.local.batch_size == "full" else self.local.batch_size
-        named = (self.seed, self.round, stream, self.oracle.locate, self.given)
+        named = (self.seed, self.round, stream, self.oracle.locate, self.fixed_batches)
         plan = make_plan(self.ids, self.sizes[:, 0], steps, size, *named)
         if self.places is None:
             return plan
@@ -313,12 +318,12 @@ class Work:
         """The same work in step ``k``."""
         return self.with_(k=k)
 
-    def take(self, which: slice | Tensor) -> Work:
+    def take(self, clients: slice | Tensor) -> Work:
         """The work of some of the clients."""
-        parts = {name: getattr(self, name)[which] for name in ("ids", "weight", "sizes", "steps", "slots")}
-        parts |= {} if self.places is None else {"places": self.places[which]}
-        given = self.given and [self.given[i] for i in torch.arange(self.m)[which].tolist()]
-        return self.with_(**parts, given=given)
+        parts = {name: getattr(self, name)[clients] for name in ("ids", "weight", "sizes", "steps", "slots")}
+        parts |= {} if self.places is None else {"places": self.places[clients]}
+        fixed_batches = self.fixed_batches and [self.fixed_batches[i] for i in torch.arange(self.m)[clients].tolist()]
+        return self.with_(**parts, fixed_batches=fixed_batches)
 
     def with_(self, **changes: Any) -> Work:
         """The same work with other attributes."""

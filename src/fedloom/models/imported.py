@@ -69,34 +69,34 @@ class Held(ModelSpec):
         return _build(lambda: copy, {}, self.name, shape, outputs, tokens)
 
 
-def given_model(given: Any) -> ModelSpec | None:
+def given_model(model: Any) -> ModelSpec | None:
     """The specification of what stands for a model in Python; None if it is none.
 
     Args:
-        given: an `nn.Module` (its weights are the initial values), a class of one, or a function that makes one; what
+        model: an `nn.Module` (its weights are the initial values), a class of one, or a function that makes one; what
             an import path names is an `Import`, anything else a `Held`.
     """
-    if isinstance(given, nn.Module):
-        lazy = [name for name, p in given.named_parameters() if isinstance(p, UninitializedParameter)]
+    if isinstance(model, nn.Module):
+        lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
         if lazy:
             raise ConfigError(
-                f"model {type(given).__name__!r} has lazy parameters ({', '.join(lazy)}); call it on a sample first"
+                f"model {type(model).__name__!r} has lazy parameters ({', '.join(lazy)}); call it on a sample first"
             )
-        if any(value.is_meta for value in given.state_dict().values()):
-            raise ConfigError(f"model {type(given).__name__!r} has no weights (device meta); give it some first")
-        digest = hashlib.blake2b(f"{given!r} {text_of(type(given))}".encode(), digest_size=8)
-        for name, value in given.state_dict().items():
+        if any(value.is_meta for value in model.state_dict().values()):
+            raise ConfigError(f"model {type(model).__name__!r} has no weights (device meta); give it some first")
+        digest = hashlib.blake2b(f"{model!r} {text_of(type(model))}".encode(), digest_size=8)
+        for name, value in model.state_dict().items():
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
             digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        return Held(name=type(given).__name__, digest=digest.hexdigest(), held=given)
-    if isinstance(given, type) and issubclass(given, ModelSpec):
-        return given()
-    if not callable(given) or isinstance(given, ModelSpec):
+        return Held(name=type(model).__name__, digest=digest.hexdigest(), held=model)
+    if isinstance(model, type) and issubclass(model, ModelSpec):
+        return model()
+    if not callable(model) or isinstance(model, ModelSpec):
         return None
-    path, name = importable(given), getattr(given, "__qualname__", type(given).__qualname__)
+    path, name = importable(model), getattr(model, "__qualname__", type(model).__qualname__)
     if path is not None:
         return Import(path=path)
-    return Held(name=name, digest=hashlib.blake2b(text_of(given).encode(), digest_size=8).hexdigest(), held=given)
+    return Held(name=name, digest=hashlib.blake2b(text_of(model).encode(), digest_size=8).hexdigest(), held=model)
 
 
 def _build(

@@ -188,10 +188,10 @@ class Pick(nn.Module):
         """``[b, L, a]`` or ``[b, a]`` of ``h [b, L, a]`` and tokens ``x [b, L]``."""
         if self.each:
             return h
-        there = (x != 0).to(h.dtype)
+        pooled = (x != 0).to(h.dtype)
         if self.last:
-            there = there * (there.cumsum(1) == there.sum(1, keepdim=True))
-        return (h * (there / there.sum(1, keepdim=True))[..., None]).sum(1)
+            pooled = pooled * (pooled.cumsum(1) == pooled.sum(1, keepdim=True))
+        return (h * (pooled / pooled.sum(1, keepdim=True))[..., None]).sum(1)
 
 
 def sines(length: int, width: int) -> Tensor:

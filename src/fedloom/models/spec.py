@@ -59,13 +59,13 @@ class ModelSpec(Value, ABC):
         Raises:
             ConfigError: the model does not fit ``shape``, memory, its file of weights or its adapters.
         """
-        made = self._drawn(shape, outputs, seed, tokens)
+        module = self._drawn(shape, outputs, seed, tokens)
         if self.weights is not None:
-            load_weights(made, self.weights)
+            load_weights(module, self.weights)
         if self.adapters is None:
-            return made
+            return module
         with as_global(generator(seed, purpose="adapters"), torch.device("cpu")):
-            return adapted(made, self.adapters)
+            return adapted(module, self.adapters)
 
     def _drawn(self, shape: tuple[int, ...], outputs: int, seed: int, tokens: tuple[int, bool] | None) -> nn.Module:
         if outputs < 1 or not shape or min(shape) < 1:
@@ -104,18 +104,18 @@ def load_weights(module: nn.Module, file: str) -> None:
         ConfigError: there is no such file, or it is of another architecture.
     """
     try:
-        found = load_file(Path(file).expanduser())
+        saved = load_file(Path(file).expanduser())
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"model weights {file}: no readable safetensors file ({error}); give one") from None
-    mine = module.state_dict()
-    for name in [*mine, *found]:
-        there, wanted = ([*of[name].shape] if name in of else "missing" for of in (found, mine))
-        if there != wanted:
+    initial = module.state_dict()
+    for name in [*initial, *saved]:
+        saved_shape, initial_shape = ([*of[name].shape] if name in of else "missing" for of in (saved, initial))
+        if saved_shape != initial_shape:
             raise ConfigError(
-                f"model weights {file}: {name!r} is {there} there and {wanted} in the model; give weights of the same "
-                "architecture, vocabulary and classes"
+                f"model weights {file}: {name!r} is {saved_shape} there and {initial_shape} in the model; "
+                "give weights of the same architecture, vocabulary and classes"
             )
-    module.load_state_dict(found)
+    module.load_state_dict(saved)
 
 
 def image(shape: tuple[int, ...], model: str) -> tuple[int, int, int]:

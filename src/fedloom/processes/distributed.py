@@ -264,13 +264,13 @@ class _Memory:
     """
 
     def __init__(self, rank: int, maker: int, here: Any, name: str) -> None:
-        self._rank, self._here, self._name, self._made = rank, here, name, 0
+        self._rank, self._here, self._name, self._allocations = rank, here, name, 0
         self._used: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
         self.leads, self._makes = rank == 0, rank == maker
 
     def allocate(self, size: int, large: bool) -> mmap.mmap:
-        self._made += 1
-        places = [Path(folder, f"{self._name}-{self._made}") for folder in ("/dev/shm", tempfile.gettempdir())]
+        self._allocations += 1
+        places = [Path(folder, f"{self._name}-{self._allocations}") for folder in ("/dev/shm", tempfile.gettempdir())]
         try:
             if self._makes:
                 self._create(places, size, large)

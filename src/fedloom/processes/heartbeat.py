@@ -42,8 +42,8 @@ class Watch:
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.patience = _patience(os.environ.get(PATIENCE, "60"))
-        found, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=max(self.patience, 5.0))))
-        self._store: Any = PrefixStore(f"watch-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", found)
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=max(self.patience, 5.0))))
+        self._store: Any = PrefixStore(f"watch-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._store.set(self._key(rank), "0")

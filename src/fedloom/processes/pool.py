@@ -211,12 +211,12 @@ class _Silence:
 class _Worker:
     def __init__(self, handlers: Sequence[Handler], down: Buffer, up_bytes: int, depth: int) -> None:
         context = multiprocessing.get_context("fork")
-        self.pipe, theirs = context.Pipe()
+        self.pipe, child_pipe = context.Pipe()
         ups = [Buffer(up_bytes) for _ in range(depth)]
         self._turn = cycle(ups)
-        self._process = context.Process(target=_serve, args=(theirs, handlers, down, ups), daemon=True)
+        self._process = context.Process(target=_serve, args=(child_pipe, handlers, down, ups), daemon=True)
         self._process.start()
-        theirs.close()
+        child_pipe.close()
 
     @property
     def pid(self) -> int:

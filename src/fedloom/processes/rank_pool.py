@@ -65,13 +65,13 @@ class RankPool:
             results = self._ranks.gather([_outcome(handler, shared, tasks[k]) for k in own_tasks])
             turns = [iter(r) for r in results]
             for k in wave:
-                yield self._taken(next(turns[owner(k, size)]), machines[owner(k, size)])
+                yield self._unwrap(next(turns[owner(k, size)]), machines[owner(k, size)])
 
     def on_one(self, ids: Tensor, call: Callable[[], R]) -> R:
         """The value of a call that may read and write the rows of some clients; rank 0 makes it."""
         self._locations.fetch({0: ids})
         outcome = _outcome(lambda _shared, _task: call(), None, None) if self._ranks.rank == 0 else None
-        value: R = self._taken(self._ranks.share(outcome), 0)
+        value: R = self._unwrap(self._ranks.share(outcome), 0)
         return value
 
     def __enter__(self) -> RankPool:
@@ -80,7 +80,7 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def _taken(self, outcome: R | FedloomError, machine: int) -> R:
+    def _unwrap(self, outcome: R | FedloomError, machine: int) -> R:
         if isinstance(outcome, FedloomError):
             raise outcome
         if isinstance(outcome, ChunkResult):

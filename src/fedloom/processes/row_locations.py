@@ -41,7 +41,7 @@ class RowLocations:
         """Note that the first machine has all rows."""
         if self.machines > 1:
             for name, written_rows in self._ranks.share(
-                {name: store.seen for name, store in self._stores.items()}
+                {name: store.occupied for name, store in self._stores.items()}
             ).items():
                 self._latest[name][1:] = ~written_rows
 

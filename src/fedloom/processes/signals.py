@@ -18,7 +18,7 @@ SAME = 1.0
 """Seconds within which a signal counts once."""
 
 
-class _Asked:
+class _StopRequest:
     """Handler of the signal, and since when the user has been asking."""
 
     since = math.inf
@@ -38,11 +38,11 @@ def interruptible() -> Iterator[Callable[[], bool]]:
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    asked = _Asked()
-    before = signal.signal(signal.SIGINT, asked)
+    handler = _StopRequest()
+    before = signal.signal(signal.SIGINT, handler)
     try:
-        yield lambda: asked.since < math.inf
+        yield lambda: handler.since < math.inf
     finally:
         signal.signal(signal.SIGINT, before)
-        if isinstance(before, _Asked):
-            before.since = min(before.since, asked.since)
+        if isinstance(before, _StopRequest):
+            before.since = min(before.since, handler.since)

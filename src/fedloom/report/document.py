@@ -215,17 +215,17 @@ def _downloads() -> str:
     )
 
 
-def _gallery(own: list[Figure]) -> str:
+def _gallery(figures: list[Figure]) -> str:
     """The figures of a group, one at a time behind tabs where there are several."""
     tabs = ""
-    if len(own) > 1:
+    if len(figures) > 1:
         choices = "".join(
             f'<label><input type="radio" name="tab-{f.group}" value="place-{escape(f.id)}"'
             f"{'' if i else ' checked'}>{escape(f.tab)}</label>"
-            for i, f in enumerate(own)
+            for i, f in enumerate(figures)
         )
         tabs = f'<fieldset class="tabs"><legend class="unseen">Which chart</legend>{choices}</fieldset>'
-    return tabs + "".join(_figure(f, hidden=i > 0) for i, f in enumerate(own))
+    return tabs + "".join(_figure(f, hidden=i > 0) for i, f in enumerate(figures))
 
 
 def _figure(figure: Figure, *, hidden: bool) -> str:

@@ -61,10 +61,10 @@ def cards(runs: list[Run], rows: list[Row]) -> str:
     lead = leading_metric(runs)
     parts = []
     several = tasks(runs, rows)
-    for label, own_runs, found in several:
-        own = found if len(own_runs) > 1 else [replace(row, run="") for row in found]
-        own = contenders(own_runs, own)
-        own_cards = "".join(_card(winner, own) for winner in winners(own_runs, own, lead))
+    for label, own_runs, task_rows in several:
+        card_rows = task_rows if len(own_runs) > 1 else [replace(row, run="") for row in task_rows]
+        card_rows = contenders(own_runs, card_rows)
+        own_cards = "".join(_card(winner, card_rows) for winner in winners(own_runs, card_rows, lead))
         title = f"<h3>{escape(label)}</h3>" if len(several) > 1 else ""
         parts.append(f'{title}<div class="cards" role="list">{own_cards}</div>')
     return "".join(parts)
@@ -217,18 +217,18 @@ def notes(runs: list[Run], rows: list[Row]) -> list[str]:
     return list(dict.fromkeys(texts))
 
 
-def _of_run(run: Run, own: list[Row], rows: list[Row]) -> list[tuple[Run, str]]:
-    texts = [_odd(own), _attack(run), _work(own), *_clients(run, own), _dropped(run), _seeds(run)]
+def _of_run(run: Run, run_rows: list[Row], rows: list[Row]) -> list[tuple[Run, str]]:
+    texts = [_odd(run_rows), _attack(run), _work(run_rows), *_clients(run, run_rows), _dropped(run), _seeds(run)]
     if run.summary.select_on == "test":
         texts.insert(0, "Hybrid models were chosen on test data (select_on = test): their results are optimistic.")
     return [(run, text) for text in texts if text]
 
 
-def _odd(own: list[Row]) -> str:
-    odd = dict.fromkeys(f"{row.method} {row.status}" for row in own if not row.done)
+def _odd(run_rows: list[Row]) -> str:
+    odd = dict.fromkeys(f"{row.method} {row.status}" for row in run_rows if not row.done)
     if not odd:
         return ""
-    lost = any(row.lost for row in own)
+    lost = any(row.lost for row in run_rows)
     end = "Seeds that failed, or diverged before their end, have no result" if lost else "What was measured is shown"
     return f"Not every run ended well: {'; '.join(odd)}. {end}."
 
@@ -245,15 +245,15 @@ def _attack(run: Run) -> str:
     )
 
 
-def _work(own: list[Row]) -> str:
+def _work(run_rows: list[Row]) -> str:
     work = {
         row.method: row.figures["samples_backward"].mean
-        for row in own
+        for row in run_rows
         if row.done and "samples_backward" in row.figures
     }
     if not work or max(work.values()) <= BEYOND * min(work.values()):
         return ""
-    algorithms = {row.algorithm: row.method for row in reversed(own) if row.method in work}
+    algorithms = {row.algorithm: row.method for row in reversed(run_rows) if row.method in work}
     least = algorithms.get("fedavg") or min(work, key=work.__getitem__)
     beyond = [f"{m} {percent(w / work[least])}" for m, w in work.items() if w > BEYOND * work[least]]
     named = f"; of the gradients of {least} took: {', '.join(beyond)}" if work[least] and beyond else ""
@@ -263,9 +263,9 @@ def _work(own: list[Row]) -> str:
     )
 
 
-def _clients(run: Run, own: list[Row]) -> list[str]:
+def _clients(run: Run, run_rows: list[Row]) -> list[str]:
     lead = leading_metric([run])
-    without = [clients for row in own for clients in _clients_without(run, row, lead)]
+    without = [clients for row in run_rows for clients in _clients_without(run, row, lead)]
     most = max(map(len, without), default=0)
     if not most or any("test part" in warning for warning in run.summary.warnings):
         return []

@@ -199,12 +199,12 @@ def _split(table: pa.Table) -> dict[Key, Points]:
     """The rows grouped by key, each group sorted by round, then client."""
     if not len(table):
         return {}
-    known: dict[str, list[Any]] = {}
+    categories: dict[str, list[Any]] = {}
     code = np.zeros(len(table), dtype=np.int64)
     for name in Key._fields:
         coded = table[name].combine_chunks().dictionary_encode()
-        known[name] = coded.dictionary.to_pylist()
-        code = code * len(known[name]) + coded.indices.to_numpy()
+        categories[name] = coded.dictionary.to_pylist()
+        code = code * len(categories[name]) + coded.indices.to_numpy()
     small = np.int16 if code.max() <= np.iinfo(np.int16).max else np.int64
     order = np.argsort(code.astype(small), kind="stable")  # int16 is sorted by radix, in linear time
     code = code[order]
@@ -214,11 +214,11 @@ def _split(table: pa.Table) -> dict[Key, Points]:
     for start, end in zip([0, *ends], ends, strict=False):
         number, parts = int(code[start]), []
         for name in reversed(Key._fields):
-            number, place = divmod(number, len(known[name]))
-            parts.append(known[name][place])
-        own = points.at(slice(start, end))
-        later = np.diff(own.round)
-        if not ((later > 0) | ((later == 0) & (np.diff(own.client) >= 0))).all():
-            own = own.at(np.lexsort((own.client, own.round)))
-        groups[Key(*reversed(parts))] = own
+            number, place = divmod(number, len(categories[name]))
+            parts.append(categories[name][place])
+        series = points.at(slice(start, end))
+        later = np.diff(series.round)
+        if not ((later > 0) | ((later == 0) & (np.diff(series.client) >= 0))).all():
+            series = series.at(np.lexsort((series.client, series.round)))
+        groups[Key(*reversed(parts))] = series
     return groups

@@ -13,7 +13,7 @@ TITLES = {"augment": "Augmentation", "evaluate": "Evaluation"}
 """Titles of tables of the experiment file that are not their names."""
 ASIDE = ("engine", "resolved", "tune")
 """Tables that change no figure of the report; the whole file stands below."""
-OWN = ("algorithm", "label")
+NOT_OPTIONS = ("algorithm", "label")
 """Settings of a method that no other one shares."""
 
 
@@ -56,7 +56,7 @@ def _text(value: Any) -> str:
 
 def _shared(methods: list[dict[str, Any]]) -> dict[str, str]:
     """Settings that all methods have alike."""
-    names = dict.fromkeys(name for method in methods for name in method if name not in OWN)
+    names = dict.fromkeys(name for method in methods for name in method if name not in NOT_OPTIONS)
     texts = {name: {_text(method.get(name)) for method in methods} for name in names}
     return {name: text.pop() for name, text in texts.items() if len(text) == 1}
 

@@ -111,12 +111,12 @@ def printed(rows: list[Row], chosen: Sequence[str] | None = None) -> dict[str, s
     if chosen is None:
         order = [name for name in headline(next(iter(shown), "")) if name in shown and name not in TERMINAL]
         return {name: shown[name] for name in order[:PRINTED]}
-    known = {column_of(name): name for row in rows for name in row.figures}
-    unknown = [name for name in chosen if name not in known]
+    name_of_column = {column_of(name): name for row in rows for name in row.figures}
+    unknown = [name for name in chosen if name not in name_of_column]
     if unknown or not chosen:
         got = f"got {unknown[0]!r}" if unknown else "got none"
-        raise ConfigError(f"--columns: {got}; the columns of these runs are {', '.join(known)}")
-    return {known[name]: titled(figure(known[name])) for name in chosen}
+        raise ConfigError(f"--columns: {got}; the columns of these runs are {', '.join(name_of_column)}")
+    return {name_of_column[name]: titled(figure(name_of_column[name])) for name in chosen}
 
 
 def cell(name: str, estimate: Estimate | None) -> tuple[str, str]:

@@ -65,27 +65,30 @@ class Codec:
         self._names(values)
         descriptors, payloads = [], []
         for name, field in self.fields.items():
-            value, given = values[name], (ranks or {}).get(name)
+            value, field_ranks = values[name], (ranks or {}).get(name)
             if tuple(value.shape) != tuple(field.shape) or value.dtype != field.dtype:
                 got = f"{list(value.shape)} {value.dtype}"
                 raise WireError(f"field {name!r} must be {list(field.shape)} {field.dtype}, got {got}")
             x = field.travelling(value.detach().cpu())
             kind = field.encoding
-            if kind in ("sparse", "lowrank") and int(ENCODINGS[kind].size(field, x, given)) >= field.n * field.item:
+            if (
+                kind in ("sparse", "lowrank")
+                and int(ENCODINGS[kind].size(field, x, field_ranks)) >= field.n * field.item
+            ):
                 kind = "dense"
-            payloads.append(ENCODINGS[kind].pack(field, x, given))
+            payloads.append(ENCODINGS[kind].pack(field, x, field_ranks))
             descriptors.append(self._descriptor(name, kind) + struct.pack("<Q", len(payloads[-1])))
         body = b"".join(descriptors + payloads)
         return HEAD.pack(MAGIC, VERSION, len(self.fields), self._fingerprint, zlib.crc32(body)) + body
 
     def decode(
-        self, message: bytes | bytearray | memoryview, own: Mapping[str, Tensor] | None = None
+        self, message: bytes | bytearray | memoryview, receiver: Mapping[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         """The values {name: [*shape]} of a message.
 
         Args:
             message: any bytes.
-            own: the receiver's values of fields with a mask; what did not travel is taken from there, else it is zero.
+            receiver: the receiver's values of fields with a mask, for entries that did not travel; zeros without them.
 
         Raises:
             WireError: the bytes are not a message of this experiment; no other error is possible.
@@ -115,7 +118,7 @@ class Codec:
         values = {}
         for name, field, kind, length in plan:
             x = ENCODINGS[kind].unpack(field, data[at : at + length])
-            values[name], at = _restore(field, x, (own or {}).get(name)), at + length
+            values[name], at = _restore(field, x, (receiver or {}).get(name)), at + length
         return values
 
     def length(self, values: Mapping[str, Tensor], ranks: Mapping[str, Ranks] | None = None) -> Tensor:
@@ -147,12 +150,12 @@ class Codec:
         return total.expand(m).clone()
 
     @staticmethod
-    def _count(field: Field, value: Tensor, given: Ranks | None, count: str) -> int | Tensor:
-        dense: int | Tensor = getattr(ENCODINGS["dense"], count)(field, value, given)
+    def _count(field: Field, value: Tensor, ranks: Ranks | None, count: str) -> int | Tensor:
+        dense: int | Tensor = getattr(ENCODINGS["dense"], count)(field, value, ranks)
         if field.encoding == "dense":
             return dense
         x = field.travelling(value) if field.encoding in ("sparse", "lowrank") else value
-        size: int | Tensor = getattr(ENCODINGS[field.encoding], count)(field, x, given)
+        size: int | Tensor = getattr(ENCODINGS[field.encoding], count)(field, x, ranks)
         return size.cpu().clamp_max(dense) if isinstance(size, Tensor) else size
 
     @cached_property
@@ -192,8 +195,8 @@ class Codec:
         )
 
 
-def _restore(field: Field, x: Tensor, own: Tensor | None) -> Tensor:
+def _restore(field: Field, x: Tensor, receiver: Tensor | None) -> Tensor:
     if field.mask is None:
         return x.view(field.shape)
-    rest = torch.zeros(field.shape, dtype=field.dtype) if own is None else own.detach().cpu().to(field.dtype)
+    rest = torch.zeros(field.shape, dtype=field.dtype) if receiver is None else receiver.detach().cpu().to(field.dtype)
     return rest.masked_scatter(field.mask.cpu(), x)

@@ -209,22 +209,22 @@ class Trace(Devices):
             raise DataError(f"devices.file {path} cannot be read: {str(error).splitlines()[0]}") from None
         if missing := [name for name in ("client", "speed", "up", "down") if name not in table.column_names]:
             raise DataError(f"devices.file {path} lacks the columns {missing}; it has {table.column_names}")
-        found = dict[int, list[dict[str, float]]]()
+        rows_of_client = dict[int, list[dict[str, float]]]()
         for row in table.to_pylist():
             for name, least in (("speed", 0.0), ("up", 1e-300), ("down", 1e-300), ("latency", 0.0)):
                 number = row.get(name, 1.0)
                 if not isinstance(number, int | float) or not least <= number < math.inf:
                     bound = "at least 0" if least == 0 else "above 0"
                     raise DataError(f"devices.file {path}: {name} must be a number {bound}, got {number!r}")
-            found.setdefault(int(row["client"]), []).append(row)
-        return found
+            rows_of_client.setdefault(int(row["client"]), []).append(row)
+        return rows_of_client
 
 
 def _to_rarest(slow_first: Tensor, rarity: Tensor) -> Tensor:
     """What stands first to the client with the rarest labels, and so on."""
-    given = torch.empty_like(slow_first)
-    given[rarity.argsort(descending=True, stable=True)] = slow_first
-    return given
+    assigned = torch.empty_like(slow_first)
+    assigned[rarity.argsort(descending=True, stable=True)] = slow_first
+    return assigned
 
 
 DEVICES: dict[str, type[Devices]] = {"equal": Equal, "lognormal": LogNormal, "classes": Classes, "trace": Trace}

@@ -48,10 +48,10 @@ class Fleet:
             ids: ``[m]`` clients.
             counts: ``[m, .]`` samples backward and forward, steps, and bytes up and down, in this order.
         """
-        which = ids.numpy()
+        places = ids.numpy()
         backward, forward, _, up, down = counts.numpy()[:, :5].T
         seconds, rate_up, rate_down, latency = (
-            t.numpy()[which] for t in (self.seconds, self.up, self.down, self.latency)
+            t.numpy()[places] for t in (self.seconds, self.up, self.down, self.latency)
         )
         samples = backward + FORWARD * forward
         with np.errstate(invalid="ignore"):

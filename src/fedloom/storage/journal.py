@@ -47,7 +47,7 @@ class Header(NamedTuple):
         previous: generation of the journal before, -1 for the first.
         sealed: length in bytes of that journal when this one began.
         tag: begins every record.
-        seen: bool [n], clients with a row at the checkpoint.
+        occupied: bool [n], clients with a row at the checkpoint.
         length: bytes of the header.
     """
 
@@ -55,7 +55,7 @@ class Header(NamedTuple):
     previous: int
     sealed: int
     tag: bytes
-    seen: Tensor
+    occupied: Tensor
     length: int
 
 
@@ -105,7 +105,7 @@ class Journal:
         names = [p.name.removeprefix("journal-") for p in self._folder.glob("journal-*")]
         return sorted(int(name) for name in names if name.isdigit())
 
-    def start(self, generation: int, seen: Tensor, previous: int, sealed: int) -> None:
+    def start(self, generation: int, occupied: Tensor, previous: int, sealed: int) -> None:
         """Begins (or begins anew) the journal of a checkpoint, in one atomic step."""
         tag = os.urandom(16)
         text = json.dumps(
@@ -115,21 +115,23 @@ class Journal:
                 "sealed": sealed,
                 "tag": tag.hex(),
                 "layout": self._layout,
-                "seen": base64.b64encode(raw(seen)).decode(),
+                "seen": base64.b64encode(raw(occupied)).decode(),
             }
         ).encode()
         content = _START.pack(_MAGIC, len(text), zlib.crc32(text)) + text
         write_atomic(self.path(generation), content)
-        self._open = Header(generation, previous, sealed, tag, seen.clone(), len(content))
+        self._open = Header(generation, previous, sealed, tag, occupied.clone(), len(content))
         self._length = len(content)
 
-    def next(self, generation: int, seen: Tensor) -> None:
+    def next(self, generation: int, occupied: Tensor) -> None:
         """Begins the journal of a new checkpoint after the open one; nothing when no row changed since."""
         assert self._open is not None
-        if (generation, self._length) == (self._open.generation, self._open.length) and self._open.seen.equal(seen):
+        if (generation, self._length) == (self._open.generation, self._open.length) and self._open.occupied.equal(
+            occupied
+        ):
             return
         assert generation > self._open.generation, f"checkpoint {generation} after {self._open.generation}"
-        self.start(generation, seen, self._open.generation, self._length)
+        self.start(generation, occupied, self._open.generation, self._length)
 
     def append(self, ids: Tensor, old: Callable[[Tensor], Tensor]) -> None:
         """Adds one record, fsynced once.
@@ -203,7 +205,7 @@ class Journal:
         """Goes on from the oldest header of a chain that was undone; the newer journals are deleted, newest first."""
         first = chain[0]
         discard(*(self.path(h.generation) for h in reversed(chain[1:])))
-        self.start(first.generation, first.seen, first.previous, first.sealed)
+        self.start(first.generation, first.occupied, first.previous, first.sealed)
 
     def prune(self, oldest: int) -> None:
         """Deletes the journals of checkpoints before ``oldest``."""
@@ -235,9 +237,9 @@ class Journal:
                 f"{path} keeps the clients' rows of another experiment: {values['layout']}, this one has "
                 f"{self._layout}; choose another --out folder, or start anew with --force"
             )
-        seen = torch.frombuffer(bytearray(base64.b64decode(values["seen"])), dtype=torch.bool)
+        occupied = torch.frombuffer(bytearray(base64.b64decode(values["seen"])), dtype=torch.bool)
         tag = bytes.fromhex(values["tag"])
-        return Header(values["generation"], values["previous"], values["sealed"], tag, seen, _START.size + length)
+        return Header(values["generation"], values["previous"], values["sealed"], tag, occupied, _START.size + length)
 
     def _record(self, fd: int, tag: bytes, at: int) -> _Record | None:
         """The whole record that begins at a byte, or None where there is none."""

@@ -124,7 +124,7 @@ class Store(Generic[T]):
         memory: how other processes read and write the same rows, if there are any.
 
     Attributes:
-        seen: bool [n], clients that have been written; shared like the rows.
+        occupied: bool [n], clients that have been written; shared like the rows.
         in_files: the rows are kept in files. A store whose folder has a journal already must be rolled back to a
             checkpoint, or reset, before anything else.
 
@@ -138,7 +138,7 @@ class Store(Generic[T]):
         fields: list[Tensor] = list(template)
         widths = [t.numel() * t.element_size() for t in fields]
         self.n, self.template = n, template
-        self.seen, self._touched = (allocate((n,), torch.bool, memory) for _ in range(2))
+        self.occupied, self._touched = (allocate((n,), torch.bool, memory) for _ in range(2))
         self._file: _InFile | None = None
         self._memory: list[_InMemory] = []
         self._leads = memory is None or memory.leads
@@ -175,7 +175,7 @@ class Store(Generic[T]):
             The template's NamedTuple with fields [m, w], a copy.
         """
         self._check(ids)
-        written_before = self.seen[ids]
+        written_before = self.occupied[ids]
         places = written_before.nonzero().flatten()
         some = ids[places]
         fields = [torch.empty(len(ids), len(like), dtype=like.dtype) for like in self.template]
@@ -212,7 +212,7 @@ class Store(Generic[T]):
             self._file.write(ids, fields)
         for home, got in zip(self._memory, fields, strict=self._file is None):
             home.write(ids, got)
-        self.seen[ids] = True
+        self.occupied[ids] = True
 
     def touch(self, ids: Tensor) -> None:
         """Saves what rows were at the last checkpoint before they are overwritten; one fsync at most.
@@ -223,7 +223,7 @@ class Store(Generic[T]):
         self._check(ids)
         if self._file is not None and self._leads:
             fresh = ids[~self._touched[ids]].unique()
-            written_before = fresh[self.seen[fresh]]
+            written_before = fresh[self.occupied[fresh]]
             if len(written_before):
                 self._journal.append(written_before, self._file.old)
             self._touched[fresh] = True
@@ -237,7 +237,7 @@ class Store(Generic[T]):
         assert self._ready
         if self.in_files:
             self._sync()
-            self._journal.next(generation, self.seen)
+            self._journal.next(generation, self.occupied)
             self._touched.fill_(False)
 
     def prune(self, oldest: int) -> None:
@@ -263,7 +263,7 @@ class Store(Generic[T]):
                 self._file.write(ids, [rows])
         self._sync()
         self._journal.restart(chain)
-        self._begin(chain[0].seen)
+        self._begin(chain[0].occupied)
 
     def reset(self) -> None:
         """Forgets every row and generation; generation 0 is the store without a row."""
@@ -280,9 +280,11 @@ class Store(Generic[T]):
         """
         if self.in_files:
             return {}
-        every = bool(self.seen.all())
+        every = bool(self.occupied.all())
         fields = zip(self.template._fields, self._memory, strict=True)
-        return {"seen": self.seen} | {f"rows.{k}": home.rows if every else home.rows[self.seen] for k, home in fields}
+        return {"seen": self.occupied} | {
+            f"rows.{k}": home.rows if every else home.rows[self.occupied] for k, home in fields
+        }
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Takes the rows of `state`.
@@ -298,17 +300,17 @@ class Store(Generic[T]):
                 "run with the settings of before, or start anew with --force"
             )
         if state:
-            self.seen.copy_(state["seen"])
+            self.occupied.copy_(state["seen"])
             for name, home in zip(self.template._fields, self._memory, strict=True):
-                home.rows[self.seen] = state[f"rows.{name}"]
+                home.rows[self.occupied] = state[f"rows.{name}"]
 
     def close(self) -> None:
         """Closes the file in this process."""
         if self._file is not None:
             self._file.file.close()
 
-    def _expected(self, seen: Tensor | None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        count = 0 if seen is None else int(seen.sum())
+    def _expected(self, occupied: Tensor | None) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        count = 0 if occupied is None else int(occupied.sum())
         fields = zip(self.template._fields, self.template, strict=True)
         rows = {f"rows.{name}": ((count, len(like)), like.dtype) for name, like in fields}
         return {"seen": ((self.n,), torch.bool), **rows}
@@ -322,7 +324,7 @@ class Store(Generic[T]):
         if self._file is not None:
             self._file.file.sync()
 
-    def _begin(self, seen: Tensor) -> None:
-        self.seen.copy_(seen)
+    def _begin(self, occupied: Tensor) -> None:
+        self.occupied.copy_(occupied)
         self._touched.fill_(False)
         self._ready = True

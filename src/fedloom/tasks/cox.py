@@ -58,8 +58,8 @@ class RiskSums(NamedTuple):
     def __add__(self, other: object) -> RiskSums:
         assert isinstance(other, RiskSums)
         risk, tied = (
-            (ours[0] + theirs[0], ours[1] + theirs[1], ours[2] + theirs[2])
-            for ours, theirs in ((self.risk, other.risk), (self.tied, other.tied))
+            (left[0] + right[0], left[1] + right[1], left[2] + right[2])
+            for left, right in ((self.risk, other.risk), (self.tied, other.tied))
         )
         return RiskSums(risk, tied, self.deaths + other.deaths, self.total + other.total)
 
@@ -189,8 +189,8 @@ def fit_cox(
     def at(beta: Floats) -> Likelihood:
         parts = []
         for group, grid in zip(groups, times, strict=True):
-            first, *others = (risk_sums(site, beta, grid) for site in group)
-            parts.append(likelihood(sum(others, first), beta, ties))
+            first_sums, *other_sums = (risk_sums(site, beta, grid) for site in group)
+            parts.append(likelihood(sum(other_sums, first_sums), beta, ties))
         values, gradients, informations = zip(*parts, strict=True)
         return Likelihood(sum(values), np.sum(gradients, 0), np.sum(informations, 0))
 

@@ -58,7 +58,7 @@ def _named(value: Any) -> Any:
 
 NAMED = PlainSerializer(_named)
 OwnFunction = Annotated[
-    Any, PlainValidator(lambda given: given and function(given, "loss")), NAMED,
+    Any, PlainValidator(lambda loss: loss and function(loss, "loss")), NAMED,
     WithJsonSchema({"type": "string", "pattern": PATTERN}),
 ]  # fmt: skip
 Measured = Annotated[Any, PlainValidator(_metric), NAMED, WithJsonSchema({"type": "string"})]
@@ -266,15 +266,17 @@ class Chosen:
         if isinstance(self.base, Classification | Binary):
             p, guess = self.base.probabilities(z), self.base.predict(z)
             more = of_classes(self.extra, p, guess, target, who, n, labels(self.classes))
-        if asked := {"calibration_slope", "calibration_intercept"} & {*self.extra}:
-            more |= {name: value for name, value in calibration(z, target, who, n).items() if name in asked}
+        if calibration_metrics := {"calibration_slope", "calibration_intercept"} & {*self.extra}:
+            more |= {
+                name: value for name, value in calibration(z, target, who, n).items() if name in calibration_metrics
+            }
         if "perplexity" in self.extra:
             more["perplexity"] = mean(self.base.loss(z, target), who, n).exp()
         if self.objective.loss is not None:
             more["loss"] = _each(self.objective.loss, "loss", output.detach(), y, owner, n)
-        for own in self.objective.metrics:
-            if isinstance(own, Function):
-                more[own.short] = _each(own, "metric", z, target, who, n)
+        for scorer in self.objective.metrics:
+            if isinstance(scorer, Function):
+                more[scorer.short] = _each(scorer, "metric", z, target, who, n)
         return {**figures, **masked(more, z, who, n)}
 
 
@@ -297,32 +299,32 @@ def _blank(base: Base) -> Tensor:
     return torch.zeros(0, 2 if isinstance(base, Survival) else base.outputs)
 
 
-def _check_weights(given: Any, classes: tuple[str, ...]) -> None:
-    if given is not None and not classes:
+def _check_weights(weights: Any, classes: tuple[str, ...]) -> None:
+    if weights is not None and not classes:
         raise ConfigError("task.class_weights needs classes, and this task has none; leave it out")
-    if isinstance(given, Mapping):
-        for name in given:
+    if isinstance(weights, Mapping):
+        for name in weights:
             if name not in classes:
                 raise unknown("class", name, classes, "task.class_weights")
-    elif isinstance(given, tuple) and len(given) != len(classes):
+    elif isinstance(weights, tuple) and len(weights) != len(classes):
         raise ConfigError(
-            f"task.class_weights has {len(given)} numbers for {len(classes)} classes ({', '.join(classes[:8])}); give "
-            "one per class, in this order"
+            f"task.class_weights has {len(weights)} numbers for {len(classes)} classes ({', '.join(classes[:8])}); "
+            "give one per class, in this order"
         )
 
 
-def _each(own: Function, what: str, output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
+def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor, n: int) -> Tensor:
     """A user's function of every client's samples, float64 ``[n]``; nan without samples, or without finite outputs."""
     values = torch.full((n,), math.nan, dtype=torch.float64)
     order = owner.to(output.device).argsort(stable=True)
     sizes = torch.bincount(owner.cpu(), minlength=n).tolist()
     for i, index in enumerate(order.split(sizes)):
         if len(index) and bool(output[index].isfinite().all()):
-            values[i] = number(own, what, output[index], y.to(output.device)[index])
+            values[i] = number(scorer, what, output[index], y.to(output.device)[index])
     return values
 
 
-def number(own: Function, what: str, output: Tensor, y: Tensor) -> float:
+def number(scorer: Function, what: str, output: Tensor, y: Tensor) -> float:
     """What a user's loss or metric says of a batch.
 
     Raises:
@@ -330,12 +332,12 @@ def number(own: Function, what: str, output: Tensor, y: Tensor) -> float:
     """
     try:
         with torch.no_grad():
-            value: Any = own.call(output, y)
+            value: Any = scorer.call(output, y)
         size = getattr(value, "shape", ())
         if len(size):
             raise CodeError(
-                f"{what} {own.said!r} must return one number for a batch, got shape {[*size]}; reduce it, to its mean "
-                "for one"
+                f"{what} {scorer.display_name!r} must return one number for a batch, got shape {[*size]}; reduce it, "
+                "to its mean for one"
             )
         return float(value)
     except FedloomError:
@@ -345,5 +347,6 @@ def number(own: Function, what: str, output: Tensor, y: Tensor) -> float:
         if output.shape == (len(y), 1) and y.ndim == 1:
             cure += ", logits and classes here: it may need outputs.squeeze(1) and targets.float()"
         raise CodeError(
-            f"{what} {own.said!r} fails on outputs {[*output.shape]} with targets {[*y.shape]}: {cause_of(error)}{cure}"
+            f"{what} {scorer.display_name!r} fails on outputs {[*output.shape]} with targets {[*y.shape]}: "
+            f"{cause_of(error)}{cure}"
         ) from error

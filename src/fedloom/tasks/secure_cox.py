@@ -63,13 +63,13 @@ class Losses(NamedTuple):
     Attributes:
         rows: of all sites.
         events: of all sites.
-        late: events after the last bin, or where a site has too few rows at risk.
+        uncovered: events after the last bin, or where a site has too few rows at risk.
         rare: events in bins where a site has too few.
     """
 
     rows: int
     events: int
-    late: int
+    uncovered: int
     rare: int
 
 
@@ -120,8 +120,8 @@ def binned(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, Losse
     event, place = np.where(inside, site.event, 0.0), np.minimum(place, last)
     counts = np.bincount(place, event, minlength=last + 1)
     kept = np.where(counts[place] >= terms.least, event, 0.0)
-    late, rare = events - int(event.sum()), int(event.sum() - kept.sum())
-    return SurvivalSite(site.x, terms.ends[place], kept), Losses(rows, events, late, rare)
+    uncovered, rare = events - int(event.sum()), int(event.sum() - kept.sum())
+    return SurvivalSite(site.x, terms.ends[place], kept), Losses(rows, events, uncovered, rare)
 
 
 def rounded(sums: RiskSums, step: float) -> Ring:
@@ -196,7 +196,7 @@ def fit_secure_cox(
         [np.array([*lost, len(site.x)], np.int64).view(np.uint64) for lost, site in zip(losses, scaled, strict=True)]
     )
     cost = Losses(*map(int, counts[:4]))
-    if cost.events == cost.late + cost.rare:
+    if cost.events == cost.uncovered + cost.rare:
         raise DataError(f"no bin has {terms.least} events at a site; agree on wider bins or on a smaller least count")
 
     def at(beta: Floats) -> tuple[Likelihood, RiskSums]:
@@ -209,7 +209,7 @@ def fit_secure_cox(
     beta, here = newton(lambda b: at(b)[0], names)
     bound = _bound(here, at(beta)[1], len(sites) * terms.step / 2, terms.ties)
     se = np.sqrt(np.linalg.inv(here.information).diagonal())
-    fit = CoxFit(beta / half, se / half, here.value, cost.events - cost.late - cost.rare, int(counts[4]))
+    fit = CoxFit(beta / half, se / half, here.value, cost.events - cost.uncovered - cost.rare, int(counts[4]))
     return SecureCoxFit(fit, bound / half, cost)
 
 

@@ -47,8 +47,10 @@ def shapes(s: Subject) -> None:
         for name, t in named(tree).items():
             demand(not t.is_floating_point() or t.dtype == torch.float64, f"{what} {name} has dtype {t.dtype}")
             demand(t.isfinite().all(), f"{what} {name} is not finite")
-            mine = what in ("upload", "client") or (what == "download" and t.dim() == 2)
-            demand(t.shape == (m, t.shape[-1]) if mine else t.dim() >= 1, f"{what} {name} has shape {list(t.shape)}")
+            per_client = what in ("upload", "client") or (what == "download" and t.dim() == 2)
+            demand(
+                t.shape == (m, t.shape[-1]) if per_client else t.dim() >= 1, f"{what} {name} has shape {list(t.shape)}"
+            )
     agree(map_rows(torch.zeros_like, rows), map_rows(torch.zeros_like, scene.rows), "client rows keep their shapes")
     agree(
         map_rows(torch.zeros_like, server),
@@ -143,9 +145,9 @@ def translation(s: Subject) -> None:
     """Seen from another origin, models and absolute messages move with it; differences, duals and variates stay."""
     scene = Scene(s)
     a, t = s.algorithm, torch.linspace(-2, 3, scene.problem.d, dtype=torch.float64)
-    there = scene.problem.moved(t)
-    fed = scene.fed._replace(oracle=there.oracle(noise=0.5))
-    here, moved = begin(a, scene.fed, scene.problem.x0), begin(a, fed, there.x0)
+    translated = scene.problem.moved(t)
+    fed = scene.fed._replace(oracle=translated.oracle(noise=0.5))
+    here, moved = begin(a, scene.fed, scene.problem.x0), begin(a, fed, translated.x0)
     ids = list(scene.ids)
 
     def shift(new: Any, old: Any) -> dict[str, Tensor]:

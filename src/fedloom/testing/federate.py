@@ -96,7 +96,7 @@ def mixed(algorithm: Algorithm, kept: Any, ids: Sequence[int]) -> Any:
 def begin(algorithm: Algorithm, fed: Federation, x0: Tensor, weigher: Weigher | None = None) -> State:
     """The state before the first round: every client has the template's rows."""
     ctx = fed.ctx(0, range(fed.n))
-    algorithm = algorithm.settled(ctx)
+    algorithm = algorithm.with_derived_options(ctx)
     server, template, kept = algorithm.init(x0, ctx)
 
     def all_clients(tree: Any) -> Any:
@@ -126,7 +126,7 @@ def play(
         weigher: by the clients' shares when None.
         alone: every client is called by itself, as in deployment; else the cohort at once.
     """
-    algorithm = algorithm.settled(fed.ctx(0, range(fed.n)))
+    algorithm = algorithm.with_derived_options(fed.ctx(0, range(fed.n)))
     round, ids = state.round + 1, sorted(cohort)
     accepted = [i for i in ids if i not in set(dropped)]
     down = algorithm.down(state.server, mixed(algorithm, state.kept, ids), fed.ctx(round, ids))
@@ -150,8 +150,8 @@ def play(
     ctx = fed.ctx(round, accepted)
     ups = [answers[i][0] for i in accepted]
     kinds = upload_fields(type(algorithm)).values()
-    own = algorithm.uses_shares or any(getattr(kind, "weight", None) for kind in kinds)
-    masses = [1.0] * fed.n if own else [float(alpha) for alpha in fed.weight]
+    weighs_itself = algorithm.uses_shares or any(getattr(kind, "weight", None) for kind in kinds)
+    masses = [1.0] * fed.n if weighs_itself else [float(alpha) for alpha in fed.weight]
     among = [float(fed.weight[i]) for i in accepted]
     shares, remembered = [alpha / sum(among) for alpha in among], state.weigher
     if weigher:

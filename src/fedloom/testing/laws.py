@@ -39,9 +39,9 @@ def row_independence(s: Subject) -> None:
     scene = Scene(s)
     together = s.algorithm.client(scene.down, scene.rows, scene.work())
     for k, i in enumerate(scene.ids):
-        mine = slice(k, k + 1)
-        alone = s.algorithm.client(received(scene.down, mine), picked(scene.rows, mine), scene.work(ids=[i]))
-        agree(picked(together, mine), alone, f"row {k} of the cohort and that client by itself", TIGHT)
+        row = slice(k, k + 1)
+        alone = s.algorithm.client(received(scene.down, row), picked(scene.rows, row), scene.work(ids=[i]))
+        agree(picked(together, row), alone, f"row {k} of the cohort and that client by itself", TIGHT)
     rounds = [*HISTORY, COHORT]
     agree(s.run(rounds)[-1], s.run(rounds, alone=True)[-1], "a run by cohort and a run client by client", TIGHT)
 
@@ -119,8 +119,8 @@ def dropped_is_not_sampled(s: Subject) -> None:
         play(s.algorithm, fed, scene.state, scene.ids, **options), got, "what a dropped client computed counts", TIGHT
     )
     if not s.algorithm.mixes:
-        others = [i for i in scene.ids if i != lost]
-        want = play(s.algorithm, scene.fed, scene.state, others, weigher=s.weigher)
+        survivors = [i for i in scene.ids if i != lost]
+        want = play(s.algorithm, scene.fed, scene.state, survivors, weigher=s.weigher)
         agree(got, want, "a client dropped and a client not sampled", TIGHT)
 
 
@@ -197,9 +197,9 @@ def check_law(
         AssertionError: law, method and what differed.
     """
     if isinstance(algorithm, Composition):
-        subject = Subject(algorithm.algorithm, weigher or algorithm.weigher, layout).settled()
+        subject = Subject(algorithm.algorithm, weigher or algorithm.weigher, layout).with_derived_options()
     else:
-        subject = Subject(algorithm, weigher, layout).settled()
+        subject = Subject(algorithm, weigher, layout).with_derived_options()
     try:
         LAWS[law](subject)
     except Exception as broken:

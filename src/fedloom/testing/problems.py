@@ -85,8 +85,8 @@ class Problem:
         hessian = spectrum[0, 0] * torch.eye(d, dtype=torch.float64).expand(n, d, d) if same_curvature else hessian
         sizes = torch.randperm(8, generator=g)[torch.arange(n) % 8] + 1
         share = torch.ones(n, dtype=torch.float64) if weights == "uniform" else sizes.double()
-        made = cls(hessian, draw(n, d) + 2 * draw(d), sizes, (share / share.sum())[:, None], draw(d), layout)
-        return made.to(dtype)
+        problem = cls(hessian, draw(n, d) + 2 * draw(d), sizes, (share / share.sum())[:, None], draw(d), layout)
+        return problem.to(dtype)
 
     @property
     def n(self) -> int:
@@ -211,13 +211,13 @@ class Sampled(Quadratic):
         n, longest = problem.n, int(problem.sizes.max())
         g = generator(0, purpose="samples")
         offset = noise * torch.randn(n, longest, problem.d, generator=g, dtype=torch.float64).to(self.dtype)
-        there = (torch.arange(longest) < problem.sizes[:, None])[:, :, None]
-        offset = torch.where(there, offset, 0.0)
-        self.offset = torch.where(there, offset - offset.sum(1, keepdim=True) / problem.sizes[:, None, None], 0.0)
+        valid = (torch.arange(longest) < problem.sizes[:, None])[:, :, None]
+        offset = torch.where(valid, offset, 0.0)
+        self.offset = torch.where(valid, offset - offset.sum(1, keepdim=True) / problem.sizes[:, None, None], 0.0)
 
     def _offsets(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        there = (batch.position >= 0)[:, :, None]
-        return torch.where(there, self.offset[batch.ids[:, None], batch.position.clamp(min=0)], 0.0), there
+        valid = (batch.position >= 0)[:, :, None]
+        return torch.where(valid, self.offset[batch.ids[:, None], batch.position.clamp(min=0)], 0.0), valid
 
     def _gradient_of(self, w: Tensor, batch: Batch) -> Tensor:
         """Mean of A_i (w - c_i - o_is) over the samples of the batch."""
@@ -227,7 +227,7 @@ class Sampled(Quadratic):
 
     def batch_loss(self, w: Tensor, batch: Batch) -> Tensor:
         """Mean loss of the samples of the batch, ``[m, 1]``."""
-        offset, there = self._offsets(batch)
-        gap = torch.where(there, (w - self.minimiser[batch.ids])[:, None, :] - offset, 0.0)
+        offset, valid = self._offsets(batch)
+        gap = torch.where(valid, (w - self.minimiser[batch.ids])[:, None, :] - offset, 0.0)
         square = torch.einsum("mbi,mij,mbj->m", gap, self.hessian[batch.ids], gap)
         return 0.5 * square[:, None] / batch.total

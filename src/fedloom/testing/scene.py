@@ -34,16 +34,16 @@ class Subject:
         """The laws' quadratics, in parameters of these names and shapes."""
         return law_problem(self.layout)
 
-    def settled(self) -> Subject:
+    def with_derived_options(self) -> Subject:
         """The same with the options that are not given derived on the laws' problem."""
         problem = self.problem
         fed = Federation(problem.oracle(), problem.alpha, SETTINGS)
-        return replace(self, algorithm=self.algorithm.settled(fed.ctx(0, range(fed.n))))
+        return replace(self, algorithm=self.algorithm.with_derived_options(fed.ctx(0, range(fed.n))))
 
     def run(self, cohorts: Sequence[Collection[int]], rounds: int | None = None, **options: Any) -> list[State]:
         """A short run with these cohorts, on the laws' problem unless another is given."""
-        given = {"problem": self.problem, "local": SETTINGS, "noise": 0.5, "weigher": self.weigher, **options}
-        return federate(self.algorithm, rounds=len(cohorts) if rounds is None else rounds, cohorts=cohorts, **given)
+        choices = {"problem": self.problem, "local": SETTINGS, "noise": 0.5, "weigher": self.weigher, **options}
+        return federate(self.algorithm, rounds=len(cohorts) if rounds is None else rounds, cohorts=cohorts, **choices)
 
 
 class Scene:

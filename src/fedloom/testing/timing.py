@@ -76,11 +76,11 @@ def run(method: Any, devices: Devices | None, schedule: Schedule, fed: Federatio
     Raises:
         Refused: the method pools the clients' data, or the schedule makes no sense with it.
     """
-    given: dict[str, Any] = {"rounds": ROUNDS, "local": LOCAL, "evaluate": {"every": 100}, **more}
+    choices: dict[str, Any] = {"rounds": ROUNDS, "local": LOCAL, "evaluate": {"every": 100}, **more}
     setting = Setting.of(method, devices=devices, schedule=schedule, local=LOCAL)
     if setting.pooled:
         raise Refused("the pooled data of all clients have no clock")
-    return simulate(method, federation() if fed is None else fed, devices=devices, schedule=schedule, **given)
+    return simulate(method, federation() if fed is None else fed, devices=devices, schedule=schedule, **choices)
 
 
 def clock_of(result: Result) -> Clock:
@@ -111,7 +111,7 @@ def whole_cohort(method: Any) -> None:
 
 def nothing_later(method: Any) -> None:
     """No upload uses anything that came later than its dispatch: other labels of a client change none before."""
-    client, seen = 2, list[dict[tuple[int, int], Tensor]]()
+    client, uploads_of_runs = 2, list[dict[tuple[int, int], Tensor]]()
     speeds = Speeds(speeds=(90.0, 50.0, 60.0, 70.0, 110.0, 40.0, 30.0, 60.0))
     first = math.inf
     for other in (None, client):
@@ -130,10 +130,13 @@ def nothing_later(method: Any) -> None:
         result = run(method, speeds, schedule, federation(other=other), rounds=3 * ROUNDS, progress=[note])
         log = clock_of(result).history()
         first = min([first, *log[log[:, CLIENT] == client, 2].tolist()])
-        seen.append(uploads)
-    common = [k for k in seen[0].keys() & seen[1].keys() if k[0] != client and k[1] < first]
+        uploads_of_runs.append(uploads)
+    common = [k for k in uploads_of_runs[0].keys() & uploads_of_runs[1].keys() if k[0] != client and k[1] < first]
     demand(common and first < 3 * ROUNDS, "the law has nothing to look at")
-    demand(all(torch.equal(seen[0][k], seen[1][k]) for k in common), "an upload uses what came after its dispatch")
+    demand(
+        all(torch.equal(uploads_of_runs[0][k], uploads_of_runs[1][k]) for k in common),
+        "an upload uses what came after its dispatch",
+    )
 
 
 def conservation(method: Any) -> None:
@@ -154,9 +157,12 @@ def conservation(method: Any) -> None:
             demand(bool((part > -1e-9).all()), f"{schedule!r}: {name} seconds below zero")
         log = clock.history()
         for i in range(N):
-            mine = log[log[:, CLIENT] == i]
-            mine = mine[np.argsort(mine[:, START])]
-            demand((mine[1:, START] >= mine[:-1, END] - 1e-9).all(), f"{schedule!r}: client {i} is at two places")
+            client_log = log[log[:, CLIENT] == i]
+            client_log = client_log[np.argsort(client_log[:, START])]
+            demand(
+                (client_log[1:, START] >= client_log[:-1, END] - 1e-9).all(),
+                f"{schedule!r}: client {i} is at two places",
+            )
 
 
 def permutation_of_devices(method: Any) -> None:

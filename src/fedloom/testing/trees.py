@@ -13,14 +13,14 @@ from fedloom.local.rows import map_rows
 Index = Sequence[int] | slice | int
 
 
-def picked(tree: Any, which: Index) -> Any:
-    """The rows ``which`` of every tensor."""
-    return map_rows(lambda t: t[which], tree)
+def picked(tree: Any, clients: Index) -> Any:
+    """The rows ``clients`` of every tensor."""
+    return map_rows(lambda t: t[clients], tree)
 
 
-def received(down: Any, which: Index) -> Any:
-    """What the clients at ``which`` of the cohort get of a download: their rows, and whole what all share."""
-    return map_rows(lambda t: t[which] if t.dim() == 2 else t, down)
+def received(down: Any, clients: Index) -> Any:
+    """What the clients at ``clients`` of the cohort get of a download: their rows, and whole what all share."""
+    return map_rows(lambda t: t[clients] if t.dim() == 2 else t, down)
 
 
 def named(tree: Any, prefix: str = "") -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
 from fedloom.trained.model import Model
 from fedloom.trained.program import checked_archive
-from fedloom.trained.raw import RawModel, said
+from fedloom.trained.raw import RawModel, labels_of
 
 FORMATS = ("safetensors", "torch", "onnx")
 FACTS = "facts.json"
@@ -106,7 +106,7 @@ class Program:
 
     def predict(self, rows: Any) -> NDArray[Any]:
         """Names of classes ``[N]``, or values."""
-        return said(self.facts, self.scores(rows))
+        return labels_of(self.facts, self.scores(rows))
 
 
 def load(path: Path | str) -> Program:

@@ -27,7 +27,7 @@ from fedloom.storage.checkpoint import check_digest, save_tensors
 from fedloom.storage.files import make_folder
 from fedloom.tasks import Objective, task_of
 from fedloom.tasks.calibration import recalibrated
-from fedloom.trained.raw import RawModel, said
+from fedloom.trained.raw import RawModel, labels_of
 
 TENSORS = ("rows", "statistics", "fitted", "calibration")
 BASE = "base."
@@ -139,7 +139,7 @@ class Model:
             ConfigError: nothing is known of the scaling of the table's columns.
         """
         facts = self.recipe.facts
-        return said(facts, self.scores(new_rows(facts, rows).x))
+        return labels_of(facts, self.scores(new_rows(facts, rows).x))
 
     def predict_proba(self, rows: Any) -> NDArray[np.float64]:
         """Probabilities ``[N, C]`` in the order of ``recipe.facts.classes``; arguments and errors as `predict`.

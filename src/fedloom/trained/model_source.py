@@ -45,7 +45,7 @@ class Source(Protocol):
         """The global model ``[d]`` and its running statistics ``[b]``."""
         ...
 
-    def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def personal(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Personal models ``[m, d]`` and their running statistics ``[m, b]``."""
         ...
 

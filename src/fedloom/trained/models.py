@@ -23,7 +23,7 @@ from fedloom.trained.saved import files, write
 
 NAMED = 20
 """Most clients that a message names."""
-OWN = ("hybrid", "personal", "global")
+MOST_PERSONAL_FIRST = ("hybrid", "personal", "global")
 """Which model predicts a client's rows: the first that the method has."""
 
 
@@ -80,7 +80,7 @@ class Models:
         """
         self._check(kind)
         if client is None and kind != "global":
-            raise ConfigError(f"whose {kind} model? give a client: {self.known()}")
+            raise ConfigError(f"whose {kind} model? give a client: {self.named_clients()}")
         place = None if client is None else self._place(client)
         row, statistics = self._both(kind, None if place is None else torch.tensor([place]))
         row, statistics = (row, statistics) if kind == "global" else (row[0], statistics[0])
@@ -109,9 +109,9 @@ class Models:
             ConfigError: the method has no such model, or there is no such client.
         """
         if kind is None:
-            kind = "global" if client is None else next((k for k in OWN if k in self.kinds()), "global")
+            kind = "global" if client is None else next((k for k in MOST_PERSONAL_FIRST if k in self.kinds()), "global")
         if client is None and "global" not in self.kinds():
-            raise ConfigError(f"{self.about['method']} has no global model; give a client: {self.known()}")
+            raise ConfigError(f"{self.about['method']} has no global model; give a client: {self.named_clients()}")
         model, fitted = self.model(kind, client), self.fitted
         table = model.recipe.facts.table
         if table is None or model.fitted is not None or fitted is None:
@@ -241,7 +241,7 @@ class Models:
         if kind == "global":
             return source.shared()
         ids = torch.arange(len(self.names)) if clients is None else clients
-        personal = source.own(ids)
+        personal = source.personal(ids)
         if kind == "personal":
             return personal
         takes_global = source.takes_global()[ids][:, None]
@@ -260,10 +260,10 @@ class Models:
             return list(names).index(client)
         number = int(client) if str(client).isdigit() else -1
         if not 0 <= number < len(names):
-            raise ConfigError(f"unknown client {client!r}; {self.known(client)}")
+            raise ConfigError(f"unknown client {client!r}; {self.named_clients(client)}")
         return number
 
-    def known(self, client: object = "") -> str:
+    def named_clients(self, client: object = "") -> str:
         """End of a sentence that names the clients."""
         names = self.names
         if len(names) <= NAMED:

@@ -17,8 +17,8 @@ from fedloom.data.input_spec import InputSpec
 from fedloom.data.new_rows import NewRows
 from fedloom.errors import ConfigError
 from fedloom.trained.model import Model, figures
-from fedloom.trained.models import OWN, Models
-from fedloom.trained.raw import said
+from fedloom.trained.models import MOST_PERSONAL_FIRST, Models
+from fedloom.trained.raw import labels_of
 
 OWN_SCALE, TYPICAL_SCALE, NEW_SCALE = "as its client's", "as the clients' on average", "on these rows"
 
@@ -33,7 +33,7 @@ class Predictions:
             of a regression, float64.
         models: of every row, whose model said so: a client, or ``"global"``.
         notes: sentences on what was filled in, and which models were taken.
-        there: ``[N, L]`` the positions that are no padding, where every one has a prediction.
+        not_padding: ``[N, L]`` the positions that are no padding, where every one has a prediction.
         files: the file of every row, where each has its own.
         kept: columns that were handed on.
         threshold: probability of the second class of a binary task from which it is predicted; None: 1/2.
@@ -43,7 +43,7 @@ class Predictions:
     scores: NDArray[np.float64]
     models: Sequence[str]
     notes: tuple[str, ...] = ()
-    there: NDArray[np.bool_] | None = None
+    not_padding: NDArray[np.bool_] | None = None
     files: Sequence[str] | None = None
     kept: Mapping[str, Sequence[str]] = field(default_factory=dict[str, Sequence[str]])
     threshold: float | None = None
@@ -55,7 +55,7 @@ class Predictions:
     def labels(self) -> NDArray[Any]:
         """Names of the most probable classes ``[N]``, or values ``[N]`` (``[N, k]`` of several targets)."""
         if self.threshold is None:
-            return said(self.facts, self.scores)
+            return labels_of(self.facts, self.scores)
         names: NDArray[Any] = np.array(self.facts.classes)[(self.scores[..., 1] >= self.threshold).astype(int)]
         return names
 
@@ -81,15 +81,15 @@ class Predictions:
         files = {} if self.files is None else {"file": list(self.files)}
         kept = {name: cells for name, cells in self.kept.items() if name not in ("row", "model")}
         columns: dict[str, Any] = {"row": rows, **files, **kept, "model": owners.tolist()}
-        if self.there is not None:
-            row, position = np.nonzero(self.there)
+        if self.not_padding is not None:
+            row, position = np.nonzero(self.not_padding)
             scores = scores[row, position]
             columns = {"row": rows[row], "position": position + 1, "model": owners[row].tolist()}
         if not self.facts.classed:
             names = ["prediction"] if scores.shape[1] == 1 else [f"prediction {k}" for k in range(scores.shape[1])]
             return pa.table(columns | dict(zip(names, scores.T, strict=True)))
         each = {f"probability of {c}": p for c, p in zip(self.facts.classes, scores.T, strict=True)}
-        labels = self.labels if self.there is None else self.labels[row, position]
+        labels = self.labels if self.not_padding is None else self.labels[row, position]
         return pa.table({**columns, "prediction": labels.tolist(), **each})
 
 
@@ -141,7 +141,7 @@ def assigned(models: Models, rows: NewRows, kind: str | None = None, client: int
         if client is None and facts.table is not None:
             what += ", columns scaled as at the clients on average: neither a client is given nor does a column name it"
         return one._replace(notes=(what,))
-    kind_of_sites = kind or next(k for k in OWN if k in models.kinds())
+    kind_of_sites = kind or next(k for k in MOST_PERSONAL_FIRST if k in models.kinds())
     models.ready(kind_of_sites, models.names[0])  # a kind that does not exist is refused whoever owns the rows
     places: dict[str, list[int]] = {}
     strange: dict[str, int] = {}

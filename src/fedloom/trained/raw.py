@@ -93,7 +93,7 @@ class Scaling(nn.Module):
         return samples.to(self.dtype) * self.scale + self.shift
 
 
-def said(facts: InputSpec, scores: NDArray[np.float64]) -> NDArray[Any]:
+def labels_of(facts: InputSpec, scores: NDArray[np.float64]) -> NDArray[Any]:
     """The prediction of every row, or of every position ``[N, L]``, from its probabilities or values."""
     if not facts.classed:
         return scores[:, 0] if scores.shape[1] == 1 else scores

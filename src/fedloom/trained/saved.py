@@ -101,14 +101,14 @@ class _Pieces(Mapping[str, Tensor]):
 
     def __init__(self, source: Source) -> None:
         self._source, self._n = source, len(source.names)
-        self._parts = ("rows", "statistics") if source.own(torch.tensor([0]))[1].numel() else ("rows",)
+        self._parts = ("rows", "statistics") if source.personal(torch.tensor([0]))[1].numel() else ("rows",)
         self._last: tuple[int, tuple[Tensor, Tensor]] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         part, _, first = name.partition(".")
         start = int(first)
         if self._last is None or self._last[0] != start:
-            self._last = (start, self._source.own(torch.arange(start, min(start + PIECE, self._n))))
+            self._last = (start, self._source.personal(torch.arange(start, min(start + PIECE, self._n))))
         return self._last[1][part == "statistics"]
 
     def __iter__(self) -> Iterator[str]:
@@ -186,14 +186,14 @@ class Shelf:
         tensors = self._read("global")
         return tensors["rows"], tensors.get("statistics", torch.zeros(0, dtype=self.recipe.dtype))
 
-    def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def personal(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         client_rows = []
         with open_tensors(self._path("personal"), check=False) as file:  # checked in whole, once
             for part in ("rows", "statistics"):
-                there = f"{part}.{0:08d}" in set(file.keys())
-                width = file.get_slice(f"{part}.{0:08d}").get_shape()[1] if there else 0
+                has_part = f"{part}.{0:08d}" in set(file.keys())
+                width = file.get_slice(f"{part}.{0:08d}").get_shape()[1] if has_part else 0
                 client_rows.append(torch.zeros(len(ids), width, dtype=self.recipe.dtype))
-                for k, i in enumerate(ids.tolist() if there else ()):
+                for k, i in enumerate(ids.tolist() if has_part else ()):
                     client_rows[-1][k] = file.get_slice(f"{part}.{i // PIECE * PIECE:08d}")[i % PIECE]
         rows, statistics = client_rows
         return rows, statistics
@@ -215,7 +215,7 @@ class Shelf:
         n = len(tensors["weight"])
         ids, shares, sizes, rounds = torch.arange(n), tensors["weight"], tensors["sizes"], int(self.about["rounds"])
         ctx = Ctx(0, n, n, ids, recipe.layout, shares, sizes, None, self._local, recipe.seed, rounds)
-        algorithm = algorithm.settled(ctx)
+        algorithm = algorithm.with_derived_options(ctx)
         server, _, kept = algorithm.init(recipe.layout.vector(recipe.build()), ctx)
         fields = {"server": server, "kept": kept if algorithm.mixes else None}
         try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fedloom.tune.search import Found, check_values, space_of, with_params
+from fedloom.tune.search import SearchResult, check_values, space_of, with_params
 from fedloom.tune.trial import Trial
 from fedloom.tune.tuning import Tuning
 
-__all__ = ["Found", "Trial", "Tuning", "check_values", "space_of", "with_params"]
+__all__ = ["SearchResult", "Trial", "Tuning", "check_values", "space_of", "with_params"]

@@ -14,19 +14,21 @@ from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import metric as named
 from fedloom.report.naming import titled
 from fedloom.storage.files import write_atomic
-from fedloom.tune.search import ALL, Found, beyond, defaults
+from fedloom.tune.search import ALL, SearchResult, beyond, defaults
 from fedloom.tune.trial import Trial
 from fedloom.tune.work import Goal
 
 
-def write_report(out: Path, name: str, tune: Tune, goal: Goal, findings: Sequence[Found], *, tuned: bool) -> None:
+def write_report(
+    out: Path, name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *, tuned: bool
+) -> None:
     """Write the three files; ``tuned``: there is a ``tuned.toml`` to speak of."""
     write_atomic(out / "trials.csv", _csv(findings).encode())
     write_atomic(out / "trials.svg", _chart(goal, findings).svg().encode())
     write_atomic(out / "tuning.md", "\n".join(_page(name, tune, goal, findings, tuned=tuned)).encode())
 
 
-def _csv(findings: Sequence[Found]) -> str:
+def _csv(findings: Sequence[SearchResult]) -> str:
     keys = sorted({key for f in findings for key in f.study.space})
     rows: list[list[object]] = []
     for f in findings:
@@ -39,7 +41,7 @@ def _csv(findings: Sequence[Found]) -> str:
     return csv_of(columns, rows)
 
 
-def _page(name: str, tune: Tune, goal: Goal, findings: Sequence[Found], *, tuned: bool) -> list[str]:
+def _page(name: str, tune: Tune, goal: Goal, findings: Sequence[SearchResult], *, tuned: bool) -> list[str]:
     shown = named(goal.metric)
     budget = ("", "") if goal.samples is None else (" of the budget |", "---|")
     lines = [
@@ -87,7 +89,7 @@ def _page(name: str, tune: Tune, goal: Goal, findings: Sequence[Found], *, tuned
     return [*lines, "", f"All trials: [trials.csv](trials.csv).{more}", ""]
 
 
-def _whole(findings: Sequence[Found]) -> str:
+def _whole(findings: Sequence[SearchResult]) -> str:
     """The part of a sentence on spaces that were gone through whole."""
     spaces = [f"{f.study.method.label} ({len(f.trials)})" for f in findings if f.study.search.whole]
     if not spaces:
@@ -98,7 +100,7 @@ def _whole(findings: Sequence[Found]) -> str:
     )
 
 
-def _work(goal: Goal, findings: Sequence[Found]) -> str:
+def _work(goal: Goal, findings: Sequence[SearchResult]) -> str:
     """The sentence on how long a trial trains."""
     seeds = ", ".join(str(s) for s in goal.seeds)
     if goal.samples is not None:
@@ -112,7 +114,7 @@ def _work(goal: Goal, findings: Sequence[Found]) -> str:
     return f"A trial trains for {goal.rounds} rounds per seed{''.join(budgets)} (seeds {seeds}), whatever they cost."
 
 
-def _chart(goal: Goal, findings: Sequence[Found]) -> Figure:
+def _chart(goal: Goal, findings: Sequence[SearchResult]) -> Figure:
     rows: list[dict[str, Any]] = [
         {"method": f.study.method.label, "trial": t.number, "value": value, "state": t.state}
         for f in findings

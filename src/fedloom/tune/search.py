@@ -220,7 +220,7 @@ class Study(NamedTuple):
         return " and ".join(self.goal.models)
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """What was tried for a method, and the best of it (None: no trial completed)."""
 
     study: Study
@@ -234,7 +234,7 @@ class Found(NamedTuple):
         return None if self.best is None or samples is None else self.best.samples_backward / samples
 
 
-def beyond(findings: Sequence[Found]) -> list[str]:
+def beyond(findings: Sequence[SearchResult]) -> list[str]:
     """A sentence on every method whose best trial took more than its budget allows (`fedloom.tune.work.BEYOND`)."""
     return [
         f"{f.study.method.label} did not have equal work: it took {percent(f.share)} of the gradients of "

@@ -162,7 +162,7 @@ def without_test(fed: Federation) -> Federation:
     return replace(fed, parts=parts, test=none)
 
 
-def judged(setting: Setting, seed: int, every: int = 5) -> Setting:
+def for_scoring(setting: Setting, seed: int, every: int = 5) -> Setting:
     """A trial's run: evaluated on validation only."""
     evaluate = Evaluate(every=every, parts=(PART,), select_on=PART)
     return setting.with_(seed=seed, evaluate=evaluate)  # type: ignore[no-any-return]
@@ -228,7 +228,7 @@ def attempt(
     def run(place: int, rounds: int, *, prune: bool = True) -> State:
         seed, every = goal.seeds[place], -(-rounds // POINTS)
         watch = _watch(marks, place * POINTS, rounds, every, goal, trial if prune else None)
-        chosen = judged(method.setting, seed, every).with_(rounds=rounds)
+        chosen = for_scoring(method.setting, seed, every).with_(rounds=rounds)
         timed = [] if goal.time is None else [VirtualTime(seconds=goal.time)]
         tell = emitter(f"{method.label}: {setting(trial.params)}", chosen)
         result = simulate(chosen, federations[seed], folder=folder / f"{seed}-{rounds}", progress=[tell, watch, *timed])
@@ -240,7 +240,7 @@ def attempt(
         return result.state
 
     try:
-        first = judged(method.setting, goal.seeds[0]), federations[goal.seeds[0]]
+        first = for_scoring(method.setting, goal.seeds[0]), federations[goal.seeds[0]]
         rounds = goal.rounds if goal.budget is None else goal.budget.rounds(*first)
         state = run(0, rounds)
         if goal.budget is not None and goal.budget.missed(_samples(state)):

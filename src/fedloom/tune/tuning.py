@@ -26,9 +26,9 @@ from fedloom.rundir import file_name
 from fedloom.storage.files import is_unused, lock, make_folder, write_atomic
 from fedloom.tune.report import write_report
 from fedloom.tune.search import (
-    Found,
     Read,
     Search,
+    SearchResult,
     Study,
     beyond,
     check_names,
@@ -37,7 +37,7 @@ from fedloom.tune.search import (
     space_of,
     with_params,
 )
-from fedloom.tune.trial import PART, Interrupted, Journal, Trial, attempt, judged, judged_models, without_test
+from fedloom.tune.trial import PART, Interrupted, Journal, Trial, attempt, for_scoring, judged_models, without_test
 from fedloom.tune.work import Budget, Goal, plain_budget
 from fedloom.values import difference, dump, flat
 
@@ -119,7 +119,7 @@ class Tuning:
         trials = [min(self.tune.trials, study.search.settings) * study.goal.rounds for study in self.studies]
         return int(sum(trials)) * len(self.goal.seeds)
 
-    def run(self, tell: Tell = lambda *_: None, *listeners: Listener, tuned: bool = True) -> list[Found]:
+    def run(self, tell: Tell = lambda *_: None, *listeners: Listener, tuned: bool = True) -> list[SearchResult]:
         """Do the trials that are missing, and write every file.
 
         Args:
@@ -147,7 +147,7 @@ class Tuning:
             with Pool([handle], processes) as pool, line.heard(*listeners) if processes > 1 else nullcontext():
                 for _ in pool.map(handle, None, range(len(self.studies)), interrupted):
                     pass
-            findings = [self._found(study) for study in self.studies]
+            findings = [self._result_of(study) for study in self.studies]
             if not all(f.study.search.ended(f.trials) for f in findings):
                 raise RunStopped(
                     Stop.INTERRUPTED, f"{sum(len(f.trials) for f in findings)} trials are kept in {self.out}"
@@ -189,15 +189,15 @@ class Tuning:
         if study.search.ended(journal.trials):
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _found(self, study: Study) -> Found:
+    def _result_of(self, study: Study) -> SearchResult:
         trials = self._journal(study).trials[: self.tune.trials]
-        return Found(study, trials, study.search.best(trials))
+        return SearchResult(study, trials, study.search.best(trials))
 
     def _journal(self, study: Study) -> Journal:
         label = study.method.label
         return Journal(self.out / "trials" / f"{file_name(label)}.log", label, study.search.higher)
 
-    def _write(self, findings: Sequence[Found]) -> None:
+    def _write(self, findings: Sequence[SearchResult]) -> None:
         """``tuned.toml``: the experiment with the settings of each method's best trial."""
         document = self.tuned(findings)
         self._read(document, "tuned.toml")
@@ -208,7 +208,7 @@ class Tuning:
             head += "".join(f"# {sentence}\n" for sentence in beyond(findings))
         write_atomic(self.out / "tuned.toml", (head + tomli_w.dumps(document)).encode())
 
-    def tuned(self, findings: Sequence[Found]) -> dict[str, Any]:
+    def tuned(self, findings: Sequence[SearchResult]) -> dict[str, Any]:
         """The document of the experiment with the settings of each method's best trial, which must be there."""
         document = self._document
         for one in findings:
@@ -216,7 +216,7 @@ class Tuning:
             document = with_params(document, one.study.place, one.best.params, **self._rounds(one, document))
         return dict(document)
 
-    def _rounds(self, finding: Found, document: Mapping[str, Any]) -> dict[str, int]:
+    def _rounds(self, finding: SearchResult, document: Mapping[str, Any]) -> dict[str, int]:
         study, _, best = finding
         assert best is not None
         if not self.tune.equal_work or "rounds" in document["method"][study.place]:
@@ -236,7 +236,7 @@ class Tuning:
 
     def _run(self, document: Mapping[str, Any], place: int) -> tuple[Setting, Federation]:
         seed, fed = next(iter(self.federations.items()))
-        return judged(self._experiment(document).methods[place].setting, seed), fed
+        return for_scoring(self._experiment(document).methods[place].setting, seed), fed
 
     def _experiment(self, document: Mapping[str, Any], workers: int = 1) -> Experiment:
         experiment = self._read(document, self._where)

@@ -148,7 +148,7 @@ def _decided(recipe: Recipe, scale: Scale, results: Path, run: Callable[[list[in
         if summary is None or scale == "smoke" or summary.minutes * LOOKS[0][0] / len(summary.seeds) >= CHEAP:
             return True
         verdicts = [one for one in claims(recipe, summary.numbers) if not one.claim.construction]
-        if any(one.verdict == OPEN for one in verdicts if one.known) and not run(recipe.seeds(count)):
+        if any(one.verdict == OPEN for one in verdicts if one.measured) and not run(recipe.seeds(count)):
             return False
     return True
 

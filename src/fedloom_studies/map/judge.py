@@ -69,7 +69,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Judged:
+class SetupVerdict:
     """A setup with what was recorded of it.
 
     Attributes:
@@ -93,7 +93,7 @@ class Judged:
         return [s for s in self.standings if s.method != POOLED]
 
 
-def judge(setup: Setup, records: Mapping[tuple[str, str], Record]) -> Judged:
+def judge(setup: Setup, records: Mapping[tuple[str, str], Record]) -> SetupVerdict:
     """A setup with the records of it, and every difference that is stated of it as one family of tests."""
     cells = {method: record for (name, method), record in records.items() if name == setup.name}
     done = {method: record for method, record in cells.items() if record.status == DONE}
@@ -122,7 +122,7 @@ def judge(setup: Setup, records: Mapping[tuple[str, str], Record]) -> Judged:
         Standing(m, cells[m], _figures(cells[m], done, best), tests.get((m, reference)), lead(m), confirmed(m))
         for m in order
     )
-    return Judged(setup, reference, standings, cells)
+    return SetupVerdict(setup, reference, standings, cells)
 
 
 def _last(seeds: Mapping[str, Series]) -> Estimate:
@@ -192,7 +192,7 @@ class Overall(NamedTuple):
     groups: Groups
 
 
-def overall(verdicts: list[Judged]) -> Overall | None:
+def overall(verdicts: list[SetupVerdict]) -> Overall | None:
     """Friedman's and Nemenyi's tests over the largest block of setups and methods without a gap; None if it is small.
 
     Raises:
@@ -210,7 +210,7 @@ def overall(verdicts: list[Judged]) -> Overall | None:
     return Overall(methods, ranks, setups, float(pair), groups(len(methods), lambda i, k: bool(p[i, k] < LEVEL)))
 
 
-def ranked(verdicts: list[Judged]) -> tuple[tuple[str, ...], tuple[str, ...], Table, tuple[float, ...]]:
+def ranked(verdicts: list[SetupVerdict]) -> tuple[tuple[str, ...], tuple[str, ...], Table, tuple[float, ...]]:
     """Setups and methods of the largest block without a gap, the means in it, and the mean ranks, the best first.
 
     There is nothing in it where it has fewer than `LEAST` setups or methods. Only setups with `Setup.ranks` are in it.

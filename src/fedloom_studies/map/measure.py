@@ -18,7 +18,7 @@ from fedloom.processes import check_alone
 from fedloom.report import read_runs
 from fedloom.storage import lock
 from fedloom_studies.map.judge import best
-from fedloom_studies.map.records import DONE, FAILED, NOT_APPLICABLE, Record, made, read, series_of, stale, write
+from fedloom_studies.map.records import DONE, FAILED, NOT_APPLICABLE, Record, new_record, read, series_of, stale, write
 from fedloom_studies.map.setups import MARKS, Cell, Setup
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.estimate import per_round
@@ -26,7 +26,7 @@ from fedloom_studies.reproduce.execute import Budget, Show
 from fedloom_studies.reproduce.recipe import Nominal
 
 if TYPE_CHECKING:
-    from fedloom.tune import Found
+    from fedloom.tune import SearchResult
 
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 
@@ -127,7 +127,7 @@ class _Work(NamedTuple):
                 chosen = dict(finding.best.params) if finding and finding.best else {}
                 fields = self._run(cell.setup.seeds, chosen, listeners) if finding is None or finding.best else {}
             except ConfigError as refused:
-                return made(cell, NOT_APPLICABLE, str(refused).removeprefix(f"{cell.where}: "), 0.0)
+                return new_record(cell, NOT_APPLICABLE, str(refused).removeprefix(f"{cell.where}: "), 0.0)
             except RunStopped as stopped:
                 if stopped.reason is not Stop.INTERRUPTED:
                     raise
@@ -137,9 +137,9 @@ class _Work(NamedTuple):
         trials = finding.trials if finding else ()
         reason = fields.pop("reason") if fields else f"no trial completed: {trials[-1].reason}"
         fields["trials"] = [(dict(trial.params), trial.value) for trial in trials] or [({}, None)]
-        return made(cell, FAILED if reason else DONE, reason, self._minutes("cell"), chosen=chosen, **fields)
+        return new_record(cell, FAILED if reason else DONE, reason, self._minutes("cell"), chosen=chosen, **fields)
 
-    def _search(self, listeners: tuple[Listener, ...]) -> Found:
+    def _search(self, listeners: tuple[Listener, ...]) -> SearchResult:
         """Every trial, and the best."""
         from fedloom.tune import Tuning
 

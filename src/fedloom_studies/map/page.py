@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from fedloom.algorithms import REGISTRY
 from fedloom.formats import fixed, option, options, pair, percent, significant, total
 from fedloom.report import ENOUGH, LEVEL, Comparison, Estimate, csv_of_table, differences
-from fedloom_studies.map.judge import Judged, Overall, Standing, judge, overall
+from fedloom_studies.map.judge import Overall, SetupVerdict, Standing, judge, overall
 from fedloom_studies.map.pictures import SIGNS, ladder, overview
 from fedloom_studies.map.records import NOT_RUN, Record, stale
 from fedloom_studies.map.setups import MARKS, POOLED, Cell, Setup
@@ -93,7 +93,7 @@ def pages(setups: Mapping[str, Setup], records: Mapping[tuple[str, str], Record]
     yield "map.csv", csv_of_table(table)
 
 
-def _overview(verdicts: Sequence[Judged], together: Overall | None, methods: Sequence[str]) -> str:
+def _overview(verdicts: Sequence[SetupVerdict], together: Overall | None, methods: Sequence[str]) -> str:
     setup = verdicts[0].setup
     wanted = sum(max(len(j.records), j.setup.best or len(REGISTRY)) for j in verdicts)
     head = HEAD.format(
@@ -123,7 +123,7 @@ def _overview(verdicts: Sequence[Judged], together: Overall | None, methods: Seq
     return "\n".join(lines) + "\n"
 
 
-def advice(verdicts: Sequence[Judged]) -> Iterator[str]:
+def advice(verdicts: Sequence[SetupVerdict]) -> Iterator[str]:
     """Rows of the table that comes first: what to take in each setup, what it gains and what it costs.
 
     That is the best of those significantly better than the better of local and FedAvg; without any, that one. Gains
@@ -156,7 +156,7 @@ def advice(verdicts: Sequence[Judged]) -> Iterator[str]:
     yield f"± is half of the 95 % interval over seeds. At most {MOST} setups are shown, the largest gains first."
 
 
-def finding(verdicts: Sequence[Judged]) -> str:
+def finding(verdicts: Sequence[SetupVerdict]) -> str:
     """The page's first sentences: where a method is significantly better than the better of local and FedAvg."""
     whole = [j for j in verdicts if j.reference]
     if not whole:
@@ -171,12 +171,12 @@ def finding(verdicts: Sequence[Judged]) -> str:
     return f"{first} The others are: {'; '.join(rest)}." if rest else first
 
 
-def _methods(j: Judged) -> list[Standing]:
+def _methods(j: SetupVerdict) -> list[Standing]:
     """The standings but those of local, FedAvg and pooled data."""
     return [s for s in j.standings if s.method not in MARKS]
 
 
-def sentences(j: Judged) -> list[str]:
+def sentences(j: SetupVerdict) -> list[str]:
     """Three sentences that the records of a setup support; one where they support none."""
     if not j.reference:
         return [f"Not run to the end: {len(j.records)} cells, local and FedAvg not both." if j.records else "Not run."]
@@ -216,7 +216,7 @@ def _pooled(standing: Standing | None) -> str:
     return f" One model on the pooled data reaches {_percent(standing.figures['mean'])}." if standing else ""
 
 
-def _setup(j: Judged) -> Iterator[str]:
+def _setup(j: SetupVerdict) -> Iterator[str]:
     setup = j.setup
     about = f"{setup.says}. {setup.training}. [The map](../map.md)"
     yield from (f"# {setup.title[:1].upper()}{setup.title[1:]}", "", about, "")
@@ -303,7 +303,7 @@ def _percent(estimate: Estimate | Comparison | None) -> str:
     return pair(fixed(100 * estimate.mean, 1), fixed(100 * estimate.half, 1) if math.isfinite(estimate.half) else "")
 
 
-def standing_table(verdicts: Iterable[Judged], methods: Iterable[str]) -> list[dict[str, str]]:
+def standing_table(verdicts: Iterable[SetupVerdict], methods: Iterable[str]) -> list[dict[str, str]]:
     """Where methods stand beside all that are recorded: a row per setup and method."""
     rows = []
     for j in verdicts:
@@ -323,7 +323,7 @@ def standing_table(verdicts: Iterable[Judged], methods: Iterable[str]) -> list[d
     return rows
 
 
-def tabled(verdicts: Iterable[Judged]) -> pa.Table:
+def tabled(verdicts: Iterable[SetupVerdict]) -> pa.Table:
     """A row per run with its figures, and per cell without one; numbers unrounded and unscaled."""
     rows = []
     for j in verdicts:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from fedloom.formats import rounded
 from fedloom.report import kit, look
-from fedloom_studies.map.judge import Groups, Judged
+from fedloom_studies.map.judge import Groups, SetupVerdict
 from fedloom_studies.map.records import DONE, FAILED, NOT_APPLICABLE, NOT_RUN
 
 ROW, BAR = 16, 8
@@ -18,7 +18,7 @@ SIGNS = {NOT_RUN: "·", NOT_APPLICABLE: "\N{EN DASH}", FAILED: "\N{MULTIPLICATIO
 """In cells without a gain."""
 
 
-def overview(verdicts: Sequence[Judged], methods: Sequence[str]) -> str:
+def overview(verdicts: Sequence[SetupVerdict], methods: Sequence[str]) -> str:
     """Methods x setups: the colour is the gain over the better of local and FedAvg, pale where not significant."""
     cells = []
     for j in verdicts:

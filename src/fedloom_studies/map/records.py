@@ -84,7 +84,7 @@ class Record:
     again: dict[str, Series] = field(default_factory=dict[str, Series])
 
 
-def made(cell: Cell, status: str, reason: str, minutes: float, **more: Any) -> Record:
+def new_record(cell: Cell, status: str, reason: str, minutes: float, **more: Any) -> Record:
     """The record of a cell, as of here and now."""
     today = datetime.date.today().isoformat()
     return Record(

@@ -48,9 +48,9 @@ def chart(cells: Sequence[Cell]) -> str:
     y, lines = kit.name_lines("column", [c.column for c in drawn], LETTERS)
     names = look.LETTER * min(LETTERS, max(len(c.column) for c in drawn))
     x = kit.number("value", axis={"tickCount": 4})
-    theirs = kit.mark("point", {"y": y, "x": {**x, "field": "paper"}}, shape="diamond", size=52, color=look.ORANGE,
-                     filled=False, strokeWidth=2, opacity=1)  # fmt: skip
-    inner = kit.chart(*kit.intervals({"y": y, "color": {"value": look.BLUE}}, x, size=42), theirs)
+    paper_points = kit.mark("point", {"y": y, "x": {**x, "field": "paper"}}, shape="diamond", size=52,
+                     color=look.ORANGE, filled=False, strokeWidth=2, opacity=1)  # fmt: skip
+    inner = kit.chart(*kit.intervals({"y": y, "color": {"value": look.BLUE}}, x, size=42), paper_points)
     panels = list(dict.fromkeys(row["variant"] for row in rows))
     spec = kit.panels(inner, "variant", panels, None, high=0)
     spec["facet"]["header"] |= {"labelLimit": look.PHONE - 10, "labelAnchor": "start"}

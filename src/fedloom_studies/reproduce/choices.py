@@ -28,7 +28,7 @@ from fedloom.storage import write_atomic
 from fedloom_studies.reproduce.recipe import merged
 
 if TYPE_CHECKING:
-    from fedloom.tune import Found
+    from fedloom.tune import SearchResult
 
 TRIALS = "choose"
 """Folder beside the run directories of the variants: for each, the directory of its search for settings."""
@@ -181,7 +181,7 @@ def _trials(choice: Mapping[str, Any]) -> dict[str, int]:
     return counts
 
 
-def settled(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
+def choices_so_far(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
     """What was chosen so far by the searches of a document, extensions and all; `read_choices` of each."""
     choices: dict[str, Any] = {}
     for place, searched in searches(folder, document):
@@ -266,7 +266,7 @@ def read_choices(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_choices(folder: Path, document: Mapping[str, Any], findings: Iterable[Found]) -> None:
+def write_choices(folder: Path, document: Mapping[str, Any], findings: Iterable[SearchResult]) -> None:
     """Write what a search gave beside what was known; the first candidate wins where no trial completed."""
     choices = read_choices(folder, document)
     methods = {label_of(m): m for m in document["method"]}

@@ -38,7 +38,7 @@ HEAVY = 10
 """Largest batch with which convolutional networks are timed."""
 FIXED = ("fiaelt", "fedadmm-inexact")
 """Methods whose local work does not grow with the client's samples."""
-_PLAYED: dict[str, float] = {}
+_SECONDS_OF_ROUND: dict[str, float] = {}
 
 
 def minutes(recipe: Recipe, scale: Scale) -> float:
@@ -111,9 +111,9 @@ def _gradients(method: Method, samples: float) -> float:
 def _counted(algorithm: Any, local: LocalSGD, samples: int) -> float:
     """Gradients of samples of one client in a round on a tiny federation, played once."""
     key = repr((algorithm, local, samples))  # options of an optimiser have no hash
-    if key not in _PLAYED:
-        _PLAYED[key] = _tried(algorithm, local, samples)
-    return _PLAYED[key]
+    if key not in _SECONDS_OF_ROUND:
+        _SECONDS_OF_ROUND[key] = _tried(algorithm, local, samples)
+    return _SECONDS_OF_ROUND[key]
 
 
 def _tried(algorithm: Any, local: LocalSGD, samples: int) -> float:

@@ -24,13 +24,13 @@ from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.choices import (
     TRIALS,
     check_folder,
+    choices_so_far,
     chosen,
     first,
     open_methods,
     read_choices,
     search_of,
     searches,
-    settled,
     trials_of,
     write_choices,
 )
@@ -63,7 +63,7 @@ class Budget:
 
     def __init__(self, seconds: float | None = None) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
-        self._asked = False
+        self._stop_requested = False
 
     @property
     def left(self) -> float:
@@ -73,8 +73,8 @@ class Budget:
     def __call__(self, event: Event) -> None:
         """Stops a run that goes on when the time is over."""
         here = threading.current_thread() is threading.main_thread()  # else all other processes are asked as one
-        if self.left <= 0 and not event.status and (here or not self._asked):
-            self._asked = True
+        if self.left <= 0 and not event.status and (here or not self._stop_requested):
+            self._stop_requested = True
             signal.raise_signal(signal.SIGINT)
 
 
@@ -265,4 +265,4 @@ def _variant(
     for place, searched in searches(trials, chooses):
         if open_methods(searched, read_choices(place, searched)) and not search(place, searched):
             return False
-    return run(chosen(document, settled(trials, chooses)), page=True)
+    return run(chosen(document, choices_so_far(trials, chooses)), page=True)

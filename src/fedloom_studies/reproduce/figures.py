@@ -83,7 +83,7 @@ class Unit(NamedTuple):
         sign = "+" if mean > 0 else ""
         return self._named(sign + self._shown(mean, half), self.gap)
 
-    def said(self, mean: float, half: float | None = None) -> str:
+    def in_words(self, mean: float, half: float | None = None) -> str:
         """A difference in words: ``38.1 ± 5.4 points below``."""
         return f"{self._shown(abs(mean), half)} {self.words[mean < 0]}"
 

@@ -88,7 +88,7 @@ class Rival:
 
 
 @dataclass(frozen=True)
-class Judged:
+class ClaimVerdict:
     """A claim with the tests of its rivals, and its comparisons beside it.
 
     Attributes:
@@ -109,7 +109,7 @@ class Judged:
     def verdict(self) -> str:
         """Holds against every rival; in part against some with none ahead, or where a comparison is against it."""
         word = decided(self.claim, self.rivals)
-        against = any(c.look.verdict == FAILS for c in self.known)
+        against = any(c.look.verdict == FAILS for c in self.measured)
         return PARTLY if word == HOLDS and against and not self.claim.most else word
 
     @property
@@ -118,27 +118,27 @@ class Judged:
         return min(self.rivals, key=lambda r: -abs(r.look.difference) if self.claim.equivalent else r.look.difference)
 
     @property
-    def known(self) -> list[Comparison]:
+    def measured(self) -> list[Comparison]:
         """The comparisons of which something was run."""
         return [c for c in self.comparisons if c.look.n]
 
     @property
     def right(self) -> int:
         """Comparisons whose mean is as claimed."""
-        return sum(as_claimed(self.claim, c.look.difference) for c in self.known)
+        return sum(as_claimed(self.claim, c.look.difference) for c in self.measured)
 
     @property
     def count(self) -> str:
         """How many comparisons are as claimed, how many were not run, and how many are clear."""
-        rest = self.planned - len(self.known)
-        clear = [sum(c.look.verdict == v for c in self.known) for v in (HOLDS, FAILS)]
+        rest = self.planned - len(self.measured)
+        clear = [sum(c.look.verdict == v for c in self.measured) for v in (HOLDS, FAILS)]
         left = f", {rest} not run" if rest else ""
-        return f"{self.right} of {len(self.known)}{left}; clear: {clear[0]} for, {clear[1]} against"
+        return f"{self.right} of {len(self.measured)}{left}; clear: {clear[0]} for, {clear[1]} against"
 
     @property
     def summary(self) -> str:
         """Verdict and count."""
-        if not self.known:
+        if not self.measured:
             return "not measured yet"
         return f"by construction; {self.verdict}" if self.claim.construction else f"{self.verdict} ({self.count})"
 
@@ -154,7 +154,7 @@ def decided(claim: Claim, rivals: Sequence[Rival]) -> str:
     return OPEN if not held else HOLDS if held == len(words) else PARTLY
 
 
-def claims(recipe: Recipe, numbers: Numbers) -> list[Judged]:
+def claims(recipe: Recipe, numbers: Numbers) -> list[ClaimVerdict]:
     """Every claim, with Holm's correction for its single comparisons over all of the recipe."""
     pairs = [[(pair, _leads(claim, *pair, numbers)) for pair in _pairs(recipe, claim, numbers)]
              for claim in recipe.paper.claims]  # fmt: skip
@@ -175,7 +175,7 @@ def claims(recipe: Recipe, numbers: Numbers) -> list[Judged]:
         )
         planned = len(_pairs(recipe, claim, {variant: {} for variant in recipe.variants}))
         figure = Reference.of(claim.subject, recipe.paper.figure).figure
-        verdicts.append(Judged(claim, figure, _rivals(recipe, claim, pairs_of_claim), singles, planned))
+        verdicts.append(ClaimVerdict(claim, figure, _rivals(recipe, claim, pairs_of_claim), singles, planned))
     return verdicts
 
 
@@ -226,7 +226,7 @@ def between(recipe: Recipe, left: Mapping[str, float | None], right: Mapping[str
     return _look(Claim(text="", higher="left", than=("right",)), recipe.ordered(lead), lead)
 
 
-def at_validation(recipe: Recipe, verdict: Judged, numbers: Numbers) -> Judged | None:
+def at_validation(recipe: Recipe, verdict: ClaimVerdict, numbers: Numbers) -> ClaimVerdict | None:
     """A claim judged at the round that is best on validation; None where its figures are of a named round."""
     figure = recipe.paper.figure
 
@@ -241,7 +241,7 @@ def at_validation(recipe: Recipe, verdict: Judged, numbers: Numbers) -> Judged |
     if moved == claim:
         return None
     (one,) = claims(replace(recipe, paper=recipe.paper.with_(claims=(moved,))), numbers)
-    return one if one.known else None
+    return one if one.measured else None
 
 
 def _look(claim: Claim, order: Sequence[str], lead: Mapping[str, float]) -> Look:

@@ -122,11 +122,11 @@ def _lines(recipe: Recipe, summary: Summary | None, need: Need | None) -> Iterat
 
 SHOWN = 3
 """Comparisons that are told of a claim of which the reported round decides some."""
-Moved = Mapping[str, judge.Judged | None]
+Moved = Mapping[str, judge.ClaimVerdict | None]
 """Claims by their text, at the round that is best on validation."""
 
 
-def _turns(verdicts: list[judge.Judged], moved: Moved) -> list[str]:
+def _turns(verdicts: list[judge.ClaimVerdict], moved: Moved) -> list[str]:
     """The comparisons that go the other way in another reported round."""
     lines = []
     for one in verdicts:
@@ -143,7 +143,7 @@ def _turns(verdicts: list[judge.Judged], moved: Moved) -> list[str]:
         if turned:
             more = f"; and {len(turned) - SHOWN} more" if len(turned) > SHOWN else ""
             lines.append(
-                f"- The reported round decides {len(turned)} of {len(one.known)} comparisons: {one.claim.text}: "
+                f"- The reported round decides {len(turned)} of {len(one.measured)} comparisons: {one.claim.text}: "
                 f"{'; '.join(turned[:SHOWN])}{more}."
             )
     return lines
@@ -173,14 +173,14 @@ def _table(recipe: Recipe, summary: Summary) -> Iterator[str]:
     yield ""
 
 
-def _claims(recipe: Recipe, verdicts: list[judge.Judged], moved: Moved, *, old: bool) -> Iterator[str]:
+def _claims(recipe: Recipe, verdicts: list[judge.ClaimVerdict], moved: Moved, *, old: bool) -> Iterator[str]:
     if not verdicts:
         return
     yield "| claim | verdict | least difference over rivals | at the round chosen on validation | the paper's |"
     yield "|---|---|---|---|---|"
     for one in verdicts:
         papers_margin = unit(one.figure).difference(judge.papers_lead(recipe, one.claim))
-        if old or not one.known:
+        if old or not one.measured:
             yield f"| {one.claim.text} | {UNMEASURED} | - | - | {papers_margin} |"
             continue
         verdict = f"by construction; {one.verdict}" if one.claim.construction else f"{one.verdict}{shows(one)}"
@@ -190,18 +190,18 @@ def _claims(recipe: Recipe, verdicts: list[judge.Judged], moved: Moved, *, old: 
     yield ""
     if old:
         return
-    several = [one for one in verdicts if len(one.known) > 1 and not one.claim.construction]
+    several = [one for one in verdicts if len(one.measured) > 1 and not one.claim.construction]
     if several:
         yield from ("| comparison | difference | clear (Holm) |", "|---|---|---|")
     for one in several:
-        for c in sorted(one.known, key=lambda c: c.look.difference):
+        for c in sorted(one.measured, key=lambda c: c.look.difference):
             pair = f"{c.left} against {c.right}".replace("|", "\\|")
             yield f"| {pair} | {interval(c.look, one.figure)} | {c.look.verdict} |"
     if several:
         yield ""
 
 
-def difference(verdict: judge.Judged) -> str:
+def difference(verdict: judge.ClaimVerdict) -> str:
     """The difference to the rival that is nearest to contradicting the claim, and the margin beside it."""
     least, of = verdict.least, unit(verdict.figure)
     margin = of.value(verdict.claim.margin).replace("%", of.gap)
@@ -215,7 +215,7 @@ def interval(look: judge.Look, figure: str) -> str:
     return f"{unit(figure).difference(look.difference, look.half)} ({level}n = {look.n})"
 
 
-def shows(verdict: judge.Judged) -> str:
+def shows(verdict: judge.ClaimVerdict) -> str:
     """For an undecided claim the smallest difference that so many seeds could have shown."""
     look = verdict.least.look
     if verdict.verdict != judge.OPEN or not math.isfinite(look.detectable):

@@ -111,7 +111,7 @@ class Cell(NamedTuple):
     recipe: str = ""
 
 
-Found = Mapping[str, Summary | None]
+Summaries = Mapping[str, Summary | None]
 
 
 def sheets() -> tuple[Sheet, ...]:
@@ -137,7 +137,7 @@ def pages(recipes: Mapping[str, Recipe], results: Path) -> Iterator[tuple[str, s
             yield f"{name}.svg", figure
 
 
-def overview(recipes: Mapping[str, Recipe], summaries: Found, needed: Mapping[str, Need]) -> str:
+def overview(recipes: Mapping[str, Recipe], summaries: Summaries, needed: Mapping[str, Need]) -> str:
     """The page of all papers."""
     papers = [(sheet, [_cells(recipes, summaries, row) for row in sheet.row]) for sheet in sheets()]
     lines = [HEAD, '<div class="narrow" markdown="1">', ""]
@@ -157,7 +157,7 @@ def _section(
     sheet: Sheet,
     cells: list[tuple[Cell, Cell]],
     recipes: Mapping[str, Recipe],
-    summaries: Found,
+    summaries: Summaries,
     needed: Mapping[str, Need],
 ) -> Iterator[str]:
     """A paper: counts, its claims as rows, the reason, one picture, and an appendix of all its recipes."""
@@ -195,11 +195,11 @@ def _section(
     yield from ("", "</details>", "")
 
 
-def _cells(recipes: Mapping[str, Recipe], summaries: Found, row: Row) -> tuple[Cell, Cell]:
+def _cells(recipes: Mapping[str, Recipe], summaries: Summaries, row: Row) -> tuple[Cell, Cell]:
     return _cell(recipes, summaries, row, row.published), _cell(recipes, summaries, row, row.fair)
 
 
-def _cell(recipes: Mapping[str, Recipe], summaries: Found, row: Row, names: Iterable[str]) -> Cell:
+def _cell(recipes: Mapping[str, Recipe], summaries: Summaries, row: Row, names: Iterable[str]) -> Cell:
     """The verdict of the recipe that counts: of its present version, complete, and the one at full length first."""
     names = list(names)
     if not names:
@@ -211,7 +211,7 @@ def _cell(recipes: Mapping[str, Recipe], summaries: Found, row: Row, names: Iter
         recipe, summary = recipes[name], summaries.get(name)
         if summary is None or not summary.complete or earlier(recipe, summary):
             continue
-        one = _judged(recipe, summary, row.claim)
+        one = _verdict_on(recipe, summary, row.claim)
         if one is not None:
             measured.append((not _full_length(recipe, summary), name, one))
     if not measured:
@@ -220,7 +220,7 @@ def _cell(recipes: Mapping[str, Recipe], summaries: Found, row: Row, names: Iter
     return Cell(one.verdict, _number(one), name)
 
 
-def _number(one: judge.Judged) -> str:
+def _number(one: judge.ClaimVerdict) -> str:
     """The difference to the nearest rival; where that is a number, the subject's own figure beside it."""
     of, look, rival = unit(one.figure), one.least.look, one.least.name
     if not re.fullmatch(r"-?[\d.e-]+", rival):
@@ -234,9 +234,9 @@ def _full_length(recipe: Recipe, summary: Summary) -> bool:
     return recipe.paper.reduced is None and {d["rounds"] for d in recipe.at("full").values()} == {summary.rounds}
 
 
-def _judged(recipe: Recipe, summary: Summary, start: str) -> judge.Judged | None:
+def _verdict_on(recipe: Recipe, summary: Summary, start: str) -> judge.ClaimVerdict | None:
     verdicts = judge.claims(recipe, summary.numbers)
-    return next((one for one in verdicts if one.known and one.claim.text.startswith(start)), None)
+    return next((one for one in verdicts if one.measured and one.claim.text.startswith(start)), None)
 
 
 def _shown(cell: Cell) -> str:
@@ -283,7 +283,9 @@ def _verdicts(recipe: Recipe, summary: Summary | None) -> str:
     """How the claims of a recipe came out; empty where its present version has no result."""
     if summary is None or earlier(recipe, summary) or not summary.complete:
         return ""
-    words = [one.verdict for one in judge.claims(recipe, summary.numbers) if one.known and not one.claim.construction]
+    words = [
+        one.verdict for one in judge.claims(recipe, summary.numbers) if one.measured and not one.claim.construction
+    ]
     shown = ", ".join(f"{words.count(word)} {word}" for word in judge.VERDICTS if word in words)
     return f"; claims: {shown}" if shown else ""
 
@@ -311,7 +313,7 @@ def _corrections(papers: list[tuple[Sheet, list[tuple[Cell, Cell]]]]) -> Iterato
 
 
 def _unaffordable(
-    papers: list[tuple[Sheet, list[tuple[Cell, Cell]]]], recipes: Mapping[str, Recipe], summaries: Found,
+    papers: list[tuple[Sheet, list[tuple[Cell, Cell]]]], recipes: Mapping[str, Recipe], summaries: Summaries,
     needed: Mapping[str, Need],
 ) -> Iterator[str]:  # fmt: skip
     """Commands and estimates of what this page leaves open: what needs a GPU, and what is not measured yet."""

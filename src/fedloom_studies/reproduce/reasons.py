@@ -67,5 +67,5 @@ def _measured(sides: list[str], recipes: Mapping[str, Recipe], summaries: Mappin
         if not look.half < abs(look.difference):
             shown = of.difference(look.difference, look.half)
             raise ConfigError(f"papers.toml: {' - '.join(sides)!r} is not clear: {shown}; leave the sentence out")
-        text = of.said(look.difference, look.half)
+        text = of.in_words(look.difference, look.half)
     return f"[{text}]({FOLDER}/{name}.md)"

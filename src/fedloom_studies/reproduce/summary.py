@@ -19,7 +19,7 @@ from fedloom.formats import rounded
 from fedloom.report import MODELS, WORK, Run, read_runs
 from fedloom.rundir import file_name, label_of
 from fedloom.storage import write_atomic
-from fedloom_studies.reproduce.choices import TRIALS, settled, trials_of
+from fedloom_studies.reproduce.choices import TRIALS, choices_so_far, trials_of
 from fedloom_studies.reproduce.figures import Reference, values
 from fedloom_studies.reproduce.recipe import Recipe, Scale
 from fedloom_studies.store import not_a_record, put, records
@@ -95,7 +95,7 @@ def summarise(
         versions = run.options["resolved"]["versions"]
         numbers[variant] = numbers_of(recipe, document, run)
         trials = trials_of(document, folder.name)
-        choices = {} if trials != folder.name and chosen else settled(out / TRIALS / trials, document)
+        choices = {} if trials != folder.name and chosen else choices_so_far(out / TRIALS / trials, document)
         chosen |= {variant: choices} if choices else {}
         wanted = {(label_of(m), seed) for m in document["method"] for seed in document["seeds"]}
         ended = {(r.method, r.seed): r for r in run.summary.runs if r.status != "interrupted"}

@@ -78,10 +78,10 @@ class Clustered(Sized):
         """m W_k(i) in samples, int64 ``[m, n]``: rows sum to sum_i n_i, columns to m n_i."""
         size, m = masses(ctx, self.masses), self.size(ctx.n)
         if not isinstance(state, Gradients):
-            return filled(size, m, [[i] for i in size.argsort(descending=True, stable=True).tolist()], own=False)
+            return filled(size, m, [[i] for i in size.argsort(descending=True, stable=True).tolist()], separate=False)
         groups = subtrees(distances(state.g, self.distance), m * size % size.sum(), int(size.sum()))
         order = torch.randperm(ctx.n, generator=ctx.rng("leftover")).argsort()
-        return filled(size, m, [sorted(group, key=order.tolist().__getitem__) for group in groups], own=True)
+        return filled(size, m, [sorted(group, key=order.tolist().__getitem__) for group in groups], separate=True)
 
     def apply(self, state: Gradients | Nothing, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Gradients | Nothing]:
         """One client from each distribution."""
@@ -135,14 +135,14 @@ def subtrees(distance: Tensor, mass: Tensor, limit: int) -> list[list[int]]:
     return [groups[node] for node in sorted(groups, key=lambda node: (-weight[node], node))]
 
 
-def filled(size: Tensor, m: int, groups: list[list[int]], *, own: bool) -> Tensor:
+def filled(size: Tensor, m: int, groups: list[list[int]], *, separate: bool) -> Tensor:
     """Fill m distributions of mass sum(size) with m n_i of every client, int64 ``[m, n]``.
 
     Args:
         size: ``[n]`` integers n_i.
         m: distributions.
         groups: ids in the order in which they are filled in.
-        own: each of the first groups has a distribution of its own, as long as there are some.
+        separate: each of the first groups has a distribution of its own, as long as there are some.
     """
     full, total = int(size.sum()), m * size
     w = torch.zeros(m, len(size), dtype=torch.long)
@@ -152,7 +152,7 @@ def filled(size: Tensor, m: int, groups: list[list[int]], *, own: bool) -> Tenso
         w[k : k + whole, i] = full
         k += whole
     room = [0] * k + [full] * (m - k)
-    if own:
+    if separate:
         first, groups = groups[: m - k], groups[m - k :]
         for row, group in enumerate(first, k):
             for i in group:

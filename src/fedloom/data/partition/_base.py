@@ -264,10 +264,10 @@ def _notes(
     if y is not None:
         absent = np.flatnonzero(np.bincount(y[y >= 0], minlength=len(classes)) == 0)
         if len(absent):
-            which = ", ".join(repr(classes[c]) for c in absent[:8]) + (", ..." if len(absent) > 8 else "")
+            absent_names = ", ".join(repr(classes[c]) for c in absent[:8]) + (", ..." if len(absent) > 8 else "")
             notes.append(
-                f"the data have no sample of {len(absent)} of their {len(classes)} classes ({which}), for which the "
-                "model has outputs all the same: number the labels from 0 without gaps, if that was not meant"
+                f"the data have no sample of {len(absent)} of their {len(classes)} classes ({absent_names}), for which "
+                "the model has outputs all the same: number the labels from 0 without gaps, if that was not meant"
             )
         cells = [owners(cut[part]) * len(classes) + y[cut[part].index] for part in ("train", "test")]
         unknown, counts = np.unique(cells[1][~np.isin(cells[1], cells[0])], return_counts=True)

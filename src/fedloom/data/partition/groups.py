@@ -76,12 +76,12 @@ def _by_level(part: Writers | Column, pool: Pool, codes: Ints, names: tuple[str,
     client = np.full(len(names), n)
     client[levels[: len(group)]] = group
     label = tuple(names[level] for level in levels) if n == len(levels) else ()
-    test = _taken(pool.data.test.numpy(), codes, client, n) if pool.data.test is not None else None
+    test = _dealt_samples(pool.data.test.numpy(), codes, client, n) if pool.data.test is not None else None
     official = test if part.test_from == "users" else None
-    return Draw(_taken(pool.index, codes, client, n), test=official, names=label, notes=tuple(notes))
+    return Draw(_dealt_samples(pool.index, codes, client, n), test=official, names=label, notes=tuple(notes))
 
 
-def _taken(index: Ints, codes: Ints, client: Ints, n: int) -> Dealt:
+def _dealt_samples(index: Ints, codes: Ints, client: Ints, n: int) -> Dealt:
     owner = client[codes[index]]
     return by_owner(index[owner < n], owner[owner < n], n)
 

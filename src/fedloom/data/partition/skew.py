@@ -94,7 +94,7 @@ class Shards(Sized):
         if self.variant == "labels":
             return Draw(deal(lists, _shared_classes(lists, n, q, rng, pool)))
         if self.variant == "flame":
-            sizes = np.concatenate([even(len(own), math.ceil(q * n / classes)) for own in lists])
+            sizes = np.concatenate([even(len(class_index), math.ceil(q * n / classes)) for class_index in lists])
         else:
             sizes = even(len(pool), n * q)
         if sizes.min() == 0:
@@ -109,7 +109,7 @@ class Shards(Sized):
 
 def _shared_classes(lists: list[Ints], n: int, q: int, rng: np.random.Generator, pool: Pool) -> Ints:
     """Counts [n, C]: each client takes the q classes least taken so far, ties at random."""
-    held = np.array([len(own) for own in lists])
+    held = np.array([len(class_index) for class_index in lists])
     open_ = np.flatnonzero(held)
     if q > len(open_):
         raise PartitionError(
@@ -151,7 +151,7 @@ class Few(Sized):
         """Sizes, then the next samples of each user's classes."""
         rng = numpy_generator(seed, purpose="few")
         lists = pool.by_class(self.kind, rng)
-        held = np.array([len(own) for own in lists])
+        held = np.array([len(class_index) for class_index in lists])
         if self.labels_per_client > len(lists):
             raise PartitionError(
                 f"few: labels_per_client = {self.labels_per_client}, but {pool.data.name} has {len(lists)} classes; "
@@ -205,7 +205,7 @@ class Dirichlet(Sized):
         self.fits(pool)
         rng = numpy_generator(seed, purpose="dirichlet")
         lists = pool.by_class(self.kind, rng)
-        held = np.array([len(own) for own in lists])
+        held = np.array([len(class_index) for class_index in lists])
         if self.by == "class":
             what = f"dirichlet: {len(pool)} samples of {pool.data.name}, {self.clients} clients, beta {self.beta}"
             cure = "raise beta, or lower clients or min_size"

@@ -54,8 +54,8 @@ class Npy(_Arrays):
                 f"{place / 'x.npy'}: holds {x.dtype} in {'C' if x.flags.c_contiguous else 'Fortran'} order; to stay on "
                 "disk it must be uint8 or float32 in C order: save it so"
             )
-        given: dict[str, Any] = {"where": place, "mean": self.mean, "std": self.std, "users": users}
-        return of_arrays(place.name, x, y, self.task, vocabulary=self.vocabulary or (), **given)
+        options: dict[str, Any] = {"where": place, "mean": self.mean, "std": self.std, "users": users}
+        return of_arrays(place.name, x, y, self.task, vocabulary=self.vocabulary or (), **options)
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
         """x, as it lies on disk."""
@@ -92,8 +92,8 @@ class Npz(_Arrays):
         rooms = [(x_keys, x), (y_keys, y), *([] if users is None else [(["users"], users)])]
         self._read(place, headers, rooms)
         split = headers[x_key].shape[0] if len(sides) == 2 else None
-        given: dict[str, Any] = {"where": place, "split": split, "mean": self.mean, "std": self.std, "users": users}
-        return of_arrays(place.stem, x, y, self.task, vocabulary=self.vocabulary or (), **given)
+        options: dict[str, Any] = {"where": place, "split": split, "mean": self.mean, "std": self.std, "users": users}
+        return of_arrays(place.stem, x, y, self.task, vocabulary=self.vocabulary or (), **options)
 
     def samples(self, data_dir: str | Path | None = None) -> tuple[NDArray[Any], None]:
         """The features alone; an array of another name will do where it is the only one."""

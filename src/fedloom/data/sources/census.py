@@ -136,11 +136,11 @@ class Adult(FileSource):
         """Both files; adult.test is the official test set."""
         folders = ("tabular/adult.tar.xz", "tabular/adult", "adult")
         place = locate("UCI adult", self.path, data_dir, folders, _holds("adult.data*", "adult*.tar*"))
-        found = list(_tables(place, ("adult.data", "adult.test"), ADULT))
-        if not found:
+        tables = list(_tables(place, ("adult.data", "adult.test"), ADULT))
+        if not tables:
             raise DataError(f"UCI adult: {place} has neither adult.data nor adult.test; put both there")
-        in_test = np.repeat([name == "adult.test" for name, _ in found], [len(values) for _, values in found])
-        values = np.concatenate([values for _, values in found])
+        in_test = np.repeat([name == "adult.test" for name, _ in tables], [len(values) for _, values in tables])
+        values = np.concatenate([values for _, values in tables])
         column = {name: torch.from_numpy(values[:, j]) for j, name in enumerate(ADULT)}
         codes = {name: column[name].long() for name, levels in ADULT.items() if levels}
         y, start = codes.pop("income"), 0

@@ -89,9 +89,11 @@ def read(
     if train[1:] != test[1:]:
         raise DataError(f"{name}: {place} has training images of {train[1:]} but test images of {test[1:]}")
     for side, (count, *_) in (("train", train), ("t10k", test)):
-        given = sizes[f"{side}-labels-idx1-ubyte"][0]
-        if given != count:
-            raise DataError(f"{name}: {place} has {count} {side} images but {given} labels; fetch the files again")
+        label_count = sizes[f"{side}-labels-idx1-ubyte"][0]
+        if label_count != count:
+            raise DataError(
+                f"{name}: {place} has {count} {side} images but {label_count} labels; fetch the files again"
+            )
     total = train[0] + test[0]
     x, y = np.empty((total, 1, *train[1:]), np.uint8), np.empty(total, np.uint8)
     for entry in entries(place, _wanted):

@@ -40,7 +40,7 @@ class Collector:
         self.counts: list[int] = []
         self.in_test: list[bool] = []
         self.codes: dict[str, int] = {}
-        self._seen: dict[tuple[str, bool], str] = {}
+        self._file_of: dict[tuple[str, bool], str] = {}
 
     def file(self, entry: Entry, in_test: bool) -> None:
         """Reads one file: its text and the lists of one user are the most that is held beside the arrays."""
@@ -57,7 +57,7 @@ class Collector:
             return fields
 
         try:
-            found = json.loads(entry.stream.read(), object_pairs_hook=compact)
+            parsed = json.loads(entry.stream.read(), object_pairs_hook=compact)
         except (ValueError, RecursionError) as error:
             if isinstance(error, DataError):
                 raise
@@ -65,11 +65,11 @@ class Collector:
             raise DataError(
                 f"{where}: broken JSON, {why}; the file is truncated or not LEAF, fetch it again"
             ) from error
-        document: dict[str, Any] = found if isinstance(found, dict) else {}
+        document: dict[str, Any] = parsed if isinstance(parsed, dict) else {}
         declared, data, sizes = (document.get(key) for key in ("users", "user_data", "num_samples"))
         if not (isinstance(declared, list) and all(isinstance(u, str) for u in declared)) or not isinstance(data, dict):
             raise DataError(f"{where}: no list of users or no user_data; not a LEAF file")
-        held = {user: self._user(own, user, in_test, where) for user, own in data.items()}
+        held = {user: self._user(samples, user, in_test, where) for user, samples in data.items()}
         if not held:
             raise DataError(f"{where}: no list of users or no user_data; not a LEAF file")
         if len(set(declared)) != len(declared):
@@ -103,10 +103,10 @@ class Collector:
         return _numbers(listed)
 
     def _user(self, entry: Any, user: str, in_test: bool, where: str) -> int:
-        if (user, in_test) in self._seen:
-            other = self._seen[user, in_test]
+        if (user, in_test) in self._file_of:
+            other = self._file_of[user, in_test]
             raise DataError(f"{where}: user {user!r} comes twice (also in {other}); every user may come once")
-        self._seen[user, in_test] = where
+        self._file_of[user, in_test] = where
         x, listed = (entry.get(key, []) if isinstance(entry, dict) else [] for key in ("x", "y"))
         if isinstance(x, str):
             raise DataError(f"{where}: user {user!r} {x}")

@@ -34,7 +34,7 @@ PAIRS = (
 )
 """Names that dictionaries have for features and targets."""
 LABELS = ("label", "labels", "fine_label", "target", "y")
-KNOWN = (
+ACCEPTED = (
     "arrays or tensors (x, y), a dictionary with x and y, a torch Dataset, a Hugging Face Dataset, a pandas DataFrame"
 )
 
@@ -151,7 +151,7 @@ def side_of(obj: Any, target: Any, column: str | None, users: Any, name: str) ->
         "to_pandas": "give x.to_pandas()",
     }
     hint = next((f"; {say}" for key, say in hints.items() if hasattr(obj, key)), "")
-    raise ConfigError(f"{name}: cannot make a data set of {type(obj).__name__}{hint}; known are {KNOWN}")
+    raise ConfigError(f"{name}: cannot make a data set of {type(obj).__name__}{hint}; known are {ACCEPTED}")
 
 
 def _is_client(pair: tuple[Any, Any]) -> bool:
@@ -178,8 +178,8 @@ def _samples(obj: TorchDataset[Any], name: str) -> Iterator[Any]:
 
 
 def _pairs(samples: Iterable[Any], name: str) -> Iterator[tuple[Any, Any]]:
-    for k, given in enumerate(samples):
-        sample = _named(given) or given
+    for k, entry in enumerate(samples):
+        sample = _named(entry) or entry
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
             what = f" with {', '.join(map(repr, sample))}" if isinstance(sample, Mapping) else ""
             what += f" of {len(sample)}" if isinstance(sample, (tuple, list)) else ""

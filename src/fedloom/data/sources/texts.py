@@ -88,14 +88,14 @@ class Texts(FileSource):
                 raise ConfigError(f"{place}: text, label and users must be three columns, got {[self.text, *roles]}")
             texts, coded = [], {c: Codes() for c in roles}
             for start, column, cells in raw.cells:
-                gone = np.array([cell is None or not str(cell).strip() for cell in cells])
-                if gone.any() and column in (self.text, *roles):
-                    what = f"row {raw.problems.first + start + int(gone.argmax())}, column {column!r}: empty"
-                    raw.problems.add("empty", column, what, [None] * int(gone.sum()), "fill it, or leave the row out")
+                empty = np.array([cell is None or not str(cell).strip() for cell in cells])
+                if empty.any() and column in (self.text, *roles):
+                    what = f"row {raw.problems.first + start + int(empty.argmax())}, column {column!r}: empty"
+                    raw.problems.add("empty", column, what, [None] * int(empty.sum()), "fill it, or leave the row out")
                 if column == self.text:
                     texts += [str(cell) for cell in cells]
                 elif column in coded:
-                    coded[column].add(cells, gone)
+                    coded[column].add(cells, empty)
             refuse(raw.problems.where, raw.problems.sentences())
         if not texts:
             raise NoSamples(f"{place}: no rows below the header; an empty table")
@@ -147,13 +147,13 @@ class Shakespeare(FileSource):
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """All speakers; a class is a character of the texts, and every character is a token."""
         place = locate("Shakespeare", self.path, data_dir, ("shakespeare",), holds_json)
-        found = collect(place, "", _Lines(Leaf(), None))
-        texts, following = found.x[:, 0].tolist(), [chr(int(code)) for code in found.y]
+        users = collect(place, "", _Lines(Leaf(), None))
+        texts, following = users.x[:, 0].tolist(), [chr(int(code)) for code in users.y]
         vocabulary = vocabulary_of([*texts, *following], "character")
         code = {character: k for k, character in enumerate(vocabulary[2:])}
         y = torch.tensor([code[character] for character in following])
         x = encoded(texts, vocabulary, self.length or max(map(len, texts)))
-        return of_users(place, found, "shakespeare", "speaker", x, y, "classification", vocabulary[2:], vocabulary)
+        return of_users(place, users, "shakespeare", "speaker", x, y, "classification", vocabulary[2:], vocabulary)
 
 
 class Sent140(FileSource):
@@ -165,11 +165,11 @@ class Sent140(FileSource):
     def load(self, data_dir: str | Path | None = None) -> Dataset:
         """All users; tokens are words and punctuation marks in lower case."""
         place = locate("Sent140", self.path, data_dir, ("sent140",), holds_json)
-        found = collect(place, "", _Tweets(Leaf(), None))
-        texts = found.x[:, 0].tolist()
+        users = collect(place, "", _Tweets(Leaf(), None))
+        texts = users.x[:, 0].tolist()
         vocabulary = vocabulary_of(texts, "word", self.words)
-        x, y = encoded(texts, vocabulary, self.length), torch.from_numpy((found.y > 0).astype(np.int64))
-        return of_users(place, found, "sent140", "user", x, y, "binary", ("negative", "positive"), vocabulary)
+        x, y = encoded(texts, vocabulary, self.length), torch.from_numpy((users.y > 0).astype(np.int64))
+        return of_users(place, users, "sent140", "user", x, y, "binary", ("negative", "positive"), vocabulary)
 
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef

@@ -49,7 +49,7 @@ class Survey:
             signs = kind.signs()
             kind = kind.with_(**signs._asdict())
             self.options = {"separator": signs.separator} | ({"decimal": ","} if signs.decimal == "," else {})
-        self.known = kind.markers
+        self.markers = kind.markers
         cells: dict[str, list[str]] = {}
         with kind.open() as raw:
             self.names = raw.names
@@ -57,8 +57,8 @@ class Survey:
             for name in raw.names:
                 cells[name] = []
             for piece in raw.cells if not twice else ():
-                gone = is_missing(piece.cells, self.known)
-                cells[piece.column] += ["" if g else str(c) for c, g in zip(piece.cells, gone, strict=True)]
+                missing = is_missing(piece.cells, self.markers)
+                cells[piece.column] += ["" if g else str(c) for c, g in zip(piece.cells, missing, strict=True)]
             blocked = raw.problems.sentences()
         blocked += [f"more than one column is called {name!r}; rename them" for name in twice]
         if blocked:

@@ -27,7 +27,7 @@ TELLS = 0.995
 """AUROC or R2 from which a single column tells the target, as what is known only afterwards does."""
 DOUBTFUL = 0.95
 """AUROC or R2 of a single column from which it is worth a second look; of one named as a later one, `LATE`."""
-LATE = 0.75
+DOUBTFUL_IF_LATER = 0.75
 SHOWN = 8
 """Most names in a sentence."""
 SIGNS = re.compile(r"[€$£]?\s?[-+]?(\d{1,3}([,' ]\d{3})+|\d+)([.,]\d+)?\s?[%€$£]?")
@@ -72,11 +72,11 @@ class Draft:
     def _say(self, column: Facts, sentence: str) -> None:
         self.report.append(f"  column {column.name!r}: {sentence}")
 
-    def _take_target(self, given: str | None) -> None:
+    def _take_target(self, option: str | None) -> None:
         survey, fit = self._survey, self._survey.targets()
-        if given is None and not fit:
+        if option is None and not fit:
             raise ConfigError(f"{survey.path}: no column looks like the target; name one by --target; {self._ask}")
-        self._target = target = survey.column(fit[0] if given is None else given, "--target")
+        self._target = target = survey.column(fit[0] if option is None else option, "--target")
         wrong = {"empty": "is empty", "date": "holds dates"}.get(target.kind)
         wrong = wrong or ("is the same in every row" if target.constant else None)
         if wrong or (target.kind == "text" and target.identifies):
@@ -93,7 +93,7 @@ class Draft:
         spread += f" and {len(classes) - SHOWN} more" if len(classes) > SHOWN else ""
         if measured:
             spread = f"{self._values.min():g} to {self._values.max():g}, mean {self._values.mean():g}"
-        self.report.append(f"target: {self._named(target, given, fit)}, {self._task}: {spread}")
+        self.report.append(f"target: {self._named(target, option, fit)}, {self._task}: {spread}")
         if target.missing:
             self._say(target, f"{target.missing} rows have no target; they are left out")
         if not measured and (rare := {name: count for name, count in classes.items() if count < LEAST}):
@@ -103,26 +103,26 @@ class Draft:
             self._alike(target)
 
     @staticmethod
-    def _named(chosen: Facts, given: str | None, fit: list[str]) -> str:
+    def _named(chosen: Facts, option: str | None, fit: list[str]) -> str:
         alternatives = [repr(name) for name in fit if name != chosen.name][:4]
         note = (
             f" (not given{'; it may also be ' + ', '.join(alternatives) if alternatives else ''})"
-            if given is None
+            if option is None
             else ""
         )
         return f"{chosen.name!r}{note}"
 
-    def _take_site(self, given: str | None) -> None:
+    def _take_site(self, option: str | None) -> None:
         survey, target, fit = self._survey, self._target, self._survey.sites(self._target.name)
         has_target = (target.cells != "") & ~np.isin(target.cells.astype(str), target.odd)
 
         def sizes(site: Facts) -> tuple[NDArray[np.str_], NDArray[np.int64]]:
             return np.unique(site.cells[has_target & (site.cells != "")].astype(str), return_counts=True)
 
-        self._site = survey.column(given, "--by") if given else None
+        self._site = survey.column(option, "--by") if option else None
         if self._site is target:
-            raise ConfigError(f"{survey.path}: {given!r} is taken for the target; --target names another column")
-        if given is None:
+            raise ConfigError(f"{survey.path}: {option!r} is taken for the target; --target names another column")
+        if option is None:
             fit = [name for name in fit if (sizes(survey.columns[name])[1] >= SMALLEST).sum() >= 2]
             self._site = survey.columns[fit[0]] if fit else None
         self._clients = max(2, min(10, int(has_target.sum()) // 50))
@@ -137,10 +137,10 @@ class Draft:
                 f"rows, a federation needs two; {self._ask}"
             )
         self.report.append(
-            f"site: {self._named(site, given, fit)}, {len(kept)} sites of {kept.min()} to {kept.max()} rows"
+            f"site: {self._named(site, option, fit)}, {len(kept)} sites of {kept.min()} to {kept.max()} rows"
         )
-        if gone := survey.rows - len(site.there):
-            self._say(site, f"{gone} rows have no site; they are left out")
+        if without_site := survey.rows - len(site.present):
+            self._say(site, f"{without_site} rows have no site; they are left out")
         if not keep.all():
             self._say(site, f"sites of fewer than {SMALLEST} rows, left out: {_list(names[~keep])}")
         if (small := keep & (counts < FEW)).any():
@@ -242,7 +242,7 @@ class Draft:
         if share.value >= TELLS:
             return f"tells the target by itself ({share.text}), as what is known only afterwards does"
         later = bool(LATER.search(c.name))
-        if share.value >= DOUBTFUL or (later and share.value >= LATE):
+        if share.value >= DOUBTFUL or (later and share.value >= DOUBTFUL_IF_LATER):
             self._say(c, f"nearly tells the target ({share.text}); leave it out unless it is known beforehand")
         elif later:
             self._say(c, "is known only later, by its name; leave it out unless it is known beforehand")
@@ -318,7 +318,7 @@ class Draft:
         data |= {"drop": list(self._drop)} if self._drop else {}
         data |= {"missing": self._odd} if self._odd else {}
         data |= {"impute": True} if self._impute else {}
-        if self._target.missing or (self._site is not None and len(self._site.there) < survey.rows):
+        if self._target.missing or (self._site is not None and len(self._site.present) < survey.rows):
             data["unlabelled"] = "drop"
         if self._task == "regression":
             data |= {"centre": _rounded(float(self._values.mean()))}

@@ -63,12 +63,12 @@ class Facts:
 
     def __post_init__(self) -> None:
         self.kind = "empty"
-        if not len(self.there):
+        if not len(self.present):
             return
         numeric = sum(count for level, count in self.levels.items() if is_number(level))
         strange = [level for level in self.levels if not is_number(level)]
         tokens = all(level.strip().lower() in TOKENS for level in strange)
-        share = 1 - numeric / len(self.there)
+        share = 1 - numeric / len(self.present)
         if not share or (numeric and (tokens or (share <= ODD and len(strange) <= FEW / 4))):
             self.kind, self.odd = "number", strange
             self.extremes = self._extremes()
@@ -78,23 +78,23 @@ class Facts:
             self.kind = "text"
 
     @cached_property
-    def there(self) -> NDArray[np.object_]:
+    def present(self) -> NDArray[np.object_]:
         """Cells that are not missing."""
-        present: NDArray[np.object_] = self.cells[self.cells != ""]
-        return present
+        cells: NDArray[np.object_] = self.cells[self.cells != ""]
+        return cells
 
     @cached_property
     def levels(self) -> dict[str, int]:
         """Rows of every different cell, the most frequent first."""
-        names, counts = np.unique(self.there.astype(str), return_counts=True)
+        names, counts = np.unique(self.present.astype(str), return_counts=True)
         order = np.argsort(-counts, kind="stable")
         return {str(names[k]): int(counts[k]) for k in order}
 
     @cached_property
     def values(self) -> NDArray[np.float64]:
         """``[N]`` numbers, NaN where there is none, and where one means missing."""
-        gone = {"", *self.extremes}
-        return np.array([float(c) if c not in gone and is_number(c) else np.nan for c in self.cells])
+        missing = {"", *self.extremes}
+        return np.array([float(c) if c not in missing and is_number(c) else np.nan for c in self.cells])
 
     def _extremes(self) -> dict[str, int]:
         """Cells that recur at one end of the numbers, as people write what is not known, and their counts.
@@ -122,8 +122,8 @@ class Facts:
     @property
     def missing(self) -> int:
         """Missing cells, those among numbers that are none, or mean missing, counted."""
-        gone = [*self.odd, *self.extremes]
-        return len(self.cells) - len(self.there) + sum(self.levels[level] for level in gone)
+        missing_levels = [*self.odd, *self.extremes]
+        return len(self.cells) - len(self.present) + sum(self.levels[level] for level in missing_levels)
 
     @property
     def constant(self) -> bool:
@@ -139,7 +139,7 @@ class Facts:
     @property
     def identifies(self) -> bool:
         """Whether it names rows: texts that are nearly all different, or whole numbers in a row or by that name."""
-        n, different = len(self.there), len(self.levels)
+        n, different = len(self.present), len(self.levels)
         if n < FEW or different < 0.9 * n:
             return False
         if self.kind == "text":
@@ -152,7 +152,7 @@ class Facts:
     def groups(self) -> NDArray[np.int64]:
         """``[N]`` group of every row: its level, or one of `BINS` of equal size; missing cells are a group."""
         if self.kind == "number" and len(self.levels) > BINS:
-            bins = min(BINS, max(len(self.there) // PER_LEVEL, 1))
+            bins = min(BINS, max(len(self.present) // PER_LEVEL, 1))
             cuts = np.nanquantile(self.values, np.linspace(0, 1, bins + 1)[1:-1])
             return np.where(np.isnan(self.values), len(cuts) + 1, np.searchsorted(cuts, self.values, side="right"))
         return np.unique(self.cells.astype(str), return_inverse=True)[1].astype(np.int64)

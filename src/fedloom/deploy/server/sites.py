@@ -83,7 +83,7 @@ class Sites:
         self._scores = (scored, {c: reply.metrics for c, reply in replies.items()})
         replies = {c: reply for c, reply in replies.items() if c in letters}
         if job.setting.aggregator is not None:
-            count = len({*replies, *job.kept.seen.nonzero()[:, 0].tolist()} if job.kept_fields else replies)
+            count = len({*replies, *job.kept.occupied.nonzero()[:, 0].tolist()} if job.kept_fields else replies)
             try:
                 job.setting.aggregator.check(count)
             except ConfigError as error:

@@ -59,9 +59,9 @@ def make_oracle(
         raise Refused("oracle 'stacked' cannot take batch statistics or a module's own randomness; use 'looped'")
     if precision == "bf16":
         check_bf16(fed.device, fed.dtype, oracle.name)
-    made: Network = oracle(module, task, fed, augment)
-    made.low = precision == "bf16"
-    return made
+    network: Network = oracle(module, task, fed, augment)
+    network.low = precision == "bf16"
+    return network
 
 
 def _rule(module: nn.Module, fed: Federation) -> str:

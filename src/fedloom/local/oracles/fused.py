@@ -47,11 +47,11 @@ def chain_of(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
         return None
     chain = list(module._modules.items())
     linear = [name for name, layer in chain if type(layer) is nn.Linear]
-    known = {name for name, _ in module.named_parameters()}
-    own = {f"{name}.{part}" for name in linear for part, p in module._modules[name].named_parameters()}
+    names_of_module = {name for name, _ in module.named_parameters()}
+    names_of_chain = {f"{name}.{part}" for name in linear for part, p in module._modules[name].named_parameters()}
     if not all(p.requires_grad for p in module.parameters()):
         return None
-    if not linear or len({id(layer) for _, layer in chain}) < len(chain) or own != known:
+    if not linear or len({id(layer) for _, layer in chain}) < len(chain) or names_of_chain != names_of_module:
         return None
     if any(map(hooked, module.modules())):
         return None
@@ -112,12 +112,12 @@ class Fused(TermNetwork):
     def at_once(self, w: Tensor) -> Descend | None:
         """For rectifiers and the cross-entropy of classes, without random changes to what a layer sees."""
         data = self.fed.stored()[0]
-        known = all(type(layer) in (nn.Flatten, nn.Linear, nn.ReLU, Dropout) for _, layer in self.chain)
+        supported = all(type(layer) in (nn.Flatten, nn.Linear, nn.ReLU, Dropout) for _, layer in self.chain)
         whole = Compiled.fits(w) and data.dtype in (torch.uint8, w.dtype) and data.is_contiguous()
         wide = data.shape[1] == self.linear[self.chain[self.first][0]].inputs
         plain = self.fed.data.task == "classification" and self.labels_each is None and self.task.own_loss is None
         random = self.dropouts or self.augment is not None or self.fed.noise is not None
-        return self._descend if known and whole and wide and plain and not random else None
+        return self._descend if supported and whole and wide and plain and not random else None
 
     def _descend(self, w: Tensor, plan: Plan, steps: Tensor, step: Steps) -> None:
         layers: list[list[int]] = []
@@ -136,16 +136,16 @@ class Fused(TermNetwork):
         """By the compiled loops on a CPU: many models of few samples each cost one call; see `Network.outputs_of`."""
         if not Compiled.fits(rows):
             return super().outputs_of(rows, index, sizes)
-        ends, found, start = [0, *sizes.cumsum(0).tolist()], [], 0
+        ends, blocks, start = [0, *sizes.cumsum(0).tolist()], [], 0
         while start < len(rows):
             stop = max(start + 1, bisect_right(ends, ends[start] + self._together) - 1)
             piece = index[ends[start] : ends[stop]]
             if len(piece) > self._together:
-                found.append(torch.cat([*self.outputs(rows[start], piece)]))
+                blocks.append(torch.cat([*self.outputs(rows[start], piece)]))
             else:
-                found.append(self._apply(rows[start:stop], self.fed.fetch(piece), sizes[start:stop]))
+                blocks.append(self._apply(rows[start:stop], self.fed.fetch(piece), sizes[start:stop]))
             start = stop
-        return torch.cat(found) if found else rows.new_empty(0, self.task.outputs)
+        return torch.cat(blocks) if blocks else rows.new_empty(0, self.task.outputs)
 
     def _apply(self, rows: Tensor, x: Tensor, sizes: Tensor) -> Tensor:
         """Outputs ``[N, k]`` in evaluation mode on samples ``x [N, *shape]``, client after client."""
@@ -156,7 +156,7 @@ class Fused(TermNetwork):
             elif isinstance(layer, nn.ReLU):
                 x = layer(x)
             elif not isinstance(layer, Dropout | nn.Flatten):  # the last values of a tensor are rounded otherwise
-                x = torch.cat([layer(own) for own in x.split(sizes.tolist())])
+                x = torch.cat([layer(samples) for samples in x.split(sizes.tolist())])
         return x
 
     def _forward(self, products: Products, masks: dict[str, Tensor], x: Tensor) -> list[Tensor]:

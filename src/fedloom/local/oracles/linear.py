@@ -32,18 +32,18 @@ class Pass:
 
     def __init__(self) -> None:
         self._products: Compiled | None = None
-        self._late: list[tuple[Linear, Tensor, Tensor]] = []
+        self._deferred: list[tuple[Linear, Tensor, Tensor]] = []
 
     def begin(self, layout: Layout, out: Tensor, w: Tensor, alpha: float) -> None:
         """``out [1, d]`` receives ``alpha`` times the gradient at ``w [1, d]``."""
         able = self.used and Compiled.fits(out)
         self._products = Compiled(layout, out, w, 1.0, alpha, None) if able else None
-        self._late.clear()
+        self._deferred.clear()
 
     def end(self) -> None:
         """Add what the layers left."""
-        while self._late:
-            layer, delta, x = self._late.pop()
+        while self._deferred:
+            layer, delta, x = self._deferred.pop()
             self._products.add_gradient_(layer, delta[None], x[None])  # type: ignore[union-attr]
         self._products = None
 
@@ -57,7 +57,7 @@ class Pass:
 
     def backward(self, layer: Linear, delta: Tensor, x: Tensor, below: bool) -> Tensor | None:
         """Gradient ``[b, i]`` of the inputs if it is asked for; that of the parameters waits for `end`."""
-        self._late.append((layer, delta, x))
+        self._deferred.append((layer, delta, x))
         return self._products.backward(layer, delta[None])[0] if below else None  # type: ignore[union-attr]
 
 
@@ -72,8 +72,8 @@ def prepare(module: nn.Module, layout: Layout) -> Pass:
             parts = {f"{name}.{part}" for part, _ in layer.named_parameters(recurse=False)}
             if type(layer) is nn.Linear and layer.weight.numel() >= LARGE and parts <= {*layout.names}:
                 layer.__class__ = _Linear
-                mine = cast("_Linear", layer)
-                mine.linear, mine.shared, shared.used = Linear.of(layout, name), shared, True
+                replaced = cast("_Linear", layer)
+                replaced.linear, replaced.shared, shared.used = Linear.of(layout, name), shared, True
     return shared
 
 

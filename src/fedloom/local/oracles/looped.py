@@ -73,7 +73,7 @@ class Looped(TermNetwork):
 
     def _narrowed(self, views: list[Tensor]) -> list[Tensor]:
         """Parameters of products in bfloat16, turned once instead of once per direction."""
-        return [own.to(torch.bfloat16) if narrow else own for own, narrow in zip(views, self.narrow, strict=True)]
+        return [view.to(torch.bfloat16) if narrow else view for view, narrow in zip(views, self.narrow, strict=True)]
 
     def _forward(self, x: Tensor, batch: Batch, i: int) -> Tensor:
         if self.normalisers and len(x) == 1:

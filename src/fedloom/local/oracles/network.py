@@ -133,8 +133,8 @@ class Network(Oracle):
         for k, (row, i) in enumerate(zip(w, ids.tolist(), strict=True)):
             index = self.fed.indices("train", i)
             index = index if batch is None else index[batch.position[k, : int(batch.count[k])]]
-            seen = self.representations(row, index, layer)
-            means.append((seen if reduce is None else reduce(seen)).mean(0))
+            features = self.representations(row, index, layer)
+            means.append((features if reduce is None else reduce(features)).mean(0))
         return torch.stack(means)
 
     def representations(self, row: Tensor, index: Tensor, layer: str = "penultimate") -> Tensor:
@@ -157,10 +157,10 @@ class Network(Oracle):
                 self.run(row, self.fed.fetch(piece))
         finally:
             hook.remove()
-        found = torch.cat(caught)
+        features = torch.cat(caught)
         if self.labels_each is not None:
-            return found.flatten(0, 1).flatten(1)[self.fed.targets(index) >= 0]
-        return found.flatten(1)
+            return features.flatten(0, 1).flatten(1)[self.fed.targets(index) >= 0]
+        return features.flatten(1)
 
     def accuracy(self, w: Tensor, ids: Tensor) -> Tensor:
         """Share of each client's training samples that are predicted right, ``[m, 1]``.
@@ -215,8 +215,10 @@ class Network(Oracle):
         A model's outputs do not depend on the models beside it.
         """
         pieces = index.split(sizes.tolist())
-        found = [out for row, piece in zip(rows, pieces, strict=True) if len(piece) for out in self.outputs(row, piece)]
-        return torch.cat(found) if found else rows.new_empty(0, self.task.outputs)
+        blocks = [
+            out for row, piece in zip(rows, pieces, strict=True) if len(piece) for out in self.outputs(row, piece)
+        ]
+        return torch.cat(blocks) if blocks else rows.new_empty(0, self.task.outputs)
 
     @cached_property
     def _together(self) -> int:

@@ -22,8 +22,8 @@ def has_bf16(device: torch.device) -> bool:
     """Whether the device has instructions for bfloat16."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported())
-    found = torch.cpu.get_capabilities()
-    return any(bool(found.get(name)) for name in INSTRUCTIONS)
+    capabilities = torch.cpu.get_capabilities()
+    return any(bool(capabilities.get(name)) for name in INSTRUCTIONS)
 
 
 def check_bf16(device: torch.device, dtype: torch.dtype, oracle: str) -> None:
@@ -32,13 +32,13 @@ def check_bf16(device: torch.device, dtype: torch.dtype, oracle: str) -> None:
     Raises:
         Refused: the sentence says why.
     """
-    asked = "engine.precision = 'bf16'"
+    choice = "engine.precision = 'bf16'"
     if dtype is not torch.float32:
-        raise Refused(f"{asked} keeps rows in float32, but engine.dtype is {str(dtype).removeprefix('torch.')!r}")
+        raise Refused(f"{choice} keeps rows in float32, but engine.dtype is {str(dtype).removeprefix('torch.')!r}")
     if oracle == "fused":
-        raise Refused(f"{asked} is for convolutions; the loops for linear layers are float32: leave it out")
+        raise Refused(f"{choice} is for convolutions; the loops for linear layers are float32: leave it out")
     if not has_bf16(device):
-        raise Refused(f"{asked}: this processor has no instructions for bfloat16, and would be slower; leave it out")
+        raise Refused(f"{choice}: this processor has no instructions for bfloat16, and would be slower; leave it out")
 
 
 def lowered(device: torch.device, on: bool) -> AbstractContextManager[object]:

@@ -149,9 +149,9 @@ class Compiled(Products):
 
     def _each(self, value: float | Tensor) -> np.ndarray:
         """One number per client ``[m]``."""
-        found = np.empty(len(self._w), self._w.dtype)
-        found[:] = value.reshape(-1).numpy() if isinstance(value, Tensor) else value
-        return found
+        column = np.empty(len(self._w), self._w.dtype)
+        column[:] = value.reshape(-1).numpy() if isinstance(value, Tensor) else value
+        return column
 
     def descend_(
         self,

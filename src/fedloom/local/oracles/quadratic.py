@@ -96,8 +96,8 @@ class Quadratic(Oracle):
                     anchors = (
                         torch.stack([a[i : i + 1, :k] for a in term.anchors]) if term.anchors else row.new_empty(0, 1)
                     )
-                    given = map_rows(lambda t, i=i: t[i], term.given)  # type: ignore[misc]
-                    value = term.weight[i, 0] * fn(leaf[None, :k], leaf[None], first, anchors, given).sum()
+                    argument = map_rows(lambda t, i=i: t[i], term.argument)  # type: ignore[misc]
+                    value = term.weight[i, 0] * fn(leaf[None, :k], leaf[None], first, anchors, argument).sum()
                     if value.requires_grad:
                         out[i] += torch.autograd.grad(value, leaf)[0]
 

@@ -64,8 +64,8 @@ class Samples:
     @cached_property
     def counts(self) -> list[int]:
         """Samples of each batch."""
-        found: list[int] = self._batch.count[:, 0].tolist()
-        return found
+        counts: list[int] = self._batch.count[:, 0].tolist()
+        return counts
 
     def _add_noise(self, fed: Federation) -> None:
         """Each client's from its own generator, drawn on the CPU in float32."""
@@ -99,11 +99,11 @@ def slopes(task: Task, outputs: Tensor, data: Samples) -> Tensor:
     """Gradient of the weighted losses of a batch with respect to its outputs, both ``[m, b, k]``."""
     if task.own_loss is None:
         return task.dloss(outputs.detach(), data.y).mul_(data.factors().unsqueeze(-1))
-    found = torch.zeros_like(outputs)
+    gradients = torch.zeros_like(outputs)
     for i, count in enumerate(data.counts):
         if count:
-            found[i, : count * data.span] = slope(task, outputs[i, : count * data.span], data, i)
-    return found
+            gradients[i, : count * data.span] = slope(task, outputs[i, : count * data.span], data, i)
+    return gradients
 
 
 def slope(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
@@ -112,7 +112,7 @@ def slope(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
     if task.own_loss is not None:
         with torch.enable_grad():
             leaf = outputs.detach().requires_grad_()
-            return torch.autograd.grad(_own(task.own_loss, leaf, y, data, i), leaf)[0]
+            return torch.autograd.grad(_user_loss(task.own_loss, leaf, y, data, i), leaf)[0]
     return task.dloss(outputs.detach(), y).mul_(data.factors_of(i, len(y)).unsqueeze(-1))
 
 
@@ -120,21 +120,21 @@ def batch_loss(task: Task, outputs: Tensor, data: Samples, i: int) -> Tensor:
     """Sum of the weighted losses of client ``i``, one number; ``outputs [b, k]`` of its samples."""
     y = data.y[i, : len(outputs)]
     if task.own_loss is not None:
-        return _own(task.own_loss, outputs, y, data, i)
+        return _user_loss(task.own_loss, outputs, y, data, i)
     factor, loss = data.factors_of(i, len(y)), task.loss(outputs, y)
     return (loss * factor).sum() if factor.ndim else loss.sum() * factor
 
 
-def _own(loss: OwnLoss, outputs: Tensor, y: Tensor, data: Samples, i: int) -> Tensor:
+def _user_loss(loss: OwnLoss, outputs: Tensor, y: Tensor, data: Samples, i: int) -> Tensor:
     """An own loss counts as often as the batch has samples; with class weights, class by class."""
     weight = data.weight[i, 0]
     if data.span > 1:
-        there = data.weight[i, : len(y)] > 0
-        outputs, y, weight = outputs[there], y[there], data.weight[i].amax()
+        labelled = data.weight[i, : len(y)] > 0
+        outputs, y, weight = outputs[labelled], y[labelled], data.weight[i].amax()
     if data.class_weights is None:
         return loss(outputs, y) * (weight * len(y))
-    weights, there = data.class_weights[i], y.unique().tolist()
-    parts = [loss(outputs[y == c], y[y == c]) * (weights[c] * (y == c).sum()) for c in there if weights[c]]
+    weights, classes = data.class_weights[i], y.unique().tolist()
+    parts = [loss(outputs[y == c], y[y == c]) * (weights[c] * (y == c).sum()) for c in classes if weights[c]]
     return torch.stack([outputs.sum() * 0, *parts]).sum() * weight
 
 
@@ -151,7 +151,7 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
         task.metrics(outputs, y, torch.zeros(len(y), dtype=torch.long), 1)
         if task.objective.loss is None:
             return
-        name, value = task.objective.loss.said, number(task.objective.loss, "loss", outputs.clone(), y)
+        name, value = task.objective.loss.display_name, number(task.objective.loss, "loss", outputs.clone(), y)
     except CodeError as error:
         raise ConfigError(f"task: {error}") from error
     if not math.isfinite(value):
@@ -159,9 +159,9 @@ def probe(task: Chosen, outputs: Tensor, y: Tensor) -> None:
     with torch.enable_grad():
         leaf = outputs.detach().requires_grad_()
         try:
-            found = task.objective.loss.call(leaf, y)
-            real = isinstance(found, Tensor) and found.requires_grad and found.is_floating_point()
-            gradient = torch.autograd.grad(found, leaf, allow_unused=True, materialize_grads=True)[0] if real else None
+            loss = task.objective.loss.call(leaf, y)
+            real = isinstance(loss, Tensor) and loss.requires_grad and loss.is_floating_point()
+            gradient = torch.autograd.grad(loss, leaf, allow_unused=True, materialize_grads=True)[0] if real else None
         except Exception as error:
             raise ConfigError(f"task: the gradient of loss {name!r} fails: {cause_of(error)}") from error
         if gradient is None:

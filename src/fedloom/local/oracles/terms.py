@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fedloom.local.terms import Bound, TermFunction
 
 
-class Seen(NamedTuple):
+class Representations(NamedTuple):
     """features ``[b, k]`` and outputs ``[b, c]`` of samples."""
 
     features: Tensor
@@ -41,7 +41,7 @@ class Representation:
         self.module = copy.deepcopy(module).to(like.device, like.dtype)
         self.layer = dict(self.module.named_modules())[penultimate(self.module)]
 
-    def __call__(self, parameters: dict[str, Tensor], x: Tensor, *, train: bool) -> Seen:
+    def __call__(self, parameters: dict[str, Tensor], x: Tensor, *, train: bool) -> Representations:
         """Features and outputs of samples ``[b, *shape]``."""
         caught: list[Tensor] = []
         hook = self.layer.register_forward_hook(lambda _module, _inputs, out: caught.append(out))
@@ -49,7 +49,7 @@ class Representation:
             outputs = functional_call(self.module.train(train), parameters, (x,))
         finally:
             hook.remove()
-        return Seen(caught[-1].flatten(1), outputs)
+        return Representations(caught[-1].flatten(1), outputs)
 
 
 class TermNetwork(Network):
@@ -107,8 +107,8 @@ class TermNetwork(Network):
                     with torch.no_grad():
                         anchors = [model(layout.tree(a[i]), x, train=False).features for a in term.anchors]
                     beside = torch.stack(anchors) if anchors else now.features.new_empty(0, *now.features.shape)
-                    given = map_rows(lambda t, i=i: t[i], term.given)  # type: ignore[misc]
-                    values = fn(now.features, now.outputs, y, beside, given)
+                    argument = map_rows(lambda t, i=i: t[i], term.argument)  # type: ignore[misc]
+                    values = fn(now.features, now.outputs, y, beside, argument)
                     if values.shape != (count,):
                         raise ValueError(f"a term must give one number per sample, [{count}], got {[*values.shape]}")
                     total = total + term.weight[i, 0] * values.sum()

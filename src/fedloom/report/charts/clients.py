@@ -16,7 +16,7 @@ from fedloom.report.run import Integers, Key, Numbers, Run
 
 NAMED, WORST = 60, 40
 """Up to so many clients are shown one by one; of more, so many of the worst."""
-WRITTEN = 8
+NUMBERED = 8
 """Up to so many clients have their number written into the cell."""
 PANELS = 16
 """Up to so many clients are drawn over rounds."""
@@ -63,7 +63,7 @@ def _one_by_one(runs: list[Run], rows: list[Row], name: str, order: Integers, be
     if not data:
         return None
     shown, title, higher = metric(name), titled(metric(name)), metric(name).higher
-    few = len({cell["client"] for cell in data}) <= WRITTEN
+    few = len({cell["client"] for cell in data}) <= NUMBERED
     off = kit.off_axis({cell["row"]: max(abs(c["value"]) for c in data if c["row"] == cell["row"]) for cell in data})
     values = [cell["value"] for cell in data if cell["row"] not in off]
     domain = [min(values), max(values)]

@@ -20,7 +20,7 @@ from fedloom.report.run import Key, Run
 
 PANELS = 12
 """Up to so many clients are drawn."""
-WRITTEN = 6
+COUNTED = 6
 """Up to so many classes have their counts written into the cells."""
 SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down")
 
@@ -28,24 +28,24 @@ SHAPES = ("circle", "square", "triangle-up", "diamond", "cross", "triangle-down"
 def inspection(runs: list[Run]) -> list[Figure | None]:
     """The charts of this module, None for those without data."""
     several = len(runs) > 1
-    found: list[Figure | None] = []
+    figures: list[Figure | None] = []
     for place, run in enumerate(runs, start=1):
-        found += [_confusion(run, place if several else 0), _representations(run, place if several else 0)]
-    return found
+        figures += [_confusion(run, place if several else 0), _representations(run, place if several else 0)]
+    return figures
 
 
 def _chosen(run: Run, table: Any) -> tuple[str, int, str]:
     """Method, seed and model that are drawn: the best by test accuracy of those in the table, its first seed."""
     keys = table.group_by(["method", "seed", "model"]).aggregate([]).to_pylist()
-    found = sorted((key["method"], key["seed"], key["model"]) for key in keys)
+    recorded = sorted((key["method"], key["seed"], key["model"]) for key in keys)
 
     def score(key: tuple[str, int, str]) -> float:
         points = run.benign(Key(*key, "test", "accuracy"))
         last = points.value[points.round == points.round[-1]] if points and len(points.round) else np.empty(0)
         return float(np.nanmean(last)) if np.isfinite(last).any() else -1.0
 
-    method, _, model = max(found, key=score)
-    return method, min(seed for m, seed, kind in found if (m, kind) == (method, model)), model
+    method, _, model = max(recorded, key=score)
+    return method, min(seed for m, seed, kind in recorded if (m, kind) == (method, model)), model
 
 
 def _drawn(run: Run, name: str, columns: tuple[str, ...]) -> tuple[Rows, str] | None:
@@ -71,10 +71,10 @@ def _class(run: Run, code: float) -> str:
 
 
 def _confusion(run: Run, place: int) -> Figure | None:
-    found = _drawn(run, "confusion", ("true", "predicted", "count"))
-    if found is None:
+    sample_of_run = _drawn(run, "confusion", ("true", "predicted", "count"))
+    if sample_of_run is None:
         return None
-    rows, words = found
+    rows, words = sample_of_run
     total: dict[tuple[int, float], float] = {}
     for r in rows:
         total[r["client"], r["true"]] = total.get((r["client"], r["true"]), 0) + r["count"]
@@ -97,7 +97,7 @@ def _confusion(run: Run, place: int) -> Figure | None:
         kit.names("true", classes, "True", **more),
         kit.shade("share", "Share of the true class", form="%", domain=[0, 1]),
         hints,
-        "count" if len(classes) <= WRITTEN else "",
+        "count" if len(classes) <= COUNTED else "",
         "datum.share > 0.5",
         cornerRadius=0,
     )
@@ -109,10 +109,10 @@ def _confusion(run: Run, place: int) -> Figure | None:
 
 
 def _representations(run: Run, place: int) -> Figure | None:
-    found = _drawn(run, "tsne", ("label", "x", "y"))
-    if found is None:
+    sample_of_run = _drawn(run, "tsne", ("label", "x", "y"))
+    if sample_of_run is None:
         return None
-    rows, words = found
+    rows, words = sample_of_run
     classes = [_class(run, c) for c in sorted({r["label"] for r in rows if r["label"] == r["label"]})]
     data: Rows = [
         {

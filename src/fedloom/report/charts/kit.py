@@ -21,7 +21,7 @@ FAR = 50
 """A result so many times larger than the better ones sets no axis."""
 MEAN = {"filter": "datum.seed == null"}
 SINGLE = {"filter": "datum.seed != null"}
-KNOWN = {"filter": "isValid(datum.low)"}
+HAS_INTERVAL = {"filter": "isValid(datum.low)"}
 """Rows of charts are means over seeds, with an interval or beside single seeds where these are few."""
 
 HIDDEN = ("label", "label_narrow", "side", "place", "middle")
@@ -146,7 +146,7 @@ def intervals(
     ends = {**common, "x": {**x, "field": "low"}, "x2": {"field": "high"}}
     mean = {**common, "x": x, **({"tooltip": tooltip} if tooltip else {})}
     return [
-        mark("rule", ends, KNOWN, strokeWidth=2),
+        mark("rule", ends, HAS_INTERVAL, strokeWidth=2),
         mark("point", mean, **{"filled": True, "size": 60, "opacity": 1, **dot}),
     ]
 
@@ -184,10 +184,10 @@ def panels(inner: Spec, field: str, order: Iterable[str], below: str | None, *, 
 
 
 def drawn(rows: Rows) -> list[Spec]:
-    """The filters of `MEAN`, `KNOWN` and `SINGLE` under which there are rows."""
+    """The filters of `MEAN`, `HAS_INTERVAL` and `SINGLE` under which there are rows."""
     return [
         MEAN,
-        *([KNOWN] if any(row.get("low") is not None for row in rows) else []),
+        *([HAS_INTERVAL] if any(row.get("low") is not None for row in rows) else []),
         *([SINGLE] if any(row["seed"] is not None for row in rows) else []),
     ]
 
@@ -202,7 +202,7 @@ def line_panels(data: Rows, x: Spec, y: Spec, tint: Spec, tooltip: list[Spec], b
     ghosts = mark("line", grey, MEAN, data="rows", clip=True, tooltip=None, **pale)
     shown = drawn(data)
     layers = [
-        mark("area", ends, KNOWN, opacity=0.16, clip=True, tooltip=None),
+        mark("area", ends, HAS_INTERVAL, opacity=0.16, clip=True, tooltip=None),
         mark("line", {**place, "color": tint, "detail": seeds}, SINGLE, strokeWidth=1, opacity=0.5, clip=True),
         mark("line", {**place, "color": tint}, MEAN, clip=True),
         mark("point", {**place, "color": tint, "tooltip": tooltip}, MEAN, size=45, opacity=dots, clip=True),

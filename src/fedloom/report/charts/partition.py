@@ -252,7 +252,7 @@ def _clustered(run: Run, row: Row, seed: int, groups: Integers | None) -> Rows:
     return cells
 
 
-def aligned(labels: Integers, others: Integers) -> Integers:
+def aligned(labels: Integers, reference: Integers) -> Integers:
     """Labels renamed so that as many as can be equal the others; -1 (unknown) stays.
 
     >>> aligned(np.array([1, 1, 0, -1]), np.array([0, 0, 1, 1])).tolist()
@@ -260,9 +260,9 @@ def aligned(labels: Integers, others: Integers) -> Integers:
     """
     from scipy.optimize import linear_sum_assignment  # slow to import, needed by clusters only
 
-    count = int(max(labels.max(), others.max())) + 1
+    count = int(max(labels.max(), reference.max())) + 1
     both: NDArray[np.int64] = np.zeros((count, count), np.int64)
-    known = (labels >= 0) & (others >= 0)
-    np.add.at(both, (labels[known], others[known]), 1)
+    labelled = (labels >= 0) & (reference >= 0)
+    np.add.at(both, (labels[labelled], reference[labelled]), 1)
     names = np.append(linear_sum_assignment(both, maximize=True)[1], -1)
     return names[labels]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fedloom.formats import significant
 from fedloom.report.charts import kit
-from fedloom.report.charts.kit import KNOWN, MEAN, SINGLE, Figure, Rows, Spec
+from fedloom.report.charts.kit import HAS_INTERVAL, MEAN, SINGLE, Figure, Rows, Spec
 from fedloom.report.comparison.criteria import common_target, cost_to_reach, tasks
 from fedloom.report.naming import COSTS, MB, figure, metric, titled
 from fedloom.report.numbers import Estimate, Row
@@ -79,8 +79,10 @@ def _trade_off(
     if len(data) < 2 or len({point[price.column] for point in data}) == 1:
         return None
     signs = (1 if metric(lead).higher else -1, -1 if price.less else 1)
-    for _, _, own in tasks(runs, rows):
-        peers = [point for point in data if any((point["method"], point["model"]) == (r.name, r.model) for r in own)]
+    for _, _, task_rows in tasks(runs, rows):
+        peers = [
+            point for point in data if any((point["method"], point["model"]) == (r.name, r.model) for r in task_rows)
+        ]
         for point in peers:
             point["best"] = not any(_better(other, point, price.column, signs) for other in peers)
     axes = []
@@ -134,8 +136,8 @@ def _scatter(data: Rows, seeds: Rows, rows: list[Row], lead: str, price: Price, 
         for align, dx in (("left", 12), ("right", -12))
     ]
     intervals = [
-        kit.mark("rule", vertical, KNOWN, opacity=0.3, clip=True),
-        kit.mark("rule", level, KNOWN, opacity=0.3, clip=True),
+        kit.mark("rule", vertical, HAS_INTERVAL, opacity=0.3, clip=True),
+        kit.mark("rule", level, HAS_INTERVAL, opacity=0.3, clip=True),
     ]
     single = kit.mark("point", {**place, **tint}, data="seeds", size=14, opacity=0.5, clip=True, tooltip=None)
     return kit.chart(
@@ -222,7 +224,7 @@ def _by_measure(id: str, tab: str, title: str, caption: str, data: Rows, field: 
     hints = kit.tips((field, "Method"), ("measure", "Measure")) + kit.interval_tips("Mean over seeds")
     inner = kit.chart(
         kit.mark("point" if tint else "bar", {**place, "tooltip": hints}, MEAN, **look),
-        kit.mark("rule", ends, KNOWN, strokeWidth=1.4, opacity=0.7),
+        kit.mark("rule", ends, HAS_INTERVAL, strokeWidth=1.4, opacity=0.7),
         kit.mark("point", place, SINGLE, size=12, opacity=0.7, tooltip=None),
     )
     inner["layer"] = [layer for layer in inner["layer"] if layer["transform"][0] in kit.drawn(data)]

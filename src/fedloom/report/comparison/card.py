@@ -94,10 +94,10 @@ def _results(run: Run, row: Row) -> list[str]:
 
 def _groups(run: Run, row: Row, lead: str) -> list[str]:
     """The leading metric of groups of patients, where they were scored."""
-    found = group_cells(run, row, lead)
-    if found is None:
+    cells = group_cells(run, row, lead)
+    if cells is None:
         return []
-    heads, lines = found
+    heads, lines = cells
     table = [heads, ["---"] * len(heads), *lines]
     about = (
         f"{titled(figure(lead))} of test samples, their number in brackets; a dash is a group too small to be scored."

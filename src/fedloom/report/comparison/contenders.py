@@ -43,9 +43,9 @@ def contenders(runs: Sequence[Run], rows: Sequence[Row], models: Models = "used"
             chosen[place] = row
     shown = list(chosen.values())
     for run in runs:
-        own = [row for row in shown if run_of(list(runs), row) is run]
-        if any(row.model == "hybrid" for row in own):
-            shown += [rival for rival in [better_of_both(run, own)] if rival is not None]
+        run_rows = [row for row in shown if run_of(list(runs), row) is run]
+        if any(row.model == "hybrid" for row in run_rows):
+            shown += [rival for rival in [better_of_both(run, run_rows)] if rival is not None]
     return shown
 
 
@@ -77,10 +77,10 @@ def better_of_both(run: Run, rows: Sequence[Row]) -> Row | None:
         if takes is None:
             continue
         for name in test_metrics(run, local.method, local.model):
-            own, other = (last_points(run, row, seed, "test", name) for row in (local, shared))
-            if own is None or other is None or own.client.shape != other.client.shape:
+            local_points, shared_points = (last_points(run, row, seed, "test", name) for row in (local, shared))
+            if local_points is None or shared_points is None or local_points.client.shape != shared_points.client.shape:
                 continue
-            mixed = own._replace(value=np.where(takes, other.value, own.value))
+            mixed = local_points._replace(value=np.where(takes, shared_points.value, local_points.value))
             higher = metric(name).higher
             figures.setdefault(name, {})[seed] = over_clients(mixed, "mean", higher).last
             figures.setdefault(f"{name}/worst10", {})[seed] = over_clients(mixed, "worst10", higher).last
@@ -101,11 +101,11 @@ def _takes_shared(run: Run, local: Row, shared: Row, seed: int) -> np.ndarray[tu
     if not names:
         return None
     name = leading(names, "client")
-    own, other = (last_points(run, row, seed, part, name) for row in (local, shared))
-    if own is None or other is None or own.client.shape != other.client.shape:
+    local_points, shared_points = (last_points(run, row, seed, part, name) for row in (local, shared))
+    if local_points is None or shared_points is None or local_points.client.shape != shared_points.client.shape:
         return None
     sign = 1.0 if metric(name).higher else -1.0
-    takes: np.ndarray[tuple[int], np.dtype[np.bool_]] = sign * other.value > sign * own.value
+    takes: np.ndarray[tuple[int], np.dtype[np.bool_]] = sign * shared_points.value > sign * local_points.value
     return takes
 
 

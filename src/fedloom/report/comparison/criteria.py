@@ -107,7 +107,7 @@ class Marks(NamedTuple):
 
 def marks(rows: list[Row], columns: Iterable[str]) -> dict[str, Marks]:
     """What a table marks in every column with a direction that is better, costs aside; each column is a family."""
-    found: dict[str, Marks] = {}
+    marks_of_columns: dict[str, Marks] = {}
     for name in columns:
         shown = figure(name)
         values = {
@@ -119,8 +119,8 @@ def marks(rows: list[Row], columns: Iterable[str]) -> dict[str, Marks]:
         if first.row is not None:
             level = first.rivals if first.decidable else ()
             alike = [k for i in level for k in values if same(rows[k], rows[i])]
-            found[name] = Marks(frozenset((first.row, *first.equals)), frozenset(alike))
-    return found
+            marks_of_columns[name] = Marks(frozenset((first.row, *first.equals)), frozenset(alike))
+    return marks_of_columns
 
 
 def _criteria(runs: list[Run], rows: list[Row], lead: str) -> list[Criterion]:
@@ -189,10 +189,10 @@ def cumulative(run: Run, method: str, seed: int, cost: str) -> Curve:
         return Curve(spent.round, np.cumsum(spent.value)) if spent else EMPTY
     names = ("bytes_up", "bytes_down") if cost == "bytes" else (cost,)
     parts = [run.totals.get(Key(method, seed, "", "", name)) for name in names]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(names) or any(not np.array_equal(known[0].round, part.round) for part in known):
+    curves = [part for part in parts if part is not None]
+    if len(curves) < len(names) or any(not np.array_equal(curves[0].round, part.round) for part in curves):
         return EMPTY
-    return Curve(known[0].round, np.sum([part.value for part in known], axis=0))
+    return Curve(curves[0].round, np.sum([part.value for part in curves], axis=0))
 
 
 def _up_to(total: Curve, round: int) -> float:
@@ -215,22 +215,22 @@ def winner(criterion: Criterion, rows: list[Row]) -> Winner:
     order = sorted(fair, key=lambda i: -sign * fair[i].mean)
     best = order[0]
     provisional = any(rows[i].running for i in criterion.values)
-    others = [i for i in order if rows[i].name != rows[best].name]
+    rivals = [i for i in order if rows[i].name != rows[best].name]
     equals: tuple[int, ...] = ()
     if criterion.figure not in COSTS:  # which the same models may have different ones of
-        first = distinct(rows, [best, *others])
-        equals = tuple(i for i in others if first[i] == best)
-        others = [i for i in others if first[i] == i]
-    if not others:
+        first = distinct(rows, [best, *rivals])
+        equals = tuple(i for i in rivals if first[i] == best)
+        rivals = [i for i in rivals if first[i] == i]
+    if not rivals:
         return Winner(criterion, best, equals=equals, provisional=provisional)
-    leads = family({i: differences(fair[best], fair[i]) for i in others})
-    nearest = leads[others[0]] if criterion.higher else -leads[others[0]]
+    leads = family({i: differences(fair[best], fair[i]) for i in rivals})
+    nearest = leads[rivals[0]] if criterion.higher else -leads[rivals[0]]
     return Winner(
         criterion,
         best,
-        tuple(i for i in others if not leads[i].significant),
+        tuple(i for i in rivals if not leads[i].significant),
         equals,
-        others[0],
+        rivals[0],
         nearest.mean,
         nearest.half,
         provisional,

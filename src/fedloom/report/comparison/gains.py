@@ -112,14 +112,14 @@ def _table(run: Run, rows: list[Row], lead: str) -> SiteGains | None:
     results = [values_by_seed(run, row, lead) for row in (alone, together)]
     pairs = [(site_estimate(results[0], k), site_estimate(results[1], k)) for k in range(len(run.names))]
     pairs += [_means(run, *results, weigh=weigh) for weigh in (False, True)]
-    better = (differences(shared, own) if sign > 0 else differences(own, shared) for own, shared in pairs)
+    better = (differences(shared, local) if sign > 0 else differences(local, shared) for local, shared in pairs)
     tests = family(dict(enumerate(better)))
     lines = []
-    for k, (name, (own, shared)) in enumerate(zip((*run.names, *MEANS), pairs, strict=True)):
+    for k, (name, (local, shared)) in enumerate(zip((*run.names, *MEANS), pairs, strict=True)):
         place = k if k < len(run.names) else None
         samples, events = _counts(run, place, lead)
         reason = _reason(run, alone, place, name, samples, events, lead) if not tests[k].seeds else ""
-        lines.append(Gain(name, samples, events, own, shared, tests[k], reason))
+        lines.append(Gain(name, samples, events, local, shared, tests[k], reason))
     return SiteGains(alone.run, lead, alone, together, tuple(lines))
 
 

@@ -50,15 +50,15 @@ class Pair(NamedTuple):
 
     def record(self) -> dict[str, Any]:
         """The pair as plain values, unrounded and unscaled; None where there is nothing."""
-        found = self.comparison
+        comparison = self.comparison
         numbers = {
-            "difference": found and found.mean, "half_width": found and found.half,
-            "p": found and found.p, "p_holm": found and found.holm,
+            "difference": comparison and comparison.mean, "half_width": comparison and comparison.half,
+            "p": comparison and comparison.p, "p_holm": comparison and comparison.holm,
         }  # fmt: skip
         return {
             "run": self.row.run, "method": self.row.method, "model": self.row.model,
             "reference": self.reference.method, "reference_model": self.reference.model, "figure": self.figure,
-            "seeds": found.seeds if found else len(self.row.figures[self.figure].finite),
+            "seeds": comparison.seeds if comparison else len(self.row.figures[self.figure].finite),
             "mean": self.row.figures[self.figure].mean, "reference_mean": self.reference.figures[self.figure].mean,
             **{key: value if value is not None and math.isfinite(value) else None for key, value in numbers.items()},
             "verdict": self.verdict,
@@ -82,38 +82,38 @@ def pairs(
         ConfigError: there is no such method, or it has no such figure.
     """
     lead = name or leading_metric(runs)
-    found: list[Pair] = []
+    comparisons: list[Pair] = []
     everyone: list[Row] = []
-    for _, own_runs, own in tasks(runs, rows):
-        shown = [row for row in contenders(own_runs, own, models) if lead in row.figures]
+    for _, own_runs, task_rows in tasks(runs, rows):
+        shown = [row for row in contenders(own_runs, task_rows, models) if lead in row.figures]
         everyone += shown
         label = against or reference(shown)
         row = next((row for row in shown if label in (row.method, row.name)), None)
-        found += _family(shown, row, lead) if row else []
+        comparisons += _family(shown, row, lead) if row else []
     if against is not None and not any(against in (row.method, row.name) for row in everyone):
         raise unknown("method to compare with", against, dict.fromkeys(row.name for row in everyone))
     sign = -1 if figure(lead).higher else 1
-    return sorted(found, key=lambda pair: (pair.reference.run, sign * pair.row.figures[lead].mean))
+    return sorted(comparisons, key=lambda pair: (pair.reference.run, sign * pair.row.figures[lead].mean))
 
 
 def _family(shown: list[Row], base: Row, lead: str) -> list[Pair]:
     place = shown.index(base)
-    others = [k for k in range(len(shown)) if k != place]
-    first = distinct(shown, [place, *others])
-    tests = family({k: differences(shown[k].figures[lead], base.figures[lead]) for k in others if first[k] == k})
-    return [Pair(shown[k], base, lead, tests.get(first[k])) for k in others]
+    rivals = [k for k in range(len(shown)) if k != place]
+    first = distinct(shown, [place, *rivals])
+    tests = family({k: differences(shown[k].figures[lead], base.figures[lead]) for k in rivals if first[k] == k})
+    return [Pair(shown[k], base, lead, tests.get(first[k])) for k in rivals]
 
 
-def pairs_csv(found: Sequence[Pair]) -> str:
+def pairs_csv(comparisons: Sequence[Pair]) -> str:
     """The pairs as CSV; empty cells where nothing is known."""
-    records = [pair.record() for pair in found]
+    records = [pair.record() for pair in comparisons]
     return csv_of(list(records[0]), records) if records else ""
 
 
-def pairs_latex(found: Sequence[Pair], caption: str) -> str:
+def pairs_latex(comparisons: Sequence[Pair], caption: str) -> str:
     """The pairs as LaTeX; needs the package booktabs. Bold is significantly better, a dagger marks what is level."""
-    lead = found[0].figure if found else ""
-    against = ", ".join(dict.fromkeys(pair.reference.name for pair in found))
+    lead = comparisons[0].figure if comparisons else ""
+    against = ", ".join(dict.fromkeys(pair.reference.name for pair in comparisons))
     unit = "points" if figure(lead).scale == 100 else ""
     heads = ["Method", "Model", titled(figure(lead)), f"Difference{f' ({unit})' if unit else ''}", "p", "Holm p"]
     lines = [
@@ -128,7 +128,7 @@ def pairs_latex(found: Sequence[Pair], caption: str) -> str:
         " & ".join(map(tex, heads)) + " \\\\",
         "\\midrule",
     ]
-    for pair in found:
+    for pair in comparisons:
         mean, difference, p, holm = _numbers(pair, unit)
         cells = [
             tex(pair.row.name),
@@ -141,15 +141,15 @@ def pairs_latex(found: Sequence[Pair], caption: str) -> str:
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", "\\end{table}", ""])
 
 
-def pairs_html(found: Sequence[Pair]) -> str:
+def pairs_html(comparisons: Sequence[Pair]) -> str:
     """The pairs as a table of the page."""
     lines = []
-    for pair in found:
+    for pair in comparisons:
         mean, difference, p, holm = _numbers(pair, "points")
         shown = [formats.pair(*number) for number in (mean, difference)]
         words = [pair.row.name, pair.row.model, *shown, p, holm, pair.verdict]
         lines.append([escape(word) for word in words])
-    against = ", ".join(dict.fromkeys(pair.reference.name for pair in found))
+    against = ", ".join(dict.fromkeys(pair.reference.name for pair in comparisons))
     return scrolling(f"Every method against {against}", HEADS, lines, text=(1, 6))
 
 

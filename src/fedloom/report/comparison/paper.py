@@ -17,12 +17,12 @@ def results_latex(
     """The result table as LaTeX: at most one row per method unless all models are asked for; see `latex`."""
     shown: list[Row] = []
     places: dict[str, list[Marks]] = {}
-    for _, own_runs, own in tasks(runs, rows):
-        part = contenders(own_runs, own, models)
-        for name, found in marks(part, printed(rows, columns)).items():
-            places.setdefault(name, []).append(found.moved(len(shown)))
+    for _, own_runs, task_rows in tasks(runs, rows):
+        part = contenders(own_runs, task_rows, models)
+        for name, column_marks in marks(part, printed(rows, columns)).items():
+            places.setdefault(name, []).append(column_marks.moved(len(shown)))
         shown += part
-    joint = {name: Marks.union(found) for name, found in places.items()}
+    joint = {name: Marks.union(column_marks) for name, column_marks in places.items()}
     return latex(shown, title(runs), columns, joint)
 
 

@@ -43,8 +43,8 @@ PARTS: dict[str, type[Value]] = {
 def from_table(registry: Mapping[str, type[Value]]) -> Callable[[Any], Any]:
     """A validator that makes a value of a table {kind, ...fields} and leaves a value as it is."""
 
-    def make(given: Any) -> Any:
-        return make_kind("prox", registry, given, "", base=Value) if isinstance(given, Mapping) else given
+    def make(choice: Any) -> Any:
+        return make_kind("prox", registry, choice, "", base=Value) if isinstance(choice, Mapping) else choice
 
     return make
 

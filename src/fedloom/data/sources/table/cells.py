@@ -113,16 +113,16 @@ class Problems:
 
     def __init__(self, where: str, first: int = 2) -> None:
         self.where, self.first = where, first
-        self._found: dict[tuple[str, str], tuple[str, list[Any], str]] = {}
+        self._cells_of: dict[tuple[str, str], tuple[str, list[Any], str]] = {}
 
     def add(self, kind: str, column: str, what: str, cells: Sequence[Any], cure: str) -> None:
         """Cells of a column that are wrong in the same way; `what` describes the first."""
-        self._found.setdefault((kind, column), (what, [], cure))[1].extend(cells)
+        self._cells_of.setdefault((kind, column), (what, [], cure))[1].extend(cells)
 
     def sentences(self) -> list[str]:
         """One for each column and kind."""
         lines: list[str] = []
-        for what, cells, cure in self._found.values():
+        for what, cells, cure in self._cells_of.values():
             levels = list(dict.fromkeys(str(cell) for cell in cells if cell is not None))
             more = f" and {len(levels) - LEVELS} more" if len(levels) > LEVELS else ""
             names = f", values {', '.join(map(shortened, levels[:LEVELS]))}{more}" if len(levels) > 1 else ""
@@ -230,7 +230,7 @@ def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: 
     """The cells as numbers, NaN where missing; any other cell is a problem."""
     start, column, cells = piece
     out = np.full(len(cells), np.nan)
-    some = [cell for cell, gone in zip(cells, missing, strict=True) if not gone]
+    some = [cell for cell, is_missing in zip(cells, missing, strict=True) if not is_missing]
     with suppress(ValueError, TypeError, OverflowError):
         out[~missing] = np.array(some, np.float64)
     if not np.isfinite(out[~missing]).all():
@@ -238,7 +238,7 @@ def numbers(piece: Piece, missing: NDArray[np.bool_], problems: Problems, cure: 
         with suppress(ValueError, TypeError, OverflowError):
             out[~missing] = np.array(some, np.float64)
     if not np.isfinite(out[~missing]).all():
-        bad = [k for k, gone in enumerate(missing.tolist()) if not gone and not _readable(cells[k])]
+        bad = [k for k, is_missing in enumerate(missing.tolist()) if not is_missing and not _readable(cells[k])]
         what = f"row {problems.first + start + bad[0]}, column {column!r}: expected a finite number, got "
         if isinstance(cells[bad[0]], date | timedelta):
             cure = "drop the column, or give a number, such as days since a date"

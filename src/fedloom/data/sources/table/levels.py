@@ -51,8 +51,8 @@ class Codes:
                 f"{LONGEST_NAME:,}; drop the column, or read it as text"
             )
         codes = [
-            -1 if gone else self.levels.setdefault(level(cell), len(self.levels))
-            for cell, gone in zip(cells, missing.tolist(), strict=True)
+            -1 if is_missing else self.levels.setdefault(level(cell), len(self.levels))
+            for cell, is_missing in zip(cells, missing.tolist(), strict=True)
         ]
         self.rows.append(np.array(codes, np.int32))
 
@@ -83,26 +83,26 @@ class Agreed:
         self.column, self.filled, self._impute, self._cure, self._factor = column, 0, impute, cure, factor
         self._codes = {name: code for code, name in enumerate(column.names)}
 
-    def read(self, piece: Piece, gone: NDArray[np.bool_], problems: Problems) -> NDArray[np.float64]:
+    def read(self, piece: Piece, missing: NDArray[np.bool_], problems: Problems) -> NDArray[np.float64]:
         """A piece of the column, NaN where it is missing or of an unknown level.
 
         Args:
             piece: of cells.
-            gone: ``[k]`` which of them are missing.
+            missing: ``[k]`` which of them are missing.
             problems: takes what is no number, no code, and unless cells are filled what is missing or unknown.
         """
         column, name = self.column, self.column.name
-        if gone.any() and not self._impute:
-            what = f"row {problems.first + piece.start + int(gone.argmax())}, column {name!r}: missing value"
-            problems.add("missing", name, what, [None] * int(gone.sum()), self._cure)
-        self.filled += int(gone.sum())
+        if missing.any() and not self._impute:
+            what = f"row {problems.first + piece.start + int(missing.argmax())}, column {name!r}: missing value"
+            problems.add("missing", name, what, [None] * int(missing.sum()), self._cure)
+        self.filled += int(missing.sum())
         if not column.names:
-            out = numbers(piece, gone, problems, "repair the cell, or name it in missing")
+            out = numbers(piece, missing, problems, "repair the cell, or name it in missing")
             if column.levels and (wrong := ~np.isnan(out) & ~np.isin(out, np.arange(column.levels))).any():
                 what = f"column {name!r}: {out[wrong][0]:g} is no code from 0 to {column.levels - 1}"
                 problems.add("code", name, what, out[wrong].tolist(), "repair the cell")
             return out if self._factor == 1 else out * self._factor
-        codes = (-1 if hole else self._codes.get(level(c), -2) for c, hole in zip(piece.cells, gone, strict=True))
+        codes = (-1 if hole else self._codes.get(level(c), -2) for c, hole in zip(piece.cells, missing, strict=True))
         out = np.fromiter(codes, np.float64, len(piece.cells))
         strange = out == -2
         if strange.any() and not self._impute:

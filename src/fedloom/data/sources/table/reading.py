@@ -196,41 +196,41 @@ class _Reading:
         start, column, block = piece
         if not any(column in roles for roles in (self.codes, self.numeric, self.agreed, self.measured)):
             return
-        rows, gone = self.x.at(start, len(block)), is_missing(block, self.markers)
-        if self.unmatched and gone.any():
-            holes = [cell for cell, hole in zip(block, gone, strict=True) if hole]
+        rows, missing = self.x.at(start, len(block)), is_missing(block, self.markers)
+        if self.unmatched and missing.any():
+            holes = [cell for cell, hole in zip(block, missing, strict=True) if hole]
             self.unmatched = [text for text in self.unmatched if not any(map(markers_of((text,)).hold, holes))]
         if column not in self.agreed:
-            self._check_gaps(piece, gone)
+            self._check_gaps(piece, missing)
         if column in self.codes:
-            self._code(piece, gone)
+            self._code(piece, missing)
         if column in self.agreed:
-            rows[:, self.place[column]] = self.agreed[column].read(piece, gone, self.problems)
+            rows[:, self.place[column]] = self.agreed[column].read(piece, missing, self.problems)
         elif column in self.numeric:
-            values = numbers(piece, gone, self.problems)
+            values = numbers(piece, missing, self.problems)
             rows[:, self.place[column]] = values * self.spec.factors.get(column, 1.0)
         if column in self.measured and self.numeric_label:
-            self.measured[column].at(start, len(block))[:] = numbers(piece, gone, self.problems)
+            self.measured[column].at(start, len(block))[:] = numbers(piece, missing, self.problems)
 
-    def _code(self, piece: Piece, gone: NDArray[np.bool_]) -> None:
+    def _code(self, piece: Piece, missing: NDArray[np.bool_]) -> None:
         """The levels of a piece of a column."""
         codes, where = self.codes[piece.column], f"{self.problems.where}: column {piece.column!r}"
         with lies_at(Path(where)):
-            codes.add(piece.cells, gone)
+            codes.add(piece.cells, missing)
         if piece.column == self.label and not self.numeric_label and len(codes.levels) > MOST_CLASSES:
             raise DataError(f"{where}: more than {MOST_CLASSES:,} classes; {TOO_MANY}")
 
-    def _check_gaps(self, piece: Piece, gone: NDArray[np.bool_]) -> None:
+    def _check_gaps(self, piece: Piece, missing: NDArray[np.bool_]) -> None:
         """Missing cells that nothing allows are a problem."""
         spec, column, problems = self.spec, piece.column, self.problems
         special = column in self.measured or column in self.special
-        if not gone.any() or column in spec.drop or (spec.unlabelled == "drop" if special else spec.impute):
+        if not missing.any() or column in spec.drop or (spec.unlabelled == "drop" if special else spec.impute):
             return
-        what = f"row {problems.first + piece.start + int(gone.argmax())}, column {column!r}: missing value"
+        what = f"row {problems.first + piece.start + int(missing.argmax())}, column {column!r}: missing value"
         cure = "repair it, name the column in drop, or set impute = true for a feature"
         if special:
             cure = "repair it, or set unlabelled = 'drop' to leave such rows out"
-        problems.add("missing", column, what, [None] * int(gone.sum()), cure)
+        problems.add("missing", column, what, [None] * int(missing.sum()), cure)
 
     def done(self) -> Dataset:
         """The data set, once all cells are there."""
