@@ -2,10 +2,10 @@
 
 ``choose = {eta = [0.01, 0.1]}`` in a ``[[method]]`` names the candidates (a key of `local` as ``"local.lr"``); several
 keys make a grid, which is the whole search space of the method. The score is the last round's validation accuracy (or
-the first metric by which `fedloom.tune` goes), the mean over the models that the method has. A ``[choose]`` table may
-shorten the ``rounds`` of these trials and take the mean over the first ``seeds``; ``once = true`` lets the first
-variant choose for all, and ``metric = "accuracy/weighted"`` scores by the figure that a recipe's claims are judged
-by. Test data play no part. With ``extend = K`` a grid whose best value is at an edge goes on, at most K times: the next
+the first metric by which `fedloom.tune` goes), the mean over the models that the method has; ``model = "auto"`` takes
+the personal one where there is one. A ``[choose]`` table may shorten the ``rounds`` of these trials and take the mean
+over the first ``seeds``; ``once = true`` lets the first variant choose for all, and ``metric = "accuracy/weighted"``
+scores by the figure that a recipe's claims are judged by. Test data play no part. With ``extend = K`` a grid whose best value is at an edge goes on, at most K times: the next
 value is the edge times the factor between it and its neighbour; alike for all methods. ``edges = "every"`` goes on in
 every key that is at its edge, and tries what combines the best values with the next ones; without it the first such key
 goes on, with all values of the method's other keys.
@@ -214,7 +214,7 @@ def search_of(document: Mapping[str, Any]) -> dict[str, Any]:
         "trials": max(len(candidates(m)) for m in methods),
         "rounds": document.get("choose", {}).get("rounds", document["rounds"]),
         "seeds": document["seeds"][: document.get("choose", {}).get("seeds", 1)],
-        "model": "mean",
+        "model": document.get("choose", {}).get("model", "mean"),
         **({"metric": metric} if (metric := document.get("choose", {}).get("metric")) else {}),
         "prune": False,
         "equal_work": False,
