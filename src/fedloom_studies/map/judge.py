@@ -16,11 +16,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fedloom.algorithms import REGISTRY
 from fedloom.metrics import variance, worst
 from fedloom.report import LEVEL, NEAR, Comparison, Estimate, differences, family
 from fedloom_studies.map.records import DONE, Record, Series
-from fedloom_studies.map.setups import MARKS, POOLED, Scale, Setup, setups
+from fedloom_studies.map.setups import MARKS, POOLED, Setup
 
 LEAST = 3
 """Setups, and methods, without which nothing is said of all setups together."""
@@ -226,17 +225,3 @@ def ranked(verdicts: list[SetupVerdict]) -> tuple[tuple[str, ...], tuple[str, ..
     ranks = rankdata(-table, axis=1).mean(0) if names else np.zeros(0)
     places = np.argsort(ranks, kind="stable")
     return tuple(setups), tuple(names[k] for k in places), table[:, places], tuple(ranks[places].tolist())
-
-
-def best(records: Mapping[tuple[str, str], Record], setup: Setup, scale: Scale = "full") -> list[str]:
-    """The methods of the registry that are best over the setups of all methods, once nothing of these is missing.
-
-    Args:
-        records: what was recorded.
-        setup: says how many; marks are none of them.
-        scale: of the setups.
-    """
-    verdicts = [judge(one, records) for one in setups(scale).values() if not one.best]
-    if any(REGISTRY.keys() - j.records.keys() for j in verdicts):
-        return []
-    return [method for method in ranked(verdicts)[1] if method in REGISTRY and method not in MARKS][: setup.best]

@@ -17,7 +17,6 @@ from fedloom.experiment import Listener, Plan, parse
 from fedloom.processes import check_alone
 from fedloom.report import read_runs
 from fedloom.storage import lock
-from fedloom_studies.map.judge import best
 from fedloom_studies.map.records import DONE, FAILED, NOT_APPLICABLE, Record, new_record, read, series_of, stale, write
 from fedloom_studies.map.setups import MARKS, Cell, Setup
 from fedloom_studies.reproduce import summary as summaries
@@ -47,9 +46,7 @@ def due(
     """
     cells_due = []
     for setup in setups:
-        wanted = methods or (best(records, setup) if setup.best else REGISTRY)
-        marks = (MARKS[:2] if methods else MARKS) if wanted else ()
-        for name in dict.fromkeys([*marks, *wanted]):
+        for name in dict.fromkeys([*(MARKS[:2] if methods else MARKS), *(methods or REGISTRY)]):
             cell, record = Cell(setup, name, dict(space) if name in methods else {}), records.get((setup.name, name))
             if again:
                 wants = record is not None and record.status == DONE and not record.again and not stale(cell, record)

@@ -95,7 +95,7 @@ def pages(setups: Mapping[str, Setup], records: Mapping[tuple[str, str], Record]
 
 def _overview(verdicts: Sequence[SetupVerdict], together: Overall | None, methods: Sequence[str]) -> str:
     setup = verdicts[0].setup
-    wanted = sum(max(len(j.records), j.setup.best or len(REGISTRY)) for j in verdicts)
+    wanted = sum(max(len(j.records), len(REGISTRY)) for j in verdicts)
     head = HEAD.format(
         count=len(verdicts), run=sum(len(j.records) for j in verdicts), cells=wanted, trials=setup.trials,
         seeds=len(setup.seeds), enough=ENOUGH, folder=FOLDER, finding=finding(verdicts),
@@ -248,10 +248,9 @@ def _setup(j: SetupVerdict) -> Iterator[str]:
     for record in rest:
         yield f"- {record.method}: {record.status}: {record.reason}{_notes(setup, record, None, ' (', ')')}"
     missing = [name for name in REGISTRY if name not in j.records]
-    if missing and not (setup.best and len(j.records) >= setup.best):
-        note_on_best = f", of which the best {setup.best} elsewhere are to be run" if setup.best else ""
+    if missing:
         named = _words(missing) if j.records else "every method"
-        yield f"- Not run{note_on_best}: {named}. Command: `fedloom map --setup {setup.name}`"
+        yield f"- Not run: {named}. Command: `fedloom map --setup {setup.name}`"
     spent = sum(record.minutes for record in j.records.values())
     commits = sorted({record.commit[:12] or "unknown" for record in j.records.values()})
     tried = f"{setup.trials} trials each" if setup.trials > 1 else "every method as it comes"

@@ -38,7 +38,6 @@ class Setup:
         title: for people, what is special about its clients.
         says: how it is made.
         share: core-minutes that all of its cells may take together.
-        best: how many of the methods that are best elsewhere are run in it; 0: all methods.
         trials: of every method; with one nothing is searched, and every method runs as it comes.
         tuning: their seeds.
         seeds: of the figures.
@@ -57,12 +56,11 @@ class Setup:
     again: tuple[int, ...]
     space: dict[str, Any]
     document: dict[str, Any]
-    best: int = 0
 
     @property
     def ranks(self) -> bool:
-        """Whether its means count in ranks over setups: every method runs in it, with settings that were tuned."""
-        return not self.best and self.trials > 1
+        """Whether its means count in ranks over setups: every method runs in it with settings that were tuned."""
+        return self.trials > 1
 
     @property
     def training(self) -> str:
@@ -84,7 +82,7 @@ def setups(scale: Scale) -> dict[str, Setup]:
         plain: dict[str, Any] = {key: declared_setup.pop(key) for key in ("title", "says", "share", "trials")}
         seeds: dict[str, Any] = {key: tuple(declared_setup.pop(key)) for key in ("tuning", "seeds", "again")}
         by_name[name] = Setup(
-            name, **plain, **seeds, space=declared["space"], best=declared_setup.pop("best", 0), document=declared_setup
+            name, **plain, **seeds, space=declared["space"], document=declared_setup
         )
     return by_name
 
