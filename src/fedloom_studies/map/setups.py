@@ -81,9 +81,7 @@ def setups(scale: Scale) -> dict[str, Setup]:
         declared_setup = merged({**declared["base"], **declared["protocol"]}, merged(declared["setup"][name], change))
         plain: dict[str, Any] = {key: declared_setup.pop(key) for key in ("title", "says", "share", "trials")}
         seeds: dict[str, Any] = {key: tuple(declared_setup.pop(key)) for key in ("tuning", "seeds", "again")}
-        by_name[name] = Setup(
-            name, **plain, **seeds, space=declared["space"], document=declared_setup
-        )
+        by_name[name] = Setup(name, **plain, **seeds, space=declared["space"], document=declared_setup)
     return by_name
 
 
