@@ -23,7 +23,7 @@ def find(name: str, key: str) -> str | None:
     try:
         head, _, text = (_folder() / name).read_bytes().partition(b"\n")
         return text.decode() if head + b"\n" == _head(key, text) else None
-    except (OSError, RuntimeError, UnicodeDecodeError):  # a home that nobody knows is a RuntimeError
+    except (OSError, RuntimeError, UnicodeDecodeError):  # an unknown home is a RuntimeError
         return None
 
 

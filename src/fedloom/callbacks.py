@@ -84,7 +84,7 @@ class VirtualTime(Value):
 
 
 class History:
-    """What was measured so far, while the run goes on; after a restart also what was measured before it.
+    """The measurements so far, during the run; after a restart also what was measured before it.
 
     Args:
         show: called with this history after every evaluation; in a notebook

@@ -1,4 +1,4 @@
-"""Exceptions and stop reasons: every message says what happened, where, what was got and what to do.
+"""Exceptions and stop reasons: every message has what happened, where, what was got and what to do.
 
 FedloomError
 ├── ConfigError (ValueError)      a value, key, name or combination that cannot work
@@ -61,7 +61,7 @@ class InvalidValue(ConfigError):
 
 
 class Refused(ConfigError):
-    """A combination that makes no sense; the message says why."""
+    """A combination that makes no sense; the message has the reason."""
 
 
 class PartitionError(ConfigError):
@@ -142,7 +142,7 @@ def cause_of(error: Exception) -> str:
 
 @contextmanager
 def blamed(what: str, part: object, where: str) -> Iterator[None]:
-    """What goes wrong within is of the code of ``part``, and said to be so.
+    """Attribute errors within to the code of ``part``.
 
     Args:
         what: its role, e.g. ``"sampler"``.
@@ -164,7 +164,7 @@ def blamed(what: str, part: object, where: str) -> Iterator[None]:
 
 @contextmanager
 def explained(path: Path, kept: str, again: str) -> Iterator[None]:
-    """Says in a sentence that a file could not be written.
+    """Report in one sentence that a file could not be written.
 
     Args:
         path: the file.

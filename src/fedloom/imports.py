@@ -1,7 +1,7 @@
 """Classes and functions of user code, named by an import path as ``my_package.my_module:MyMethod``.
 
 Code of the named module is executed, and only that: a path is written by a person in an experiment file or on the
-command line, never read from a file of data or of a model. `fedloom.trust` says which are refused.
+command line, never read from a file of data or of a model. `fedloom.trust` decides which are refused.
 """
 
 from __future__ import annotations

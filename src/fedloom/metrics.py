@@ -159,7 +159,7 @@ def of_class(name: str, label: str) -> str:
 
 
 def metric(name: str) -> Metric:
-    """The facts of a metric or a figure of the federation; one that nobody declared keeps its name and is not rated."""
+    """The facts of a metric or a figure of the federation; an undeclared one keeps its name and is not rated."""
     whole, _, label = name.partition("[")
     if label and whole in METRICS:
         return METRICS[whole]._replace(title=f"{METRICS[whole].title} of {label.removesuffix(']')}")

@@ -53,10 +53,10 @@ def counted(rounds: int | Mapping[str, int]) -> Iterator[Listener]:
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[said]}", markup=False),
+        TextColumn("{task.fields[line]}", markup=False),
     ]
     with Progress(*columns, console=console) as bars:
-        everything = bars.add_task("all runs", total=sum(runs.rounds.values()), said="")
+        everything = bars.add_task("all runs", total=sum(runs.rounds.values()), line="")
         rows: dict[tuple[str, int], Any] = {}
 
         def hear(event: Event) -> None:
@@ -69,13 +69,13 @@ def counted(rounds: int | Mapping[str, int]) -> Iterator[Listener]:
                 bars.remove_task(rows.pop(key)) if key in rows else None
             else:
                 if key not in rows:
-                    rows[key] = bars.add_task(_name(event), total=event.rounds, said="")
+                    rows[key] = bars.add_task(_name(event), total=event.rounds, line="")
                 left = runs.left_of(event)
                 words = [runs.figures.get(key, ""), "" if left is None else f"{duration(left / 60)} left"]
-                bars.update(rows[key], completed=event.round, said=", ".join(filter(None, words)))
+                bars.update(rows[key], completed=event.round, line=", ".join(filter(None, words)))
             left = runs.left()
-            said_of_all = "" if left is None else f"about {duration(left / 60)} left"
-            bars.update(everything, completed=sum(runs.done.values()), said=said_of_all)
+            line_of_all = "" if left is None else f"about {duration(left / 60)} left"
+            bars.update(everything, completed=sum(runs.done.values()), line=line_of_all)
 
         yield hear
 
@@ -98,7 +98,7 @@ class _Runs:
         self._pace: dict[str, float] = {}
 
     def take(self, event: Event) -> bool:
-        """Note an event; False if it says nothing new."""
+        """Note an event; False if it has nothing new."""
         key = event.label, event.seed
         if self.done.get(key) == event.rounds and not event.status:
             return False

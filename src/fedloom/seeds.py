@@ -100,7 +100,7 @@ def words(gen: torch.Generator) -> list[int]:
 
 @contextmanager
 def as_global(gen: torch.Generator, device: torch.device) -> Iterator[None]:
-    """Code that knows only the global generators draws from the stream of ``gen``; afterwards they are as before.
+    """Code with access only to the global generators draws from the stream of ``gen``; afterwards they are as before.
 
     Args:
         gen: a CPU generator; it is not moved on when ``device`` is the CPU.

@@ -111,7 +111,7 @@ def check_module(path: str, what: str) -> None:
         what: the part and the file that names it, for the message.
 
     Raises:
-        ConfigError: it is of the standard library, or a file of another user that nobody has vouched for.
+        ConfigError: it is of the standard library, or a file of another user without a voucher.
     """
     module = path.partition(":")[0]
     if is_standard(module) or module.rpartition(".")[2] == "__main__":
@@ -156,16 +156,16 @@ def check_part(part: object, path: str, what: str) -> None:
 
 
 def check_maker(path: str, what: str) -> None:
-    """Refuse a function of an installed package that would be called with what a file says.
+    """Refuse a function of an installed package that would be called with values from a file.
 
     Raises:
-        ConfigError: it is of an installed package or of fedloom, and nobody has vouched for it.
+        ConfigError: it is of an installed package or of fedloom, without a voucher.
     """
     module = path.partition(":")[0]
     file = getattr(sys.modules.get(module), "__file__", None)
     if not is_vouched(path) and (module.partition(".")[0] in PACKAGES or file is None or is_installed(Path(file))):
         raise ConfigError(
-            f"{what} {path!r} is a function of an installed package, which would be called with what the file says; "
+            f"{what} {path!r} is a function of an installed package, which would be called with values from the file; "
             "name a class of nn.Module, call it in a function of your own, or say --trust (in Python trust=True)"
         )
 

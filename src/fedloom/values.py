@@ -51,7 +51,7 @@ class Value(BaseModel):
     """Fields that change no number of a run."""
     needs: ClassVar[Mapping[str, str]] = {}
     """Fields that act only beside another one: its name and the values of it, none for any but its default; or a key of
-    ``[local]``, as "local.weight_decay". A run says so where such a field is given and does not act."""
+    ``[local]``, as "local.weight_decay". A run has a note where such a field is given and does not act."""
 
     model_config = ConfigDict(
         frozen=True,

@@ -57,8 +57,8 @@ EXCUSED = {
     "fedper": ({"apart"}, "FedPer on a model that is all head"),
     "lg-fedavg": ({"apart"}, "LGFedAvg on a model that is all head"),
     "equitable-fl": ({"fair"}, "weigher 'equitable' looks for clusters of clients"),
-    "clustered-sampling": ({"apart"}, "sampler 'clustered' draws nobody"),
-    "power-of-choice": ({"apart"}, "sampler 'power-of-choice' chooses nobody"),
+    "clustered-sampling": ({"apart"}, "sampler 'clustered' draws no client"),
+    "power-of-choice": ({"apart"}, "sampler 'power-of-choice' has no choice"),
 }
 """The parts of the law that a method cannot keep by itself, and the note by which a run says so before round 1."""
 _FEW_SAMPLES = "by one or two samples of the 300 that judge"

@@ -1,4 +1,4 @@
-"""`fedloom init`: what is wrong with a table is said at once, and the draft runs as it is."""
+"""`fedloom init`: one message has every fault of a table, and the draft runs as it is."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_everything_is_said_at_once(tmp_path: Path) -> None:
         "column 'id': names rows; left out",
         "column 'name': names rows; left out",
         "column 'copy': the same as 'age'; left out",
-        "column 'code': tells the target by itself (AUROC 1.000 alone)",
+        "column 'code': gives the target away by itself (AUROC 1.000 alone)",
         "column 'smoker': text of 3 levels, a feature for each",
         "differ by capitals or spaces only: 'Yes' and 'yes'",
         "column 'smoker': 60 of 240 cells are missing (25%)",
@@ -270,7 +270,7 @@ def test_what_a_statistician_would_see_is_said(tmp_path: Path) -> None:
         "column 'glucose': medians differ 17",
         "column 'creatinine': medians differ 8",
         "column 'troponin_hs': has values at 'Amsel' only, so it names that site; left out",
-        "column 'hours_to_death': tells the target by itself (AUROC 1.000 alone)",
+        "column 'hours_to_death': gives the target away by itself (AUROC 1.000 alone)",
     ):
         assert sentence in said, sentence
     assert "column 'age': medians" not in said

@@ -152,7 +152,7 @@ def same_as_graph(home: Path, site: str, rows: list[hospitals.Row], scores: np.n
 
 
 FAULTS = [
-    ("Dorn", lambda rows: rows[:12], "12 rows, the agreement asks for at least 20"),
+    ("Dorn", lambda rows: rows[:12], "12 rows, the agreement requires at least 20"),
     (
         "Amsel",
         lambda rows: [{**row, "glucose": 5.5} for row in rows],

@@ -508,7 +508,7 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_record(here: Path, monkey
     whole = read(RECORDS)
     shutil.rmtree("runs")
     commands.reading_takes_a_second(monkeypatch)
-    assert "the same command goes on" in called(*words, "--budget", "10s", code=130)
+    assert "the same command resumes" in called(*words, "--budget", "10s", code=130)
     for _ in range(40):
         result = CliRunner().invoke(app, ["map", "--scale", "smoke", *words, "--budget", "50s"])
         if result.exit_code == 0:

@@ -370,7 +370,7 @@ def test_what_transformers_cannot_make_is_said() -> None:
     pytest.importorskip("transformers")
     with pytest.raises(ConfigError, match="'brt' cannot be made"):
         Hub(config={"model_type": "brt"}).build((6,), 5, 0, TOKENS)
-    with pytest.raises(ConfigError, match="knows 3 tokens, the data have 9"):
+    with pytest.raises(ConfigError, match="has 3 tokens, the data have 9"):
         Hub(config={"model_type": "bert", **TINY["bert"], "vocab_size": 3}).build((6,), 5, 0, TOKENS)
     with pytest.raises(ConfigError, match="fails on samples of shape"):
         Hub(config={"model_type": "gpt2", **TINY["gpt2"], "n_positions": 2}).build((6,), 5, 0, TOKENS)

@@ -444,7 +444,7 @@ def test_all_stops_in_time_and_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
 
     def stopped() -> dict[str, Any]:
         output = call("--all", "--scale", "smoke", "--budget", "60s", *where, code=130)
-        assert "the same command goes on from here" in output
+        assert "the same command resumes from here" in output
         return {summary["recipe"]: summary for summary in records(tmp_path / "results" / summaries.SUMMARIES)}
 
     first = stopped()

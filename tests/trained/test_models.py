@@ -201,7 +201,7 @@ def test_a_table_with_other_columns_or_levels_is_refused(tmp_path: Path) -> None
         facts.take(table("b,colour,y\n1,red,0\n2,blue,1\n"))
     with pytest.raises(DataError, match="has 'b' too"):
         facts.take(table("a,b,colour,y\n1,2,red,0\n2,3,blue,1\n"))
-    with pytest.raises(DataError, match="unknown level 'grey'; the model knows blue, green, red"):
+    with pytest.raises(DataError, match="unknown level 'grey'; the model has blue, green, red"):
         facts.take(table("a,colour,y\n1,grey,0\n2,blue,1\n"))
     with pytest.raises(DataError, match="no table with the columns a, colour"):
         facts.take(Dataset("plain", torch.zeros(3, 2), torch.tensor([0, 1, 1]), "binary", ("0", "1")))

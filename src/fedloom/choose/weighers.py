@@ -38,7 +38,7 @@ class Weigher(Value, ABC):
 
     def probe(self, down: Any, model: Tensor, work: Work) -> Tensor:
         """A client's answer ``[m, k]`` about its trained model ``[m, d]``; runs at the client."""
-        raise AssertionError("this weigher asks nothing")
+        raise AssertionError("this weigher has no query")
 
     @abstractmethod
     def apply(self, state: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Any]:
@@ -101,8 +101,8 @@ class EquitableWeigher(Weigher):
 
     Deviations: C is the number of clusters that are not empty, so that the weights sum to 1. How a client's
     activations become one vector is not stated: here the mean over its training samples (or its last mini-batch) of
-    the log-softmax of the penultimate representation under its trained model. The server sees activations of single
-    clients. The paper knows C; where it is not given, `clear_clusters` looks for it in every round.
+    the log-softmax of the penultimate representation under its trained model. The server receives activations of single
+    clients. The paper presets C; where it is not given, `clear_clusters` looks for it in every round.
     """
 
     kind: ClassVar[str] = "equitable"
@@ -143,7 +143,7 @@ class EquitableWeigher(Weigher):
             return []
         return [
             f"weigher {self.kind!r} looks for clusters of clients in every round, and weighs clients alike where it "
-            "sees none that are clearly apart: give clusters, as many as the federation has"
+            "finds none that are clearly apart: give clusters, as many as the federation has"
         ]
 
     def check(self, n: int) -> None:

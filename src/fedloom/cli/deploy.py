@@ -52,7 +52,8 @@ def init(
     days: Annotated[int, typer.Option(help="days that certificates are valid")] = 365,
     own_data: Annotated[bool, typer.Option("--own-data", help="every site has data of its own, not a share")] = False,
     fixed_data: Annotated[
-        bool, typer.Option("--fixed-data", help="refuse a site whose samples change in the run; else it is told")
+        bool,
+        typer.Option("--fixed-data", help="refuse a site whose samples change in the run; else the change is logged"),
     ] = False,
     secure_aggregation: Annotated[
         bool, typer.Option("--secure-aggregation", help="the server gets masked sums, and no site's own upload")
@@ -361,7 +362,7 @@ def add(
 
         change = add_member(directory, name, Location(home=home, programs=programs))
         say(f"{change.folder}: a new agreement; digest {change.digest}")
-        say(f"keys of {name}: SHA-256 {change.keys}; tell both to every site by another way than this folder goes")
+        say(f"keys of {name}: SHA-256 {change.keys}; send both to every site by another way than this folder")
         say(f"1. {change.folder / 'approval'} to every site; there: fedloom deploy approve SITE FOLDER --digest DIGEST")
         say(f"2. {change.folder / 'site'} to {name}, as its site folder")
         say(f"3. {change.folder / 'server'} over the server's folder; let nodes/{name}.pub in; run the experiment")

@@ -1,4 +1,4 @@
-"""``fedloom init``: looks at a table, says everything about it at once, and drafts an experiment file that runs."""
+"""``fedloom init``: surveys a table, reports every finding at once, and drafts an experiment file that runs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def init(
 
 
 def _try(text: str, place: Path) -> Dataset:
-    """The data, read as the draft says, so that no draft is written that would not run."""
+    """The data, read with the draft's options, so that no draft is written that would not run."""
     from fedloom.experiment import parse
 
     experiment = parse(tomllib.loads(text), str(place))

@@ -1,4 +1,4 @@
-"""``fedloom watch``: the report of a run or of a deployment while it goes on, on this machine only."""
+"""``fedloom watch``: the report of a run or of a deployment in progress, on this machine only."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def watch(
     port: Annotated[int, typer.Option(min=0, max=65535, help="port on loopback; 0: a free one")] = 8321,
     every: Annotated[int, typer.Option(min=1, help="seconds between two looks")] = 5,
 ) -> None:
-    """Serve the report of a run while it goes on.
+    """Serve the report of a run in progress.
 
     A browser on this machine shows it. Ctrl-C ends the serving, not the run.
 

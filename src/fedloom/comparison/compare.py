@@ -95,7 +95,7 @@ def compare(
         against: label of the method that the others are tested against; None: local or FedAvg if one is there.
         models: the model of a method that is compared: ``used``, the one that a client would use (of a global and a
             personal model the better one on the client's validation part); ``personal``, as papers report it; ``all``.
-        folder: the run directory, which the same call goes on from; a search has ``<folder>-tune`` beside it. None: a
+        folder: the run directory, from which the same call resumes; a search has ``<folder>-tune`` beside it. None: a
             temporary one.
         progress: show a bar (in a terminal) or lines.
         name: of the comparison, in titles.
@@ -105,7 +105,7 @@ def compare(
         ConfigError: values that cannot work, or (Refused) do not work together; nothing has been run then.
         DataError: no data set can be made of the data.
         RunDirError: the folder holds another comparison.
-        RunStopped: interrupted (the same call with the folder goes on), or a search of which no trial completed.
+        RunStopped: interrupted (the same call with the folder resumes), or a search of which no trial completed.
     """
     if tune is not None and find_spec("optuna") is None:
         raise ConfigError("compare: tune needs Optuna: pip install 'fedloom[tune]'")
@@ -145,7 +145,7 @@ def _compared(
     with shown(plan) if progress else nullcontext(_silent) as hear:
         outcomes = plan.run(hear, page=False)
     if any(one.status == "interrupted" for one in outcomes):
-        raise RunStopped(Stop.INTERRUPTED, "the same call goes on from its folder, if it names one")
+        raise RunStopped(Stop.INTERRUPTED, "the same call resumes from its folder, if it names one")
     if all(one.result is None for one in outcomes):
         first = outcomes[0]
         raise RunStopped(Stop.FAILED, f"no run has a result; {first.label}, seed {first.seed}: {first.reason}")

@@ -13,7 +13,7 @@ from fedloom.data.survey.facts import FEW, Facts
 from fedloom.seeds import numpy_generator
 
 EVENTS = 5
-"""Rows of a class, on each side, below which nothing is said of how well a column tells it."""
+"""Fewest rows on each side of a class for a figure of how well a column predicts it."""
 UNITS = 4.0
 """Ratio of two sites' medians from which they may be in different units."""
 ALIKE = 2.5
@@ -28,7 +28,7 @@ Rows = Mapping[str, NDArray[np.bool_]]
 
 
 class Alone(NamedTuple):
-    """How well one column tells the target: a figure by name, in [0, 1], and as text."""
+    """How well one column predicts the target: a figure by name, in [0, 1], and as text."""
 
     value: float
     text: str

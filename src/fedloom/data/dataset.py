@@ -116,7 +116,7 @@ class Dataset:
 
     @classmethod
     def of(cls, obj: Any, target: Any = None, **options: Any) -> Dataset:
-        """A data set of what is in memory: see `fedloom.data.sources.memory.as_dataset`, which says what is taken.
+        """A data set of what is in memory: see `fedloom.data.sources.memory.as_dataset` for the types it takes.
 
         >>> Dataset.of(np.eye(3), [0, 1, 1])
         Dataset('data': 3 samples of shape 3, classification of 2 classes)
@@ -250,7 +250,7 @@ class Dataset:
 
 
 def refuse(where: str, problems: Sequence[str]) -> None:
-    """Says everything that is wrong with data at once; nothing where nothing is.
+    """Raise one error with every fault of the data; none if the data are sound.
 
     Raises:
         DataError: there are problems.

@@ -24,7 +24,7 @@ class Split(NamedTuple):
     index: positions in the data set [total] int64; offsets: [n + 1] int64.
     """
 
-    index: Tensor  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    index: Tensor  # type: ignore[assignment]  # hides tuple.index, which is not needed here
     offsets: Tensor
 
 

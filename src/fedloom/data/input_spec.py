@@ -68,7 +68,7 @@ class InputSpec(Value):
 
     @classmethod
     def agreed(cls, agreement: Agreement) -> InputSpec:
-        """The facts of data that nobody has yet, from what was agreed on."""
+        """The facts of data that are still to come, from an agreement."""
         table = agreement.table
         return cls(
             shape=(table.width,),
@@ -195,7 +195,7 @@ class InputSpec(Value):
             code = torch.arange(len(data.classes))
         else:
             raise DataError(
-                f"{data.name}: unknown class {unknown[0]!r}; the model knows {', '.join(map(repr, self.classes))}"
+                f"{data.name}: unknown class {unknown[0]!r}; the model has {', '.join(map(repr, self.classes))}"
             )
         if self.each:
             return functional.pad(
@@ -252,12 +252,12 @@ def _recoded(old: Column, new: Column, values: Tensor, name: str) -> Tensor:
         )
     if not old.levels or not old.names or not new.names:
         if old.levels and new.levels > old.levels:
-            raise DataError(f"{name}: column {old.name!r} has {new.levels} levels, the model knows {old.levels}")
+            raise DataError(f"{name}: column {old.name!r} has {new.levels} levels, the model has {old.levels}")
         return values
     unknown = [level for level in new.names if level not in old.names]
     if unknown:
         raise DataError(
-            f"{name}: column {old.name!r} has the unknown level {unknown[0]!r}; the model knows {', '.join(old.names)}"
+            f"{name}: column {old.name!r} has the unknown level {unknown[0]!r}; the model has {', '.join(old.names)}"
         )
     code = torch.tensor([old.names.index(level) for level in new.names], dtype=values.dtype)
     return torch.where(values.isnan(), values, code[values.nan_to_num(0).long()])

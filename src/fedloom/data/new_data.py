@@ -22,7 +22,7 @@ from fedloom.values import fields_of
 SIGNS = {"separator": (",", ";", "\t", "|"), "decimal": (".", ",")}
 """Options of one file, which are found out of the next, unless they are none of these."""
 AGREED = ("agreement", "categorical", "drop", "columns", "missing", "impute", "kept", "task", "centre", "unit", "scale")
-"""Options of a table that a trained model knows better."""
+"""Options of a table that a trained model fixes."""
 
 
 class NewData(NamedTuple):

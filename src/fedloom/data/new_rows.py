@@ -29,7 +29,7 @@ class NewRows(NamedTuple):
     Attributes:
         x: of a table its raw columns ``[N, p]`` float64 in the order of training, levels as codes, NaN where missing;
             else samples ``[N, *shape]``.
-        sites: who owns each row, where a column says so.
+        sites: the owner of each row, from a column; empty without one.
         notes: sentences on cells that are filled.
         files: the file of each row, where each has its own.
         kept: columns that go with the predictions, by name, as text.

@@ -40,7 +40,7 @@ def rows_by_site(source: Source, data_dir: Path | str | None = None, **changes: 
     """The complete rows of a table by site.
 
     Args:
-        source: says how the table is read and whose a row is.
+        source: how the table is read, and the column with the owner of a row.
         data_dir: folder of data sets.
         changes: keys of the source that are replaced.
 

@@ -56,7 +56,7 @@ markers_of = lru_cache(maxsize=64)(Markers)
 FITTED = 5
 """Numbers that are fitted to a column at a client."""
 FAR = 0.1
-"""Share of a column's rows from which it is said that they lie far from the training."""
+"""Share of a column's rows from which a note reports that they lie far from the training."""
 
 
 class Column(Value):
@@ -64,8 +64,8 @@ class Column(Value):
 
     name: str
     levels: int = Field(default=0, ge=0, description="number of levels of a code; 0 is a number")
-    names: tuple[str, ...] = Field(default=(), description="names of the levels, where the source knows them")
-    flag: bool = Field(default=False, description="whether a feature tells that the value was missing")
+    names: tuple[str, ...] = Field(default=(), description="names of the levels, where the source has them")
+    flag: bool = Field(default=False, description="whether a feature marks that the value was missing")
     scale: bool = Field(default=True, description="whether a number is centred and scaled")
     unit: str = Field(default="", description="unit of a number, where it was agreed on")
     range: tuple[float, float] | None = Field(default=None, description="smallest and largest plausible number")
@@ -75,7 +75,7 @@ class Table(Value):
     """Turns raw columns [N, p] into features [N, q], client by client.
 
     A number: missing values become the median of the client's observed training values, then the column is centred
-    and divided by its standard deviation over the client's training part (by 1 where that is 0), unless told not to.
+    and divided by its standard deviation over the client's training part (by 1 where that is 0), unless switched off.
     A code: missing values become the client's most frequent training level, then one feature per level of the schema.
     A column with fewer than `min_observed` observed training values at a client is 0 there. A flagged column has one
     more feature: 1 where the value was missing. Nothing is fitted across clients or on validation or test parts.

@@ -13,7 +13,7 @@ from fedloom.kernels.machine import compiled
 def shuffle(words: Any, sizes: Any, steps: Any, order: Any, out: Any) -> None:
     """Batches of every client, an epoch after another, each epoch a permutation as `torch.randperm` draws it.
 
-    A Mersenne Twister renews its words one after another, here when a draw asks for them, so that few draws take few
+    A Mersenne Twister renews its words one after another, here when a draw needs them, so that few draws take few
     words.
 
     Args:

@@ -53,7 +53,7 @@ class Batch(NamedTuple):
 
     position: Tensor
     where: Tensor
-    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which is not needed here
     ids: Tensor
     draw: Draw
     total: Tensor
@@ -79,7 +79,7 @@ class Plan(NamedTuple):
 
     position: Tensor
     where: Tensor
-    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count, which is not needed here
     width: list[int]
     narrowest: list[int]
     ids: Tensor

@@ -33,7 +33,7 @@ def epochs_with_dual(theta: Tensor, w: Tensor, pi: Tensor, x: Tensor, work: Work
     """Local SGD on f_i(theta) + lam/2 ||theta - w||^2, after each epoch of which w and pi move.
 
     With a_i the client's share, they move to w <- (lam a_i theta + rho x - pi)/(lam a_i + rho), then
-    pi <- pi + rho (w - x). Momentum goes on from one epoch to the next; the last epoch may be cut short.
+    pi <- pi + rho (w - x). Momentum carries over from one epoch to the next; the last epoch may be cut short.
 
     Args:
         theta: ``[m, d]``, where every client starts.

@@ -40,7 +40,7 @@ class Memory:
     """States of the clients' optimisers from one round to the next: numbers ``[m, S W]``, one part per stream.
 
     A part's first number is 1 once there is a state. Every call of `descend` in a round has optimisers of its own,
-    named by its stream: a second call of "local" is "local 2", while ("local", 1) goes on from "local".
+    named by its stream: a second call of "local" is "local 2", while ("local", 1) continues "local".
 
     Attributes:
         rows: ``[m, S W]``.

@@ -23,8 +23,8 @@ class Import(ModelSpec):
 
     It is called with ``options``, and with ``shape`` and ``outputs`` where it has parameters of these names; for
     sequences also with ``vocabulary`` (its size) and ``each`` (every position has a label). The module takes
-    ``[b, *shape]`` and returns what `ModelSpec` says. It may carry the attributes ``head`` and ``penultimate`` of
-    `fedloom.models.parts`. Code of the named module is executed.
+    ``[b, *shape]`` and returns outputs of the shape in `ModelSpec`. It may carry the attributes ``head`` and
+    ``penultimate`` of `fedloom.models.parts`. Code of the named module is executed.
     """
 
     path: str = Field(pattern=PATTERN, description="'package.module:Name' of a class or function")
@@ -135,7 +135,7 @@ def try_out(
     """Runs two samples of zeros, or of token 1, through the module and looks at the shape that comes out.
 
     Raises:
-        ConfigError: it fails, or the shape is another one than `ModelSpec` says.
+        ConfigError: it fails, or the shape is not that of `ModelSpec`.
     """
     training = module.training
     samples = torch.zeros(2, *shape) if tokens is None else torch.ones(2, *shape, dtype=torch.int64)

@@ -11,7 +11,7 @@ PAPERS: dict[str, ModelSpec] = {
     # Zhu et al. (FLAME), code
     "flame-mlp": MLP(
         hidden=(128, 64)
-    ),  # 109,386 on 1x28x28, 10 classes; the paper's Table II says 7,850, which is softmax
+    ),  # 109,386 on 1x28x28, 10 classes; the paper's Table II has 7,850, which is softmax
     "flame-cifar10": CNN(channels=(16, 32), kernel=3, padding=1, hidden=(128,)),  # 268,650 on 3x32x32, 10 classes
     "flame-mmnist": CNN(channels=(32, 16), kernel=3, dropout=0.2, hidden=(64,)),  # 206,678 on 3x64x64, 6 classes
     "flame-femnist": CNN(channels=(32, 64), kernel=(7, 3), padding=(3, 1), hidden=()),  # 214,590 on 1x28x28, 62 classes

@@ -32,7 +32,7 @@ def head(module: nn.Module) -> tuple[str, ...]:
 
 
 def penultimate(module: nn.Module) -> str:
-    """Name of the submodule whose output is the representation that the head sees, after its activation.
+    """Name of the submodule whose output is the representation and the head's input, after its activation.
 
     The module's own attribute ``penultimate`` if that is a string, else the last submodule without children that is
     registered before the head, dropout and identity left out (both do nothing in evaluation). For a model without a

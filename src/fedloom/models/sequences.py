@@ -58,7 +58,8 @@ class Transformer(OfTokens):
     )
     dropout: float = Field(0.0, ge=0, lt=1, description="share dropped after the embedding and every layer in training")
     causal: bool = Field(
-        True, description="a position sees none after it, as the prediction of the next token needs; false for tagging"
+        True,
+        description="a position depends on none after it, as the prediction of the next token needs; false for tagging",
     )
 
     @model_validator(mode="after")
@@ -178,7 +179,7 @@ class Attention(nn.Module):
 
 
 class Pick(nn.Module):
-    """What the head sees: every position, or of each sequence its last token or the mean of its tokens."""
+    """The head's input: every position, or of each sequence its last token or the mean of its tokens."""
 
     def __init__(self, each: bool, last: bool) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {
 
 
 class ModelSpec(Value, ABC):
-    """What an experiment says about its model.
+    """The choice of a model in an experiment.
 
     Models take ``[b, *shape]`` normalised floats and return ``[b, outputs]``: logits, or regression values. Models of
     sequences take tokens, int64 ``[b, length]`` with 0 for padding at the end, and return ``[b, outputs]``, or

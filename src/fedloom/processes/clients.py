@@ -1,4 +1,4 @@
-"""Clients: what a round asks of those who compute, and what comes back, wherever they are.
+"""Clients: the requests of a round to those who compute, and their results, wherever they are.
 
 A round does not know where its clients are: in this process, in forked workers, on ranks, or at real sites. A request
 names the clients in an order that the round chooses. Results come in that order, so that no bit depends on who
@@ -180,7 +180,7 @@ class AskTask(NamedTuple):
 
 
 class ScoreTask(NamedTuple):
-    """A chunk of clients to score: see `ScoreRequest`; ``common`` asks for figures of no client too."""
+    """A chunk of clients to score: see `ScoreRequest`; ``common`` includes the figures that belong to no client."""
 
     round: int
     ids: Tensor

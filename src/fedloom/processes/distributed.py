@@ -36,10 +36,10 @@ from fedloom.processes.ranks import ALONE, Move, Ranks
 from fedloom.storage.memory import Memory
 
 VARIABLES = ("TORCHELASTIC_RUN_ID", "RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun tells a process, beside WORLD_SIZE."""
+"""Variables that torchrun gives a process, beside WORLD_SIZE."""
 
 FOREVER = timedelta(days=365)
-"""A rank may wait for another that computes; `Watch` knows whether it lives."""
+"""A rank may wait for another that computes; `Watch` monitors whether it lives."""
 
 
 @contextmanager
@@ -47,10 +47,10 @@ def joined() -> Iterator[Ranks]:
     """The ranks that torchrun has started; one where it has not.
 
     All leave it together, since torchrun ends the others when one has ended with an error. Of the ranks, the first that
-    fails says why; the others end without a word.
+    fails logs the cause; the others end silently.
 
     Raises:
-        FedloomError: another rank died or cannot be reached, or this one is told to end.
+        FedloomError: another rank died or cannot be reached, or this one received the signal to end.
     """
     size = _started()
     if size == 1:
@@ -93,7 +93,7 @@ def _started() -> int:
 
 
 def _leave_word(error: Exception) -> None:
-    """Tell torchrun why this rank ends, for the report that it prints when all have ended."""
+    """Write for torchrun why this rank ends, for the report that it prints when all have ended."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         with suppress(OSError):
@@ -113,7 +113,7 @@ def _join(watch: Watch) -> Group:
 
 @contextmanager
 def _translated(rank: int) -> Iterator[None]:
-    """What torch says of a broken connection, as a sentence."""
+    """Torch's message on a broken connection, as a sentence."""
     try:
         yield
     except RuntimeError as error:
@@ -131,7 +131,7 @@ def _ended_by_signal() -> Iterator[None]:
     """
 
     def end(_number: int, _frame: FrameType | None) -> None:
-        raise FedloomError(f"torchrun has ended the ranks: one of them died, or it was told to stop; {RESUME}")
+        raise FedloomError(f"torchrun has ended the ranks: one of them died, or a signal stopped it; {RESUME}")
 
     if threading.current_thread() is not threading.main_thread():
         yield

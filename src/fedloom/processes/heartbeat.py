@@ -1,4 +1,4 @@
-"""Watch: every rank says every second that it is alive, and ends its process when another has not for too long.
+"""Watch: a heartbeat of every rank each second; a rank ends its process when another's stays away for too long.
 
 A rank that dies closes its connections, which ends the others at once. A machine that is cut off, or a process that is
 stopped, closes nothing: that is what this is for.
@@ -50,7 +50,7 @@ class Watch:
         self._thread.start()
 
     def first_to_fail(self) -> bool:
-        """Whether no other rank has said yet why the run ends."""
+        """Whether this rank is the first to record why the run ends."""
         try:
             return bool(self._store.add("failed", 1) == 1)
         except RuntimeError:
@@ -76,7 +76,7 @@ class Watch:
             except RuntimeError as error:
                 self._end(f"the machine of rank 0 cannot be reached ({error})")
             if time.monotonic() - failed > GRACE:
-                os._exit(1)  # another rank has said why
+                os._exit(1)  # another rank has logged the cause
             silent = [rank for rank, (_, since) in last.items() if time.monotonic() - since > self.patience]
             if silent:
                 self._end(f"rank {silent[0]} of {self.size} has given no sign of life for {self.patience:.0f} s")

@@ -66,7 +66,7 @@ class Pool:
         down_bytes: room for what all chunks share.
         up_bytes: room for what one chunk sends back.
         ahead: give a worker its next task while it computes one, so that it need not wait for this process; for short
-            tasks of like length, which nobody interrupts.
+            tasks of like length, without interruption.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Pool:
             handler: one of the pool's.
             shared: given to it with every task.
             tasks: one call each.
-            interrupted: looked at every second; once it says yes, no task is started and those that run get an
+            interrupted: looked at every second; once it is true, no task is started and those that run get an
                 interrupt signal.
 
         Raises:
@@ -171,7 +171,7 @@ class Pool:
 
 
 class _Silence:
-    """Says in the log which workers do not answer for far longer than any answer has taken."""
+    """Log the workers that have not answered for far longer than any answer has taken."""
 
     def __init__(self) -> None:
         self._since: dict[_Worker, float] = {}

@@ -1,7 +1,7 @@
 """Ranks: the processes that compute a run together, each of which goes through the whole program; usually there is one.
 
 The state of a run is the same on every rank: whatever is random is derived from the seed, and what is computed in one
-place only is exchanged before anyone goes on.
+place only is exchanged before any continues.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Move = tuple[list[Tensor], int, int]
 
 
 class Ranks(Protocol):
-    """What a run asks of its processes. Every method but the attributes is called by all of them, in the same order."""
+    """The operations of a run on its processes; each method is called by all of them, in the same order."""
 
     @property
     def rank(self) -> int:

@@ -31,9 +31,9 @@ class _StopRequest:
 
 @contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Gives a function that says whether the user has asked to stop; what is around it, if it asks too, hears of it.
+    """Yield a function that is true once the user has requested a stop; an enclosing `interruptible` receives it too.
 
-    Outside the main thread signals cannot be caught, and it always says no.
+    Outside the main thread signals cannot be caught, and it is always false.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False

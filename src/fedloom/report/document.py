@@ -172,7 +172,7 @@ def document(
 <noscript><p>The charts need JavaScript; the tables do not.</p></noscript>
 {"".join(html for _, html in parts.values())}
 </main>
-<footer class="wrap">Made by fedloom from recorded files only. This page works offline and contacts nobody.</footer>
+<footer class="wrap">Made by fedloom from recorded files only. This page works offline and makes no request.</footer>
 {_json("figures", payload)}
 {_json("themes", {"light": theme(dark=False), "dark": theme(dark=True)})}
 {_json("file-csv", csv_text(rows))}

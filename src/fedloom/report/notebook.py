@@ -38,7 +38,7 @@ def chart(table: pa.Table, name: str | None = None, part: str = "test") -> Layer
 
 
 def leading(table: pa.Table) -> str:
-    """The metric that says most, of those that were measured."""
+    """The most informative of the metrics that were measured."""
     return metrics.leading(set(table["metric"].unique().to_pylist()))
 
 

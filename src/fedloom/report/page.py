@@ -130,7 +130,7 @@ def _recorded(run_dirs: Sequence[Path]) -> Iterator[None]:
 
 
 def figures(runs: list[Run], rows: list[Row]) -> list[Figure]:
-    """Every chart that the recorded figures allow; colour means the model unless the caption says otherwise."""
+    """Every chart that the recorded figures allow; colour means the model unless the caption has another legend."""
     lead = leading_metric(runs)
     charts = [
         *calibrated(runs, rows, lead),

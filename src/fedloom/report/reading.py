@@ -43,7 +43,7 @@ _CODES = pa.dictionary(pa.int32(), pa.string())
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
-    """The run directories, with labels that tell them apart.
+    """The run directories, with labels that differ.
 
     Raises:
         RunDirError: there is none, one is given twice, or one is not a readable run directory.

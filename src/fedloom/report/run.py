@@ -92,7 +92,7 @@ class Run:
 
     @property
     def clients(self) -> int:
-        """Number of clients, 0 if nothing says."""
+        """Number of clients, 0 if it is not recorded."""
         return len(self.names) or max((int(points.client.max()) + 1 for points in self.series.values()), default=0)
 
     def attackers(self, method: str, seed: int) -> frozenset[int]:

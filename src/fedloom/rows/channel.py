@@ -26,7 +26,7 @@ class Channel(Value, ABC):
     encoding: ClassVar[fields.Kind] = "dense"
     """How the wire writes what comes out."""
     remembers: ClassVar[bool] = False
-    """May have error feedback: a field `error_feedback` says whether."""
+    """May have error feedback, switched by the field `error_feedback`."""
 
     def init(self, D: int, dtype: torch.dtype) -> Tensor | None:
         """A new client's state row [D], or None if the channel has no memory."""
@@ -75,7 +75,7 @@ class GaussianNoise(Channel):
 
     With a delta, the epsilon of the client that has sent most uploads is recorded (`fedloom.engine.privacy`). Every
     client adds its own noise, so this is local differential privacy, which costs far more than noise on a sum. A
-    simulation draws it from seeded generators, so it protects nobody; a deployment has noise of its own
+    simulation draws it from seeded generators, so it protects no client; a deployment has noise of its own
     (`fedloom.deploy.noise`), accounted by Renyi divergences.
     """
 

@@ -1,4 +1,4 @@
-"""Layout: the only place that knows the shapes of an `nn.Module`; a model outside it is a row of R^d."""
+"""Layout: the only place with the shapes of an `nn.Module`; a model outside it is a row of R^d."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ class Presence:
 
     Args:
         intervals: of every client, [start, end) in seconds, within [0, period]; a client that has none is there always.
-        period: seconds after which the intervals begin again; infinite: nobody is there after the last one.
+        period: seconds after which the intervals begin again; infinite: no client is there after the last one.
 
     Raises:
         ConfigError: intervals that are empty, overlap or leave the period.

@@ -124,8 +124,8 @@ def check_digest(path: Path) -> None:
         if digest.hexdigest() == recorded:
             return
     raise LayoutError(
-        f"{path} is damaged: it is not what its SHA-256 says; where it is of a run directory, run the experiment again "
-        "to write it anew"
+        f"{path} is damaged: its content does not match its SHA-256; where it is of a run directory, "
+        "run the experiment again to write it anew"
     )
 
 
@@ -225,7 +225,7 @@ class Checkpoints:
         return None
 
     def meta(self) -> dict[str, Any] | None:
-        """What the newest generation says of itself, without its tensors; safe while another process saves."""
+        """The description of the newest generation, without its tensors; safe while another process saves."""
         for generation in reversed(self.generations()):
             try:
                 content = json.loads(self._paths(generation)[1].read_bytes())

@@ -281,7 +281,7 @@ def _left(buffers: Sequence[memoryview], done: int) -> Sequence[memoryview]:
 def lock(folder: Path, wait: float = 5.0) -> Iterator[None]:
     """Keeps every other process out of a run directory; the lock of a process that has died is free.
 
-    Forked processes hold the lock with their parent, so that nobody enters while one of them may still write.
+    Forked processes hold the lock with their parent, so that no other process enters while one of them may still write.
 
     Args:
         folder: the run directory; created when missing.

@@ -1,6 +1,6 @@
 """Undo journal of rows kept in a file: what a row was at a checkpoint, written before the row is overwritten.
 
-``journal-G`` begins at checkpoint G. Its header says which clients had been seen by then and how long the journal
+``journal-G`` begins at checkpoint G. Its header has the clients with rows at that point and how long the journal
 before it was; its records hold the old bytes of the seen rows first touched since. Applying the journals from the
 newest to the oldest brings back the rows of any checkpoint whose journal is kept.
 
@@ -202,7 +202,7 @@ class Journal:
                     yield ids, rows
 
     def restart(self, chain: list[Header]) -> None:
-        """Goes on from the oldest header of a chain that was undone; the newer journals are deleted, newest first."""
+        """Restart from the oldest header of a chain that was undone; the newer journals are deleted, newest first."""
         first = chain[0]
         discard(*(self.path(h.generation) for h in reversed(chain[1:])))
         self.start(first.generation, first.occupied, first.previous, first.sealed)

@@ -79,7 +79,7 @@ class Objective(Value):
     ``higher_is_better = False``.
 
     Class weights act in training only; the loss of an evaluation has none. With "balanced", class c of a client weighs
-    n / (C n_c): n its training samples, n_c those of the class, C the classes that it has. Nobody tells anybody his
+    n / (C n_c): n its training samples, n_c those of the class, C the classes that it has. No client sends its
     counts, so a deployment trains as a simulation does.
     """
 
@@ -325,7 +325,7 @@ def _each(scorer: Function, what: str, output: Tensor, y: Tensor, owner: Tensor,
 
 
 def number(scorer: Function, what: str, output: Tensor, y: Tensor) -> float:
-    """What a user's loss or metric says of a batch.
+    """The number that a user's loss or metric returns for a batch.
 
     Raises:
         CodeError: it fails, or returns something else than one number.

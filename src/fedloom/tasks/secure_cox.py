@@ -1,8 +1,8 @@
 """Cox regression from secure sums: agreed time bins, least counts, whole numbers that masks cancel in.
 
 Every site rounds its sums to multiples of a step and sends them as numbers modulo 2^64, so that a secure sum of them is
-exact; the server sees no site's. Columns are put on [-1, 1] by agreed ranges, so no moment of a site is needed, and all
-weights are at most 1.
+exact; the server receives no site's. Columns are put on [-1, 1] by agreed ranges, so no moment of a site is needed, and
+all weights are at most 1.
 
 References: sums over sites as in C.-L. Lu et al., "WebDISCO", JAMIA 2015; masks modulo a power of two as in K. Bonawitz
 et al., CCS 2017; the bound by the pseudo self-concordance of exponential weights, F. Bach, Electron. J. Stat. 2010,

@@ -205,7 +205,7 @@ def federate(
         solve: local problems of quadratics are solved exactly.
         noise: the samples of quadratics differ.
         cohorts: who trains; all clients when None.
-        dropped: whose upload is lost; nobody's when None.
+        dropped: whose upload is lost; none when None.
         weigher: by the clients' shares when None.
         alone: every client is called by itself.
         seed: seed of the run.

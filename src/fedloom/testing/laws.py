@@ -142,7 +142,7 @@ def precision(s: Subject) -> None:
 
 
 def resume(s: Subject) -> None:
-    """A run that goes on from its checkpoint ends as one that was never interrupted, to the last bit."""
+    """A run that resumes from its checkpoint ends as one that was never interrupted, to the last bit."""
     rounds = [*HISTORY, COHORT, (1, 3)]
     whole = s.run(rounds)[-1]
     half = s.run(rounds, 2)[-1]
@@ -174,8 +174,8 @@ CURES = {
     "kept_rows": "set mixes = True if down reads the kept rows",
     "idle_is_finite": "divide by work.steps.clamp(min=1), or take where_moved(work, new, old)",
     "idle_is_zero": "take where_moved(work, new, old) of what is sent and kept: without a step nothing changes",
-    "translation": "models may be compared and averaged, not measured from zero; if the method knows the origin, as a "
-    "regulariser does, set family = 'composite' or leave the law out: without=['translation']",
+    "translation": "models may be compared and averaged, not measured from zero; if the method refers to the origin, "
+    "as a regulariser does, set family = 'composite' or leave the law out: without=['translation']",
     "precision": "take dtypes from the arguments: torch.zeros_like(w), torch.rand(..., dtype=w.dtype)",
     "resume": "put all that a round needs from the one before into rows or the server's state",
 }
@@ -220,7 +220,7 @@ def check_algorithm(
         algorithm: the method.
         weigher: the weigher of the runs; by the clients' shares when None.
         without: laws that the method breaks on purpose. ``translation`` is left out for composite methods, whose
-            regulariser knows the origin.
+            regulariser refers to the origin.
         layout: for a method that names layers: names and shapes of the parameters, or a module that has them.
 
     Raises:

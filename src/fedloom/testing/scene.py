@@ -65,7 +65,7 @@ class Scene:
         self.down = self.a.down(self.state.server, self.kept, self.ctx())
 
     def ctx(self, ids: Sequence[int] | None = None) -> Ctx:
-        """What the server knows."""
+        """The server's context."""
         return self.fed.ctx(len(HISTORY) + 1, self.ids if ids is None else ids)
 
     def work(self, steps: int | None = None, ids: Sequence[int] | None = None) -> Work:
@@ -96,6 +96,6 @@ def _parts(tree: Any) -> Any:
 
 
 def agree(got: Any, want: Any, sentence: str, tol: float = 0.0) -> None:
-    """Raise if two states differ; the sentence says what they are."""
+    """Raise if two states differ; the message names them."""
     phrase = difference(_parts(got), _parts(want), tol)
     demand(phrase is None, f"{sentence}: {phrase}")

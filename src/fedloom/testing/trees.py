@@ -67,7 +67,7 @@ def through_checkpoint(tree: Any) -> Any:
 
 
 def difference(got: Any, want: Any, tol: float = 0.0) -> str | None:
-    """None if both hold the same tensors within ``tol`` (relative to their size), else a phrase that says where not."""
+    """Locate the first difference beyond ``tol`` (relative to the tensors' size), as a phrase; None without one."""
     a, b = named(got), named(want)
     if a.keys() != b.keys():
         return f"fields {sorted(a)} instead of {sorted(b)}"

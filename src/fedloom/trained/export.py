@@ -130,7 +130,7 @@ def _example(model: Model) -> Tensor:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """The exporters talk about themselves; what fails is said in one sentence."""
+    """Silence the exporters' own output; a failure is one sentence."""
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():

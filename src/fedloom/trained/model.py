@@ -65,7 +65,7 @@ class Recipe:
         return module
 
     def start(self) -> dict[str, Tensor]:
-        """What must be saved once beside the rows: the state dict before training, where `base` says; else nothing."""
+        """Tensors saved once beside the rows: the state dict before training where no seed gives it, else none."""
         module = self.build()
         if self.spec.weights is None and all(p.requires_grad for p in module.parameters()):
             return {}
@@ -77,7 +77,7 @@ class Recipe:
         return Layout.of(self.build())
 
     def header(self, about: Mapping[str, Any]) -> dict[str, str]:
-        """What a file of models says of itself: ``layout``, ``facts`` and ``about``, as JSON."""
+        """The metadata of a file of models: ``layout``, ``facts`` and ``about``, as JSON."""
         return {**self.layout.header(), "facts": self.facts.model_dump_json(), "about": json.dumps(dict(about))}
 
 
@@ -102,7 +102,7 @@ class Model:
     calibration: Tensor | None = None
 
     def module(self) -> nn.Module:
-        """A plain `nn.Module` in evaluation mode; it takes samples that are scaled as `InputSpec` says."""
+        """A plain `nn.Module` in evaluation mode; it takes samples that are scaled as in `InputSpec`."""
         module = self.recipe.build()
         self.recipe.layout.load(module, self.row)
         places = running_statistics(module)
@@ -311,10 +311,10 @@ def file_layout(path: Path | str) -> Layout:
 
 
 def facts_of(file: Any, path: Path) -> tuple[InputSpec, dict[str, Any]]:
-    """What a file's header says of the data and of the models.
+    """The facts on the data and the models in a file's header.
 
     Raises:
-        LayoutError: it says nothing, or nothing readable.
+        LayoutError: the header has none, or none that is readable.
     """
     header = file.metadata() or {}
     try:

@@ -31,7 +31,7 @@ class Predictions:
         facts: of the data that the models were trained on.
         scores: ``[N, C]`` probabilities of the classes (``[N, L, C]`` with a label per position), or ``[N, k]`` values
             of a regression, float64.
-        models: of every row, whose model said so: a client, or ``"global"``.
+        models: of every row, the model that predicts it: a client's, by its name, or ``"global"``.
         notes: sentences on what was filled in, and which models were taken.
         not_padding: ``[N, L]`` the positions that are no padding, where every one has a prediction.
         files: the file of every row, where each has its own.

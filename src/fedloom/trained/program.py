@@ -20,7 +20,7 @@ GRAPH, SAMPLES = "models/model.json", "data/sample_inputs/model.pt"
 CONFIGS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
 TENSOR = re.compile(r"data/(weights/weight|constants/tensor)_\d+")
 NOTES = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn")
-"""What a graph tells of the code that it was made from; left out."""
+"""References of a graph to the code that it was made from; left out."""
 WORD = re.compile(r"[\w.+-]*")
 """Text of a graph: names, versions and numbers; it becomes a part of generated code."""
 ARITHMETIC = ("getitem", "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "eq", "ne", "lt", "le",

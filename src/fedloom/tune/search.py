@@ -1,7 +1,7 @@
 """The space of a search, and the setting that it tries next.
 
 The space of a method: the defaults of `spaces.toml`, and what the experiment changes of them. A suggestion depends on
-the finished trials and on (seed, method, trial number) only, so a search that was killed goes on with the very trials
+the finished trials and on (seed, method, trial number) only, so a search that was killed resumes with the very trials
 that it would have had. A space of lists that has no more settings than there are trials is gone through whole
 (GridSampler); elsewhere past trials suggest the next one (TPESampler).
 """
@@ -48,7 +48,7 @@ def defaults() -> tuple[Mapping[str, Mapping[str, Dimension]], Mapping[str, str]
 
 
 def space_of(method: Method, tune: Tune, where: str) -> dict[str, Dimension]:
-    """Where the settings of a method are looked for; what is said last, and for the method alone, counts.
+    """Where the settings of a method are looked for; the last entry, and one for the method alone, counts.
 
     Raises:
         ConfigError: a setting that the method has not.

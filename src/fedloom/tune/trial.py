@@ -215,7 +215,7 @@ def attempt(
         federations: without test data, by seed.
         goal: what every trial gets.
         trial: what Optuna asked for.
-        folder: for checkpoints; a trial that was stopped goes on from there.
+        folder: for checkpoints; a trial that was stopped resumes from there.
         emitter: (what is run, the run) -> what is called after every round.
 
     Raises:

@@ -119,11 +119,11 @@ class Tuning:
         trials = [min(self.tune.trials, study.search.settings) * study.goal.rounds for study in self.studies]
         return int(sum(trials)) * len(self.goal.seeds)
 
-    def run(self, tell: Tell = lambda *_: None, *listeners: Listener, tuned: bool = True) -> list[SearchResult]:
+    def run(self, on_trial: Tell = lambda *_: None, *listeners: Listener, tuned: bool = True) -> list[SearchResult]:
         """Do the trials that are missing, and write every file.
 
         Args:
-            tell: called after every trial.
+            on_trial: called after every trial.
             listeners: hear of every round of a trial.
             tuned: write ``tuned.toml`` too; every method must have a trial that completed then.
 
@@ -142,7 +142,7 @@ class Tuning:
                 return Emitter((line.send,), label, run, PAUSE) if processes > 1 else Emitter(listeners, label, run)
 
             def handle(_shared: None, k: int) -> None:
-                self._tune(self.studies[k], tell, emitter, interrupted, workers if processes == 1 else 1)
+                self._tune(self.studies[k], on_trial, emitter, interrupted, workers if processes == 1 else 1)
 
             with Pool([handle], processes) as pool, line.heard(*listeners) if processes > 1 else nullcontext():
                 for _ in pool.map(handle, None, range(len(self.studies)), interrupted):
@@ -250,7 +250,7 @@ class Tuning:
         return wanted if self.experiment.common.engine.device == "cpu" else 1
 
     def _check_directory(self) -> None:
-        """Refuse a directory that is not this search's; ``search.toml`` says what its trials depend on."""
+        """Refuse a directory that is not this search's; ``search.toml`` has the choices that its trials depend on."""
         out, path = self.out, self.out / "search.toml"
         if not is_unused(out) and not path.exists():
             raise RunDirError(f"{out} is not empty and holds no search (no search.toml); choose another --out")

@@ -89,5 +89,5 @@ def map_command(
             now = read(recorded)
             print_rows(standing_table([judge(one, now) for one in wanted], methods))
         if not ended:
-            say("stopped: the same command goes on from here", err=True)
+            say("stopped: the same command resumes from here", err=True)
             raise typer.Exit(130)

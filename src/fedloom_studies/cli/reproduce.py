@@ -101,7 +101,7 @@ def reproduce(
                 or not run_with(seed_numbers)
                 or (decide and not _decided(one, how_much, recorded, run_with))
             ):
-                say(f"stopped at {one.name}: the same command goes on from here", err=True)
+                say(f"stopped at {one.name}: the same command resumes from here", err=True)
                 raise typer.Exit(130)
 
 

@@ -22,7 +22,7 @@ from fedloom_studies.map.records import DONE, Record, Series
 from fedloom_studies.map.setups import MARKS, POOLED, Setup
 
 LEAST = 3
-"""Setups, and methods, without which nothing is said of all setups together."""
+"""Setups, and methods, without which there is no statement on all setups together."""
 Table = NDArray[np.float64]
 Groups = list[tuple[int, int]]
 """First and last place of every group of neighbours that are level."""
@@ -181,7 +181,7 @@ class Overall(NamedTuple):
         ranks: mean ranks over the setups; 1 is the best.
         setups: in which all of the methods are done.
         p: of Friedman's test that all methods are alike.
-        groups: of methods that Nemenyi's test does not tell apart.
+        groups: of methods that Nemenyi's test does not separate.
     """
 
     methods: tuple[str, ...]

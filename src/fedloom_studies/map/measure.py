@@ -70,7 +70,7 @@ def measure_all(
         data_dir: folder of data sets; a setup without its data is left out.
         budget: time that may be spent.
         show: shows progress.
-        say: told of every cell.
+        say: called for every cell.
         again: a second look at each.
 
     Raises:

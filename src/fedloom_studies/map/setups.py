@@ -27,7 +27,7 @@ from fedloom_studies.reproduce.recipe import merged, without_uniform
 Scale = Literal["smoke", "full"]
 POOLED = "centralized"
 MARKS = ("local", "fedavg", POOLED)
-"""Methods that all others are compared with, or read beside: nobody works together, one model for all, one place."""
+"""Methods that all others are compared with, or read beside: no collaboration, one model for all, one place."""
 
 
 @dataclass(frozen=True)

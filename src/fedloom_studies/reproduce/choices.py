@@ -6,9 +6,10 @@ the first metric by which `fedloom.tune` goes), the mean over the models that th
 the personal one where there is one. A ``[choose]`` table may shorten the ``rounds`` of these trials and take the mean
 over the first ``seeds``; ``once = true`` lets the first variant choose for all, and ``metric = "accuracy/weighted"``
 scores by the figure that a recipe's claims are judged by. Test data play no part. With ``extend = K`` a grid whose best
-value is at an edge goes on, at most K times: the next value is the edge times the factor between it and its neighbour;
-alike for all methods. ``edges = "every"`` goes on in every key that is at its edge, and tries what combines the best
-values with the next ones; without it the first such key goes on, with all values of the method's other keys.
+value is at an edge is extended, at most K times: the next value is the edge times the factor between it and its
+    neighbour;
+alike for all methods. ``edges = "every"`` extends in every key that is at its edge, and tries what combines the best
+values with the next ones; without it the first such key is extended, with all values of the method's other keys.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Budget:
         return float("inf") if self._end is None else self._end - time.monotonic()
 
     def __call__(self, event: Event) -> None:
-        """Stops a run that goes on when the time is over."""
+        """Stop a run that exceeds its time."""
         here = threading.current_thread() is threading.main_thread()  # else all other processes are asked as one
         if self.left <= 0 and not event.status and (here or not self._stop_requested):
             self._stop_requested = True

@@ -7,7 +7,7 @@ common; WHEN the last round unless it is ``validation`` (the round best on valid
 rounds, a measure of speed), a round's number, or ``to VALUE``: the first evaluated round whose validation figure
 reaches the value, for claims about work. A model that never reaches it has the last round's, the least that it needs.
 
-`unit` says how a figure is shown: accuracies in percent and their differences in points, bytes as MB.
+`unit` is the form in which a figure is shown: accuracies in percent and their differences in points, bytes as MB.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _lines(recipe: Recipe, summary: Summary | None, need: Need | None) -> Iterat
 
 
 SHOWN = 3
-"""Comparisons that are told of a claim of which the reported round decides some."""
+"""Comparisons listed for a claim of which the reported round decides some."""
 Moved = Mapping[str, judge.ClaimVerdict | None]
 """Claims by their text, at the round that is best on validation."""
 

@@ -38,7 +38,7 @@ from fedloom_studies.reproduce.recipe import Claim, Recipe
 from fedloom_studies.reproduce.summary import Need, Summary, needs
 
 GPU, NOWHERE = "needs a GPU", "not decidable here"
-"""In place of a verdict: where more seeds of what was run change nothing, and where no recipe asks."""
+"""In place of a verdict: where more seeds of what was run change nothing, and where no recipe tests it."""
 HEAD = """# The papers
 
 What five papers claim, and what comes of it here: **as published** with the paper's own settings, its public code's
@@ -66,7 +66,7 @@ RULES = """## How claims are judged
   nothing. *Not measured yet*: the recipe has changed since its last result, or was never run.
 - Of several recipes that judge a claim the one at the paper's full length counts first.
 - A cell of a table is *within* when |ours - paper| <= 2 sqrt(s1^2/n1 + s2^2/n2); only where the data have the paper's
-  size. Nothing is chosen on test data, but where a published recipe says so.
+  size. Nothing is chosen on test data, except where a published recipe does so.
 """
 
 
@@ -96,7 +96,7 @@ class Sheet(Value):
     name: str
     title: str
     claims: str = Field("", description="what it claims, in one line of plain words")
-    number: str = Field("", description="start of the text of the headline claim whose number says most")
+    number: str = Field("", description="start of the text of the headline claim with the most telling number")
     why: str = Field("", description="the reason, with measured differences in braces")
     changed: str = Field("", description="what was changed after a table had been seen")
     row: tuple[Row, ...] = ()
@@ -104,7 +104,7 @@ class Sheet(Value):
 
 
 class Cell(NamedTuple):
-    """What a row says of a protocol: a word, the difference behind it, and the recipe that has it."""
+    """A row's entry for a protocol: a word, the difference behind it, and the recipe that has it."""
 
     word: str
     number: str = ""
@@ -141,7 +141,7 @@ def overview(recipes: Mapping[str, Recipe], summaries: Summaries, needed: Mappin
     """The page of all papers."""
     papers = [(sheet, [_cells(recipes, summaries, row) for row in sheet.row]) for sheet in sheets()]
     lines = [HEAD, '<div class="narrow" markdown="1">', ""]
-    lines += ["| paper and claim | as published | fair test | the number that says most |", "|---|---|---|---|"]
+    lines += ["| paper and claim | as published | fair test | the most telling number |", "|---|---|---|---|"]
     for sheet, cells in papers:
         published, fair = (_together(side) for side in zip(*cells, strict=True)) if cells else ("", "")
         number = _most(sheet, cells)
@@ -261,7 +261,7 @@ def _together(cells: Iterable[Cell]) -> str:
 
 
 def _most(sheet: Sheet, cells: list[tuple[Cell, Cell]]) -> str:
-    """The number that says most: that of the fair test, else as published."""
+    """The most telling number: that of the fair test, else as published."""
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
         if row.text.startswith(sheet.number):
             cell, mode = (fair, "fair") if fair.number else (published, "published")
@@ -337,8 +337,8 @@ def _unaffordable(
             yield f"- Not measured yet: `fedloom reproduce {name}` (up to {option(budget)} core-minutes)."
     yield from (
         "",
-        "Each of these commands can be stopped and goes on where it was; `fedloom reproduce --all --budget 8h` goes",
-        "through all that is unfinished.",
+        "Each of these commands can be stopped, and it resumes where it was;",
+        "`fedloom reproduce --all --budget 8h` goes through all that is unfinished.",
         "",
     )
 

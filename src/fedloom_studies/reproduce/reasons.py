@@ -35,7 +35,9 @@ def filled(why: str, recipes: Mapping[str, Recipe], summaries: Mapping[str, Summ
         if all(text is not None for text in shown.values()):
             plain = [text for held, text in shown.items() if "|" in held and " - " not in held]
             if len(set(plain)) < len(plain):
-                raise ConfigError(f"papers.toml: {sentence!r} tells equal numbers apart: {', '.join(map(str, plain))}")
+                raise ConfigError(
+                    f"papers.toml: {sentence!r} distinguishes equal numbers: {', '.join(map(str, plain))}"
+                )
             whole.append(re.sub(r"\{([^{}]+)\}", lambda m, shown=shown: str(shown[m[1]]), sentence))
     return " ".join(whole)
 

@@ -1,4 +1,4 @@
-"""Recipe: a table or figure of a paper as one declarative file, an experiment with what the paper says of its results.
+"""Recipe: a table or figure of a paper as one declarative file, an experiment with the paper's claims.
 
 A recipe is an experiment file with more tables:
 
@@ -38,7 +38,7 @@ SCALES: tuple[Scale, ...] = get_args(Scale)
 ONLY = "all"
 """The variant of a recipe without variants."""
 SMOKE = {"data": {"source": "digits"}, "partition": {"min_size": 1, "keep": 20}, "rounds": 1, "evaluate": {"every": 1}}
-"""What every recipe is at smoke scale, unless it says otherwise."""
+"""Every recipe's choices at smoke scale, unless it has its own."""
 
 
 class Nominal(NamedTuple):
@@ -106,7 +106,7 @@ Cell = Annotated[float | tuple[float, float] | None, BeforeValidator(lambda cell
 
 
 class Paper(Value):
-    """What the paper says of the table or figure."""
+    """The paper's statements on the table or figure."""
 
     title: str = Field(description="paper, and table or figure")
     protocol: str = Field(description="the protocol, as the paper states it")
@@ -199,7 +199,7 @@ class Recipe:
         ]
 
     def protocol(self, scale: Scale) -> str:
-        """Digest of what a scale runs, so that results tell whether they are of this recipe."""
+        """Digest of what a scale runs, so that results can be matched to this recipe."""
         return digest_of(self.at(scale))
 
     def at(self, scale: Scale, seeds: Sequence[int] = (), only: Sequence[str] = ()) -> dict[str, dict[str, Any]]:
@@ -307,7 +307,7 @@ def make_recipe(name: str, document: Mapping[str, Any]) -> Recipe:
     """The recipe of a resolved document.
 
     Raises:
-        ConfigError: [paper] or weights is missing, [paper] says what cannot be, or there is an unknown scale.
+        ConfigError: [paper] or weights is missing, [paper] has a value that cannot be, or there is an unknown scale.
     """
     rest = deepcopy(dict(document))
     if "paper" not in rest:

@@ -24,12 +24,12 @@ class Sampler(Value, ABC):
 
     @property
     def probes(self) -> bool:
-        """The sampler asks candidates before the round; their answers are counted in work and bytes."""
+        """The server queries candidates before the round; the answers count in work and bytes."""
         return False
 
     @property
     def learns(self) -> bool:
-        """The sampler looks at the replies of the round (`learn`); it sees those of single clients."""
+        """The sampler reads the replies of single clients after a round (`learn`)."""
         return False
 
     @property
@@ -52,7 +52,7 @@ class Sampler(Value, ABC):
 
     def probe(self, model: Tensor, work: Work) -> Tensor:
         """A candidate's answer ``[m, k]`` about the global model ``[d]``; runs at the client."""
-        raise AssertionError("this sampler asks nothing")
+        raise AssertionError("this sampler has no query")
 
     @abstractmethod
     def apply(self, state: Any, info: Tensor | None, ctx: Ctx) -> tuple[Tensor, Any]:
@@ -69,7 +69,7 @@ class Sampler(Value, ABC):
         """
 
     def report(self, model: Tensor, work: Work) -> Tensor | None:
-        """What a client ``[m, k]`` tells with its reply, for `learn`, about its trained model ``[m, d]``.
+        """Each client's report ``[m, k]`` on its trained model ``[m, d]``, sent with the reply, for `learn`.
 
         It runs at the client and is counted. None: the server looks at the upload itself.
         """
@@ -98,7 +98,7 @@ class Sampler(Value, ABC):
         return []
 
     def smallest(self, n: int) -> int | None:
-        """Fewest different clients in a round of a federation of ``n``; None where only the draws tell."""
+        """Fewest different clients in a round of a federation of ``n``; None where that depends on the draws."""
         return None
 
     def sized_like(self, other: Sampler) -> Sampler:

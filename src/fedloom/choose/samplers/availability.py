@@ -16,9 +16,9 @@ from fedloom.local import Ctx, Nothing
 class Availability(Sized):
     """Uniformly among the clients that are there: by a recorded trace, or in turns of a fixed period.
 
-    With a table, row t says who is there in round t, and the table starts again after its last row. Without, client i
-    is there in the first ``on`` of every ``period`` rounds, counted from round 1 - i. Where fewer are there than are
-    asked for, all of them take part.
+    With a table, row t has the clients available in round t, and the table starts again after its last row. Without,
+    client i is there in the first ``on`` of every ``period`` rounds, counted from round 1 - i. Where fewer are there
+    than are asked for, all of them take part.
     """
 
     kind: ClassVar[str] = "availability"
@@ -43,7 +43,7 @@ class Availability(Sized):
         return (round - 1 + torch.arange(n)) % self.period < self.on
 
     def check(self, n: int) -> None:
-        """A table of another width, and a round in which nobody is there, are refused."""
+        """Refuse a table of another width, and a round without an available client."""
         super().check(n)
         for t, row in enumerate(self.table or (), 1):
             if len(row) != n:

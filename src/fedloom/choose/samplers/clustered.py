@@ -64,7 +64,7 @@ class Clustered(Sized):
         if self.size(ctx.n) < ctx.n or len(masses(ctx, self.masses).unique()) > 1:
             return []
         reason = f"as all {ctx.n} clients take part, with equal masses: set fraction or clients lower"
-        return [f"sampler {self.kind!r} draws nobody {reason}"]
+        return [f"sampler {self.kind!r} draws no client {reason}"]
 
     def smallest(self, n: int) -> int | None:
         """Unknown: a client may be drawn from several distributions."""

@@ -24,7 +24,7 @@ class PowerOfChoice(Sized):
 
     Reference: Y. J. Cho, J. Wang, G. Joshi, "Towards Understanding Biased Client Selection in Federated Learning",
     AISTATS 2022, arXiv:2010.01243, Section 4: pow-d asks for the loss of the global model over all samples
-    (``loss``), cpow-d over one mini-batch (``batch``), rpow-d asks nobody and remembers (``last``).
+    (``loss``), cpow-d over one mini-batch (``batch``), rpow-d remembers the last losses (``last``).
 
     Deviations: what rpow-d remembers is the loss of a client's trained model on its last mini-batch, not the mean over
     its local steps. Ties, as those of clients never seen, are broken at random.
@@ -64,10 +64,10 @@ class PowerOfChoice(Sized):
         """That there is no choice where everyone takes part."""
         if self.size(ctx.n) < ctx.n:
             return []
-        return [f"sampler {self.kind!r} chooses nobody as all {ctx.n} clients take part: set fraction or clients lower"]
+        return [f"sampler {self.kind!r} has no choice: all {ctx.n} clients take part: set fraction or clients lower"]
 
     def init(self, ctx: Ctx) -> Losses | Nothing:
-        """Nobody has been seen."""
+        """No client has a loss yet."""
         return Losses(torch.full((ctx.n,), torch.inf, dtype=torch.float64)) if self.learns else Nothing()
 
     def query(self, state: Losses | Nothing, ctx: Ctx) -> Tensor:

@@ -24,7 +24,7 @@ class Uniform(Sized):
 
 
 class Bernoulli(Sampler):
-    """Every client by itself with the same probability; if nobody comes, one client drawn uniformly does."""
+    """Every client by itself with the same probability; an empty cohort is replaced by one client drawn uniformly."""
 
     kind: ClassVar[str] = "bernoulli"
     probability: float = Field(0.5, gt=0, le=1, description="probability that a client takes part in a round")

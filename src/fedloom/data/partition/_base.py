@@ -226,7 +226,7 @@ class Partition(Value):
 
 
 def _check_dealt(dealt: Dealt, samples: int) -> None:
-    """That it says which samples every client has."""
+    """The samples of every client are chosen by this partition."""
     index, offsets = dealt
     if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(index) or (np.diff(offsets) < 0).any():
         raise ValueError(f"offsets [n + 1] must rise from 0 to the {len(index)} entries of index, got {offsets}")

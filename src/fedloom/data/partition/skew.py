@@ -137,7 +137,7 @@ class Few(Sized):
 
     User i holds ``max(2, floor((exp(mean + std z) + extra) / labels_per_client))`` samples, z standard normal, of each
     of the classes i, i + 1, ..., i + labels_per_client - 1 (mod C). Users are disjoint; in the published code an index
-    is reset by mistake, such that they share the first images of a class. What is left over belongs to nobody.
+    is reset by mistake, such that they share the first images of a class. What is left over has no owner.
     """
 
     kind: ClassVar[str] = "few"

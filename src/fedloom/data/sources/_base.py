@@ -81,7 +81,7 @@ def locate(
 
     Args:
         what: name of the data set, for the error.
-        path: given by the user; then it only must exist, the reader says what it lacks.
+        path: given by the user; then it only must exist, the reader reports what it lacks.
         data_dir: folder of data sets, or None for FEDLOOM_DATA.
         folders: names to try inside the data folder; the data folder itself comes last.
         fits: whether the data set is at a place.

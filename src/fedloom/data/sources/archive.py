@@ -47,7 +47,7 @@ class Entry(NamedTuple):
 
 
 class _Bounded(io.RawIOBase):
-    """A stream that refuses to give more than `bound` bytes, and says where it broke."""
+    """A stream that refuses to give more than `bound` bytes; its errors name the place."""
 
     def __init__(self, inner: BinaryIO, bound: int, where: str) -> None:
         self._inner, self._left, self._bound, self._where = inner, bound, bound, where
@@ -257,7 +257,7 @@ def finished(entry: Entry) -> None:
         DataError: there are bytes left.
     """
     if entry.stream.read(1):
-        raise DataError(f"{entry.where}: bytes left after the last declared record; the file is not what it says")
+        raise DataError(f"{entry.where}: bytes left after the last declared record; the file contradicts its header")
 
 
 class Rows:

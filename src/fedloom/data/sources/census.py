@@ -45,7 +45,7 @@ class Heart(FileSource):
 
     The hospitals are the natural clients. A cholesterol or a resting blood pressure of 0 is missing. Imputation and
     scaling are fitted on each client's training part; a column with fewer than 5 observed values there becomes 0.
-    Columns with gaps have a feature that tells where.
+    Columns with gaps have a feature that marks them.
     """
 
     def load(self, data_dir: str | Path | None = None) -> Dataset:

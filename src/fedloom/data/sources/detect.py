@@ -31,7 +31,7 @@ BY_NAME: tuple[tuple[re.Pattern[str], type[FileSource]], ...] = (
     (re.compile(r"\.(csv|tsv)$"), Csv),
 )
 WEAK = 7
-"""From this pattern on a name decides only where no other name in the folder or archive says more."""
+"""From this pattern on a name decides only where no other name in the folder or archive decides."""
 LOOKED_AT = 2000
 """Names after which a weak one decides."""
 GIVEN_UP = 100_000
@@ -42,7 +42,7 @@ def detect(path: Path) -> type[FileSource]:
     """The source whose reader fits.
 
     Raises:
-        DataError: nothing there, nothing that a reader knows, or the root of the file system.
+        DataError: nothing there, nothing that a reader takes, or the root of the file system.
     """
     if not os.path.exists(path):
         raise DataError(f"{path}: no such file or folder; check the path")

@@ -1,4 +1,4 @@
-"""Original files of named data sets, fetched when a user asks for it and never otherwise."""
+"""Original files of named data sets, fetched on a user's request only."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def as_dataset(
 
     Raises:
         ConfigError: it is of no known kind, or an option or column does not exist.
-        DataError: shapes, types, lengths or values that cannot be; all of it is said at once.
+        DataError: shapes, types, lengths or values that cannot be; one message has all of them.
     """
     if isinstance(obj, Dataset):
         if target is not None or task is not None or test is not None or options:
@@ -109,7 +109,7 @@ def as_dataset(
 
 
 class _Side(NamedTuple):
-    """Features, targets and owners of a training or test set, and what it knows of its classes."""
+    """Features, targets and owners of a training or test set, and the classes that it declares."""
 
     x: NDArray[Any]
     y: NDArray[Any]

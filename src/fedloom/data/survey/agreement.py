@@ -30,7 +30,7 @@ class AgreedColumn(Value):
     unit: str = Field("", description="unit of a number")
     levels: tuple[str, ...] = Field((), description="all levels that may occur")
     range: tuple[float, float] | None = Field(None, description="smallest and largest plausible number")
-    missing: bool = Field(False, description="cells may be missing; a further feature then tells where")
+    missing: bool = Field(False, description="cells may be missing; a further feature then marks them")
     scale: bool = Field(True, description="a number is centred and scaled at every site")
 
     @model_validator(mode="after")
@@ -64,10 +64,10 @@ class AgreedColumn(Value):
 class Agreement(Value):
     """Columns by name, target, classes and markers of gaps: a table is read by them in any order, others are ignored.
 
-    Levels, classes and the features that tell of missing cells come from here, never from the file of one site.
+    Levels, classes and the features that mark missing cells come from here, never from the file of one site.
     """
 
-    target: str | None = Field(None, description="column that is predicted; None: as the source says")
+    target: str | None = Field(None, description="column that is predicted; None: the source's choice")
     event: str | None = Field(None, description="column of events, where the target is a time to them")
     task: Task = Field("binary", description="classification, binary, regression, survival or count")
     classes: tuple[str, ...] = Field((), description="all classes that may occur; none where targets are numbers")
@@ -109,7 +109,7 @@ class Agreement(Value):
         """The agreement in a TOML file.
 
         Raises:
-            ConfigError: there is none, or it says what cannot be.
+            ConfigError: there is none, or it has a value that cannot be.
         """
         return make(cls, read_toml(path, "agreement"), str(path), fields_of(cls))
 
@@ -140,11 +140,11 @@ class Agreement(Value):
         """
         sentences = []
         if rows < self.patients:
-            sentences.append(f"{rows} rows, the agreement asks for at least {self.patients}")
+            sentences.append(f"{rows} rows, the agreement requires at least {self.patients}")
         rare = {name: counts.get(name, 0) for name in self.classes if counts.get(name, 0) < self.events}
         if rare:
             shown = ", ".join(f"{count} of {self.target or 'the target'} = {name}" for name, count in rare.items())
-            sentences.append(f"{shown}; the agreement asks for at least {self.events}")
+            sentences.append(f"{shown}; the agreement requires at least {self.events}")
         return sentences
 
 

@@ -24,7 +24,7 @@ LEAST = 10
 SMALLEST = 5
 """Rows of the smallest site that takes part; fewer are too few to scale a column."""
 TELLS = 0.995
-"""AUROC or R2 from which a single column tells the target, as what is known only afterwards does."""
+"""AUROC or R2 from which a single column gives the target away, as facts recorded afterwards do."""
 DOUBTFUL = 0.95
 """AUROC or R2 of a single column from which it is worth a second look; of one named as a later one, `LATE`."""
 DOUBTFUL_IF_LATER = 0.75
@@ -240,10 +240,10 @@ class Draft:
             return f"has values at {lone!r} only, so it names that site"
         share = by_site.alone(c, self._target, self._task)
         if share.value >= TELLS:
-            return f"tells the target by itself ({share.text}), as what is known only afterwards does"
+            return f"gives the target away by itself ({share.text}), as facts recorded afterwards do"
         later = bool(LATER.search(c.name))
         if share.value >= DOUBTFUL or (later and share.value >= DOUBTFUL_IF_LATER):
-            self._say(c, f"nearly tells the target ({share.text}); leave it out unless it is known beforehand")
+            self._say(c, f"nearly gives the target away ({share.text}); leave it out unless it is known beforehand")
         elif later:
             self._say(c, "is known only later, by its name; leave it out unless it is known beforehand")
         return ""
@@ -279,7 +279,7 @@ class Draft:
 
         Args:
             place: of the file.
-            agreement: document that says what the columns mean; None: the file says it.
+            agreement: document on the meaning of the columns; None: inferred from the file.
         """
         regression = self._task == "regression"
         if self._site is not None:

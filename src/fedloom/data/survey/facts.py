@@ -21,7 +21,7 @@ TOKENS = frozenset(
     {"n/a", "n.a.", "k.a.", "none", "null", "nil", "-", "--", "---", ".", "..", "unknown", "unk", "missing"}
     | {"#n/a", "#value!", "#div/0!", "#null!", "inf", "-inf"}
 )
-"""Cells that mean missing in tables of the world, in lower case, beside those that a source knows."""
+"""Cells that mean missing in tables of the world, in lower case, beside those of a source."""
 ODD = 0.05
 """Share of cells that may be no numbers in a column of numbers, where they are few different ones."""
 IDS = re.compile(r"(^|[_\W])(id|uuid|guid|key|index|idx|mrn|nr|no|number|row)([_\W]|$)|^unnamed|^$", re.IGNORECASE)
@@ -30,7 +30,7 @@ FEW = 20
 PER_LEVEL = 10
 """Rows per level of a text column with many levels, on average."""
 BINS = 50
-"""Groups of equal size into which a number is cut to see how well it tells the target."""
+"""Groups of equal size into which a number is cut to measure how well it predicts the target."""
 SENTINEL = re.compile(r"-?9+|-1|-?8+|-?7+|1e\+?\d+")
 """Numbers that people write for what is not known."""
 RECURS = 0.004

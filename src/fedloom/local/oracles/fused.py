@@ -110,7 +110,7 @@ class Fused(TermNetwork):
                 delta = BACKWARD[type(layer)](layer, delta, values[k], values[k + 1])
 
     def at_once(self, w: Tensor) -> Descend | None:
-        """For rectifiers and the cross-entropy of classes, without random changes to what a layer sees."""
+        """For rectifiers and the cross-entropy of classes, without random changes to a layer's input."""
         data = self.fed.stored()[0]
         supported = all(type(layer) in (nn.Flatten, nn.Linear, nn.ReLU, Dropout) for _, layer in self.chain)
         whole = Compiled.fits(w) and data.dtype in (torch.uint8, w.dtype) and data.is_contiguous()

@@ -52,7 +52,7 @@ class Network(Oracle):
         module: the network; copied, never modified.
         task: the loss.
         fed: the data; its dtype and device are the oracle's.
-        augment: random changes of the samples of a step's gradient; nothing else sees them.
+        augment: random changes of the samples of a step's gradient, and of nothing else.
 
     Raises:
         LayoutError: no parameter of the network trains.

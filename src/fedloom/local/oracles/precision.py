@@ -1,4 +1,4 @@
-"""bfloat16 for the gradients of steps, where a run asks for it; rows, updates and passes over all samples stay full."""
+"""bfloat16 for the gradients of steps, where a run chooses it; rows, updates and passes over all samples stay full."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_bf16(device: torch.device, dtype: torch.dtype, oracle: str) -> None:
     """Refuse bfloat16 where it cannot be had, or gains nothing.
 
     Raises:
-        Refused: the sentence says why.
+        Refused: bfloat16 cannot be used; the message has the reason.
     """
     choice = "engine.precision = 'bf16'"
     if dtype is not torch.float32:

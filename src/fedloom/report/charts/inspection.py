@@ -135,7 +135,7 @@ def _representations(run: Run, place: int) -> Figure | None:
         encoding["color"] = {**of_class, "scale": {"domain": classes}}
         encoding["shape"] = {**of_class, "scale": {"domain": classes, "range": shapes}}
     caption = (
-        "t-SNE of what the last layer sees of every client's test samples; each client has a plane of its own, whose "
+        "t-SNE of the last layer's inputs for every client's test samples; each client has a plane of its own, whose "
         "axes mean nothing. Samples of a class lie together where the representation separates it "
         f"({words}).{without_attackers([run])}"
     )

@@ -161,8 +161,8 @@ def common_target(rows: list[Row], lead: str) -> float:
 def cost_to_reach(runs: list[Run], rows: list[Row], lead: str, target: float, cost: str) -> dict[int, Estimate]:
     """Traffic (``bytes``), work (``samples_backward``) or ``simulated_seconds`` until the mean reaches the target.
 
-    Rows that miss the target with any seed are left out; a target that a model meets before the first round says
-    nothing of cost, and nobody has a figure.
+    Rows that miss the target with any seed are left out; a target that a model meets before the first round
+    has no cost, and no row a figure.
     """
     spent_by_row: dict[int, Estimate] = {}
     for i, row in enumerate(rows):

@@ -30,7 +30,7 @@ LEAD = (
     "Alone: a model that the site trains on its own samples. Together: the federated method with the best mean. "
     "A gain is the difference between them with the same seed; above 0, together is better. A site gains where the "
     "interval of its gain is above 0, and loses where it is below. All lines are one family of paired t tests (Holm's "
-    f"correction, level 5 %; at least {ENOUGH} seeds). Seeds and folds share samples: the interval tells how much the "
+    f"correction, level 5 %; at least {ENOUGH} seeds). Seeds and folds share samples: the interval shows how much the "
     "gain depends on splits and starts, not how it would vary over new samples. The method was chosen by the same "
     "results, so its gain is somewhat flattered."
 )

@@ -109,7 +109,7 @@ class Aggregator(Value, ABC):
         """Refuse a cohort of m rows that is too small for the rule (or too large to be computed).
 
         Raises:
-            ConfigError: says what m must be.
+            ConfigError: m is too small; the message has the least m.
         """
         for step in self.pre:
             m = step.rows(m)

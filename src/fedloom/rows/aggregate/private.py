@@ -17,8 +17,9 @@ class PrivateMean(Aggregator):
     """(sum_i x_i min(1, clip / ||x_i||) + N(0, (sigma clip)^2 I)) / m (McMahan et al., ICLR 2018, Algorithm 1).
 
     x_i are all fields of client i side by side. The noise is that of the sum, so that one client's part in it is at
-    most clip. The number m of clients is taken as known. Whoever sees the uploads (the server) is trusted; what is
-    protected is what leaves it: the model. A simulation draws the noise from the run's seed, so it protects nobody; a
+    most clip. The number m of clients is taken as known. Whoever receives the uploads (the server) is trusted; what is
+    protected is what leaves it: the model. A simulation draws the noise from the run's seed, so it protects no client;
+        a
     deployment has noise of its own (`fedloom.deploy.noise`), accounted by Renyi divergences.
     """
 

@@ -18,7 +18,7 @@ class Prox(Protocol):
     """A function f of R^d with prox_{t f}(v) = argmin_x f(x) + ||x - v||^2 / (2 t), row by row.
 
     Functions of matrices and of parameters need the layout, the others ignore it. A class whose prox makes vectors
-    sparse or of low rank says so in ``makes: ClassVar[Form]``: they are then sent in that form and counted.
+    sparse or of low rank declares that in ``makes: ClassVar[Form]``: they are then sent in that form and counted.
     """
 
     @property

@@ -104,7 +104,7 @@ def _commas(columns: Sequence[Sequence[str]], separator: str) -> bool:
 
 
 class Problems:
-    """What is wrong with a table, gathered so that all of it is said at once: the first of each kind, and how many.
+    """Faults of a table, gathered for one message: the first of each kind, and how many.
 
     Args:
         where: the file.

@@ -70,7 +70,7 @@ class TableSource(FileSource):
         Agreement | None,
         BeforeValidator(agreement_of),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}], "default": None}),
-    ] = Field(default=None, description="document that says what the columns mean at every site: a path, or its keys")
+    ] = Field(default=None, description="document on the meaning of the columns at every site: a path, or its keys")
     factors: dict[str, float] = Field(
         default={}, description="numbers by which columns are multiplied, to be in the units that were agreed on"
     )
@@ -368,7 +368,7 @@ def _agreed_classes(
 def _task(task_wanted: str, label: str, levels: tuple[str, ...], doubtful: bool) -> tuple[Task, list[str]]:
     """The task that the label's levels make, and what is wrong with them.
 
-    One level alone is no error, since a trained model may be tried on such a table; of a `doubtful` one it is told.
+    One level alone is no error, since a trained model may be tried on such a table; a `doubtful` one is noted.
     """
     wrong: list[str] = []
     if doubtful and len(levels) == 1:
