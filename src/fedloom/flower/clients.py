@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from logging import WARNING
@@ -11,24 +12,14 @@ import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
-from fedloom.algorithms._messages import base_of
-from fedloom.engine.chunk import ClientOutput, ClientState, accept, asked_counts
+from fedloom.engine.chunk import ClientOutput, ClientState
 from fedloom.engine.job import Job
+from fedloom.engine.remote import RemoteClients
 from fedloom.errors import FedloomError, WireError
 from fedloom.flower.records import HEAD, array_of_each, arrays_of, fields_like, head, head_of, log, tensors_of
 from fedloom.local import Nothing
 from fedloom.local.rows import rows_of
-from fedloom.processes.clients import (
-    COUNTS,
-    Answers,
-    AskRequest,
-    ChunkResult,
-    ScoreRequest,
-    Scores,
-    TrainRequest,
-    TrainResult,
-    TrainTask,
-)
+from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest, TrainResult
 
 T = TypeVar("T")
 
@@ -50,8 +41,8 @@ class Members(NamedTuple):
     run: str
 
 
-class FlowerClients:
-    """The nodes of an app; see `fedloom.processes.clients.Clients`. Each is a chunk of its own.
+class FlowerClients(RemoteClients):
+    """The nodes of an app; see `RemoteClients`.
 
     Args:
         job: the run, as the server has it.
@@ -63,12 +54,12 @@ class FlowerClients:
 
     Attributes:
         reachable: numbers of the nodes that can be reached.
-        accepted: ``[n]`` round in which a client's upload was last accepted, 0 for none.
         scores: figures of every client that answered the newest evaluation.
     """
 
     def __init__(self, job: Job, idle: Any, members: Members, document: str, parameters: str, send: Send) -> None:
-        self._job, self._nodes, self._sizes, self._send = job, members.nodes, torch.tensor(members.sizes), send
+        super().__init__(job, torch.tensor(members.sizes))
+        self._nodes, self._send = members.nodes, send
         self.reachable = set(members.nodes)
         self._shared: dict[str, Any] = {
             "document": document, "parameters": parameters, "rounds": job.setting.rounds,
@@ -78,69 +69,40 @@ class FlowerClients:
             self._shared["run"] = members.run
         self._idle = idle
         self._start = arrays_of({"start": job.oracle.layout.vector(job.oracle.module, job.oracle.dtype)})
-        self.accepted = torch.zeros(job.n, dtype=torch.long)
         self.scores: dict[int, dict[str, float]] = {}
 
     def through(self, send: Send) -> FlowerClients:
         """These clients, reached in another way."""
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
+        other = copy.copy(self)
         other._send = send
         return other
 
-    def train(self, request: TrainRequest) -> Iterator[TrainResult]:
-        """Train at the nodes; a node without samples or a usable answer is left out of the round."""
-        job, t = self._job, request.round
-        places = zip(request.ids.tolist(), request.place.tolist(), strict=True)
-        received = {c: rows_of(request.down, slice(place, place + 1)) for c, place in places}
-        recipients = [c for c in received if self._has(c, 0)]
-        everyone = array_of_each(request.down)
+    def can_train(self, client: int) -> bool:
+        return self._is_reachable(client) and super().can_train(client)
+
+    def train_each(self, request: TrainRequest, downloads: Mapping[int, Any]) -> dict[int, ClientOutput]:
+        t, everyone = request.round, array_of_each(request.down)
         messages = (
-            self._message("train", c, t, {"down": arrays_of(received[c]._asdict(), everyone)}) for c in recipients
+            self._message("train", c, t, {"down": arrays_of(down._asdict(), everyone)}) for c, down in downloads.items()
         )
-        outputs = self._replies(recipients, messages, lambda c, reply: self._output(reply, received[c], t, c))
-        for k, c in enumerate(request.ids.tolist()):
-            task = TrainTask(t, request.place[k : k + 1], request.ids[k : k + 1], request.share[k : k + 1])
-            if c in outputs:
-                yield accept(job, request.server, task, received[c], outputs[c])
-            else:
-                nothing = torch.zeros(1, len(COUNTS), dtype=torch.long)
-                yield ChunkResult(task.ids, task.share, torch.tensor([False]), {}, {}, 0.0, nothing)
+        return self._replies([*downloads], messages, lambda reply: self._output(reply, t))
 
-    def ask(self, request: AskRequest) -> Iterator[Answers]:
-        """Ask candidates; one that gives no answer is worth less than any other."""
-        job, clients = self._job, request.ids.tolist()
+    def ask_each(self, request: AskRequest, clients: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
         model = {"model": arrays_of({"model": request.model})}
-        recipients = [c for c in clients if self._has(c, 0)]
-        messages = (self._message("query.ask", c, request.round, model) for c in recipients)
+        messages = (self._message("query.ask", c, request.round, model) for c in clients)
 
-        def read(_client: int, reply: RecordDict) -> tuple[Tensor, Tensor]:
+        def read(reply: RecordDict) -> tuple[Tensor, Tensor]:
             answer = tensors_of(reply, "answers").get("sampler")
             if answer is None or answer.dim() != 2 or len(answer) != 1:
                 raise WireError("it has no answer [1, k] to the sampler")
-            return answer.to(job.oracle.dtype), _work(head_of(reply))
+            return answer.to(self._job.oracle.dtype), _work(head_of(reply))
 
-        answers = self._replies(recipients, messages, read)
-        width = next((values.shape[1] for values, _ in answers.values()), 1)
-        nothing = torch.full((1, width), -torch.inf, dtype=job.oracle.dtype), torch.zeros(1, 3, dtype=torch.long)
-        values, work = (torch.cat(rows) for rows in zip(*(answers.get(c, nothing) for c in clients), strict=True))
-        yield Answers(values, asked_counts(job, values, work))
+        return self._replies(clients, messages, read)
 
-    def score(self, request: ScoreRequest) -> Iterator[Scores]:
-        """Scores that every node has of the models on its own samples; NaN where it did not answer."""
-        recipients = [c for c in request.ids.tolist() if self._has(c, ...)]
-        messages = self.score_messages(request)
-        self.scores = self._replies(recipients, messages, lambda _client, reply: _metrics(reply))
-        scores: Scores = {}
-        for key in sorted({key for figures in self.scores.values() for key in figures if key.count("/") == 2}):
-            kind, part, name = key.split("/")
-            values = [self.scores.get(c, {}).get(key, torch.nan) for c in request.ids.tolist()]
-            scores.setdefault((kind, part), {})[name] = torch.tensor(values, dtype=torch.float64)
-        yield scores
-
-    def on_one(self, ids: Tensor, call: Callable[[], T]) -> T:
-        """The value of a call, made at the server."""
-        return call()
+    def score_each(self, request: ScoreRequest) -> dict[int, dict[str, float]]:
+        recipients = [c for c in request.ids.tolist() if self._can_score(c)]
+        self.scores = self._replies(recipients, self.score_messages(request), _metrics)
+        return self.scores
 
     def score_messages(self, request: ScoreRequest) -> Iterator[Message]:
         """Messages that ask for scores."""
@@ -148,7 +110,7 @@ class FlowerClients:
         for c in request.ids.tolist():
             down = None if request.down is None else rows_of(request.down, slice(c, c + 1))
             records = global_model | ({} if down is None else {"down": arrays_of(down._asdict(), everyone)})
-            if self._has(c, ...):
+            if self._can_score(c):
                 yield self._message("evaluate", c, request.round, records, **{"global": request.model is not None})
 
     def _global(self, request: ScoreRequest) -> dict[str, ArrayRecord]:
@@ -159,9 +121,11 @@ class FlowerClients:
             return {}
         return {"model": arrays_of({"model": request.model})}
 
-    def _has(self, client: int, part: Any) -> bool:
-        """Whether a client can be reached and has samples of a part, or of any."""
-        return self._nodes[client] in self.reachable and bool(self._sizes[client, part].sum())
+    def _is_reachable(self, client: int) -> bool:
+        return self._nodes[client] in self.reachable
+
+    def _can_score(self, client: int) -> bool:
+        return self._is_reachable(client) and bool(self._sizes[client].sum())
 
     def _message(self, kind: str, client: int, t: int, records: Mapping[str, Any], **more: Any) -> Message:
         accepted = int(self.accepted[client])
@@ -172,7 +136,7 @@ class FlowerClients:
         return Message(content, dst_node_id=self._nodes[client], message_type=kind, group_id=str(t))
 
     def _replies(
-        self, recipients: list[int], messages: Iterable[Message], read: Callable[[int, RecordDict], T]
+        self, recipients: list[int], messages: Iterable[Message], read: Callable[[RecordDict], T]
     ) -> dict[int, T]:
         """What is read of the first usable reply of every client; all else is logged and left out."""
         clients = {self._nodes[c]: c for c in recipients}
@@ -195,7 +159,7 @@ class FlowerClients:
                 log(WARNING, "fedloom: the reply of node %s is left out: %s", node, reason)
         return values
 
-    def _read(self, client: int, reply: Message, read: Callable[[int, RecordDict], T]) -> T:
+    def _read(self, client: int, reply: Message, read: Callable[[RecordDict], T]) -> T:
         values = head_of(reply.content)
         if "error" in values:
             if values.get("lost"):
@@ -203,20 +167,17 @@ class FlowerClients:
             raise WireError(str(values["error"])[:500])
         if "client" in values and values["client"] != client:
             raise WireError(f"it is of client {values['client']}, not {client}")
-        return read(client, reply.content)
+        return read(reply.content)
 
-    def _output(self, reply: RecordDict, down: Any, t: int, client: int) -> ClientOutput:
+    def _output(self, reply: RecordDict, t: int) -> ClientOutput:
         """The output of a client, if it is of this round and of the shapes of the method."""
-        job, values = self._job, head_of(reply)
+        values = head_of(reply)
         if values.get("round") != t:
             raise WireError(f"it is of round {values.get('round')}, not {t}")
         upload = fields_like(self._idle, tensors_of(reply, "up"), "upload")
-        answers = {name: rows.to(job.oracle.dtype) for name, rows in tensors_of(reply, "answers").items()}
+        answers = {name: rows.to(self._job.oracle.dtype) for name, rows in tensors_of(reply, "answers").items()}
         weigher, sampler = (self._answer(answers, name) for name in ("weigher", "sampler"))
-        name, model = job.model_field, None
-        if name and not job.fields[name].base.startswith("rows."):
-            model = getattr(upload, name) + base_of(job.fields[name], down, None)
-        return ClientOutput(upload, ClientState(Nothing()), _work(values), weigher, sampler, model)
+        return ClientOutput(upload, ClientState(Nothing()), _work(values), weigher, sampler)
 
     def _answer(self, answers: Mapping[str, Tensor], name: str) -> Tensor | None:
         rows = answers.get(name)

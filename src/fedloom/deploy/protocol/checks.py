@@ -18,7 +18,6 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from flwr.app import ConfigRecord, Message
 from torch import Tensor
 
-from fedloom.algorithms._messages import base_of
 from fedloom.data.input_spec import compared
 from fedloom.deploy.protocol.envelope import (
     HEAD,
@@ -328,15 +327,6 @@ class Checks:
         if not draft.late and client in draft.answered:
             raise Rejected(12, f"client {client} has answered already")
         return draft
-
-    def model(self, sent: Upload, down: Any) -> Tensor | None:
-        """The client's model, if the server's side looks at it."""
-        job = self._job
-        if job is None or not job.model_field:
-            return None
-        base = base_of(job.fields[job.model_field], down, None)
-        model: Tensor = getattr(sent.up, job.model_field) + base
-        return model
 
     STEPS: ClassVar[
         Sequence[tuple[int, str, Callable[[Checks, _Draft], _Draft]]]

@@ -189,6 +189,6 @@ def for_client(down: Any, place: int) -> Any:
     return rows_of(down, slice(place, place + 1))
 
 
-def output_of(sent: Upload, model: Tensor | None, work: Tensor) -> ClientOutput:
+def output_of(sent: Upload, work: Tensor) -> ClientOutput:
     """The output of a client on the server's side; its state stays at the client."""
-    return ClientOutput(sent.up, ClientState(Nothing()), work, sent.info, sent.told, model)
+    return ClientOutput(sent.up, ClientState(Nothing()), work, sent.info, sent.told)

@@ -118,7 +118,7 @@ class MaskedSites(Sites):
             return
         if self._tallied[0] != request.round:
             self._tally(request)
-        yield self._sizes(request)
+        yield self.global_sizes(request)
 
     def _tally(self, request: ScoreRequest) -> None:
         """Sum the scores of all sites that are there, in a session of its own; without a sum the run goes on."""

@@ -1,0 +1,133 @@
+"""Clients on other machines, reached by messages: the sites of a deployment, the nodes of a Flower app."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fedloom.algorithms._messages import base_of
+from fedloom.engine.chunk import ClientOutput, accept, asked_counts
+from fedloom.engine.job import Job
+from fedloom.engine.scoring import sizes_of
+from fedloom.errors import ConfigError, RunStopped, Stop
+from fedloom.local.rows import rows_of
+from fedloom.processes.clients import (
+    COUNTS,
+    Answers,
+    AskRequest,
+    ChunkResult,
+    ScoreRequest,
+    Scores,
+    TrainRequest,
+    TrainResult,
+    TrainTask,
+)
+
+T = TypeVar("T")
+
+
+class RemoteClients(ABC):
+    """Clients that are reached by messages; see `fedloom.processes.clients.Clients`. Each is a chunk of its own.
+
+    A subclass carries the requests: `train_each`, `ask_each` and `score_each`. A client that sends no usable reply is
+    missing in what they return.
+
+    Args:
+        job: the run, as the server has it.
+        sizes: ``[n, 3]`` training, validation and test samples of every client.
+
+    Attributes:
+        accepted: ``[n]`` round in which a client's upload was last accepted, 0 for none.
+    """
+
+    def __init__(self, job: Job, sizes: Tensor) -> None:
+        self._job, self._sizes = job, sizes
+        self.accepted = torch.zeros(job.n, dtype=torch.long)
+
+    @abstractmethod
+    def train_each(self, request: TrainRequest, downloads: Mapping[int, Any]) -> dict[int, ClientOutput]:
+        """Train clients on their downloads, fields ``[1, .]`` or ``[.]``; the model of an output is left out.
+
+        Raises:
+            RunStopped: too few clients answered.
+        """
+
+    @abstractmethod
+    def ask_each(self, request: AskRequest, clients: list[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Ask candidates; the answers ``[1, k]`` and the work ``[1, 3]`` of each."""
+
+    @abstractmethod
+    def score_each(self, request: ScoreRequest) -> Mapping[int, Mapping[str, float]]:
+        """Have clients score models; the figures of each by "model/part/metric"."""
+
+    def can_train(self, client: int) -> bool:
+        """Whether a client is worth a request: it has training samples."""
+        return bool(self._sizes[client, 0])
+
+    def train(self, request: TrainRequest) -> Iterator[TrainResult]:
+        """Train the clients; one without samples or a usable reply is left out of the round.
+
+        Raises:
+            RunStopped: too few clients answered, for the network's rule or the aggregator.
+        """
+        places = zip(request.ids.tolist(), request.place.tolist(), strict=True)
+        received = {c: rows_of(request.down, slice(place, place + 1)) for c, place in places}
+        outputs = self.train_each(request, {c: down for c, down in received.items() if self.can_train(c)})
+        self._check_count(request.round, outputs)
+        for k, c in enumerate(request.ids.tolist()):
+            task = TrainTask(request.round, *(row[k : k + 1] for row in (request.place, request.ids, request.share)))
+            if c in outputs:
+                output = self._with_model(outputs.pop(c), received[c])
+                yield accept(self._job, request.server, task, received[c], output)
+            else:
+                nothing = torch.zeros(1, len(COUNTS), dtype=torch.long)
+                yield ChunkResult(task.ids, task.share, torch.tensor([False]), {}, {}, 0.0, nothing)
+
+    def ask(self, request: AskRequest) -> Iterator[Answers]:
+        """Ask candidates; one that gives no answer is worth less than any other."""
+        clients = request.ids.tolist()
+        answers = self.ask_each(request, [c for c in clients if self.can_train(c)])
+        width = next((values.shape[1] for values, _ in answers.values()), 1)
+        least = torch.full((1, width), -torch.inf, dtype=self._job.oracle.dtype), torch.zeros(1, 3, dtype=torch.long)
+        values, work = (torch.cat(rows) for rows in zip(*(answers.get(c, least) for c in clients), strict=True))
+        yield Answers(values, asked_counts(self._job, values, work))
+
+    def score(self, request: ScoreRequest) -> Iterator[Scores]:
+        """Scores that every client has of the models on its own samples; NaN where it did not answer."""
+        figures = self.score_each(request)
+        scores: Scores = {}
+        for key in sorted({key for named in figures.values() for key in named if key.count("/") == 2}):
+            kind, part, name = key.split("/")
+            values = [figures.get(c, {}).get(key, torch.nan) for c in request.ids.tolist()]
+            scores.setdefault((kind, part), {})[name] = torch.tensor(values, dtype=torch.float64)
+        yield scores | self.global_sizes(request)
+
+    def on_one(self, ids: Tensor, call: Callable[[], T]) -> T:
+        """The value of a call, made at the server."""
+        return call()
+
+    def global_sizes(self, request: ScoreRequest) -> Scores:
+        """Sizes of the global model of a composite method, which the server knows itself."""
+        if request.model is None:
+            return {}
+        return {("global", ""): sizes_of(self._job.algorithm, self._job.oracle.layout, request.model[None])}
+
+    def _check_count(self, round: int, outputs: Mapping[int, ClientOutput]) -> None:
+        job = self._job
+        if job.setting.aggregator is not None:
+            count = len({*outputs, *job.kept.occupied.nonzero()[:, 0].tolist()} if job.kept_fields else outputs)
+            try:
+                job.setting.aggregator.check(count)
+            except ConfigError as error:
+                raise RunStopped(Stop.TOO_FEW, f"round {round}: {error}") from error
+
+    def _with_model(self, output: ClientOutput, down: Any) -> ClientOutput:
+        """The output with the client's model, if the server's side looks at it."""
+        name = self._job.model_field
+        if not name or self._job.fields[name].base.startswith("rows."):
+            return output
+        return output._replace(model=getattr(output.upload, name) + base_of(self._job.fields[name], down, None))
