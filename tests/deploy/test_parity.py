@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import fedloom.engine.simulate as simulation
 from fedloom.algorithms import PRESETS, REGISTRY, encodings
 from fedloom.deploy.site.state import models
-from fedloom.engine.chunk import accept, run_clients
+from fedloom.engine.clients.chunk import accept, run_clients
 from fedloom.engine.job import Job
 from fedloom.errors import Refused, Stop
 from fedloom.local.rows import rows_of

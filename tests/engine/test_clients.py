@@ -11,9 +11,9 @@ from torch import Tensor
 
 import fedloom as fl
 from fedloom.data.federation import Federation
-from fedloom.engine.chunk import ClientOutput, run_clients
+from fedloom.engine.clients.chunk import ClientOutput, run_clients
+from fedloom.engine.clients.remote import RemoteClients
 from fedloom.engine.job import Job
-from fedloom.engine.remote import RemoteClients
 from fedloom.engine.round import run_round
 from fedloom.engine.scoring import score_request
 from fedloom.engine.setup import make_job

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedloom.engine.chunk import forge
+from fedloom.engine.clients.forging import forge
 from fedloom.engine.job import Job
 from fedloom.engine.state import State
 from fedloom.engine.uploads import Uploads, weights_of

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fedloom.algorithms import REGISTRY, Algorithm, Composition
 from fedloom.data.federation import Federation
 from fedloom.engine.checkpoints import RunCheckpoints, check_ranks
-from fedloom.engine.chunk import ask_chunk, compute_chunk, train_chunk
+from fedloom.engine.clients.chunk import ask_chunk, compute_chunk, train_chunk
 from fedloom.engine.job import Job
 from fedloom.engine.loop import Hooks, run_rounds
 from fedloom.engine.result import Result

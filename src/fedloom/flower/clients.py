@@ -12,9 +12,9 @@ import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
-from fedloom.engine.chunk import ClientOutput, ClientState
+from fedloom.engine.clients.chunk import ClientOutput, ClientState
+from fedloom.engine.clients.remote import RemoteClients
 from fedloom.engine.job import Job
-from fedloom.engine.remote import RemoteClients
 from fedloom.errors import FedloomError, WireError
 from fedloom.flower.records import HEAD, array_of_each, arrays_of, fields_like, head, head_of, log, tensors_of
 from fedloom.local import Nothing

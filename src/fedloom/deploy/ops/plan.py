@@ -25,7 +25,7 @@ from fedloom.deploy.secure.protocol import FEWEST, MOST, least_threshold, safe_t
 from fedloom.deploy.server.run import check_deployable
 from fedloom.deploy.settings import NormBound
 from fedloom.deploy.site.local_data import federation_of
-from fedloom.engine.chunk import run_clients
+from fedloom.engine.clients.chunk import run_clients
 from fedloom.engine.job import Job
 from fedloom.engine.setup import make_job
 from fedloom.errors import ConfigError, unknown

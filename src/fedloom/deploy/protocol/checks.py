@@ -37,7 +37,7 @@ from fedloom.deploy.protocol.forms import Forms, Upload, score_names
 from fedloom.deploy.protocol.identity import is_signed
 from fedloom.deploy.protocol.lengths import lengths
 from fedloom.deploy.settings import Server, bound_of
-from fedloom.engine.chunk import usable
+from fedloom.engine.clients.chunk import usable
 from fedloom.engine.job import Job
 from fedloom.engine.scoring import COST
 from fedloom.errors import FedloomError, RunStopped, Stop, WireError

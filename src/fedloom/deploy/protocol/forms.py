@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedloom.engine.chunk import ClientOutput, ClientState
+from fedloom.engine.clients.chunk import ClientOutput, ClientState
 from fedloom.engine.job import Job
 from fedloom.engine.messages import UPDATE, Letter, idle_upload
 from fedloom.local import Nothing

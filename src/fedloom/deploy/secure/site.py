@@ -23,7 +23,7 @@ from fedloom.deploy.site.local_data import part_sizes
 from fedloom.deploy.site.plain import Answer, metrics_of
 from fedloom.deploy.site.state import Generation
 from fedloom.deploy.site.trainer import Trainer
-from fedloom.engine.chunk import ClientOutput, usable
+from fedloom.engine.clients.chunk import ClientOutput, usable
 from fedloom.engine.job import Job
 from fedloom.errors import Refused, WireError
 

@@ -18,7 +18,7 @@ from fedloom.deploy.protocol.forms import score_names
 from fedloom.deploy.secure import integers
 from fedloom.deploy.secure import protocol as secure
 from fedloom.deploy.secure.protocol import Broken, Integers
-from fedloom.engine.chunk import ClientOutput
+from fedloom.engine.clients.chunk import ClientOutput
 from fedloom.engine.job import Job
 from fedloom.engine.uploads import Kept, fields_of
 

@@ -12,9 +12,9 @@ from fedloom.deploy.protocol.envelope import Reply
 from fedloom.deploy.protocol.forms import Forms, for_client, is_common, output_of
 from fedloom.deploy.server.transport import Request, Transport
 from fedloom.deploy.settings import Server
-from fedloom.engine.chunk import ClientOutput
+from fedloom.engine.clients.chunk import ClientOutput
+from fedloom.engine.clients.remote import RemoteClients
 from fedloom.engine.job import Job
-from fedloom.engine.remote import RemoteClients
 from fedloom.processes.clients import AskRequest, ScoreRequest, TrainRequest
 
 

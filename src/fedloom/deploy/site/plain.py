@@ -11,7 +11,7 @@ from fedloom.deploy.protocol.envelope import Envelope, Kind
 from fedloom.deploy.site.local_data import part_sizes
 from fedloom.deploy.site.state import Generation
 from fedloom.deploy.site.trainer import Trainer
-from fedloom.engine.chunk import ClientOutput, ask_chunk
+from fedloom.engine.clients.chunk import ClientOutput, ask_chunk
 from fedloom.engine.job import Job
 from fedloom.processes.clients import AskTask, Scores
 

@@ -21,7 +21,7 @@ from fedloom.deploy.settings import Site, check_version
 from fedloom.deploy.site.ledger import Ledger
 from fedloom.deploy.site.local_data import part_sizes, samples_digest, site_federation
 from fedloom.deploy.site.state import Generation, SiteState
-from fedloom.engine.chunk import ClientOutput, ClientState, run_clients, usable
+from fedloom.engine.clients.chunk import ClientOutput, ClientState, run_clients, usable
 from fedloom.engine.job import Job
 from fedloom.engine.privacy import Noise, accounted, epsilon
 from fedloom.engine.scoring import hybrid_scores, personal_models, score_chunk

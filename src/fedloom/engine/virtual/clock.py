@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.algorithms._messages import download_type
-from fedloom.engine.chunk import ClientOutput, ClientState, Computed
+from fedloom.engine.clients.chunk import ClientOutput, ClientState, Computed
 from fedloom.engine.job import Job
 from fedloom.schedule import Fleet
 

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedloom.algorithms import Algorithm
-from fedloom.engine.chunk import Computed, accept, computed, forged
+from fedloom.engine.clients.chunk import Computed, accept, computed
+from fedloom.engine.clients.forging import forged
 from fedloom.engine.job import Job
 from fedloom.engine.round import longest_first, take
 from fedloom.engine.state import State

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.algorithms._messages import base_of
-from fedloom.engine.chunk import ClientOutput, accept, asked_counts
+from fedloom.engine.clients.chunk import ClientOutput, accept, asked_counts
 from fedloom.engine.job import Job
 from fedloom.engine.scoring import sizes_of
 from fedloom.errors import ConfigError, RunStopped, Stop

@@ -8,14 +8,13 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Generator, Tensor
 
-from fedloom.algorithms._messages import base_of, primary_field
+from fedloom.algorithms._messages import base_of
 from fedloom.engine.job import Job
 from fedloom.engine.uploads import partials
 from fedloom.errors import ClientError, FedloomError, Refused, blamed, cause_of
 from fedloom.local import Work
 from fedloom.local.rows import rows_of, to_device
 from fedloom.processes.clients import Answers, AskTask, ChunkResult, TrainTask
-from fedloom.rows.attacks import Forgery
 
 
 class ClientState(NamedTuple):
@@ -71,8 +70,8 @@ class ClientOutput(NamedTuple):
         )
 
 
-class _Inputs(NamedTuple):
-    """What a chunk's clients received, their rows, and the work."""
+class Inputs(NamedTuple):
+    """The download of a chunk's clients, their rows, and the work."""
 
     down: Any
     rows: Any
@@ -134,60 +133,23 @@ def run_clients(job: Job, down: Any, task: TrainTask) -> ClientOutput:
     Raises:
         ClientError: code of the method failed.
     """
-    inputs = _inputs(job, down, task)
-    upload, rows = _step(job, inputs, inputs.work)
-    return _output(job, inputs, upload, rows)
+    inputs = inputs_of(job, down, task)
+    upload, rows = client_step(job, inputs, inputs.work)
+    return output_of(job, inputs, upload, rows)
 
 
-def forge(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | None, m: int) -> ChunkResult:
-    """Forge the uploads of a cohort's attackers, and accept them; see `forged`."""
-    received, output = forged(job, down, task, honest, m)
-    return accept(job, server, task, received, output)
-
-
-def forged(job: Job, down: Any, task: TrainTask, honest: Tensor | None, m: int) -> tuple[Any, ClientOutput]:
-    """Forge the uploads of a cohort's attackers; what they received, and what they send.
-
-    The primary field is forged in absolute form; all else is what a client sends and keeps that takes no step. If the
-    primary field is a difference to a state field, that field takes the forged value.
-
-    Args:
-        job: the run.
-        down: the cohort's download.
-        task: the attackers.
-        honest: ``[h, d]`` models of the honest clients, for attackers that see them; none when h is 0.
-        m: clients of the cohort.
-    """
-    assert isinstance(job.setting.attack, Forgery)
-    inputs = _inputs(job, to_device(rows_of(down, task.place), job.oracle.device), task)
-    upload, rows = _step(job, inputs, inputs.work.idle())
-    trained = upload
-    if job.setting.attack.reads_own:
-        work = job.work(task.round, task.ids, trains=True)  # of its own: an optimiser keeps no state of this training
-        work.counts = inputs.work.counts
-        trained, _ = _step(job, inputs, work)
-    name = primary_field(type(job.algorithm))
-    base = base_of(job.fields[name], inputs.down, inputs.rows)
-    absolute = getattr(trained, name) + base
-    received = inputs.down[0].expand_as(absolute)
-    honest = honest if honest is not None and len(honest) else None
-    with blamed("attack", job.setting.attack, f"round {task.round}"):
-        models = job.setting.attack.forge(honest, received, absolute, m, inputs.work.rng("attack"))
-        if models.shape != absolute.shape:
-            raise ValueError(f"forge must return models {[*absolute.shape]}, got {[*models.shape]}")
-    source, _, field = job.fields[name].base.partition(".")
-    if source == "rows":
-        rows = rows._replace(**{field: models})
-    return inputs.down, _output(job, inputs, upload._replace(**{name: models - base}), rows)
-
-
-def _inputs(job: Job, down: Any, task: TrainTask) -> _Inputs:
+def inputs_of(job: Job, down: Any, task: TrainTask) -> Inputs:
+    """What a chunk's clients train from, with their download on the device."""
     rows = to_device(job.clients.read(task.ids), job.oracle.device)
-    return _Inputs(down, rows, job.work(task.round, task.ids, trains=True, steps=task.steps))
+    return Inputs(down, rows, job.work(task.round, task.ids, trains=True, steps=task.steps))
 
 
-def _step(job: Job, inputs: _Inputs, work: Work) -> tuple[Any, Any]:
-    """The upload and the new rows of the method's client step."""
+def client_step(job: Job, inputs: Inputs, work: Work) -> tuple[Any, Any]:
+    """The upload and the new rows of the method's client step.
+
+    Raises:
+        ClientError: code of the method failed, or returned something else.
+    """
     try:
         returned = job.algorithm.client(inputs.down, inputs.rows, work)
         fault = _fault(job, inputs, returned)
@@ -200,7 +162,7 @@ def _step(job: Job, inputs: _Inputs, work: Work) -> tuple[Any, Any]:
     return returned
 
 
-def _fault(job: Job, inputs: _Inputs, returned: Any) -> str:
+def _fault(job: Job, inputs: Inputs, returned: Any) -> str:
     """What a client's step returned otherwise than declared; empty if all is well."""
     if not (isinstance(returned, tuple) and len(returned) == 2 and all(hasattr(part, "_fields") for part in returned)):
         return f"it must return (upload, rows), got {type(returned).__name__}"
@@ -218,7 +180,7 @@ def _fault(job: Job, inputs: _Inputs, returned: Any) -> str:
     return ""
 
 
-def _output(job: Job, inputs: _Inputs, upload: Any, rows: Any) -> ClientOutput:
+def output_of(job: Job, inputs: Inputs, upload: Any, rows: Any) -> ClientOutput:
     """Answer the weigher and the sampler, and pass the channel."""
     work, name = inputs.work, job.model_field
     upload = upload._replace(**{part: getattr(upload, part) * mask for part, mask in job.messages.masks.items()})

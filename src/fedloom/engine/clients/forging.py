@@ -1,0 +1,57 @@
+"""Attackers of a cohort: their uploads, forged after the honest clients have trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fedloom.algorithms._messages import base_of, primary_field
+from fedloom.engine.clients.chunk import ClientOutput, accept, client_step, inputs_of, output_of
+from fedloom.engine.job import Job
+from fedloom.errors import blamed
+from fedloom.local.rows import rows_of, to_device
+from fedloom.processes.clients import ChunkResult, TrainTask
+from fedloom.rows.attacks import Forgery
+
+
+def forge(job: Job, down: Any, server: Any, task: TrainTask, honest: Tensor | None, m: int) -> ChunkResult:
+    """Forge the uploads of a cohort's attackers, and accept them; see `forged`."""
+    received, output = forged(job, down, task, honest, m)
+    return accept(job, server, task, received, output)
+
+
+def forged(job: Job, down: Any, task: TrainTask, honest: Tensor | None, m: int) -> tuple[Any, ClientOutput]:
+    """Forge the uploads of a cohort's attackers; what they received, and what they send.
+
+    The primary field is forged in absolute form; all else is what a client sends and keeps that takes no step. If the
+    primary field is a difference to a state field, that field takes the forged value.
+
+    Args:
+        job: the run.
+        down: the cohort's download.
+        task: the attackers.
+        honest: ``[h, d]`` models of the honest clients, for attackers that see them; none when h is 0.
+        m: clients of the cohort.
+    """
+    assert isinstance(job.setting.attack, Forgery)
+    inputs = inputs_of(job, to_device(rows_of(down, task.place), job.oracle.device), task)
+    upload, rows = client_step(job, inputs, inputs.work.idle())
+    trained = upload
+    if job.setting.attack.reads_own:
+        work = job.work(task.round, task.ids, trains=True)  # of its own: an optimiser keeps no state of this training
+        work.counts = inputs.work.counts
+        trained, _ = client_step(job, inputs, work)
+    name = primary_field(type(job.algorithm))
+    base = base_of(job.fields[name], inputs.down, inputs.rows)
+    absolute = getattr(trained, name) + base
+    received = inputs.down[0].expand_as(absolute)
+    honest = honest if honest is not None and len(honest) else None
+    with blamed("attack", job.setting.attack, f"round {task.round}"):
+        models = job.setting.attack.forge(honest, received, absolute, m, inputs.work.rng("attack"))
+        if models.shape != absolute.shape:
+            raise ValueError(f"forge must return models {[*absolute.shape]}, got {[*models.shape]}")
+    source, _, field = job.fields[name].base.partition(".")
+    if source == "rows":
+        rows = rows._replace(**{field: models})
+    return inputs.down, output_of(job, inputs, upload._replace(**{name: models - base}), rows)
