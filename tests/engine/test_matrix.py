@@ -338,8 +338,9 @@ Each method runs with each plug-in in `tests/engine/test_matrix.py`, which also 
 """
 
 NOTES = f"""
-Always admitted: the aggregator `mean` and the channels `clip` and `gaussian-noise` (unless nothing is uploaded), the
-weighers `shares` and `uniform`, and all samplers but those that ask ({", ".join(sorted(ASKERS))}) or learn from uploads
+Always admitted: the aggregator `mean`, the weighers `shares` and `uniform`, and the channels `clip` and
+`gaussian-noise` (unless nothing is uploaded). So are all samplers but those that query clients
+({", ".join(sorted(ASKERS))}) or learn from uploads
 ({", ".join(sorted(LEARNERS))}). Compressors are {", ".join(sorted(COMPRESSORS))}.
 
 Further rules:
