@@ -22,7 +22,7 @@ from fedloom.errors import ConfigError, DataError
 from fedloom.tasks import Count, Objective, Survival, task_of
 from fedloom.tasks.cox import SurvivalSite, fit_cox
 from fedloom.tasks.secure_cox import agreement_on, binned, fit_secure_cox, ring_sum
-from fedloom.tasks.survival import Rows, baseline, brier, concordance, observed_expected, partial_loss
+from fedloom.tasks.survival import SurvivalRows, baseline, brier, concordance, observed_expected, partial_loss
 from tests.commands import call
 
 lifelines = pytest.importorskip("lifelines")
@@ -136,10 +136,10 @@ def test_ranks_brier_and_calibration_are_those_of_lifelines(seed: int, rows: int
     x, time, event = patients(seed, rows)
     score = x[:, 0].round(digits)
     if event.any() and any((time > t).any() for t in time[event == 1]):
-        assert concordance(Rows(score, time, event)) == pytest.approx(
+        assert concordance(SurvivalRows(score, time, event)) == pytest.approx(
             lifelines.utils.concordance_index(time, -score, event)
         )
-    risk, horizon = Rows(1 / (1 + np.exp(-x[:, 0])), time, event), float(np.median(time))
+    risk, horizon = SurvivalRows(1 / (1 + np.exp(-x[:, 0])), time, event), float(np.median(time))
     free = lifelines.KaplanMeierFitter().fit(time, 1 - event)
     if (time > horizon).any():
         terms = [
@@ -205,7 +205,7 @@ def test_every_method_trains_scores_and_predicts_alike(run: Path) -> None:
         south = table[table.site == "south"]
         risk = model.predict(south)
         assert ((risk > 0) & (risk < 1)).all()
-        parts = Rows(risk, south.week.to_numpy(float), south.arrest.to_numpy(float))
+        parts = SurvivalRows(risk, south.week.to_numpy(float), south.arrest.to_numpy(float))
         scores = model.score(fl.Dataset.of(south.drop(columns="site"), "week", event="arrest"))
         assert scores["c_index"] == pytest.approx(concordance(parts), abs=1e-6)
         assert scores["brier"] == pytest.approx(brier(parts, 40.0), abs=1e-6)

@@ -91,7 +91,7 @@ class _Recorded(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class Record(_Recorded):
+class RunRecord(_Recorded):
     """One method with one seed; ``diverged`` is the round by which it had, if it went on to its end."""
 
     method: str
@@ -120,7 +120,7 @@ class Rejection(_Recorded):
     reason: str = ""
 
 
-class Site(_Recorded):
+class SiteSummary(_Recorded):
     """How a site of a deployment did: rounds that it took part in or missed, and its last accepted reply."""
 
     here: bool = True
@@ -138,7 +138,7 @@ class Summary(_Recorded):
     """
 
     name: str = ""
-    runs: tuple[Record, ...] = ()
+    runs: tuple[RunRecord, ...] = ()
     clients: Whole = 0
     classes: tuple[str, ...] = ()
     select_on: str = "validation"
@@ -147,7 +147,7 @@ class Summary(_Recorded):
     stop: str | None = None
     reason: str = ""
     detail: str = ""
-    sites: dict[str, Site] = {}
+    sites: dict[str, SiteSummary] = {}
 
     def content(self) -> bytes:
         """The file: every field that was given."""

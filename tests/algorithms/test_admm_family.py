@@ -35,7 +35,7 @@ from fedloom.errors import ConfigError
 from fedloom.local import LocalSGD
 from fedloom.rows.prox import L1, Nuclear
 from fedloom.testing import Problem, federate
-from fedloom.testing.federate import Federation, State
+from fedloom.testing.federate import ReferenceFederation, ReferenceState
 from fedloom.testing.problems import Penalty
 
 SOME = [(0, 1, 2), (2, 3), (0, 4, 3), (1, 2, 4, 0), (3,), (0, 1, 2, 3, 4)]
@@ -55,7 +55,7 @@ def same(a: Tensor, b: Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=1e-9 * (1 + float(b.abs().max())))
 
 
-def last(method: Algorithm, p: Problem, rounds: int = 1, **options: Any) -> State:
+def last(method: Algorithm, p: Problem, rounds: int = 1, **options: Any) -> ReferenceState:
     return federate(method, p, rounds, **{"solve": True, **options})[-1]
 
 
@@ -230,7 +230,7 @@ def test_fedpd_iterates_without_communication() -> None:
 def test_fedpd_skips_with_probability_p() -> None:
     p, method = Problem.random(0), FedPD(skip=0.7)
     fed = federate(method, p, 0)[0]
-    ctx = Federation(p.oracle(), p.alpha, LocalSGD()).ctx(1, range(p.n))
+    ctx = ReferenceFederation(p.oracle(), p.alpha, LocalSGD()).ctx(1, range(p.n))
     draws = [int(method.down(fed.server, None, ctx._replace(round=t)).iterations) for t in range(1, 2001)]
     for k in (1, 2, 3):
         share, want = sum(d == k for d in draws) / 2000, 0.3 * 0.7 ** (k - 1)

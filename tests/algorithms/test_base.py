@@ -32,7 +32,7 @@ from fedloom.errors import ConfigError
 from fedloom.local import Ctx, LocalSGD, Nothing, Work, descend
 from fedloom.rows.prox import L1
 from fedloom.testing import LAYOUT, Problem, federate
-from fedloom.testing.federate import Federation
+from fedloom.testing.federate import ReferenceFederation
 
 
 def test_fields_of_an_upload_are_read_from_the_annotation() -> None:
@@ -128,7 +128,7 @@ def test_a_field_that_names_an_unknown_prox_is_refused() -> None:
 
 def test_the_default_download_and_state_are_the_model() -> None:
     p = Problem.random(0)
-    server, rows, kept = FedAvg().init(p.x0, Federation(p.oracle(), p.alpha, LocalSGD()).ctx(0, range(p.n)))
+    server, rows, kept = FedAvg().init(p.x0, ReferenceFederation(p.oracle(), p.alpha, LocalSGD()).ctx(0, range(p.n)))
     assert (server, rows, kept) == (Model(p.x0), Nothing(), None)
     assert download_type(FedAvg) is Model
     assert FedAvg().global_model(server) is p.x0

@@ -15,14 +15,14 @@ from fedloom.errors import ConfigError
 from fedloom.local import Ctx, LocalSGD
 from fedloom.seeds import generator
 from fedloom.testing import Problem, federate
-from fedloom.testing.federate import Federation
+from fedloom.testing.federate import ReferenceFederation
 
 GROUPS = torch.tensor([0, 1, 0, 2, 2, 0, 1])
 
 
 def context(m: int, seed: int = 0) -> Ctx:
     p = Problem.random(0, n=m + 2)
-    return Federation(p.oracle(), p.alpha, LocalSGD(), seed).ctx(1, range(m))
+    return ReferenceFederation(p.oracle(), p.alpha, LocalSGD(), seed).ctx(1, range(m))
 
 
 def activations(seed: int, rows: int = 7, k: int = 9) -> Tensor:
@@ -101,7 +101,7 @@ def test_one_client_is_no_cluster(seed: int) -> None:
 
 def test_activations_are_log_softmax_of_the_trained_model() -> None:
     p = Problem.random(0)
-    work = Federation(p.oracle(), p.alpha, LocalSGD()).work(1, range(p.n))
+    work = ReferenceFederation(p.oracle(), p.alpha, LocalSGD()).work(1, range(p.n))
     w = p.minimiser
     h = work.activations(w, "penultimate", None)
     equal(EquitableWeigher().probe(None, w, work), h - torch.logsumexp(h, 1, keepdim=True))

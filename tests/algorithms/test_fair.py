@@ -24,7 +24,7 @@ from fedloom.engine.simulate import simulate
 from fedloom.errors import Refused
 from fedloom.local import Ctx, LocalSGD, Nothing, Work
 from fedloom.testing import Problem
-from fedloom.testing.federate import Federation
+from fedloom.testing.federate import ReferenceFederation
 
 FULL = LocalSGD(lr=0.1, steps=1, batch_size="full")
 
@@ -70,7 +70,7 @@ def test_l_follows_the_step_size_of_the_round() -> None:
 @pytest.mark.parametrize("q", [0.0, 0.5, 1.0, 2.0])
 def test_a_client_without_loss_and_steps_answers_finitely(q: float) -> None:
     p = Problem.random(0)
-    fed = Federation(p.oracle(), p.alpha, SGD)
+    fed = ReferenceFederation(p.oracle(), p.alpha, SGD)
     down = QFFL().down(QFFL().init(p.minimiser[1], fed.ctx(0, [1]))[0], None, fed.ctx(1, [1]))
     for steps in (0, 2):
         up, _ = QFFL(q=q, lipschitz="step").client(down, QFFL().init(p.x0, fed.ctx(0, [1]))[1], fed.work(1, [1], steps))
@@ -160,7 +160,7 @@ def test_no_penalty_is_fedavg(seed: int, momentum: float) -> None:
 
 
 def ctx_of(p: Problem, groups: list[int] | None, ids: list[int]) -> Ctx:
-    found = Federation(p.oracle(), p.alpha, SGD).ctx(3, ids)
+    found = ReferenceFederation(p.oracle(), p.alpha, SGD).ctx(3, ids)
     return found._replace(groups=None if groups is None else torch.tensor(groups))
 
 
@@ -200,12 +200,12 @@ def test_ranks_sum_to_zero_and_go_from_end_to_end() -> None:
 @SEEDS
 def test_a_factor_of_the_gradient_is_a_factor_of_the_step_size(seed: int) -> None:
     p = Problem.random(seed)
-    fed = Federation(p.oracle(noise=0.5), p.alpha, SGD)
+    fed = ReferenceFederation(p.oracle(noise=0.5), p.alpha, SGD)
     method = GIFAIR().with_derived_options(fed.ctx(0, [0]))
     server = method.init(p.x0, fed.ctx(0, [0]))[0]
     down = method.down(server, None, fed.ctx(1, [2]))
     up, _ = GIFAIR().client(down._replace(scale=torch.tensor([[1.7]], dtype=torch.float64)), server, fed.work(1, [2]))
-    faster = Federation(p.oracle(noise=0.5), p.alpha, LocalSGD(lr=0.17, batch_size=2))
+    faster = ReferenceFederation(p.oracle(noise=0.5), p.alpha, LocalSGD(lr=0.17, batch_size=2))
     want, _ = FedAvg().client(down, server, faster.work(1, [2]))
     equal(up.dw, want.dw)
     equal(up.loss, fed.work(1, [2]).loss(p.x0))

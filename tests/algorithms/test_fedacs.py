@@ -13,7 +13,7 @@ from fedloom.algorithms import FedACS
 from fedloom.choose.mixers import attention
 from fedloom.local import LocalSGD
 from fedloom.testing import Problem, federate
-from fedloom.testing.federate import Federation
+from fedloom.testing.federate import ReferenceFederation
 
 COHORTS = [(0, 2, 3), (2, 3), (3, 4)]
 """Client 1 is never seen."""
@@ -40,7 +40,7 @@ def test_attention_is_over_the_clients_that_are_named(
     state = federate(method, p, 3, cohorts=COHORTS)[-1]
     cohort, everyone = (0, 3), state.kept
     kept = type(everyone)(everyone.w if method.mixes_all else everyone.w[[*cohort]])
-    down = method.down(state.server, kept, Federation(p.oracle(), p.alpha, LocalSGD()).ctx(4, cohort))
+    down = method.down(state.server, kept, ReferenceFederation(p.oracle(), p.alpha, LocalSGD()).ctx(4, cohort))
     want = mixture(everyone.w[[*whose]], quantile)[[whose.index(i) for i in cohort]]
     torch.testing.assert_close(down.u, want, rtol=0, atol=1e-12)
 
@@ -56,7 +56,7 @@ def test_lambda_moves_by_alpha_k_towards_the_mixture() -> None:
     """Eq. 3 with grad R_i = w_i - sum_j s_ij w_j; alpha_k = 1 is Eq. 4."""
     p, local = Problem.random(4), LocalSGD(lr=0.2, schedule="exponential", decay=0.5)
     state = federate(FedACS(), p, 3, noise=0.5)[-1]
-    ctx = Federation(p.oracle(), p.alpha, local).ctx(3, range(p.n))
+    ctx = ReferenceFederation(p.oracle(), p.alpha, local).ctx(3, range(p.n))
     w = state.kept.w
     mixed = FedACS().down(state.server, state.kept, ctx).u
     for lam in (0.4, 2.0):

@@ -21,7 +21,7 @@ from fedloom.rows.fields import Field
 from fedloom.rows.layout import Layout
 from fedloom.rows.wire import Codec
 from fedloom.testing import Problem, federate, personal_models
-from fedloom.testing.federate import Federation, State
+from fedloom.testing.federate import ReferenceFederation, ReferenceState
 from fedloom.testing.problems import shrunk
 
 SOME = [(0, 1, 2), (2, 3), (0, 4, 3), (1, 2, 4, 0), (3,), (0, 1, 2, 3, 4)]
@@ -35,19 +35,19 @@ def same(a: Tensor, b: Tensor, tol: float = 1e-9) -> None:
     torch.testing.assert_close(a, b, rtol=0, atol=tol * (1 + float(b.abs().max())))
 
 
-def global_models(states: list[State]) -> Tensor:
+def global_models(states: list[ReferenceState]) -> Tensor:
     return torch.stack([s.server.x for s in states])
 
 
-def mixed(method: FedSLR, p: Problem, state: State) -> Tensor:
-    found = personal_models(method, Federation(p.oracle(), p.alpha, LocalSGD()), state)
+def mixed(method: FedSLR, p: Problem, state: ReferenceState) -> Tensor:
+    found = personal_models(method, ReferenceFederation(p.oracle(), p.alpha, LocalSGD()), state)
     assert found is not None
     return found
 
 
-def figures(method: FedSLR, p: Problem, state: State) -> dict[str, float]:
+def figures(method: FedSLR, p: Problem, state: ReferenceState) -> dict[str, float]:
     """The record of a round: observed at every client, summed."""
-    fed, everyone = Federation(p.oracle(), p.alpha, LocalSGD()), range(p.n)
+    fed, everyone = ReferenceFederation(p.oracle(), p.alpha, LocalSGD()), range(p.n)
     ctx = fed.ctx(state.round, everyone)
     seen = method.observe(method.down(state.server, None, ctx), state.rows, fed.work(state.round, everyone))
     return method.diagnostics(state.server, Seen(seen.nonzeros.sum(0)), ctx)
@@ -292,7 +292,7 @@ def test_an_upload_of_lpgd_travels_as_factors() -> None:
     """The codec with the declared encoding: shorter, the same models, and a length per client."""
     p = Problem.random(9, layout=WIDE)
     method = LPGD(lam=15.0, personal_epochs=0)
-    work = Federation(p.oracle(), p.alpha, LocalSGD(lr=0.2, steps=3)).work(1, range(5))
+    work = ReferenceFederation(p.oracle(), p.alpha, LocalSGD(lr=0.2, steps=3)).work(1, range(5))
     up = method.client(Model(p.x0), Client(torch.zeros(5, WIDE.d, dtype=torch.float64)), work)[0]
     assert encodings(method, "up")["w"].encoding == "lowrank"
     assert encodings(method, "down")["x"].encoding == "dense"

@@ -21,7 +21,7 @@ from fedloom.local.inexact import Solver, gradient_descent
 from fedloom.local.smoothness import smoothness
 from fedloom.rows.prox import L1, Nuclear, SquaredL2
 from fedloom.testing import Problem, federate
-from fedloom.testing.federate import Federation, State
+from fedloom.testing.federate import ReferenceFederation, ReferenceState
 from fedloom.testing.problems import Penalty
 
 SOME = [(0, 1, 2), (2, 3), (0, 4, 3), (1, 2, 4, 0), (3,), (0, 1, 2, 3, 4)]
@@ -37,16 +37,16 @@ def largest(p: Problem) -> float:
 
 
 def figures(
-    method: FIAELT, p: Problem, state: State, noise: float = 0.0, local: LocalSGD | None = None
+    method: FIAELT, p: Problem, state: ReferenceState, noise: float = 0.0, local: LocalSGD | None = None
 ) -> dict[str, float]:
     """The record of a round: observed at every client, summed."""
-    fed, everyone = Federation(p.oracle(noise=noise), p.alpha, local or LocalSGD()), range(p.n)
+    fed, everyone = ReferenceFederation(p.oracle(noise=noise), p.alpha, local or LocalSGD()), range(p.n)
     ctx = fed.ctx(state.round, everyone)
     seen = method.observe(method.down(state.server, None, ctx), state.rows, fed.work(state.round, everyone))
     return method.diagnostics(state.server, LyapunovParts(*(part.sum(0) for part in seen)), ctx)
 
 
-def local_solution(p: Problem, before: State) -> Tensor:
+def local_solution(p: Problem, before: ReferenceState) -> Tensor:
     """argmin f_i(x) + <x - y, z_i> + beta/2 ||x - y||^2, ``[n, d]``."""
     y, z, beta = before.server.y, before.rows.z, float(before.server.beta)
     right = torch.einsum("nij,nj->ni", p.hessian, p.minimiser) - z + beta * y
@@ -69,7 +69,7 @@ def test_local_solutions_meet_criterion_9(solver: Any, seed: int) -> None:
         assert 1 <= after.server.iterations <= 10
 
 
-def _pairs(states: list[State]) -> list[tuple[State, State]]:
+def _pairs(states: list[ReferenceState]) -> list[tuple[ReferenceState, ReferenceState]]:
     return list(itertools.pairwise(states))
 
 
@@ -82,7 +82,7 @@ def test_svrg_meets_criterion_9_within_nine_outer_iterations() -> None:
     for seed in range(2):
         p = Problem.random(seed, n=8)
         smooth = largest(p)
-        fed = Federation(p.oracle(noise=1.0), p.alpha, LocalSGD(batch_size=1), seed)
+        fed = ReferenceFederation(p.oracle(noise=1.0), p.alpha, LocalSGD(batch_size=1), seed)
         x, y = 2 * p.x0 + p.minimiser, p.x0
         eye, right = torch.eye(p.d, dtype=x.dtype), torch.einsum("nij,nj->ni", p.hessian, p.minimiser)
         a = p.hessian + 5 * smooth * eye
@@ -92,7 +92,12 @@ def test_svrg_meets_criterion_9_within_nine_outer_iterations() -> None:
             return torch.einsum("ni,nij,nj->n", w - best, a, w - best)
 
         def run(
-            outer: int, fed: Federation = fed, x: Tensor = x, y: Tensor = y, smooth: float = smooth, n: int = p.n
+            outer: int,
+            fed: ReferenceFederation = fed,
+            x: Tensor = x,
+            y: Tensor = y,
+            smooth: float = smooth,
+            n: int = p.n,
         ) -> Tensor:
             work = fed.work(1, range(n))
             return svrg(x, work, ((5 * smooth, y),), outer=outer, inner=200, lr=1 / (40 * smooth)).w
@@ -115,7 +120,7 @@ def test_r_zero_takes_all_iterations() -> None:
 
 def test_gradient_descent_stops_after_its_own_number_of_steps() -> None:
     p = Problem.random(1)
-    work = Federation(p.oracle(), p.alpha, LocalSGD(lr=0.3)).work(1, range(p.n))
+    work = ReferenceFederation(p.oracle(), p.alpha, LocalSGD(lr=0.3)).work(1, range(p.n))
 
     def direction(w: Tensor) -> Tensor:
         return p.gradient(w) + 0.7 * (w - p.x0) + 0.1
@@ -162,7 +167,7 @@ def test_gradient_descent_until_the_bound_written_out(given: dict[str, float]) -
 
 def measured(p: Problem) -> float:
     """The largest L of the clients, as the first round of a run measures it."""
-    return float(smoothness(p.x0, Federation(p.oracle(), p.alpha, LocalSGD()).work(1, range(p.n))).max())
+    return float(smoothness(p.x0, ReferenceFederation(p.oracle(), p.alpha, LocalSGD()).work(1, range(p.n))).max())
 
 
 @pytest.mark.parametrize("solver", ["gd", "svrg", "sgd"])
@@ -185,7 +190,7 @@ def test_l_is_not_measured_where_the_criterion_is_not_looked_at(options: dict[st
     p = Problem.random(12)
     method = FIAELT(**options, **({"beta": 3.0} if options else {}))
     start, first = federate(
-        method.with_derived_options(Federation(p.oracle(), p.alpha, LocalSGD()).ctx(0, range(p.n))), p, 1
+        method.with_derived_options(ReferenceFederation(p.oracle(), p.alpha, LocalSGD()).ctx(0, range(p.n))), p, 1
     )
     assert (first.server.y - start.server.y).abs().max() > 1e-6
 
@@ -203,7 +208,7 @@ def test_svrg_is_called_with_the_theory_s_step(lr: float | None, step: float) ->
     p = Problem.random(12)
     method = FIAELT(solver="svrg", beta=4.0, r=0.0, iterations=2, inner=6, lr=lr)
     before, after = federate(method, p, 2, noise=0.5)[-2:]
-    fed = Federation(p.oracle(noise=0.5), p.alpha, LocalSGD())
+    fed = ReferenceFederation(p.oracle(noise=0.5), p.alpha, LocalSGD())
     y, z = before.server.y, before.rows.z
     want = svrg(before.rows.x, fed.work(2, range(p.n)), ((4.0, y),), z, outer=2, inner=6, lr=step)
     assert torch.equal(after.rows.x, want.w)
@@ -223,17 +228,17 @@ def test_an_epoch_of_one_step_is_two_steps_of_svrg() -> None:
 )
 def test_full_gradients_take_no_momentum_and_no_clipping(method: Any, setting: dict[str, float]) -> None:
     p = Problem.random(0)
-    ctx = Federation(p.oracle(), p.alpha, LocalSGD(**setting)).ctx(0, range(p.n))
+    ctx = ReferenceFederation(p.oracle(), p.alpha, LocalSGD(**setting)).ctx(0, range(p.n))
     with pytest.raises(Refused, match=r"set local\.momentum = 0"):
         check_together(method, ctx.local, UniformWeigher())
-    free = Federation(p.oracle(), p.alpha, LocalSGD()).ctx(0, range(p.n))
+    free = ReferenceFederation(p.oracle(), p.alpha, LocalSGD()).ctx(0, range(p.n))
     check_together(method, free.local, UniformWeigher())
     assert all("without a regulariser" in note for note in method.check(free.layout, free))
 
 
 def test_a_penalty_below_l_is_said() -> None:
     p = Problem.random(0)
-    ctx = Federation(p.oracle(), p.alpha, LocalSGD(momentum=0.5)).ctx(0, range(p.n))
+    ctx = ReferenceFederation(p.oracle(), p.alpha, LocalSGD(momentum=0.5)).ctx(0, range(p.n))
     for beta, smooth, said in ((1.0, 3.0, True), (3.0, 3.0, True), (3.1, 3.0, False), (None, 3.0, False)):
         notes = FIAELT(beta=beta, smooth=smooth, solver="sgd").check(ctx.layout, ctx)
         assert any("needs beta > L" in note for note in notes) == said
@@ -243,7 +248,7 @@ def test_what_travels() -> None:
     """2d + 2 numbers per client in every round, the measuring one included."""
     p = Problem.random(12)
     for method in (FIAELT(), FIAELT(beta=3.0, inner=3), FIAELT(beta=3.0, solver="sgd")):
-        state, fed = federate(method, p, 0)[0], Federation(p.oracle(), p.alpha, LocalSGD())
+        state, fed = federate(method, p, 0)[0], ReferenceFederation(p.oracle(), p.alpha, LocalSGD())
         down = method.down(state.server, None, fed.ctx(1, range(p.n)))
         up, _ = method.client(down, state.rows, fed.work(1, range(p.n)))
         assert [tuple(f.shape) for f in up] == [(p.n, p.d), (p.n, p.d), (p.n, 1), (p.n, 1)]
@@ -260,7 +265,7 @@ def test_smoothness_is_the_largest_eigenvalue() -> None:
         basis = torch.linalg.eigh(p.hessian).eigenvectors
         scale = torch.arange(1.0, p.n + 1, dtype=torch.float64)[:, None, None]
         p = replace(p, hessian=scale * basis @ torch.diag(spectrum) @ basis.mT).to(dtype)
-        work: Work = Federation(p.oracle(), p.alpha, LocalSGD()).work(1, range(p.n))
+        work: Work = ReferenceFederation(p.oracle(), p.alpha, LocalSGD()).work(1, range(p.n))
         found = smoothness(p.x0, work)
         same(found, 4 * scale[:, 0].to(dtype), tol)
         assert (smoothness(p.x0, work, 2) < found).all()
@@ -271,7 +276,7 @@ def test_smoothness_far_from_the_origin_of_flat_and_of_constant_functions() -> N
     p = Problem.random(2)
     for scale in (0.0, 0.01):
         q = replace(p, hessian=scale * p.hessian, x0=1e4 * p.x0).to(torch.float32)
-        found = smoothness(q.x0, Federation(q.oracle(), q.alpha, LocalSGD()).work(1, range(p.n)), 60)
+        found = smoothness(q.x0, ReferenceFederation(q.oracle(), q.alpha, LocalSGD()).work(1, range(p.n)), 60)
         top = scale * torch.linalg.eigvalsh(p.hessian)[:, -1]
         torch.testing.assert_close(found[:, 0].double(), top, rtol=0.05, atol=1e-12)
 

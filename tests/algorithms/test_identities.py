@@ -13,7 +13,7 @@ from fedloom.algorithms import REGISTRY, SCAFFOLD, Ditto, FedAvg, FedDyn, FedPro
 from fedloom.choose import SamplesWeigher
 from fedloom.local import LocalSGD
 from fedloom.testing import Problem
-from fedloom.testing.federate import Federation, begin
+from fedloom.testing.federate import ReferenceFederation, begin
 
 ONE = LocalSGD(lr=0.1, steps=1, batch_size=2)
 
@@ -100,7 +100,7 @@ def test_scaffold_keeps_c_the_mean_of_all_variates(seed: int, option: Any) -> No
 @SEEDS
 def test_scaffold_after_one_step_has_the_batch_gradient(seed: int) -> None:
     p = Problem.random(seed)
-    fed = Federation(p.oracle(noise=0.5), p.alpha, ONE)
+    fed = ReferenceFederation(p.oracle(noise=0.5), p.alpha, ONE)
     for before, after in pairwise(run(SCAFFOLD(), p, local=ONE)):
         work = fed.work(after.round, range(p.n))
         batch = work.plan("local", work.steps[:, 0]).batch(0)
@@ -118,7 +118,7 @@ def test_scaffold_with_one_step_and_everyone_moves_like_fedavg(seed: int, server
 @SEEDS
 def test_scaffold_with_equal_variates_is_fedavg(seed: int) -> None:
     p = Problem.random(seed)
-    fed = Federation(p.oracle(noise=0.5), p.alpha, SGD)
+    fed = ReferenceFederation(p.oracle(noise=0.5), p.alpha, SGD)
     state = begin(SCAFFOLD(), fed, p.x0)
     c = p.minimiser.sum(0)
     server, rows = state.server._replace(c=c), state.rows._replace(ci=c.expand(p.n, -1))
@@ -155,7 +155,7 @@ def test_scaffold_by_hand(seed: int) -> None:
 def test_scaffold_without_steps_keeps_the_variate(option: Any) -> None:
     p = Problem.random(0)
     state = run(SCAFFOLD(option=option), p)[-1]
-    fed = Federation(p.oracle(noise=0.5), p.alpha, SGD)
+    fed = ReferenceFederation(p.oracle(noise=0.5), p.alpha, SGD)
     down = SCAFFOLD().down(state.server, None, fed.ctx(6, range(p.n)))
     up, rows = SCAFFOLD(option=option).client(down, state.rows, fed.work(6, range(p.n), steps=0))
     equal(rows.ci, state.rows.ci, 0)

@@ -16,13 +16,13 @@ from fedloom.algorithms._regulariser import gradient_mapping
 from fedloom.errors import Refused
 from fedloom.local import LocalSGD
 from fedloom.rows.prox import L1, Nuclear, Prox
-from fedloom.testing import Problem, State, difference, federate
-from fedloom.testing.federate import Federation
+from fedloom.testing import Problem, ReferenceState, difference, federate
+from fedloom.testing.federate import ReferenceFederation
 
 SGD = LocalSGD(lr=0.1, batch_size=2)
 
 
-def run(algorithm: FLAME, p: Problem, rounds: int = 5, **options: Any) -> list[State]:
+def run(algorithm: FLAME, p: Problem, rounds: int = 5, **options: Any) -> list[ReferenceState]:
     return federate(algorithm, p, rounds, **{"local": SGD, "noise": 0.5, **options})
 
 
@@ -155,7 +155,7 @@ def test_without_penalty_the_global_model_is_the_mean_of_thetas_in_the_first_rou
 def test_a_client_without_weight_follows_the_server(seed: int) -> None:
     p = Problem.random(seed)
     state = run(FLAME(lam=1.0, rho=0.3), p)[-1]
-    fed = Federation(p.oracle(noise=0.5), torch.zeros_like(p.alpha), SGD)
+    fed = ReferenceFederation(p.oracle(noise=0.5), torch.zeros_like(p.alpha), SGD)
     down = FLAME().down(state.server, None, fed.ctx(6, range(p.n)))
     _, rows = FLAME(lam=1.0, rho=0.3).client(down, state.rows, fed.work(6, range(p.n)))
     equal(rows.w, state.server.x - state.rows.pi / 0.3)
@@ -220,7 +220,7 @@ def test_lemma_1_the_lyapunov_function_falls(seed: int, eps0: float | None) -> N
 @SEEDS
 def test_the_recorded_lagrangian_and_residuals_are_their_definitions_and_vanish(seed: int) -> None:
     p = flat_problem(seed)
-    method, fed = FLAME(lam=LAM, rho=RHO, residuals=True), Federation(p.oracle(), p.alpha, SGD)
+    method, fed = FLAME(lam=LAM, rho=RHO, residuals=True), ReferenceFederation(p.oracle(), p.alpha, SGD)
     figures = []
     for state in run(method, p, 60, solve=True, noise=0.0)[1:]:
         ctx = fed.ctx(state.round, range(p.n))
@@ -259,7 +259,7 @@ def test_limit_with_a_regulariser_is_stationary(g: Prox) -> None:
     """w_i = w, pi_i = lambda alpha_i (theta_i - w), and their sum is in dg(w): 0 is in sum grad F_i(w) + dg(w)."""
     p, lam = Problem.random(1, weights="samples"), 1.3
     end = run(FLAME(lam=lam, rho=0.3, regulariser=g), p, 400, solve=True, cohorts=PARTIAL * 80)[-1]
-    layout = Federation(p.oracle(), p.alpha, SGD).ctx(0, range(p.n)).layout
+    layout = ReferenceFederation(p.oracle(), p.alpha, SGD).ctx(0, range(p.n)).layout
     w, (theta, own, pi, _) = end.server.x, end.rows
     equal(own, w.expand_as(own), 1e-8)
     equal(pi, lam * p.alpha * (theta - w), 1e-8)
@@ -323,7 +323,7 @@ def test_eq_12_meets_fiaelt_s_criterion_where_rho_is_large(seed: int) -> None:
 
 def test_the_criterion_refuses_what_it_cannot_bound() -> None:
     p = Problem.random(0)
-    ctx = Federation(p.oracle(), p.alpha, SGD).ctx(0, range(p.n))
+    ctx = ReferenceFederation(p.oracle(), p.alpha, SGD).ctx(0, range(p.n))
     with pytest.raises(Refused, match="needs lam > smooth"):
         FLAME(lam=1.0, rho=0.1, solver="criterion", smooth=2.0).check(ctx.layout, ctx)
     FLAME(lam=1.0, rho=0.1, solver="criterion", smooth=0.5).check(ctx.layout, ctx)

@@ -21,7 +21,7 @@ from fedloom.local import LocalSGD
 from fedloom.rows.projection import new_key, projection
 from fedloom.rows.prox import L1, Nuclear
 from fedloom.testing import LAWS, Problem, check_law, federate, laws_of, personal_models
-from fedloom.testing.federate import Federation
+from fedloom.testing.federate import ReferenceFederation
 
 DESCENT = LocalSGD(lr=0.4, batch_size=2)  # one to four steps a round, by client
 Models = dict[str, Tensor]  # "global" [d], "personal" [n, d]
@@ -248,7 +248,7 @@ def fedspa(p: Problem, end: Models) -> Models:
 def subspace(p: Problem, end: Models) -> Models:
     """Stationary theta_i, and w = sum alpha_i P theta_i."""
     matrix = projection(
-        new_key(Federation(p.oracle(), p.alpha, LocalSGD()).ctx(0, (0,)).rng("projection")), 3, p.x0
+        new_key(ReferenceFederation(p.oracle(), p.alpha, LocalSGD()).ctx(0, (0,)).rng("projection")), 3, p.x0
     ).matrix
     assert matrix is not None
     h = p.hessian + 0.8 * matrix.T @ matrix
@@ -622,7 +622,7 @@ def end_of(c: Composition, row: Row, weights: Weights) -> tuple[Problem, Models]
     played = p.pooled() if c.pooled else p
     run = federate(c.algorithm, played, row.rounds, local=row.local, solve=row.solve, weigher=c.weigher)
     x = c.algorithm.global_model(run[-1].server)
-    v = personal_models(c.algorithm, Federation(played.oracle(), played.alpha, row.local), run[-1])
+    v = personal_models(c.algorithm, ReferenceFederation(played.oracle(), played.alpha, row.local), run[-1])
     return p, {name: model for name, model in (("global", x), ("personal", v)) if model is not None}
 
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from fedloom.algorithms import APFL, Algorithm, FedAMP, FedAvg, HeurFedAMP, Local, PerFedAvg, PFedMe
 from fedloom.algorithms.fedamp import Up
 from fedloom.local import Batch, LocalSGD, Work
-from fedloom.testing import Problem, State, federate, personal_models
-from fedloom.testing.federate import Federation
+from fedloom.testing import Problem, ReferenceState, federate, personal_models
+from fedloom.testing.federate import ReferenceFederation
 
 SEEDS = pytest.mark.parametrize("seed", [0, 1])
 SGD = LocalSGD(lr=0.1, batch_size=2, schedule="exponential", decay=0.8, weight_decay=0.05)  # one to four steps
 
 
-def run(algorithm: Algorithm, p: Problem, rounds: int = 5, **options: Any) -> list[State]:
+def run(algorithm: Algorithm, p: Problem, rounds: int = 5, **options: Any) -> list[ReferenceState]:
     return federate(algorithm, p, rounds, **{"local": SGD, "noise": 0.5, **options})
 
 
@@ -31,7 +31,7 @@ def steps_of(p: Problem, local: LocalSGD = SGD) -> Tensor:
 
 def alone(p: Problem, round: int, i: int, local: LocalSGD = SGD) -> tuple[Work, int]:
     """The noisy local problem of one client, and its steps."""
-    work = Federation(p.oracle(noise=0.5), p.alpha, local).work(round, [i])
+    work = ReferenceFederation(p.oracle(noise=0.5), p.alpha, local).work(round, [i])
     return work, int(work.steps)
 
 
@@ -181,7 +181,7 @@ def test_perfedavg_with_alpha_0_is_fedavg(seed: int, variant: Any) -> None:
 def test_perfedavg_personal_model_is_one_step_on_training_data(seed: int) -> None:
     p = Problem.random(seed)
     state = run(PerFedAvg(alpha=0.3), p)[-1]
-    fed = Federation(p.oracle(noise=0.5), p.alpha, SGD)
+    fed = ReferenceFederation(p.oracle(noise=0.5), p.alpha, SGD)
     got = personal_models(PerFedAvg(alpha=0.3), fed, state)
     assert got is not None
     for i in range(p.n):
@@ -193,7 +193,7 @@ def test_perfedavg_personal_model_is_one_step_on_training_data(seed: int) -> Non
 @pytest.mark.parametrize(("variant", "gradients"), [("hf", 4), ("fo", 2)])
 def test_perfedavg_counts_every_gradient(variant: Any, gradients: int) -> None:
     p = Problem.random(0)
-    fed = Federation(p.oracle(), p.alpha, LocalSGD(lr=0.1, batch_size="full", steps=3))
+    fed = ReferenceFederation(p.oracle(), p.alpha, LocalSGD(lr=0.1, batch_size="full", steps=3))
     algorithm = PerFedAvg(variant=variant, alpha=0.1)
     state = federate(algorithm, p, 0)[0]
     work = fed.work(1, range(p.n))
@@ -238,7 +238,7 @@ def test_apfl_with_alpha_0_never_moves_v(seed: int) -> None:
     p = Problem.random(seed)
     states = run(APFL(alpha=0.0), p)
     equal(states[-1].rows.v, p.x0.expand(p.n, -1), 0)
-    fed = Federation(p.oracle(), p.alpha, SGD)
+    fed = ReferenceFederation(p.oracle(), p.alpha, SGD)
     got = personal_models(APFL(alpha=0.0), fed, states[-1])
     assert got is not None
     equal(got, states[-1].server.x.expand(p.n, -1), 0)
@@ -249,7 +249,7 @@ def test_apfl_with_alpha_1_is_local_training(seed: int) -> None:
     p = Problem.random(seed)
     end = run(APFL(alpha=1.0), p, cohorts=PARTIAL)[-1]
     equal(end.rows.v, run(Local(), p, cohorts=PARTIAL)[-1].rows.v)
-    got = personal_models(APFL(alpha=1.0), Federation(p.oracle(), p.alpha, SGD), end)
+    got = personal_models(APFL(alpha=1.0), ReferenceFederation(p.oracle(), p.alpha, SGD), end)
     assert got is not None
     equal(got, end.rows.v, 0)
 
@@ -277,7 +277,7 @@ def test_apfl_on_equal_clients_finds_their_minimiser() -> None:
 
 def mixed(algorithm: FedAMP | HeurFedAMP, w: Tensor) -> Tensor:
     p = Problem.random(0)
-    ctx = Federation(p.oracle(), p.alpha, SGD).ctx(1, range(len(w)))
+    ctx = ReferenceFederation(p.oracle(), p.alpha, SGD).ctx(1, range(len(w)))
     return algorithm.down(algorithm.init(p.x0, ctx)[0], Up(w), ctx).u
 
 

@@ -18,8 +18,8 @@ from fedloom.local import LocalSGD
 from fedloom.models import spec_of
 from fedloom.rows import masks
 from fedloom.rows.layout import Layout
-from fedloom.testing import Problem, State, difference, federate, personal_models
-from fedloom.testing.federate import Federation
+from fedloom.testing import Problem, ReferenceState, difference, federate, personal_models
+from fedloom.testing.federate import ReferenceFederation
 from fedloom.testing.problems import LAYOUT
 
 SEEDS = pytest.mark.parametrize("seed", [0, 1])
@@ -30,12 +30,12 @@ DEEP = Layout.from_shapes(
 ALL = ("body", "head")
 
 
-def run(algorithm: Algorithm, p: Problem, rounds: int = 5, **options: Any) -> list[State]:
+def run(algorithm: Algorithm, p: Problem, rounds: int = 5, **options: Any) -> list[ReferenceState]:
     return federate(algorithm, p, rounds, **{"local": SGD, "noise": 0.5, "cohorts": PARTIAL, **options})
 
 
-def personal(algorithm: Algorithm, p: Problem, state: State) -> Tensor:
-    got = personal_models(algorithm, Federation(p.oracle(noise=0.5), p.alpha, SGD), state)
+def personal(algorithm: Algorithm, p: Problem, state: ReferenceState) -> Tensor:
+    got = personal_models(algorithm, ReferenceFederation(p.oracle(noise=0.5), p.alpha, SGD), state)
     assert got is not None
     return got
 
@@ -96,7 +96,7 @@ def test_limits_of_the_split(seed: int) -> None:
 def test_only_the_shared_part_is_sent(seed: int, algorithm: Algorithm, home: tuple[str, ...]) -> None:
     p, everyone = Problem.random(seed), range(5)
     mask = p.layout.mask(*home)
-    fed = Federation(p.oracle(noise=0.5), p.alpha, SGD)
+    fed = ReferenceFederation(p.oracle(noise=0.5), p.alpha, SGD)
     state = run(algorithm, p)[-1]
     down = algorithm.down(state.server, None, fed.ctx(6, everyone))
     up, rows = algorithm.client(down, state.rows, fed.work(6, everyone))
@@ -164,7 +164,7 @@ def test_fedrep_has_epochs_of_the_head_on_batches_of_their_own(seed: int, epochs
     for before, after in pairwise(run(FedRep(head_epochs=epochs), p, local=local)):
         bodies = []
         for i in PARTIAL[before.round]:
-            work = Federation(p.oracle(noise=0.5), p.alpha, local).work(after.round, [i])
+            work = ReferenceFederation(p.oracle(noise=0.5), p.alpha, local).work(after.round, [i])
             w = before.server.x.clone()
             w[head] = before.rows.head[i]
             for stream, free, count in (("head", head, epochs), ("local", ~head, 2)):
@@ -181,7 +181,7 @@ def test_fedrep_has_epochs_of_the_head_on_batches_of_their_own(seed: int, epochs
 
 
 def test_fedbn_refuses_a_model_without_normalisation() -> None:
-    ctx = Federation(Problem.random().oracle(), Problem.random().alpha, SGD).ctx(0, (0,))
+    ctx = ReferenceFederation(Problem.random().oracle(), Problem.random().alpha, SGD).ctx(0, (0,))
     with pytest.raises(Refused, match="the model has none"):
         FedBN().check(ctx.layout, ctx)
     assert FedBN(layers=("head",)).check(ctx.layout, ctx) == []
@@ -336,7 +336,7 @@ def test_fedspa_by_hand(seed: int) -> None:
         rate = 0.4 * (1 + math.cos(math.pi * min(before.round, 4) / 4))
         updates = []
         for i in [*PARTIAL, (0, 1, 2, 3, 4)][before.round]:
-            work = Federation(p.oracle(noise=0.5), p.alpha, local).work(after.round, [i])
+            work = ReferenceFederation(p.oracle(noise=0.5), p.alpha, local).work(after.round, [i])
             mask = before.rows.mask[i] == 1
             w = torch.where(mask, before.server.x, 0.0)
             plan = work.plan("local", work.steps[:, 0])
@@ -372,7 +372,7 @@ def test_fedspa_leaves_what_no_mask_has() -> None:
 
 def test_fedspa_without_steps_keeps_the_mask() -> None:
     p = spa(0)
-    fed, algorithm = Federation(p.oracle(noise=0.5), p.alpha, SGD), FedSpa(horizon=1000)
+    fed, algorithm = ReferenceFederation(p.oracle(noise=0.5), p.alpha, SGD), FedSpa(horizon=1000)
     state = run(algorithm, p, 1)[-1]
     down = algorithm.down(state.server, None, fed.ctx(2, range(p.n)))
     still = fed.work(2, range(p.n), steps=0)

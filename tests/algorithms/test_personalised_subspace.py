@@ -17,18 +17,18 @@ from fedloom.errors import Refused
 from fedloom.local import LocalSGD
 from fedloom.rows.projection import Projection, new_key, projection
 from fedloom.seeds import generator
-from fedloom.testing import Problem, State, difference, federate, personal_models
-from fedloom.testing.federate import Federation
+from fedloom.testing import Problem, ReferenceState, difference, federate, personal_models
+from fedloom.testing.federate import ReferenceFederation
 
 SEEDS = pytest.mark.parametrize("seed", [0, 1])
 SGD = LocalSGD(lr=0.1, batch_size=2, schedule="exponential", decay=0.8, weight_decay=0.05)
 
 
-def run(algorithm: Algorithm, p: Problem, rounds: int = 5, **options: Any) -> list[State]:
+def run(algorithm: Algorithm, p: Problem, rounds: int = 5, **options: Any) -> list[ReferenceState]:
     return federate(algorithm, p, rounds, **{"local": SGD, "noise": 0.5, "cohorts": PARTIAL, **options})
 
 
-def matrix_of(state: State, k: int, like: Tensor) -> Tensor:
+def matrix_of(state: ReferenceState, k: int, like: Tensor) -> Tensor:
     matrix = projection(state.server.key, k, like).matrix
     assert matrix is not None
     return matrix
@@ -114,7 +114,7 @@ def test_lpproj_by_hand(seed: int, p_norm: float, dim: int | None) -> None:
     for before, after in pairwise(states):
         ends = []
         for i in PARTIAL[before.round]:
-            work = Federation(p.oracle(noise=0.5), p.alpha, SGD).work(after.round, [i])
+            work = ReferenceFederation(p.oracle(noise=0.5), p.alpha, SGD).work(after.round, [i])
             w, theta = before.server.w, before.rows.theta[i]
             for r in range(2):
                 plan = work.plan(("local", r), work.steps[:, 0])
@@ -127,7 +127,7 @@ def test_lpproj_by_hand(seed: int, p_norm: float, dim: int | None) -> None:
         equal(after.server.w, 0.2 * before.server.w + 0.8 * torch.stack(ends).mean(0))
         absent = [i for i in range(p.n) if i not in PARTIAL[before.round]]
         equal(after.rows.theta[absent], before.rows.theta[absent], 0)
-    got = personal_models(algorithm, Federation(p.oracle(), p.alpha, SGD), states[-1])
+    got = personal_models(algorithm, ReferenceFederation(p.oracle(), p.alpha, SGD), states[-1])
     assert got is not None
     equal(got, states[-1].rows.theta, 0)
 
@@ -164,7 +164,7 @@ def test_lpproj_in_the_whole_space_begins_as_pfedme(seed: int) -> None:
 @pytest.mark.parametrize("kind", [LpProj, ADMMLpProj])
 def test_subspace_methods_without_steps_stay(kind: type[LpProj | ADMMLpProj]) -> None:
     p, everyone = Problem.random(0), range(5)
-    fed = Federation(p.oracle(), p.alpha, SGD)
+    fed = ReferenceFederation(p.oracle(), p.alpha, SGD)
     algorithm = LpProj(dim=3) if kind is LpProj else ADMMLpProj(dim=3, lam=1.0, rho=0.1)
     state = run(algorithm, p)[-1]
     down = algorithm.down(state.server, None, fed.ctx(6, everyone))
@@ -199,7 +199,7 @@ def test_admmlpproj_by_hand(seed: int) -> None:
     equal(states[0].server.w, matrix @ p.x0)
     for before, after in pairwise(states):
         for i in PARTIAL[before.round]:
-            work = Federation(p.oracle(noise=0.5), p.alpha, SGD).work(after.round, [i])
+            work = ReferenceFederation(p.oracle(noise=0.5), p.alpha, SGD).work(after.round, [i])
             theta, w, pi = (field[i] for field in before.rows)
             plan = work.plan("local", work.steps[:, 0])
             for k in range(int(work.steps)):
@@ -269,7 +269,7 @@ def test_flame_to_a_tolerance_takes_at_most_as_many_steps_as_allowed() -> None:
     (after,) = run(algorithm, p, 1, local=LocalSGD(lr=0.2), cohorts=None)[1:]
     steps = torch.full((p.n, 1), 3)
     equal(after.rows.theta, p.descent(p.x0, steps, 0.2, 1.0, p.x0))
-    fed = Federation(p.oracle(), p.alpha, LocalSGD(lr=0.2))
+    fed = ReferenceFederation(p.oracle(), p.alpha, LocalSGD(lr=0.2))
     work = fed.work(2, range(p.n))
     algorithm.client(algorithm.down(after.server, None, fed.ctx(2, range(p.n))), after.rows, work)
     assert work.counts.backward.tolist() == (4 * p.sizes).tolist()
@@ -287,7 +287,7 @@ def test_flame_to_a_tolerance_ends_at_the_moreau_minimiser() -> None:
 
 def test_flame_without_steps_keeps_theta() -> None:
     p, everyone = Problem.random(0), range(5)
-    fed, algorithm = Federation(p.oracle(), p.alpha, SGD), FLAME(lam=1.0, rho=0.1, eps0=1e-9)
+    fed, algorithm = ReferenceFederation(p.oracle(), p.alpha, SGD), FLAME(lam=1.0, rho=0.1, eps0=1e-9)
     state = run(algorithm, p, 1)[-1]
     down = algorithm.down(state.server, None, fed.ctx(2, everyone))
     equal(algorithm.client(down, state.rows, fed.work(2, everyone, steps=0))[1].theta, state.rows.theta, 0)
@@ -297,7 +297,9 @@ def test_flame_without_steps_keeps_theta() -> None:
 
 def warnings_of(algorithm: FLAME, alpha: list[float], local: LocalSGD = SGD) -> list[str]:
     p = Problem.random(0, n=len(alpha))
-    ctx = Federation(p.oracle(), torch.tensor(alpha, dtype=torch.float64)[:, None], local).ctx(0, range(len(alpha)))
+    ctx = ReferenceFederation(p.oracle(), torch.tensor(alpha, dtype=torch.float64)[:, None], local).ctx(
+        0, range(len(alpha))
+    )
     return algorithm.check(ctx.layout, ctx)
 
 
@@ -306,7 +308,7 @@ def test_theorem_1_holds_neither_by_default_nor_in_the_paper() -> None:
     for alpha in ([0.1] * 10, [0.1] * 5 + [0.5], [1.0]):
         p = Problem.random(0, n=len(alpha))
         weights = torch.tensor(alpha, dtype=torch.float64)[:, None]
-        ctx = Federation(p.oracle(), weights, SGD).ctx(0, range(len(alpha)))
+        ctx = ReferenceFederation(p.oracle(), weights, SGD).ctx(0, range(len(alpha)))
         for method in (FLAME().with_derived_options(ctx), FLAME(settings="paper")):
             pull, rho = method.lam * max(alpha), method.rho
             assert (pull / rho) ** 2 * (1 + rho) >= (pull + rho) / 2

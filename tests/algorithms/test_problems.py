@@ -11,7 +11,7 @@ from fedloom.algorithms import FLAME, FedAvg
 from fedloom.choose import SamplesWeigher
 from fedloom.local import LocalSGD
 from fedloom.testing import LAYOUT, Problem, difference, federate
-from fedloom.testing.federate import Federation
+from fedloom.testing.federate import ReferenceFederation
 from fedloom.testing.problems import Penalty
 
 
@@ -69,7 +69,7 @@ def test_composite_optima_are_the_lowest(penalty: Penalty) -> None:
 @SEEDS
 def test_samples_have_the_gradients_of_their_losses(seed: int) -> None:
     p = Problem.random(seed)
-    work = Federation(p.oracle(noise=0.7), p.alpha, LocalSGD(batch_size=3)).work(1, range(p.n))
+    work = ReferenceFederation(p.oracle(noise=0.7), p.alpha, LocalSGD(batch_size=3)).work(1, range(p.n))
     w = p.minimiser + 0.5
     equal(work.full_grad(w), p.gradient(w))
     batches = [work.plan("local", work.steps[:, 0]).batch(0)]

@@ -19,8 +19,8 @@ from fedloom.engine.setting import Engine, Evaluate
 from fedloom.engine.simulate import simulate
 from fedloom.local import LocalSGD
 from fedloom.seeds import generator
-from fedloom.testing import Problem, State
-from fedloom.testing.federate import Federation
+from fedloom.testing import Problem, ReferenceState
+from fedloom.testing.federate import ReferenceFederation
 
 # --- FedOpt
 
@@ -31,7 +31,7 @@ def differences(seed: int, rounds: int = 6) -> Tensor:
 
 def stepped(method: FedOpt, changes: Tensor) -> list[Server]:
     p = Problem.random(0)
-    ctx = Federation(p.oracle(), p.alpha, SGD).ctx(0, range(p.n))
+    ctx = ReferenceFederation(p.oracle(), p.alpha, SGD).ctx(0, range(p.n))
     states = [method.init(p.x0, ctx)[0]]
     for dw in changes:
         states.append(method.server(states[-1], Delta(dw), ctx))
@@ -149,7 +149,7 @@ def test_equation_8(seed: int) -> None:
 @pytest.mark.parametrize("rho", [0.0, 0.3, 0.9])
 def test_sizes_are_the_sums_of_the_weights_of_the_local_gradients(rho: float) -> None:
     p = Problem.random(1)
-    fed = Federation(p.oracle(), p.alpha, LocalSGD(lr=0.1, batch_size=1, momentum=rho))
+    fed = ReferenceFederation(p.oracle(), p.alpha, LocalSGD(lr=0.1, batch_size=1, momentum=rho))
     work = fed.work(1, range(p.n))
     server = FedNova().init(p.x0, fed.ctx(0, [0]))[0]
     up, _ = FedNova().client(FedNova().down(server, None, fed.ctx(1, range(p.n))), None, work)
@@ -163,7 +163,7 @@ def test_sizes_are_the_sums_of_the_weights_of_the_local_gradients(rho: float) ->
 
 def test_a_client_without_steps_sends_nothing() -> None:
     p = Problem.random(1)
-    fed = Federation(p.oracle(), p.alpha, SGD)
+    fed = ReferenceFederation(p.oracle(), p.alpha, SGD)
     server = FedNova().init(p.x0, fed.ctx(0, [0]))[0]
     up, _ = FedNova().client(FedNova().down(server, None, fed.ctx(1, [0, 1])), None, fed.work(1, [0, 1], 0))
     assert [float(up.dw.abs().max()), float(up.size.max())] == [0.0, 0.0]
@@ -186,7 +186,7 @@ def test_the_objective_is_consistent_in_the_limit_of_small_steps(seed: int) -> N
     assert gaps[1][1] > 0.9 * gaps[0][1] > 10 * gaps[0][0]
 
 
-def started(p: Problem, x: Tensor) -> State:
+def started(p: Problem, x: Tensor) -> ReferenceState:
     state = run(FedNova(), p, 0)[0]
     return state._replace(server=state.server._replace(x=x))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor
 
 from fedloom.algorithms import FLAME, Ditto, FedACS, FedAvg, FedAvgFT, FedRep, FedSLR, Local
-from fedloom.choose import MIXERS, Angles, Attention, Clusters, Mixer, Proximity, Uniform
+from fedloom.choose import MIXERS, Angles, Attention, ClusterMeans, Mixer, Proximity, Uniform
 from fedloom.choose.mixers import attention
 from fedloom.data.federation import Federation
 from fedloom.engine.setting import Evaluate
@@ -22,7 +22,7 @@ from fedloom.models import MLP
 from fedloom.rows.aggregate import Median
 from fedloom.rows.attacks import Forgery
 from fedloom.testing import Problem
-from fedloom.testing.federate import Federation as Clients
+from fedloom.testing.federate import ReferenceFederation as Clients
 
 LOCAL, EVALUATE = LocalSGD(lr=0.1, steps=2, batch_size=4), Evaluate(every=3, parts=("train", "validation"))
 
@@ -83,7 +83,7 @@ def test_similarity_of_changes_tells_clients_apart_that_models_do_not() -> None:
     block = torch.block_diag(*[torch.full((3, 3), 1 / 3, dtype=torch.float64)] * 2)
     torch.testing.assert_close(weights, block, rtol=0, atol=1e-9)
     torch.testing.assert_close(
-        Clusters(clusters=2).weights(start + two, start, context(6, range(6))), block, rtol=0, atol=1e-12
+        ClusterMeans(clusters=2).weights(start + two, start, context(6, range(6))), block, rtol=0, atol=1e-12
     )
 
 
@@ -171,7 +171,7 @@ def test_clusters_serve_two_groups_that_one_model_cannot(fed: Federation) -> Non
         "evaluate": {"every": 12},
     }
     one = run(fed, FedAvg(), **many).final("global", "accuracy")
-    two = run(fed, FedAvg(), mixer=Clusters(clusters=2), **many).final("personal", "accuracy")
+    two = run(fed, FedAvg(), mixer=ClusterMeans(clusters=2), **many).final("personal", "accuracy")
     assert float(two.nanmean()) > float(one.nanmean()) + 0.2
 
 

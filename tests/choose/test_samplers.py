@@ -27,7 +27,7 @@ from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.rows.layout import Layout
 from fedloom.seeds import generator
 from fedloom.testing import LAYOUT, Problem
-from fedloom.testing.federate import Federation
+from fedloom.testing.federate import ReferenceFederation
 
 SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 
@@ -267,7 +267,7 @@ def test_candidates_are_refused_that_are_too_few_or_too_many() -> None:
 
 
 def work_of(p: Problem, ids: list[int], **local: Any) -> Work:
-    return Federation(p.oracle(noise=0.5), p.alpha, LocalSGD(batch_size=2, **local)).work(3, ids)
+    return ReferenceFederation(p.oracle(noise=0.5), p.alpha, LocalSGD(batch_size=2, **local)).work(3, ids)
 
 
 def test_candidates_answer_the_loss_of_the_global_model() -> None:

@@ -16,11 +16,11 @@ from fedloom.local.oracles import make_oracle
 from fedloom.models import spec_of
 from fedloom.tasks import task_of
 from fedloom.testing import Problem, federate
-from fedloom.testing.federate import Federation
+from fedloom.testing.federate import ReferenceFederation
 
 
 def context(p: Problem, ids: list[int]) -> Ctx:
-    return Federation(p.oracle(), p.alpha, LocalSGD()).ctx(1, ids)
+    return ReferenceFederation(p.oracle(), p.alpha, LocalSGD()).ctx(1, ids)
 
 
 def column(*values: float) -> Tensor:
@@ -85,7 +85,7 @@ def test_fairfed_without_budget_is_fedavg_by_samples(seed: int) -> None:
 
 def test_fairfed_asks_about_the_received_model() -> None:
     p = Problem.random(1)
-    fed = Federation(p.oracle(), p.alpha, LocalSGD())
+    fed = ReferenceFederation(p.oracle(), p.alpha, LocalSGD())
     down = FedAvg().down(FedAvg().init(p.x0, fed.ctx(0, [0]))[0], None, fed.ctx(1, [0, 2]))
     got = FairFedWeigher(metric="loss").probe(down, p.minimiser[[0, 2]], fed.work(1, [0, 2]))
     torch.testing.assert_close(got, fed.work(1, [0, 2]).loss(p.x0))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fedloom.data import PARTITIONS, Dataset, Federation
 from fedloom.data.partition.deal import distinct, in_order
-from fedloom.data.tables import Column, Table
+from fedloom.data.tables import Table, TableColumn
 from fedloom.errors import ConfigError, PartitionError, Refused
 
 
@@ -337,7 +337,7 @@ def test_noise_is_on_the_features_that_a_model_takes_not_on_the_cells_of_a_table
     rng = np.random.default_rng(0)
     cells = np.column_stack([rng.normal(100, 20, 900), rng.integers(0, 3, 900).astype(float)])
     cells[::9, 0] = np.nan
-    columns = (Column(name="a", flag=True), Column(name="b", levels=3))
+    columns = (TableColumn(name="a", flag=True), TableColumn(name="b", levels=3))
     data = Dataset(
         "table", torch.from_numpy(cells), torch.arange(900) % 2, classes=("n", "y"), prepare=Table(columns=columns)
     )

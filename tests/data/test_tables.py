@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from fedloom.data import PARTITIONS, Dataset, load
-from fedloom.data.tables import Column, Table
+from fedloom.data.tables import Table, TableColumn
 from fedloom.errors import DataError, Refused
 
 NAN = math.nan
 TABLE = Table(
-    columns=(Column(name="a", flag=True), Column(name="k", levels=3), Column(name="r", scale=False)), min_observed=2
+    columns=(TableColumn(name="a", flag=True), TableColumn(name="k", levels=3), TableColumn(name="r", scale=False)),
+    min_observed=2,
 )
 
 

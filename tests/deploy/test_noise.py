@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fedloom.deploy import noise
 from fedloom.deploy.noise import ReleasedMean, ReleasedNoise, noisy_sum, released
 from fedloom.engine import privacy
-from fedloom.rows.aggregate import Mean, PrivateMean
+from fedloom.rows.aggregate import PrivateMean, WeightedMean
 from fedloom.rows.channel import Clip, GaussianNoise
 
 POSITIVE = st.floats(min_value=1e-12, max_value=1e12)
@@ -170,7 +170,7 @@ def test_what_is_deployed_is_accounted_by_renyi() -> None:
         put = released(part)
         assert type(put) is kind
         assert put.model_dump() == part.model_dump() | {"accountant": "rdp"}
-    for other in (None, Clip(), Mean()):
+    for other in (None, Clip(), WeightedMean()):
         assert released(other) is other
 
 

@@ -26,7 +26,7 @@ import pytest
 import fedloom as fl
 from fedloom.algorithms import REGISTRY
 from fedloom.experiment.cards import text
-from fedloom.report.comparison.family import Comparison
+from fedloom.report.comparison.family import TestedDifference
 from fedloom.values import fields_of
 from tests.commands import end, fork
 
@@ -204,7 +204,7 @@ def test_what_a_comparison_of_the_gallery_decides() -> None:
         (0.5, 2.0, False, 5, "not decided"),
         (0.5, 1.0, False, 4, "not decided"),
     ):
-        compared = Comparison(mean, half, 0.5, 0.5, significant, seeds)
+        compared = TestedDifference(mean, half, 0.5, 0.5, significant, seeds)
         assert outcome_of(compared, 2.0, higher=True) == outcome
         flipped = {"better": "worse", "worse": "better"}.get(outcome, outcome)
         assert outcome_of(compared, 2.0, higher=False) == flipped

@@ -19,7 +19,7 @@ from fedloom.errors import ConfigError
 from fedloom.local import LocalSGD
 from fedloom.models import MLP
 from fedloom.testing import Problem
-from fedloom.testing.federate import Federation as Clients
+from fedloom.testing.federate import ReferenceFederation as Clients
 
 GROUPS = torch.tensor([0, 0, 0, 0, 1, 1])
 

@@ -38,7 +38,7 @@ from fedloom.rows.aggregate import AGGREGATORS
 from fedloom.rows.attacks import ATTACKS
 from fedloom.rows.channel import CHANNELS
 from fedloom.testing import Problem
-from fedloom.testing.federate import Federation as Clients
+from fedloom.testing.federate import ReferenceFederation as Clients
 
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
 KINDS: dict[str, dict[str, Any]] = {

@@ -52,7 +52,7 @@ from fedloom.rows.aggregate import GeometricMedian, Krum, Median, PrivateMean
 from fedloom.rows.attacks import ATTACKS, Gaussian, SameValue
 from fedloom.rows.channel import CHANNELS
 from fedloom.tasks import task_of
-from fedloom.testing.federate import Federation as Plain
+from fedloom.testing.federate import ReferenceFederation as Plain
 from fedloom.testing.federate import begin
 from fedloom.testing.federate import play as play_plainly
 

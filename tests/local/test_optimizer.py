@@ -18,7 +18,7 @@ from fedloom.data.federation import Federation
 from fedloom.engine.state import State
 from fedloom.errors import ConfigError, Refused
 from fedloom.local import LocalSGD, Work, descend
-from fedloom.local.optimizer import Memory, slots_of
+from fedloom.local.optimizer import OptimizerStates, slots_of
 from fedloom.rows.layout import Layout
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
@@ -109,7 +109,7 @@ def test_kept_states_go_on_where_they_stopped(name: str) -> None:
     oracle = problem.oracle("fused")
     local = LocalSGD(lr=0.02, batch_size="full", steps=3, optimizer=f"torch.optim:{name}")
     like = oracle.layout.vector(oracle.module)
-    memory = Memory(like.new_zeros(M, 0), slots_of(local, oracle.layout, like))
+    memory = OptimizerStates(like.new_zeros(M, 0), slots_of(local, oracle.layout, like))
     w = problem.start
     for _ in range(2):
         work = Work(oracle, torch.arange(M), torch.full((M, 1), 1 / M), local, memory=memory)

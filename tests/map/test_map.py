@@ -30,7 +30,7 @@ from fedloom.experiment import Plan, parse
 from fedloom_studies.map.judge import SetupVerdict, groups, judge, overall, ranked
 from fedloom_studies.map.measure import due, estimates
 from fedloom_studies.map.page import pages, sentences, tabled
-from fedloom_studies.map.records import DONE, FAILED, NOT_APPLICABLE, Record, Series, read, write
+from fedloom_studies.map.records import DONE, FAILED, NOT_APPLICABLE, CellRecord, Series, read, write
 from fedloom_studies.map.setups import MARKS, Cell, Setup, setups
 from tests import commands
 
@@ -99,7 +99,7 @@ def test_every_setup_can_be_drawn_with_all_of_its_seeds(setup: Setup) -> None:
 # --- how it is judged
 
 
-def record(setup: Setup, method: str, means: list[float], **more: object) -> Record:
+def record(setup: Setup, method: str, means: list[float], **more: object) -> CellRecord:
     """A record of four clients around a mean per seed."""
     spread = np.array([-0.02, -0.01, 0.01, 0.02])
     seeds = {
@@ -108,7 +108,7 @@ def record(setup: Setup, method: str, means: list[float], **more: object) -> Rec
         )
         for seed, mean in enumerate(means)
     }
-    made = Record(setup.name, method, "p", "s", {}, DONE, "", 1.0, "2026-01-01", "c", "m",
+    made = CellRecord(setup.name, method, "p", "s", {}, DONE, "", 1.0, "2026-01-01", "c", "m",
                   metric="accuracy", model="global", seeds=seeds)  # fmt: skip
     return replace(made, **more)  # type: ignore[arg-type]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedloom.errors import FedloomError
 from fedloom.processes import pool as pools
 from fedloom.processes.buffers import LARGE
-from fedloom.processes.pool import SHORT, Pool
+from fedloom.processes.pool import SHORT, WorkerPool
 
 
 class Task(NamedTuple):
@@ -36,8 +36,8 @@ def test_results_are_those_of_one_process(size: int, ahead: bool) -> None:
     """Also where the parent is slow to look: a buffer is not written again before it was read."""
     shared = torch.arange(float(LARGE))
     tasks = [Task(k, torch.full((size,), float(k))) for k in range(17)]
-    alone = [*Pool([triple], 1).map(triple, shared, tasks)]
-    with Pool([triple], 3, 5 * LARGE, 4 * (3 * size + LARGE) + 1024, ahead=ahead) as pool:
+    alone = [*WorkerPool([triple], 1).map(triple, shared, tasks)]
+    with WorkerPool([triple], 3, 5 * LARGE, 4 * (3 * size + LARGE) + 1024, ahead=ahead) as pool:
         for _ in range(2):
             for (k, rows), (order, expected) in zip(pool.map(triple, shared, tasks), alone, strict=True):
                 time.sleep(0.002)
@@ -56,7 +56,7 @@ def test_a_worker_has_its_next_task_while_the_parent_is_busy(ahead: bool) -> Non
             time.sleep(0.001)
         return k
 
-    with Pool([mark], 2, ahead=ahead) as pool:
+    with WorkerPool([mark], 2, ahead=ahead) as pool:
         results = pool.map(mark, None, [*range(8)])
         assert next(results) == 0
         gate[0] = 1
@@ -71,7 +71,7 @@ def test_the_last_tasks_are_given_ahead_one_for_everybody() -> None:
         begun[k] = 1
         return k
 
-    with Pool([mark], 2, ahead=True) as pool:
+    with WorkerPool([mark], 2, ahead=True) as pool:
         results = pool.map(mark, None, [*range(4)])
         assert next(results) == 0
         assert _soon(begun, 4, 30)
@@ -104,7 +104,7 @@ def test_a_worker_deletes_nothing_that_was_made_before_it() -> None:
     gc.disable()
     try:
         Session()
-        with Pool([collect], 2) as pool:
+        with WorkerPool([collect], 2) as pool:
             assert [*pool.map(collect, None, [0, 1])] == [0, 0]
     finally:
         gc.enable()
@@ -118,7 +118,7 @@ def test_an_error_of_a_task_that_waited_is_raised() -> None:
             raise FedloomError("task 3")
         return k
 
-    with Pool([fail], 2, ahead=True) as pool, pytest.raises(FedloomError, match="task 3"):
+    with WorkerPool([fail], 2, ahead=True) as pool, pytest.raises(FedloomError, match="task 3"):
         assert [*pool.map(fail, None, list(range(8)))] == []
 
 
@@ -142,7 +142,7 @@ def test_a_worker_that_a_signal_has_stopped_is_reported_once(first: bool, monkey
     handler = Continue()
     log.addHandler(handler)
     try:
-        with Pool([stop], 2) as pool:
+        with WorkerPool([stop], 2) as pool:
             assert [*pool.map(stop, None, range(9))] == [*range(9)]
     finally:
         log.removeHandler(handler)
@@ -160,7 +160,7 @@ def test_a_worker_that_takes_far_longer_than_the_others_is_reported(
         time.sleep(seconds)
         return seconds
 
-    with Pool([slow], 2) as pool, caplog.at_level(logging.WARNING, "fedloom"):
+    with WorkerPool([slow], 2) as pool, caplog.at_level(logging.WARNING, "fedloom"):
         list(pool.map(slow, None, [0.01, 0.01, 0.1]))
         list(pool.map(slow, None, [0.4, 0.4]))
         time.sleep(0.6)

@@ -18,7 +18,7 @@ from fedloom.report.comparison import criteria as compare
 from fedloom.report.numbers import Estimate, Row, rows_of
 from fedloom.report.reading import read_runs
 from fedloom.report.run import Key
-from fedloom.rundir import Record
+from fedloom.rundir import RunRecord
 
 COLUMNS = ("method", "seed", "round", "client", "model", "part", "metric", "value")
 
@@ -111,7 +111,7 @@ def test_work_is_totalled_and_traffic_goes_both_ways(tmp_path: Path) -> None:
 
 
 def row(name: str, values: list[float], status: str = "done") -> Row:
-    records = tuple(Record(method=name, seed=s, status=status, rounds=9) for s in range(len(values)))
+    records = tuple(RunRecord(method=name, seed=s, status=status, rounds=9) for s in range(len(values)))
     return Row("", name, name, "global", records, {"accuracy": Estimate(dict(enumerate(values)))})
 
 

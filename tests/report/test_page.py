@@ -27,7 +27,7 @@ from fedloom.report.page import figures
 from fedloom.report.reading import read_runs
 from fedloom.report.run import Key
 from fedloom.report.tables import csv_text, latex
-from fedloom.rundir import Record
+from fedloom.rundir import RunRecord
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_the_best_of_a_column_is_bold_and_ties_are_too() -> None:
     ],
 )  # fmt: skip
 def test_unequal_work_is_named_by_method(work: dict[str, float], sentence: str) -> None:
-    done = (Record(method="m", seed=0, status="done"),)
+    done = (RunRecord(method="m", seed=0, status="done"),)
     rows = [Row("", m, m, "global", done, {"samples_backward": Estimate({0: w})}) for m, w in work.items()]
     text = overview._work(rows)
     assert sentence in text

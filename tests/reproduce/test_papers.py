@@ -24,7 +24,7 @@ from fedloom_studies.reproduce.page import last, not_run, page, plot
 from fedloom_studies.reproduce.papers import overview, pages, sheets
 from fedloom_studies.reproduce.reasons import FOLDER
 from fedloom_studies.reproduce.recipe import Recipe, make_recipe, merged
-from fedloom_studies.reproduce.summary import Need, Summary, needs
+from fedloom_studies.reproduce.summary import Need, RecipeSummary, needs
 from fedloom_studies.store import CHECKOUT
 
 ROOT = Path(__file__).parent.parent.parent
@@ -156,17 +156,19 @@ def test_no_sentence_on_why_types_a_number() -> None:
         assert not re.search(r"\d", re.sub(names, "", re.sub(r"\{.+?\}", "", sheet.why))), sheet.name
 
 
-def as_run(recipe: Recipe, **changes: object) -> Summary:
+def as_run(recipe: Recipe, **changes: object) -> RecipeSummary:
     known = {"few": {"flame: personal: accuracy": dict(zip("01234", FAR, strict=True)),
                      "fedavg: global: accuracy": dict(zip("01234", NEAR, strict=True))}}  # fmt: skip
-    plain = Summary("tiny", "laptop", recipe.protocol("laptop"), "2 of the 4 rounds, batches of 9", "c", "d", "m",
+    plain = RecipeSummary("tiny", "laptop", recipe.protocol("laptop"), "2 of the 4 rounds, batches of 9", "c", "d", "m",
                     {"torch": "2"}, True, [0, 1, 2, 3, 4], 2, 1.0, {}, [], known)  # fmt: skip
     return replace(plain, **changes)
 
 
-def only(monkeypatch: pytest.MonkeyPatch, one: Recipe, summary: Summary | None, why: str = "", full: str = "") -> str:
+def only(
+    monkeypatch: pytest.MonkeyPatch, one: Recipe, summary: RecipeSummary | None, why: str = "", full: str = ""
+) -> str:
     """The page of all papers with one claim."""
-    row = papers.Row(text="row", claim="t", fair=("tiny",), full=full)
+    row = papers.HeadlineClaim(text="row", claim="t", fair=("tiny",), full=full)
     sheet = papers.Sheet(name="FLAME", title="t", number="row", why=why, row=(row,))
     monkeypatch.setattr(papers, "sheets", lambda: (sheet,))
     return overview({"tiny": one}, {"tiny": summary}, {"tiny": Need(4320, [])})
@@ -198,7 +200,7 @@ def test_where_more_seeds_change_nothing_a_gpu_is_named_in_place_of_a_verdict(mo
 def test_a_recipe_at_full_length_comes_before_a_shorter_one(monkeypatch: pytest.MonkeyPatch) -> None:
     one = with_claim()
     short, whole = replace(one, name="short"), replace(one, name="whole")
-    row = papers.Row(text="row", claim="t", fair=("short", "whole"))
+    row = papers.HeadlineClaim(text="row", claim="t", fair=("short", "whole"))
     sheet = papers.Sheet(name="FLAME", title="t", number="row", row=(row,))
     monkeypatch.setattr(papers, "sheets", lambda: (sheet,))
     found = {"short": as_run(short), "whole": as_run(whole, rounds=4)}

@@ -11,7 +11,7 @@ from small_recipe import TINY, tiny
 from fedloom.errors import ConfigError
 from fedloom.experiment import Plan
 from fedloom.rundir import label_of
-from fedloom_studies.reproduce import Budget, recipe, recipes, reproduce
+from fedloom_studies.reproduce import TimeBudget, recipe, recipes, reproduce
 from fedloom_studies.reproduce.choices import candidates, chosen, first
 from fedloom_studies.reproduce.execute import experiment
 from fedloom_studies.reproduce.figures import Reference
@@ -159,8 +159,8 @@ def test_candidates_are_a_grid_and_one_is_chosen_on_validation(tmp_path: Path) -
 
 def test_a_budget_that_is_over_stops_the_run_which_goes_on_later(tmp_path: Path) -> None:
     whole = reproduce(tiny(), "full", tmp_path / "whole", seeds=[3])
-    assert reproduce(tiny(), "full", tmp_path / "cut", seeds=[3], budget=Budget(0)) is None
-    budgets = [Budget(1e-9 + seconds) for seconds in (0.3, 0.6)]
+    assert reproduce(tiny(), "full", tmp_path / "cut", seeds=[3], budget=TimeBudget(0)) is None
+    budgets = [TimeBudget(1e-9 + seconds) for seconds in (0.3, 0.6)]
     for budget in budgets:
         reproduce(tiny(), "full", tmp_path / "cut", seeds=[3], budget=budget)
     resumed = reproduce(tiny(), "full", tmp_path / "cut", seeds=[3])
@@ -181,7 +181,7 @@ def test_the_full_resnet_recipe_starts_steps_and_resumes(tmp_path: Path) -> None
     }
     made = experiment(merged(document, {**small, "rounds": 2}), "ResNet-18")
     quiet = lambda *_: None  # noqa: E731
-    for tell, status, rounds in ((Budget(0), "interrupted", 1), (quiet, "done", 2)):
+    for tell, status, rounds in ((TimeBudget(0), "interrupted", 1), (quiet, "done", 2)):
         (outcome,) = Plan(made, tmp_path / "out").run(tell, page=False)
         assert outcome.result is not None
         assert (outcome.status, outcome.result.rounds) == (status, rounds)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import fedloom as fl
 from fedloom.cli import app
 from fedloom.data.new_rows import new_rows
-from fedloom.data.tables import Column, Table
+from fedloom.data.tables import Table, TableColumn
 from fedloom.errors import ConfigError, DataError
 from fedloom.experiment import Plan, parse
 from fedloom.experiment.opened import Opened
@@ -236,11 +236,11 @@ def test_exports_take_raw_rows(
 def test_the_graph_s_features_are_those_of_training() -> None:
     gen = torch.Generator().manual_seed(0)
     columns = (
-        Column(name="a", flag=True),
-        Column(name="b", levels=3, names=("x", "y", "z"), flag=True),
-        Column(name="c"),
-        Column(name="d", scale=False),
-        Column(name="e", levels=2),
+        TableColumn(name="a", flag=True),
+        TableColumn(name="b", levels=3, names=("x", "y", "z"), flag=True),
+        TableColumn(name="c"),
+        TableColumn(name="d", scale=False),
+        TableColumn(name="e", levels=2),
     )
     table = Table(columns=columns)
     x = torch.randn(60, 5, generator=gen, dtype=torch.float64)

@@ -1,6 +1,6 @@
 """Choices of the server: who takes part in a round, who counts how much, and what mixture a client receives."""
 
-from fedloom.choose.mixers import MIXERS, Angles, Attention, Clusters, Mixer, Proximity
+from fedloom.choose.mixers import MIXERS, Angles, Attention, ClusterMeans, Mixer, Proximity
 from fedloom.choose.samplers import (
     SAMPLERS,
     Availability,
@@ -30,8 +30,8 @@ __all__ = [
     "Attention",
     "Availability",
     "Bernoulli",
+    "ClusterMeans",
     "Clustered",
-    "Clusters",
     "EquitableWeigher",
     "FairFedWeigher",
     "Mixer",

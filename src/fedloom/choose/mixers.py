@@ -183,7 +183,7 @@ class Angles(Mixer):
         return (1 / len(models) if self.self_weight is None else self.self_weight), xi
 
 
-class Clusters(Mixer):
+class ClusterMeans(Mixer):
     """Sends every client the mean of its cluster: one model per cluster, recovered from the clients' last models.
 
     Reference: the outlook of Equitable-FL (arXiv:2410.19207), clusters as personalised models; the clustering is its
@@ -257,5 +257,5 @@ MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
     "proximity": Proximity,
     "angles": Angles,
-    "clusters": Clusters,
+    "clusters": ClusterMeans,
 }

@@ -27,14 +27,14 @@ Rows = Mapping[str, NDArray[np.bool_]]
 """Which rows ``[N]`` belong to each site, by its name."""
 
 
-class Alone(NamedTuple):
+class SingleColumnScore(NamedTuple):
     """How well one column predicts the target: a figure by name, in [0, 1], and as text."""
 
     value: float
     text: str
 
 
-def alone(column: Facts, target: Facts, task: str) -> Alone:
+def alone(column: Facts, target: Facts, task: str) -> SingleColumnScore:
     """AUROC of one column for the target's classes (the mean of those with enough rows), or R2 of a measured target.
 
     A number ranks rows itself; every column ranks them by the target's mean in its groups too, which is learned on one
@@ -44,17 +44,17 @@ def alone(column: Facts, target: Facts, task: str) -> Alone:
         ~np.isnan(target.values) if task == "regression" else np.isin(target.cells, [*target.odd, ""], invert=True)
     )
     if present.sum() < FEW:
-        return Alone(0.0, "")
+        return SingleColumnScore(0.0, "")
     groups, numbers = column.groups[present], column.values[present]
     observed = ~np.isnan(numbers) if column.kind == "number" else np.zeros(len(groups), bool)
     if task == "regression":
         y = target.values[present]
         if y.std() == 0:
-            return Alone(0.0, "")
+            return SingleColumnScore(0.0, "")
         value = r2_score(y, _across(groups, y))
         if observed.sum() > len(y) / 2 and numbers[observed].std() > 0 and y[observed].std() > 0:
             value = max(value, float(np.corrcoef(numbers[observed], y[observed])[0, 1] ** 2))
-        return Alone(max(0.0, value), f"R2 {value:.3f} alone")
+        return SingleColumnScore(max(0.0, value), f"R2 {value:.3f} alone")
     values = []
     for name in list(target.levels):
         y = (target.cells[present] == name).astype(float)
@@ -69,7 +69,7 @@ def alone(column: Facts, target: Facts, task: str) -> Alone:
         if len(target.levels) == 2:
             break
     value = float(np.mean(values)) if values else 0.0
-    return Alone(value, f"AUROC {value:.3f} alone")
+    return SingleColumnScore(value, f"AUROC {value:.3f} alone")
 
 
 def _across(groups: NDArray[np.int64], y: NDArray[np.float64]) -> NDArray[np.float64]:

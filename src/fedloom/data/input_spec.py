@@ -16,7 +16,7 @@ from fedloom.data.partition.changes import prepared
 from fedloom.data.partition.deal import Dealt
 from fedloom.data.partition.parts import cut_parts
 from fedloom.data.survey.agreement import Agreement
-from fedloom.data.tables import Column, Table
+from fedloom.data.tables import Table, TableColumn
 from fedloom.data.text import NO_LABEL, UNKNOWN, recoded, wrong_tokens
 from fedloom.errors import ConfigError, DataError
 from fedloom.seeds import numpy_generator
@@ -242,7 +242,7 @@ def lone_client(data: Dataset, holdout: float = 0.0, seed: int = 0) -> Federatio
     return Federation(data, parts, ("new",), seed=seed)
 
 
-def _recoded(old: Column, new: Column, values: Tensor, name: str) -> Tensor:
+def _recoded(old: TableColumn, new: TableColumn, values: Tensor, name: str) -> Tensor:
     """A column's values, with the codes of the old data."""
     if bool(old.levels) != bool(new.levels):
         what = {True: "codes", False: "numbers"}

@@ -59,7 +59,7 @@ FAR = 0.1
 """Share of a column's rows from which a note reports that they lie far from the training."""
 
 
-class Column(Value):
+class TableColumn(Value):
     """One raw column: a number, or a code 0..levels-1; NaN is missing."""
 
     name: str
@@ -84,7 +84,7 @@ class Table(Value):
     by what was fitted to its training part, whichever model takes them; a new client, which has none, by `typical`.
     """
 
-    columns: tuple[Column, ...] = Field(min_length=1)
+    columns: tuple[TableColumn, ...] = Field(min_length=1)
     min_observed: int = Field(default=5, ge=1, description="observed training values below which a column is dropped")
     missing: tuple[str, ...] = Field(default=("",), description="cells that mean missing, by value")
     impute: bool = Field(default=True, description="whether missing cells of new rows are filled")
@@ -92,7 +92,7 @@ class Table(Value):
     @classmethod
     def numeric(cls, count: int) -> Table:
         """A table of `count` numbers, none of them missing."""
-        return cls(columns=tuple(Column(name=f"x{i}") for i in range(count)), min_observed=1)
+        return cls(columns=tuple(TableColumn(name=f"x{i}") for i in range(count)), min_observed=1)
 
     @property
     def width(self) -> int:
@@ -182,7 +182,7 @@ class Table(Value):
         return sentences
 
     @staticmethod
-    def _bounds(column: Column, fitted: Tensor) -> tuple[float, float] | None:
+    def _bounds(column: TableColumn, fitted: Tensor) -> tuple[float, float] | None:
         """Where the numbers of a column are expected; None where nothing is known."""
         if column.range is not None:
             return column.range
@@ -196,7 +196,7 @@ class Table(Value):
         if x.ndim != 2 or x.shape[1] != len(self.columns):
             raise DataError(f"the table has {len(self.columns)} columns, got samples of shape {tuple(x.shape[1:])}")
 
-    def _fit(self, column: Column, values: Tensor, train: Tensor) -> Tensor:
+    def _fit(self, column: TableColumn, values: Tensor, train: Tensor) -> Tensor:
         missing = values.isnan()
         observed = values[train & ~missing]
         if len(observed) < self.min_observed:
@@ -228,7 +228,7 @@ class Encoder(nn.Module):
         fitted: ``[p, .]`` what they were fitted to; see `Table.fit`.
     """
 
-    def __init__(self, columns: tuple[Column, ...], fitted: Tensor) -> None:
+    def __init__(self, columns: tuple[TableColumn, ...], fitted: Tensor) -> None:
         super().__init__()
         fitted = fitted[:, :3].double()
         complete = ~fitted.isnan().any(1)

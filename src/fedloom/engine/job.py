@@ -18,7 +18,7 @@ from fedloom.engine.messages import Messages
 from fedloom.engine.setting import Setting
 from fedloom.errors import ConfigError, blamed
 from fedloom.local import Ctx, Work
-from fedloom.local.optimizer import Memory
+from fedloom.local.optimizer import OptimizerStates
 from fedloom.local.oracles import Network
 from fedloom.processes.ranks import Ranks
 from fedloom.processes.row_locations import RowLocations
@@ -54,7 +54,7 @@ class Problem:
     attackers: Tensor
     alpha: Tensor
     chunk: int
-    memory: Memory | None = None
+    memory: OptimizerStates | None = None
     notes: tuple[str, ...] = ()
     replay: Replay = field(default_factory=Replay)
     spent: Tensor | None = None

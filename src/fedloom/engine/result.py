@@ -23,7 +23,7 @@ from fedloom.local.rows import to_device
 from fedloom.metrics import BRIEF, leading
 from fedloom.metrics import metric as facts
 from fedloom.trained.adapt import ServerSide
-from fedloom.trained.model import Recipe, running_statistics
+from fedloom.trained.model import ModelRecipe, running_statistics
 from fedloom.trained.model_source import KINDS
 from fedloom.trained.models import MOST_PERSONAL_FIRST, Models
 
@@ -194,7 +194,7 @@ class Live:
         self._job, self._state = job, state
         self.names = job.eval_fed.names
         run, facts = job.setting, InputSpec.of(job.eval_fed.data)
-        self.recipe = Recipe(run.model, facts, run.seed, job.oracle.dtype, run.task)
+        self.recipe = ModelRecipe(run.model, facts, run.seed, job.oracle.dtype, run.task)
         name = type(job.algorithm).__name__
         self.about = {"method": name, "algorithm": name, "seed": job.setting.seed, "rounds": state.round}
 

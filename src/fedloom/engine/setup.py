@@ -30,7 +30,7 @@ from fedloom.engine.privacy import check_privacy
 from fedloom.engine.setting import Engine, Setting, by_clusters, clusters_of
 from fedloom.errors import ConfigError, Refused, blamed
 from fedloom.local import Ctx, Nothing, Work
-from fedloom.local.optimizer import Memory, slots_of
+from fedloom.local.optimizer import OptimizerStates, slots_of
 from fedloom.local.oracles import Network, chunk_limit, make_oracle
 from fedloom.processes.pool import cores
 from fedloom.processes.ranks import ALONE, Ranks
@@ -293,12 +293,12 @@ class Residue(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """The states of a client's optimisers ``[m, S W]``; see `fedloom.local.optimizer.Memory`."""
+    """The states of a client's optimisers ``[m, S W]``; see `fedloom.local.optimizer.OptimizerStates`."""
 
     s: Tensor
 
 
-def _memory(method: Algorithm, start: tuple[Any, Any, Any], oracle: Network, ctx: Ctx) -> Memory | None:
+def _memory(method: Algorithm, start: tuple[Any, Any, Any], oracle: Network, ctx: Ctx) -> OptimizerStates | None:
     """How states of optimisers are kept; None where they are not. One client takes a step, which nobody sees.
 
     Raises:
@@ -308,7 +308,7 @@ def _memory(method: Algorithm, start: tuple[Any, Any, Any], oracle: Network, ctx
     if local.optimizer == "sgd":
         return None
     like = oracle.layout.vector(oracle.module)
-    memory = Memory(like.new_zeros(1, 0), slots_of(local, oracle.layout, like))
+    memory = OptimizerStates(like.new_zeros(1, 0), slots_of(local, oracle.layout, like))
     work = Work(oracle, ctx.ids[:1], ctx.weight[:1].to(like), local, steps=1, memory=memory)
     with blamed("method", method, "a first step"):
         first_upload(method, start, ctx, work)

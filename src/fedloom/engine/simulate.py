@@ -26,7 +26,7 @@ from fedloom.engine.state import State, initial_state
 from fedloom.errors import ConfigError, Stop
 from fedloom.models import ModelSpec
 from fedloom.processes.clients import COUNTS, Clients, Handlers, LocalClients
-from fedloom.processes.pool import Pool
+from fedloom.processes.pool import WorkerPool
 from fedloom.processes.rank_pool import RankPool
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
@@ -163,7 +163,7 @@ def clients_of(job: Job) -> Iterator[LocalClients]:
     if job.ranks.size > 1:
         yield LocalClients(handlers, RankPool(job.ranks, job.locations, up), job.chunk)
         return
-    with Pool(handlers, job.workers, down + (1 << 20), up + (1 << 20), ahead=True) as pool:
+    with WorkerPool(handlers, job.workers, down + (1 << 20), up + (1 << 20), ahead=True) as pool:
         yield LocalClients(handlers, pool, job.chunk)
 
 

@@ -38,7 +38,7 @@ from fedloom.experiment.outputs import (
     write_tables,
 )
 from fedloom.experiment.schema import Experiment, Method
-from fedloom.processes.pool import Pool, cores
+from fedloom.processes.pool import WorkerPool, cores
 from fedloom.processes.ranks import ALONE, Ranks
 from fedloom.processes.signals import interruptible
 from fedloom.rundir import CHECKPOINTS, FILES, FOLDERS, LIVE, MODELS, REPORT, SETTINGS, folder_of
@@ -189,7 +189,7 @@ class Plan:
             if event.status:
                 ended.add((event.label, event.seed))
 
-        with Pool([handle], processes) as pool, interruptible() as interrupted, line.heard(*listeners, note):
+        with WorkerPool([handle], processes) as pool, interruptible() as interrupted, line.heard(*listeners, note):
             for _ in pool.map(handle, None, range(len(self.runs)), interrupted):
                 pass
             return interrupted()

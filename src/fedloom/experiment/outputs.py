@@ -41,7 +41,7 @@ from fedloom.rundir import (  # fmt: skip
     SUMMARY,
     TIMINGS,
     TSNE,
-    Record,
+    RunRecord,
     Summary,
     file_name,
 )
@@ -224,7 +224,7 @@ def write_splits(
     write_partition(out, [_partition(seed, fed, attackers_by_seed.get(seed)) for seed, fed in federations.items()])
 
 
-def _run(outcome: Outcome) -> Record:
+def _run(outcome: Outcome) -> RunRecord:
     result = outcome.result
     more: dict[str, Any] = {"rounds": 0}
     if result is not None:
@@ -233,7 +233,7 @@ def _run(outcome: Outcome) -> Record:
         more |= {"device": str(job.oracle.device), "parameters": job.oracle.layout.d}
         more |= {} if result.diverged is None else {"diverged": result.diverged}
     fields: dict[str, Any] = {"method": outcome.label, "algorithm": outcome.algorithm, "seed": outcome.seed}
-    return Record(**fields, status=outcome.status, reason=outcome.reason, **more)
+    return RunRecord(**fields, status=outcome.status, reason=outcome.reason, **more)
 
 
 def _partition(seed: int, fed: Federation, attackers: NDArray[np.int64] | None) -> pa.Table:

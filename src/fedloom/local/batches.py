@@ -23,7 +23,7 @@ FixedBatches = Mapping[Purpose, Tensor]
 """A client's batches of a round ``[steps, b]`` by stream, positions in its training part or -1; given, not drawn."""
 
 
-class Draw(NamedTuple):
+class BatchKey(NamedTuple):
     """What names a random draw of a batch: seed, round, client ids, stream and step."""
 
     seed: int
@@ -55,7 +55,7 @@ class Batch(NamedTuple):
     where: Tensor
     count: Tensor  # type: ignore[assignment]  # hides tuple.count, which is not needed here
     ids: Tensor
-    draw: Draw
+    draw: BatchKey
     total: Tensor
     full: bool
 
@@ -64,7 +64,7 @@ class Batch(NamedTuple):
         return self._replace(total=self.total / factor.to(self.total.device))
 
 
-class Plan(NamedTuple):
+class BatchPlan(NamedTuple):
     """All batches of one stream.
 
     Attributes:
@@ -83,9 +83,9 @@ class Plan(NamedTuple):
     width: list[int]
     narrowest: list[int]
     ids: Tensor
-    draw: Draw
+    draw: BatchKey
 
-    def take(self, clients: slice | Tensor) -> Plan:
+    def take(self, clients: slice | Tensor) -> BatchPlan:
         """The plan of some of the clients."""
         ids = self.ids[clients]
         draw = self.draw._replace(ids=tuple(ids.tolist()))
@@ -110,7 +110,7 @@ def make_plan(
     stream: Purpose,
     locate: Callable[[Tensor, Tensor], Tensor],
     fixed_batches: Sequence[FixedBatches] | None = None,
-) -> Plan:
+) -> BatchPlan:
     """The batches of every client of a chunk for one stream of a round; ``batch_size`` None is the full batch.
 
     Those of ``fixed_batches``, one entry per client, are not drawn.
@@ -127,8 +127,8 @@ def make_plan(
     samples = (position >= 0).sum(2, keepdim=True)
     widest: list[int] = samples.amax((1, 2)).tolist() if samples.numel() else []
     narrowest: list[int] = samples.amin((1, 2)).tolist() if samples.numel() else []
-    draw = Draw(seed, round, tuple(names), stream, 0)
-    return Plan(position, locate(ids, position), samples, widest, narrowest, ids, draw)
+    draw = BatchKey(seed, round, tuple(names), stream, 0)
+    return BatchPlan(position, locate(ids, position), samples, widest, narrowest, ids, draw)
 
 
 def _position(

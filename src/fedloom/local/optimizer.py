@@ -36,7 +36,7 @@ class Slot(NamedTuple):
     like: Any
 
 
-class Memory:
+class OptimizerStates:
     """States of the clients' optimisers from one round to the next: numbers ``[m, S W]``, one part per stream.
 
     A part's first number is 1 once there is a state. Every call of `descend` in a round has optimisers of its own,
@@ -58,9 +58,9 @@ class Memory:
         name = str(stream[0] if isinstance(stream, tuple) else stream)
         return name if self._calls[stream] == 1 else f"{name} {self._calls[stream]}"
 
-    def of(self, rows: Tensor) -> Memory:
+    def of(self, rows: Tensor) -> OptimizerStates:
         """The same of other clients, or in another round."""
-        return Memory(rows, self.slots, self.streams)
+        return OptimizerStates(rows, self.slots, self.streams)
 
     @property
     def width(self) -> int:

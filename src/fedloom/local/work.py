@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedloom.local.batches import PASS, Batch, Draw, FixedBatches, Plan, make_plan
-from fedloom.local.optimizer import Memory
+from fedloom.local.batches import PASS, Batch, BatchKey, BatchPlan, FixedBatches, make_plan
+from fedloom.local.optimizer import OptimizerStates
 from fedloom.local.oracles.base import Features, Oracle, Reduce, Steps
 from fedloom.local.rows import each_client
 from fedloom.local.settings import LocalSGD
@@ -69,7 +69,7 @@ class Work:
         counts: Counts | None = None,
         fixed_batches: Sequence[FixedBatches] | None = None,
         projection: Tensor | None = None,
-        memory: Memory | None = None,
+        memory: OptimizerStates | None = None,
     ) -> None:
         self.oracle, self.ids, self.weight, self.local, self.seed, self.round = oracle, ids, weight, local, seed, round
         self.lr = local.lr_at(round)
@@ -293,7 +293,7 @@ class Work:
         """One generator per client for a draw of this round."""
         return [generator(self.seed, self.round, i, purpose) for i in self.ids.tolist()]
 
-    def plan(self, stream: Purpose, steps: Tensor) -> Plan:
+    def plan(self, stream: Purpose, steps: Tensor) -> BatchPlan:
         """The batches of a stream: ``steps`` ``[m]`` of them for each client."""
         size = None if self.local.batch_size == "full" else self.local.batch_size
         named = (self.seed, self.round, stream, self.oracle.locate, self.fixed_batches)
@@ -346,7 +346,7 @@ class Work:
             position = torch.where(position < sizes, position, -1)
             position = position if self.places is None else self.take(slice(m)).placed(position)
             count = (position >= 0).sum(1, keepdim=True)
-            draw = Draw(self.seed, self.round, tuple(ids.tolist()), PASS, start)
+            draw = BatchKey(self.seed, self.round, tuple(ids.tolist()), PASS, start)
             where, full = self.oracle.locate(ids, position), int(count.min()) == position.shape[1]
             pieces.append(Batch(position, where, count, ids, draw, sizes, full))
         return pieces

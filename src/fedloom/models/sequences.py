@@ -149,7 +149,7 @@ class Block(nn.Module):
         super().__init__()
         inner = spec.inner or 4 * spec.width
         self.norm1 = nn.LayerNorm(spec.width)
-        self.attention = Attention(spec.width, spec.heads)
+        self.attention = SelfAttention(spec.width, spec.heads)
         self.drop1 = Dropout(spec.dropout)
         self.norm2 = nn.LayerNorm(spec.width)
         self.fc1 = nn.Linear(spec.width, inner)
@@ -163,7 +163,7 @@ class Block(nn.Module):
         return h + self.drop2(self.fc2(self.act(self.fc1(self.norm2(h)))))  # type: ignore[no-any-return]
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Scaled dot products in several heads (Vaswani et al. 2017, Section 3.2); plain operations, which vmap stacks."""
 
     def __init__(self, width: int, heads: int) -> None:

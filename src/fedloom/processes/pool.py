@@ -57,7 +57,7 @@ class Workers(Protocol):
         ...
 
 
-class Pool:
+class WorkerPool:
     """Runs handlers on chunks.
 
     Args:
@@ -163,7 +163,7 @@ class Pool:
             worker.close()
         self._workers = []
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:

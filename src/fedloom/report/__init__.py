@@ -5,7 +5,7 @@ from __future__ import annotations
 from fedloom.report.charts import kit, look
 from fedloom.report.comparison.card import write_card
 from fedloom.report.comparison.criteria import NEAR, cumulative
-from fedloom.report.comparison.family import LEVEL, Comparison, differences, family, holm
+from fedloom.report.comparison.family import LEVEL, TestedDifference, differences, family, holm
 from fedloom.report.csv_files import csv_of_table
 from fedloom.report.numbers import (
     EMPTY,
@@ -25,7 +25,30 @@ from fedloom.report.run import Key, Run
 from fedloom.report.tables import result_table
 
 __all__ = [
-    "EMPTY", "ENOUGH", "LEVEL", "MODELS", "NEAR", "WORK", "Comparison", "Curve", "Estimate", "Key", "Run",
-    "csv_of_table", "cumulative", "curve", "differences", "family", "half_width", "holm", "kit", "look", "read_runs",
-    "result_table", "seeds_of", "test_metrics", "write", "write_card",
+    "EMPTY",
+    "ENOUGH",
+    "LEVEL",
+    "MODELS",
+    "NEAR",
+    "WORK",
+    "Curve",
+    "Estimate",
+    "Key",
+    "Run",
+    "TestedDifference",
+    "csv_of_table",
+    "cumulative",
+    "curve",
+    "differences",
+    "family",
+    "half_width",
+    "holm",
+    "kit",
+    "look",
+    "read_runs",
+    "result_table",
+    "seeds_of",
+    "test_metrics",
+    "write",
+    "write_card",
 ]  # fmt: skip

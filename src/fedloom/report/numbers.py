@@ -18,7 +18,7 @@ from fedloom.formats import rounded
 from fedloom.metrics import leading, worst
 from fedloom.report.naming import METRICS, metric
 from fedloom.report.run import Integers, Key, Numbers, Points, Run
-from fedloom.rundir import Record
+from fedloom.rundir import RunRecord
 
 MODELS = ("global", "personal", "hybrid")
 WORK = (
@@ -142,7 +142,7 @@ class Row:
     method: str
     algorithm: str
     model: str
-    records: tuple[Record, ...]
+    records: tuple[RunRecord, ...]
     figures: dict[str, Estimate]
 
     @property
@@ -191,7 +191,7 @@ class Row:
         return "; ".join(shown) + more
 
 
-def _phrase(record: Record) -> str:
+def _phrase(record: RunRecord) -> str:
     if record.diverged is not None:
         return f"{record.status} by round {record.diverged}"
     return f"{record.status} after round {record.rounds}"

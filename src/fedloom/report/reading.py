@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from fedloom.errors import RunDirError
 from fedloom.metrics import declare
-from fedloom.report.run import Key, Partition, Points, Run
+from fedloom.report.run import Key, Points, Run, RunPartition
 from fedloom.rundir import (
     FEDERATION,
     METRICS,
@@ -134,7 +134,7 @@ def _seconds(path: Path) -> dict[tuple[str, int], Points]:
     return {(key.method, key.seed): points for key, points in series.items()}
 
 
-def _partitions(path: Path) -> tuple[dict[int, Partition], list[str]]:
+def _partitions(path: Path) -> tuple[dict[int, RunPartition], list[str]]:
     """The split of every seed, and the names of the clients; empty while the first method is still running."""
     if not path.exists():
         return {}, []
@@ -150,7 +150,9 @@ def _partitions(path: Path) -> tuple[dict[int, Partition], list[str]]:
             raise RunDirError(f"{path}: column 'counts': every client needs one count per class")
         groups = clients["group"].to_numpy()
         hostile = frozenset(np.flatnonzero(attacks[seed == value]).tolist())
-        partitions[int(value)] = Partition(flat.reshape(len(clients), -1), clients["size"].to_numpy(), groups, hostile)
+        partitions[int(value)] = RunPartition(
+            flat.reshape(len(clients), -1), clients["size"].to_numpy(), groups, hostile
+        )
         names = clients["name"].to_pylist()
     return partitions, names
 

@@ -39,7 +39,7 @@ class Points(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Partition:
+class RunPartition:
     """How the samples of one seed are split over its clients.
 
     Attributes:
@@ -73,7 +73,7 @@ class Run:
     label: str
     settings: str
     summary: Summary
-    partitions: dict[int, Partition] = field(repr=False)
+    partitions: dict[int, RunPartition] = field(repr=False)
     names: list[str] = field(repr=False)
     series: dict[Key, Points] = field(repr=False)
     totals: dict[Key, Points] = field(repr=False)

@@ -9,7 +9,7 @@ import numpy as np
 from fedloom.formats import percent, significant
 from fedloom.report.run import Run
 from fedloom.report.tables import scrolling
-from fedloom.rundir import Site
+from fedloom.rundir import SiteSummary
 
 MOST = 25
 """Lines of a table over rounds; more rounds are thinned evenly, with the first and the last among them."""
@@ -50,7 +50,7 @@ def privacy_tables(runs: list[Run]) -> str:
     return "".join(parts)
 
 
-def _line(name: str, site: Site, rounds: int) -> list[str]:
+def _line(name: str, site: SiteSummary, rounds: int) -> list[str]:
     share = percent(site.accepted / rounds) if rounds else ""
     last = (site.last_reply or "")[:19].replace("T", " ") or ("none accepted" if site.rejected else "never")
     why = "; ".join(f"step {step}: {one.reason} ({one.count})" for step, one in site.rejected.items())

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-__all__ = ["Row", "Store"]
+__all__ = ["Store", "StoreRow"]
 
 
-class Row(Protocol):
+class StoreRow(Protocol):
     """A NamedTuple of tensors."""
 
     @property
@@ -38,7 +38,7 @@ class Row(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
 
-T = TypeVar("T", bound=Row)
+T = TypeVar("T", bound=StoreRow)
 
 
 class _InMemory:

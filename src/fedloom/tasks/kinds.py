@@ -62,7 +62,7 @@ class Task(Protocol):
         ...
 
 
-class Kind(Value):
+class TaskKind(Value):
     """A task as its data declare it."""
 
     further: ClassVar[tuple[str, ...]] = ()
@@ -74,7 +74,7 @@ class Kind(Value):
         return None
 
 
-class Classification(Kind):
+class Classification(TaskKind):
     """One of C classes; cross-entropy of the softmax, in nats.
 
     Metrics: ``loss``; ``accuracy`` in [0, 1]; ``macro_f1``, the mean F1 over the classes among the client's targets.
@@ -128,7 +128,7 @@ class Classification(Kind):
         return masked(values, z, owner, n)
 
 
-class Binary(Kind):
+class Binary(TaskKind):
     """Yes or no from one logit z; logistic loss, in nats.
 
     Metrics: ``loss``; ``accuracy`` and ``f1`` of the rule z > 0 (F1 is nan without a positive target or prediction);
@@ -182,7 +182,7 @@ class Binary(Kind):
         return masked(values, z, owner, n)
 
 
-class Regression(Kind):
+class Regression(TaskKind):
     """Real targets; squared error, summed over the k outputs and divided by k (no factor 1/2).
 
     Metrics: ``loss``; ``mae`` and ``rmse`` over samples and outputs; ``r2``, the mean over outputs of 1 - SSE / SST
@@ -219,7 +219,7 @@ class Regression(Kind):
         return masked(values, z, owner, n)
 
 
-class Count(Kind):
+class Count(TaskKind):
     """Counts from one output z, the log of their mean; Poisson's loss exp(z) - y z.
 
     Metrics: ``loss``; ``deviance``, the mean Poisson deviance 2 (y log(y / mu) - y + mu); ``mae`` and ``rmse`` of the

@@ -57,7 +57,7 @@ class CoxAgreement(NamedTuple):
     ties: str = "efron"
 
 
-class Losses(NamedTuple):
+class BinningLoss(NamedTuple):
     """What bins and least counts cost, summed over sites.
 
     Attributes:
@@ -79,12 +79,12 @@ class SecureCoxFit(NamedTuple):
     Attributes:
         fit: coefficients and standard errors of the columns as they are measured.
         bound: ``[p]`` largest distance of a coefficient to that of the pooled binned rows, by rounding and stopping.
-        losses: see `Losses`.
+        losses: see `BinningLoss`.
     """
 
     fit: CoxFit
     bound: Floats
-    losses: Losses
+    losses: BinningLoss
 
 
 def agreement_on(sites: Sequence[SurvivalSite], width: float, least: int, ties: str) -> CoxAgreement:
@@ -103,7 +103,7 @@ def agreement_on(sites: Sequence[SurvivalSite], width: float, least: int, ties: 
     )
 
 
-def binned(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, Losses]:
+def binned(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, BinningLoss]:
     """The rows as a site uses them: times at the ends of bins, and events censored where they are too few.
 
     Rows beyond the last bin in which the site has `least` rows at risk are censored in that bin; a site that has so
@@ -114,14 +114,14 @@ def binned(site: SurvivalSite, terms: CoxAgreement) -> tuple[SurvivalSite, Losse
     enough = np.nonzero(at_risk >= max(terms.least, 1))[0]
     rows, events = len(site.time), int(site.event.sum())
     if not len(enough):
-        return SurvivalSite(site.x[:0], site.time[:0], site.event[:0]), Losses(rows, events, events, 0)
+        return SurvivalSite(site.x[:0], site.time[:0], site.event[:0]), BinningLoss(rows, events, events, 0)
     last = int(enough[-1])
     inside = place <= last
     event, place = np.where(inside, site.event, 0.0), np.minimum(place, last)
     counts = np.bincount(place, event, minlength=last + 1)
     kept = np.where(counts[place] >= terms.least, event, 0.0)
     uncovered, rare = events - int(event.sum()), int(event.sum() - kept.sum())
-    return SurvivalSite(site.x, terms.ends[place], kept), Losses(rows, events, uncovered, rare)
+    return SurvivalSite(site.x, terms.ends[place], kept), BinningLoss(rows, events, uncovered, rare)
 
 
 def rounded(sums: RiskSums, step: float) -> Ring:
@@ -195,7 +195,7 @@ def fit_secure_cox(
     counts = total(
         [np.array([*lost, len(site.x)], np.int64).view(np.uint64) for lost, site in zip(losses, scaled, strict=True)]
     )
-    cost = Losses(*map(int, counts[:4]))
+    cost = BinningLoss(*map(int, counts[:4]))
     if cost.events == cost.uncovered + cost.rare:
         raise DataError(f"no bin has {terms.least} events at a site; agree on wider bins or on a smaller least count")
 

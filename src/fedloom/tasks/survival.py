@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor
 
 from fedloom.tasks.figures import masked
-from fedloom.tasks.kinds import Kind, OwnLoss
+from fedloom.tasks.kinds import OwnLoss, TaskKind
 
 Floats = NDArray[np.float64]
 GROUPS = 5
@@ -33,7 +33,7 @@ BLOCK = 1 << 22
 """Pairs of rows that are compared together."""
 
 
-class Survival(Kind):
+class Survival(TaskKind):
     """Time to event from one output z, the log of a hazard relative to the client's baseline; partial likelihood.
 
     Metrics: ``loss``, minus the log partial likelihood over the number of rows (ties by Efron); ``c_index`` in [0, 1],
@@ -91,7 +91,7 @@ class Survival(Kind):
         return masked(values, output.detach().cpu(), owner.cpu(), n)
 
 
-class Rows(NamedTuple):
+class SurvivalRows(NamedTuple):
     """Rows of one client: a score ``z [N]``, higher where the event is sooner, ``time [N]`` and ``event [N]``."""
 
     z: Floats
@@ -99,13 +99,13 @@ class Rows(NamedTuple):
     event: Floats
 
 
-def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple[int, Rows]]:
+def _clients(output: Tensor, y: Tensor, owner: Tensor, n: int) -> Iterator[tuple[int, SurvivalRows]]:
     """Clients that have rows, with these."""
     z, times, owners = (t.detach().cpu().numpy() for t in (output.double().flatten(), y.double(), owner))
     order = np.argsort(owners, kind="stable")
     for client, rows in enumerate(np.split(order, np.bincount(owners, minlength=n).cumsum()[:-1])):
         if len(rows) and np.isfinite(z[rows]).all():
-            yield client, Rows(z[rows], times[rows, 0], times[rows, 1])
+            yield client, SurvivalRows(z[rows], times[rows, 0], times[rows, 1])
 
 
 def partial_loss(output: Tensor, y: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def baseline(output: Tensor, y: Tensor, owner: Tensor, n: int, horizon: float) -
     return lines
 
 
-def concordance(rows: Rows) -> float:
+def concordance(rows: SurvivalRows) -> float:
     """Harrell's C-index; nan without a pair that can be compared.
 
     A pair can be where one has an event before the other's time, or at it if the other is censored then; equal scores
@@ -201,7 +201,7 @@ def survival_curve(time: Floats, event: Floats, at: Floats, *, before: bool = Fa
     return np.asarray(curve[np.searchsorted(times, at, side="left" if before else "right")])
 
 
-def brier(risk: Rows, horizon: float) -> float:
+def brier(risk: SurvivalRows, horizon: float) -> float:
     """Mean of weighted squares of risk less what came by the horizon, weights from the client's own censoring.
 
     Nan where no row is observed that long.
@@ -215,7 +215,7 @@ def brier(risk: Rows, horizon: float) -> float:
     return float(terms.mean())
 
 
-def observed_expected(risk: Rows, horizon: float) -> tuple[float, float]:
+def observed_expected(risk: SurvivalRows, horizon: float) -> tuple[float, float]:
     """Calibration error, and observed over expected events by the horizon; nan where no row is observed that long."""
     if risk.time.max() < horizon:
         return float("nan"), float("nan")

@@ -1,6 +1,6 @@
 """For tests of anyone's algorithm: the laws, problems with known optima, and a plain run to compare with."""
 
-from fedloom.testing.federate import Federation, State, federate, personal_models
+from fedloom.testing.federate import ReferenceFederation, ReferenceState, federate, personal_models
 from fedloom.testing.laws import LAWS, check_algorithm, check_law, laws_of
 from fedloom.testing.problems import LAYOUT, Problem
 from fedloom.testing.timing import TIME_LAWS, check_timing
@@ -10,9 +10,9 @@ __all__ = [
     "LAWS",
     "LAYOUT",
     "TIME_LAWS",
-    "Federation",
     "Problem",
-    "State",
+    "ReferenceFederation",
+    "ReferenceState",
     "check_algorithm",
     "check_law",
     "check_timing",

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedloom.algorithms import primary_field, upload_fields
 from fedloom.algorithms._messages import base_of
 from fedloom.local.rows import map_rows
-from fedloom.testing.federate import Federation, State, begin, mixed, personal_models
+from fedloom.testing.federate import ReferenceFederation, ReferenceState, begin, mixed, personal_models
 from fedloom.testing.scene import COHORT, HISTORY, SETTINGS, TIGHT, Scene, Subject, agree, demand
 from fedloom.testing.trees import difference, named, picked, plus
 
@@ -21,7 +21,9 @@ def declarations(s: Subject) -> None:
     primary = [name for name, kind in fields.items() if kind.primary]
     demand(len(primary) == (1 if fields else 0), f"one upload field must be primary, got {primary}")
     kept = [name for name, kind in fields.items() if kind.keeps]
-    template = s.algorithm.init(problem.x0, Federation(problem.oracle(), problem.alpha, SETTINGS).ctx(0, COHORT))[2]
+    template = s.algorithm.init(
+        problem.x0, ReferenceFederation(problem.oracle(), problem.alpha, SETTINGS).ctx(0, COHORT)
+    )[2]
     demand([*named(template)] == kept, f"init must give a template of the kept fields {kept}, got {[*named(template)]}")
     demand(not kept or primary[0] not in kept or kept == [*fields], "if the primary field is Kept, all fields are")
     demand(kept or not s.algorithm.mixes, "a method that mixes kept rows must keep some")
@@ -153,7 +155,7 @@ def translation(s: Subject) -> None:
     def shift(new: Any, old: Any) -> dict[str, Tensor]:
         return {n: v - named(old)[n] for n, v in named(new).items() if v.is_floating_point()}
 
-    def first_down(state: State, f: Federation) -> Any:
+    def first_down(state: ReferenceState, f: ReferenceFederation) -> Any:
         return a.down(state.server, mixed(a, state.kept, ids), f.ctx(1, ids))
 
     by = {

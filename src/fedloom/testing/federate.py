@@ -26,7 +26,7 @@ Schedule = Callable[[int], Collection[int]] | Sequence[Collection[int]]
 """Client ids of a round, as a function of the round (from 1) or one entry per round."""
 
 
-class State(NamedTuple):
+class ReferenceState(NamedTuple):
     """Everything that a run is between two rounds.
 
     Attributes:
@@ -48,7 +48,7 @@ class State(NamedTuple):
         return {name: part for name, part in self._asdict().items() if name != "round"}
 
 
-class Federation(NamedTuple):
+class ReferenceFederation(NamedTuple):
     """What does not change over rounds: local problems, shares ``[n, 1]``, settings, seed, layout."""
 
     oracle: Oracle
@@ -93,7 +93,7 @@ def mixed(algorithm: Algorithm, kept: Any, ids: Sequence[int]) -> Any:
     return kept if algorithm.mixes_all else picked(kept, ids)
 
 
-def begin(algorithm: Algorithm, fed: Federation, x0: Tensor, weigher: Weigher | None = None) -> State:
+def begin(algorithm: Algorithm, fed: ReferenceFederation, x0: Tensor, weigher: Weigher | None = None) -> ReferenceState:
     """The state before the first round: every client has the template's rows."""
     ctx = fed.ctx(0, range(fed.n))
     algorithm = algorithm.with_derived_options(ctx)
@@ -102,19 +102,19 @@ def begin(algorithm: Algorithm, fed: Federation, x0: Tensor, weigher: Weigher | 
     def all_clients(tree: Any) -> Any:
         return map_rows(lambda t: t.expand(fed.n, *t.shape).clone(), tree)
 
-    return State(0, server, all_clients(template), all_clients(kept), weigher.init(ctx) if weigher else None)
+    return ReferenceState(0, server, all_clients(template), all_clients(kept), weigher.init(ctx) if weigher else None)
 
 
 def play(
     algorithm: Algorithm,
-    fed: Federation,
-    state: State,
+    fed: ReferenceFederation,
+    state: ReferenceState,
     cohort: Collection[int],
     *,
     dropped: Collection[int] = (),
     weigher: Weigher | None = None,
     alone: bool = False,
-) -> State:
+) -> ReferenceState:
     """One round.
 
     Args:
@@ -177,7 +177,9 @@ def play(
             p = [mass / sum(added) for mass in added] if kind.accumulates else shares
             arrived[name] = torch.stack([share * value for share, value in zip(p, values, strict=True)]).sum(0)
     server = algorithm.server(state.server, type(ups[0])(**arrived), ctx)
-    return State(round, server, _with_rows(state.rows, accepted, [answers[i][1] for i in accepted]), stored, remembered)
+    return ReferenceState(
+        round, server, _with_rows(state.rows, accepted, [answers[i][1] for i in accepted]), stored, remembered
+    )
 
 
 def federate(
@@ -193,8 +195,8 @@ def federate(
     weigher: Weigher | None = None,
     alone: bool = False,
     seed: int = 0,
-    start: State | None = None,
-) -> list[State]:
+    start: ReferenceState | None = None,
+) -> list[ReferenceState]:
     """Rounds of a method.
 
     Args:
@@ -218,7 +220,7 @@ def federate(
         oracle, x0, weight = problem
     else:
         oracle, x0, weight = problem.oracle(solve=solve, noise=noise), problem.x0, problem.alpha
-    fed = Federation(oracle, weight, local or LocalSGD(), seed)
+    fed = ReferenceFederation(oracle, weight, local or LocalSGD(), seed)
     states = [begin(algorithm, fed, x0, weigher) if start is None else start]
     for _ in range(rounds):
         t = states[-1].round + 1
@@ -228,7 +230,7 @@ def federate(
     return states
 
 
-def personal_models(algorithm: Algorithm, fed: Federation, state: State) -> Tensor | None:
+def personal_models(algorithm: Algorithm, fed: ReferenceFederation, state: ReferenceState) -> Tensor | None:
     """Personal models ``[n, d]`` of all clients after a round, from a download with the new server state."""
     everyone = range(fed.n)
     down = algorithm.down(state.server, state.kept if algorithm.mixes else None, fed.ctx(state.round, everyone))

@@ -28,7 +28,7 @@ from fedloom.testing.declared import (
     shapes,
     translation,
 )
-from fedloom.testing.federate import State, mixed, play
+from fedloom.testing.federate import ReferenceState, mixed, play
 from fedloom.testing.problems import LAYOUT
 from fedloom.testing.scene import COHORT, HISTORY, TIGHT, Scene, Subject, agree, demand
 from fedloom.testing.trees import named, picked, received, through_checkpoint
@@ -146,7 +146,7 @@ def resume(s: Subject) -> None:
     rounds = [*HISTORY, COHORT, (1, 3)]
     whole = s.run(rounds)[-1]
     half = s.run(rounds, 2)[-1]
-    state = State(half.round, *(through_checkpoint(tree) for tree in half[1:]))
+    state = ReferenceState(half.round, *(through_checkpoint(tree) for tree in half[1:]))
     other = replace(s, algorithm=s.algorithm.with_())
     agree(other.run(rounds, 2, start=state)[-1], whole, "resumed and uninterrupted")
 

@@ -11,7 +11,7 @@ from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.choose import Weigher
 from fedloom.local import Ctx, LocalSGD, Work
 from fedloom.rows.layout import Layout
-from fedloom.testing.federate import Federation, State, federate, mixed
+from fedloom.testing.federate import ReferenceFederation, ReferenceState, federate, mixed
 from fedloom.testing.problems import LAYOUT, Problem
 from fedloom.testing.trees import difference, picked
 
@@ -37,10 +37,12 @@ class Subject:
     def with_derived_options(self) -> Subject:
         """The same with the options that are not given derived on the laws' problem."""
         problem = self.problem
-        fed = Federation(problem.oracle(), problem.alpha, SETTINGS)
+        fed = ReferenceFederation(problem.oracle(), problem.alpha, SETTINGS)
         return replace(self, algorithm=self.algorithm.with_derived_options(fed.ctx(0, range(fed.n))))
 
-    def run(self, cohorts: Sequence[Collection[int]], rounds: int | None = None, **options: Any) -> list[State]:
+    def run(
+        self, cohorts: Sequence[Collection[int]], rounds: int | None = None, **options: Any
+    ) -> list[ReferenceState]:
         """A short run with these cohorts, on the laws' problem unless another is given."""
         choices = {"problem": self.problem, "local": SETTINGS, "noise": 0.5, "weigher": self.weigher, **options}
         return federate(self.algorithm, rounds=len(cohorts) if rounds is None else rounds, cohorts=cohorts, **choices)
@@ -58,7 +60,7 @@ class Scene:
     def __init__(self, subject: Subject, ids: Sequence[int] = COHORT, problem: Problem | None = None) -> None:
         self.subject, self.a, self.ids = subject, subject.algorithm, list(ids)
         self.problem = subject.problem if problem is None else problem
-        self.fed = Federation(self.problem.oracle(noise=0.5), self.problem.alpha, SETTINGS)
+        self.fed = ReferenceFederation(self.problem.oracle(noise=0.5), self.problem.alpha, SETTINGS)
         self.state = subject.run(HISTORY, problem=self.problem)[-1]
         self.kept = mixed(self.a, self.state.kept, self.ids)
         self.rows = picked(self.state.rows, self.ids)
@@ -92,7 +94,7 @@ def demand(holds: object, sentence: str) -> None:
 
 
 def _parts(tree: Any) -> Any:
-    return tree.parts() if isinstance(tree, State) else tree
+    return tree.parts() if isinstance(tree, ReferenceState) else tree
 
 
 def agree(got: Any, want: Any, sentence: str, tol: float = 0.0) -> None:

@@ -12,12 +12,12 @@ from fedloom.algorithms import Algorithm, upload_fields
 from fedloom.data.federation import Federation
 from fedloom.errors import ClientError, ConfigError, FedloomError, cause_of
 from fedloom.local import Ctx, LocalSGD, Work
-from fedloom.local.optimizer import Memory, slots_of
+from fedloom.local.optimizer import OptimizerStates, slots_of
 from fedloom.local.oracles import Network, make_oracle
 from fedloom.local.rows import rows_of
 from fedloom.seeds import derive
 from fedloom.tasks import task_of
-from fedloom.trained.model import Recipe
+from fedloom.trained.model import ModelRecipe
 
 
 class ServerSide(NamedTuple):
@@ -49,7 +49,7 @@ def has_personal(algorithm: Algorithm) -> bool:
     return type(algorithm).personal is not Algorithm.personal
 
 
-def adapted(side: ServerSide, recipe: Recipe, fed: Federation, rounds: int = 1) -> tuple[Tensor, Network]:
+def adapted(side: ServerSide, recipe: ModelRecipe, fed: Federation, rounds: int = 1) -> tuple[Tensor, Network]:
     """The personal model ``[d]`` of a new client, and its local problem.
 
     The client joins the n others with the share of an average one. Its state is the method's template at the global
@@ -88,7 +88,7 @@ def adapted(side: ServerSide, recipe: Recipe, fed: Federation, rounds: int = 1) 
     memory = None
     if side.local.optimizer_state == "kept":
         like = oracle.layout.vector(oracle.module)
-        memory = Memory(like.new_zeros(1, 0), slots_of(side.local, oracle.layout, like))
+        memory = OptimizerStates(like.new_zeros(1, 0), slots_of(side.local, oracle.layout, like))
     try:
         for k in range(1, rounds + 1):
             memory = memory and memory.of(memory.rows)

@@ -35,7 +35,7 @@ BASE = "base."
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ModelRecipe:
     """How the models of a run are built, and for what data.
 
     Attributes:
@@ -94,7 +94,7 @@ class Model:
         calibration: ``[2]`` slope and intercept that recalibrate its logits; None: they stay as they are.
     """
 
-    recipe: Recipe
+    recipe: ModelRecipe
     row: Tensor
     statistics: Tensor
     fitted: Tensor | None
@@ -250,7 +250,7 @@ class Model:
                 )
             tensors = {name: file.get_tensor(name) for name in TENSORS if name in names}
             base = {name.removeprefix(BASE): file.get_tensor(name) for name in names if name.startswith(BASE)}
-        recipe = Recipe(spec, facts, int(about.get("seed", 0)), tensors["rows"].dtype, objective, base or None)
+        recipe = ModelRecipe(spec, facts, int(about.get("seed", 0)), tensors["rows"].dtype, objective, base or None)
         check_layout(file_layout(path), recipe.layout, Path(path))
         empty = torch.zeros(0, dtype=recipe.dtype)
         return cls(
@@ -263,7 +263,7 @@ class Model:
         )
 
 
-def figures(recipe: Recipe, outputs: Tensor, data: Dataset) -> dict[str, float]:
+def figures(recipe: ModelRecipe, outputs: Tensor, data: Dataset) -> dict[str, float]:
     """The task's metrics of outputs ``[N, k]`` or ``[N, L, k]`` on the targets of new data, all samples together."""
     inputs = recipe.facts.take(data)
     y = inputs.y.flatten() if inputs.classed else inputs.y.to(recipe.dtype)

@@ -8,17 +8,17 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fedloom.trained.adapt import ServerSide
-from fedloom.trained.model import Recipe
+from fedloom.trained.model import ModelRecipe
 
 KINDS = ("global", "personal", "hybrid")
 """The models that a method may have; the hybrid is, for every client, the better of the other two."""
 
 
-class Source(Protocol):
+class ModelSource(Protocol):
     """Where the models of a run come from."""
 
     @property
-    def recipe(self) -> Recipe:
+    def recipe(self) -> ModelRecipe:
         """How they are built."""
         ...
 

@@ -17,8 +17,8 @@ from fedloom.data.input_spec import lone_client
 from fedloom.errors import ConfigError, nearest
 from fedloom.local import LocalSGD
 from fedloom.trained.adapt import adapted
-from fedloom.trained.model import Model, Recipe, running_statistics
-from fedloom.trained.model_source import Source
+from fedloom.trained.model import Model, ModelRecipe, running_statistics
+from fedloom.trained.model_source import ModelSource
 from fedloom.trained.saved import files, write
 
 NAMED = 20
@@ -33,11 +33,11 @@ class Models:
     ``models["global"]`` is a module, ``models.personal[i]`` the module of client i, by number or by name.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ModelSource) -> None:
         self._source = source
 
     @property
-    def recipe(self) -> Recipe:
+    def recipe(self) -> ModelRecipe:
         """How the models are built, and for what data."""
         return self._source.recipe
 

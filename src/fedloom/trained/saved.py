@@ -21,14 +21,14 @@ from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder
 from fedloom.tasks import Objective
 from fedloom.trained.adapt import ServerSide
-from fedloom.trained.model import Recipe, check_layout, facts_of, file_layout, open_tensors
-from fedloom.trained.model_source import KINDS, Source
+from fedloom.trained.model import ModelRecipe, check_layout, facts_of, file_layout, open_tensors
+from fedloom.trained.model_source import KINDS, ModelSource
 
 PIECE = 32
 """Personal models made, written and read together."""
 
 
-def files(source: Source) -> list[str]:
+def files(source: ModelSource) -> list[str]:
     """Names of the files of `write`: the models, what new clients need, and how columns were scaled."""
     kinds = source.kinds()
     server = ["server"] if "personal" in kinds else []
@@ -36,12 +36,12 @@ def files(source: Source) -> list[str]:
     return [*kinds, *server, *([] if source.fitted is None else ["scaling"]), *lines]
 
 
-def _lined(source: Source) -> list[str]:
+def _lined(source: ModelSource) -> list[str]:
     """Kinds of models that are recalibrated by themselves: the hybrid one is one of them."""
     return [kind for kind in source.kinds() if kind != "hybrid"]
 
 
-def write(source: Source, folder: Path) -> list[Path]:
+def write(source: ModelSource, folder: Path) -> list[Path]:
     """Every model of a run as ``<kind>.safetensors``, and the other files; see `Models.save`.
 
     Raises:
@@ -76,7 +76,7 @@ def _write_base(start: Mapping[str, Tensor], folder: Path) -> None:
         save_tensors(path, start, {"kind": "base"})
 
 
-def _tensors(source: Source, name: str) -> Mapping[str, Tensor]:
+def _tensors(source: ModelSource, name: str) -> Mapping[str, Tensor]:
     """What a file holds."""
     match name:
         case "global":
@@ -99,7 +99,7 @@ def _tensors(source: Source, name: str) -> Mapping[str, Tensor]:
 class _Pieces(Mapping[str, Tensor]):
     """Personal models in pieces of some clients, made when they are asked for: ``rows.<first client>``."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ModelSource) -> None:
         self._source, self._n = source, len(source.names)
         self._parts = ("rows", "statistics") if source.personal(torch.tensor([0]))[1].numel() else ("rows",)
         self._last: tuple[int, tuple[Tensor, Tensor]] | None = None
@@ -126,7 +126,7 @@ def _server_tensors(side: ServerSide) -> dict[str, Tensor]:
 
 
 class Shelf:
-    """A `Source` of models from the files that `Models.save` wrote.
+    """A `ModelSource` of models from the files that `Models.save` wrote.
 
     Args:
         folder: of the files.
@@ -169,7 +169,7 @@ class Shelf:
         self.names: Sequence[str] = about.pop("clients", [])
         self.about: Mapping[str, Any] = {**about, "method": method}
         base = next((load_file(file) for file in folder.glob("base-*.safetensors")), None)
-        self.recipe = Recipe(spec, facts, seed, dtype, objective, base)
+        self.recipe = ModelRecipe(spec, facts, seed, dtype, objective, base)
         for kind in present_kinds:
             check_layout(file_layout(self._path(kind)), self.recipe.layout, self._path(kind))
 

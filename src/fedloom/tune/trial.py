@@ -92,7 +92,7 @@ def setting(params: Params) -> str:
     return options(params)
 
 
-class Journal:
+class TrialJournal:
     """The finished trials of a method, in a file of Optuna's journal storage.
 
     A trial is one line of the file, so a crash at any moment leaves it there as a whole or not at all. The lock of the

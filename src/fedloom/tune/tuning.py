@@ -20,7 +20,7 @@ from fedloom.experiment.events import PAUSE, Emitter, Line, Listener
 from fedloom.experiment.file import difference_to_recorded
 from fedloom.experiment.tuning import Dimension, Tune
 from fedloom.processes.distributed import check_alone
-from fedloom.processes.pool import Pool, cores
+from fedloom.processes.pool import WorkerPool, cores
 from fedloom.processes.signals import interruptible
 from fedloom.rundir import file_name
 from fedloom.storage.files import is_unused, lock, make_folder, write_atomic
@@ -37,7 +37,7 @@ from fedloom.tune.search import (
     space_of,
     with_params,
 )
-from fedloom.tune.trial import PART, Interrupted, Journal, Trial, attempt, for_scoring, judged_models, without_test
+from fedloom.tune.trial import PART, Interrupted, Trial, TrialJournal, attempt, for_scoring, judged_models, without_test
 from fedloom.tune.work import Budget, Goal, plain_budget
 from fedloom.values import difference, dump, flat
 
@@ -144,7 +144,7 @@ class Tuning:
             def handle(_shared: None, k: int) -> None:
                 self._tune(self.studies[k], on_trial, emitter, interrupted, workers if processes == 1 else 1)
 
-            with Pool([handle], processes) as pool, line.heard(*listeners) if processes > 1 else nullcontext():
+            with WorkerPool([handle], processes) as pool, line.heard(*listeners) if processes > 1 else nullcontext():
                 for _ in pool.map(handle, None, range(len(self.studies)), interrupted):
                     pass
             findings = [self._result_of(study) for study in self.studies]
@@ -193,9 +193,9 @@ class Tuning:
         trials = self._journal(study).trials[: self.tune.trials]
         return SearchResult(study, trials, study.search.best(trials))
 
-    def _journal(self, study: Study) -> Journal:
+    def _journal(self, study: Study) -> TrialJournal:
         label = study.method.label
-        return Journal(self.out / "trials" / f"{file_name(label)}.log", label, study.search.higher)
+        return TrialJournal(self.out / "trials" / f"{file_name(label)}.log", label, study.search.higher)
 
     def _write(self, findings: Sequence[SearchResult]) -> None:
         """``tuned.toml``: the experiment with the settings of each method's best trial."""

@@ -62,7 +62,7 @@ def map_command(
         from fedloom_studies.map.page import FOLDER, pages, standing_table
         from fedloom_studies.map.records import read
         from fedloom_studies.map.setups import Cell, Scale, setups, space_from
-        from fedloom_studies.reproduce import Budget
+        from fedloom_studies.reproduce import TimeBudget
         from fedloom_studies.store import folder_of
 
         scales: dict[str, Scale] = {"smoke": "smoke", "full": "full"}
@@ -80,7 +80,7 @@ def map_command(
         print_rows(estimates(wanted, todo, records, data_dir))
         if list_:
             return
-        time = Budget(None if budget is None else seconds(budget))
+        time = TimeBudget(None if budget is None else seconds(budget))
         ended = measure_all(
             todo, records, recorded, out / scale, data_dir, time, counted, lambda line: say(line, err=True),
             again=again,

@@ -14,7 +14,7 @@ from fedloom.formats import significant
 from fedloom_studies.cli._complete import recipes as recipe_names
 
 if TYPE_CHECKING:
-    from fedloom_studies.reproduce import Budget, Recipe
+    from fedloom_studies.reproduce import Recipe, TimeBudget
     from fedloom_studies.reproduce.recipe import Scale
 
 CHEAP = 30.0
@@ -63,7 +63,7 @@ def reproduce(
     with errors():
         from fedloom.values import choose
         from fedloom_studies.appendices import write_pages
-        from fedloom_studies.reproduce import Budget, recipe, recipes
+        from fedloom_studies.reproduce import TimeBudget, recipe, recipes
         from fedloom_studies.reproduce.papers import pages
         from fedloom_studies.reproduce.reasons import FOLDER
         from fedloom_studies.reproduce.recipe import SCALES
@@ -88,7 +88,7 @@ def reproduce(
         if list_:
             _list(recipes(), how_much, recorded, data_dir)
             return
-        time = Budget(None if budget is None else seconds(budget))
+        time = TimeBudget(None if budget is None else seconds(budget))
         chosen = [recipe(name)] if name is not None else list(recipes().values())
         seed_numbers = _seeds(seeds)
         for one in chosen:
@@ -107,7 +107,7 @@ def reproduce(
 
 def _run(
     recipe: Recipe, scale: Scale, out: Path, results: Path, data_dir: Path | None, workers: str, seeds: list[int],
-    only: list[str], budget: Budget, several: bool,
+    only: list[str], budget: TimeBudget, several: bool,
 ) -> bool:  # fmt: skip
     """Run one recipe and print its verdicts; whether the next may follow."""
     from fedloom.errors import DataError

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.metrics import variance, worst
-from fedloom.report import LEVEL, NEAR, Comparison, Estimate, differences, family
-from fedloom_studies.map.records import DONE, Record, Series
+from fedloom.report import LEVEL, NEAR, Estimate, TestedDifference, differences, family
+from fedloom_studies.map.records import DONE, CellRecord, Series
 from fedloom_studies.map.setups import MARKS, POOLED, Setup
 
 LEAST = 3
@@ -45,10 +45,10 @@ class Standing:
     """
 
     method: str
-    record: Record
+    record: CellRecord
     figures: dict[str, Estimate]
-    gain: Comparison | None
-    lead: Comparison | None
+    gain: TestedDifference | None
+    lead: TestedDifference | None
     confirmed: bool | None
 
     @property
@@ -80,7 +80,7 @@ class SetupVerdict:
     setup: Setup
     reference: str
     standings: tuple[Standing, ...]
-    records: dict[str, Record]
+    records: dict[str, CellRecord]
 
     def of(self, method: str) -> Standing | None:
         """The standing of a method; None where it has no result."""
@@ -92,7 +92,7 @@ class SetupVerdict:
         return [s for s in self.standings if s.method != POOLED]
 
 
-def judge(setup: Setup, records: Mapping[tuple[str, str], Record]) -> SetupVerdict:
+def judge(setup: Setup, records: Mapping[tuple[str, str], CellRecord]) -> SetupVerdict:
     """A setup with the records of it, and every difference that is stated of it as one family of tests."""
     cells = {method: record for (name, method), record in records.items() if name == setup.name}
     done = {method: record for method, record in cells.items() if record.status == DONE}
@@ -106,7 +106,7 @@ def judge(setup: Setup, records: Mapping[tuple[str, str], Record]) -> SetupVerdi
     again = {m: _last(record.again) for m, record in done.items()}
     look = family({m: differences(again[m], again[reference]) for m in order if reference and again[m].by_seed})
 
-    def lead(method: str) -> Comparison | None:
+    def lead(method: str) -> TestedDifference | None:
         if method in (top, POOLED):
             return None
         return -tests[method, reference] if top == reference else tests[top, method]
@@ -132,7 +132,7 @@ def _array(values: object) -> Table:
     return np.array(values, np.float64)
 
 
-def _figures(record: Record, done: Mapping[str, Record], best: float) -> dict[str, Estimate]:
+def _figures(record: CellRecord, done: Mapping[str, CellRecord], best: float) -> dict[str, Estimate]:
     figures: dict[str, dict[int, float]] = {}
     for seed, one in record.seeds.items():
         clients, mean = _array(one.clients), _array(one.mean)

@@ -17,11 +17,21 @@ from fedloom.experiment import Listener, Plan, parse
 from fedloom.processes import check_alone
 from fedloom.report import read_runs
 from fedloom.storage import lock
-from fedloom_studies.map.records import DONE, FAILED, NOT_APPLICABLE, Record, new_record, read, series_of, stale, write
+from fedloom_studies.map.records import (
+    DONE,
+    FAILED,
+    NOT_APPLICABLE,
+    CellRecord,
+    new_record,
+    read,
+    series_of,
+    stale,
+    write,
+)
 from fedloom_studies.map.setups import MARKS, Cell, Setup
 from fedloom_studies.reproduce import summary as summaries
 from fedloom_studies.reproduce.estimate import per_round
-from fedloom_studies.reproduce.execute import Budget, Show
+from fedloom_studies.reproduce.execute import Show, TimeBudget
 from fedloom_studies.reproduce.recipe import Nominal
 
 if TYPE_CHECKING:
@@ -31,7 +41,7 @@ EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 def due(
-    setups: Iterable[Setup], records: Mapping[tuple[str, str], Record], methods: Sequence[str] = (),
+    setups: Iterable[Setup], records: Mapping[tuple[str, str], CellRecord], methods: Sequence[str] = (),
     space: Mapping[str, Any] = EMPTY, *, again: bool = False, old: bool = False,
 ) -> list[Cell]:  # fmt: skip
     """The cells to run, setup by setup, those that others are compared with first.
@@ -57,8 +67,8 @@ def due(
 
 
 def measure_all(
-    todo: Iterable[Cell], records: Mapping[tuple[str, str], Record], results: Path, out: Path, data_dir: Path | None,
-    budget: Budget, show: Show, say: Callable[[str], object], *, again: bool = False,
+    todo: Iterable[Cell], records: Mapping[tuple[str, str], CellRecord], results: Path, out: Path,
+    data_dir: Path | None, budget: TimeBudget, show: Show, say: Callable[[str], object], *, again: bool = False,
 ) -> bool:  # fmt: skip
     """Run cells and write their records; whether all came to an end. What another process is at is left to it.
 
@@ -111,10 +121,10 @@ class _Work(NamedTuple):
     cell: Cell
     folder: Path
     data_dir: Path | None
-    budget: Budget
+    budget: TimeBudget
     show: Show
 
-    def measure(self) -> Record | None:
+    def measure(self) -> CellRecord | None:
         """The record of the cell, after running what is missing; None where that was interrupted."""
         cell = self.cell
         with summaries.counted(self.folder, "cell") as note:
@@ -147,7 +157,7 @@ class _Work(NamedTuple):
             (finding,) = tuning.run(lambda *_: None, tell, *listeners, tuned=False)
         return finding
 
-    def look_again(self, record: Record) -> Record | None:
+    def look_again(self, record: CellRecord) -> CellRecord | None:
         """The record with the seeds of the second look, and what was chosen then; None where it was interrupted."""
         with summaries.counted(self.folder, "again") as note:
             fields = self._run(self.cell.setup.again, record.chosen, (self.budget, lambda _event: note()))
@@ -182,7 +192,7 @@ class _Work(NamedTuple):
 def estimates(
     setups: Iterable[Setup],
     todo: Sequence[Cell],
-    records_by_cell: Mapping[tuple[str, str], Record],
+    records_by_cell: Mapping[tuple[str, str], CellRecord],
     data_dir: Path | None,
 ) -> list[dict[str, Any]]:
     """A row per setup: what is recorded and due, and estimated core-minutes, corrected by those that were measured."""

@@ -11,17 +11,17 @@ import pyarrow.parquet as pq
 
 from fedloom.algorithms import REGISTRY
 from fedloom.formats import fixed, option, options, pair, percent, significant, total
-from fedloom.report import ENOUGH, LEVEL, Comparison, Estimate, csv_of_table, differences
+from fedloom.report import ENOUGH, LEVEL, Estimate, TestedDifference, csv_of_table, differences
 from fedloom_studies.map.judge import Overall, SetupVerdict, Standing, judge, overall
 from fedloom_studies.map.pictures import SIGNS, ladder, overview
-from fedloom_studies.map.records import NOT_RUN, Record, stale
+from fedloom_studies.map.records import NOT_RUN, CellRecord, stale
 from fedloom_studies.map.setups import MARKS, POOLED, Cell, Setup
 
 FOLDER = "map"
 """Beside the page: a page and pictures per setup, and the table."""
 MOST = 15
 """Rows of the first table."""
-NONE = Comparison(math.nan, math.nan, math.nan, math.nan, significant=False, seeds=0)
+NONE = TestedDifference(math.nan, math.nan, math.nan, math.nan, significant=False, seeds=0)
 """The comparison of methods without a result."""
 COLUMNS = {
     "mean": "metric", "worst10": "worst 10 %", "gain_local": "over local", "gain_fedavg": "over FedAvg",
@@ -63,7 +63,9 @@ Everything as one table, a row per run: [Parquet]({folder}/map.parquet), [CSV]({
 own with [one command](own-algorithm.md#on-the-map)."""
 
 
-def pages(setups: Mapping[str, Setup], records: Mapping[tuple[str, str], Record]) -> Iterator[tuple[str, str | bytes]]:
+def pages(
+    setups: Mapping[str, Setup], records: Mapping[tuple[str, str], CellRecord]
+) -> Iterator[tuple[str, str | bytes]]:
     """Name and content of every file: "" for the page of the map, the others go into `FOLDER`.
 
     Raises:
@@ -261,7 +263,7 @@ def _setup(j: SetupVerdict) -> Iterator[str]:
     yield ""
 
 
-def _notes(setup: Setup, record: Record, standing: Standing | None, start: str = "", end: str = "") -> str:
+def _notes(setup: Setup, record: CellRecord, standing: Standing | None, start: str = "", end: str = "") -> str:
     """Remarks on a record: stale, significant against the better of local and FedAvg, level with the best method."""
     old = stale(Cell(setup, record.method, record.space), record)
     remarks = [f"stale: {old}"] if old else []
@@ -273,7 +275,7 @@ def _notes(setup: Setup, record: Record, standing: Standing | None, start: str =
     return f"{start}{'; '.join(remarks)}{end}" if remarks else ""
 
 
-def _settings(record: Record) -> str:
+def _settings(record: CellRecord) -> str:
     return options(record.chosen, 3)
 
 
@@ -291,11 +293,11 @@ def _listed(words: Iterable[str], most: int = 5) -> str:
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
-def _signed(difference: Estimate | Comparison) -> str:
+def _signed(difference: Estimate | TestedDifference) -> str:
     return ("+" if difference.mean > 0 else "") + _percent(difference)
 
 
-def _percent(estimate: Estimate | Comparison | None) -> str:
+def _percent(estimate: Estimate | TestedDifference | None) -> str:
     """Mean and half of the interval in points."""
     if estimate is None or not math.isfinite(estimate.mean):
         return "-"

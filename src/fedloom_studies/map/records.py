@@ -45,7 +45,7 @@ class Series(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Record:
+class CellRecord:
     """What came of a cell.
 
     Attributes:
@@ -84,21 +84,21 @@ class Record:
     again: dict[str, Series] = field(default_factory=dict[str, Series])
 
 
-def new_record(cell: Cell, status: str, reason: str, minutes: float, **more: Any) -> Record:
+def new_record(cell: Cell, status: str, reason: str, minutes: float, **more: Any) -> CellRecord:
     """The record of a cell, as of here and now."""
     today = datetime.date.today().isoformat()
-    return Record(
+    return CellRecord(
         cell.setup.name, cell.method, cell.protocol, cell.source, cell.space, status, reason, round(minutes, 3), today,
         commit(), machine(), **more,
     )  # fmt: skip
 
 
-def write(record: Record, file: Path) -> None:
+def write(record: CellRecord, file: Path) -> None:
     """Record a cell in a file."""
     put(file, record.__dict__, ("setup", "method"))
 
 
-def read(file: Path) -> dict[tuple[str, str], Record]:
+def read(file: Path) -> dict[tuple[str, str], CellRecord]:
     """Every record of a file by setup and method.
 
     Raises:
@@ -109,14 +109,14 @@ def read(file: Path) -> dict[tuple[str, str], Record]:
         try:
             for looks in ("seeds", "again"):
                 fields[looks] = {seed: Series(*values) for seed, values in fields[looks].items()}
-            record = Record(**fields)
+            record = CellRecord(**fields)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise not_a_record(file, number, error) from None
         cells[record.setup, record.method] = record
     return cells
 
 
-def stale(cell: Cell, record: Record) -> str:
+def stale(cell: Cell, record: CellRecord) -> str:
     """Why a record is not of what is here: another protocol, or another code of the method; empty if it is."""
     try:
         if record.protocol != cell.protocol:

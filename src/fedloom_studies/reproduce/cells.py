@@ -22,7 +22,7 @@ Numbers = Mapping[str, Mapping[str, Mapping[str, float | None]]]
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """One number of a table: ours (mean, half of its 95 % interval, seeds), at the chosen round, and the paper's."""
 
     variant: str
@@ -38,7 +38,7 @@ class Cell:
     verdict: str
 
 
-def cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[Cell]:
+def cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[TableCell]:
     """Every cell that was run, row by row."""
     paper, rows = recipe.paper, []
     for variant, by_reference in numbers.items():
@@ -60,7 +60,9 @@ def cells(recipe: Recipe, numbers: Numbers, *, compare: bool) -> list[Cell]:
                 comparison = within(mean, std, len(values), papers_value, spread, paper.seeds, reference.figure)
                 verdict = comparison if compare else "-"
             half, name = half_width(values), reference.figure
-            rows.append(Cell(variant, title, name, mean, std, len(values), half, best, papers_value, spread, verdict))
+            rows.append(
+                TableCell(variant, title, name, mean, std, len(values), half, best, papers_value, spread, verdict)
+            )
     return rows
 
 

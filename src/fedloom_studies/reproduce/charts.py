@@ -6,19 +6,19 @@ import math
 from collections.abc import Sequence
 
 from fedloom.report import kit, look
-from fedloom_studies.reproduce.cells import Cell
+from fedloom_studies.reproduce.cells import TableCell
 from fedloom_studies.reproduce.figures import unit
 
 LETTERS = 24
 """Of a line of the name of a row."""
 
 
-def charted(cells: Sequence[Cell]) -> list[Cell]:
+def charted(cells: Sequence[TableCell]) -> list[TableCell]:
     """The cells that a chart has; none where nothing was run."""
     return [c for c in cells if c.n and math.isfinite(c.mean)]
 
 
-def legend(cells: Sequence[Cell]) -> str:
+def legend(cells: Sequence[TableCell]) -> str:
     """What the marks are, of those that are drawn."""
     marks = [("dot", "ours", True),
              ("line", "its 95 % interval", any(math.isfinite(c.half) for c in cells)),
@@ -26,13 +26,13 @@ def legend(cells: Sequence[Cell]) -> str:
     return ", ".join(f"{mark}: {meaning}" for mark, meaning, is_drawn in marks if is_drawn)
 
 
-def alt(title: str, cells: Sequence[Cell]) -> str:
+def alt(title: str, cells: Sequence[TableCell]) -> str:
     """The figure in a sentence."""
     beside = " beside the paper's" if any(c.paper is not None for c in charted(cells)) else ""
     return f"Our results{beside}, a row per column of the table: {title}."
 
 
-def chart(cells: Sequence[Cell]) -> str:
+def chart(cells: Sequence[TableCell]) -> str:
     """An SVG of a table: a panel per variant, a row per column; empty where nothing was run."""
     drawn = charted(cells)
     if not drawn:

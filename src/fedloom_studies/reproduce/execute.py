@@ -35,7 +35,7 @@ from fedloom_studies.reproduce.choices import (
     write_choices,
 )
 from fedloom_studies.reproduce.recipe import Recipe, Scale, digest_of
-from fedloom_studies.reproduce.summary import Summary
+from fedloom_studies.reproduce.summary import RecipeSummary
 
 PROTOCOL = "protocol.json"
 """In a recipe's folder: what its runs are of, as digests."""
@@ -58,7 +58,7 @@ def experiment(document: Mapping[str, Any], where: str, workers: int | str = 1) 
     return parse({**document, "engine": {"workers": workers, **document.get("engine", {})}}, where)
 
 
-class Budget:
+class TimeBudget:
     """Time that may be spent; when it is over, the run at hand is saved and stopped, and can be resumed."""
 
     def __init__(self, seconds: float | None = None) -> None:
@@ -88,9 +88,9 @@ def reproduce(
     seeds: Sequence[int] = (),
     only: Sequence[str] = (),
     workers: int | str = 1,
-    budget: Budget | None = None,
+    budget: TimeBudget | None = None,
     show: Show = _quiet,
-) -> Summary | None:
+) -> RecipeSummary | None:
     """Run what is missing of a recipe; the summary is written after every variant.
 
     Args:
@@ -115,7 +115,7 @@ def reproduce(
         ModuleNotFoundError: settings are to be chosen, and Optuna is not installed.
     """
     check_alone("a recipe")
-    budget, documents = budget or Budget(), recipe.at(scale, seeds, only)
+    budget, documents = budget or TimeBudget(), recipe.at(scale, seeds, only)
     if scale != "smoke" and any(open_methods(document, {}) for document in documents.values()):
         import fedloom.tune  # noqa: F401 (without Optuna nothing is begun)
 
@@ -201,7 +201,7 @@ class Difference:
 
 
 def verify(
-    recipe: Recipe, summary: Summary, folder: Path, *, data_dir: Path | None = None, only: Sequence[str] = (),
+    recipe: Recipe, summary: RecipeSummary, folder: Path, *, data_dir: Path | None = None, only: Sequence[str] = (),
     workers: int | str = 1, show: Show = _quiet,
 ) -> list[Difference]:  # fmt: skip
     """Run the first seed of a summary's first variant again, with what was chosen then.

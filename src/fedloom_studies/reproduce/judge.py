@@ -59,7 +59,7 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ClaimPair:
     """One pair of a claim; its verdict has Holm's correction."""
 
     left: str
@@ -102,7 +102,7 @@ class ClaimVerdict:
     claim: Claim
     figure: str
     rivals: tuple[Rival, ...]
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[ClaimPair, ...]
     planned: int
 
     @property
@@ -118,7 +118,7 @@ class ClaimVerdict:
         return min(self.rivals, key=lambda r: -abs(r.look.difference) if self.claim.equivalent else r.look.difference)
 
     @property
-    def measured(self) -> list[Comparison]:
+    def measured(self) -> list[ClaimPair]:
         """The comparisons of which something was run."""
         return [c for c in self.comparisons if c.look.n]
 
@@ -170,7 +170,7 @@ def claims(recipe: Recipe, numbers: Numbers) -> list[ClaimVerdict]:
     verdicts = []
     for i, (claim, pairs_of_claim) in enumerate(zip(recipe.paper.claims, pairs, strict=True)):
         singles = tuple(
-            Comparison(_name(left), _name(right), look if clear.get((i, k), True) else replace(look, verdict=OPEN))
+            ClaimPair(_name(left), _name(right), look if clear.get((i, k), True) else replace(look, verdict=OPEN))
             for k, (((left, right), _), look) in enumerate(zip(pairs_of_claim, looks[i], strict=True))
         )
         planned = len(_pairs(recipe, claim, {variant: {} for variant in recipe.variants}))

@@ -16,7 +16,7 @@ from fedloom_studies.reproduce.charts import alt, chart, charted
 from fedloom_studies.reproduce.choices import at_an_edge, beyond, candidates
 from fedloom_studies.reproduce.figures import Reference, unit
 from fedloom_studies.reproduce.recipe import SCALES, Recipe, Scale
-from fedloom_studies.reproduce.summary import Need, Summary, read
+from fedloom_studies.reproduce.summary import Need, RecipeSummary, read
 
 MODES = {
     "published": "The paper's own settings, its public code's variants and its own way to choose.",
@@ -28,13 +28,13 @@ UNMEASURED = "not measured yet"
 """In place of a verdict where the present recipe has no result."""
 
 
-def last(recipe: Recipe, results: Path) -> Summary | None:
+def last(recipe: Recipe, results: Path) -> RecipeSummary | None:
     """The summary of the largest scale that was run; smoke shows nothing."""
     scales: list[Scale] = [scale for scale in reversed(SCALES) if scale != "smoke"]
     return next((s for scale in scales if (s := read(results, recipe.name, scale))), None)
 
 
-def state(recipe: Recipe, summary: Summary | None) -> str:
+def state(recipe: Recipe, summary: RecipeSummary | None) -> str:
     """One phrase: not run, unfinished or run, at which scale, and whether of an earlier version of the recipe."""
     if summary is None:
         return "not run"
@@ -43,7 +43,7 @@ def state(recipe: Recipe, summary: Summary | None) -> str:
     return f"{done}, {summary.scale} scale, {summary.date}{old}"
 
 
-def earlier(recipe: Recipe, summary: Summary) -> bool:
+def earlier(recipe: Recipe, summary: RecipeSummary) -> bool:
     """Whether a summary is of an earlier version of the recipe."""
     return summary.protocol != recipe.protocol(summary.scale)
 
@@ -64,28 +64,28 @@ def duration(minutes: float) -> str:
     return f"{total(rounded(minutes / 1440, 2) or 0.0)} core-days"
 
 
-def plot(recipe: Recipe, summary: Summary | None) -> str:
+def plot(recipe: Recipe, summary: RecipeSummary | None) -> str:
     """The figure of a recipe's table as SVG; empty where nothing was run or there is no table."""
     return "" if summary is None else chart(cells(recipe, summary.numbers, compare=False))
 
 
-def has_plot(recipe: Recipe, summary: Summary | None) -> bool:
+def has_plot(recipe: Recipe, summary: RecipeSummary | None) -> bool:
     """Whether `plot` gives a figure; it is slow to draw."""
     return summary is not None and bool(charted(cells(recipe, summary.numbers, compare=False)))
 
 
-def picture(recipe: Recipe, summary: Summary, folder: str) -> str:
+def picture(recipe: Recipe, summary: RecipeSummary, folder: str) -> str:
     """The figure of a recipe on a page, with a sentence for those who do not see it."""
     shown = cells(recipe, summary.numbers, compare=False)
     return f"![{alt(recipe.paper.title, shown)}]({folder}{recipe.name}.svg)"
 
 
-def page(recipe: Recipe, summary: Summary | None, need: Need | None = None) -> str:
+def page(recipe: Recipe, summary: RecipeSummary | None, need: Need | None = None) -> str:
     """The page of a recipe as Markdown."""
     return "\n".join(_lines(recipe, summary, need)).rstrip() + "\n"
 
 
-def _lines(recipe: Recipe, summary: Summary | None, need: Need | None) -> Iterator[str]:
+def _lines(recipe: Recipe, summary: RecipeSummary | None, need: Need | None) -> Iterator[str]:
     paper = recipe.paper
     yield from (f"# {recipe.name}", "", f"{paper.title}. {MODES[paper.mode]} Protocol: {paper.protocol}", "")
     yield from ("[All papers](../papers.md)", "")
@@ -149,7 +149,7 @@ def _turns(verdicts: list[judge.ClaimVerdict], moved: Moved) -> list[str]:
     return lines
 
 
-def _table(recipe: Recipe, summary: Summary) -> Iterator[str]:
+def _table(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
     compare = recipe.as_the_paper(summary.scale, summary.samples)
     table_cells = cells(recipe, summary.numbers, compare=compare)
     if not table_cells:
@@ -224,7 +224,7 @@ def shows(verdict: judge.ClaimVerdict) -> str:
     return f" ({look.n} seeds show {shown} or more)"
 
 
-def _rest(recipe: Recipe, summary: Summary) -> Iterator[str]:
+def _rest(recipe: Recipe, summary: RecipeSummary) -> Iterator[str]:
     """Work, choices, failures, and what was tried."""
     first = next(iter(summary.numbers))
     methods = dict.fromkeys(Reference.of(text, "").method for text in summary.numbers[first])
@@ -248,7 +248,7 @@ def _rest(recipe: Recipe, summary: Summary) -> Iterator[str]:
         yield f"\n{tried}"
 
 
-def searched(recipe: Recipe, summary: Summary | None) -> Iterator[str]:
+def searched(recipe: Recipe, summary: RecipeSummary | None) -> Iterator[str]:
     """Of a fair recipe what every method's search goes through, and what it chose."""
     if recipe.paper.mode != "fair":
         return

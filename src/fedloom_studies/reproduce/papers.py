@@ -35,7 +35,7 @@ from fedloom_studies.reproduce.page import (
 )
 from fedloom_studies.reproduce.reasons import FOLDER, filled
 from fedloom_studies.reproduce.recipe import Claim, Recipe
-from fedloom_studies.reproduce.summary import Need, Summary, needs
+from fedloom_studies.reproduce.summary import Need, RecipeSummary, needs
 
 GPU, NOWHERE = "needs a GPU", "not decidable here"
 """In place of a verdict: where more seeds of what was run change nothing, and where no recipe tests it."""
@@ -70,7 +70,7 @@ RULES = """## How claims are judged
 """
 
 
-class Row(Value):
+class HeadlineClaim(Value):
     """A headline claim."""
 
     text: str = Field(description="the claim, in at most nine words")
@@ -99,11 +99,11 @@ class Sheet(Value):
     number: str = Field("", description="start of the text of the headline claim with the most telling number")
     why: str = Field("", description="the reason, with measured differences in braces")
     changed: str = Field("", description="what was changed after a table had been seen")
-    row: tuple[Row, ...] = ()
+    row: tuple[HeadlineClaim, ...] = ()
     corrected: tuple[Corrected, ...] = ()
 
 
-class Cell(NamedTuple):
+class ClaimCell(NamedTuple):
     """A row's entry for a protocol: a word, the difference behind it, and the recipe that has it."""
 
     word: str
@@ -111,7 +111,7 @@ class Cell(NamedTuple):
     recipe: str = ""
 
 
-Summaries = Mapping[str, Summary | None]
+Summaries = Mapping[str, RecipeSummary | None]
 
 
 def sheets() -> tuple[Sheet, ...]:
@@ -155,7 +155,7 @@ def overview(recipes: Mapping[str, Recipe], summaries: Summaries, needed: Mappin
 
 def _section(
     sheet: Sheet,
-    cells: list[tuple[Cell, Cell]],
+    cells: list[tuple[ClaimCell, ClaimCell]],
     recipes: Mapping[str, Recipe],
     summaries: Summaries,
     needed: Mapping[str, Need],
@@ -195,17 +195,17 @@ def _section(
     yield from ("", "</details>", "")
 
 
-def _cells(recipes: Mapping[str, Recipe], summaries: Summaries, row: Row) -> tuple[Cell, Cell]:
+def _cells(recipes: Mapping[str, Recipe], summaries: Summaries, row: HeadlineClaim) -> tuple[ClaimCell, ClaimCell]:
     return _cell(recipes, summaries, row, row.published), _cell(recipes, summaries, row, row.fair)
 
 
-def _cell(recipes: Mapping[str, Recipe], summaries: Summaries, row: Row, names: Iterable[str]) -> Cell:
+def _cell(recipes: Mapping[str, Recipe], summaries: Summaries, row: HeadlineClaim, names: Iterable[str]) -> ClaimCell:
     """The verdict of the recipe that counts: of its present version, complete, and the one at full length first."""
     names = list(names)
     if not names:
-        return Cell(NOWHERE)
+        return ClaimCell(NOWHERE)
     if row.full and all(recipes[name].paper.reduced for name in names):
-        return Cell(GPU, recipe=names[0])
+        return ClaimCell(GPU, recipe=names[0])
     measured = []
     for name in names:
         recipe, summary = recipes[name], summaries.get(name)
@@ -215,9 +215,9 @@ def _cell(recipes: Mapping[str, Recipe], summaries: Summaries, row: Row, names: 
         if one is not None:
             measured.append((not _full_length(recipe, summary), name, one))
     if not measured:
-        return Cell(UNMEASURED, recipe=names[0])
+        return ClaimCell(UNMEASURED, recipe=names[0])
     _, name, one = min(measured, key=lambda m: m[0])
-    return Cell(one.verdict, _number(one), name)
+    return ClaimCell(one.verdict, _number(one), name)
 
 
 def _number(one: judge.ClaimVerdict) -> str:
@@ -229,24 +229,24 @@ def _number(one: judge.ClaimVerdict) -> str:
     return f"{of.value(float(rival) + sign * look.difference, look.half)} against {rival}"
 
 
-def _full_length(recipe: Recipe, summary: Summary) -> bool:
+def _full_length(recipe: Recipe, summary: RecipeSummary) -> bool:
     """Whether a summary has the rounds and the data of the paper."""
     return recipe.paper.reduced is None and {d["rounds"] for d in recipe.at("full").values()} == {summary.rounds}
 
 
-def _verdict_on(recipe: Recipe, summary: Summary, start: str) -> judge.ClaimVerdict | None:
+def _verdict_on(recipe: Recipe, summary: RecipeSummary, start: str) -> judge.ClaimVerdict | None:
     verdicts = judge.claims(recipe, summary.numbers)
     return next((one for one in verdicts if one.measured and one.claim.text.startswith(start)), None)
 
 
-def _shown(cell: Cell) -> str:
+def _shown(cell: ClaimCell) -> str:
     """A mark and a word, with the number behind it, linked to the recipe's page."""
     text = f"{cell.word}: {cell.number}" if cell.number else cell.word
     linked = f"[{text}]({FOLDER}/{cell.recipe}.md)" if cell.recipe else text
     return f"![]({FOLDER}/{marks.of(cell.word)}.svg) {linked}"
 
 
-def _together(cells: Iterable[Cell]) -> str:
+def _together(cells: Iterable[ClaimCell]) -> str:
     """The verdict on all claims of a paper in one protocol, with how many hold of those that are decided."""
     words = [cell.word for cell in cells]
     decided = [word for word in words if word in (judge.HOLDS, judge.PARTLY, judge.FAILS)]
@@ -260,7 +260,7 @@ def _together(cells: Iterable[Cell]) -> str:
     return f"![]({FOLDER}/{marks.of(word)}.svg) {word}{so_far}: {count}"
 
 
-def _most(sheet: Sheet, cells: list[tuple[Cell, Cell]]) -> str:
+def _most(sheet: Sheet, cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
     """The most telling number: that of the fair test, else as published."""
     for row, (published, fair) in zip(sheet.row, cells, strict=True):
         if row.text.startswith(sheet.number):
@@ -269,7 +269,7 @@ def _most(sheet: Sheet, cells: list[tuple[Cell, Cell]]) -> str:
     raise ConfigError(f"papers.toml, {sheet.name}: no claim begins with {sheet.number!r}")
 
 
-def _counts(cells: list[tuple[Cell, Cell]]) -> str:
+def _counts(cells: list[tuple[ClaimCell, ClaimCell]]) -> str:
     """How many claims were asked, and how many came out each way."""
     lines = []
     for mode, side in zip(("As published", "In a fair test"), zip(*cells, strict=True), strict=True):
@@ -279,7 +279,7 @@ def _counts(cells: list[tuple[Cell, Cell]]) -> str:
     return " ".join(lines)
 
 
-def _verdicts(recipe: Recipe, summary: Summary | None) -> str:
+def _verdicts(recipe: Recipe, summary: RecipeSummary | None) -> str:
     """How the claims of a recipe came out; empty where its present version has no result."""
     if summary is None or earlier(recipe, summary) or not summary.complete:
         return ""
@@ -290,7 +290,7 @@ def _verdicts(recipe: Recipe, summary: Summary | None) -> str:
     return f"; claims: {shown}" if shown else ""
 
 
-def _margin(recipes: Mapping[str, Recipe], row: Row) -> str:
+def _margin(recipes: Mapping[str, Recipe], row: HeadlineClaim) -> str:
     """How far the paper itself is ahead of the nearest rival, where a recipe has its cells."""
     for name in (*row.published, *row.fair):
         claim = _claim(recipes[name], row.claim)
@@ -303,7 +303,7 @@ def _claim(recipe: Recipe, start: str) -> Claim | None:
     return next((claim for claim in recipe.paper.claims if claim.text.startswith(start)), None)
 
 
-def _corrections(papers: list[tuple[Sheet, list[tuple[Cell, Cell]]]]) -> Iterator[str]:
+def _corrections(papers: list[tuple[Sheet, list[tuple[ClaimCell, ClaimCell]]]]) -> Iterator[str]:
     """Verdicts that were public here and have changed, with the reason."""
     yield from ("## Corrected", "", "Verdicts that stood on this page before and do not any more:", "")
     for sheet, _ in papers:
@@ -313,7 +313,7 @@ def _corrections(papers: list[tuple[Sheet, list[tuple[Cell, Cell]]]]) -> Iterato
 
 
 def _unaffordable(
-    papers: list[tuple[Sheet, list[tuple[Cell, Cell]]]], recipes: Mapping[str, Recipe], summaries: Summaries,
+    papers: list[tuple[Sheet, list[tuple[ClaimCell, ClaimCell]]]], recipes: Mapping[str, Recipe], summaries: Summaries,
     needed: Mapping[str, Need],
 ) -> Iterator[str]:  # fmt: skip
     """Commands and estimates of what this page leaves open: what needs a GPU, and what is not measured yet."""

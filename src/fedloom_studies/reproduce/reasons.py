@@ -18,13 +18,13 @@ from fedloom_studies.reproduce.cells import finite
 from fedloom_studies.reproduce.figures import Reference, unit
 from fedloom_studies.reproduce.page import earlier
 from fedloom_studies.reproduce.recipe import Recipe
-from fedloom_studies.reproduce.summary import Summary
+from fedloom_studies.reproduce.summary import RecipeSummary
 
 FOLDER = "papers"
 """Beside the page of all papers: a page and a figure per recipe."""
 
 
-def filled(why: str, recipes: Mapping[str, Recipe], summaries: Mapping[str, Summary | None]) -> str:
+def filled(why: str, recipes: Mapping[str, Recipe], summaries: Mapping[str, RecipeSummary | None]) -> str:
     """The sentences whose numbers are measured, with their numbers."""
     sentences = re.split(r"(?<=\.)\s+(?=[A-Z])", why) if why else []
     whole = []
@@ -42,7 +42,9 @@ def filled(why: str, recipes: Mapping[str, Recipe], summaries: Mapping[str, Summ
     return " ".join(whole)
 
 
-def _measured(sides: list[str], recipes: Mapping[str, Recipe], summaries: Mapping[str, Summary | None]) -> str | None:
+def _measured(
+    sides: list[str], recipes: Mapping[str, Recipe], summaries: Mapping[str, RecipeSummary | None]
+) -> str | None:
     """A link to a recipe, the mean of one reference or the difference of two in words; None where it is not measured.
 
     Raises:

@@ -43,7 +43,7 @@ class Need(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Summary:
+class RecipeSummary:
     """What was run of a recipe at a scale.
 
     Attributes:
@@ -79,7 +79,7 @@ class Summary:
 
 def summarise(
     recipe: Recipe, scale: Scale, command: str, documents: Mapping[str, Any], out: Path, samples: Mapping[str, int]
-) -> Summary | None:
+) -> RecipeSummary | None:
     """The summary of the run directories in ``out``, one per variant; None if nothing has been run."""
     numbers: dict[str, Any] = {}
     chosen: dict[str, Any] = {}
@@ -104,7 +104,7 @@ def summarise(
     if not numbers:
         return None
     some = next(iter(documents.values()))
-    return Summary(
+    return RecipeSummary(
         recipe.name, scale, recipe.protocol(scale), recipe.says(scale), command, datetime.date.today().isoformat(),
         machine(), versions, not missing, list(some["seeds"]), some["rounds"],
         round(sum(spent(out).values()) / 60, 2), chosen, failures, numbers, commit(), dict(samples),
@@ -140,12 +140,12 @@ def machine() -> str:
     return f"{name}, one thread per process"
 
 
-def write(summary: Summary, folder: Path) -> None:
+def write(summary: RecipeSummary, folder: Path) -> None:
     """Record a summary in a folder."""
     put(folder / SUMMARIES, summary.__dict__, ("recipe", "scale"))
 
 
-def read(folder: Path, recipe: str, scale: Scale) -> Summary | None:
+def read(folder: Path, recipe: str, scale: Scale) -> RecipeSummary | None:
     """The summary of a recipe at a scale, or None.
 
     Raises:
@@ -156,7 +156,7 @@ def read(folder: Path, recipe: str, scale: Scale) -> Summary | None:
     for number, record in enumerate(records(file), 1):
         if (record.get("recipe"), record.get("scale")) == (recipe, scale):
             try:
-                summary = Summary(**record)
+                summary = RecipeSummary(**record)
             except TypeError as error:
                 raise not_a_record(file, number, error) from None
     return summary

@@ -12,12 +12,12 @@ from fedloom_studies.reproduce import judge
 from fedloom_studies.reproduce.cells import cells
 from fedloom_studies.reproduce.figures import unit
 from fedloom_studies.reproduce.recipe import Recipe
-from fedloom_studies.reproduce.summary import Summary
+from fedloom_studies.reproduce.summary import RecipeSummary
 
 WIDTH = 160
 
 
-def print_verdicts(recipe: Recipe, summary: Summary) -> None:
+def print_verdicts(recipe: Recipe, summary: RecipeSummary) -> None:
     """Both tables of a recipe on standard output."""
     compare = recipe.as_the_paper(summary.scale, summary.samples)
     rows = [

@@ -106,7 +106,7 @@ class Sampler(Value, ABC):
         return self
 
 
-class Sized(Sampler, ABC):
+class SizedSampler(Sampler, ABC):
     """A sampler that draws a set number of clients."""
 
     fraction: float = Field(1.0, gt=0, le=1, description="share of the clients in a round: max(round(fraction n), 1)")
@@ -134,7 +134,7 @@ class Sized(Sampler, ABC):
     def sized_like(self, other: Sampler) -> Sampler:
         """Fraction or clients of the other, if neither is given here."""
         size_fields, named = ("fraction", "clients"), other.model_fields_set
-        if not isinstance(other, Sized) or self.model_fields_set.intersection(size_fields):
+        if not isinstance(other, SizedSampler) or self.model_fields_set.intersection(size_fields):
             return self
         sized: Sampler = self.with_(**{name: getattr(other, name) for name in size_fields if name in named})
         return sized

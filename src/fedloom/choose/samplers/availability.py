@@ -8,12 +8,12 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.choose.samplers._base import Sized
+from fedloom.choose.samplers._base import SizedSampler
 from fedloom.errors import ConfigError
 from fedloom.local import Ctx, Nothing
 
 
-class Availability(Sized):
+class Availability(SizedSampler):
     """Uniformly among the clients that are there: by a recorded trace, or in turns of a fixed period.
 
     With a table, row t has the clients available in round t, and the table starts again after its last row. Without,

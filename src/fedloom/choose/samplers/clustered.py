@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.choose.samplers._base import Masses, Sized, masses
+from fedloom.choose.samplers._base import Masses, SizedSampler, masses
 from fedloom.local import Ctx, Nothing
 from fedloom.rows import algebra
 
@@ -23,7 +23,7 @@ class Gradients(NamedTuple):
     g: Tensor
 
 
-class Clustered(Sized):
+class Clustered(SizedSampler):
     """One client from each of m distributions W_k with sum_k W_k(i) = m p_i, and their uniform mean.
 
     Reference: Y. Fraboni, R. Vidal, L. Kameni, M. Lorenzi, "Clustered Sampling: Low-Variance and Improved

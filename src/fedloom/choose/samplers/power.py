@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.choose.samplers._base import Sized, draw, masses
+from fedloom.choose.samplers._base import SizedSampler, draw, masses
 from fedloom.errors import ConfigError
 from fedloom.local import Ctx, Nothing, Work
 
@@ -19,7 +19,7 @@ class Losses(NamedTuple):
     loss: Tensor
 
 
-class PowerOfChoice(Sized):
+class PowerOfChoice(SizedSampler):
     """Of d candidates, drawn without replacement with probabilities n_i / n, the m with the largest losses.
 
     Reference: Y. J. Cho, J. Wang, G. Joshi, "Towards Understanding Biased Client Selection in Federated Learning",

@@ -8,11 +8,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedloom.choose.samplers._base import Sampler, Sized, draw, masses, some
+from fedloom.choose.samplers._base import Sampler, SizedSampler, draw, masses, some
 from fedloom.local import Ctx, Nothing
 
 
-class Uniform(Sized):
+class Uniform(SizedSampler):
     """A fixed number of clients, uniformly without replacement (McMahan et al. 2017, Algorithm 1)."""
 
     kind: ClassVar[str] = "uniform"
@@ -38,7 +38,7 @@ class Bernoulli(Sampler):
         return present.nonzero()[:, 0], state
 
 
-class SizeWeighted(Sized):
+class SizeWeighted(SizedSampler):
     """Clients drawn with probabilities p_i = n_i / n, and their uniform mean.
 
     References: T. Li et al., "Federated Optimization in Heterogeneous Networks" (FedProx), MLSys 2020, Algorithm 2;
@@ -71,7 +71,7 @@ class SizeWeighted(Sized):
         return draw(p, self.size(ctx.n), g, replacement=self.replacement).sort().values, state
 
 
-class RoundRobin(Sized):
+class RoundRobin(SizedSampler):
     """Clients in turn, by id: after n rounds everyone has trained equally often."""
 
     kind: ClassVar[str] = "round-robin"

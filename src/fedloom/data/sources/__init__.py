@@ -17,7 +17,7 @@ from fedloom.data.sources.embedded import Digits, Embedded
 from fedloom.data.sources.idx import FashionMnist, Mnist
 from fedloom.data.sources.images import ImageFolder, MedicalMnist, TinyImagenet
 from fedloom.data.sources.leaf import Femnist, Leaf
-from fedloom.data.sources.memory import Hub
+from fedloom.data.sources.memory import HubData
 from fedloom.data.sources.synthetic import Synthetic
 from fedloom.data.sources.tabular import Csv, Parquet
 from fedloom.data.sources.texts import Docstrings, Sent140, Shakespeare, Texts
@@ -36,7 +36,7 @@ SOURCES: dict[str, type[Source]] = {
     "fashion-mnist": FashionMnist,
     "femnist": Femnist,
     "heart": Heart,
-    "hub": Hub,
+    "hub": HubData,
     "images": ImageFolder,
     "leaf": Leaf,
     "linear-regression": LinearRegression,
@@ -77,7 +77,7 @@ def source(name_or_path: str | Path, **options: Any) -> Source:
     if name == "hub:":
         raise ConfigError("hub: lacks the name of a data set; write it as hub:owner/name")
     if name.startswith("hub:"):
-        return Hub(name=name.removeprefix("hub:"), **options)
+        return HubData(name=name.removeprefix("hub:"), **options)
     if isinstance(name_or_path, Path) or (name not in SOURCES and _is_file(name)):
         place = Path(name).expanduser()
         kind: type[Source] | None = None

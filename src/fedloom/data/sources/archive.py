@@ -260,7 +260,7 @@ def finished(entry: Entry) -> None:
         raise DataError(f"{entry.where}: bytes left after the last declared record; the file contradicts its header")
 
 
-class Rows:
+class GrowingRows:
     """Rows of one shape that are added until they end; grows in place, so nothing is ever held twice."""
 
     def __init__(self, shape: tuple[int, ...], dtype: type[np.generic]) -> None:

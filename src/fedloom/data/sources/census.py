@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from fedloom.data.dataset import Dataset, refuse
 from fedloom.data.sources._base import FileSource, locate
-from fedloom.data.sources.archive import Rows, entries
+from fedloom.data.sources.archive import GrowingRows, entries
 from fedloom.data.sources.table.cells import Problems, csv_rows, numbers, pieces
-from fedloom.data.tables import Column, Table
+from fedloom.data.tables import Table, TableColumn
 from fedloom.errors import DataError, NoSamples
 
 Schema = Mapping[str, tuple[str, ...]]
@@ -62,7 +62,7 @@ class Heart(FileSource):
             values[values[:, column] == 0, column] = np.nan
         users = torch.arange(len(files)).repeat_interleave(torch.tensor([len(tables[file]) for file in files]))
         columns = tuple(
-            Column(
+            TableColumn(
                 name=name,
                 levels=len(HEART[name]) if len(HEART[name]) > 2 else 0,
                 flag=name not in NEVER_MISSING,
@@ -169,7 +169,7 @@ def _tables(place: Path, files: Sequence[str], schema: Schema) -> Iterator[tuple
     *_, label = schema
     places = {name: {level: float(i) for i, level in enumerate(levels)} for name, levels in schema.items() if levels}
     for entry in entries(place, lambda name: name.rsplit("/", 1)[-1] in files):
-        problems, table = Problems(entry.where, first=1), Rows((len(schema),), np.float64)
+        problems, table = Problems(entry.where, first=1), GrowingRows((len(schema),), np.float64)
         for piece in pieces(csv_rows(entry, ",", comment="|"), list(schema), problems):
             codes = places.get(piece.column)
             missing = np.array([cell == "?" for cell in piece.cells]) & (codes is None or "?" not in codes)

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.sources._base import FileSource, locate, scale
-from fedloom.data.sources.archive import Rows, bare, entries
+from fedloom.data.sources.archive import GrowingRows, bare, entries
 from fedloom.errors import DataError, NoSamples
 
 PIXELS = 3 * 32 * 32
@@ -23,7 +23,7 @@ RECORDS = 128
 CLASSES10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 
-class Form(NamedTuple):
+class CifarVersion(NamedTuple):
     """One of the two data sets: its name, its files, and the bytes of label before the pixels; the last one counts."""
 
     name: str
@@ -31,8 +31,8 @@ class Form(NamedTuple):
     label_bytes: int
 
 
-TEN = Form("cifar-10", re.compile(r"(^|/)(data_batch_\d|test_batch)(\.bin)?$"), 1)
-HUNDRED = Form("cifar-100", re.compile(r"(^|/)(train|test)(\.bin)?$"), 2)
+TEN = CifarVersion("cifar-10", re.compile(r"(^|/)(data_batch_\d|test_batch)(\.bin)?$"), 1)
+HUNDRED = CifarVersion("cifar-100", re.compile(r"(^|/)(train|test)(\.bin)?$"), 2)
 
 
 class Cifar10(FileSource):
@@ -64,7 +64,7 @@ class Cifar100(FileSource):
         return _read(HUNDRED, place, names, self.mean, self.std)
 
 
-def _locate(form: Form, path: str | None, data_dir: str | Path | None) -> Path:
+def _locate(form: CifarVersion, path: str | None, data_dir: str | Path | None) -> Path:
     def holds(place: Path) -> bool:
         return not place.is_dir() or any(
             form.files.search(bare(file.name)) or file.name == f"{form.name}-binary.tar.gz" for file in place.iterdir()
@@ -77,13 +77,13 @@ def _locate(form: Form, path: str | None, data_dir: str | Path | None) -> Path:
 
 
 def _read(
-    form: Form,
+    form: CifarVersion,
     place: Path,
     classes: tuple[str, ...],
     mean: tuple[float, ...] | None,
     std: tuple[float, ...] | None,
 ) -> Dataset:
-    x, y, in_test = Rows((3, 32, 32), np.uint8), Rows((), np.uint8), Rows((), np.bool_)
+    x, y, in_test = GrowingRows((3, 32, 32), np.uint8), GrowingRows((), np.uint8), GrowingRows((), np.bool_)
     width, pickled = form.label_bytes + PIXELS, ""
     for entry in entries(place, lambda file: form.files.search(file) is not None):
         if not entry.name.endswith(".bin"):

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.sources._base import FileSource, SampleSource, locate, scale
-from fedloom.data.sources.archive import Entry, Rows, check_size, entries
+from fedloom.data.sources.archive import Entry, GrowingRows, check_size, entries
 from fedloom.errors import DataError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
@@ -33,7 +33,7 @@ class _Pictures:
 
     def __init__(self, rgb: bool | None, side: int | None) -> None:
         self._mode = {True: "RGB", False: "L", None: None}[rgb]
-        self._side, self._rows = side, Rows((0,), np.uint8)
+        self._side, self._rows = side, GrowingRows((0,), np.uint8)
         self.size: tuple[int, int] | None = None
         self._pixels = self._packed = 0
 
@@ -57,7 +57,7 @@ class _Pictures:
             raise DataError(f"{entry.where}: not a readable image ({why}); replace or remove the file") from error
         planes = pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)
         if self._rows.size == 0:
-            self._rows = Rows(planes.shape, np.uint8)
+            self._rows = GrowingRows(planes.shape, np.uint8)
         self._rows.room(1)[0] = planes
 
     def _check(self, entry: Entry, size: tuple[int, int]) -> None:

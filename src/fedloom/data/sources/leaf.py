@@ -18,7 +18,7 @@ from pydantic import Field
 
 from fedloom.data.dataset import MOST_CLASSES, Dataset, Task
 from fedloom.data.sources._base import FileSource, lies_at, locate, numbered
-from fedloom.data.sources.archive import Entry, Rows, entries
+from fedloom.data.sources.archive import Entry, GrowingRows, entries
 from fedloom.errors import DataError, NoSamples
 
 Floats = NDArray[np.float64]
@@ -34,7 +34,7 @@ class Collector:
 
     def __init__(self, options: Leaf, kept: range | None) -> None:
         self._options, self._kept = options, kept
-        self.x: Rows | None = None
+        self.x: GrowingRows | None = None
         self.y: list[Floats] = []
         self.user: list[int] = []
         self.counts: list[int] = []
@@ -127,7 +127,7 @@ class Collector:
                     f"{where}: samples of {x.shape[1]} values cannot have the shape {shape}; not the data set that was "
                     "asked for"
                 )
-            self.x = Rows(x.shape[1:], x.dtype.type)
+            self.x = GrowingRows(x.shape[1:], x.dtype.type)
         if x.shape[1:] != self.x.shape:
             raise DataError(
                 f"{where}: user {user!r} has a sample of {x.shape[1]} values, the others have {self.x.shape[0]}; "

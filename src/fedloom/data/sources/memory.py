@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from fedloom.data.dataset import Dataset, Task
 from fedloom.data.sources._base import Source
-from fedloom.data.sources.archive import Rows
+from fedloom.data.sources.archive import GrowingRows
 from fedloom.data.sources.array_data import as_array, of_arrays, plain
 from fedloom.data.sources.table.cells import Piece, Problems
 from fedloom.data.sources.table.reading import TableSource, read_table
@@ -226,7 +226,7 @@ def _planes(value: NDArray[Any]) -> NDArray[Any]:
 
 def _stacked(samples: Iterable[tuple[Any, Any]], name: str) -> tuple[NDArray[Any], NDArray[Any]]:
     """Features one below the other, never held twice, and targets."""
-    x: Rows | None = None
+    x: GrowingRows | None = None
     y: list[Any] = []
     for value, label in samples:
         pixels = _pixels(value)
@@ -235,7 +235,7 @@ def _stacked(samples: Iterable[tuple[Any, Any]], name: str) -> tuple[NDArray[Any
         if pixels.dtype.kind not in "uifb":
             raise DataError(f"{name}: sample {len(y)} holds {pixels.dtype}, only images and numbers work")
         pixels = pixels[None] if pixels.ndim == 2 else pixels
-        x = x or Rows(pixels.shape, np.uint8 if pixels.dtype == np.uint8 else np.float32)
+        x = x or GrowingRows(pixels.shape, np.uint8 if pixels.dtype == np.uint8 else np.float32)
         if pixels.shape != x.shape:
             raise DataError(f"{name}: sample {len(y)} has shape {pixels.shape}, others {x.shape}; one size only")
         row = x.room(1)
@@ -298,7 +298,7 @@ def frame_cells(obj: Any) -> Iterator[Piece]:
             yield Piece(0, str(column), values.astype(object).where(values.notna(), None).tolist())
 
 
-class Hub(Source):
+class HubData(Source):
     """``hub:owner/name``: images or numbers with a label. Opens a connection, because it was asked for by name."""
 
     name: str = Field(min_length=1, description="owner/name on the hub")

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from fedloom.data.dataset import Dataset
 from fedloom.data.sources._base import Source
-from fedloom.data.sources.archive import Rows
+from fedloom.data.sources.archive import GrowingRows
 from fedloom.seeds import numpy_generator
 
 
@@ -49,7 +49,7 @@ class Synthetic(Source):
         one_w, one_b = shared.standard_normal((d, c)), shared.standard_normal(c)
         spread = np.arange(1, d + 1) ** -0.6
         power = 0.5 if self.reading == "variance" else 1.0
-        x_all, ys, sizes = Rows((d,), np.float32), [], []
+        x_all, ys, sizes = GrowingRows((d,), np.float32), [], []
         for k in range(self.users):
             rng = numpy_generator(self.seed, 0, k, "synthetic")
             n = (int(rng.lognormal(4.0, 2.0)) + 50) * self.factor

@@ -10,7 +10,7 @@ import tomli_w
 from pydantic import Field, model_validator
 
 from fedloom.data.dataset import CLASSED, Task
-from fedloom.data.tables import MARKERS, Column, Table
+from fedloom.data.tables import MARKERS, Table, TableColumn
 from fedloom.errors import ConfigError
 from fedloom.values import Value, fields_of, make, read_toml
 
@@ -44,15 +44,15 @@ class AgreedColumn(Value):
         return self
 
     @property
-    def column(self) -> Column:
+    def column(self) -> TableColumn:
         """The column of a table."""
-        return Column(
+        return TableColumn(
             name=self.name, levels=len(self.levels), names=self.levels, flag=self.missing, scale=self.scale,
             unit=self.unit, range=self.range,
         )  # fmt: skip
 
     @classmethod
-    def of(cls, column: Column) -> AgreedColumn:
+    def of(cls, column: TableColumn) -> AgreedColumn:
         """A column of a table, whose levels have names."""
         names = column.names or tuple(str(k) for k in range(column.levels))
         return cls(

@@ -15,7 +15,7 @@ from fedloom.engine.state import State
 from fedloom.errors import Stop
 from fedloom.experiment import Experiment
 from fedloom.experiment.outputs import partition_table, write_measured, write_partition, write_settings
-from fedloom.rundir import SUMMARY, Record, Site, Summary
+from fedloom.rundir import SUMMARY, RunRecord, SiteSummary, Summary
 from fedloom.storage.checkpoint import save_tensors
 from fedloom.storage.files import make_folder, write_atomic
 
@@ -71,7 +71,7 @@ class Results:
         more: dict[str, Any] = {} if diverged is None else {"diverged": diverged}
         if job is not None:
             more |= {"oracle": job.oracle.name, "chunk": 1, "device": "cpu", "parameters": job.oracle.layout.d}
-        run = Record(
+        run = RunRecord(
             method=method.label, algorithm=method.algorithm, seed=self._experiment.head.seeds[0],
             status=(stop or Stop.INTERRUPTED).status, reason=reason, rounds=self._rounds, **more,
         )  # fmt: skip
@@ -82,7 +82,7 @@ class Results:
             select_on=self._experiment.common.evaluate.select_on, warnings=self._notes,
             metrics=self._experiment.methods[0].setting.task.directions,
             stop=stop and stop.name, reason=reason if stop is None else stop.value, detail=detail,
-            sites={members[c]: Site(here=c in here, **tally) for c, tally in rows.items()},
+            sites={members[c]: SiteSummary(here=c in here, **tally) for c, tally in rows.items()},
         )  # fmt: skip
         make_folder(settings.results)
         write_atomic(settings.results / SUMMARY, summary.content())

@@ -21,7 +21,7 @@ from fedloom.storage.checkpoint import check_digest, save_tensors
 from fedloom.storage.files import make_folder
 from fedloom.tasks import task_of
 from fedloom.trained.model import Model as TrainedModel
-from fedloom.trained.model import Recipe, outputs_of
+from fedloom.trained.model import ModelRecipe, outputs_of
 
 PREFERRED = ("hybrid", "personal", "global")
 """Kinds of a site's models, the one that it uses first."""
@@ -74,7 +74,7 @@ def used(folder: Path, kind: str | None = None) -> TrainedModel:
     if facts.table is not None:  # the site's own markers of gaps beside those that were agreed on
         markers = tuple(dict.fromkeys((*facts.table.missing, *site.data.get("missing", ()))))
         facts = facts.with_(table=facts.table.with_(missing=markers))
-    recipe = Recipe(experiment.common.model, facts, experiment.head.seeds[0], row.dtype, experiment.common.task)
+    recipe = ModelRecipe(experiment.common.model, facts, experiment.head.seeds[0], row.dtype, experiment.common.task)
     fed = None if facts.table is None and recipe.objective.line_part is None else site_federation(experiment, site)
     if fed is not None and (fitted := fed.data.fitted) is not None:
         scaling = fitted.values[site.client if site.share == "partition" else 0]

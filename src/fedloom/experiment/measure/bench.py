@@ -22,7 +22,7 @@ from fedloom.experiment.schema import Experiment, Method
 from fedloom.local.oracles import ORACLES
 from fedloom.processes.costs import Costs, MeasuredWorkers
 from fedloom.processes.machine_load import QUIET, wait_for_quiet, watch_others
-from fedloom.processes.pool import Pool, Workers, cores
+from fedloom.processes.pool import WorkerPool, Workers, cores
 from fedloom.values import choose
 
 PATIENCE = 60.0
@@ -176,7 +176,7 @@ def _share_in_a_crowd(setting: Setting, fed: Federation, rounds: int) -> float:
     def shares(_shared: None, _task: int) -> list[float]:
         return [w.work / w.clients for _, w in _watched(setting, fed, rounds, wait)]
 
-    with Pool([shares], cores()) as pool:
+    with WorkerPool([shares], cores()) as pool:
         shares_by_core: list[list[float]] = list(pool.map(shares, None, range(cores())))
     slowest: list[float] = [max(each) for each in zip(*shares_by_core, strict=True)]
     return statistics.median(slowest)

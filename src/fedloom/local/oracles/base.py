@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedloom.errors import Refused
-from fedloom.local.batches import Batch, Plan
+from fedloom.local.batches import Batch, BatchPlan
 from fedloom.local.terms import Bound, TermFunction
 from fedloom.rows.layout import Layout
 
@@ -28,7 +28,7 @@ With (pulled, rate) in place of None, ``v <- beta v + alpha scale grad + steady 
 v = 0.
 """
 
-Descend = Callable[[Tensor, Plan, Tensor, Steps], None]
+Descend = Callable[[Tensor, BatchPlan, Tensor, Steps], None]
 """(w, plan, steps [m], what a step is): every step at once, in place."""
 
 

@@ -21,7 +21,7 @@ from fedloom.models.dropout import Dropout
 
 if TYPE_CHECKING:
     from fedloom.data.federation import Federation
-    from fedloom.local.batches import Batch, Plan
+    from fedloom.local.batches import Batch, BatchPlan
     from fedloom.local.oracles.base import Descend, Steps
     from fedloom.models import Augment
     from fedloom.tasks import Task
@@ -119,7 +119,7 @@ class Fused(TermNetwork):
         random = self.dropouts or self.augment is not None or self.fed.noise is not None
         return self._descend if supported and whole and wide and plain and not random else None
 
-    def _descend(self, w: Tensor, plan: Plan, steps: Tensor, step: Steps) -> None:
+    def _descend(self, w: Tensor, plan: BatchPlan, steps: Tensor, step: Steps) -> None:
         layers: list[list[int]] = []
         for name, layer in self.chain:
             if name in self.linear:

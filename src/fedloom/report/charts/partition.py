@@ -13,7 +13,7 @@ from fedloom.formats import fixed, rounded, significant
 from fedloom.report.charts import kit
 from fedloom.report.charts.kit import Figure, Rows
 from fedloom.report.numbers import Row, run_of, seeds_of
-from fedloom.report.run import Integers, Key, Numbers, Partition, Run
+from fedloom.report.run import Integers, Key, Numbers, Run, RunPartition
 from fedloom.report.tables import scrolling
 
 CELLS = 4_000
@@ -112,7 +112,7 @@ def _skews(group: list[Run]) -> list[Skew]:
     return [Skew(group[0], label, seed, _skew(part)) for seed, part in group[0].partitions.items()]
 
 
-def _skew(part: Partition) -> dict[str, Numbers]:
+def _skew(part: RunPartition) -> dict[str, Numbers]:
     return label_skew(part.counts) if part.counts.shape[1] else {"sizes": part.sizes}
 
 

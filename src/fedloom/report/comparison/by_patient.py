@@ -33,7 +33,7 @@ ABOUT = (
 )
 
 
-class Difference(NamedTuple):
+class SiteDifference(NamedTuple):
     """A site, or all of them (``site`` is "All").
 
     Attributes:
@@ -70,7 +70,7 @@ def delong(scores: Numbers, target: Numbers) -> tuple[Numbers, Numbers]:
     return won.mean(1), np.atleast_2d(np.cov(won)) / m + np.atleast_2d(np.cov(lost)) / n
 
 
-def differences(run: Run, table: SiteGains) -> list[Difference]:
+def differences(run: Run, table: SiteGains) -> list[SiteDifference]:
     """A line per site and one over all of them; none where predictions were not kept, or are no probabilities."""
     alone, shared = (tested(run, row.method, row.model) for row in (table.alone, table.together))
     if alone is None or shared is None or not is_binary(run, alone) or not np.array_equal(alone[:2], shared[:2]):
@@ -79,25 +79,25 @@ def differences(run: Run, table: SiteGains) -> list[Difference]:
     return [_difference(name, alone.at(place), shared.at(place)) for name, place in (*places, ("All", None))]
 
 
-def _difference(name: str, alone: Predicted, shared: Predicted) -> Difference:
+def _difference(name: str, alone: Predicted, shared: Predicted) -> SiteDifference:
     events = int(alone.target.sum())
     if min(events, len(alone.target) - events) < LEAST:
-        return Difference(name, len(alone.target), events, math.nan, math.nan, math.nan, math.nan)
+        return SiteDifference(name, len(alone.target), events, math.nan, math.nan, math.nan, math.nan)
     areas, covariance = delong(np.stack([alone.prediction, shared.prediction]), alone.target)
     se = math.sqrt(max(0.0, covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1]))
     gain = float(areas[1] - areas[0])
     p = float(2 * norm.sf(abs(gain) / se)) if se > 0 else 1.0 if gain == 0 else math.nan
     half = float(norm.ppf(0.5 + LEVEL / 2)) * se
-    return Difference(name, len(alone.target), events, float(areas[0]), float(areas[1]), half, p)
+    return SiteDifference(name, len(alone.target), events, float(areas[0]), float(areas[1]), half, p)
 
 
-def by_patients(runs: list[Run], by_site: Sequence[SiteGains]) -> list[tuple[str, list[Difference]]]:
+def by_patients(runs: list[Run], by_site: Sequence[SiteGains]) -> list[tuple[str, list[SiteDifference]]]:
     """Gains over test samples of the runs that kept their predictions, by the run's label where there are several."""
     by_run = [(table.run, differences(run_of(runs, table.alone), table)) for table in by_site]
     return [(label, lines) for label, lines in by_run if lines]
 
 
-def differences_html(tables: Sequence[tuple[str, Sequence[Difference]]]) -> str:
+def differences_html(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> str:
     """A table per run, by its label."""
     text = ""
     for label, lines in tables:
@@ -107,7 +107,7 @@ def differences_html(tables: Sequence[tuple[str, Sequence[Difference]]]) -> str:
     return f'<p class="lead">{ABOUT}</p>{text}' if text else ""
 
 
-def _words(line: Difference) -> list[str]:
+def _words(line: SiteDifference) -> list[str]:
     if math.isnan(line.alone):
         return [DASH] * 4
     gain = line.together - line.alone
@@ -115,11 +115,11 @@ def _words(line: Difference) -> list[str]:
     return [fixed(line.alone, 3), fixed(line.together, 3), difference, p_value(line.p)]
 
 
-def differences_csv(tables: Sequence[tuple[str, Sequence[Difference]]]) -> str:
+def differences_csv(tables: Sequence[tuple[str, Sequence[SiteDifference]]]) -> str:
     """The same as CSV, unrounded; empty cells where there is no figure."""
     rows = [
         (label, *(None if isinstance(value, float) and math.isnan(value) else value for value in line))
         for label, lines in tables
         for line in lines
     ]
-    return csv_of(("run", *Difference._fields), rows)
+    return csv_of(("run", *SiteDifference._fields), rows)

@@ -22,7 +22,7 @@ LEVEL = 0.05
 """Chance of any false claim in a family."""
 
 
-class Comparison(NamedTuple):
+class TestedDifference(NamedTuple):
     """One difference of a family.
 
     Attributes:
@@ -47,7 +47,7 @@ class Comparison(NamedTuple):
         """Whether there are seeds enough for a test."""
         return self.seeds >= ENOUGH
 
-    def __neg__(self) -> Comparison:
+    def __neg__(self) -> TestedDifference:
         """The comparison seen from its other side."""
         return self._replace(mean=-self.mean)
 
@@ -61,7 +61,7 @@ def differences(one: Estimate, other: Estimate) -> dict[int, float]:
     return {seed: one.finite[seed] - other.finite[seed] for seed in sorted(one.finite.keys() & other.finite.keys())}
 
 
-def family(members: Mapping[Name, Mapping[int, float]]) -> dict[Name, Comparison]:
+def family(members: Mapping[Name, Mapping[int, float]]) -> dict[Name, TestedDifference]:
     """Test every difference of a family.
 
     Args:
@@ -73,7 +73,7 @@ def family(members: Mapping[Name, Mapping[int, float]]) -> dict[Name, Comparison
     rejections = {name: value <= LEVEL for name, value in corrected.items()}
     step = {name: min(place, sum(rejections.values())) for place, name in enumerate(sorted(p, key=p.__getitem__))}
     return {
-        name: Comparison(
+        name: TestedDifference(
             sum(one) / len(one) if one else math.nan,
             half_width(one, LEVEL / (len(p) - step[name]) if name in p else LEVEL),
             p.get(name, math.nan),

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedloom.formats import DASH, interval, pair
 from fedloom.report.comparison.contenders import contenders, last_points
-from fedloom.report.comparison.family import Comparison, differences, family
+from fedloom.report.comparison.family import TestedDifference, differences, family
 from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import figure, metric, titled
 from fedloom.report.numbers import ENOUGH, Estimate, Row, run_of, test_metrics
@@ -54,7 +54,7 @@ class Gain(NamedTuple):
     events: tuple[int, ...]
     alone: Estimate
     together: Estimate
-    comparison: Comparison
+    comparison: TestedDifference
     reason: str
 
     @property

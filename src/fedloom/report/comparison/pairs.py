@@ -12,7 +12,7 @@ from fedloom.errors import unknown
 from fedloom.formats import DASH, interval, p_value
 from fedloom.report.comparison.contenders import Models, contenders, distinct, reference
 from fedloom.report.comparison.criteria import tasks
-from fedloom.report.comparison.family import Comparison, differences, family
+from fedloom.report.comparison.family import TestedDifference, differences, family
 from fedloom.report.csv_files import csv_of
 from fedloom.report.naming import figure, titled
 from fedloom.report.numbers import Row, leading_metric
@@ -35,7 +35,7 @@ class Pair(NamedTuple):
     row: Row
     reference: Row
     figure: str
-    comparison: Comparison | None
+    comparison: TestedDifference | None
 
     @property
     def verdict(self) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from fedloom.rows.aggregate._base import NNM, Aggregator, Bucketing, Clip
+from fedloom.rows.aggregate._base import NNM, Aggregator, Bucketing, ClipRows
 from fedloom.rows.aggregate.private import PrivateMean
 from fedloom.rows.aggregate.selection import MDA, Bulyan, FLTrust, Krum, MultiKrum
-from fedloom.rows.aggregate.vectors import CenteredClipping, GeometricMedian, Mean, Median, TrimmedMean
+from fedloom.rows.aggregate.vectors import CenteredClipping, GeometricMedian, Median, TrimmedMean, WeightedMean
 
 AGGREGATORS: dict[str, type[Aggregator]] = {
-    "mean": Mean,
+    "mean": WeightedMean,
     "median": Median,
     "trimmed-mean": TrimmedMean,
     "geometric-median": GeometricMedian,
@@ -30,13 +30,13 @@ __all__ = [
     "Bucketing",
     "Bulyan",
     "CenteredClipping",
-    "Clip",
+    "ClipRows",
     "FLTrust",
     "GeometricMedian",
     "Krum",
-    "Mean",
     "Median",
     "MultiKrum",
     "PrivateMean",
     "TrimmedMean",
+    "WeightedMean",
 ]

@@ -19,7 +19,7 @@ Rows = Mapping[str, Tensor]
 State = dict[str, Tensor]
 
 
-class Clip(Value):
+class ClipRows(Value):
     """Scale a client's rows, all fields together, to a norm of at most `bound`; for fields that are differences."""
 
     kind: Literal["clip"] = "clip"
@@ -80,7 +80,7 @@ class NNM(Value):
         return {name: share.to(r.dtype) @ r for name, r in rows.items()}, weights
 
 
-Pre = Annotated[Clip | Bucketing | NNM, Field(discriminator="kind")]
+Pre = Annotated[ClipRows | Bucketing | NNM, Field(discriminator="kind")]
 
 
 class Aggregator(Value, ABC):

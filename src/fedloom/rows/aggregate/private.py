@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedloom.rows.aggregate._base import Aggregator, Clip, Rows, State
+from fedloom.rows.aggregate._base import Aggregator, ClipRows, Rows, State
 from fedloom.rows.context import Cohort
 
 
@@ -46,7 +46,7 @@ class PrivateMean(Aggregator):
     def combine(
         self, state: State, rows: Rows, weights: Tensor, primary: str, ctx: Cohort
     ) -> tuple[dict[str, Tensor], State]:
-        clipped, _ = Clip(bound=self.clip).mix(rows, weights, primary, ctx)
+        clipped, _ = ClipRows(bound=self.clip).mix(rows, weights, primary, ctx)
         source, m = ctx.rng("noise"), len(weights)
         noisy = {}
         for name, r in clipped.items():

@@ -15,7 +15,7 @@ from fedloom.rows.context import Cohort
 Result = tuple[dict[str, Tensor], State]
 
 
-class Mean(Aggregator):
+class WeightedMean(Aggregator):
     """Weighted mean sum w_i x_i / sum w_i (McMahan et al., AISTATS 2017, Algorithm 1)."""
 
     weighted: ClassVar[bool] = True

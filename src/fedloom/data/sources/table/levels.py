@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedloom.data.sources.table.cells import Cells, Piece, Problems, numbers, shortened
-from fedloom.data.tables import Column
+from fedloom.data.tables import TableColumn
 from fedloom.errors import DataError
 
 LONGEST_NAME = 1000
@@ -79,7 +79,7 @@ class Agreed:
         factor: by which numbers are multiplied.
     """
 
-    def __init__(self, column: Column, impute: bool, cure: str, factor: float = 1.0) -> None:
+    def __init__(self, column: TableColumn, impute: bool, cure: str, factor: float = 1.0) -> None:
         self.column, self.filled, self._impute, self._cure, self._factor = column, 0, impute, cure, factor
         self._codes = {name: code for code, name in enumerate(column.names)}
 

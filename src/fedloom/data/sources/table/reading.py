@@ -17,11 +17,11 @@ from torch import Tensor
 
 from fedloom.data.dataset import CLASSED, MISSING, MOST_CLASSES, TOO_MANY, Dataset, Task, refuse
 from fedloom.data.sources._base import FileSource, lies_at
-from fedloom.data.sources.archive import Rows
+from fedloom.data.sources.archive import GrowingRows
 from fedloom.data.sources.table.cells import LEVELS, Piece, Problems, is_missing, numbers
 from fedloom.data.sources.table.levels import Agreed, Codes, natural
 from fedloom.data.survey.agreement import Agreement, agreement_of
-from fedloom.data.tables import MARKERS, Column, Table, markers_of
+from fedloom.data.tables import MARKERS, Table, TableColumn, markers_of
 from fedloom.errors import ConfigError, DataError, NoSamples, nearest
 
 MOST_COLUMNS = 100_000
@@ -182,8 +182,8 @@ class _Reading:
         self.place = {column: k for k, column in enumerate(self.features)}
         self.codes = {column: Codes() for column in {self.label, *categorical, *self.special, *spec.kept}}
         self.numeric = {c for c in self.features if c not in categorical and c not in self.agreed}
-        self.x = Rows((len(self.features),), np.float64)
-        self.measured = {column: Rows((), np.float64) for column in (self.label, self.event) if column}
+        self.x = GrowingRows((len(self.features),), np.float64)
+        self.measured = {column: GrowingRows((), np.float64) for column in (self.label, self.event) if column}
         self.markers, self.unmatched = spec.markers, [text for text in spec.missing if text not in MARKERS]
 
     @property
@@ -319,7 +319,7 @@ class _Reading:
             return agreed
         flags = [bool(column.isnan().any()) for column in values.T]
         columns = tuple(
-            Column(name=c, levels=len(levels), names=levels, flag=flag, scale=spec.scale)
+            TableColumn(name=c, levels=len(levels), names=levels, flag=flag, scale=spec.scale)
             for c, flag in zip(self.features, flags, strict=True)
             for levels in [coded[c][1] if c in spec.categorical else ()]
         )
